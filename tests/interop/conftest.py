@@ -29,13 +29,15 @@ class Suite(NamedTuple):
     Attributes:
         group: the environments that they need.
         limit: seconds that one test may take. Only a hang takes as long.
+        own_proc: whether the programs read /proc.
     """
 
     group: str
     limit: int
+    own_proc: bool = False
 
 
-SUITES = {"interop": Suite("routers", 240), "engines": Suite("engines", 900)}
+SUITES = {"interop": Suite("routers", 240), "engines": Suite("engines", 1500, own_proc=True)}
 """By marker."""
 
 
@@ -89,7 +91,7 @@ def _run_inside(item: pytest.Function, folder: Path, marker: str) -> None:
     ]
     try:
         done = subprocess.run(
-            isolated(command),
+            isolated(command, own_proc=SUITES[marker].own_proc),
             cwd=ROOT,
             env=os.environ | {INSIDE: "1"},
             capture_output=True,

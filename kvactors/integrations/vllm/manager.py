@@ -1,0 +1,159 @@
+"""The scheduler's side: vLLM's calls, answered by a `TierCache`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvactors.integrations.vllm.metrics import Metrics
+from kvactors.integrations.vllm.region import TierRegion
+from kvactors.tier_cache import CopiesInFlight, Lookup, TierCache
+from kvactors.types import Tier
+
+RESULTS = {
+    Lookup.MISS: LookupResult.MISS,
+    Lookup.PENDING: LookupResult.HIT_PENDING,
+    Lookup.HIT: LookupResult.HIT,
+}
+MEDIA = {Tier.HOST: Medium.CPU, Tier.STORAGE: Medium.STORAGE}
+SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
+TELLS_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")
+"""Whether this vLLM calls `on_reset_flushed` (from 0.33 on)."""
+
+
+class KVActorsManager(OffloadingManager):
+    """Answers vLLM's scheduler from a `TierCache`. Every call is synchronous.
+
+    vLLM forgets its jobs at `reset_cache`, while workers may still copy from and to their slots.
+    Those slots stay pinned here until the workers have flushed the jobs.
+
+    Args:
+        tiers: host tier and storage. The manager shuts them down.
+        region: its memory. The manager closes it.
+        flush_steps: ends of scheduler steps after which the workers have flushed the jobs of before
+            a reset, for a vLLM that does not report it.
+    """
+
+    def __init__(self, tiers: TierCache, region: TierRegion | None, *, flush_steps: int) -> None:
+        self.tiers = tiers
+        self._region = region
+        self._flush_steps = flush_steps
+        self._forgotten: list[CopiesInFlight] = []  # of before a reset
+        self._steps_left = 0
+        self._metrics = Metrics()
+
+    # -- requests
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Every request offloads the chunks that it computes."""
+        return RequestOffloadingContext()
+
+    # -- look-up and load
+
+    def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        """Whether a chunk can be loaded."""
+        return RESULTS[self.tiers.lookup(key)]
+
+    def get_load_source(self, key: Any, req_context: Any) -> CacheHitSource:
+        """The tier that a hit came from."""
+        return SOURCES[self.tiers.source(key)]
+
+    def prepare_load(self, keys: Collection[Any], req_context: Any) -> CPULoadStoreSpec:
+        """Pin the slots of chunks until `complete_load`."""
+        return CPULoadStoreSpec(self.tiers.prepare_load(list(keys)))
+
+    def complete_load(self, keys: Collection[Any], req_context: Any) -> None:
+        """The worker has copied chunks."""
+        self.tiers.complete_load(keys)
+
+    def touch(self, keys: Collection[Any], req_context: Any) -> None:
+        """Chunks of a request were used."""
+        self.tiers.touch(list(keys))
+
+    # -- store
+
+    def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput | None:
+        """Take slots for chunks, evicting others; None if there are not enough slots now."""
+        found = self.tiers.prepare_store(list(keys))
+        if found is None:
+            return None
+        self._metrics.allocated(len(found.keys))
+        return PrepareStoreOutput(
+            list(found.keys),  # type: ignore[arg-type, unused-ignore]
+            CPULoadStoreSpec(list(found.slots)),
+            list(found.evicted),  # type: ignore[arg-type, unused-ignore]
+        )
+
+    def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True) -> None:
+        """The worker has copied chunks into their slots."""
+        self.tiers.complete_store(keys, success)
+
+    # -- steps
+
+    def on_schedule_end(self, context: Any) -> None:
+        """A step of the scheduler has ended."""
+        if self._forgotten and not TELLS_FLUSH:
+            self._steps_left -= 1
+            if self._steps_left <= 0:
+                self.on_reset_flushed()
+        self.tiers.end_step()
+
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed without any request."""
+        return self.tiers.has_pending_work()
+
+    def reset_cache(self) -> None:
+        """Forget every chunk, in storage too."""
+        stores, loads = self.tiers.copies_in_flight()
+        for earlier in self._forgotten:
+            stores = tuple(key for key in stores if key not in earlier.stores)
+            loads = _without(loads, earlier.loads)
+        if stores or loads:
+            self._forgotten.append(CopiesInFlight(stores, loads))
+            self._steps_left = self._flush_steps
+        self.tiers.reset()
+
+    def on_reset_flushed(self) -> None:
+        """No worker copies for a job of before a reset: unpin the slots of those jobs."""
+        forgotten, self._forgotten = self._forgotten, []
+        for copies in forgotten:
+            self.tiers.complete_load(copies.loads)
+            self.tiers.complete_store(copies.stores, success=False)
+
+    # -- events, metrics, end
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Changes of the tiers since the last call."""
+        for event in self.tiers.take_events():
+            yield OffloadingEvent(
+                list(event.keys),  # type: ignore[arg-type, unused-ignore]
+                MEDIA[event.tier],
+                removed=not event.stored,
+            )
+
+    def get_stats(self) -> Any:
+        """Metrics since the last call."""
+        return self._metrics.stats(self.tiers)
+
+    def shutdown(self) -> None:
+        """Save what is queued for storage, and let go of the memory."""
+        self.tiers.shutdown()
+        if self._region is not None:
+            self._region.close()
+
+
+def _without(keys: tuple[bytes, ...], less: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """Keys without those of `less`, each as often as it is there."""
+    return tuple((Counter(keys) - Counter(less)).elements())

@@ -1,0 +1,122 @@
+"""The host tier's memory: a file in /dev/shm that scheduler and workers map.
+
+vLLM's region names the file by the engine's id, which is new in every start, and removes it in an
+orderly shutdown. After a kill -9 the file would keep its memory until a reboot. So every process
+that maps a region holds a shared lock on a small file beside it, and the next engine on the machine
+removes regions whose lock is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+FOLDER = Path("/dev/shm")  # noqa: S108, the folder that vLLM's region uses
+PREFIX = "kvactors_"
+
+log = logging.getLogger("kvactors")
+
+
+class TierRegion:
+    """Rows of host memory in a file that several processes map, one row a chunk.
+
+    Args:
+        engine_id: vLLM's id of the engine.
+        num_chunks: rows.
+        row_bytes: bytes of a row, a multiple of the page.
+        worker_bytes: bytes of one worker's share of a row.
+        rank: of the worker; None in the scheduler's process.
+
+    Attributes:
+        shared: vLLM's region.
+    """
+
+    def __init__(
+        self, engine_id: str, num_chunks: int, row_bytes: int, worker_bytes: int, rank: int | None
+    ) -> None:
+        name = PREFIX + engine_id
+        remove_stale_regions()
+        self._lock_path = FOLDER / f"{name}.lock"
+        self._lock = _hold(self._lock_path)
+        try:
+            self.shared: Any = SharedOffloadRegion(name, num_chunks, rank, row_bytes, worker_bytes)
+        except BaseException:
+            self._release()
+            raise
+
+    def view(self) -> memoryview:
+        """All rows, writable."""
+        return memoryview(self.shared.create_kv_memoryview()).cast("B")
+
+    def close(self) -> None:
+        """Unmap the memory. The last process removes the file."""
+        if self._lock < 0:
+            return
+        self.shared.cleanup()
+        self._release()
+
+    def _release(self) -> None:
+        lock, self._lock = self._lock, -1
+        _remove_unused(lock, self._lock_path)
+        os.close(lock)
+
+
+def remove_stale_regions() -> int:
+    """Remove the regions of engines that no process maps any more.
+
+    Returns:
+        How many there were.
+    """
+    count = 0
+    for path in FOLDER.glob(f"{PREFIX}*.lock"):
+        with contextlib.suppress(OSError):  # removed by another process, or of another user
+            lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                count += _remove_unused(lock, path)
+            finally:
+                os.close(lock)
+    if count:
+        log.warning("removed the host memory of %d engines that were killed", count)
+    return count
+
+
+def _hold(path: Path) -> int:
+    """Hold a shared lock on a file, and return its descriptor."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if _is_current(lock, path):
+            return lock
+        os.close(lock)  # another process removed it before the lock was taken
+
+
+def _is_current(lock: int, path: Path) -> bool:
+    try:
+        return path.stat().st_ino == os.fstat(lock).st_ino
+    except OSError:
+        return False
+
+
+def _remove_unused(lock: int, path: Path) -> bool:
+    """Remove a region and its lock unless another process holds the lock.
+
+    Returns:
+        Whether it was removed.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    if not _is_current(lock, path):
+        return False
+    for file in FOLDER.glob(f"vllm_offload_{path.stem}.mmap*"):
+        with contextlib.suppress(OSError):
+            file.unlink()
+    path.unlink()
+    return True

@@ -1,0 +1,144 @@
+"""Settings that `kv_connector_extra_config` holds, and the identity of vLLM's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvactors.cpu_evictor.policy import POLICIES
+from kvactors.errors import ConfigError
+from kvactors.tier_cache import TierStorage
+
+WHERE = "kv_connector_extra_config"
+
+
+class OffloadingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The keys of `kv_connector_extra_config`.
+
+    Attributes:
+        cpu_bytes_to_use: bytes of the host tier, for all workers of the engine together.
+        eviction_policy: order of eviction from the host tier.
+        storage: the tier below the host tier. Its `rank` and `ranks` are those of vLLM's data
+            parallel replicas.
+        model: name of the model in the identity of blocks. None: vLLM's name of it.
+        spec_name: read by vLLM.
+        spec_module_path: read by vLLM.
+        block_size: tokens of a chunk, read by vLLM.
+        blocks_per_chunk: device blocks of a chunk, read by vLLM.
+        offload_prompt_only: read by vLLM.
+        self_describing_kv_events: read by vLLM.
+        sync_load_budget_bytes: read by vLLM from 0.33 on.
+    """
+
+    cpu_bytes_to_use: int
+    eviction_policy: str = "lru"
+    storage: TierStorage = TierStorage()
+    model: str | None = None
+    spec_name: str | None = None
+    spec_module_path: str | None = None
+    block_size: int | None = None
+    blocks_per_chunk: int | None = None
+    offload_prompt_only: bool = True
+    self_describing_kv_events: bool = False
+    sync_load_budget_bytes: int | None = None
+
+
+def read_settings(extra_config: Mapping[str, Any]) -> OffloadingSettings:
+    """Check `kv_connector_extra_config`.
+
+    Raises:
+        ConfigError: names the setting that is unknown, missing, malformed or out of range.
+    """
+    try:
+        settings = msgspec.convert(dict(extra_config), OffloadingSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{WHERE}: {error}") from error
+    if settings.cpu_bytes_to_use < 1:
+        raise ConfigError(
+            f"{WHERE}: cpu_bytes_to_use must be at least 1, not {settings.cpu_bytes_to_use}"
+        )
+    if settings.eviction_policy not in POLICIES:
+        raise ConfigError(
+            f"{WHERE}: unknown eviction_policy {settings.eviction_policy!r}, known are "
+            f"{', '.join(POLICIES)}"
+        )
+    check_ranks(settings.storage)
+    return settings
+
+
+def check_ranks(storage: TierStorage) -> None:
+    """Refuse ranks: those of vLLM are used.
+
+    Raises:
+        ConfigError: rank or ranks is set.
+    """
+    if (storage.rank, storage.ranks) != (0, 1):
+        raise ConfigError(
+            f"{WHERE}: storage.rank and storage.ranks are those of vLLM's data parallel replicas"
+        )
+
+
+def storage_of_replica(storage: TierStorage, config: Any) -> TierStorage:
+    """Storage with the rank of a data parallel replica.
+
+    Args:
+        storage: as configured.
+        config: vLLM's `OffloadingConfig`.
+    """
+    parallel = config.parallel
+    return msgspec.structs.replace(
+        storage, rank=parallel.data_parallel_index, ranks=parallel.data_parallel_size
+    )
+
+
+def check_groups(config: Any) -> None:
+    """Refuse models whose cache kvactors cannot hold.
+
+    Args:
+        config: vLLM's `OffloadingConfig`.
+
+    Raises:
+        ConfigError: the model has several groups of layers, or its blocks have no size.
+    """
+    if len(config.groups) != 1:
+        groups = "; ".join(
+            f"group {group.group_id}: {len(group.layer_names)} layers from {group.layer_names[0]}, "
+            f"{group.tokens_per_block} tokens a block"
+            for group in config.groups
+        )
+        raise ConfigError(
+            f"kvactors holds models with one group of KV cache layers, and {config.model.name} is "
+            f"a hybrid model with {len(config.groups)} ({groups})"
+        )
+    if config.canonical_layout:
+        raise ConfigError(f"{WHERE}: canonical_layout is not supported")
+    if config.worker_kv_bytes_per_block < 1:
+        raise ConfigError("vLLM gives no size for a block of the KV cache")
+
+
+def identity(config: Any, *, copied_by: str) -> dict[str, str | int | float | bool | None]:
+    """The facts that two engines must share for their blocks to be interchangeable.
+
+    Args:
+        config: vLLM's `OffloadingConfig`.
+        copied_by: the worker that orders the bytes of a chunk.
+    """
+    parallel = config.parallel
+    return {
+        "engine": "vllm",
+        "copied_by": copied_by,
+        "dtype": config.model.dtype,
+        "kv_cache_layout": config.kv_cache_layout,
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "tokens_per_block": config.groups[0].tokens_per_block,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "worker_kv_bytes_per_block": config.worker_kv_bytes_per_block,
+        "layers": ",".join(config.groups[0].layer_names),
+        "world_size": parallel.world_size,
+        "tp_size": parallel.tp_size,
+        "pp_size": parallel.pp_size,
+        "pcp_size": parallel.pcp_size,
+        "dcp_size": parallel.dcp_size,
+    }

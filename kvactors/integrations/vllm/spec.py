@@ -1,0 +1,124 @@
+"""vLLM's entry point: the `OffloadingSpec` that vLLM loads by module path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec, OffloadingWorker
+from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+
+from kvactors.device.arena import PAGE
+from kvactors.errors import ConfigError
+from kvactors.integrations.vllm.manager import KVActorsManager
+from kvactors.integrations.vllm.metrics import DEFINITIONS
+from kvactors.integrations.vllm.region import TierRegion
+from kvactors.integrations.vllm.settings import (
+    WHERE,
+    check_groups,
+    identity,
+    read_settings,
+    storage_of_replica,
+)
+from kvactors.integrations.vllm.worker import KVActorsWorker
+from kvactors.tier_cache import CopyWorker, SlotMemory, TierConfig, open_tiers
+
+
+class KVActorsOffloadingSpec(OffloadingSpec):
+    """kvactors as vLLM's host tier and the storage below it.
+
+    A row of the host tier holds the shares of all workers of one chunk, one after another.
+
+    Args:
+        config: vLLM's `OffloadingConfig`. Its `extra_config` is described by `OffloadingSettings`.
+
+    Raises:
+        ConfigError: a setting is unknown, missing or out of range, or the model is a hybrid one.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.settings = read_settings(config.extra_config)
+        check_groups(config)
+        self._worker_bytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
+        row = self._worker_bytes * config.parallel.world_size
+        self._row_bytes = -(-row // PAGE) * PAGE
+        self.num_chunks = self.settings.cpu_bytes_to_use // self._row_bytes
+        if self.num_chunks < 1:
+            raise ConfigError(
+                f"{WHERE}: cpu_bytes_to_use = {self.settings.cpu_bytes_to_use} holds no chunk of "
+                f"{self._row_bytes} bytes"
+            )
+        self._manager: KVActorsManager | None = None
+        self._worker: OffloadingWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: Mapping[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """The metrics that the manager reports."""
+        return dict(DEFINITIONS)
+
+    def _region(self, rank: int | None) -> TierRegion:
+        return TierRegion(
+            self.config.engine_id, self.num_chunks, self._row_bytes, self._worker_bytes, rank
+        )
+
+    def get_manager(self) -> KVActorsManager:
+        """The scheduler's side."""
+        if self._manager is None:
+            self._manager = self._make_manager()
+        return self._manager
+
+    def _make_manager(self) -> KVActorsManager:
+        copied_by = "kvactors" if current_platform.is_cpu() else "vllm"
+        tier_config = TierConfig(
+            model=self.settings.model or self.config.model.name,
+            block_bytes=self._row_bytes,
+            num_slots=self.num_chunks,
+            identity=identity(self.config, copied_by=copied_by),
+            policy=self.settings.eviction_policy,
+            events=("host", "storage") if self.kv_events_config.enable_kv_cache_events else (),
+            storage=storage_of_replica(self.settings.storage, self.config),
+        )
+        region = self._region(None)
+        try:
+            tiers = open_tiers(tier_config, memory=region.view(), stride=self._row_bytes)
+            tiers.start()
+        except BaseException:
+            region.close()
+            raise
+        # a step's result is known at most so many steps later: asynchronous scheduling and pipeline
+        flush_steps = 3 + int(self.config.parallel.pp_size)
+        return KVActorsManager(tiers, region, flush_steps=flush_steps)
+
+    def _cpu_worker(self, kv_caches: Any, region: TierRegion) -> KVActorsWorker:
+        memory = SlotMemory(self.num_chunks, self._row_bytes, region.view(), self._row_bytes)
+        copies = CopyWorker(
+            [each.tensor for each in kv_caches.tensors],
+            memory,
+            offset=self.config.parallel.rank * self._worker_bytes,
+            blocks_per_slot=self.blocks_per_chunk,
+        )
+        memory.close()
+        return KVActorsWorker(copies, self.blocks_per_chunk, region)
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        """The worker's side: vLLM's own on accelerators, ours on a CPU, where vLLM has none."""
+        if self._worker is None:
+            region = self._region(self.config.parallel.rank)
+            try:
+                if current_platform.is_cpu():
+                    self._worker = self._cpu_worker(kv_caches, region)
+                else:
+                    self._worker = CPUOffloadingWorker(
+                        kv_caches=kv_caches,
+                        blocks_per_chunk=self.blocks_per_chunk,
+                        num_cpu_chunks=self.num_chunks,
+                        mmap_region=region.shared,
+                    )
+            except BaseException:
+                region.close()
+                raise
+        return self._worker

@@ -1,0 +1,198 @@
+"""Storage below vLLM's own host tier: a secondary tier that vLLM loads by module path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvactors.errors import ConfigError
+from kvactors.integrations.vllm.settings import check_groups, identity, storage_of_replica
+from kvactors.tier_cache import TierConfig, TierStorage, open_storage
+
+DRAIN = 60.0
+"""Seconds that `drain_jobs` waits at most, beyond the time that every job has."""
+
+
+class TierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The keys of an entry of `secondary_tiers`, beside those that vLLM reads.
+
+    Attributes:
+        directory: of the file store.
+        namespace: objects of different ones never mix.
+        capacity_blocks, capacity_bytes: chunks and bytes it may hold. With neither 80 % of the
+            space that the file system can give.
+        free_space_floor: bytes of the file system to leave free.
+        durability: a chunk counts as stored when the system has it (written) or the device has it
+            (synced).
+        io_depth: reads and writes at once.
+        timeout: seconds that one job may take.
+        model: name of the model in the identity of chunks. None: vLLM's name of it.
+        enable_kv_events: whether chunks that are stored and removed become KV events.
+        locality: LOCAL or REMOTE, for those events.
+    """
+
+    directory: str
+    namespace: str = "default"
+    capacity_blocks: int | None = None
+    capacity_bytes: int | str | None = None
+    free_space_floor: int | str = "64MB"
+    durability: Literal["written", "synced"] = "written"
+    io_depth: int = 4
+    timeout: float = 10.0
+    model: str | None = None
+    enable_kv_events: bool = False
+    locality: str | None = None
+
+
+STORE_FIELDS = set(TierStorage.__struct_fields__)
+
+
+class KVActorsTier(SecondaryTierManager):
+    """kvactors' verified file store as a tier below vLLM's host tier.
+
+    A look-up is answered from memory. A chunk whose bytes are not those that were stored is a
+    failed load, which vLLM counts as a miss.
+
+    Args:
+        offloading_spec: vLLM's spec.
+        primary_kv_view: vLLM's host memory, one row a chunk.
+        tier_type: given by vLLM.
+        backpressure_detector: given by vLLM.
+        settings: see `TierSettings`.
+
+    Raises:
+        ConfigError: a setting is unknown, missing or out of range, or the model is a hybrid one.
+        StoreError: the store cannot be used (an OSError).
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        found = read_tier_settings(settings)
+        config = offloading_spec.config
+        check_groups(config)
+        self.locality = None if found.locality is None else Locality(found.locality)
+        self._rows = primary_kv_view.cast("B")
+        fields = msgspec.structs.asdict(found)
+        storage = msgspec.convert(
+            {name: value for name, value in fields.items() if name in STORE_FIELDS}
+            | {"backend": "file"},
+            TierStorage,
+        )
+        self._store = open_storage(
+            TierConfig(
+                model=found.model or config.model.name,
+                block_bytes=self.block_size_bytes,
+                num_slots=1,
+                identity=identity(config, copied_by="vllm"),
+                storage=storage_of_replica(storage, config),
+            )
+        )
+        wanted = found.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] | None = [] if wanted else None
+
+    # -- look-up and jobs
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Every request offloads the chunks that it computes."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        """Whether the store has a chunk."""
+        return LookupResult.HIT if self._store.contains(key) else LookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Begin to save chunks."""
+        keys = list(job_metadata.keys)
+        self._store.submit_store(job_metadata.job_id, keys, self._views(job_metadata.chunk_ids))
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Begin to read chunks."""
+        keys = list(job_metadata.keys)
+        self._store.submit_load(job_metadata.job_id, keys, self._views(job_metadata.chunk_ids))
+
+    def _views(self, chunks: Iterable[Any]) -> Sequence[memoryview]:
+        """The rows of chunks. A row that does not exist is an empty view, which fails its key."""
+        size = self.block_size_bytes
+        return [self._rows[int(chunk) * size : (int(chunk) + 1) * size] for chunk in chunks]
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Jobs that have ended since the last call."""
+        results = []
+        for found in self._store.poll():
+            kept = [key for key, ok in zip(found.keys, found.ok, strict=True) if ok]
+            all_kept = len(kept) == len(found.keys)
+            if found.saved:
+                self._record(kept, removed=False)
+            self._record(list(found.removed), removed=True)
+            partial = None if all_kept or found.saved else tuple(kept)
+            results.append(
+                JobResult(found.job, all_kept, partial, found.seconds, found.nbytes)  # type: ignore[arg-type, unused-ignore]
+            )
+        return results
+
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed without any request."""
+        return self._store.in_flight > 0 or len(self._store.results) > 0
+
+    def drain_jobs(self) -> None:
+        """Wait until no job reads or writes the host tier's memory."""
+        self._store.drain(self._store.timeout + DRAIN)
+
+    # -- events, end
+
+    def _record(self, keys: list[bytes], *, removed: bool) -> None:
+        if self._events is not None and keys:
+            self._events.append(
+                OffloadingEvent(keys, Medium.STORAGE, removed, self.locality)  # type: ignore[arg-type, unused-ignore]
+            )
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Chunks stored and removed since the last call."""
+        if self._events is None:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    def shutdown(self) -> None:
+        """Close the store, and let go of the host tier's memory."""
+        self._store.close()
+        self._store.poll()
+        self._rows = memoryview(b"")
+
+
+def read_tier_settings(settings: dict[str, Any]) -> TierSettings:
+    """Check an entry of `secondary_tiers`.
+
+    Raises:
+        ConfigError: names the setting that is unknown, missing or malformed.
+    """
+    try:
+        found = msgspec.convert(settings, TierSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"secondary_tiers: KVActorsTier: {error}") from error
+    if found.locality not in {None, *(each.value for each in Locality)}:
+        raise ConfigError(
+            f"secondary_tiers: KVActorsTier: locality {found.locality!r} is not LOCAL or REMOTE"
+        )
+    if not found.directory:
+        raise ConfigError("secondary_tiers: KVActorsTier: directory is empty")
+    return found

@@ -1,0 +1,38 @@
+"""Settings of kvactors in an engine, and damage to its stores and its host memory."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+CHUNK_BYTES = 64 << 10
+"""Bytes of a chunk of the tiny model: 32 tokens, 4 layers, keys and values, 2 heads of 32 floats."""
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def offloading(host_chunks: int, directory: Path | None = None, **storage: Any) -> dict[str, Any]:
+    """`kv_connector_extra_config` with `KVActorsOffloadingSpec`."""
+    extra: dict[str, Any] = {
+        "spec_name": "KVActorsOffloadingSpec",
+        "spec_module_path": "kvactors.integrations.vllm",
+        "cpu_bytes_to_use": host_chunks * CHUNK_BYTES,
+    }
+    if directory is not None:
+        file = {"backend": "file", "directory": str(directory), "capacity_blocks": 400}
+        extra["storage"] = file | storage
+    return extra
+
+
+def regions() -> list[Path]:
+    """The files of host tiers in shared memory."""
+    return sorted(SHARED_MEMORY.glob("vllm_offload_kvactors_*.mmap*"))
+
+
+def zero_host_memory() -> int:
+    """Overwrite the host tiers of all engines on this machine with zeros. Returns their number."""
+    found = regions()
+    for path in found:
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            memory[:] = bytes(len(memory))
+    return len(found)

@@ -1,0 +1,266 @@
+"""Settings, host memory and the secondary tier, in vLLM's environment without an engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from kvactors.errors import ConfigError, StoreError
+from kvactors.integrations.vllm import KVActorsOffloadingSpec
+from kvactors.integrations.vllm.region import FOLDER, TierRegion, remove_stale_regions
+
+ROW = 4096
+CONTEXT = ReqContext("request")
+
+
+def config(**extra) -> OffloadingConfig:
+    """vLLM's config of a model with blocks of 4096 bytes."""
+    return OffloadingConfig(
+        groups=(OffloadingGroupConfig(32, ("layer.0", "layer.1"), 0),),
+        worker_kv_bytes_per_block=ROW,
+        enable_kv_cache_events=True,
+        extra_config={"cpu_bytes_to_use": 8 * ROW} | extra,
+        engine_id=f"test-{os.getpid()}-{time.monotonic_ns()}",
+        model=OffloadingModelConfig("tiny", "float32"),
+        cache=OffloadingCacheConfig(32, 1),
+        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
+    )
+
+
+def keys(count: int, first: int = 0) -> list[bytes]:
+    return [make_offload_key(bytes([first + i]) * 32, 0) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("extra", "error"),
+    [
+        ({"cpu_byte": 1}, "unknown field `cpu_byte`"),
+        ({"cpu_bytes_to_use": "8GB"}, r"Expected `int`.*cpu_bytes_to_use"),
+        ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use must be at least 1, not 0"),
+        ({"cpu_bytes_to_use": ROW - 1}, "holds no chunk of 4096 bytes"),
+        ({"eviction_policy": "arc"}, "unknown eviction_policy 'arc'"),
+        ({"store_threshold": 2}, "unknown field `store_threshold`"),
+        ({"storage": {"dir": "/x"}}, "unknown field `dir`"),
+        ({"storage": {"backend": "file", "directory": "/x", "rank": 1}}, "storage.rank"),
+    ],
+)
+def test_bad_settings_are_named(extra: dict, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        KVActorsOffloadingSpec(config(**extra))
+
+
+def test_cpu_bytes_to_use_is_required() -> None:
+    bare = replace(config(), extra_config={})
+    with pytest.raises(ConfigError, match="missing required field `cpu_bytes_to_use`"):
+        KVActorsOffloadingSpec(bare)
+
+
+def test_a_hybrid_model_is_refused_by_its_groups() -> None:
+    two = (
+        OffloadingGroupConfig(32, ("full.0",), 0),
+        OffloadingGroupConfig(64, ("mamba.0", "mamba.1"), 1),
+    )
+    text = r"tiny is a hybrid model with 2 \(group 0: 1 layers from full.0.*from mamba.0"
+    with pytest.raises(ConfigError, match=text):
+        KVActorsOffloadingSpec(replace(config(), groups=two))
+
+
+def test_a_canonical_layout_is_refused() -> None:
+    with pytest.raises(ConfigError, match="canonical_layout is not supported"):
+        KVActorsOffloadingSpec(replace(config(), canonical_layout=True))
+
+
+def test_a_folder_that_cannot_be_used_is_an_os_error(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    storage = {"backend": "file", "directory": str(tmp_path / "file" / "store")}
+    spec = KVActorsOffloadingSpec(config(storage=storage))
+    with pytest.raises(StoreError) as caught:
+        spec.get_manager()
+    assert isinstance(caught.value, OSError)
+    assert not list(FOLDER.glob(f"*{spec.config.engine_id}*"))
+
+
+def test_the_manager_answers_and_can_be_shut_down_twice() -> None:
+    manager = KVActorsOffloadingSpec(config()).get_manager()
+    wanted = keys(3)
+    assert [manager.lookup(key, CONTEXT) for key in wanted] == [LookupResult.MISS] * 3
+    stored = manager.prepare_store(wanted, CONTEXT)
+    assert (stored.keys_to_store, stored.evicted_keys) == (wanted, [])
+    assert manager.lookup(wanted[0], CONTEXT) is LookupResult.HIT_PENDING
+    manager.complete_store(set(wanted), CONTEXT)
+    assert [manager.lookup(key, CONTEXT) for key in wanted] == [LookupResult.HIT] * 3
+    loaded = manager.prepare_load(wanted, CONTEXT)
+    assert sorted(loaded.block_ids) == sorted(stored.store_spec.block_ids)
+    manager.complete_load(wanted, CONTEXT)
+    events = list(manager.take_events())
+    assert [(event.medium.value, event.removed, event.keys) for event in events] == [
+        ("CPU", False, wanted)
+    ]
+    manager.get_stats()
+    for _ in range(2):
+        manager.shutdown()
+
+
+def test_a_region_goes_with_its_last_process() -> None:
+    first = TierRegion("pair", 4, ROW, ROW, None)
+    second = TierRegion("pair", 4, ROW, ROW, 0)
+    first.view()[5] = 7
+    assert second.view()[5] == 7
+    assert remove_stale_regions() == 0
+    first.close()
+    first.close()
+    assert remove_stale_regions() == 0
+    second.close()
+    assert not list(FOLDER.glob("*kvactors_pair*"))
+
+
+def test_the_region_of_a_killed_process_is_removed() -> None:
+    code = (
+        "from kvactors.integrations.vllm.region import TierRegion\n"
+        f"region = TierRegion('killed', 4, {ROW}, {ROW}, None)\n"
+        "print('open', flush=True)\n"
+        "input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout.readline() == b"open\n"
+        assert remove_stale_regions() == 0
+        child.send_signal(signal.SIGKILL)
+    assert list(FOLDER.glob("vllm_offload_kvactors_killed.mmap"))
+    assert remove_stale_regions() == 1
+    assert not list(FOLDER.glob("*kvactors_killed*"))
+
+
+# -- the secondary tier
+
+
+class Rows:
+    """The host tier of vLLM, and jobs of a tier below it."""
+
+    def __init__(self, count: int = 8) -> None:
+        self.array = np.zeros((count, ROW), np.uint8)
+        for i, row in enumerate(self.array):
+            row[:] = i + 1
+        self.view = memoryview(self.array)
+        self.jobs = 0
+
+    def tier(self, directory, /, **settings):
+        entry = {
+            "type": "KVActorsTier",
+            "module_path": "kvactors.integrations.vllm",
+            "directory": str(directory),
+            "capacity_blocks": 64,
+        }
+        events = SimpleNamespace(enable_kv_cache_events=True)
+        spec = SimpleNamespace(config=config(), kv_events_config=events)
+        return SecondaryTierFactory.create_secondary_tier(entry | settings, self.view, spec)
+
+    def run(self, tier, wanted, chunks, *, load: bool):
+        self.jobs += 1
+        job = TransferJob(self.jobs, wanted, np.array(chunks), load, CONTEXT)
+        (tier.submit_load if load else tier.submit_store)(job)
+        tier.drain_jobs()
+        (result,) = tier.get_finished_jobs()
+        assert result.job_id == self.jobs
+        return result
+
+
+@pytest.fixture
+def rows() -> Rows:
+    return Rows()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"root_dir": "/x"}, "unknown field `root_dir`"),
+        ({"directory": ""}, "directory is empty"),
+        ({"locality": "NEAR"}, "'NEAR' is not LOCAL or REMOTE"),
+        ({"io_depth": 0}, "storage.io_depth must be positive"),
+        ({"durability": "maybe"}, "durability"),
+    ],
+)
+def test_bad_settings_of_the_tier_are_named(rows, tmp_path, settings, error) -> None:
+    with pytest.raises(ConfigError, match=error):
+        rows.tier(tmp_path, **settings)
+
+
+def test_chunks_are_stored_found_and_loaded(rows, tmp_path) -> None:
+    tier = rows.tier(tmp_path, enable_kv_events=True, locality="LOCAL")
+    wanted = keys(3)
+    assert tier.lookup(wanted[0], CONTEXT) is LookupResult.MISS
+    stored = rows.run(tier, wanted, [0, 1, 2], load=False)
+    assert (stored.success, stored.transfer_bytes) == (True, 3 * ROW)
+    assert [tier.lookup(key, CONTEXT) for key in wanted] == [LookupResult.HIT] * 3
+    loaded = rows.run(tier, wanted, [7, 6, 5], load=True)
+    assert (loaded.success, loaded.successful_keys) == (True, None)
+    assert [int(rows.array[i][0]) for i in (7, 6, 5)] == [1, 2, 3]
+    (event,) = tier.take_events()
+    assert (event.keys, event.medium.value, event.removed) == (wanted, "STORAGE", False)
+    for _ in range(2):
+        tier.shutdown()
+
+
+def test_a_missing_chunk_fails_alone(rows, tmp_path) -> None:
+    tier = rows.tier(tmp_path)
+    wanted = keys(3)
+    rows.run(tier, [wanted[0], wanted[2]], [0, 2], load=False)
+    loaded = rows.run(tier, wanted, [5, 6, 7], load=True)
+    assert not loaded.success
+    assert set(loaded.successful_keys) == {wanted[0], wanted[2]}
+    tier.shutdown()
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_a_chunk_beyond_the_host_tier_fails_alone(rows, tmp_path, load) -> None:
+    tier = rows.tier(tmp_path)
+    wanted = keys(2)
+    rows.run(tier, wanted, [0, 1], load=False)
+    others = wanted if load else keys(2, first=10)
+    result = rows.run(tier, others, [1, 8], load=load)
+    assert not result.success
+    assert tier.lookup(others[0], CONTEXT) is LookupResult.HIT
+    tier.shutdown()
+
+
+def test_chunks_are_there_after_a_restart(rows, tmp_path) -> None:
+    tier = rows.tier(tmp_path)
+    wanted = keys(4)
+    rows.run(tier, wanted, [0, 1, 2, 3], load=False)
+    tier.shutdown()
+    tier = rows.tier(tmp_path)
+    assert [tier.lookup(key, CONTEXT) for key in wanted] == [LookupResult.HIT] * 4
+    assert rows.run(tier, wanted, [4, 5, 6, 7], load=True).success
+    assert [int(row[0]) for row in rows.array] == [1, 2, 3, 4] * 2
+    tier.shutdown()
+
+
+def test_a_small_tier_reports_the_chunks_that_it_removes(rows, tmp_path) -> None:
+    tier = rows.tier(tmp_path, capacity_blocks=2, enable_kv_events=True)
+    for i in range(4):
+        assert rows.run(tier, keys(1, first=i), [i], load=False).success
+    held = [key for key in keys(4) if tier.lookup(key, CONTEXT) is LookupResult.HIT]
+    assert len(held) == 2
+    events = list(tier.take_events())
+    removed = {key for event in events if event.removed for key in event.keys}
+    assert removed == set(keys(4)) - set(held)
+    tier.shutdown()
