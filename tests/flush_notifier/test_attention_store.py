@@ -267,6 +267,28 @@ async def test_closing_does_not_wait_for_a_call_that_hangs():
     assert asyncio.get_running_loop().time() - began < 8.0, "close waited for the call"
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+async def test_an_index_that_fails_during_a_close_keeps_nothing(every):
+    """One that failed at the last call before it neither."""
+    one, service = sink(), stand_in.service
+    wired = Running(one)
+    async with wired.running():
+        await wired.tell(finished(1, 2, 3), finished(1, 2, 9), finished(7, 8))
+        await wired.settle()
+        assert index() == paths(1, 2, 3) | paths(1, 2, 9) | paths(7, 8)
+        service().fail_every = every
+        failures = 0
+        while not failures:
+            try:
+                await one._flush(path(7, 8)[0], 0, resident=True)
+            except SdkError:
+                failures += 1
+        # It works again after a while if every call fails.
+        recovery = 0.15 if every == 1 else 60.0
+        asyncio.get_running_loop().call_later(recovery, setattr, service(), "fail_every", 0)
+    assert index() == set()
+
+
 async def test_an_index_too_slow_for_a_batch_is_sent_it_piece_by_piece():
     """A batch takes ten times as long as a call may: tasks acknowledged before the deadline are not
     sent again."""

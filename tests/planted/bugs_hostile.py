@@ -67,4 +67,32 @@ BUGS: tuple[Mutation, ...] = (
         "the settings",
         ("tests/cpu_evictor/test_load.py::test_an_exclusive_store_gives_up_what_is_announced",),
     ),
+    Mutation(
+        "closing_gives_up_at_the_first_failure",
+        "flush_notifier/sinks/attention_store.py",
+        """\
+                except SdkError as error:
+                    failure = error
+""",
+        """\
+                except SdkError:
+                    raise
+""",
+        "an index that fails once while the cache closes keeps the blocks of this process",
+        (
+            "tests/flush_notifier/test_attention_store.py::test_an_index_that_fails_during_a_close_keeps_nothing",
+        ),
+    ),
+    Mutation(
+        "failed_call_taken_for_silence",
+        "flush_notifier/sinks/attention_store.py",
+        """\
+            self._answers = True  # an error is an answer
+""",
+        "",
+        "if the last call to the index before a close failed, nothing is retracted",
+        (
+            "tests/flush_notifier/test_attention_store.py::test_an_index_that_fails_during_a_close_keeps_nothing",
+        ),
+    ),
 )

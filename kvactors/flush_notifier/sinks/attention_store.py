@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvactors.actor.log import get_logger
 from kvactors.attention_store import MARGIN, Sdk
-from kvactors.errors import SinkError
+from kvactors.errors import SdkError, SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.journal import Journal
@@ -16,6 +17,9 @@ from kvactors.flush_notifier.sinks.published import PublishedBlocks
 from kvactors.sdk_settings import SdkSettings
 from kvactors.sink_config import AttentionStoreSinkConfig
 from kvactors.types import Residency, split_keys
+
+RETRY_AT_CLOSE = (0.0, 0.05, 0.2, 0.8)
+"""Seconds before each attempt to retract everything at the end."""
 
 
 class AttentionStoreSink(Sink):
@@ -69,7 +73,11 @@ class AttentionStoreSink(Sink):
 
     async def _flush(self, tokens: bytes, start: int, *, resident: bool) -> None:
         self._answers = False
-        await self.sdk.flush(np.frombuffer(tokens, "<u4"), start, resident=resident)
+        try:
+            await self.sdk.flush(np.frombuffer(tokens, "<u4"), start, resident=resident)
+        except SdkError:
+            self._answers = True  # an error is an answer
+            raise
         self._answers = True
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
@@ -99,13 +107,40 @@ class AttentionStoreSink(Sink):
         if self._journal is not None:
             await self._journal.gone(gone, self._published)
 
+    async def _retract_all(self) -> None:
+        """Retract everything. A path whose retraction fails does not keep the others from theirs,
+        and is tried again a few times.
+
+        Raises:
+            SdkError: some retractions failed each time.
+        """
+        for pause in RETRY_AT_CLOSE:
+            await asyncio.sleep(pause)
+            failure: SdkError | None = None
+            for path in list(self._published.retractions()):
+                try:
+                    await self._flush(path.tokens, path.start, resident=False)
+                except SdkError as error:
+                    failure = error
+                else:
+                    self._published.remove(path.keys)
+            if failure is None:
+                return
+        if failure is not None:
+            raise failure
+
     async def close(self) -> None:
         """Retract everything, since this process holds nothing after its end. With a journal the
         next process does that. Skipped if the index does not answer."""
         try:
             if self._journal is None and self._answers:
-                await self._retract()
-        except SinkError as error:
-            self._log.warning("retraction at close failed", sink=self.name, error=str(error))
+                await self._retract_all()
+        except SdkError as error:
+            self._log.warning(
+                "retraction at close failed",
+                sink=self.name,
+                error=str(error),
+                blocks=len(self._published),
+            )
         finally:
             self.sdk.close()
