@@ -33,7 +33,7 @@ class SaveQueue:
         self._min_hits = min_hits
         self._tier = tier
         self._is_saved = is_saved
-        self._waiting: dict[HostBlock, None] = {}
+        self._waiting: dict[bytes, HostBlock] = {}
         self._touches: Counter[bytes] = Counter()
         self._unscanned = 0  # blocks that came since the last look at the next victims
 
@@ -61,6 +61,7 @@ class SaveQueue:
     def on_evicted(self, keys: Iterable[bytes]) -> None:
         """Keys left the host tier."""
         for key in keys:
+            self._waiting.pop(key, None)
             self._touches.pop(key, None)
 
     def clear(self) -> None:
@@ -75,7 +76,7 @@ class SaveQueue:
     def _add(self, blocks: Iterable[HostBlock]) -> None:
         for block in blocks:
             if not self._is_saved(block.hash):
-                self._waiting[block] = None
+                self._waiting[block.hash] = block
 
     def _scan(self) -> None:
         """Queue the next victims, if enough blocks came and there is little space left."""
@@ -96,8 +97,7 @@ class SaveQueue:
         self._scan()
         taken: list[HostBlock] = []
         while self._waiting and len(taken) < most:
-            block = next(iter(self._waiting))
-            del self._waiting[block]
+            block = self._waiting.pop(next(iter(self._waiting)))
             if not block.dropped and not self._is_saved(block.hash):
                 self._tier.pin(block)
                 taken.append(block)

@@ -122,5 +122,9 @@ def _check_storage(storage: TierStorage) -> None:
     for name in ("timeout", "open_timeout", "close_timeout", "min_hits", "io_depth", "ranks"):
         if not 0 < getattr(storage, name) < float("inf"):
             raise ConfigError(f"storage.{name} must be positive, not {getattr(storage, name)}")
+    if storage.capacity_blocks is not None and storage.capacity_blocks < 1:
+        raise ConfigError(
+            f"storage.capacity_blocks must be at least 1, not {storage.capacity_blocks}"
+        )
     if not 0 <= storage.rank < storage.ranks:
         raise ConfigError(f"storage.rank must be below {storage.ranks}, not {storage.rank}")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterable
+from contextlib import suppress
 
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
+from kvactors.errors import CacheClosed
 from kvactors.tier_cache.answers import Lookup
 from kvactors.tier_cache.counters import TierCounters
 from kvactors.tier_cache.event_log import EventLog
@@ -139,7 +141,8 @@ class StorageMoves:
             some = blocks[start : start + BATCH]
             self._begin(some)
             self._started[self._job] = time.monotonic()
-            self.storage.submit_load(self._job, *self._memory_of(some))
+            with suppress(CacheClosed):  # another thread shuts the cache down
+                self.storage.submit_load(self._job, *self._memory_of(some))
 
     def _submit_saves(self) -> None:
         most = max(1, self._slots.tier.capacity // SAVING)
@@ -149,7 +152,8 @@ class StorageMoves:
                 return
             self._saving += len(some)
             self._begin(some)
-            self.storage.submit_store(self._job, *self._memory_of(some))
+            with suppress(CacheClosed):  # another thread shuts the cache down
+                self.storage.submit_store(self._job, *self._memory_of(some))
 
     def _begin(self, blocks: list[HostBlock]) -> None:
         self._job += 1

@@ -231,7 +231,7 @@ class StorageTier:
         """
         names, self._names = self._names, set()
         self._generation += 1
-        removed = [self._keys[name] for name in names if name in self._keys]
+        removed = [self._keys.pop(name) for name in names if name in self._keys]
         loop = self._loop
         if loop is not None and loop.loop is not None and not self._closed:
             with suppress(RuntimeError):  # the loop has ended
@@ -246,6 +246,9 @@ class StorageTier:
             self._names.update(name for name, good in results if good and job.save)
             self._names.difference_update(removed)
         gone = [self._keys.pop(name) for name in removed if name in self._keys]
+        for name in job.names:
+            if name not in self._names:
+                self._keys.pop(name, None)
         nbytes = sum(ok) * self.block_bytes
         seconds = time.monotonic() - job.began
         result = StorageResult(

@@ -210,6 +210,7 @@ def test_close_lets_jobs_end_and_is_bounded():
         ({"backend": "attention_store"}, "tokens"),
         ({"backend": "memory", "rank": 1}, "rank"),
         ({"backend": "memory", "timeout": 0}, "timeout"),
+        ({"backend": "memory", "capacity_blocks": 0}, "capacity_blocks"),
         ({"backend": "memory", "exclusive": True}, "exclusive"),
         ({"backend": "memory", "write_policy": "later"}, "write_policy"),
     ],
@@ -217,6 +218,32 @@ def test_close_lets_jobs_end_and_is_bounded():
 def test_storage_settings_that_do_not_fit_are_named(storage, text):
     with pytest.raises(ConfigError, match=text):
         make(storage=storage)
+
+
+def test_nothing_grows_while_a_store_hangs_or_fails():
+    cache = faulty(timeout=30.0, close_timeout=0.1)
+    cache.start()
+    moves = cache._moves
+    assert moves is not None
+    FaultyStore.mode = "raise"
+    for key in KEYS:
+        store(cache, [key])
+        cache.end_step()
+    assert len(moves.saves) <= 8
+    settle(cache)
+    assert len(moves.storage._keys) == 0
+    assert moves.storage.in_flight == 0
+    cache.shutdown()
+
+
+def test_an_owner_in_a_call_during_a_shutdown_of_another_thread():
+    cache = make(8, storage={"backend": "memory"})
+    store(cache, KEYS[:4])
+    assert cache._moves is not None
+    cache._moves.storage.close()
+    cache.end_step()
+    cache.reset(storage=False)
+    cache.shutdown()
 
 
 def test_an_unknown_back_end_is_a_config_error_at_the_start():
