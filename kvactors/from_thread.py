@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvactors.arguments import check_seconds
-from kvactors.cache import KVCache
+from kvactors.calls import CacheCalls
 from kvactors.deprecated import renamed
 from kvactors.errors import CacheClosed, DeadlineExceeded, WrongLoop
 from kvactors.lease import AFTER_LOADS, Hits, Lease
@@ -42,7 +42,7 @@ def _deadline_of(method: Callable[..., object]) -> Callable[..., float | None]:
 
 
 def _blocking(
-    method: Callable[Concatenate[KVCache, P], Coroutine[Any, Any, T]],
+    method: Callable[Concatenate[CacheCalls, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[FromThread, P], T]:
     """A method of `KVCache` that blocks its thread until the loop has answered."""
     deadline_of = _deadline_of(method)
@@ -57,7 +57,7 @@ def _blocking(
 
 
 def _leased(
-    acquire: Callable[Concatenate[KVCache, P], Coroutine[Any, Any, Lease]],
+    acquire: Callable[Concatenate[CacheCalls, P], Coroutine[Any, Any, Lease]],
 ) -> Callable[Concatenate[FromThread, P], ThreadLease]:
     """`KVCache.acquire`. A lease that is granted too late for the thread is given back."""
     deadline_of = _deadline_of(acquire)
@@ -103,7 +103,7 @@ class FromThread:
         WrongLoop: the call is from the loop's thread.
     """
 
-    def __init__(self, cache: KVCache, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, cache: CacheCalls, loop: asyncio.AbstractEventLoop) -> None:
         self._cache = cache
         self._loop = loop
 
@@ -173,15 +173,15 @@ class FromThread:
     async def _now(self, call: Callable[[], T]) -> T:
         return call()
 
-    acquire = _leased(KVCache.acquire)
-    prefetch = _blocking(KVCache.prefetch)
-    clear = _blocking(KVCache.clear)
-    pause = _blocking(KVCache.pause)
-    resume = _blocking(KVCache.resume)
-    set_namespace = _blocking(KVCache.set_namespace)
-    resync = _blocking(KVCache.resync)
-    wait_idle = _blocking(KVCache.wait_idle)
-    wait_flushed = _blocking(KVCache.wait_flushed)
+    acquire = _leased(CacheCalls.acquire)
+    prefetch = _blocking(CacheCalls.prefetch)
+    clear = _blocking(CacheCalls.clear)
+    pause = _blocking(CacheCalls.pause)
+    resume = _blocking(CacheCalls.resume)
+    set_namespace = _blocking(CacheCalls.set_namespace)
+    resync = _blocking(CacheCalls.resync)
+    wait_idle = _blocking(CacheCalls.wait_idle)
+    wait_flushed = _blocking(CacheCalls.wait_flushed)
     settled = renamed("settled", wait_idle)
     flush_settled = renamed("flush_settled", wait_flushed)
 

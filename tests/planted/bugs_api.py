@@ -72,7 +72,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "namespace_of_any_type",
-        "cache.py",
+        "calls.py",
         'SetNamespace(check_text("namespace", namespace))',
         "SetNamespace(namespace)",
         "set_namespace(5) is accepted, and every later request fails",

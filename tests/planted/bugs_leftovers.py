@@ -138,7 +138,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "child_is_refused_the_end_of_its_block",
-        "cache.py",
+        "calls.py",
         "        if not self.system.forked:\n            self._client.check_thread()\n            "
         "self._client.is_open = False\n",
         "        self._client.check_thread()\n        self._client.is_open = False\n",

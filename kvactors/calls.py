@@ -1,0 +1,345 @@
+"""Calls of an open cache: the methods of `KVCache` that `FromThread` has for other threads.
+
+Bad arguments are a TypeError or ValueError that names them, and change nothing. A `deadline` is in
+seconds from now, None for `cache.deadline` of the settings. A missed one raises DeadlineExceeded.
+Every method raises CacheClosed once the cache is closed, and WrongLoop outside its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from itertools import count
+from typing import Any
+
+import anyio
+
+from kvactors.actor.clock import now
+from kvactors.arguments import (
+    Media,
+    check_flag,
+    check_names,
+    check_seconds,
+    check_text,
+    request_path,
+    request_scope,
+)
+from kvactors.client import Client
+from kvactors.deprecated import renamed, warn
+from kvactors.errors import (
+    ActorFailed,
+    DeadlineExceeded,
+    NoRoom,
+    Paused,
+    StoreUnsupported,
+)
+from kvactors.flush_notifier.messages import Resync, WaitFlushed
+from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.lease import Lease
+from kvactors.observe.health import Health, health
+from kvactors.observe.invariants import divergence_in_slices, invariants, invariants_in_slices
+from kvactors.observe.statistics import CacheStatistics, collect, residency
+from kvactors.prefix_index.messages import (
+    Acquire,
+    Clear,
+    Pause,
+    Prefetch,
+    Resume,
+    SetNamespace,
+)
+from kvactors.system import System
+from kvactors.types import Tokens
+
+
+class CacheCalls:
+    """The calls of an open cache, for the loop it was opened on."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.config = system.config
+        self.block_size = system.config.cache.block_size
+        self.device: Any = system.device
+        self._client = Client(system)
+        self._leases = count(1)
+        self._split_media = system.config.cache.split_media
+
+    @property
+    def namespace(self) -> str:
+        """The namespace that requests are admitted under (`set_namespace`)."""
+        return self.system.roots.namespace
+
+    # -- requests
+
+    async def acquire(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        *,
+        extra_keys: Sequence[Media] = (),
+        salt: str | None = None,
+        lora: str | None = None,
+        lora_id: int | None = None,
+        deadline: float | None = None,
+        wait_for_evictions: bool = True,
+        wait: bool | None = None,
+    ) -> Lease:
+        """Match a prompt against the cache and take device blocks for all of it.
+
+        Answers from memory unless blocks must be evicted first. Loads from host or storage continue
+        in the background (`Lease.wait_ready`). The namespace at the time of admission applies.
+
+        Args:
+            request_id: for messages and statistics. A preempted request that comes again with its
+                id is counted once.
+            tokens: token ids of the prompt, at least one, each in [0, 2**32): a list or tuple of
+                integers, or a one-dimensional buffer (numpy array, array.array, memoryview) of any
+                integer type. They are copied.
+            extra_keys: media items (offset, length, hash) in ascending order. They take part in
+                the identity of the blocks they overlap. `cached_tokens` never ends inside one: an
+                item is cached whole or not at all (unless `cache.split_media` is set).
+            salt: requests with different salts never share blocks. None is no salt; "" is a salt
+                like any other.
+            lora: name of the adapter. Requests with different adapters never share blocks. None is
+                the base model, "" an adapter.
+            lora_id: the engine's number of that adapter, sent on KV events for readers that
+                identify adapters by number. It is not part of a block's identity: the name is.
+            deadline: seconds from now for this call and for the loads that it starts. Loads that
+                miss it are recomputed by the caller. None: `cache.deadline` of the settings (30 s).
+            wait_for_evictions: whether to wait, within the deadline, for evictions in flight whose
+                blocks must be copied first. Without it such a request is refused with NoRoom, and
+                the evictions continue, so that a later call may find the blocks.
+            wait: deprecated name of `wait_for_evictions`.
+
+        Returns:
+            The lease. Finish it, or use it as an async context manager.
+
+        Raises:
+            NoRoom: fewer device blocks than needed are free, evictable or being freed. Nothing
+                changed.
+            DeadlineExceeded: no blocks became free in time.
+            Paused: the cache did not resume in time.
+            ActorFailed: PrefixIndex failed during the call.
+        """
+        at = self._client.deadline(deadline)
+        if wait is not None:
+            warn("acquire(wait=) is deprecated: use wait_for_evictions=", stacklevel=2)
+            wait_for_evictions = check_flag("wait", wait)
+        check_text("request_id", request_id)
+        scope = request_scope(salt, lora, lora_id)
+        path, media = request_path(
+            self.block_size, self.system.roots.root(scope), tokens, extra_keys
+        )
+        lease = next(self._leases)
+        message = Acquire(
+            lease,
+            request_id,
+            path,
+            at,
+            check_flag("wait_for_evictions", wait_for_evictions),
+            scope,
+            () if self._split_media else media,
+        )
+        try:
+            granted = await self._client.index.ask(message, deadline=at)
+        except (NoRoom, Paused):
+            raise
+        except BaseException as error:
+            self._client.abandon(lease)
+            if isinstance(error, ActorFailed):
+                self._client.refine(error)
+            raise
+        return Lease(self._client, lease, request_id, path, granted, at)
+
+    async def prefetch(
+        self,
+        tokens: Tokens,
+        *,
+        extra_keys: Sequence[Media] = (),
+        salt: str | None = None,
+        lora: str | None = None,
+        deadline: float | None = None,
+    ) -> int:
+        """Fetch the stored blocks of an expected request into the host tier, in the background.
+
+        Args:
+            tokens: as in `acquire`.
+            extra_keys: as in `acquire`.
+            salt: as in `acquire`.
+            lora: as in `acquire`.
+            deadline: seconds from now for the fetches.
+
+        Returns:
+            Blocks that are looked up in the store.
+
+        Raises:
+            StoreUnsupported: the store moves device memory itself (AttentionStore).
+        """
+        at = self._client.deadline(deadline)
+        scope = request_scope(salt, lora)
+        path, _ = request_path(self.block_size, self.system.roots.root(scope), tokens, extra_keys)
+        if self.system.direct is not None:
+            raise StoreUnsupported(
+                f"storage.backend {self.config.storage.backend!r} reads into device memory only: "
+                "there is no prefetch"
+            )
+        return int((await self._client.ask(Prefetch(path, at, scope), at)).count)
+
+    # -- the whole cache
+
+    async def clear(self, *, storage: bool = False, deadline: float | None = None) -> int:
+        """Drop every cached block. Leases in use keep theirs, which cannot be hit any more.
+
+        Args:
+            storage: empty the store as well.
+            deadline: seconds from now.
+
+        Returns:
+            Device blocks that became free at once.
+
+        Raises:
+            StoreUnsupported: the store has no such operation (AttentionStore), and no tier was
+                cleared. Use `set_namespace` or another `attention_store.model_version`.
+        """
+        at = self._client.deadline(deadline)
+        if check_flag("storage", storage) and self.system.direct is not None:
+            raise StoreUnsupported(
+                f"storage.backend {self.config.storage.backend!r} has no call that removes blocks, "
+                "so nothing was cleared: clear without "
+                "storage=True, and set_namespace() or another attention_store.model_version keeps "
+                "what it holds from being hit"
+            )
+        return int((await self._client.ask(Clear(storage), at)).count)
+
+    async def pause(self, *, deadline: float | None = None) -> None:
+        """Stop admission. Returns when no transfer is in flight. Requests acquired from now on wait
+        for `resume`."""
+        await self._client.ask(Pause(), self._client.deadline(deadline))
+
+    async def resume(self, *, deadline: float | None = None) -> None:
+        """Admit again, first the requests that waited."""
+        await self._client.ask(Resume(), self._client.deadline(deadline))
+
+    async def set_namespace(self, namespace: str, *, deadline: float | None = None) -> None:
+        """Separate later requests from the blocks cached so far, for example when the weights
+        change. Requests admitted from now on, waiting ones included, share blocks only within
+        `namespace`. Earlier leases keep theirs: finish or preempt them before the weights change.
+        Indexes are sent blocks of other namespaces as gone, and of this one as resident."""
+        at = self._client.deadline(deadline)
+        await self._client.ask(SetNamespace(check_text("namespace", namespace)), at)
+
+    async def wait_idle(self, deadline: float = 30.0) -> None:
+        """Return when nothing is in flight, or raise DeadlineExceeded."""
+        self._client.check()
+        seconds = check_seconds("deadline", deadline)
+        with anyio.move_on_after(seconds) as scope:
+            await asyncio.sleep(0)  # callbacks that finalisers scheduled run first
+            await self.system.in_flight.wait_idle()
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(
+                f"{self.system.in_flight.count} messages or jobs are in flight after {seconds} s"
+            )
+
+    async def wait_flushed(
+        self, deadline: float = 30.0, *, at_rest: bool = True, sinks: Collection[str] | None = None
+    ) -> None:
+        """Return when every sink's view equals the tiers.
+
+        Args:
+            deadline: seconds from now.
+            at_rest: first wait until the cache is idle. Without it, under load, the barrier covers
+                residency as of this call: later changes, transfers now in flight included, may or
+                may not have been delivered.
+            sinks: names of the sinks to wait for, all if None. ValueError for an unknown one.
+        """
+        at = self._client.deadline(deadline)
+        check_flag("at_rest", at_rest)
+        names = self._sink_names(sinks)
+        if at_rest:
+            await self.wait_idle(max(at - now(), 1e-9))
+        with anyio.CancelScope(deadline=at) as scope:
+            for actor in self.system.supervisor.actors():
+                await actor.sent()
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(
+                f"the actors' messages to the notifier were not taken in {deadline} s"
+            )
+        await self.system.notifier.ask(WaitFlushed(names), deadline=at)
+
+    settled = renamed("settled", wait_idle)
+    flush_settled = renamed("flush_settled", wait_flushed)
+
+    async def resync(self, sink: str, *, deadline: float | None = None) -> None:
+        """Send a sink the complete state again, for an index that lost its own. Without
+        `Sink.repeats` the sink is reset first.
+
+        Args:
+            sink: its name.
+            deadline: seconds until the sink has acknowledged. The resync continues after it.
+
+        Raises:
+            ValueError: there is no such sink.
+            SinkError: the notifier is switched off.
+        """
+        at = self._client.deadline(deadline)
+        self._sink_names((check_text("sink", sink),))
+        await self.system.notifier.ask(Resync(sink), deadline=at)
+
+    def _sink_names(self, sinks: Collection[str] | None) -> tuple[str, ...] | None:
+        names = check_names("sinks", sinks)
+        unknown = set(names or ()) - self.sinks.keys()
+        if unknown:
+            raise ValueError(
+                f"there is no sink {min(unknown)!r} (sinks: {', '.join(self.sinks) or 'none'})"
+            )
+        return names
+
+    # -- inspection
+
+    @property
+    def sinks(self) -> dict[str, Sink]:
+        """The flush sinks by name."""
+        return self.system.sinks
+
+    def statistics(self) -> CacheStatistics:
+        """The statistics of every actor, as of now."""
+        self._client.check_thread()
+        return collect(self.system)
+
+    def health(self) -> Health:
+        """Whether the cache works, is degraded (works without a sink, the notifier, a store or a
+        rank), or has failed, with reasons. Cheap."""
+        self._client.check_thread()
+        return health(self.system)
+
+    def check(self) -> list[str]:
+        """The violated invariants, one line each. Each actor's state is checked (pools add up, no
+        slot is used twice, every reference has a lease). When the cache is idle the actors are also
+        compared with each other. Blocks the loop for microseconds a block: see `check_slices`."""
+        self._client.check_thread()
+        return invariants(self.system)
+
+    async def check_slices(self) -> list[str]:
+        """`check` for production, in steps of about a millisecond between which other tasks run.
+        Actors are compared with each other only if the cache is idle during the whole call."""
+        self._client.check_loop()
+        return await invariants_in_slices(self.system)
+
+    async def divergence_slices(self, sinks: Collection[str] | None = None) -> int:
+        """`divergence` in steps of about a millisecond. Blocks that become resident or gone
+        during the call may count as differing."""
+        self._client.check_loop()
+        return await divergence_in_slices(self.system, self._sink_names(sinks))
+
+    def divergence(self, sinks: Collection[str] | None = None) -> int:
+        """Blocks on which the view of one of `sinks` (all if None) and the tiers differ. 0 after
+        `wait_flushed`."""
+        self._client.check_thread()
+        return self.system.notifier_actor.sinks.divergence(
+            residency(self.system), self._sink_names(sinks)
+        )
+
+    def close(self) -> None:
+        """Refuse new work. `open` calls it at the end of its block. No effect in a forked child."""
+        if not self.system.forked:
+            self._client.check_thread()
+            self._client.is_open = False
