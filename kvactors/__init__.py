@@ -1,5 +1,5 @@
-"""kvactors: independent asyncio actors that keep a tiered KV cache and tell external indexes what
-this node holds."""
+"""kvactors: a tiered KV cache (device, host, storage) of independent asyncio actors that keeps
+external indexes informed of the blocks on this node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvactors.cache import KVCache
-    from kvactors.cache import open_cache as open  # noqa: A004  (kvactors.open reads as what it is)
+    from kvactors.cache import open_cache as open  # noqa: A004  (the public name is kvactors.open)
     from kvactors.config import Config
     from kvactors.data_plane.ranks.worker import serve_rank
     from kvactors.errors import (

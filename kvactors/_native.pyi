@@ -152,7 +152,7 @@ class Path:
         """Append the tokens of another path."""
 
     def set_root(self, root: bytes) -> None:
-        """Start the chain from another root. Hashes are computed anew. ValueError once the path
+        """Start the chain from another root. Hashes are computed again. ValueError once the path
         holds nodes or device blocks."""
 
     def set_extra(self, block: int, extra: bytes) -> None:
@@ -448,7 +448,7 @@ def check_blocks(
     blocks: NDArray[np.int64],
     keys: bytes,
 ) -> list[int]:
-    """Indices j whose bytes differ from what `fill_blocks` writes. Releases the GIL."""
+    """Indices j whose bytes differ from the pattern of `fill_blocks`. Releases the GIL."""
 
 class TreeWalk:
     """A walk over all blocks of a tree, parents first and each once, in steps with other calls

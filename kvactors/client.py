@@ -84,7 +84,7 @@ class Client:
         return self.loop.time() + seconds  # the running loop, as was just checked
 
     async def ask(self, message: Ask[Any], at: float) -> Any:
-        """Ask PrefixIndex in the step in which `deadline` has passed. at: what that returned."""
+        """Ask PrefixIndex in the same step as the call of `deadline`. at: its result."""
         try:
             return await self.index.ask(message, deadline=at)
         except ActorFailed as error:
@@ -102,7 +102,7 @@ class Client:
             try:
                 self.index.try_tell(message)
             except KVActorsError:
-                return  # the cache is being closed, or has failed: there is nothing to give back to
+                return  # the cache is closing or has failed: no actor is left to release the lease
 
     def abandon(self, lease: int) -> None:
         """Give a lease back, from any thread."""

@@ -75,7 +75,7 @@ def senders(actor: type[Actor], message: type[Message]) -> Iterator[str]:
     elif message is PeerRestarted:
         yield "supervisor"
     elif issubclass(message, Ask) or message.__name__ == "Abandon":
-        yield "the door"
+        yield "the public API"
     else:
         yield "itself"
 

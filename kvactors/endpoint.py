@@ -17,7 +17,7 @@ def split_endpoint(endpoint: str) -> tuple[str, str, int]:
     An IPv6 address is written in brackets: tcp://[::1]:5600.
 
     Raises:
-        ConfigError: for anything else, with the value and what is wrong with it.
+        ConfigError: for any other text, with the value and the reason.
     """
     scheme, found, rest = endpoint.partition("://")
     if found and scheme == "memory" and rest:

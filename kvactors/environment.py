@@ -1,9 +1,9 @@
 """Settings from environment variables: FastDeploy's, Mooncake's, `KVACTORS_MODEL` and
 `KVACTORS_RANKS_SECRET`. See `Config.from_env`.
 
-A variable fills what the config leaves unset. Where the config has another value, the config is
-used and the variable is logged. A name that resembles one of those variables, and is none, is
-logged too.
+A variable fills a value that the config leaves unset. Where the config has another value, the
+config is used and the variable is logged. A name that resembles one of those variables, and is
+none, is logged too.
 """
 
 from __future__ import annotations

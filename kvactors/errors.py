@@ -84,7 +84,7 @@ class CacheClosed(KVActorsError):
 
 
 class CacheFailed(KVActorsError):
-    """The cache has failed for good: close it and open another. `component` is the actor that
+    """The cache has failed permanently: close it and open another. `component` is the actor that
     failed too often, `__cause__` its last error."""
 
     def __init__(self, component: str, cause: BaseException | None = None) -> None:

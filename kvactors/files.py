@@ -17,8 +17,8 @@ FOLDER_MODE = 0o700
 def open_private(path: str | Path, flags: int, *, dir_fd: int | None = None) -> int:
     """A descriptor of a regular file of mode 0600, at any umask. Created if `flags` has O_CREAT.
 
-    Raises OSError, also for a symbolic link, a pipe or a device in the file's place: what it points
-    to is not touched.
+    Raises OSError, also for a symbolic link, a pipe or a device in the file's place: the target is
+    not touched.
     """
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:

@@ -59,7 +59,7 @@ def _blocking(
 def _leased(
     acquire: Callable[Concatenate[CacheCalls, P], Coroutine[Any, Any, Lease]],
 ) -> Callable[Concatenate[FromThread, P], ThreadLease]:
-    """`KVCache.acquire`. A lease that is granted too late for the thread is given back."""
+    """`KVCache.acquire`. A lease that is granted too late for the thread is released."""
     deadline_of = _deadline_of(acquire)
 
     @functools.wraps(acquire)
@@ -151,7 +151,7 @@ class FromThread:
         try:
             return result.result(limit + MARGIN)
         except concurrent.futures.TimeoutError:
-            if not result.cancel():  # it was answered just now, perhaps with an error of this type
+            if not result.cancel():  # it was answered just now, possibly with an error of this type
                 return result.result()
         self._schedule(give_up)
         raise DeadlineExceeded(f"the loop did not answer in {limit + MARGIN} s")

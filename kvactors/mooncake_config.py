@@ -95,8 +95,8 @@ def in_bytes(size: int | str, name: str) -> int:
 
 
 def resolve(config: MooncakeConfig, environ: Mapping[str, str]) -> MooncakeConfig:
-    """The settings with what TOML left at its default filled in from the file and the variables.
-    ConfigError."""
+    """The settings, with values that TOML leaves at their defaults taken from the file and the
+    variables. ConfigError."""
     found: dict[str, Any] = {
         field: environ[name] for name, field in VARIABLES.items() if environ.get(name)
     }

@@ -17,7 +17,7 @@ TOPIC_FIELDS = ("model", "host", "dp_rank")
 
 LEAST_RESYNC = 0.1
 MAX_RESYNC = 1e9
-"""Seconds between two times at which everything is sent again."""
+"""Limits of the seconds between two resyncs."""
 
 MAX_HIGH_WATER_MARK = (1 << 31) - 1
 """ZMQ's socket option is a C int."""
@@ -86,11 +86,16 @@ class JsonLinesSinkConfig(SinkConfig, frozen=True, tag="jsonl"):
 
 class AttentionStoreSinkConfig(SinkConfig, frozen=True, tag="attention_store"):
     """AttentionStore's token index, through its SDK (see the table `[attention_store]`). It is sent
-    this node as a whole: a block is resident while device or host holds it, and from the finish of
-    a request on. announce: what the finish of a request sends: the difference to what was sent
-    before, or the request's full path from block 0, as FastDeploy does (an index that lost its
-    state is right again then for what is requested). journal: a file of what was sent, so that the
-    next process can take back what an earlier one left behind (empty: none)."""
+    the state of the whole node: a block is resident while device or host holds it, and from the
+    finish of a request on.
+
+    Attributes:
+        announce: the blocks that the finish of a request sends. "difference": those not sent yet.
+            "full": the request's path from block 0, as FastDeploy does, which corrects an index
+            that lost its state for the requested paths.
+        journal: a file of the sent blocks, so that the next process can retract those that an
+            earlier one left in the index (empty: none).
+    """
 
     view: Literal["per_tier", "node"] = "node"
     gains: Literal["commit", "request_finish"] = "request_finish"
@@ -255,7 +260,7 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
 
 
 def _check_topic(where: str, name: str, topic: str) -> None:
-    """Raise ConfigError for a topic with braces that stand for nothing."""
+    """Raise ConfigError for a topic with unknown names in braces."""
     try:
         parts = list(Formatter().parse(topic))
     except ValueError as error:
@@ -269,7 +274,7 @@ def _check_topic(where: str, name: str, topic: str) -> None:
 
 
 def check_sinks(sinks: Sequence[SinkConfig]) -> None:
-    """Raise ConfigError for sinks that do not make sense, each alone or two of them together."""
+    """Raise ConfigError for invalid sinks, alone or in combination."""
     names = [sink.label for sink in sinks]
     if len(set(names)) != len(names):
         raise ConfigError("flush.sinks need different names")

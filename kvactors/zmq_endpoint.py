@@ -1,4 +1,4 @@
-"""ZMQ endpoints as text: what is sound, who can reach them, and which two are the same."""
+"""Parsing of ZMQ endpoints: validity, reachability from other machines, and equality."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Actor:
         """First turn of an incarnation, before any message. May send messages and start jobs."""
 
     async def stopped(self) -> None:
-        """Last step of an incarnation, after its jobs ended: close what the actor owns. Must be
+        """Last step of an incarnation, after its jobs ended: close the actor's resources. Must be
         brief."""
 
     def job_limit(self, *, failed: bool) -> float | None:

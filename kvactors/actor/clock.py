@@ -1,5 +1,5 @@
-"""The only source of time: the running loop's clock, so that a virtual-time loop governs
-everything."""
+"""The only source of time: the running loop's clock, so that a loop of virtual time controls every
+deadline and timer."""
 
 from __future__ import annotations
 

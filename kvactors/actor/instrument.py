@@ -30,7 +30,7 @@ class Turn(NamedTuple):
 
 
 class Instrument:
-    """Observes a system. Derive from this class and override what is of interest.
+    """Observes a system. Derive from this class and override the methods needed.
 
     Methods run inside the step that they observe: they must be brief, and must not send messages.
     An instrument that raises is logged once and removed. The actors continue.

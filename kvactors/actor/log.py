@@ -84,7 +84,7 @@ def structlog_settings(**settings: Any) -> Iterator[None]:
 
 
 def described(error: BaseException) -> str:
-    """An error of foreign code as a short text, even if its own text cannot be had."""
+    """An error of foreign code as a short text, even if its `str` fails."""
     try:
         text = str(error)
     except BaseException as unprintable:

@@ -41,7 +41,7 @@ class Stop(Control, frozen=True, eq=False):
 
 
 class PeerRestarted(Control, frozen=True, eq=False):
-    """An actor lost its state and began anew: operations it had in flight will never be answered.
+    """An actor lost its state and restarted: its operations in flight will never be answered.
 
     name: the actor's name. incarnation: the new one. When this arrives none of its child jobs runs
     any more.

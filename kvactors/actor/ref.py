@@ -28,7 +28,7 @@ else:
 R = TypeVar("R")
 
 SWEEP = 0.05
-"""Seconds between looks at the deadlines of open asks: a timer for each would double the price of
+"""Seconds between checks of the deadlines of open asks: a timer for each would double the cost of
 an ask."""
 
 

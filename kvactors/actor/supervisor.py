@@ -278,7 +278,7 @@ class Supervisor:
             await actor.run()
         except Exception as error:
             if self._stopping and isinstance(error, JobsRunOn):
-                return  # nothing is handed out again
+                return  # no memory is reused after a stop
             self._deaths += 1
             self._failing = (spec.ref.name, error)
             self._last_death = f"{spec.ref.name}: {brief(error)}"
@@ -411,7 +411,7 @@ class Switch:
 
 
 def brief(error: BaseException) -> str:
-    """An error's type and message, cut: it may quote what a caller gave."""
+    """An error's type and message, truncated: it may quote a caller's argument."""
     try:
         text = repr(error)
     except BaseException:  # an error of foreign code that cannot be printed

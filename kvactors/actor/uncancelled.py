@@ -128,6 +128,6 @@ async def _wake(future: asyncio.Future[Any], waits: ThreadWaits | None) -> None:
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Look at a result that no caller receives, so that asyncio does not log it."""
+    """Retrieve a result that no caller receives, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()

@@ -21,7 +21,7 @@ class Send(msgspec.Struct, Generic[M], frozen=True, eq=False):
 
 
 def send(to: ActorRef[R], message: R) -> Send[Any]:
-    """A `Send`, whose message mypy checks against what the receiver handles."""
+    """A `Send`, whose message mypy checks against the receiver's messages."""
     return Send(to, message)
 
 

@@ -71,8 +71,8 @@ class CpuEvictor(Actor):
     """Owns the host slots. It alone hands them out, so it leads every movement through host memory.
 
     Handlers call pure objects, which return the actions to carry out: a job for each offload, load,
-    prefetch and finished request, `HostMemory` for what they share, `RequestTable` for what is in
-    flight, and `Completions` to continue a job when a request has ended.
+    prefetch and finished request, `HostMemory` for their shared state, `RequestTable` for requests
+    in flight, and `Completions` to continue a job when a request has ended.
 
     Args:
         direct: actor of a store that moves device memory itself, None without one.
@@ -160,7 +160,7 @@ class CpuEvictor(Actor):
 
     @on(Cancel)
     def cancel(self, message: Cancel) -> None:
-        """A load that was never placed is not wanted any longer."""
+        """A load without targets is cancelled."""
         if (job := self.loads.get(message.op)) is not None:
             self._perform(job.cancel())
 
@@ -192,7 +192,7 @@ class CpuEvictor(Actor):
 
     @on(ClearHost)
     def clear(self, message: ClearHost) -> None:
-        """Forget every block, on request those in storage too."""
+        """Drop every block, on request those in storage too."""
         self._perform(self.memory.clear())
         if message.storage:
             self._perform([self.memory.clear_store(message.op)])

@@ -67,7 +67,7 @@ class LoadJob:
         self._timed = False
 
     def begin(self) -> list[Action]:
-        """Pin what the host has, ask storage for the rest, and start to copy."""
+        """Pin the blocks on the host, look the rest up in storage, and start to copy."""
         message, memory, host = self._message, self._memory, self._memory.host
         requests, wanted = memory.requests, self._hashes[message.start :]
         if message.memory_generation != requests.generation:
@@ -103,7 +103,7 @@ class LoadJob:
         return actions + self._answer_if_complete()
 
     def cancel(self) -> list[Action]:
-        """A load that was never placed is not wanted any longer."""
+        """The load is cancelled before it has targets."""
         return self._end() + self._release_from(0)
 
     def on_deadline(self) -> list[Action]:
@@ -164,7 +164,7 @@ class LoadJob:
         return actions + self._answer_if_complete()
 
     def on_read(self, first: int, outcomes: bytes) -> list[Action]:
-        """See `ReadJob.on_read`: copy what has come to the device."""
+        """See `ReadJob.on_read`: copy the blocks read to the device."""
         memory, host, reading = self._memory, self._memory.host, self._reading
         self._fetching = False
         failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
@@ -192,9 +192,9 @@ class LoadJob:
         return actions + self._answer_if_complete()
 
     def _fetch_from_device_store(self) -> list[Action]:
-        """Read what the host lacks straight into the device blocks, as soon as they are known. The
-        load is not answered before the store has ended: the index would hand out blocks that the
-        store still writes."""
+        """Read the blocks that the host lacks straight into the device blocks, as soon as they are
+        known. The load is not answered before the store has ended: the index would hand out blocks
+        that the store still writes."""
         requests, message, blocks = self._memory.requests, self._message, self._device_blocks
         if requests.peers.device_store is None or blocks is None or not self._fetching:
             return []

@@ -1,4 +1,4 @@
-"""Host memory: blocks that enter and leave the host tier, and what indexes are sent about them."""
+"""Host memory: blocks that enter and leave the host tier, and the reports to indexes about them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class HostMemory:
         return actions
 
     def on_written(self, batch: Sequence[HostBlock], outcomes: bytes) -> list[Action]:
-        """A batch has ended. The writer has reported what is stored now.
+        """A batch has ended. The writer has reported the blocks that are stored now.
 
         Args:
             batch: the blocks of the write.

@@ -8,7 +8,7 @@ from kvactors.lineage import Lineages
 
 
 class Offload(Message, frozen=True, eq=False):
-    """The device evicts blocks: the host tier keeps what it has capacity for. Answered with
+    """The device evicts blocks: the host tier keeps as many as its capacity allows. Answered with
     Offloaded.
 
     Attributes:

@@ -28,7 +28,7 @@ class OffloadJob:
         self._blocks: list[HostBlock] = []
 
     def begin(self) -> list[Action]:
-        """Keep what the host has already, and copy the rest."""
+        """Keep the blocks that the host has already, and copy the rest."""
         message, memory, host = self._message, self._memory, self._memory.host
         if message.memory_generation != memory.requests.generation:
             return [self._answer()]

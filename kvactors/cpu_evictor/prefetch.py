@@ -25,7 +25,7 @@ class PrefetchJob:
         self._blocks: list[HostBlock] = []
 
     def begin(self) -> list[Action]:
-        """Ask storage for what the host lacks."""
+        """Look up in storage the blocks that the host lacks."""
         message, host, requests = self._message, self._memory.host, self._memory.requests
         lacking = (
             position

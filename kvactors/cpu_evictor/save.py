@@ -20,7 +20,7 @@ class SaveJob:
     """Keeps a copy of a finished request's path on the host (inclusive tiers), writes what is to be
     saved and is not stored, and answers with `Saved`.
 
-    Neither the index nor the host tier remembers what storage holds: the store is asked at every
+    Neither the index nor the host tier records the blocks in storage: the store is asked at every
     finish, so a block whose write failed, or that the store has evicted since, is written again.
     """
 
@@ -35,7 +35,7 @@ class SaveJob:
         self._blocks: list[HostBlock] = []  # that are copied
 
     def begin(self) -> list[Action]:
-        """Ask the store what it has, if there is something to save."""
+        """Look up the path in the store, if there is something to save."""
         message, requests = self._message, self._memory.requests
         device_store = requests.peers.device_store is not None
         if not message.save or device_store or not requests.may_read:
@@ -54,7 +54,7 @@ class SaveJob:
         return [stop, self._answer(bytes(len(self._hashes)))]
 
     def _copy(self, stored: int) -> list[Action]:
-        """Copy what the host lacks. stored: leading blocks that storage has."""
+        """Copy the blocks that the host lacks. stored: leading blocks that storage has."""
         message, memory, host = self._message, self._memory, self._memory.host
         if message.memory_generation != memory.requests.generation:
             return [self._answer(bytes(len(self._hashes)))]
@@ -115,8 +115,8 @@ class SaveJob:
         return [self._answer_kept()]
 
     def _answer_kept(self) -> Action:
-        """Answer with what the host holds now: a save to a device store takes long, and copies may
-        have been evicted since."""
+        """Answer with the blocks that the host holds now: a save to a device store takes long, and
+        copies may have been evicted since."""
         host, keep = self._memory.host, self._message.keep
         held = (host.readable(block_hash) if keep else None for block_hash in self._hashes)
         return self._answer(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvactors.lineage import Lineage
 
 STEP = 512
-"""Blocks that one step of a check looks at."""
+"""Blocks that one step of a check covers."""
 
 
 class SlotState(Enum):
@@ -281,7 +281,7 @@ class HostTier:
             RuntimeError: the block has no pins. Nothing changed.
         """
         if not block.pins:
-            raise RuntimeError("a slot that nothing uses is given back")
+            raise RuntimeError("an unused slot is released")
         self.changes += 1
         block.pins -= 1
         self._pinned -= not block.pins

@@ -17,7 +17,7 @@ class Counts(msgspec.Struct, eq=False):
     loaded: int = 0
     fetched: int = 0  # from storage
     written: int = 0
-    shed: int = 0  # not written to storage although it was due, for want of slots
+    shed: int = 0  # not written to storage although due, for lack of slots
     copy_failures: int = 0
     write_failures: int = 0
 
@@ -41,7 +41,7 @@ class HostStatistics(NamedTuple):
 
 
 def host_statistics(host: HostTier, counts: Counts) -> HostStatistics:
-    """Statistics of a host tier and of what has moved through it."""
+    """Statistics of a host tier and of the blocks moved through it."""
     return HostStatistics(
         host.num_slots, host.resident, host.free, host.pinned, *msgspec.structs.astuple(counts)
     )

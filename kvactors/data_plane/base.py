@@ -176,7 +176,7 @@ class DataPlane(ABC):
             tokens: of the whole path.
             start: the path's first block to read, into blocks[0].
             blocks: device blocks.
-            seconds: what it may take.
+            seconds: limit of the operation.
 
         Returns:
             How many blocks, from the first on, have their bytes.

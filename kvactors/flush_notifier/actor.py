@@ -1,5 +1,5 @@
-"""FlushNotifier: keeps the ledger, and delivers to every sink what differs from its view. No other
-actor waits for it."""
+"""FlushNotifier: keeps the ledger, and delivers to every sink the differences from its view. No
+other actor waits for it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class FlushNotifier(Actor):
 
     @on(Deliver)
     def deliver(self, message: Deliver) -> None:
-        """Send each sink that can be called what differs from its view."""
+        """Send each sink that can be called the differences from its view."""
         self._woken = False
         if not self._unfinished:
             for one in self.sinks.begin_calls():
@@ -161,11 +161,12 @@ class FlushNotifier(Actor):
         self.sinks[message.sink].backing_off = False
         self._pump()
 
-    # -- everything again, and the barrier
+    # -- resync, and the barrier
 
     @on(Resync)
     def resync(self, message: Resync, envelope: Envelope[bool]) -> None:
-        """Send a sink everything again. The answer follows when the sink has acknowledged it."""
+        """Send a sink the complete state again. The answer follows when the sink has acknowledged
+        it."""
         self._drop_abandoned()
         one = self.sinks[message.sink]
         one.resync_asks.append(envelope)
@@ -194,7 +195,7 @@ class FlushNotifier(Actor):
 
     @on(WaitFlushed)
     def settle(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
-        """Answer when the sinks have acknowledged what is due now."""
+        """Answer when the sinks have acknowledged all changes due now."""
         self._drop_abandoned()
         self.sinks.wait(message, envelope)
         self._pump()

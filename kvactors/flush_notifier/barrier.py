@@ -1,4 +1,4 @@
-"""Open asks to wait until sinks have acknowledged what was due."""
+"""Open asks to wait until sinks have acknowledged the changes that were due."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FlushWaiter(NamedTuple):
 
 
 class FlushWaiters:
-    """Open asks to wait until sinks have acknowledged what was due when the ask came."""
+    """Open asks to wait until sinks have acknowledged the changes that were due at the ask."""
 
     def __init__(self) -> None:
         self._waiters: list[FlushWaiter] = []
@@ -40,7 +40,7 @@ class FlushWaiters:
                 waiter.marks[one] = one.view.clock
 
     def take_done(self) -> list[Envelope[bool]]:
-        """Remove and return the asks whose sinks have acknowledged what was due."""
+        """Remove and return the asks whose sinks have acknowledged the changes that were due."""
         done = [
             waiter
             for waiter in self._waiters

@@ -30,7 +30,7 @@ class SinkStatistics(NamedTuple):
     """Counters of one sink as of now."""
 
     name: str
-    pending: int  # blocks on which its view differs from what is due
+    pending: int  # blocks on which its view differs from the due state
     delivered: int  # tasks it acknowledged
     resident: int  # of those, tasks with residency RESIDENT
     gone: int
@@ -42,11 +42,11 @@ class SinkStatistics(NamedTuple):
     failures: int  # calls in a row that failed
     failing_for: float  # seconds since the first of them, 0 if there is none
     last_error: str  # of the last call that failed, kept after a recovery
-    resyncs: int  # times that everything was sent again
+    resyncs: int  # number of resyncs
 
 
 class SinkHealth(NamedTuple):
-    """Whether a sink acknowledges what it is sent. reason: why not, empty if ok."""
+    """Whether a sink acknowledges its deliveries. reason: why not, empty if ok."""
 
     name: str
     ok: bool
@@ -69,7 +69,7 @@ class SinkDelivery:
         backing_off: a failed call was not long enough ago.
         stuck: a call that missed its deadline has not ended.
         since: when something became pending, None if nothing is.
-        resync_due: everything is sent again after the call in flight.
+        resync_due: the complete state is sent again after the call in flight.
         resync_asks: asks for a resync that has not begun.
         repeat, repeat_due: the steps left of a slow repetition, and whether one is due.
     """
@@ -193,10 +193,10 @@ class SinkDelivery:
             self.resident += task.residency is Residency.RESIDENT
             self.gone += task.residency is Residency.GONE
 
-    # -- everything again
+    # -- resync
 
     def resync(self) -> Steps[list[Envelope[bool]]]:
-        """Mark everything to be sent again. No call is in flight.
+        """Mark the complete state to be sent again. No call is in flight.
 
         Returns:
             The asks that wait until it is acknowledged.

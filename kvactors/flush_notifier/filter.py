@@ -13,7 +13,7 @@ SHIFT = 3
 """Bits of a set of tiers."""
 
 ABOVE_ALL = int(ALL_TIERS)
-"""Stands for what is due of the block above the first block of a path."""
+"""In place of the due state of the block above the first block of a path."""
 
 
 class SinkFilter(NamedTuple):
@@ -55,8 +55,8 @@ class SinkFilter(NamedTuple):
         return tuple(int(Tier.DEVICE) * bool(tiers) if self.node else tiers for tiers in sets)
 
     def closed(self) -> tuple[int, ...]:
-        """By what is due of the block above, shifted by SHIFT, and the set of tiers that hold a
-        block: what is due of the block.
+        """The due state of a block, by the due state of the block above, shifted by SHIFT, and the
+        set of tiers that hold the block.
 
         Nothing is due below a block of which nothing is due. DEVICE is due only below a block of
         which DEVICE is due. ABOVE_ALL stands for the block above the first block of a path.

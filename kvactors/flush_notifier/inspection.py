@@ -20,7 +20,7 @@ def count_divergent_blocks(
     tiers: Tiers,
     names: Collection[str] | None = None,
 ) -> Steps[int]:
-    """Count the blocks on which a sink's view differs from what is announceable of the tiers.
+    """Count the blocks on which a sink's view differs from the announceable blocks of the tiers.
 
     Not announceable are blocks whose path was never announced, blocks whose path is interrupted
     (see `Ledger`), and gains that are due to a sink when the request finishes.
@@ -29,7 +29,7 @@ def count_divergent_blocks(
         ledger: the ledger.
         deliveries: of all sinks, in the ledger's order.
         tiers: the blocks that each tier holds.
-        names: sinks to look at, all if None.
+        names: sinks to compare, all if None.
     """
     chosen = [i for i, one in enumerate(deliveries) if names is None or one.sink.name in names]
     mirrors = {i: own for i in chosen if (own := own_account(deliveries[i].sink)) is not None}

@@ -1,7 +1,7 @@
 """The ledger: which blocks are resident where, the view of each sink, and the difference. Pure
 state.
 
-It is a tree. It learns tokens and block hashes from announced paths, so it can name the complete
+It is a tree. It takes tokens and block hashes from announced paths, so it can name the complete
 path when a block is removed. It keeps a block while a tier holds it, a sink's view has it, or such
 a block is below it, and for a while after that (see `LedgerTree`).
 
@@ -13,8 +13,8 @@ device, or that finds a block's place by its parent, drops anything else. Two pa
 * The tiers due of a block (`LedgerBlock.due`) are the closed truth: the tiers that hold it, as far
   as the rule allows, given the tiers due of the block above. A change spreads to the blocks below.
   A block whose path is interrupted is resident and not due: it cannot be hit.
-* A batch takes differences and orders them so that each step between the view and what is due is a
-  tree (see `selection`).
+* A batch takes differences and orders them so that each step between the view and the due state is
+  a tree (see `selection`).
 
 A view may be unsure after a lost answer (`LedgerBlock.views`). The rule then holds for what the
 sink may have, and for what it has if it took a leading part of the tasks that it was sent.
@@ -219,7 +219,7 @@ class Ledger:
         tree, bit = self.tree, int(tier)
         left = 0  # the tiers that still hold something
         tree.spreading += 1
-        for i, block in enumerate(tree.order, 1):  # parents first, so what is due above is final
+        for i, block in enumerate(tree.order, 1):  # parents first, so the due state above is final
             if block.tiers & bit:
                 block.tiers &= ~bit
                 block.reasons[LAST] = block.reasons[bit] = reason
@@ -238,7 +238,7 @@ class Ledger:
                 if view.filter.takes_clear and not view.table[left]:
                     view.clear_due = True
 
-    # -- what is due
+    # -- the due state
 
     def learn(
         self,
@@ -262,10 +262,10 @@ class Ledger:
         return block
 
     def update(self, block: LedgerBlock) -> bool:
-        """A block changed: see what is due of it, and for which sinks that differs from the view.
+        """A block changed: compute its due state, and compare that with the view of each sink.
 
         Returns:
-            Whether the blocks below depend on what changed. Then `_spread` must follow before the
+            Whether the blocks below depend on the change. Then `_spread` must follow before the
             next block.
         """
         above, tiers, spread = block.parent, block.tiers, False

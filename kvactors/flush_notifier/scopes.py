@@ -47,7 +47,7 @@ def rescope(ledger: Ledger, namespace: str) -> Iterator[None]:
         return
     tree.version += 1
     tree.spreading += 1
-    for i, block in enumerate(tree.order, 1):  # parents first, so what is due above is final
+    for i, block in enumerate(tree.order, 1):  # parents first, so the due state above is final
         before = block.due[:]
         ledger.update(block)
         if block.due != before:

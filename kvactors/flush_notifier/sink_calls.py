@@ -23,7 +23,7 @@ GRACE = 0.5
 
 
 async def contained(work: Callable[[], Awaitable[Any]]) -> str:
-    """Run foreign code. Returns what it raised as a text, empty if nothing."""
+    """Run foreign code. Returns the text of its exception, empty if there is none."""
     try:
         await work()
     except KeyboardInterrupt:

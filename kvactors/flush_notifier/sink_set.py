@@ -57,7 +57,7 @@ class SinkSet:
             self.waiters.add(envelope, (one,))
 
     def wait(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
-        """Keep an ask until its sinks have acknowledged what is due now."""
+        """Keep an ask until its sinks have acknowledged the changes due now."""
         asked = [
             one
             for one in self.deliveries

@@ -24,7 +24,7 @@ class SinkView:
         index: position of this sink in `LedgerBlock.due` and `LedgerBlock.views`.
         table, closed: see `SinkFilter`.
         conditional: whether the filter excludes some blocks altogether.
-        dirty: blocks whose view differs from what is due, with the clock at which each began to
+        dirty: blocks whose view differs from the due state, with the clock at which each began to
             differ, in that order.
         clock: counts the differences that began.
         coalesced: differences that ended before they were sent.
@@ -45,7 +45,7 @@ class SinkView:
 
     @property
     def pending(self) -> int:
-        """Blocks on which the view differs from what is due."""
+        """Blocks on which the view differs from the due state."""
         return len(self.dirty)
 
     @property
@@ -56,7 +56,7 @@ class SinkView:
     # -- changes
 
     def compare(self, block: LedgerBlock) -> None:
-        """The view of a block changed: note whether it differs from what is due."""
+        """The view of a block changed: record whether it differs from the due state."""
         if block.due[self.index] != block.views[self.index]:
             if block not in self.dirty:
                 self.clock += 1
@@ -120,7 +120,7 @@ class SinkView:
                     yield
         for i, (block, bits) in enumerate(sent.items(), 1):
             if not (block.due[index] ^ block.views[index]) & ~bits:
-                dirty.pop(block, None)  # a new difference in what was sent began later
+                dirty.pop(block, None)  # a new difference among the sent changes began later
             if not i % tree.step:
                 yield
         for i, block in enumerate(tree.order.up_to(batch.cleared), 1):
@@ -177,7 +177,7 @@ class SinkView:
         tree.settling -= 1
         yield from tree.trim()
 
-    # -- everything again
+    # -- resync
 
     def reset(self) -> Iterator[None]:
         """The sink's index is empty, and no delivery is in flight: everything that is due is sent

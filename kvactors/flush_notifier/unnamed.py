@@ -1,8 +1,8 @@
 """Resident blocks without a path, and the assignment of paths to blocks found in storage.
 
-`BlocksAdded` reports that a block is resident, `PathsFound` what its hash is made of. A named block
+`BlocksAdded` reports that a block is resident, `PathsFound` the inputs of its hash. A named block
 is added to the tree below its parent, or below a root. A block whose parent is not in the tree
-waits until the parent is added on any path. It is forgotten if it leaves all tiers before.
+waits until the parent is added on any path. It is dropped if it leaves all tiers before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvactors.flush_notifier.ledger import Ledger
 
 MAX_UNPLACED = 65_536
-"""Blocks that wait for a parent at most. Beyond that the oldest is forgotten, and stays unannounced
+"""Blocks that wait for a parent at most. Beyond that the oldest is dropped, and stays unannounced
 until a request names its path."""
 
 
@@ -60,7 +60,7 @@ class UnnamedBlocks:
         self.tiers[key] = self.tiers.get(key, 0) | bit
 
     def lose(self, key: bytes, bit: int) -> None:
-        """A tier no longer holds this block. A block on no tier is forgotten."""
+        """A tier no longer holds this block. A block on no tier is dropped."""
         if left := self.tiers.pop(key, 0) & ~bit:
             self.tiers[key] = left
         else:
@@ -95,7 +95,7 @@ class UnnamedBlocks:
         return self.tiers.pop(key, 0)
 
     def wait(self, key: bytes, block: UnplacedBlock) -> None:
-        """Keep an unplaced block, and forget the oldest if there are too many."""
+        """Keep an unplaced block, and drop the oldest if there are too many."""
         self.drop(key)
         if len(self.unplaced) >= MAX_UNPLACED:
             self.drop(next(iter(self.unplaced)))
@@ -103,7 +103,7 @@ class UnnamedBlocks:
         self._below.setdefault(block.parent_key, {})[key] = None
 
     def drop(self, key: bytes) -> UnplacedBlock | None:
-        """Forget what the hash of an unplaced block is made of, and return it."""
+        """Remove and return the inputs of an unplaced block's hash."""
         block = self.unplaced.pop(key, None)
         if block is not None:
             below = self._below[block.parent_key]

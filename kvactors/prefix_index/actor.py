@@ -94,7 +94,7 @@ class PrefixIndex(Actor):
 
     @on(Prefetch)
     def prefetch(self, message: Prefetch, envelope: Envelope[Ack]) -> None:
-        """Let the host tier fetch what a request will need."""
+        """Let the host tier fetch the blocks of an expected request."""
         self._perform(self._requests.prefetch(message, envelope))
 
     @on(Ready)
@@ -124,7 +124,7 @@ class PrefixIndex(Actor):
 
     @on(Finish)
     def finish(self, message: Finish, envelope: Envelope[Ack]) -> None:
-        """End a lease: commit what is computed, announce and save by policy, release."""
+        """End a lease: commit the computed blocks, announce and save by policy, release."""
         self._perform(self._endings.finish(message.lease, message.computed_tokens, envelope))
 
     @on(Preempt)

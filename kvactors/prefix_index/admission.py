@@ -198,7 +198,7 @@ class Admission:
         return actions + self.proceed_later()
 
     def _serve_first(self) -> tuple[bool, list[Action]]:
-        """Give the first request what is free. Returns whether more can be done now."""
+        """Give the first request the free blocks. Returns whether more can be done now."""
         waiter = next(iter(self.waiting.values()), None)
         if waiter is None:
             return False, []

@@ -31,7 +31,7 @@ class Announcements:
     """Makes the messages for the notifier.
 
     enabled: there is a sink. whole: a finish announces all blocks of the request, also those
-    announced before. scopes: what is in a root hash, the last one used last.
+    announced before. scopes: the inputs of root hashes, the last one used last.
 
     A restarted notifier is sent the whole tree by a walk in parts. Changes during the walk are sent
     after it, so that every block follows its parent.
@@ -52,9 +52,9 @@ class Announcements:
         return self._walk is None
 
     def remember(self, root: bytes, scope: RequestScope) -> None:
-        """Note what is in a root hash. The number of an adapter is the last one given.
+        """Record the inputs of a root hash. The number of an adapter is the last one given.
 
-        The least recently used of very many roots are forgotten, and blocks below those are
+        The least recently used of very many roots are dropped, and blocks below those are
         reported by their hashes only: an index that has such a block keeps it, and is not sent new
         ones.
         """

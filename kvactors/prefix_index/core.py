@@ -147,8 +147,8 @@ class IndexCore:
         return actions + self.admission.stall()
 
     def host_lost(self) -> list[Action]:
-        """The host tier and the swapper have restarted: no copy is in flight, what was in flight
-        has not arrived, and what was on the host is gone."""
+        """The host tier and the swapper have restarted: no copy is in flight, interrupted copies
+        have not arrived, and the host tier is empty."""
         actions = self.loads.host_lost()
         actions += self.evictions.host_lost()
         for saved in self.saves.host_lost():
@@ -176,7 +176,7 @@ class IndexCore:
         """Check every invariant, in steps of about a millisecond. idle: no work has parts left.
 
         Raises:
-            AssertionError, RuntimeError: what is inconsistent.
+            AssertionError, RuntimeError: names the inconsistency.
         """
         if idle and not self.in_use():
             tree = self.index.tree.statistics()

@@ -57,7 +57,7 @@ class Evictions:
         """Begin to free `wanted` device blocks, at most a part.
 
         Returns:
-            How many blocks are free or will be, and what to do.
+            How many blocks are free or will be, and the actions.
         """
         op = self._index.evict(min(wanted, self._index.part), next(self._ops))
         if not op.total:

@@ -22,7 +22,7 @@ Media = tuple[tuple[int, int], ...]
 """(offset, length) in tokens of media items, in ascending order."""
 
 NODES = 256
-"""Nodes of the tree that a step of a check looks at: hashing the tokens of one takes a microsecond
+"""Nodes of the tree that a step of a check covers: hashing the tokens of one takes a microsecond
 or more."""
 
 RETURNED = 2048
@@ -151,7 +151,7 @@ class BlockIndex:
         return blocks
 
     def match(self, path: Path, *, fetch: int, media: Media = ()) -> Match:
-        """Pin what is known of the path, and find what may be loaded.
+        """Pin the known blocks of the path, and find the blocks that may be loaded.
 
         Args:
             path: tokens of the request. It holds no nodes yet.
@@ -227,7 +227,7 @@ class BlockIndex:
         return Match(run, segments, self.blocks_for(path.num_tokens) - run - joined_blocks)
 
     def fill_table(self, path: Path, match: Match, blocks: list[int]) -> None:
-        """Enter the request's new blocks wherever no shared block stands."""
+        """Enter the request's new blocks wherever there is no shared block."""
         used, position = 0, match.num_device_blocks
         total = self.blocks_for(path.num_tokens)
         if not match.segments and len(blocks) == total - position:

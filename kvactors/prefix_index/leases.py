@@ -14,7 +14,7 @@ from kvactors.prefix_index.messages import ReadyResult
 from kvactors.prefix_index.records import LeaseFault, LeaseState, LoadState
 
 PREEMPTED = 65_536
-"""Preempted requests that are remembered, the oldest forgotten first: they are not counted again
+"""Preempted requests that are recorded, the oldest dropped first: they are not counted again
 when they come again."""
 
 

@@ -125,7 +125,7 @@ class LongRequests:
         actions: list[Action] | None = None,
         in_one_turn: bool = False,
     ) -> Work:
-        """Release what the request holds, then admit it anew. actions: of this turn so far."""
+        """Release the request's blocks, then admit it again. actions: of this turn so far."""
         actions = actions or []
         self._admission.closing += 1
         for _ in self._index.release_parts(tree, message.path):

@@ -63,8 +63,8 @@ class Acquire(Ask[AcquireResult], frozen=True, eq=False):
 
 
 class Prefetch(Ask[Ack], frozen=True, eq=False):
-    """A request of these tokens will come: the host tier may fetch from the store what the device
-    lacks. Ack counts the blocks looked for.
+    """A request of these tokens is expected: the host tier may fetch from the store the blocks that
+    the device lacks. Ack counts the blocks looked for.
 
     path: used by this message alone. deadline: absolute loop time for the fetch. scope: what is in
     the path's root.
@@ -155,8 +155,8 @@ class SetNamespace(Ask[Ack], frozen=True, eq=False):
 
 
 class Abandon(Control, frozen=True, eq=False):
-    """The holder of a lease has gone (cancelled or forgotten): release the lease. Unknown leases
-    are ignored."""
+    """The holder of a lease has gone (cancelled or garbage collected): release the lease. Unknown
+    leases are ignored."""
 
     lease: int
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from kvactors.invariant import ensure
 
 STEP = 2048
-"""Blocks that a step of a check looks at."""
+"""Blocks that a step of a check covers."""
 
 
 class BlockPool:
@@ -49,7 +49,7 @@ class BlockPool:
             if not 0 <= block < self.total:
                 raise RuntimeError(f"block {block} is not of this pool")
             if self._is_free[block]:
-                raise RuntimeError(f"block {block} was given back twice")
+                raise RuntimeError(f"block {block} was released twice")
             self._is_free[block] = 1
             self._free.append(block)
 

@@ -96,7 +96,7 @@ class Requests:
         return self._admission.expire(lease, ticket)
 
     def prefetch(self, message: Prefetch, envelope: Envelope[Ack]) -> list[Action]:
-        """Ask the host tier for what the device lacks."""
+        """Ask the host tier to fetch the blocks that the device lacks."""
         path, index = message.path, self._index
         self._grants.set_root(path, message.scope)
         limit = index.match_limit(path)

@@ -8,7 +8,7 @@ from kvactors.flush_notifier.messages import RequestScope
 from kvactors.identity import CacheScope
 
 REMEMBERED = 1024
-"""Roots kept, the least recently used forgotten first."""
+"""Roots kept, the least recently used dropped first."""
 
 
 class Roots:

@@ -19,7 +19,7 @@ class IndexSettings(NamedTuple):
     evicted until `free_high` are. save: when finished requests are written to the store. min_hits:
     hits of a block before `write_through_selective` saves it. token_root: with a store that is
     addressed by tokens alone, the root hash of the scope it was opened with. keep_lineages: the
-    store keeps what block hashes are made of. store_exclusive: a block that the host tier reads
+    store keeps the inputs of block hashes. store_exclusive: a block that the host tier reads
     leaves the store.
     """
 

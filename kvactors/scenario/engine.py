@@ -26,7 +26,7 @@ class Engine:
         self.totals = totals
 
     async def begin(self, lease: Lease) -> None:
-        """Wait for the loads, count the hits, verify byte for byte what came back from a lower
+        """Wait for the loads, count the hits, verify byte for byte the blocks loaded from a lower
         tier."""
         await lease.wait_ready()
         hits, totals = lease.hits, self.totals

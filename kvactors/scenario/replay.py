@@ -56,7 +56,7 @@ class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_mapping(cls, data: Any) -> ReplayConfig:
-        """Check a mapping. ConfigError names what is wrong in it."""
+        """Check a mapping. Raises ConfigError with the reason."""
         config = convert(data, cls)
         validate(config, data)
         for name in ("speed", "prefill_tokens_per_s", "decode_tokens_per_s", "retry", "patience"):
@@ -160,7 +160,7 @@ async def acquire_patiently(
 async def compute_timed(
     engine: Engine, lease: Lease, output_length: int, settings: ReplaySettings
 ) -> None:
-    """Prefill what is missing and decode, at the model's pace."""
+    """Prefill the missing tokens and decode, at the model's pace."""
     async with lease:
         await engine.begin(lease)
         missing = lease.num_tokens - lease.cached_tokens

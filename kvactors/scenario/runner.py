@@ -55,7 +55,8 @@ def run_scenario(
 
 
 def check_virtual(scenario: Scenario) -> None:
-    """ConfigError for what needs threads, sockets or processes: a loop of virtual time has none."""
+    """Raises ConfigError for parts that need threads, sockets or processes: a loop of virtual time
+    has none."""
     if scenario.storage.backend == "file" or any(
         not isinstance(sink, MemorySinkConfig) for sink in scenario.flush.sinks
     ):

@@ -36,10 +36,10 @@ class MediaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One move of a script.
 
-    do: what. request: whose (a name). prompt: seed of the tokens of acquire and extend. tokens: how
-    many, or for commit and preempt how many are computed (commit: 0 means all). salt, lora, media:
-    of acquire. expect: ok, or the refusal that must come. cached_tokens: what acquire must find,
-    after its loads; -1: anything.
+    do: the operation. request: name of the request. prompt: seed of the tokens of acquire and
+    extend. tokens: how many, or for commit and preempt how many are computed (commit: 0 means all).
+    salt, lora, media: of acquire. expect: ok, or the refusal that must come. cached_tokens: tokens
+    that must be cached after the loads of acquire. -1: any number.
     """
 
     do: Literal[
@@ -207,7 +207,7 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @classmethod
     def from_mapping(cls, data: Any) -> Scenario:
-        """Check a mapping. ConfigError names what is wrong in it."""
+        """Check a mapping. Raises ConfigError with the reason."""
         data = {**data, "expect": flatten(data.get("expect", {}))}
         scenario = convert(data, cls)
         validate(scenario, data)
@@ -262,7 +262,7 @@ def validate_workload(work: Workload) -> None:
 
 
 def validate_faults(scenario: Scenario) -> None:
-    """Raise ConfigError for what cannot happen to this scenario."""
+    """Raise ConfigError for a fault that cannot occur in this scenario."""
     for number, fault in enumerate(scenario.fault, 1):
         complaint = misfit(fault, scenario)
         if complaint:

@@ -1,5 +1,5 @@
-"""Batches of a storage actor: how many run at a time, and what each changed in the store. Pure
-state."""
+"""Batches of a storage actor: the limit of concurrent batches, and the changes of each to the
+store. Pure state."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Containment:
         return bytes(found)
 
     def keys(self, what: str, found: Any) -> list[bytes]:
-        """The keys of an answer, without what are no keys."""
+        """The valid keys of an answer."""
         no_list = isinstance(found, str | bytes)
         listed: list[Any] = [] if no_list else self.call(what, lambda: list(found), [])
         good = [key for key in listed if is_key(key)]
@@ -172,7 +172,7 @@ class Containment:
         return good
 
     def parts(self, what: str, found: Any) -> list[PathPart] | None:
-        """Parts of paths; None unless all of them are valid."""
+        """Parts of paths. None unless all of them are valid."""
         if isinstance(found, list) and all(
             isinstance(part, PathPart) and part.whole() for part in found
         ):

@@ -49,7 +49,7 @@ class OwnedInventory(Inventory):
     Attributes:
         catalog: every key, those being written included, in order of use.
         pending: keys in the catalog whose objects are being written.
-        answerable: whether this process alone decides what is in the store. If not, no key is
+        answerable: whether this process alone decides about the store's contents. If not, no key is
             listed.
     """
 

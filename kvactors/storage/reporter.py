@@ -1,4 +1,4 @@
-"""`StoreReporter`: keeps the notifier informed of what a store holds."""
+"""`StoreReporter`: keeps the notifier informed of the keys in a store."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class StoreReporter:
         self._actor.start_job(entered(), lambda recheck: recheck, lambda _: again)
 
     def recheck(self, message: Recheck) -> None:
-        """Handle Recheck: correct what is not true any more of a delayed report."""
+        """Handle Recheck: correct the outdated parts of a delayed report."""
         holds = self._store.holds
         gone = join_keys(key for key in split_keys(message.held) if not holds(key))
         back = join_keys(key for key in split_keys(message.gone) if holds(key))
@@ -148,7 +148,7 @@ class StoreReporter:
         self.report_lost()
 
     def report_batch(self, done: BatchDone) -> None:
-        """Report what a batch changed."""
+        """Report the changes of a batch."""
         changes = changes_of(done, self._store)
         for keys, reason in changes.removed:
             self._actor.tell(self._notifier, BlocksRemoved(keys, Tier.STORAGE, reason))

@@ -56,7 +56,7 @@ class ReportPages:
 
 
 class PathReport:
-    """When the paths of a store's blocks are read, and what the notifier is sent of them.
+    """Reading of the paths of a store's blocks, and the reports on them to the notifier.
 
     Attributes:
         active: whether they are being read.

@@ -21,8 +21,8 @@ from kvactors.storage.reporter import StoreReporter
 
 
 class StorageWorker(Actor):
-    """Runs batches against the store. The notifier is sent what a batch changed before the evictor
-    is sent its result, so that no index sees a slot's end before the store's gain."""
+    """Runs batches against the store. The notifier is sent the changes of a batch before the
+    evictor is sent its result, so that no index sees a slot's end before the store's gain."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""`StorageWriter`: writes host slots to the store, clears it, and reports what it has kept."""
+"""`StorageWriter`: writes host slots to the store, clears it, and reports the objects from earlier
+processes."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ from kvactors.types import join_keys, split_keys
 
 
 class StoreOwner(StorageWorker):
-    """Clears the store, and reports what it holds: a writer, or its substitute.
+    """Clears the store, and reports its contents: a writer, or its substitute.
 
-    The first writer reports what the store has kept from an earlier process. If the store keeps
-    lineages, the paths of these blocks follow in the background, a page at a time: `BlocksAdded` of
-    a key has entered the notifier's channel before a path names the key.
+    The first writer reports the objects that the store has kept from an earlier process. If the
+    store keeps lineages, the paths of these blocks follow in the background, a page at a time:
+    `BlocksAdded` of a key has entered the notifier's channel before a path names the key.
     """
 
     ROLE: ClassVar[str] = "storage_writer"

@@ -43,7 +43,7 @@ class Injector:
         ]
 
     async def stop(self) -> list[Exception]:
-        """Cancel what has not begun or ended yet.
+        """Cancel the faults that have not begun or ended yet.
 
         Returns:
             Errors of faults that could not be carried out.

@@ -45,12 +45,12 @@ class Identities:
         self._known: dict[str, dict[Hash, bytes]] = {name: {} for name in READERS}
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Drop every block."""
         for known in self._known.values():
             known.clear()
 
     def stored(self, event: BlockStored) -> None:
-        """Compute what each kind of reader takes these blocks for."""
+        """Compute the identity of these blocks for each kind of reader."""
         tokens = event.token_ids
         assert isinstance(tokens, list), "an event that was read"
         for name, read in READERS.items():

@@ -1,5 +1,5 @@
-"""A strict reader of KV events, as a router is one: it rebuilds what a node holds from its messages
-alone, loses some, and catches up.
+"""A strict reader of KV events in the role of a router: it rebuilds a node's contents from its
+messages alone, loses some, and recovers.
 
 `Mirror` is the pure state, `Reader` has the sockets, and `python -m kvactors.testing.kv_mirror` is
 a separate process: a line `report N` on its input is answered with the mirror as JSON once batch
@@ -67,7 +67,7 @@ class Mirror:
     parent is nowhere, or on GPU if that is where the block is announced. With a removed block,
     all blocks below it are removed as well (from GPU, or from everywhere).
 
-    view: hashes by medium. identities: what the blocks are to a reader. expected: number of the
+    view: hashes by medium. identities: of the blocks for a reader. expected: number of the
     next batch. orphans: blocks that were rejected or cut off so, while the mirror followed the
     batches one by one. After a snapshot, which is older than some of what it shows, none are
     counted until everything is cleared.
@@ -140,7 +140,7 @@ class Mirror:
         return True
 
     def restart(self, next_sequence: int) -> None:
-        """Forget everything. The next batch is `next_sequence`."""
+        """Drop every block. The next batch is `next_sequence`."""
         self._forget()
         self._exact = False
         self.expected = next_sequence
@@ -224,7 +224,7 @@ class Reader:
         return taken
 
     def catch_up(self, *, snapshot: bool = False) -> bool:
-        """Ask for a snapshot, if wanted, and for what came after it or was lost. False without an
+        """Request a snapshot, if needed, and the batches after it or lost. False without an
         answer."""
         if snapshot:
             parts = self._ask(SNAPSHOT)

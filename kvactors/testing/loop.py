@@ -111,8 +111,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return f"{task.get_name().rpartition('.')[2]}#{self._number(task)}"
 
     def waiting(self) -> list[str]:
-        """Who waits for what now: a line for each task that is not over, in order of their
-        making."""
+        """The waits of unfinished tasks, one line each, in the order of the tasks' creation."""
         return who_waits(sorted(asyncio.all_tasks(self), key=self._number), self.label)
 
     def _number(self, task: asyncio.Task[Any]) -> int:
@@ -122,7 +121,7 @@ class SimLoop(asyncio.BaseEventLoop):
             number = self._numbers[task] = self._born
         return number
 
-    # -- what a loop of virtual time does not have
+    # -- features that a loop of virtual time lacks
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
         """There are no threads here."""

@@ -64,7 +64,7 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_toml(cls, path: str | Path) -> FaultPlan:
-        """Read [[fault]] tables. ConfigError names what is wrong, OSError if the file cannot be
+        """Read [[fault]] tables. Raises ConfigError with the reason, OSError if the file cannot be
         read."""
         plan = convert(read_toml(path), cls)
         plan.check()

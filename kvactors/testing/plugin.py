@@ -68,7 +68,7 @@ def positive(text: str) -> int:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that needs `kv_seed`, or what is made of it, runs once for each seed."""
+    """A test that needs `kv_seed`, or a fixture made from it, runs once for each seed."""
     if "kv_seed" in metafunc.fixturenames:
         only, count = (
             metafunc.config.getoption("--kv-seed"),

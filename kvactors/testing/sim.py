@@ -111,8 +111,8 @@ class Sim:
     """One run, decided by its seed alone. tables: settings in place of the small ones (see
     `small_config`).
 
-    random: for the test's own draws, from the seed. loop: what the last `run` ran on. trace: of
-    that run. faults: of it, and the fakes.
+    random: for the test's own draws, from the seed. loop: of the last `run`. trace: of that run.
+    faults: of it, and the fakes.
     """
 
     def __init__(self, seed: int, **tables: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""The faults of a simulated cache: its copies, store and sink to misuse by hand, or a plan that
-does it at its times."""
+"""The faults of a simulated cache: control of its copies, store and sink, by hand or by a plan with
+times."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SimFaults:
 
     def draw(self, count: int = 3, *, span: float = 0.1) -> FaultPlan:
         """`count` faults, drawn from the seed, that begin within `span` seconds."""
-        rng = random.Random(f"faults {self.seed}")  # noqa: S311  (what goes wrong is no secret)
+        rng = random.Random(f"faults {self.seed}")  # noqa: S311  (no cryptography)
         targets = Targets(sinks=("sim",), store=True, span=span)
         chosen: list[Fault] = []
         while len(chosen) < count:
@@ -50,8 +50,8 @@ class SimFaults:
         return FaultPlan(tuple(sorted(chosen, key=lambda fault: fault.at)))
 
     def plan(self, plan: FaultPlan) -> FaultPlan:
-        """These faults befall the cache: their times count from now if it is open, else from its
-        opening. Returns the plan.
+        """Inject these faults into the cache: their times count from now if it is open, else from
+        its opening. Returns the plan.
 
         Raises:
             ValueError: a kind in the plan does not apply to a cache of one process.

@@ -112,7 +112,7 @@ class Trace(Instrument):
     # -- see `Instrument`
 
     def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
-        """A message lies in a channel."""
+        """A message is queued in a channel."""
         if not self._follows(receiver):
             return
         name, message = receiver.name, envelope.message

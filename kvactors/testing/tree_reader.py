@@ -17,7 +17,7 @@ KEPT = 20
 
 
 class TreeReader:
-    """held: set of tiers by block. violations: what broke the rule, the first ones."""
+    """held: set of tiers by block. violations: the first violations of the rule."""
 
     def __init__(self) -> None:
         self.held: dict[bytes, int] = {}

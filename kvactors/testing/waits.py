@@ -33,8 +33,8 @@ OURS = str(Path(__file__).parents[1])
 
 
 def who_waits(tasks: Iterable[asyncio.Task[Any]], label: Label) -> list[str]:
-    """A line for each task that is not over: who it is, what it waits for, and the line of code
-    where. label: what a task is called."""
+    """A line for each unfinished task: its label, the reason of its wait, and the line of code.
+    label: makes a task's label."""
     return [waiting_of(task, label) for task in tasks if not task.done()]
 
 
@@ -132,9 +132,9 @@ def _what(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str
                 return "a message"
             return f"a message in {found.name}'s channel"  # type: ignore[union-attr]
         if frame.f_code is Channel.put.__code__:
-            return f"room in {found.name}'s channel"  # type: ignore[union-attr]
+            return f"a place in {found.name}'s channel"  # type: ignore[union-attr]
         if frame.f_code is InFlight.wait_idle.__code__:
-            return f"quiet: {found.count} messages or jobs are under way"  # type: ignore[union-attr]
+            return f"idle: {found.count} messages or jobs are in flight"  # type: ignore[union-attr]
         if frame.f_code is anyio.to_thread.run_sync.__code__:
             return "a thread, and a loop of virtual time has none"
     return _other_tasks(task, frames, label)

@@ -1,5 +1,5 @@
-"""Messages in few words: counts in place of byte strings, the first digits of keys. The same words
-in every run."""
+"""Short texts of messages: counts in place of byte strings, the first digits of keys. Identical in
+every run."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class _Bench:
             undo.callback(quietly, driver, "cuEventDestroy", self.events[-1])
         undo.callback(
             driver.status, "cuStreamSynchronize", stream
-        )  # nothing runs when the memory is given back
+        )  # no copy runs when the memory is freed
 
     def seconds(self, way: Callable[[int, bool], None], size: int) -> float:
         """The best time of a way to copy there and back."""

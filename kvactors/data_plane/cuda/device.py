@@ -50,7 +50,7 @@ as opaque bytes."""
 MEMORY_TYPE, DEVICE_ORDINAL = 2, 9
 """Attributes of a pointer, by the driver's numbers."""
 ON_DEVICE = 2
-"""The memory type of what cuMemAlloc gives."""
+"""The memory type of cuMemAlloc's allocations."""
 
 log = get_logger()
 
@@ -100,8 +100,8 @@ def _region_by_interface(interface: Mapping[str, Any]) -> Region:
 
 
 def cuda_address_of(tensor: Any) -> int:
-    """Where a GPU tensor lies now, by its framework's own word: fast enough to ask before every
-    batch. DeviceError."""
+    """The present address of a GPU tensor, as its framework reports it. Fast enough to check before
+    every batch. Raises DeviceError."""
     if hasattr(tensor, "data_ptr"):
         return int(tensor.data_ptr())
     interface = getattr(tensor, "__cuda_array_interface__", None)
@@ -298,7 +298,7 @@ class CudaDevice(Device):
             quietly(self.driver, "cuMemHostUnregister", arena.address)
 
     def abandon(self) -> None:
-        """Make `close` give nothing back: copies that never ended may still use all of it."""
+        """Make `close` release no memory: copies that never ended may still use it."""
         self._undo.pop_all()
         self._arenas.clear()
         self._closed = True
@@ -312,7 +312,7 @@ class CudaDevice(Device):
         if self.driver.status("cuCtxPushCurrent", self.context):
             quietly(
                 self.driver, "cuCtxPushCurrent", self.context
-            )  # without a context nothing can be given back: once more
+            )  # without a context no resource can be released: try once more
         for address in self._arenas:
             quietly(self.driver, "cuMemHostUnregister", address)
         self._undo.close()

@@ -32,7 +32,7 @@ SETTLE_PAUSE = 0.01
 """Seconds between two questions whether a stream is done, when the first had no answer."""
 
 NON_BLOCKING = 1
-"""CU_STREAM_NON_BLOCKING: no waiting for what others put on the default stream."""
+"""CU_STREAM_NON_BLOCKING: no waiting for other work on the default stream."""
 TIMED, UNTIMED = 0, 2
 """Flags of events. Events without a time are cheaper."""
 PORTABLE, DEVICE_MAP = 1, 2
@@ -197,7 +197,7 @@ class CudaDriver:
             raise self.error(function, code)
 
     def error(self, function: str, code: int) -> CudaError:
-        """The error that a function's code stands for."""
+        """The error for a function's code."""
         name = ctypes.c_char_p()
         self._error_name(code, ctypes.byref(name))
         return CudaError(function, code, (name.value or b"CUDA_ERROR_UNKNOWN").decode())

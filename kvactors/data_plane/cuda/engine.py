@@ -31,7 +31,7 @@ GROUP = 1 << 20
 """Bytes from which on a run of layers gets a separate event."""
 
 ABANDONED: list[Any] = []
-"""Memory that copies which never ended may still use: kept for good."""
+"""Memory that copies which never ended may still use. Never freed."""
 
 log = get_logger()
 

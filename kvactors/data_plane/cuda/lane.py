@@ -47,7 +47,7 @@ class Op:
         self.reached = 0  # events that have been reached
         self.scratch: Scratch | None = None
         self.submitted = self.over = self.failed = False
-        # set when nothing of it runs any more, although it was abandoned
+        # set when no part of it runs any more, although it was abandoned
         self.ended: asyncio.Future[None] = done.get_loop().create_future()
 
 
@@ -113,7 +113,7 @@ class Lane:
         is usable."""
         return self.driver.settle(self.copies.device.context, self.stream)
 
-    # -- what operations hold
+    # -- resources of operations
 
     def _take_event(self) -> int:
         if self._events:
@@ -131,7 +131,7 @@ class Lane:
         return Scratch(self.driver, max(2 * FIRST_PAIRS, 1 << (count - 1).bit_length()))
 
     def give_back(self, op: Op) -> None:
-        """Nothing of an operation runs any more: what it held is free."""
+        """No part of an operation runs any more: release its resources."""
         self._events += op.events
         if op.scratch is not None:
             self._scratches.append(op.scratch)

@@ -24,8 +24,8 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 
 class Connection(ABC):
     """One end of a connection. source: where the other end is, for logs. limit: bytes of a message
-    at most. A longer one ends the connection. violation: what the other end sent that is not a
-    message, if that ended the connection."""
+    at most. A longer one ends the connection. violation: the invalid data of the other end, if that
+    ended the connection."""
 
     source = ""
     limit = MOST_BYTES

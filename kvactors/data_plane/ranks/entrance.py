@@ -30,8 +30,8 @@ class Entrance:
     """Admits connections of ranks, refuses and counts others.
 
     Args:
-        leader: what every rank must have in common.
-        secret: what every rank must prove to have.
+        leader: the requirements on every rank.
+        secret: the secret that every rank must prove to have.
     """
 
     def __init__(self, leader: Leader, secret: Secret) -> None:

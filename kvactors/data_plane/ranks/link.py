@@ -26,11 +26,11 @@ PAGE_LIMIT = 20.0
 
 
 class Violation(RankError):
-    """A rank sent what the protocol does not allow."""
+    """A rank violated the protocol."""
 
 
 class Link:
-    """identity: what the rank is. received: names that have arrived while it joins. admitted:
+    """identity: the rank's. received: names that have arrived while it joins. admitted:
     whether it takes part in operations."""
 
     def __init__(self, connection: Connection, identity: Identity) -> None:
@@ -89,7 +89,7 @@ class Link:
         return self._pages.popleft() if self._pages else None
 
     def over(self) -> None:
-        """The connection is lost: close it, and let what waits for the rank go on."""
+        """The connection is lost: close it, and wake the tasks that wait for the rank."""
         self.connection.close()
         for waiting, result in ((self._pong, False), (self._page, None)):
             if waiting is not None and not waiting.done():

@@ -168,7 +168,7 @@ class Joining:
                 seen.add(held)
 
     def merge(self) -> Iterator[int]:
-        """Hold only what this rank holds, too. Yields after each slice the number of names it
+        """Keep only keys that this rank holds, too. Yields after each slice the number of names it
         handled: the loop may run there."""
         names = self.names
         report = len(names.generations) == names.ranks

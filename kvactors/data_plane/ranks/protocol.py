@@ -33,7 +33,7 @@ UNPROVEN_BYTES = 1024
 NONCE_BYTES = 32
 
 PAGE_NAMES = 2048
-"""Names in one page at most: what is handled without giving the loop back."""
+"""Names in one page at most: handled in one step of the loop."""
 
 WINDOW = 4
 """Pages of names in flight at most."""
@@ -134,7 +134,7 @@ class StoreObjects(Frame, frozen=True):
     """Read or write slots (one for each key), ask which leading keys can be read (the others are
     MISS), remove keys, or clear the rank's store.
 
-    seconds: what has not begun by then is LATE. generation: of the store after a clear. lineages:
+    seconds: keys not begun by then are LATE. generation: of the store after a clear. lineages:
     of objects to write, one for each key or none. Kind "begin_paths" and kind "paths": the next
     parts of the paths that the objects form, with about `most` blocks, after it was begun anew or
     not.

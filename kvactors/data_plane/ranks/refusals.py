@@ -48,7 +48,7 @@ def misfit(identity: Identity, wanted: Wanted) -> str:
 
 
 def lacking(ranks: Iterable[Rank], config: RanksConfig, strangers: Strangers) -> str:
-    """Which ranks did not come in time, and what was refused."""
+    """The ranks that did not join in time, and the refused connections."""
     missing = [rank.number for rank in ranks if rank.health is not RankState.HEALTHY]
     refused = [f"{number} connections refused: {kind}" for kind, number in strangers.counts.items()]
     details = "; ".join([*strangers.shown, *refused])

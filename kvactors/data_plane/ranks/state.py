@@ -22,7 +22,7 @@ class RankState(Enum):
 
 class RankStatistics(NamedTuple):
     """The state of one rank at this moment. losses, silences: how often its connection was lost,
-    and an answer was late. violations: how often it sent what the protocol does not allow."""
+    and an answer was late. violations: how often it violated the protocol."""
 
     rank: int
     health: str

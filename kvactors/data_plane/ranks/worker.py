@@ -135,7 +135,7 @@ async def serve_rank(
 
 
 class _Refuse(Exception):
-    """The leader asked for something that cannot be."""
+    """The leader sent an invalid request."""
 
 
 class _Serving:
@@ -267,7 +267,7 @@ class _Serving:
             tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("operation failed", rank=self.rank, error=described(error))
-                # without an answer the leader would count this rank as silent for good
+                # without an answer the leader would count this rank as silent permanently
                 connection.close()
 
         try:

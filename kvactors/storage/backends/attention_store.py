@@ -51,7 +51,7 @@ class AttentionStoreBackend(DeviceStore):
     async def fetch(
         self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
     ) -> int:
-        """See `DeviceStore.fetch`: what matches is read, from the first missing block on
+        """See `DeviceStore.fetch`: the matching blocks are read, from the first missing block on
         nothing."""
         if not self.breaker.closed():
             return 0
@@ -71,8 +71,8 @@ class AttentionStoreBackend(DeviceStore):
         return self._saw(got)
 
     async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
-        """See `DeviceStore.save`: what the store lacks, in slices, up to the first that is short,
-        or until the time is over."""
+        """See `DeviceStore.save`: writes the blocks that the store lacks, in slices, up to the
+        first that is short, or until the time is over."""
         if not self.breaker.closed():
             return 0
         ids, settings = np.frombuffer(tokens, "<u4"), self.settings

@@ -62,7 +62,7 @@ class Backend(ABC):
         clear_pending: whether a `clear` did not reach the whole store and must be repeated.
         generation: number of clears, durable in a store that outlives its process.
         stuck: whether calls still run after `close`. The arena's memory then stays mapped.
-        keeps_lineages: whether the store keeps what its keys are made of, so that the paths of its
+        keeps_lineages: whether the store keeps the inputs of its keys, so that the paths of its
             blocks can be sent to indexes when it is opened again.
         paths: answers the calls that read paths.
         counters: outcomes, and the circuit breaker.

@@ -163,7 +163,7 @@ class CheckedBackend:
             )
 
         report = await self._calls.wait("read", call, unread, checked)
-        if begun != self.clears.begun:  # what was read may be from before the clear
+        if begun != self.clears.begun:  # the objects read may be from before the clear
             return ReadReport(
                 report.outcomes.replace(bytes([Outcome.OK]), bytes([Outcome.MISS])), report.gone
             )

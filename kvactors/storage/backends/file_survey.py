@@ -37,7 +37,7 @@ CHUNK = 16_384
 
 
 class Stored(NamedTuple):
-    """An object. mark: what its entry is recognized by (`slab_table.mark_of`)."""
+    """An object. mark: identifies its entry (`slab_table.mark_of`)."""
 
     sequence: int
     slot: int

@@ -1,4 +1,4 @@
-"""A Mooncake pool as storage: what one node wrote, every node of the pool can load.
+"""A Mooncake pool as storage: every node of the pool can load the objects of every other node.
 
 An object is one immutable value: a block's payload and a header. The pool belongs to all its nodes,
 and its master evicts objects, so this back end lists no keys and reports none to indexes. An object

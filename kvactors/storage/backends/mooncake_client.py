@@ -53,7 +53,7 @@ class MooncakeClient:
         self._log = get_logger()
 
     async def open(self) -> None:
-        """Join the pool. StoreError names what is missing: the package, the master, a wrong
+        """Join the pool. StoreError names the missing part: the package, the master, a wrong
         setting."""
         store = self._make()
         config = self.config

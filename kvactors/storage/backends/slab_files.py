@@ -2,7 +2,7 @@
 
     DIRECTORY / MODEL / NAMESPACE / rank-R-of-N / 16 hex digits of the identity /
         lock            held by the process that writes here, with its number in it
-        table           what is in which slot (`slab_table`)
+        table           the object in each slot (`slab_table`)
         slab-0000       slots of whole pages, preallocated, one payload each
         table.damaged   a table whose first page was damaged, set aside when the store was opened
 
@@ -41,8 +41,8 @@ does not use up the process's descriptors."""
 
 
 class SlabFiles:
-    """folder: where. meta: what the store is for. read_only: look, and touch nothing. floor: bytes
-    of the file system left free."""
+    """folder: of the store. meta: its identity and geometry. read_only: change no file. floor:
+    bytes of the file system left free."""
 
     def __init__(self, folder: Path, meta: Meta, *, read_only: bool, floor: int) -> None:
         self.folder = folder
@@ -98,7 +98,7 @@ class SlabFiles:
                     "re-initialises it"
                 ) from error
             self._set_aside(str(error))
-            there = self.meta  # as it was made anew
+            there = self.meta  # as it was created again
         if (there.digest, there.block_bytes) != (self.meta.digest, self.meta.block_bytes):
             raise StoreError(
                 f"{path} belongs to another store: it is of {there.identity}, expected "
@@ -309,7 +309,7 @@ class SlabFiles:
         return os.pread(self._table, self.meta.entry_bytes, PAGE + self.meta.entry_bytes * slot)
 
     def in_place(self) -> bool:
-        """Whether the table is still in its folder: what is written to deleted files is lost.
+        """Whether the table is still in its folder: data written to deleted files is lost.
         OSError if that cannot be seen now."""
         return self._inode("table") == os.fstat(self._table).st_ino
 

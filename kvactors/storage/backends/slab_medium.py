@@ -272,7 +272,7 @@ class SlabMedium:
             self._slots.give(slots)
 
     async def clear(self, generation: int) -> None:
-        """Forget every object: the store gets another generation, in memory immediately, on the
+        """Drop every object: the store gets another generation, in memory immediately, on the
         device before this returns. Entries of earlier generations are free slots from then on.
 
         Raises:

@@ -16,7 +16,7 @@ def memory(address: int, size: int) -> Any:
 
 
 def address_of(buffer: Any) -> int:
-    """Where a buffer lies."""
+    """The address of a buffer."""
     return int(np.frombuffer(buffer, np.uint8).ctypes.data)
 
 

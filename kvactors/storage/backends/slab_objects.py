@@ -20,7 +20,7 @@ def load(
         if not files.in_place() or (files.read_only and not files.current()):
             return (
                 Outcome.MISS
-            )  # the folder was deleted, and what is left of it goes with this process
+            )  # the folder was deleted, and its open files are freed with this process
         outcome = files.read(slot, *extent(into, arena))
         there = files.entry(slot) if outcome == Outcome.OK else b""
     except OSError as error:

@@ -171,7 +171,7 @@ class PathReading(PathSource):
         self._paths: SlabPaths | None = None
 
     def begin(self) -> None:
-        """Read everything anew."""
+        """Read the whole table again."""
         self._paths = SlabPaths(self._files)
 
     def end(self) -> None:

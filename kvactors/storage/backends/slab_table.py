@@ -20,7 +20,7 @@ Entry of slot i, at 4096 + entry_bytes * i, little-endian:
     -8   XXH3-64 of everything before it u64
 
 A reader skips fields whose tag it does not have. Tag 1: time of the write, u64 microseconds since
-1970. Tags 2 to 6 are what the key is made of (`slab_lineage`). An entry of zeros is a free slot.
+1970. Tags 2 to 6 are the inputs of the key (`slab_lineage`). An entry of zeros is a free slot.
 One whose checksum is wrong was torn while it was written, and is free as well. `entry_bytes` is in
 the first page: a larger number gives a store more space for metadata.
 """
@@ -97,8 +97,7 @@ class Meta(msgspec.Struct, frozen=True):
 
 
 class Damaged(StoreError):
-    """The first page of a table is not what was written: its store's contents cannot be found any
-    more."""
+    """The first page of a table is damaged: its store's contents cannot be found any more."""
 
 
 class _Stamp(msgspec.Struct, frozen=True):
@@ -162,8 +161,8 @@ def meta_of(page: bytes, where: str) -> Meta:
 
 
 class Found(NamedTuple):
-    """An entry of the table. checksum: of the payload. metadata: by tag. mark: what tells it from
-    every other entry."""
+    """An entry of the table. checksum: of the payload. metadata: by tag. mark: distinguishes it
+    from every other entry."""
 
     slot: int
     key: bytes
@@ -256,7 +255,7 @@ def is_whole(entry: bytes) -> bool:
 
 
 def entry_in(raw: bytes, slot: int, meta: Meta) -> Found | None:
-    """An entry as it was read; None for one that is torn, of another store, or of another
+    """An entry as it was read. None for one that is torn, of another store, or of another
     generation."""
     size = meta.entry_bytes
     if len(raw) != size or not is_whole(raw):
@@ -269,8 +268,8 @@ def entry_in(raw: bytes, slot: int, meta: Meta) -> Found | None:
 
 
 def scan(table: bytes, meta: Meta, first: int = 0) -> Scan:
-    """Look at every entry: one pass of numpy to find those in use, then one checksum each. first:
-    slot of the first entry."""
+    """Check every entry: one pass of numpy to find the entries in use, then one checksum each.
+    first: slot of the first entry."""
     size = meta.entry_bytes
     count = len(table) // size
     words = np.frombuffer(table[: count * size], "<u8").reshape(count, size // 8)

@@ -34,7 +34,7 @@ class SlotSupply:
         self.capacity = self.growth.capacity = self._catalog.capacity = capacity
 
     def quarantine(self, slot: int) -> None:
-        """Leave a slot alone for a while: it held a corrupt object, or did not return what was
+        """Put a slot in quarantine: it held a corrupt object, or did not return the data
         written to it."""
         self.slots.suspect(slot, now())
         self._fit()

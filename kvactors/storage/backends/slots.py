@@ -61,7 +61,7 @@ class Slots:
         return len(self._until)
 
     def suspect(self, slot: int, now: float) -> None:
-        """Put a slot in quarantine: it held a corrupt object, or did not return what was written to
+        """Put a slot in quarantine: it held a corrupt object, or did not return the data written to
         it."""
         self._strikes[slot] += 1
         self._until[slot] = now + min(LONGEST, PAUSE * 2.0 ** min(20, self._strikes[slot] - 1))
@@ -85,6 +85,6 @@ class Slots:
         return bool(slots)
 
     def passed(self, slot: int) -> None:
-        """A suspect returned what was written to it."""
+        """A suspect slot returned the data written to it."""
         self.suspects.discard(slot)
         del self._strikes[slot]

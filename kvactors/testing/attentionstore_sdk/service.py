@@ -37,11 +37,11 @@ class Service:
     gives. slow: seconds every call takes. One with a time-out raises the SDK's error when that is
     over. stuck: seconds every call takes, regardless of its time-out. hold: every call takes one
     item from it before it continues, regardless of its time-out. fail_every: fail every n-th flush.
-    fail_after: do what is asked and fail all the same. token_bytes: handed to the index. leaks:
-    what every call raises in place of an answer. counts: what calls return in place of a count of
-    blocks. from_root: `match` counts from the root, not from its start. refuse_block: a device
-    block that the service has no memory for. evicted: blocks. connected: whether this process has
-    an SDK object for the shard.
+    fail_after: carry out the call and fail nevertheless. token_bytes: handed to the index. leaks:
+    exception that every call raises in place of an answer. counts: result of calls in place of a
+    count of blocks. from_root: `match` counts from the root, not from its start. refuse_block: a
+    device block that the service has no memory for. evicted: blocks. connected: whether this
+    process has an SDK object for the shard.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Service:
         self._used[path] = None
 
     def make_room(self, keep: Path) -> None:
-        """Evict what exceeds the capacity, not `keep`."""
+        """Evict the blocks beyond the capacity, except `keep`."""
         if len(self.objects) <= self.capacity:
             return
         stored = dict.fromkeys(path for path, _ in self.objects)
@@ -159,8 +159,8 @@ def reset() -> None:
 
 
 def restart_process() -> None:
-    """As in a new process at the same services: no SDK object, and the knobs and what is stored as
-    they are."""
+    """Act as a new process at the same services: no SDK object, with settings and stored blocks
+    unchanged."""
     from kvactors.attention_store import SHARED
 
     SHARED.clear()

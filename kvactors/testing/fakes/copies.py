@@ -110,8 +110,8 @@ class SimExecutor(CopyEngine):
             if progress is not None and (i < len(groups) - 1 or good == len(blocks)):
                 progress(layers.stop)
         await self._pause()
-        # a second time: what has happened to the slots since must not have mattered, and the blocks
-        # are still ours
+        # a second time: later changes to the slots must not matter, and the blocks still belong to
+        # this copy
         self.device.copy_to_device(blocks[:good], self.arena, slots[:good])
 
     async def _to_host(self, blocks: Sequence[int], slots: Sequence[int], good: int) -> None:

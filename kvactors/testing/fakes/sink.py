@@ -1,5 +1,5 @@
-"""A sink that takes virtual time, takes things twice, is out of reach for a while, and is read
-strictly."""
+"""A sink with virtual latency, duplicate deliveries and outages, whose tasks a strict reader
+checks."""
 
 from __future__ import annotations
 
