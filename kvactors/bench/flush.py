@@ -337,7 +337,7 @@ async def rows(*, quick: bool, vllm_python: str) -> tuple[list[Row], dict[str, A
                     "the bar for p99",
                 )
             )
-        lag = "loop lag meanwhile"
+        lag = "loop lag during the run"
         result += [
             time_row(f"{lag}, {n}", getattr(busy, n), getattr(idle, n) + 2.0, "ms", "idle + 2 ms")
             for n in Lag._fields

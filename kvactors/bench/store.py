@@ -383,7 +383,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
             rows += some
             rows.append(
                 time_row(
-                    f"loop lag meanwhile, p99.9, {size >> 10} KiB blocks",
+                    f"loop lag during the run, p99.9, {size >> 10} KiB blocks",
                     lag.p999,
                     quiet.p999 + 2.0,
                     "ms",

@@ -122,7 +122,7 @@ class Sockets:
         self._opened.clear()
 
     def sender(self, socket: Any) -> Send:
-        """What sends messages to a PUB socket of these."""
+        """A function that sends messages to one of the PUB sockets made here."""
         address = address_of_send()
         if not address:
             return partial(send_frames, socket)
