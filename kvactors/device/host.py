@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
+from kvactors.device.regions import regions_to_device, regions_to_host
 from kvactors.errors import LayoutError
 from kvactors.layout.base import Layout
-from kvactors.native import check_blocks, fill_blocks, gather, scatter, touch
+from kvactors.native import check_blocks, fill_blocks, touch
 
 
 class HostDevice(Device):
@@ -57,35 +58,13 @@ class HostDevice(Device):
 
     def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
         """See `Device`."""
-        ids, to = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
-        gather(
-            self.regions,
-            self.piece_bytes,
-            self.num_blocks,
-            ids,
-            arena.address,
-            arena.stride,
-            arena.num_slots,
-            to,
-        )
+        regions_to_host(self, blocks, arena, slots)
 
     def copy_to_device(
         self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
     ) -> None:
         """See `Device`."""
-        ids, source = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
-        pieces, offset = self.share(layers)
-        regions, sizes = self.regions[pieces], self.piece_bytes[pieces]
-        scatter(
-            regions,
-            sizes,
-            self.num_blocks,
-            ids,
-            arena.address + offset,
-            arena.stride,
-            arena.num_slots,
-            source,
-        )
+        regions_to_device(self, blocks, arena, slots, layers)
 
     def fill(self, blocks: Sequence[int], keys: bytes) -> None:
         """Fill blocks with test patterns that depend on their keys, in place of a model's output.

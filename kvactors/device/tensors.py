@@ -17,9 +17,10 @@ import numpy as np
 
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
+from kvactors.device.regions import regions_to_device, regions_to_host
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
-from kvactors.native import check_blocks, fill_blocks, gather, scatter
+from kvactors.native import check_blocks, fill_blocks
 
 HOST_DEVICES = {1, 3, 11}
 """DLPack's device types whose memory the host can address: CPU, pinned for CUDA, pinned for
@@ -221,36 +222,14 @@ class TensorDevice(Device):
     def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
         """See `Device`."""
         self.ensure_in_place()
-        ids, to = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
-        gather(
-            self.regions,
-            self.piece_bytes,
-            self.num_blocks,
-            ids,
-            arena.address,
-            arena.stride,
-            arena.num_slots,
-            to,
-        )
+        regions_to_host(self, blocks, arena, slots)
 
     def copy_to_device(
         self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
     ) -> None:
         """See `Device`."""
         self.ensure_in_place()
-        ids, source = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
-        pieces, offset = self.share(layers)
-        regions, sizes = self.regions[pieces], self.piece_bytes[pieces]
-        scatter(
-            regions,
-            sizes,
-            self.num_blocks,
-            ids,
-            arena.address + offset,
-            arena.stride,
-            arena.num_slots,
-            source,
-        )
+        regions_to_device(self, blocks, arena, slots, layers)
 
     def fill(self, blocks: Sequence[int], keys: bytes) -> None:
         """See `HostDevice.fill`."""
