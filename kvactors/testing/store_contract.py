@@ -109,7 +109,7 @@ class StoreContract(ABC):
             await store.close()
             arena.close()
 
-    async def test_what_was_written_is_read_and_results_are_per_key(self, tmp_path: Path) -> None:
+    async def test_written_objects_are_read_and_results_are_per_key(self, tmp_path: Path) -> None:
         """Holes in a batch are holes in its answer."""
         async with self.opened(tmp_path) as bench:
             assert await bench.put(1, 2, 3) == [Outcome.OK] * 3
@@ -123,7 +123,7 @@ class StoreContract(ABC):
             assert bench.store.statistics().reads == 3
             assert bench.store.statistics().misses == 2
 
-    async def test_probes_tell_the_leading_run(self, tmp_path: Path) -> None:
+    async def test_probes_report_the_leading_run(self, tmp_path: Path) -> None:
         """Keys after the first gap do not count."""
         async with self.opened(tmp_path) as bench:
             await bench.put(*range(10))
@@ -132,7 +132,7 @@ class StoreContract(ABC):
             assert await bench.found(99) == 0
             assert await bench.found() == 0
 
-    async def test_what_is_there_already_stays_as_it_is(self, tmp_path: Path) -> None:
+    async def test_present_objects_stay_unchanged(self, tmp_path: Path) -> None:
         """A name stands for one content."""
         async with self.opened(tmp_path) as bench:
             await bench.put(1)
@@ -148,7 +148,7 @@ class StoreContract(ABC):
             assert await bench.put(1) == [Outcome.OK]
             assert await bench.get(1) == [Outcome.OK]
 
-    async def test_clear_takes_everything_also_what_is_being_written(self, tmp_path: Path) -> None:
+    async def test_clear_removes_everything_and_objects_being_written(self, tmp_path: Path) -> None:
         """And the store goes on working."""
         async with self.opened(tmp_path) as bench:
             await bench.put(1, 2)

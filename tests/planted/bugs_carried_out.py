@@ -85,7 +85,7 @@ BUGS: tuple[Mutation, ...] = (
         "yield fd, max(0, index - 1) * self.meta.stride",
         "two slots of a slab lie on the same bytes",
         (
-            "tests/storage/test_contract.py::TestFile::test_what_was_written_is_read_and_results_are_per_key",
+            "tests/storage/test_contract.py::TestFile::test_written_objects_are_read_and_results_are_per_key",
         ),
     ),
     Mutation(
