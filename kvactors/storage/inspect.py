@@ -93,6 +93,8 @@ def of_a_store(table: Path) -> bool:
             version_of(file.read(PAGE))
     except Damaged:
         return STORE_FOLDER.fullmatch(table.parent.resolve().name) is not None
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreError(f"{table}: {error}") from error
     return True
@@ -147,6 +149,8 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection:
             if verify
             else []
         )
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreError(f"{table}: {error}") from error
     written_at = max(

@@ -193,6 +193,15 @@ def test_a_store_that_cannot_be_opened_is_an_os_error(tmp_path):
     cache.shutdown()
 
 
+def test_a_folder_in_use_is_named_once(tmp_path):
+    one, two = on_disk(tmp_path), on_disk(tmp_path)
+    one.start()
+    with pytest.raises(StoreError, match="in use by process") as caught:
+        two.start()
+    assert str(caught.value).count(str(tmp_path)) == 1
+    one.shutdown()
+
+
 def test_two_caches_of_one_process(tmp_path):
     one, two = on_disk(tmp_path / "a"), on_disk(tmp_path / "b")
     store(one, KEYS[:1])

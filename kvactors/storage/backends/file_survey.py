@@ -52,6 +52,8 @@ def survey(files: SlabFiles, wanted: int) -> tuple[list[Stored], int, int]:
     try:
         slots = files.open()
         own, free, others = own_bytes(files), files.free_bytes(), bytes_of_others(files)
+    except StoreError:  # an OSError, which names the folder already
+        raise
     except OSError as error:
         raise StoreError(f"{files.folder}: {error}") from error
     stride = files.meta.stride

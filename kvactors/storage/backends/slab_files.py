@@ -71,6 +71,8 @@ class SlabFiles:
             return self._open_table()
         except OSError as error:
             self.close()
+            if isinstance(error, StoreError):
+                raise
             raise StoreError(f"{self.folder}: {error}") from error
         except BaseException:
             self.close()
