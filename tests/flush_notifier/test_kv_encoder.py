@@ -80,6 +80,41 @@ BATCHES = st.sampled_from([1, 3, 16, 200]).flatmap(
 )
 
 
+FORMS = [
+    {"dialect": "map"},
+    {"dialect": "map", "maps_for": "vllm"},
+    {"dialect": "array"},
+    {"dialect": "array", "arrays_for": "dynamo"},
+]
+SCOPES = [PLAIN, RequestScope("adapter"), RequestScope(None, "salt"), RequestScope("a", "s", 3)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("residency", [Residency.RESIDENT, Residency.GONE])
+@pytest.mark.parametrize("start", [0, 3])
+def test_every_form_of_every_scope_in_parts(form, scope, residency, start):
+    config, keys = KvEventsSinkConfig(**form), b"".join(bytes([i]) * 32 for i in range(1, 6))
+    resident = residency is Residency.RESIDENT
+    task = FlushTask(
+        bytes(range(20 * 4)) if resident else b"",
+        start,
+        5,
+        keys,
+        KEY,
+        residency,
+        Tier.HOST,
+        Reason.COMMIT,
+        1,
+        scope,
+    )
+    encoder = KvEventEncoder(config, 4)
+    for max_blocks in (1, 2, 256):
+        ours = [event for event, _ in encoder.events(task, max_blocks)]
+        theirs = kv_reference.events(config, 4, task, max_blocks)
+        assert encoder.batch(1.5, ours) == kv_reference.batch(1.5, theirs, 0)
+
+
 @given(CONFIGS, BATCHES, st.integers(1, 50), st.floats())
 def test_batches_are_those_of_msgspec(config, batch, max_blocks, timestamp):
     block_size, made = batch

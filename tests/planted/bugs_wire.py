@@ -114,7 +114,7 @@ BUGS: tuple[Mutation, ...] = (
         "scope_identity(self._form, scope, position == 0, count)",
         "scope_identity(self._form, scope, True, count)",
         "vLLM's readers find a bare salt in the middle of a sequence",
-        ("tests/flush_notifier/test_kv_encoder.py::test_batches_are_those_of_msgspec",),
+        ("tests/flush_notifier/test_kv_encoder.py::test_every_form_of_every_scope_in_parts",),
     ),
     Mutation(
         "identity_of_another_form",
@@ -122,7 +122,7 @@ BUGS: tuple[Mutation, ...] = (
         "for name, value in sent if value is not None]",
         "for name, value in sent]",
         "vLLM's router refuses a field that vLLM leaves out",
-        ("tests/flush_notifier/test_kv_encoder.py::test_batches_are_those_of_msgspec",),
+        ("tests/flush_notifier/test_kv_encoder.py::test_every_form_of_every_scope_in_parts",),
     ),
     Mutation(
         "part_below_the_parent_of_the_task",
@@ -130,7 +130,7 @@ BUGS: tuple[Mutation, ...] = (
         "keys[KEY_BYTES * (at - 1) : KEY_BYTES * at] if at else task.parent",
         "task.parent",
         "the second part of a long run is announced as a sibling of the first",
-        ("tests/flush_notifier/test_kv_encoder.py::test_batches_are_those_of_msgspec",),
+        ("tests/flush_notifier/test_kv_encoder.py::test_every_form_of_every_scope_in_parts",),
     ),
     Mutation(
         "parts_of_a_removal_in_path_order",
@@ -144,7 +144,7 @@ BUGS: tuple[Mutation, ...] = (
                 part = keys[KEY_BYTES * at : KEY_BYTES * (at + max_blocks)]
 """,
         "between two batches of a removal an index holds children without their parents",
-        ("tests/flush_notifier/test_kv_encoder.py::test_batches_are_those_of_msgspec",),
+        ("tests/flush_notifier/test_kv_encoder.py::test_every_form_of_every_scope_in_parts",),
     ),
     Mutation(
         "one_batch_is_not_noted",
