@@ -2,8 +2,9 @@
 KV, `commit` and `finish`.
 
 Bad arguments are a TypeError or ValueError that names them, and change nothing. A `deadline` is in
-seconds from now, None for `cache.deadline` of the settings. A missed one raises DeadlineExceeded.
-Every method raises CacheClosed once the cache is closed, and WrongLoop outside its event loop.
+seconds from now, None for `cache.default_deadline_s` of the settings. A missed one raises
+DeadlineExceeded. Every method raises CacheClosed once the cache is closed, and WrongLoop outside
+its event loop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Calls of an open cache: the methods of `KVCache` that `FromThread` has for other threads.
 
 Bad arguments are a TypeError or ValueError that names them, and change nothing. A `deadline` is in
-seconds from now, None for `cache.deadline` of the settings. A missed one raises DeadlineExceeded.
-Every method raises CacheClosed once the cache is closed, and WrongLoop outside its event loop.
+seconds from now, None for `cache.default_deadline_s` of the settings. A missed one raises
+DeadlineExceeded. Every method raises CacheClosed once the cache is closed, and WrongLoop outside
+its event loop.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class CacheCalls:
             lora_id: the engine's number of that adapter, sent on KV events for readers that
                 identify adapters by number. It is not part of a block's identity: the name is.
             deadline: seconds from now for this call and for the loads that it starts. Loads that
-                miss it are recomputed by the caller. None: `cache.deadline` of the settings (30 s).
+                miss it are recomputed by the caller. None: `cache.default_deadline_s`.
             wait_for_evictions: whether to wait, within the deadline, for evictions in flight whose
                 blocks must be copied first. Without it such a request is refused with NoRoom, and
                 the evictions continue, so that a later call may find the blocks.
@@ -324,19 +325,20 @@ class CacheCalls:
         self._client.check_loop()
         return await invariants_in_slices(self.system)
 
-    async def divergence_slices(self, sinks: Collection[str] | None = None) -> int:
-        """`divergence` in steps of about a millisecond. Blocks that become resident or gone
-        during the call may count as differing."""
+    async def count_divergent_blocks_slices(self, sinks: Collection[str] | None = None) -> int:
+        """`count_divergent_blocks` in short steps. Changes during the call may count."""
         self._client.check_loop()
         return await divergence_in_slices(self.system, self._sink_names(sinks))
 
-    def divergence(self, sinks: Collection[str] | None = None) -> int:
+    def count_divergent_blocks(self, sinks: Collection[str] | None = None) -> int:
         """Blocks on which the view of one of `sinks` (all if None) and the tiers differ. 0 after
         `wait_flushed`."""
         self._client.check_thread()
-        return self.system.notifier_actor.sinks.divergence(
-            residency(self.system), self._sink_names(sinks)
-        )
+        tiers, names = residency(self.system), self._sink_names(sinks)
+        return self.system.notifier_actor.sinks.divergence(tiers, names)
+
+    divergence = renamed("divergence", count_divergent_blocks)
+    divergence_slices = renamed("divergence_slices", count_divergent_blocks_slices)
 
     def close(self) -> None:
         """Refuse new work. `open` calls it at the end of its block. No effect in a forked child."""

@@ -83,6 +83,7 @@ def replay_command(
     trace: Path,
     *,
     config: Path | None = None,
+    timed: Annotated[bool, Parameter(negative="")] = False,
     speed: float | None = None,
     limit: int | None = None,
     json: Path | None = None,
@@ -96,8 +97,10 @@ def replay_command(
         JSON lines, plain or gzip.
     config
         A TOML file with a cache's settings and a [replay] table.
+    timed
+        Send the requests at the times of the trace.
     speed
-        Factor on the trace's clock. Implies timed mode.
+        Factor on the trace's clock, with --timed. Without --timed it selects that too (deprecated).
     limit
         Maximum number of requests.
     json
@@ -105,11 +108,14 @@ def replay_command(
     """
     import tempfile
 
+    if speed is not None and not timed:
+        print("--speed without --timed is deprecated: add --timed", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="kvactors-") as folder, live_line() as show:
         settings = ReplayConfig.from_mapping(
             with_temporary(read_toml(config) if config else {}, folder)
         )
-        changes: dict[str, Any] = {} if speed is None else {"mode": "timed", "speed": speed}
+        changes: dict[str, Any] = {"mode": "timed"} if timed or speed is not None else {}
+        changes |= {} if speed is None else {"speed": speed}
         changes |= {} if limit is None else {"limit": limit}
         mapping = {
             **msgspec.to_builtins(settings),

@@ -39,7 +39,7 @@ class Client:
         self.on_forgotten: Callable[[int], None] | None = None
         self._supervisor = system.supervisor
         self._thread = threading.get_ident()
-        self._default_deadline = system.config.cache.deadline
+        self._default_deadline = system.config.cache.default_deadline_s
 
     def check(self) -> None:
         """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a

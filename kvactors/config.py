@@ -25,6 +25,7 @@ from kvactors.config_tables import (
 from kvactors.environment import from_environment
 from kvactors.errors import ConfigError
 from kvactors.ranks_config import RanksConfig
+from kvactors.renamed_settings import modern_names
 from kvactors.validation import validate
 
 __all__ = [
@@ -66,6 +67,7 @@ class Config(ConfigTables, frozen=True, omit_defaults=True, forbid_unknown_field
         Raises:
             ConfigError: names the fault in the mapping.
         """
+        data = modern_tables(data, cls)
         config = convert(data, cls)
         validate(config, data)
         return config
@@ -105,6 +107,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 def convert(data: Mapping[str, Any], kind: type[S]) -> S:
     """A mapping as a struct. ConfigError names the first unknown key with the nearest valid one, or
     the ill-typed value."""
+    data = modern_tables(data, kind)
     check_keys(data, kind, "")
     try:
         return msgspec.convert(data, kind)
@@ -119,6 +122,27 @@ def check_keys(data: Any, kind: Any, where: str) -> None:
     for item in data if isinstance(data, list | tuple) else [data]:
         if kinds and isinstance(item, Mapping):
             _check_struct_keys(item, _pick(item, kinds, where), where)
+
+
+def modern_tables(data: Any, kind: Any, where: str = "") -> Any:
+    """Data for `kind` with the names that its settings have today. Each earlier name warns.
+
+    Raises:
+        ConfigError: a setting is given under both names.
+    """
+    kinds = list(_structs(kind))
+    if isinstance(data, list | tuple):
+        return [modern_tables(item, kind, where) for item in data]
+    if not kinds or not isinstance(data, Mapping):
+        return data
+    struct = _pick(data, kinds, where)
+    hints = get_type_hints(struct)
+    return {
+        key: modern_tables(value, hints[key], f"{where}.{key}" if where else key)
+        if key in hints
+        else value
+        for key, value in modern_names(data, struct, where, stacklevel=2).items()
+    }
 
 
 def _structs(kind: Any) -> Iterator[type[msgspec.Struct]]:

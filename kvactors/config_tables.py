@@ -8,10 +8,26 @@ import msgspec
 
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.ranks_config import RanksConfig
+from kvactors.renamed_settings import (
+    Earlier,
+    SettingsMeta,
+    flush_mode,
+    is_flush_only,
+    used_share,
+)
 from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig
 
+ROUNDING = 1e-5
+"""A share of blocks that differs from a whole number by less counts as that number."""
 
-class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+
+class CacheConfig(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    metaclass=SettingsMeta,
+):
     """The scope of the cache, and defaults of its operations.
 
     Attributes:
@@ -24,7 +40,7 @@ class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
             is a token to compute.
         split_media: whether a media item may be cached in part. Without it `cached_tokens` ends
             before an item that would be split.
-        deadline: seconds an operation may take unless its caller gives a deadline.
+        default_deadline_s: seconds an operation may take unless its caller gives a deadline.
     """
 
     block_size: int = 64
@@ -32,10 +48,18 @@ class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     namespace: str = "default"
     recompute_last_token: bool = True
     split_media: bool = False
-    deadline: float = 30.0
+    default_deadline_s: float = 30.0
+
+    deadline = Earlier("default_deadline_s")
 
 
-class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class DeviceConfig(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    metaclass=SettingsMeta,
+):
     """The device memory.
 
     Attributes:
@@ -43,8 +67,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
             `place`) or cuda (memory of the GPU numbered `ordinal`, without any framework).
         place: cpu, gpu:0, ..
         num_blocks: device blocks.
-        free_low, free_high: fractions of `num_blocks`. When fewer than low are free, evict until
-            high are free (both 0: evict on demand only).
+        low_watermark, high_watermark: fractions of `num_blocks`. When more than high are in use,
+            evict until low are (both 0: evict on demand only).
         layerwise: load layer by layer (`Lease.wait_layer`).
     """
 
@@ -52,9 +76,26 @@ class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     place: str = "cpu"
     ordinal: int = 0
     num_blocks: int = 1024
-    free_low: float = 0.0
-    free_high: float = 0.0
+    low_watermark: float = 0.0
+    high_watermark: float = 0.0
     layerwise: bool = False
+
+    free_low = Earlier("high_watermark", used_share, used_share)
+    free_high = Earlier("low_watermark", used_share, used_share)
+
+    def free_blocks(self, blocks: int) -> tuple[int, int]:
+        """The watermarks as numbers of free blocks: below the first, evict until there are the
+        second.
+
+        Args:
+            blocks: device blocks.
+        """
+        if not self.high_watermark:
+            return 0, 0
+        return (
+            int((1.0 - self.high_watermark) * blocks + ROUNDING),
+            int((1.0 - self.low_watermark) * blocks + ROUNDING),
+        )
 
 
 class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -88,7 +129,13 @@ class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class HostConfig(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    metaclass=SettingsMeta,
+):
     """The host tier.
 
     Attributes:
@@ -100,7 +147,7 @@ class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
             evict on demand only).
         pinned: try to lock the arena's pages (a CUDA device's are locked in any case).
         copy_threads: threads that move bytes between device and arena.
-        batch_from: for a CUDA device, the size in bytes from which on a piece goes by the copy
+        dma_min_bytes: for a CUDA device, the size in bytes from which on a piece goes by the copy
             engines instead of kvactors' kernel. Measured at start if not set.
     """
 
@@ -112,7 +159,9 @@ class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     high_watermark: float = 0.0
     pinned: bool = False
     copy_threads: int = 1
-    batch_from: int | None = None
+    dma_min_bytes: int | None = None
+
+    batch_from = Earlier("dma_min_bytes")
 
     def arena_slots(self, *, stored: bool) -> int:
         """Slots of the arena: those of the tier and those for transit.
@@ -175,39 +224,62 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     mooncake: MooncakeConfig = MooncakeConfig()
 
 
-class FlushConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class FlushConfig(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    metaclass=SettingsMeta,
+):
     """The flush notifier.
 
     Attributes:
-        only: flush-only mode, in which storage is neither read nor written, and which needs a
-            sink. FD_AS_ONLY_FLUSH decides if it is left out.
+        mode: normal, or flush_only, in which storage is neither read nor written, and which needs
+            a sink. FD_AS_ONLY_FLUSH decides if it is left out.
         timeout: seconds a sink may take for a batch.
         retry_min, retry_max: back-off in seconds.
         batch: maximum number of blocks reported in one call.
     """
 
     sinks: tuple[AnySinkConfig, ...] = ()
-    only: bool | None = None
+    mode: Literal["normal", "flush_only"] | None = None
     timeout: float = 10.0
     retry_min: float = 0.05
     retry_max: float = 5.0
     batch: int = 512
 
+    only = Earlier("mode", flush_mode, is_flush_only)
 
-class ActorsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    @property
+    def flush_only(self) -> bool:
+        """Whether storage is neither read nor written."""
+        return self.mode == "flush_only"
+
+
+class ActorsConfig(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    metaclass=SettingsMeta,
+):
     """The runtime.
 
     Attributes:
         channel_bound: messages a forward channel holds.
-        start: seconds that each part (store, sink, copy engine) may take to open.
-        drain: seconds a stop may take.
-        restarts: failures a group may have in 60 s.
+        open_timeout_s: seconds that each part (store, sink, copy engine) may take to open.
+        drain_timeout_s: seconds a stop may take.
+        max_restarts_per_minute: failures a group may have in 60 s.
     """
 
     channel_bound: int = 256
-    start: float = 120.0
-    drain: float = 10.0
-    restarts: int = 5
+    open_timeout_s: float = 120.0
+    drain_timeout_s: float = 10.0
+    max_restarts_per_minute: int = 5
+
+    start = Earlier("open_timeout_s")
+    drain = Earlier("drain_timeout_s")
+    restarts = Earlier("max_restarts_per_minute")
 
 
 class ConfigTables(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -20,6 +20,7 @@ from kvactors.config_tables import ConfigTables
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import VARIABLES, resolve
 from kvactors.ranges import check_setting
+from kvactors.renamed_settings import flush_mode
 from kvactors.sink_config import (
     MODEL_VERSION,
     NAMESPACE,
@@ -91,10 +92,13 @@ def from_environment(config: C, environ: Mapping[str, str]) -> C:
     validate(config)
     replace = msgspec.structs.replace
     config = replace(config, attention_store=_attention_store(config.attention_store, environ))
-    only = _fill(
-        "flush.only", config.flush.only, _switch(environ, "FD_AS_ONLY_FLUSH"), "FD_AS_ONLY_FLUSH"
+    mode = _fill(
+        "flush.mode",
+        config.flush.mode,
+        flush_mode(_switch(environ, "FD_AS_ONLY_FLUSH")),
+        "FD_AS_ONLY_FLUSH",
     )
-    config = replace(config, flush=replace(config.flush, only=only))
+    config = replace(config, flush=replace(config.flush, mode=mode))
     directory = environ.get("FILE_BACKEND_STORAGE_DIR") or None
     if config.storage.backend == "file" and directory:
         directory = _fill(
@@ -191,7 +195,7 @@ def flush_sinks(config: ConfigTables) -> tuple[AnySinkConfig, ...]:
     end: FastDeploy's settings name the back end alone, and mean the index, to which FastDeploy
     sends each finished request's full path."""
     sinks = config.flush.sinks
-    if not config.flush.only or config.storage.backend != "attention_store":
+    if not config.flush.flush_only or config.storage.backend != "attention_store":
         return sinks
     if any(sink.kind == "attention_store" for sink in sinks):
         return sinks

@@ -11,7 +11,7 @@ KVActorsError
 ├── WrongLoop (RuntimeError)      a call from another event loop or thread than the cache's
 ├── WrongThread (RuntimeError)    a call of a TierCache from another thread than its owner's
 ├── CacheClosed                   the cache is not open (any more)
-├── CacheFailed                   a required actor failed more often than actors.restarts allows
+├── CacheFailed                   a required actor failed too often (actors.max_restarts_per_minute)
 ├── ChannelError
 │   └── ChannelClosed             the receiver of this channel has ended
 ├── LeakedError (RuntimeError)    a client library raised a BaseException that is no Exception
@@ -89,7 +89,8 @@ class CacheFailed(KVActorsError):
 
     def __init__(self, component: str, cause: BaseException | None = None) -> None:
         super().__init__(
-            f"the cache has failed: {component} failed more often than actors.restarts allows, "
+            f"the cache has failed: {component} failed more often than "
+            "actors.max_restarts_per_minute allows, "
             f"last with {cause!r}"
         )
         self.component = component

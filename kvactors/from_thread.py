@@ -116,7 +116,7 @@ class FromThread:
         """Run a coroutine function on the loop and wait. lost: called on the loop with a result
         that came too late for this thread."""
         limit = (
-            self._cache.config.cache.deadline
+            self._cache.config.cache.default_deadline_s
             if deadline is None
             else check_seconds("deadline", deadline)
         )
@@ -206,17 +206,22 @@ class FromThread:
         """See `KVCache.check_slices`."""
         return self._call(self._cache.check_slices, deadline)
 
-    def divergence_slices(
+    def count_divergent_blocks_slices(
         self, sinks: Collection[str] | None = None, *, deadline: float | None = None
     ) -> int:
-        """See `KVCache.divergence_slices`."""
-        return self._call(partial(self._cache.divergence_slices, sinks), deadline)
+        """See `KVCache.count_divergent_blocks_slices`."""
+        return self._call(partial(self._cache.count_divergent_blocks_slices, sinks), deadline)
 
-    def divergence(
+    def count_divergent_blocks(
         self, sinks: Collection[str] | None = None, *, deadline: float | None = None
     ) -> int:
-        """See `KVCache.divergence`."""
-        return self._call(partial(self._now, partial(self._cache.divergence, sinks)), deadline)
+        """See `KVCache.count_divergent_blocks`."""
+        return self._call(
+            partial(self._now, partial(self._cache.count_divergent_blocks, sinks)), deadline
+        )
+
+    divergence = renamed("divergence", count_divergent_blocks)
+    divergence_slices = renamed("divergence_slices", count_divergent_blocks_slices)
 
 
 class ThreadLease:

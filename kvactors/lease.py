@@ -1,10 +1,10 @@
 """Leases: a request's hold on its device blocks, as `KVCache.acquire` returns it, and its hits.
 
 A cancelled call of a lease either did not happen or has ended the lease. A `deadline` is in seconds
-from now, None for `cache.deadline` of the settings. Beside the errors that it lists, every method
-raises LeaseEnded once the lease has ended, DeadlineExceeded, ActorFailed, WrongLoop outside the
-event loop of its cache, CacheClosed once the cache is closed, and ValueError or TypeError for bad
-arguments (then nothing changed).
+from now, None for `cache.default_deadline_s`. Beside the errors that it lists, every method raises
+LeaseEnded once the lease has ended, DeadlineExceeded, ActorFailed, WrongLoop outside the event loop
+of its cache, CacheClosed once the cache is closed, and ValueError or TypeError for bad arguments
+(then nothing changed).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Opening of the parts of a cache or a rank, each within `actors.start` seconds.
+"""Opening of the parts of a cache or a rank, each within `actors.open_timeout_s` seconds.
 
 The limit holds even if foreign code does not return.
 """
@@ -63,7 +63,9 @@ class Opening:
             raise
         if not task.done():
             await uncancelled(self._cancel(part, task))
-            raise late(f"{part} did not open in {max(self.limit, least):g} s (actors.start)")
+            raise late(
+                f"{part} did not open in {max(self.limit, least):g} s (actors.open_timeout_s)"
+            )
         if task.cancelled():
             raise late(f"{part} did not open: it raised CancelledError")
         task.result()

@@ -30,11 +30,11 @@ SHARE = Range(0, 1)
 
 RANGES = {
     "cache.block_size": Range(1, 1 << 20),
-    "cache.deadline": SECONDS,
+    "cache.default_deadline_s": SECONDS,
     "device.num_blocks": COUNT,
     "device.ordinal": Range(0, 1023),
-    "device.free_low": SHARE,
-    "device.free_high": SHARE,
+    "device.low_watermark": SHARE,
+    "device.high_watermark": SHARE,
     "layout.num_layers": Range(1, 1 << 16),
     "layout.num_kv_heads": Range(1, 1 << 16),
     "layout.head_dim": Range(1, 1 << 16),
@@ -50,7 +50,7 @@ RANGES = {
     "host.low_watermark": SHARE,
     "host.high_watermark": SHARE,
     "host.copy_threads": THREADS,
-    "host.batch_from": Range(0, 1 << 40),
+    "host.dma_min_bytes": Range(0, 1 << 40),
     "storage.capacity_blocks": Range(0, 1 << 40),
     "storage.rank": NUMBER,
     "storage.ranks": COUNT,
@@ -78,12 +78,12 @@ RANGES = {
     "attention_store.write_slice_timeout": SECONDS,
     "attention_store.write_total_timeout": Range(0, 1e9),
     "actors.channel_bound": Range(1, 1 << 20),
-    "actors.start": SECONDS,
-    "actors.drain": SECONDS,
-    "actors.restarts": Range(0, 1 << 20),
+    "actors.open_timeout_s": SECONDS,
+    "actors.drain_timeout_s": SECONDS,
+    "actors.max_restarts_per_minute": Range(0, 1 << 20),
     "ranks.count": Range(1, 1 << 10),
     "ranks.timeout": SECONDS,
-    "ranks.start": SECONDS,
+    "ranks.startup_timeout_s": SECONDS,
 }
 """Bounds of every number among the settings. `SinkConfig.check` checks the numbers of sinks."""
 

@@ -8,6 +8,7 @@ import msgspec
 
 from kvactors.endpoint import split_endpoint
 from kvactors.errors import ConfigError
+from kvactors.renamed_settings import Earlier, SettingsMeta
 
 SECRET_VARIABLE = "KVACTORS_RANKS_SECRET"  # noqa: S105  (the name of a variable)
 """Environment variable with the secret, used where `ranks.secret` is not set."""
@@ -35,7 +36,13 @@ class Secret:
         return self._text.encode()
 
 
-class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class RanksConfig(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    metaclass=SettingsMeta,
+):
     """Settings of tensor-parallel ranks.
 
     Attributes:
@@ -43,8 +50,8 @@ class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
             layout.tensor_parallel must be the same number.
         endpoint: unix:///path or tcp://host:port, where the leader (this process) listens.
         timeout: seconds an answer may take before a rank counts as silent.
-        start: seconds all ranks together may take to join. A rank that is sending the keys of its
-            stored objects gets additional time for that.
+        startup_timeout_s: seconds all ranks together may take to join. A rank that is sending the
+            keys of its stored objects gets additional time for that.
         secret: at least 16 characters that leader and ranks share, or the variable
             KVACTORS_RANKS_SECRET. Required for tcp.
     """
@@ -52,13 +59,15 @@ class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     count: int = 1
     endpoint: str = ""
     timeout: float = 2.0
-    start: float = 30.0
+    startup_timeout_s: float = 30.0
     secret: str = ""
+
+    start = Earlier("startup_timeout_s")
 
     def __repr__(self) -> str:
         shown = (
             f"count={self.count!r}, endpoint={self.endpoint!r}, timeout={self.timeout!r}, "
-            f"start={self.start!r}"
+            f"startup_timeout_s={self.startup_timeout_s!r}"
         )
         return f"RanksConfig({shown}, secret={'<set>' if self.secret else ''!r})"
 
@@ -66,7 +75,7 @@ class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         yield "count", self.count
         yield "endpoint", self.endpoint
         yield "timeout", self.timeout
-        yield "start", self.start
+        yield "startup_timeout_s", self.startup_timeout_s
         yield "secret", "<set>" if self.secret else ""
 
     def check(self, tensor_parallel: int) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from kvactors.errors import ConfigError
+from kvactors.renamed_settings import Earlier, SettingsMeta
 from kvactors.zmq_endpoint import LAST_PORT, Endpoint, of_rank
 
 TOPIC_FIELDS = ("model", "host", "dp_rank")
@@ -26,25 +27,33 @@ TierName = Literal["device", "host", "storage"]
 
 
 class SinkConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="kind",
+    metaclass=SettingsMeta,
 ):
     """Settings of every sink.
 
     Attributes:
         name: unique, the kind if empty.
         tiers: the tiers whose blocks are reported.
-        view: "per_tier" (a block is reported for each tier) or "node" (one report: resident while
-            any of the tiers holds it).
-        gains: when a new resident block is reported, at "commit" or at "request_finish".
+        granularity: "per_tier" (a block is reported for each tier) or "node" (one report:
+            resident while any of the tiers holds it).
+        report_gains_at: when a new resident block is reported, at "commit" or at "request_finish".
         resync_interval: seconds between complete repetitions of the state, for an index that may
             lose its own unnoticed (0: never). See `KVCache.resync`.
     """
 
     name: str = ""
     tiers: tuple[TierName, ...] = ("device", "host")
-    view: Literal["per_tier", "node"] = "per_tier"
-    gains: Literal["commit", "request_finish"] = "commit"
+    granularity: Literal["per_tier", "node"] = "per_tier"
+    report_gains_at: Literal["commit", "request_finish"] = "commit"
     resync_interval: float = 0.0
+
+    view = Earlier("granularity")
+    gains = Earlier("report_gains_at")
 
     @property
     def kind(self) -> str:
@@ -97,18 +106,18 @@ class AttentionStoreSinkConfig(SinkConfig, frozen=True, tag="attention_store"):
             earlier one left in the index (empty: none).
     """
 
-    view: Literal["per_tier", "node"] = "node"
-    gains: Literal["commit", "request_finish"] = "request_finish"
+    granularity: Literal["per_tier", "node"] = "node"
+    report_gains_at: Literal["commit", "request_finish"] = "request_finish"
     announce: Literal["difference", "full"] = "difference"
     journal: str = ""
 
     def check(self) -> None:
         """See `SinkConfig.check`."""
         super().check()
-        if self.view != "node":
+        if self.granularity != "node":
             raise ConfigError(
-                f"flush.sinks {self.label!r}: AttentionStore's index has no tiers: view must be "
-                "'node'"
+                f"flush.sinks {self.label!r}: AttentionStore's index has no tiers: granularity "
+                "must be 'node'"
             )
 
 
@@ -177,8 +186,10 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         """See `SinkConfig.check`."""
         super().check()
         where = f"flush.sinks {self.label!r}"
-        if self.view != "per_tier":
-            raise ConfigError(f"{where}: KV events are sent for each tier: view must be 'per_tier'")
+        if self.granularity != "per_tier":
+            raise ConfigError(
+                f"{where}: KV events are sent for each tier: granularity must be 'per_tier'"
+            )
         if not 0 <= self.dp_rank <= LAST_PORT:
             raise ConfigError(
                 f"{where}: dp_rank must be at least 0 and at most {LAST_PORT}, not {self.dp_rank}"

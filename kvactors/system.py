@@ -78,7 +78,7 @@ class System:
         self.config = config = config_for(config, device)
         self.storage = (
             StorageConfig(backend="none", write_policy="none")
-            if config.flush.only
+            if config.flush.flush_only
             else config.storage
         )
         self.plane: LocalPlane | RanksPlane
@@ -106,10 +106,10 @@ class System:
         self.in_flight = InFlight()
         self.supervisor = Supervisor(
             self.in_flight,
-            RestartBudget(config.actors.restarts),
+            RestartBudget(config.actors.max_restarts_per_minute),
             lambda: CacheClosed("the cache is closed"),
         )
-        self.shutdown = Shutdown(config.actors.drain, self.arena)
+        self.shutdown = Shutdown(config.actors.drain_timeout_s, self.arena)
         self.forked = False
         self.last_status = "ok"  # the last logged health status
         # loop time at which each condition (component and reason) of the last `health` call began
@@ -184,9 +184,11 @@ class System:
 
     async def _run(self, started: asyncio.Future[None], leave: asyncio.Future[bool]) -> None:
         shutdown = self.shutdown
-        async with self.plane.opened(Opening(self.config.actors.start, shutdown)) as opened:
+        async with self.plane.opened(
+            Opening(self.config.actors.open_timeout_s, shutdown)
+        ) as opened:
             await self._open_sinks(opened)
-            drain, unused = self.config.actors.drain, self.wiring.unused()
+            drain, unused = self.config.actors.drain_timeout_s, self.wiring.unused()
             async with self.supervisor.running(*self._groups(), drain=drain, outside=unused):
                 started.set_result(None)
                 try:
@@ -198,7 +200,7 @@ class System:
                     self.plane.abandon_pending()
 
     async def _open_sinks(self, opened: AsyncExitStack) -> None:
-        step = Opening(self.config.actors.start, self.shutdown).step
+        step = Opening(self.config.actors.open_timeout_s, self.shutdown).step
         for sink in self.sinks.values():
             opened.push_async_callback(
                 self.shutdown.step,

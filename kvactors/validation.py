@@ -38,7 +38,10 @@ def validate(config: ConfigTables, data: Mapping[str, Any] | None = None) -> Non
 def check_agreement(config: ConfigTables) -> None:
     """Raise ConfigError for settings that contradict each other."""
     _validate_pair(
-        "device.free_low", config.device.free_low, "device.free_high", config.device.free_high
+        "device.low_watermark",
+        config.device.low_watermark,
+        "device.high_watermark",
+        config.device.high_watermark,
     )
     _validate_pair(
         "host.low_watermark",
@@ -95,7 +98,7 @@ def validate_model(config: ConfigTables) -> None:
     them from those of another model."""
     if config.cache.model:
         return
-    storage = "none" if config.flush.only else config.storage.backend
+    storage = "none" if config.flush.flush_only else config.storage.backend
     users = [f"storage.backend = {storage!r}"] if storage not in ("none", "memory") else []
     users += [
         f"flush.sinks {sink.label!r}"

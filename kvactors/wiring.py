@@ -117,14 +117,15 @@ class Wiring:
             recompute_last_token=config.cache.recompute_last_token,
             memory_generation=self.plane.generation,
         )
+        free_low, free_high = config.device.free_blocks(blocks)
         settings = IndexSettings(
             exclusive=exclusive,
             host_tier=host_tier,
             fetch=stored and storage.fetch,
             announce=bool(self.sinks),
             announce_whole=any(sink.announces_full for sink in self.sinks.values()),
-            free_low=int(config.device.free_low * blocks),
-            free_high=int(config.device.free_high * blocks),
+            free_low=free_low,
+            free_high=free_high,
             save=storage.write_policy if stored else "none",
             min_hits=storage.min_hits,
             token_root=self.token_root if self.direct is not None else None,

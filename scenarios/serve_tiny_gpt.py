@@ -115,7 +115,7 @@ class Result(NamedTuple):
 def cache_config(options: Options, directory: Path) -> kvactors.Config:
     """Small tiers, so that blocks have to move."""
     settings: dict[str, Any] = {
-        "cache": {"model": "tiny-gpt", "block_size": BLOCK, "deadline": 30.0},
+        "cache": {"model": "tiny-gpt", "block_size": BLOCK, "default_deadline_s": 30.0},
         "device": {"kind": "paddle", "num_blocks": options.blocks},
         "layout": msgspec.to_builtins(layout_config(options.layout, options.ranks)),
         "host": {"slots": options.blocks // 2, "transit_slots": 64},

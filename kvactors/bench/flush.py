@@ -288,7 +288,7 @@ async def growth(*, quick: bool) -> list[Row]:
     against n times a block's."""
     result = []
     for blocks in (50, 100) if quick else (500, 1000, 2000, 4000):
-        sink = MemorySink(MemorySinkConfig(view="node"), BLOCK)
+        sink = MemorySink(MemorySinkConfig(granularity="node"), BLOCK)
         path = path_of(blocks, blocks)
         async with notifier(sink) as ref:
             for start in range(0, blocks, 10):  # a conversation that grew turn by turn

@@ -111,7 +111,7 @@ def make_local_plane(
         storage: the store of this process.
         layout: of the device's blocks.
         device: in place of the config's. The caller closes it.
-        backend: in place of the config's, unless `flush.only` is set.
+        backend: in place of the config's, not used in flush-only mode.
         shard: rank and number of ranks, if this process is one of several.
         inline: copy in the loop's thread (for loops of virtual time, which have no threads).
 
@@ -122,7 +122,7 @@ def make_local_plane(
     if device is None:
         device = make_device(config.device, layout)
     size = layout.block_bytes
-    if backend is None or config.flush.only:
+    if backend is None or config.flush.flush_only:
         # the first rank keeps lineages for all
         block_size = config.cache.block_size if shard is None or shard[0] == 0 else 0
         backend = make_backend(storage, config.cache.model, layout.fingerprint, size, block_size)
@@ -155,5 +155,5 @@ def make_engine(device: Device, arena: Arena, config: HostConfig, *, inline: boo
 
         if not isinstance(device, CudaDevice):
             raise DeviceError(f"a device of kind 'cuda' is no {type(device).__name__}")
-        return CudaCopyEngine(device, arena, batch_from=config.batch_from)
+        return CudaCopyEngine(device, arena, batch_from=config.dma_min_bytes)
     return ThreadedCopies(device, arena, config.copy_threads)

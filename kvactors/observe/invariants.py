@@ -54,7 +54,7 @@ async def invariants_in_slices(system: System) -> list[str]:
 
 
 async def divergence_in_slices(system: System, sinks: Collection[str] | None) -> int:
-    """See `KVCache.divergence_slices`."""
+    """See `KVCache.count_divergent_blocks_slices`."""
     where: Residency = {}
     await in_slices(residency_steps(system, where))
     steps = system.notifier_actor.sinks.divergence_steps

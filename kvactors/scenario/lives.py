@@ -94,7 +94,9 @@ def missing_of(scenario: Scenario) -> int:
     files = [
         s
         for s in scenario.flush.sinks
-        if isinstance(s, JsonLinesSinkConfig) and "storage" in s.tiers and s.view == "per_tier"
+        if isinstance(s, JsonLinesSinkConfig)
+        and "storage" in s.tiers
+        and s.granularity == "per_tier"
     ]
     if scenario.storage.backend != "file" or scenario.storage.capacity_blocks or not files:
         return 0
@@ -112,7 +114,7 @@ def differing(sink: JsonLinesSinkConfig, names: dict[str, list[str]]) -> int:
     """Blocks on which a file of JSON lines and the tiers differ."""
     view = replay_jsonl(Path(sink.path))
     tiers = [Tier[tier.upper()] for tier in sink.tiers]
-    if sink.view == "node":
+    if sink.granularity == "node":
         truth = {name for tier in tiers for name in names[tier.name or ""]}
         return len({key.hex() for keys in view.values() for key in keys} ^ truth)
     return sum(

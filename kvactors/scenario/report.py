@@ -105,7 +105,7 @@ def make_report(
         "pending": sum(
             sink.pending for sink in statistics.flush if sinks is None or sink.name in sinks
         ),
-        "divergence": cache.divergence(sinks),
+        "divergence": cache.count_divergent_blocks(sinks),
     }
     each = {
         sink.name: {
@@ -115,7 +115,7 @@ def make_report(
             "coalesced": sink.coalesced,
             "resyncs": sink.resyncs,
             "oldest_pending_age": round(sink.oldest_pending_age, 3),
-            "divergence": cache.divergence([sink.name]),
+            "divergence": cache.count_divergent_blocks([sink.name]),
         }
         for sink in statistics.flush
     }

@@ -181,14 +181,14 @@ async def session(scenario: Scenario, *, virtual: bool) -> AsyncIterator[Session
     sinks = faulty(make_sinks(config, layout))
     store = (
         None
-        if config.flush.only
+        if config.flush.flush_only
         else make_backend(
             config.storage, config.cache.model, layout.fingerprint, layout.block_bytes
         )
     )
     backend = None if store is None else FaultyBackend(store)
     bare = msgspec.structs.replace(config, flush=msgspec.structs.replace(config.flush, sinks=()))
-    if config.flush.only:
+    if config.flush.flush_only:
         bare = msgspec.structs.replace(bare, storage=StorageConfig())
     if (
         bare.storage.backend != "attention_store"

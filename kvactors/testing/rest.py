@@ -29,6 +29,6 @@ async def problems_at_rest(cache: KVCache, deadline: float = 30.0) -> list[str]:
     if waiting := core.statistics().waiting:
         problems.append(f"{waiting} requests still wait for device blocks")
     problems += cache.check()
-    if differing := cache.divergence():
+    if differing := cache.count_divergent_blocks():
         problems.append(f"a sink's view differs from the tiers in {differing} blocks")
     return problems

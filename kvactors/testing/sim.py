@@ -32,7 +32,7 @@ LAGS = {"copies": 0.001, "store": 0.004, "sink": 0.002}
 """Seconds that a copy, an access to the store and a delivery take on average."""
 
 SMALL: dict[str, dict[str, Any]] = {
-    "cache": {"block_size": 8, "deadline": 10.0},
+    "cache": {"block_size": 8, "default_deadline_s": 10.0},
     "device": {"num_blocks": 32},
     "layout": {"kind": "gqa", "num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"},
     "host": {"slots": 32, "transit_slots": 16},
@@ -175,7 +175,7 @@ class Sim:
     def _system(self, config: Config) -> System:
         layout = make_layout(config.layout, config.cache.block_size)
         faults = self.faults
-        stored = config.storage.backend != "none" and not config.flush.only
+        stored = config.storage.backend != "none" and not config.flush.flush_only
         kept = faults.store
         if not stored:
             faults.store = None

@@ -202,8 +202,8 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "wait_idle"): ({}, {"deadline": "seconds"}),
     (KVCache, "wait_flushed"): ({}, {"deadline": "seconds", "at_rest": "flag", "sinks": "sinks"}),
     (KVCache, "resync"): ({"sink": "memory"}, {"sink": "sink", "deadline": "seconds"}),
-    (KVCache, "divergence"): ({}, {"sinks": "sinks"}),
-    (KVCache, "divergence_slices"): ({}, {"sinks": "sinks"}),
+    (KVCache, "count_divergent_blocks"): ({}, {"sinks": "sinks"}),
+    (KVCache, "count_divergent_blocks_slices"): ({}, {"sinks": "sinks"}),
     (Lease, "wait_ready"): ({}, {"deadline": "seconds"}),
     (Lease, "wait_layer"): ({"layer": 0}, {"layer": "int", "deadline": "seconds"}),
     (Lease, "extend"): ({"tokens": [1]}, {**TOKENS, "deadline": "seconds"}),
@@ -218,14 +218,21 @@ for (owner, method), (valid, arguments) in list(CALLS.items()):
         valid,
         (
             {**arguments, "deadline": "seconds"}
-            if method in ("divergence", "divergence_slices", "keys")
+            if method in ("count_divergent_blocks", "count_divergent_blocks_slices", "keys")
             else arguments
         ),
     )
 for method in ("statistics", "health", "check", "check_slices"):
     CALLS[FromThread, method] = {}, {"deadline": "seconds"}
 NOT_CHECKED = {"self", "kind", "error", "trace"}
-EARLIER = {"settled", "flush_settled", "ready", "layer_ready"}
+EARLIER = {
+    "settled",
+    "flush_settled",
+    "ready",
+    "layer_ready",
+    "divergence",
+    "divergence_slices",
+}
 """Deprecated names of methods in the table. `acquire(wait=)` is one of an argument."""
 
 
@@ -314,7 +321,7 @@ async def still_well(cache):
     await serve(cache, "after", prompt(9, 2))
     await cache.wait_flushed()
     assert cache.check() == []
-    assert cache.divergence() == 0
+    assert cache.count_divergent_blocks() == 0
 
 
 @given(st.lists(st.sampled_from(WRONG), min_size=1, max_size=40))

@@ -1,4 +1,4 @@
-"""`close` ends within `actors.drain` with any store, copy, sink or thread, and a forked child is
+"""`close` ends within `actors.drain_timeout_s` with any store, copy, sink or thread, and a forked child is
 refused."""
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def one_request(cache):
 
 
 def config(**tables):
-    return settings(host=HOST, actors={"drain": DRAIN}, **tables)
+    return settings(host=HOST, actors={"drain_timeout_s": DRAIN}, **tables)
 
 
 def test_it_ends_in_time_while_a_disk_hangs_and_memory_in_use_stays_mapped():
@@ -166,7 +166,7 @@ def test_close_ends_in_time_with_any_sink_and_raises_nothing(where):
 
 async def test_a_closed_cache_is_collectable_at_once():
     """Its timers are cancelled, with deadlines of an hour too."""
-    async with kvactors.open(config(storage=STORE, cache={"deadline": 3600.0})) as cache:
+    async with kvactors.open(config(storage=STORE, cache={"default_deadline_s": 3600.0})) as cache:
         await one_request(cache)
         lease = await cache.acquire("held", prompt(2, 2))
         system, index = weakref.ref(cache.system), weakref.ref(cache.system.index_actor)

@@ -61,7 +61,7 @@ async def requests(cache, *seeds):
 def test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back(victim, restarts):
     async def main():
         async with opened(
-            inline=True, host=HOST, storage=STORE, actors={"restarts": restarts}
+            inline=True, host=HOST, storage=STORE, actors={"max_restarts_per_minute": restarts}
         ) as cache:
             await requests(cache, 1, 2, 3)
             assert cache.health() == ("ok", ())
@@ -83,7 +83,7 @@ def test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back(v
                     await cache.wait_flushed()
             else:  # indexes still list what the store holds: docs/health.md
                 await cache.wait_flushed()
-                assert cache.divergence() == 0
+                assert cache.count_divergent_blocks() == 0
                 (sink,) = cache.sinks.values()
                 assert sink.view()[Tier.STORAGE] == set(cache.system.backend.keys()) != set()
             await asyncio.sleep(SWITCHED_OFF + 1)
@@ -104,7 +104,7 @@ def test_one_of_a_pool_that_is_switched_off_is_not_asked_while_another_works(vic
             inline=True,
             host={"slots": 2, "transit_slots": 16},
             storage=storage,
-            actors={"restarts": 0},
+            actors={"max_restarts_per_minute": 0},
         ) as cache:
             await requests(cache, 1, 2)
             await fail(cache, victim, 1)
@@ -124,7 +124,9 @@ def test_one_of_a_pool_that_is_switched_off_is_not_asked_while_another_works(vic
 
 def test_an_actor_that_fails_again_soon_is_switched_off_for_longer():
     async def main():
-        async with opened(inline=True, host=HOST, storage=STORE, actors={"restarts": 2}) as cache:
+        async with opened(
+            inline=True, host=HOST, storage=STORE, actors={"max_restarts_per_minute": 2}
+        ) as cache:
             await fail(cache, "reader", 3)
             for seconds in (SWITCHED_OFF, 2 * SWITCHED_OFF, 4 * SWITCHED_OFF):
                 (off,) = cache.system.supervisor.switched_off.values()
@@ -144,7 +146,8 @@ def test_an_actor_that_fails_again_soon_is_switched_off_for_longer():
 def test_a_substitute_that_fails_ends_the_cache():
     async def main():
         async with kvactors.open(
-            settings(host=HOST, storage=STORE, actors={"restarts": 1}), inline_copies=True
+            settings(host=HOST, storage=STORE, actors={"max_restarts_per_minute": 1}),
+            inline_copies=True,
         ) as cache:
             await fail(cache, "notifier", 2)
             assert cache.health().status == "degraded"
@@ -175,7 +178,8 @@ def test_a_failed_cache_raises_in_every_call_and_at_its_end(victim, restarts):
 
     async def main():
         async with kvactors.open(
-            settings(host=HOST, storage=STORE, actors={"restarts": restarts}), inline_copies=True
+            settings(host=HOST, storage=STORE, actors={"max_restarts_per_minute": restarts}),
+            inline_copies=True,
         ) as cache:
             lease = await cache.acquire("held", prompt(1, 2))
             while cache.system.supervisor.failed is None:
@@ -210,7 +214,9 @@ def start_in_thread(cache):
 
 def test_the_blocks_own_exception_passes_with_a_note():
     async def main():
-        async with kvactors.open(settings(actors={"restarts": 0}), inline_copies=True) as cache:
+        async with kvactors.open(
+            settings(actors={"max_restarts_per_minute": 0}), inline_copies=True
+        ) as cache:
             await fail(cache, "index", 1)
             raise LookupError("engine")
 
@@ -226,7 +232,7 @@ def test_a_request_in_flight_is_given_the_root_cause(restarts):
 
     async def main():
         async with kvactors.open(
-            settings(host=HOST, actors={"restarts": restarts}), inline_copies=True
+            settings(host=HOST, actors={"max_restarts_per_minute": restarts}), inline_copies=True
         ) as cache:
             await cache.pause()
             waiting = asyncio.ensure_future(cache.acquire("waiting", prompt(1, 2), deadline=600.0))

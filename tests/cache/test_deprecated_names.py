@@ -32,6 +32,10 @@ async def test_earlier_names_warn_where_they_are_called_and_work():
             await cache.settled(5.0)
         with pytest.warns(DeprecationWarning, match="wait_flushed"):
             await cache.flush_settled(5.0, at_rest=False)
+        with pytest.warns(DeprecationWarning, match="count_divergent_blocks"):
+            assert cache.divergence() == 0
+        with pytest.warns(DeprecationWarning, match="count_divergent_blocks_slices"):
+            assert await cache.divergence_slices() == 0
 
 
 async def test_earlier_names_work_from_threads():

@@ -128,7 +128,7 @@ async def test_device_blocks_are_kept_free_ahead_of_need():
     config = kvactors.Config.from_mapping(
         {
             "cache": {"block_size": BLOCK},
-            "device": {"num_blocks": 16, "free_low": 0.25, "free_high": 0.5},
+            "device": {"num_blocks": 16, "high_watermark": 0.75, "low_watermark": 0.5},
             "host": {"slots": 32},
             "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4},
         }
@@ -246,7 +246,9 @@ def test_reports_of_a_failed_storage_actor_are_sent_by_its_next_incarnation(vict
     store = {**STORE, "capacity_blocks": 10, "exclusive": True, "readers": 1, "writers": 1}
 
     async def main():
-        async with opened(inline=True, host=HOST, storage=store, actors={"restarts": 100}) as cache:
+        async with opened(
+            inline=True, host=HOST, storage=store, actors={"max_restarts_per_minute": 100}
+        ) as cache:
             system = cache.system
             ref = system.readers[0] if victim == "reader" else system.writers[0]
             slow_down(system.backend, rng)
@@ -256,7 +258,7 @@ def test_reports_of_a_failed_storage_actor_are_sent_by_its_next_incarnation(vict
                 await asyncio.sleep(rng.random() * 0.02)
                 ref.try_tell(Unwelcome())
             await cache.wait_flushed(10)
-            assert cache.divergence() == 0
+            assert cache.count_divergent_blocks() == 0
             assert cache.statistics().supervisor.deaths == 6
 
     simulate(main, seed)

@@ -80,7 +80,9 @@ def test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends
 ):
     async def main():
         hanging = Hanging(what, monkeypatch)
-        async with opened(inline=True, host=HOST, storage=STORE, actors={"drain": 2.0}) as cache:
+        async with opened(
+            inline=True, host=HOST, storage=STORE, actors={"drain_timeout_s": 2.0}
+        ) as cache:
             system = cache.system
             for seed in range(12):  # through device and host into the store
                 await request(cache, seed)
@@ -154,7 +156,7 @@ def test_copies_that_do_not_end_after_a_failure_end_the_cache_in_time(ends, monk
 
         began = []
         monkeypatch.setattr("kvactors.data_plane.engine.InlineCopies.run", run)
-        async with opened(inline=True, host=HOST, actors={"drain": 2.0}) as cache:
+        async with opened(inline=True, host=HOST, actors={"drain_timeout_s": 2.0}) as cache:
             for seed in range(4):
                 await request(cache, seed)
             with suppress(kvactors.DeadlineExceeded):

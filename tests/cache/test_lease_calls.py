@@ -193,7 +193,7 @@ async def test_every_call_from_another_thread_raises_at_once():
             cache.statistics,
             cache.health,
             cache.check,
-            cache.divergence,
+            cache.count_divergent_blocks,
             cache.close,
             lease.abandon,
             lambda: lease.keys(0, 1),
@@ -302,7 +302,7 @@ async def test_a_thread_has_all_the_calls_of_the_loop():
             assert door.check() == []
             assert door.health().status == "ok"
             door.wait_flushed(sinks=["memory"], at_rest=False)
-            assert door.divergence() == door.divergence(["memory"]) == 0
+            assert door.count_divergent_blocks() == door.count_divergent_blocks(["memory"]) == 0
             with pytest.raises(ValueError, match="no sink"):
                 door.wait_flushed(sinks=["nope"])
 

@@ -18,7 +18,7 @@ FIRST = Config().cache.namespace
 async def held(cache) -> int:
     """Number of blocks that the index has, on any tier. They must equal the announceable blocks."""
     await cache.wait_flushed(10)
-    assert cache.divergence() == 0
+    assert cache.count_divergent_blocks() == 0
     view = cache.sinks["memory"].view()
     assert {tier: set(keys) for tier, keys in view.items()} == announceable(cache.system)
     return len(set().union(*view.values()))

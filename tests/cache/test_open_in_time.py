@@ -1,4 +1,4 @@
-"""`open` ends in `actors.start` seconds a part even if foreign code hangs, with an error that names
+"""`open` ends in `actors.open_timeout_s` seconds a part even if foreign code hangs, with an error that names
 the part, and leaves nothing behind."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def opened(part, late):
         host={"slots": 8, "transit_slots": 8},
         storage=STORE,
         sinks=(),
-        actors={"start": START, "drain": DRAIN},
+        actors={"open_timeout_s": START, "drain_timeout_s": DRAIN},
     )
     return kvactors.open(config, backend=store, sinks=[sink], inline_copies=True)
 
@@ -101,7 +101,7 @@ def test_a_part_that_does_not_open_is_a_named_error_in_time(part, how, monkeypat
             monkeypatch.setattr("kvactors.data_plane.local.make_direct", lambda *_: direct)
         began = now()
         kind, name = NAMES[part]
-        with pytest.raises(kind, match=f"^{name}did not open in 3 s \\(actors.start\\)"):
+        with pytest.raises(kind, match=f"^{name}did not open in 3 s \\(actors.open_timeout_s\\)"):
             async with opened(part, late):
                 raise AssertionError("opened")
         assert now() - began < START + DRAIN + 2.0

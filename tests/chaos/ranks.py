@@ -27,7 +27,7 @@ def config_of(setting: Setting) -> Config:
     """Small tiers, so that everything moves, and a sink that follows each of them."""
     return Config.from_mapping(
         {
-            "cache": {"model": "m", "block_size": BLOCK, "deadline": 10.0},
+            "cache": {"model": "m", "block_size": BLOCK, "default_deadline_s": 10.0},
             "device": {"num_blocks": 24, "layerwise": setting.rng.random() < 0.5},
             "host": {
                 "slots": 24,

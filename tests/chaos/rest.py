@@ -36,7 +36,7 @@ def settings(store: Path, *sinks: dict[str, Any], **storage: Any) -> dict[str, A
     """A cache far smaller than what the load asks for, over a file store, so that blocks move all
     the time."""
     return {
-        "cache": {"model": "m", "block_size": 16, "deadline": 20.0},
+        "cache": {"model": "m", "block_size": 16, "default_deadline_s": 20.0},
         "device": {"num_blocks": 64},
         "host": {"slots": 24, "transit_slots": 64},
         "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},

@@ -143,10 +143,13 @@ def test_replay_honours_its_options(kvactors, tmp_path):
         6,
         round(2 / 6, 6),
     )
-    assert kvactors("replay", trace, "--config", config, "--speed", 20, "--json", out)[0] == 0
-    report = json.loads(out.read_text())
-    assert report["requests"] == 5
-    assert report["wall_s"] >= 0.2  # four seconds of the trace
+    timed = ("replay", trace, "--config", config, "--speed", 20, "--json", out)
+    for also, told in ((("--timed",), ""), ((), "--speed without --timed is deprecated")):
+        status, _, errors = kvactors(*timed, *also)
+        assert (status, told in errors, "deprecated" in errors) == (0, True, bool(told))
+        report = json.loads(out.read_text())
+        assert report["requests"] == 5
+        assert report["wall_s"] >= 0.2  # four seconds of the trace
 
 
 @pytest.mark.parametrize("name", BENCHES)

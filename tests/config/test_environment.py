@@ -59,14 +59,16 @@ def test_a_variable_fills_an_unset_setting_and_never_replaces_a_set_one(
     assert logs == [], "they agree"
 
 
-@pytest.mark.parametrize(("text", "only"), [("1", False), ("0", True)])
-def test_flush_only_in_the_config_comes_before_the_variable(text, only):
-    config, logs = resolved({"FD_AS_ONLY_FLUSH": text}, {**BASE, "flush": {"only": only}})
-    assert config.flush.only is only
+@pytest.mark.parametrize(("text", "mode"), [("1", "normal"), ("0", "flush_only")])
+def test_flush_only_in_the_config_comes_before_the_variable(text, mode):
+    config, logs = resolved({"FD_AS_ONLY_FLUSH": text}, {**BASE, "flush": {"mode": mode}})
+    assert config.flush.mode == mode
     assert [(log["variable"], log["setting"], log["value"]) for log in logs] == [
-        ("FD_AS_ONLY_FLUSH", "flush.only", only)
+        ("FD_AS_ONLY_FLUSH", "flush.mode", mode)
     ]
-    assert [sink.kind for sink in config.flush.sinks] == ["attention_store"] * only
+    assert [sink.kind for sink in config.flush.sinks] == ["attention_store"] * (
+        mode == "flush_only"
+    )
 
 
 def test_the_other_variables_do_not_come_before_the_config_either(tmp_path):
@@ -140,12 +142,14 @@ def test_every_variable_is_in_the_page_for_operators_and_every_name_there_is_kno
 @pytest.mark.parametrize("backend", [{}, {"storage": {"backend": "memory"}}])
 async def test_flush_only_mode_without_a_sink_is_an_error_at_start(backend):
     with pytest.raises(
-        ConfigError, match=r"flush\.only .* and there is no sink: name one in flush\.sinks"
+        ConfigError, match=r"flush\.mode .* and there is no sink: name one in flush\.sinks"
     ):
-        async with kvactors.open(Config.from_mapping({"flush": {"only": True}, **backend})):
+        async with kvactors.open(Config.from_mapping({"flush": {"mode": "flush_only"}, **backend})):
             pass
     async with kvactors.open(
-        Config.from_mapping({"flush": {"only": True, "sinks": [{"kind": "memory"}]}, **backend})
+        Config.from_mapping(
+            {"flush": {"mode": "flush_only", "sinks": [{"kind": "memory"}]}, **backend}
+        )
     ):
         pass
 
@@ -155,7 +159,7 @@ async def test_so_it_is_with_the_variable(monkeypatch):
     with pytest.raises(ConfigError, match="FD_AS_ONLY_FLUSH=1"):
         async with kvactors.open():
             pass
-    async with kvactors.open(Config.from_mapping({"flush": {"only": False}})):
+    async with kvactors.open(Config.from_mapping({"flush": {"mode": "normal"}})):
         pass
 
 

@@ -25,12 +25,12 @@ def test_without_variables_nothing_changes():
 
 @pytest.mark.parametrize(("value", "only"), [("1", True), ("0", False), (" 1 ", True)])
 def test_flush_only_mode(value, only):
-    assert Config.from_env({"FD_AS_ONLY_FLUSH": value}).flush.only is only
+    assert Config.from_env({"FD_AS_ONLY_FLUSH": value}).flush.flush_only is only
 
 
 def test_a_config_that_is_flush_only_stays_so():
-    base = Config.from_mapping({"flush": {"only": True}})
-    assert Config.from_env({"FD_AS_ONLY_FLUSH": "0"}, base).flush.only
+    base = Config.from_mapping({"flush": {"mode": "flush_only"}})
+    assert Config.from_env({"FD_AS_ONLY_FLUSH": "0"}, base).flush.flush_only
 
 
 @pytest.mark.parametrize("name", ["FD_AS_ONLY_FLUSH", "ENABLE_EP_DP_IN_FD"])
@@ -58,8 +58,8 @@ def test_attention_store_by_variables():
 
 def test_the_process_environment_is_read_unless_another_is_given(monkeypatch):
     monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
-    assert Config.from_env().flush.only
-    assert not Config.from_env({}).flush.only
+    assert Config.from_env().flush.flush_only
+    assert not Config.from_env({}).flush.flush_only
 
 
 def test_each_kind_of_sink_has_its_own_settings():
@@ -74,7 +74,7 @@ def test_each_kind_of_sink_has_its_own_settings():
         AttentionStoreSinkConfig,
     ]
     assert [sink.label for sink in sinks] == ["memory", "kv_events", "as"]
-    assert (sinks[2].view, sinks[2].gains, sinks[2].tiers) == (
+    assert (sinks[2].granularity, sinks[2].report_gains_at, sinks[2].tiers) == (
         "node",
         "request_finish",
         ("device", "host"),
@@ -94,8 +94,8 @@ def test_each_kind_of_sink_has_its_own_settings():
         ({"kind": "jsonl"}, "path is missing"),
         ({"kind": "memory", "tiers": []}, "at least one tier"),
         ({"kind": "memory", "tiers": ["gpu"]}, "gpu"),
-        ({"kind": "attention_store", "view": "per_tier"}, "must be 'node'"),
-        ({"kind": "kv_events", "view": "node"}, "must be 'per_tier'"),
+        ({"kind": "attention_store", "granularity": "per_tier"}, "must be 'node'"),
+        ({"kind": "kv_events", "granularity": "node"}, "must be 'per_tier'"),
         ({"kind": "kv_events", "dialect": "json"}, "json"),
         ({"kind": "kv_events", "endpoint": "http://x"}, "endpoint must begin with tcp://"),
         ({"kind": "kv_events", "endpoint": ""}, "endpoint must begin with"),

@@ -20,7 +20,7 @@ SHARED = [
     {"flush": {"sinks": [{"kind": "attention_store"}]}},
     {
         "flush": {
-            "only": True,
+            "mode": "flush_only",
             "sinks": [{"kind": "memory"}, {"kind": "attention_store", "name": "as"}],
         }
     },
@@ -28,7 +28,7 @@ SHARED = [
 PRIVATE = [
     {},
     {"storage": {"backend": "memory"}},
-    {"flush": {"only": True}, "storage": {"backend": "file", "directory": "/x"}},
+    {"flush": {"mode": "flush_only"}, "storage": {"backend": "file", "directory": "/x"}},
     {"flush": {"sinks": [{"kind": "memory"}, {"kind": "jsonl", "path": "/x"}]}},
 ]
 

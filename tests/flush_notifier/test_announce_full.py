@@ -101,7 +101,7 @@ def config(announce: str) -> Config:
             "host": {"slots": 8, "transit_slots": 8},
             "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2},
             "attention_store": {"sdk": "kvactors.testing.attentionstore_sdk"},
-            "flush": {"only": True, "sinks": [{"kind": "attention_store"}]},
+            "flush": {"mode": "flush_only", "sinks": [{"kind": "attention_store"}]},
         }
     )
     return replace(
@@ -128,7 +128,7 @@ async def test_an_index_that_lost_its_state_is_sent_finished_paths_again(announc
         index.clear()
         await serve(cache, prompt, preempt=preempt)
         assert len(index) == held
-        assert (cache.divergence(), cache.check()) == (0, [])
+        assert (cache.count_divergent_blocks(), cache.check()) == (0, [])
 
 
 async def test_requests_of_another_scope_are_not_sent_with_it():

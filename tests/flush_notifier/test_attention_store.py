@@ -416,7 +416,7 @@ CACHE = Config.from_mapping(
         "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 2},
         "attention_store": {"sdk": STAND_IN},
         "flush": {
-            "only": True,
+            "mode": "flush_only",
             "sinks": [{"kind": "attention_store"}],
             "retry_min": 0.005,
             "retry_max": 0.02,
@@ -458,7 +458,7 @@ def test_the_index_equals_device_and_host_after_any_run(requests, fail_every, cl
                     await lease.commit(len(tokens))
             await cache.wait_flushed(20.0)
             assert index() == held_paths(cache)
-            assert cache.divergence() == 0
+            assert cache.count_divergent_blocks() == 0
             assert cache.check() == []
         assert fail_every or index() == set()
 

@@ -245,7 +245,7 @@ CONFIG = Config.from_mapping(
         "host": {"slots": 16},
         "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2},
         "flush": {"retry_min": 0.01, "retry_max": 0.05, "timeout": 0.2},
-        "actors": {"drain": 2.0},
+        "actors": {"drain_timeout_s": 2.0},
     }
 )
 
@@ -325,7 +325,7 @@ async def test_after_a_restart_of_the_notifier_every_sink_matches_the_tiers():
             await cache.wait_flushed(10.0, sinks=["good"])
         bad.fault = worse.fault = None
         await cache.wait_flushed(20.0)
-        assert cache.divergence() == 0
+        assert cache.count_divergent_blocks() == 0
         assert good.view() == bad.view() == worse.view()
         assert good.view()[Tier.DEVICE]
         assert cache.check() == []

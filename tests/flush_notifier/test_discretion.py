@@ -84,7 +84,7 @@ CONFIG = Config.from_mapping(
         "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2},
         "storage": {"backend": "memory", "write_policy": "write_through", "capacity_blocks": 20},
         "flush": {"retry_min": 0.01, "retry_max": 0.05, "timeout": 0.5},
-        "actors": {"restarts": 100},
+        "actors": {"max_restarts_per_minute": 100},
     }
 )
 

@@ -20,7 +20,7 @@ class Declared(Sink):
 
 
 def test_settings_and_declarations_become_one_filter():
-    config = SinkConfig(tiers=("host",), view="node", gains="request_finish")
+    config = SinkConfig(tiers=("host",), granularity="node", report_gains_at="request_finish")
     assert SinkFilter.of(Declared(config)) == SinkFilter(
         HOST,
         node=True,

@@ -14,7 +14,7 @@ MANY = 4 * STEP + 7
 
 
 async def test_others_run_between_the_steps():
-    wired = Wired(memory("one", gains="request_finish"))
+    wired = Wired(memory("one", report_gains_at="request_finish"))
     async with wired.running():
         steps = 0
 

@@ -145,7 +145,7 @@ async def test_settle_waits_for_every_sink_and_no_longer_than_its_deadline():
 
 
 async def test_settle_does_not_wait_for_gains_that_are_not_due():
-    sink = memory("one", gains="request_finish")
+    sink = memory("one", report_gains_at="request_finish")
     wired = Wired(sink)
     async with wired.running():
         await wired.tell(announced(1, 2))
@@ -171,7 +171,7 @@ async def test_a_cleared_tier_is_sent_as_gone():
 
 
 async def test_divergence_counts_blocks_with_a_path_and_unnamed_those_without():
-    wired = Wired(memory("each"), memory("node", view="node"))
+    wired = Wired(memory("each"), memory("node", granularity="node"))
     async with wired.running():
         await wired.tell(announced(1, 2, 3), BlocksAdded(path(8, 9)[1], Tier.HOST, Reason.LOAD))
         await wired.settle()

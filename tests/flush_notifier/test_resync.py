@@ -389,9 +389,9 @@ async def test_a_memory_sink_from_another_thread():
         await serve(cache, range(6))
         await cache.wait_flushed()
         sink.lose_state()
-        assert cache.divergence() > 0
+        assert cache.count_divergent_blocks() > 0
         await asyncio.to_thread(cache.from_thread.resync, "memory")
-        assert cache.divergence() == 0
+        assert cache.count_divergent_blocks() == 0
 
 
 async def test_attention_store_is_never_short_of_a_resident_block(tmp_path):
@@ -466,7 +466,7 @@ async def test_readers_of_kv_events_that_count_are_right_after_a_resync(tmp_path
 
 
 async def test_without_a_notifier_it_is_an_error():
-    tables = {"actors": {"restarts": 0}}
+    tables = {"actors": {"max_restarts_per_minute": 0}}
     async with kvactors.open(config({"kind": "memory"}, **tables)) as cache:
         cache.system.notifier_actor.ledger.announce = None
         await serve(cache, [1])

@@ -229,7 +229,7 @@ SCRIPT = """
     async def main():
         global armed
         config = kvactors.Config.from_mapping({{
-            "cache": {{"model": "m", "block_size": 4}}, "device": {{"num_blocks": 8}}, "actors": {{"drain": 0.5}},
+            "cache": {{"model": "m", "block_size": 4}}, "device": {{"num_blocks": 8}}, "actors": {{"drain_timeout_s": 0.5}},
             "flush": {{"sinks": [{{"kind": "jsonl", "path": {path!r}}}], "timeout": 0.2}},
         }})
         async with kvactors.open(config) as cache:
@@ -310,13 +310,15 @@ def test_a_line_that_is_none_is_a_value_error(tmp_path, line):
 
 def test_a_config_makes_its_sink(tmp_path):
     made = make_sink(
-        JsonLinesSinkConfig(path=str(tmp_path / "a"), view="node", tiers=("host",)),
+        JsonLinesSinkConfig(path=str(tmp_path / "a"), granularity="node", tiers=("host",)),
         Config(),
         LAYOUT,
     )
     assert isinstance(made, JsonLinesSink)
     assert made.filter == SinkFilter(int(Tier.HOST), node=True, at_finish=False)
-    other = make_sink(MemorySinkConfig(name="m", gains="request_finish"), Config(), LAYOUT)
+    other = make_sink(
+        MemorySinkConfig(name="m", report_gains_at="request_finish"), Config(), LAYOUT
+    )
     assert isinstance(other, MemorySink)
     assert other.name == "m"
     assert other.filter == SinkFilter(int(Tier.DEVICE | Tier.HOST), node=False, at_finish=True)

@@ -266,7 +266,7 @@ def test_a_run_longer_than_a_task_is_sent_in_parts_in_order():
 
 
 async def test_facts_that_come_while_a_batch_is_being_made_wait_for_it():
-    one, other = memory("one"), memory("other", view="node")
+    one, other = memory("one"), memory("other", granularity="node")
     wired = Wired(one, other, batch=1)
     async with wired.running():
         wired.actor.ledger.tree.step = 2

@@ -38,14 +38,16 @@ def settings(tmp_path: Path, count: int = 2, **over) -> Config:
     """Small tiers, so that everything moves: 24 device blocks, 24 host slots, a file store for each
     rank."""
     parts = {
-        "cache": CacheConfig(model="m", block_size=BLOCK, deadline=10.0),
+        "cache": CacheConfig(model="m", block_size=BLOCK, default_deadline_s=10.0),
         "device": DeviceConfig(num_blocks=24),
         "host": HostConfig(slots=24, transit_slots=32),
         "layout": LayoutConfig(num_layers=2, num_kv_heads=4, head_dim=32, tensor_parallel=count),
         "storage": StorageConfig(
             backend="file", directory=str(tmp_path / "store"), capacity_blocks=200
         ),
-        "ranks": RanksConfig(count, f"unix://{tmp_path}/ranks", timeout=PATIENT, start=HANG),
+        "ranks": RanksConfig(
+            count, f"unix://{tmp_path}/ranks", timeout=PATIENT, startup_timeout_s=HANG
+        ),
     }
     return Config(**{**parts, **over})
 

@@ -32,7 +32,7 @@ def impatient(tmp_path, **over):
     requests bear that."""
     return settings(
         tmp_path,
-        ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", timeout=IMPATIENT, start=HANG),
+        ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", timeout=IMPATIENT, startup_timeout_s=HANG),
         **over,
     )
 
@@ -131,7 +131,7 @@ async def test_a_stopped_rank_holds_no_request(tmp_path):
 
 
 async def test_closing_with_a_stopped_rank_does_not_hang(tmp_path):
-    config = impatient(tmp_path, actors=ActorsConfig(drain=1.0))
+    config = impatient(tmp_path, actors=ActorsConfig(drain_timeout_s=1.0))
     with anyio.fail_after(HANG):
         async with led(config) as (cache, workers):
             engine = Engine(cache, workers)

@@ -37,7 +37,7 @@ def config(tmp_path, *, timeout: float = PATIENT, host: int = 0, blocks: int = 6
         storage=StorageConfig(
             backend="attention_store", write_policy="write_through", timeout=HANG
         ),
-        ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", timeout=timeout, start=HANG),
+        ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", timeout=timeout, startup_timeout_s=HANG),
         attention_store=STORE,
         flush=FlushConfig(sinks=(AttentionStoreSinkConfig(),), timeout=HANG),
         **over,
@@ -170,7 +170,7 @@ async def test_a_rank_that_is_killed_comes_back_with_an_empty_shard_and_no_byte_
         assert await again(cache, ranks, [77] * len(PROMPT)) == 0
         assert await again(cache, ranks, [77] * len(PROMPT)) == 4
         await cache.wait_flushed(HANG)
-        assert (cache.divergence(), cache.check()) == (0, [])
+        assert (cache.count_divergent_blocks(), cache.check()) == (0, [])
 
 
 async def test_ranks_that_name_another_version_are_refused(tmp_path):
@@ -211,7 +211,7 @@ async def test_an_engine_with_many_requests(tmp_path):
         assert (engine.wrong, engine.broken) == (0, 0)
         assert engine.hits[2] > 0
         await cache.wait_flushed(HANG)
-        assert (cache.divergence(), cache.check()) == (0, [])
+        assert (cache.count_divergent_blocks(), cache.check()) == (0, [])
         ledger = cache.system.notifier_actor.ledger.blocks
         held = residency(cache.system)
         keys = held[kvactors.Tier.DEVICE] | held[kvactors.Tier.HOST]

@@ -95,8 +95,10 @@ class Worker:
         with it."""
         await self.cache.wait_flushed(LIMIT)
         violated = self.cache.check()
-        if violated or self.cache.divergence():
-            raise RuntimeError(f"at rest: {self.cache.divergence()} blocks diverge; {violated[:3]}")
+        if violated or self.cache.count_divergent_blocks():
+            raise RuntimeError(
+                f"at rest: {self.cache.count_divergent_blocks()} blocks diverge; {violated[:3]}"
+            )
         return {
             str(tier.name).lower(): [key.hex() for key in keys]
             for tier, keys in residency(self.cache.system).items()

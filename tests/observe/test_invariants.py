@@ -27,12 +27,12 @@ async def test_a_violation_is_found_in_both_forms():
         await serve(cache, "a", prompt(1, 4))
         await cache.wait_flushed()
         assert cache.check() == await cache.check_slices() == []
-        assert cache.divergence() == await cache.divergence_slices() == 0
+        assert cache.count_divergent_blocks() == await cache.count_divergent_blocks_slices() == 0
         entries = cache.system.evictor_actor.host.blocks
         key, entry = entries.popitem()
         assert cache.check() != []
         assert await cache.check_slices() == cache.check()
-        assert await cache.divergence_slices() == cache.divergence()
+        assert await cache.count_divergent_blocks_slices() == cache.count_divergent_blocks()
         entries[key] = entry
 
 
@@ -42,7 +42,7 @@ async def test_a_sink_that_differs_is_found_in_both_forms():
         await cache.wait_flushed()
         held = cache.sinks["memory"]._held[Tier.DEVICE]
         key = held.pop()
-        assert await cache.divergence_slices() == cache.divergence() == 1
+        assert await cache.count_divergent_blocks_slices() == cache.count_divergent_blocks() == 1
         assert [line for line in cache.check() if "sink memory differs on 1 blocks" in line]
         assert await cache.check_slices() == cache.check()
         held.add(key)

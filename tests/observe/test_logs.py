@@ -29,7 +29,7 @@ PROGRAM = """
     kvactors.prefix_index.actor.PrefixIndex.acquire = acquire
     config = kvactors.Config.from_mapping({{
         "cache": {{"block_size": 16}}, "device": {{"num_blocks": 8}}, "layout": {{"num_layers": 1, "num_kv_heads": 1, "head_dim": 8}},
-        "actors": {{"restarts": 1}},
+        "actors": {{"max_restarts_per_minute": 1}},
     }})
 
     async def main():

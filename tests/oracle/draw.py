@@ -67,7 +67,7 @@ def draw(
         "cache": {
             "block_size": rng.choice((1, 2, 3, 4, 4, 7, 16)),
             "recompute_last_token": rng.random() < 0.7,
-            "deadline": 2.0,
+            "default_deadline_s": 2.0,
             "namespace": "weights-0",
         },
         "device": _device(rng, blocks),
@@ -75,7 +75,11 @@ def draw(
         "host": _host(rng),
         "storage": _storage(rng, kind, folder),
         "flush": {"batch": limit(rng), "retry_min": 0.01, "retry_max": 0.1, "timeout": 10.0},
-        "actors": {"channel_bound": limit(rng), "drain": 20.0, "restarts": rng.randint(0, 5)},
+        "actors": {
+            "channel_bound": limit(rng),
+            "drain_timeout_s": 20.0,
+            "max_restarts_per_minute": rng.randint(0, 5),
+        },
     }
     if "model" in CacheConfig.__struct_fields__:
         tables["cache"]["model"] = MODEL
@@ -118,8 +122,8 @@ def _device(rng: random.Random, blocks: int) -> dict[str, Any]:
     ahead = rng.random() < 0.25
     return {
         "num_blocks": blocks,
-        "free_low": 0.1 if ahead else 0.0,
-        "free_high": 0.4 if ahead else 0.0,
+        "high_watermark": 0.9 if ahead else 0.0,
+        "low_watermark": 0.6 if ahead else 0.0,
         "layerwise": rng.random() < 0.3,
     }
 
@@ -179,9 +183,9 @@ def _sinks(rng: random.Random, tables: dict[str, Any], folder: str, seed: int) -
         if name == "memory":
             sink |= {
                 "tiers": rng.choice((["device"], ["host", "storage"], every)),
-                "view": rng.choice(("per_tier", "node")),
+                "granularity": rng.choice(("per_tier", "node")),
             }
-            sink["gains"] = rng.choice(("commit", "request_finish"))
+            sink["report_gains_at"] = rng.choice(("commit", "request_finish"))
         elif name == "jsonl":
             sink |= {"tiers": every, "path": f"{folder}/events-{seed}.jsonl"}
         elif name == "kv_events":

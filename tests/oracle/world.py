@@ -171,7 +171,7 @@ class World:
             self.fail(f"not idle: {error!r}")
         for violated in cache.check():
             self.fail(f"check at rest: {violated}")
-        divergence = cache.divergence()
+        divergence = cache.count_divergent_blocks()
         if divergence:
             self.fail(f"sinks differ from the tiers on {divergence} blocks at rest")
         statistics = cache.statistics()

@@ -25,7 +25,7 @@ BUGS: tuple[Mutation, ...] = (
         "environment.py",
         "    if value != variable and name not in _logged:\n",
         "    if False:\n",
-        "FD_AS_ONLY_FLUSH=1 against flush.only = false is ignored without a log line",
+        "FD_AS_ONLY_FLUSH=1 against another flush.mode is ignored without a log line",
         (ENVIRONMENT + "test_flush_only_in_the_config_comes_before_the_variable",),
     ),
     Mutation(
@@ -39,7 +39,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "flush_only_without_a_sink",
         "flush_notifier/sinks/__init__.py",
-        "    if config.flush.only and not (config.flush.sinks or sinks):\n",
+        "    if config.flush.flush_only and not (config.flush.sinks or sinks):\n",
         "    if False:\n",
         "flush-only mode without a sink starts, and no index is sent anything",
         (ENVIRONMENT + "test_flush_only_mode_without_a_sink_is_an_error_at_start",),

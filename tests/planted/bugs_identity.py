@@ -166,7 +166,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "flush_only_without_an_index",
         "environment.py",
-        'if not config.flush.only or config.storage.backend != "attention_store":',
+        'if not config.flush.flush_only or config.storage.backend != "attention_store":',
         "if True:",
         "FastDeploy's flush-only settings feed no index",
         (

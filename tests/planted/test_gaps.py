@@ -103,7 +103,7 @@ async def test_blocks_of_a_failed_actor_are_sent_as_gone_before_any_is_announced
         assert cache.statistics().supervisor.deaths == 1
         assert view()[Tier.HOST] == set()
         assert bool(view()[Tier.DEVICE]) is (victim == "evictor")
-        assert cache.divergence() == 0
+        assert cache.count_divergent_blocks() == 0
 
 
 async def test_blocks_lost_with_a_rank_are_not_hits():

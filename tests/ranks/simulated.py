@@ -37,14 +37,14 @@ def settings(count: int = 2, **over) -> Config:
     """Small tiers, so that everything moves. The store is the ranks' own: "file" only means that
     there is one."""
     parts = {
-        "cache": CacheConfig(model="m", block_size=BLOCK, deadline=10.0),
+        "cache": CacheConfig(model="m", block_size=BLOCK, default_deadline_s=10.0),
         "device": DeviceConfig(num_blocks=16),
         "host": HostConfig(slots=16, transit_slots=16),
         "layout": LayoutConfig(
             num_layers=3, num_kv_heads=count, head_dim=4, dtype="uint8", tensor_parallel=count
         ),
         "storage": StorageConfig(backend="none", write_policy="none"),
-        "ranks": RanksConfig(count, ENDPOINT, timeout=0.3, start=30.0),
+        "ranks": RanksConfig(count, ENDPOINT, timeout=0.3, startup_timeout_s=30.0),
     }
     return Config(**{**parts, **over})
 

@@ -98,7 +98,7 @@ async def weather(seed: int, tiers: dict) -> Engine:
         await engine.run(10)
         await at_rest(cache)
         await cache.wait_flushed(60.0)
-        assert cache.divergence() == 0, kinds
+        assert cache.count_divergent_blocks() == 0, kinds
         assert engine.bad == [], kinds
         assert cache.statistics().supervisor.deaths == 0
         return engine

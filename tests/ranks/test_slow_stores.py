@@ -130,7 +130,11 @@ class Hanging(MemoryBackend):
 
 
 def config(**over):
-    return settings(storage=stored(timeout=1.0), actors=ActorsConfig(drain=2.0, start=3.0), **over)
+    return settings(
+        storage=stored(timeout=1.0),
+        actors=ActorsConfig(drain_timeout_s=2.0, open_timeout_s=3.0),
+        **over,
+    )
 
 
 async def served(cache, ranks, tokens) -> int:
@@ -220,7 +224,7 @@ async def test_a_store_of_a_rank_that_does_not_open_is_an_error_in_time():
         await rank.start()
         await asyncio.wait((rank.serving,))
     assert isinstance(rank.serving.exception(), StoreError)
-    assert "store did not open in 3 s (actors.start)" in str(rank.serving.exception())
+    assert "store did not open in 3 s (actors.open_timeout_s)" in str(rank.serving.exception())
     assert now() - began < 10.0
     rank.store.flows.set()
     await rank.close()

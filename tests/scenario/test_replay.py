@@ -140,7 +140,7 @@ def test_shipped_settings_are_exact_lru(path):
     shipped = ReplayConfig.from_toml(path)
     assert (shipped.cache.block_size, shipped.cache.recompute_last_token) == (512, False)
     assert shipped.replay.mode == "sequential"
-    assert shipped.host.low_watermark == shipped.device.free_low == 0
+    assert shipped.host.low_watermark == shipped.device.high_watermark == 0
     assert shipped.flush.sinks
 
 

@@ -126,7 +126,7 @@ def test_pause_refuses_until_resume():
             {"do": "acquire", "request": "a", "tokens": 4, "expect": "paused"},
             {"do": "resume"},
             {"do": "acquire", "request": "a", "tokens": 4},
-            cache={"block_size": 4, "deadline": 0.05},
+            cache={"block_size": 4, "default_deadline_s": 0.05},
         )
     )
     assert report.errors == []
@@ -190,7 +190,7 @@ def slowly(seconds: float, *, settle: bool):
     fault = [{"storage": True, "kind": "slow", "delay": seconds, "turn": 1}]
     slots = {"slots": 8, "transit_slots": 64}
     storage = {"backend": "memory", "write_policy": "write_back", "timeout": 1000.0}
-    cache = {**CHAT["cache"], "deadline": 1000.0}
+    cache = {**CHAT["cache"], "default_deadline_s": 1000.0}
     data = {
         **CHAT,
         "cache": cache,

@@ -69,7 +69,9 @@ def draw_run(seed: int) -> Draw:
         draw_limit(rng), draw_limit(rng)
     )  # too few would leave most plans without crashes
     config = Config(
-        cache=CacheConfig(block_size=BLOCK, recompute_last_token=rng.random() < 0.7, deadline=5.0),
+        cache=CacheConfig(
+            block_size=BLOCK, recompute_last_token=rng.random() < 0.7, default_deadline_s=5.0
+        ),
         device=_device(rng, blocks),
         layout=LayoutConfig(
             num_layers=rng.choice((1, 2, 3)),
@@ -81,17 +83,21 @@ def draw_run(seed: int) -> Draw:
         host=_host(rng, blocks),
         storage=_storage(rng, direct=direct) if stored else StorageConfig(),
         flush=FlushConfig(
-            only=rng.random() < 0.08,
+            mode="flush_only" if rng.random() < 0.08 else "normal",
             timeout=0.4,
             retry_min=0.02,
             retry_max=0.3,
             batch=draw_limit(rng),
         ),
-        actors=ActorsConfig(channel_bound=draw_limit(rng), drain=20.0, restarts=restarts),
-        ranks=RanksConfig(ranks, "memory://simulated", timeout=rng.choice((0.1, 0.3)), start=30.0),
+        actors=ActorsConfig(
+            channel_bound=draw_limit(rng), drain_timeout_s=20.0, max_restarts_per_minute=restarts
+        ),
+        ranks=RanksConfig(
+            ranks, "memory://simulated", timeout=rng.choice((0.1, 0.3)), startup_timeout_s=30.0
+        ),
     )
     sinks = tuple(_sink(rng, number) for number in range(rng.choice((0, 1, 1, 2, 3))))
-    if config.flush.only and not (sinks or index):  # the mode needs a sink
+    if config.flush.flush_only and not (sinks or index):  # the mode needs a sink
         sinks = (MemorySinkConfig(name="sink-0"),)
     clients, requests = rng.randint(1, 5), rng.randint(3, 12)
     lags = (
@@ -132,7 +138,7 @@ def draw_run(seed: int) -> Draw:
 def _targets(
     config: Config, sinks: tuple[MemorySinkConfig, ...], clients: int, *, index: bool
 ) -> Targets:
-    stored = config.storage.backend != "none" and not config.flush.only
+    stored = config.storage.backend != "none" and not config.flush.flush_only
     direct = config.storage.backend == "attention_store"
     pools = (
         (("reader", config.storage.readers), ("writer", config.storage.writers))
@@ -158,8 +164,8 @@ def _device(rng: random.Random, blocks: int) -> DeviceConfig:
     ahead = rng.random() < 0.25
     return DeviceConfig(
         num_blocks=blocks,
-        free_low=0.1 if ahead else 0.0,
-        free_high=0.3 if ahead else 0.0,
+        high_watermark=0.9 if ahead else 0.0,
+        low_watermark=0.7 if ahead else 0.0,
         layerwise=rng.random() < 0.4,
     )
 
@@ -208,4 +214,6 @@ def _sink(rng: random.Random, number: int) -> MemorySinkConfig:
     )
     view: Any = rng.choice(("per_tier", "per_tier", "node"))
     gains: Any = rng.choice(("commit", "commit", "request_finish"))
-    return MemorySinkConfig(name=f"sink-{number}", tiers=tiers, view=view, gains=gains)
+    return MemorySinkConfig(
+        name=f"sink-{number}", tiers=tiers, granularity=view, report_gains_at=gains
+    )

@@ -52,7 +52,7 @@ def still(world: World) -> None:
     for what in cache.check():
         world.violated(f"check: {what}")
     for name in cache.sinks:
-        divergence = cache.divergence([name])
+        divergence = cache.count_divergent_blocks([name])
         if divergence:
             world.violated(f"divergence: {name} differs on {divergence} blocks")
     for sink in world.sinks:

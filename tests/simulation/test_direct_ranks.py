@@ -18,7 +18,7 @@ def with_shards(seed: int) -> Draw | None:
     """The run of a seed with AttentionStore as the ranks' store; None for a run without ranks."""
     drawn = draw_run(seed)
     config = drawn.config
-    if config.ranks.count == 1 or config.flush.only:
+    if config.ranks.count == 1 or config.flush.flush_only:
         return None
     timeout = min(1.0, config.storage.timeout)
     storage = StorageConfig(

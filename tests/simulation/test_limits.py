@@ -27,7 +27,7 @@ def test_every_run_has_limits_from_1_to_64():
         found = [
             *drawn.limits.values(),
             config.actors.channel_bound,
-            config.actors.restarts,
+            config.actors.max_restarts_per_minute,
             config.flush.batch,
             config.host.transit_slots,
         ]
@@ -36,7 +36,7 @@ def test_every_run_has_limits_from_1_to_64():
         assert 0 <= config.host.slots <= 64
         assert 0 <= drawn.capacity <= 64
         crashes = sum(fault.kind == "actor_crash" for fault in drawn.plan.fault)
-        assert crashes <= min(CRASHES, config.actors.restarts), (
+        assert crashes <= min(CRASHES, config.actors.max_restarts_per_minute), (
             "a plan must not spend the restart budget"
         )
 

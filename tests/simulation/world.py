@@ -64,7 +64,7 @@ class World:
             drawn.limits[STEP],
         )
         self.layout = make_layout(config.layout, config.cache.block_size)
-        stored = config.storage.backend != "none" and not config.flush.only
+        stored = config.storage.backend != "none" and not config.flush.flush_only
         count = config.ranks.count
         direct = stored and config.storage.backend == "attention_store"
         self.service = SimService(self._lag(1)) if direct or drawn.token_index else None

@@ -61,7 +61,7 @@ def cached_config(**storage) -> Config:
     """Of a small cache whose finished requests are written through."""
     return Config.from_mapping(
         {
-            "cache": {"model": "m", "block_size": 4, "deadline": 60.0},
+            "cache": {"model": "m", "block_size": 4, "default_deadline_s": 60.0},
             "device": {"num_blocks": 16},
             "host": {"slots": 8, "transit_slots": 200},
             "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8},

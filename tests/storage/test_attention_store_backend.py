@@ -145,7 +145,7 @@ def test_layouts_it_cannot_hold_are_named():
 def config(**tables) -> Config:
     return Config.from_mapping(
         {
-            "cache": {"model": "m", "block_size": BLOCK, "deadline": 5.0},
+            "cache": {"model": "m", "block_size": BLOCK, "default_deadline_s": 5.0},
             "device": {"num_blocks": 12},
             "layout": {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8},
             "storage": {"backend": "attention_store", "write_policy": "write_through"},
@@ -181,7 +181,7 @@ async def test_blocks_come_back_from_the_store_byte_for_byte(host):
         assert sum(one.storage for one in hits) >= 20
         assert all(one.device + one.host + one.storage == 6 for one in hits)
         await cache.wait_flushed()
-        assert (cache.divergence(), cache.check()) == (0, [])
+        assert (cache.count_divergent_blocks(), cache.check()) == (0, [])
         assert cache.statistics().store.reads >= 20
 
 
@@ -204,7 +204,7 @@ async def test_many_at_once_and_the_service_failing_now_and_then():
 
         await asyncio.gather(*(client(i) for i in range(4)))
         await cache.wait_flushed()
-        assert (cache.divergence(), cache.check()) == (0, [])
+        assert (cache.count_divergent_blocks(), cache.check()) == (0, [])
         index = cache.statistics().prefix
         assert index.leases == index.nodes_referenced == 0
 
@@ -219,7 +219,8 @@ def release(held):
 async def test_a_slow_read_holds_its_blocks_but_not_the_request_beyond_its_deadline():
     async with kvactors.open(
         config(
-            device={"num_blocks": 24}, cache={"model": "m", "block_size": BLOCK, "deadline": 0.3}
+            device={"num_blocks": 24},
+            cache={"model": "m", "block_size": BLOCK, "default_deadline_s": 0.3},
         )
     ) as cache:
         await serve(cache, 3)
@@ -239,7 +240,7 @@ async def test_a_slow_read_holds_its_blocks_but_not_the_request_beyond_its_deadl
 
 async def test_a_call_that_does_not_return_is_shown_and_no_request_waits_for_it():
     tables = {
-        "cache": {"model": "m", "block_size": BLOCK, "deadline": 3.0},
+        "cache": {"model": "m", "block_size": BLOCK, "default_deadline_s": 3.0},
         "device": {"num_blocks": 64},
         "storage": {"backend": "attention_store", "write_policy": "write_through", "timeout": 0.2},
     }
@@ -275,7 +276,7 @@ async def test_unsupported_settings_are_an_error_at_start(storage):
 
 async def test_in_flush_only_mode_it_is_neither_read_nor_written():
     async with kvactors.open(
-        config(flush={"only": True, "sinks": [{"kind": "attention_store"}]})
+        config(flush={"mode": "flush_only", "sinks": [{"kind": "attention_store"}]})
     ) as cache:
         await serve(cache, 3)
         await cache.wait_flushed()

@@ -34,7 +34,12 @@ def fresh_services():
 def config(*, model="m", namespace="default", **tables) -> Config:
     return Config.from_mapping(
         {
-            "cache": {"model": model, "namespace": namespace, "block_size": BLOCK, "deadline": 5.0},
+            "cache": {
+                "model": model,
+                "namespace": namespace,
+                "block_size": BLOCK,
+                "default_deadline_s": 5.0,
+            },
             "device": {"num_blocks": 16},
             "layout": {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8},
             "storage": {"backend": "attention_store", "write_policy": "write_through"},

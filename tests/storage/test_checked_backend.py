@@ -260,7 +260,7 @@ async def test_a_back_end_of_another_package_whose_clear_takes_no_argument():
 def config(**storage):
     return Config.from_mapping(
         {
-            "cache": {"model": "m", "block_size": 4, "deadline": 3.0},
+            "cache": {"model": "m", "block_size": 4, "default_deadline_s": 3.0},
             "device": {"num_blocks": 16},
             "host": {"slots": 4, "transit_slots": 16},
             "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8},

@@ -56,4 +56,4 @@ async def test_sinks_are_right_although_reports_of_several_writers_overtake_each
         await cache.wait_flushed(60)
         assert cache.statistics().store.evicted > 50
         assert cache.check() == []
-        assert cache.divergence() == 0
+        assert cache.count_divergent_blocks() == 0

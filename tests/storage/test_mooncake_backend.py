@@ -247,5 +247,5 @@ async def test_two_caches_share_a_pool(running):
         assert [await request(other, seed) for seed in range(6)] == [8] * 6
         await other.wait_flushed()
         for cache in (one, other):
-            assert cache.divergence() == 0
+            assert cache.count_divergent_blocks() == 0
             assert cache.check() == []

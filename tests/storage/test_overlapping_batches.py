@@ -54,7 +54,7 @@ async def test_a_key_that_does_not_fit_may_be_in_several_batches(tmp_path):
 async def test_a_small_store_behind_several_writers_has_no_fault(tmp_path, mode):
     config = kvactors.Config.from_mapping(
         {
-            "cache": {"model": "m", "block_size": 4, "deadline": 60.0},
+            "cache": {"model": "m", "block_size": 4, "default_deadline_s": 60.0},
             "device": {"num_blocks": 16},
             "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"},
             "host": {"slots": 12, "transit_slots": 16, "mode": mode},
@@ -84,4 +84,4 @@ async def test_a_small_store_behind_several_writers_has_no_fault(tmp_path, mode)
         await cache.wait_flushed(60)
         assert cache.statistics().store.faults == 0
         assert cache.check() == []
-        assert cache.divergence() == 0
+        assert cache.count_divergent_blocks() == 0

@@ -95,7 +95,7 @@ async def truth(cache) -> None:
             assert hits.storage == run
         reachable |= set(keys)
         await cache.wait_flushed()
-        assert cache.divergence() == 0
+        assert cache.count_divergent_blocks() == 0
     assert announced(cache) <= reachable
 
 
@@ -110,7 +110,7 @@ async def test_stored_blocks_are_announced_after_a_restart(tmp_path, monkeypatch
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.wait_flushed(at_rest=at_rest)
         assert announced(cache) == before
-        assert cache.divergence() == 0
+        assert cache.count_divergent_blocks() == 0
         assert cache.check() == []
         hits, _ = await serve(cache, "again", prompt(10))
         assert hits.storage == 5
@@ -220,7 +220,7 @@ async def test_a_store_without_tokens_is_used_and_not_announced(tmp_path):
     ) as cache:  # entries keep the size they were made with
         await cache.wait_flushed()
         assert announced(cache) == set()
-        assert cache.divergence() == 0
+        assert cache.count_divergent_blocks() == 0
         hits, keys = await serve(cache, "x", prompt(10))
         assert hits.storage == 5
         await cache.wait_flushed()

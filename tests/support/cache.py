@@ -27,7 +27,12 @@ def settings(
     sinks: Iterable[Table] = ({"kind": "memory", "tiers": ["device", "host", "storage"]},),
     **tables: Any,
 ) -> Config:
-    cache = {"model": "m", "block_size": BLOCK, "deadline": 5.0, **tables.pop("cache", {})}
+    cache = {
+        "model": "m",
+        "block_size": BLOCK,
+        "default_deadline_s": 5.0,
+        **tables.pop("cache", {}),
+    }
     return kvactors.Config.from_mapping(
         {
             "cache": cache,

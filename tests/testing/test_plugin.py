@@ -229,12 +229,12 @@ def test_settings_and_runs(pytester):
 
         @pytest.fixture
         def kv_config():
-            return {"device": {"num_blocks": 7}, "cache": {"deadline": 3.0}}
+            return {"device": {"num_blocks": 7}, "cache": {"default_deadline_s": 3.0}}
 
         def test_it(kv_sim):
             async def main(**tables):
                 async with kv_sim.open(**tables) as cache:
-                    return cache.config.device.num_blocks, cache.config.cache.deadline, cache.block_size
+                    return cache.config.device.num_blocks, cache.config.cache.default_deadline_s, cache.block_size
             assert kv_sim.run(main) == (7, 3.0, 8)
             assert kv_sim.config(device={"num_blocks": 9}).device.num_blocks == 9
 

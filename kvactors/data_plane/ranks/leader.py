@@ -106,8 +106,8 @@ class RankGroup:
         """Listen, and wait until every rank was admitted.
 
         Raises:
-            RankError: not all ranks came in `ranks.start` seconds (a rank that sends its names gets
-            more), or nothing can listen there.
+            RankError: not all ranks came in `ranks.startup_timeout_s` seconds (a rank that sends
+            its names gets more), or nothing can listen there.
         """
         try:
             began = self._joins.progress = now()
@@ -115,7 +115,7 @@ class RankGroup:
                 rank.since = began
             await self._listener.start(self.config.endpoint)
             while not self.healthy:
-                left = max(began + self.config.start, self._joins.deadline) - now()
+                left = max(began + self.config.startup_timeout_s, self._joins.deadline) - now()
                 if left <= 0:
                     break
                 self._admission = asyncio.get_running_loop().create_future()

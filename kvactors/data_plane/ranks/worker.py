@@ -93,8 +93,9 @@ async def serve_rank(
     Raises:
         ConfigError: a setting is wrong, or a tcp endpoint has no secret.
         LayoutError: the device does not fit the layout.
-        StoreError: the store cannot be opened, or not within `actors.start` seconds.
-        DeviceError: the copy engine cannot be opened, or not within `actors.start` seconds.
+        StoreError: the store cannot be opened, or not within `actors.open_timeout_s` seconds.
+        DeviceError: the copy engine cannot be opened, or not within `actors.open_timeout_s`
+            seconds.
         SdkError: AttentionStore's SDK is not there, or refused a call.
         DeadlineExceeded: AttentionStore is not ready in `attention_store.ready_timeout` seconds.
         RankError: the leader refuses this rank (the message names the values that differ), does
@@ -112,16 +113,16 @@ async def serve_rank(
     shared.check_exposure()
     storage = (
         StorageConfig(backend="none")
-        if config.flush.only
+        if config.flush.flush_only
         else replace(config.storage, rank=rank, ranks=ranks)
     )
     plane = make_local_plane(
         config, storage, device.layout, device, backend, shard=(rank, ranks), inline=inline_copies
     )
     identity = store_identity(config, storage, device.layout, rank, ranks)
-    shutdown = Shutdown(config.actors.drain, plane.arena)
+    shutdown = Shutdown(config.actors.drain_timeout_s, plane.arena)
     one = _Serving(identity, storage, plane, Secret(shared.secret), shutdown)
-    opening = Opening(config.actors.start, shutdown)
+    opening = Opening(config.actors.open_timeout_s, shutdown)
     work = one.run(endpoint, admitted or (lambda: None), opening)
     task = asyncio.get_running_loop().create_task(work, name=f"kvactors rank {rank}")
     try:

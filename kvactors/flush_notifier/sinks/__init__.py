@@ -44,10 +44,10 @@ def make_sink(
 def require_sinks(config: Config, sinks: Sequence[Sink]) -> None:
     """Raise TypeError for a given sink that is none, and ConfigError for flush-only mode without
     any."""
-    if config.flush.only and not (config.flush.sinks or sinks):
+    if config.flush.flush_only and not (config.flush.sinks or sinks):
         raise ConfigError(
-            "flush.only (or FD_AS_ONLY_FLUSH=1) is set, and there is no sink: name one in "
-            "flush.sinks, or set storage.backend = "
+            "flush.mode is flush_only (or FD_AS_ONLY_FLUSH=1), and there is no sink: name one "
+            "in flush.sinks, or set storage.backend = "
             "'attention_store', whose index is the sink then"
         )
     for sink in sinks:

@@ -61,7 +61,7 @@ class Sink(ABC):
     before."""
 
     ready_timeout: float = 0.0
-    """Seconds that `open` may take, if more than `actors.start`."""
+    """Seconds that `open` may take, if more than `actors.open_timeout_s`."""
 
     repeats: bool = False
     """Whether the view may be sent again without `begin_epoch` before it: the index keeps a set of
@@ -95,7 +95,10 @@ class Sink(ABC):
         self.resync_interval = config.resync_interval
         tiers = sum({Tier[tier.upper()] for tier in config.tiers}, Tier(0))
         self.filter = SinkFilter(
-            int(tiers), config.view == "node", config.gains == "request_finish", self.by_tokens
+            int(tiers),
+            config.granularity == "node",
+            config.report_gains_at == "request_finish",
+            self.by_tokens,
         )
 
     def __init_subclass__(cls) -> None:
@@ -103,8 +106,8 @@ class Sink(ABC):
         _rename(cls)
 
     async def open(self) -> None:
-        """Connect. Called once, before anything else, and cancelled after `actors.start` seconds.
-        `close` follows in any case.
+        """Connect. Called once, before anything else, and cancelled after `actors.open_timeout_s`
+        seconds. `close` follows in any case.
 
         Raises:
             SinkError: the sink cannot work. Nothing is left half-open.

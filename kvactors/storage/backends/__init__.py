@@ -63,7 +63,7 @@ def make_backend(
 def is_direct(config: Config) -> bool:
     """Whether the config names a store that moves device memory itself. ConfigError for what such a
     store cannot do."""
-    if config.storage.backend != DIRECT or config.flush.only:
+    if config.storage.backend != DIRECT or config.flush.flush_only:
         return False
     if config.storage.write_policy == "write_back" or config.storage.exclusive:
         raise ConfigError(

@@ -90,8 +90,8 @@ class Backend(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Find the stored objects. Cancelled after `actors.start` seconds. `close` follows in any
-        case.
+        """Find the stored objects. Cancelled after `actors.open_timeout_s` seconds. `close` follows
+        in any case.
 
         Raises:
             StoreError: the store cannot be used. Nothing is left open.

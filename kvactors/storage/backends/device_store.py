@@ -13,7 +13,8 @@ class DeviceStore(ABC):
     counts, never exceptions: a fetch or a save that fails has moved 0 blocks.
 
     Attributes:
-        ready_timeout: seconds that `open` may take, where they are more than `actors.start`.
+        ready_timeout: seconds that `open` may take, where they are more than
+            `actors.open_timeout_s`.
         late_since: start, on the loop's clock, of a call that takes longer than it may; None if
             there is none.
     """

@@ -1,0 +1,114 @@
+"""Earlier names of settings, which still work for one release."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from kvactors.errors import ConfigError
+
+LEAST = 1e-15
+"""The share that stands for no block, since a watermark of 0 is off."""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Earlier:
+    """The earlier name of a setting, as an attribute of its table.
+
+    Args:
+        name: the setting's name of today.
+        now: makes today's value from an earlier one.
+        then: makes an earlier value from today's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        now: Callable[[Any], Any] = _same,
+        then: Callable[[Any], Any] = _same,
+    ) -> None:
+        self.name = name
+        self.now = now
+        self._then = then
+        self._earlier = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._earlier = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        _warn(self._earlier, self.name, stacklevel=2)
+        return self._then(getattr(instance, self.name))
+
+
+class SettingsMeta(msgspec.StructMeta):
+    """Tables of settings can be made with the earlier names of their settings."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Make a table."""
+        return super().__call__(*args, **modern_names(kwargs, cls, "", stacklevel=2))
+
+
+def earlier_names(table: type) -> Iterator[tuple[str, Earlier]]:
+    """The earlier names of a table's settings."""
+    for owner in table.__mro__:
+        for name, value in vars(owner).items():
+            if isinstance(value, Earlier):
+                yield name, value
+
+
+def modern_names(
+    data: Mapping[str, Any], table: type, where: str, *, stacklevel: int
+) -> dict[str, Any]:
+    """The settings of one table under their names of today. Each earlier name warns.
+
+    Args:
+        data: the settings, under either name.
+        table: the struct of the table.
+        where: the table's name, for messages.
+        stacklevel: as for a `warnings.warn` in the caller.
+
+    Raises:
+        ConfigError: a setting is given under both names.
+    """
+    found = dict(data)
+    for earlier, setting in earlier_names(table):
+        if earlier not in found:
+            continue
+        old, new = (f"{where}.{name}" if where else name for name in (earlier, setting.name))
+        if setting.name in found:
+            raise ConfigError(f"{new} is given twice: remove {old}, its earlier name")
+        _warn(old, new, stacklevel=stacklevel + 1)
+        found[setting.name] = setting.now(found.pop(earlier))
+    return found
+
+
+def used_share(free: Any) -> Any:
+    """A fraction of free blocks as a fraction of used ones. Anything else as it is, for the checks
+    of the settings."""
+    return max(1.0 - free, LEAST) if type(free) in (int, float) and 0 < free <= 1 else free
+
+
+def flush_mode(only: Any) -> Any:
+    """`flush.mode` of a `flush.only`."""
+    return ("flush_only" if only else "normal") if isinstance(only, bool) else only
+
+
+def is_flush_only(mode: Any) -> Any:
+    """`flush.only` of a `flush.mode`."""
+    return None if mode is None else mode == "flush_only"
+
+
+def _warn(earlier: str, name: str, *, stacklevel: int) -> None:
+    warnings.warn(
+        f"the setting {earlier} is deprecated: it is called {name} now",
+        DeprecationWarning,
+        stacklevel=stacklevel + 1,
+    )
