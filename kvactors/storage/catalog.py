@@ -18,6 +18,11 @@ class BatchAdmission(NamedTuple):
     evicted: list[bytes]
 
 
+SHARDS = 256
+"""Parts that the keys are listed in, by their first byte. Keys are hashes, so the parts are of one
+size."""
+
+
 class Catalog:
     """Keys, least recently used first. capacity: objects at most, 0 for no limit. departed: keys
     that were removed, until the removal is reported."""
@@ -26,6 +31,8 @@ class Catalog:
         self.capacity = capacity
         self.departed: set[bytes] = set()
         self._names: OrderedDict[bytes, None] = OrderedDict()
+        # The same keys once more: an ordered table cannot be listed in steps while it changes.
+        self._shards: list[set[bytes]] = [set() for _ in range(SHARDS)]
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._names
@@ -40,6 +47,16 @@ class Catalog:
         """Every key, least recently used first."""
         return list(self._names)
 
+    def slices(self) -> Iterator[list[bytes]]:
+        """The keys, in parts and in any order. The catalog may change between two parts: a key that
+        is in it all the time is in one of them."""
+        return (list(self._shards[number]) for number in range(SHARDS))
+
+    def _left(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._shards[key[0]].discard(key)
+            self.departed.add(key)
+
     def admit(self, keys: Sequence[bytes]) -> BatchAdmission:
         """Take a batch in, least recently used first: all of it counts as used now, in that order,
         and none of it is a victim. If the batch alone exceeds the capacity its last names (the root
@@ -52,10 +69,11 @@ class Catalog:
         for key in keys:
             self._names[key] = None
             self._names.move_to_end(key)
+            self._shards[key[0]].add(key)
         evicted: list[bytes] = []
         while self.capacity and len(self._names) > self.capacity:
             evicted.append(self._names.popitem(last=False)[0])
-        self.departed.update(evicted)
+        self._left(evicted)
         there = set(existing)
         return BatchAdmission([key for key in keys if key not in there], existing, refused, evicted)
 
@@ -64,19 +82,20 @@ class Catalog:
         key = next((one for one in self._names if one not in busy), None)
         if key is not None:
             del self._names[key]
-            self.departed.add(key)
+            self._left([key])
         return key
 
     def remove(self, keys: Iterable[bytes]) -> list[bytes]:
         """Remove keys. Returns those that were in the catalog."""
         gone = [key for key in keys if self._names.pop(key, self) is None]
-        self.departed.update(gone)
+        self._left(gone)
         return gone
 
     def clear(self) -> None:
         """Remove every key."""
         self.departed.update(self._names)
         self._names.clear()
+        self._shards = [set() for _ in range(SHARDS)]
 
     def run(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of keys in the catalog. They count as used now, the first most

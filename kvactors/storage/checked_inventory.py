@@ -8,6 +8,7 @@ from typing import Any
 
 from kvactors.storage.clears import Clears
 from kvactors.storage.containment import Containment, is_key
+from kvactors.storage.inventory import OwnedInventory
 from kvactors.storage.slot_store import SlotStore
 
 
@@ -26,19 +27,20 @@ class CheckedInventory:
         return self._calls.keys("keys", self._calls.call("keys", self._inner.keys, []))
 
     def snapshot(self) -> Iterator[bytes]:
-        """The keys of this moment. They are copied at once, about 0.1 s for a million keys of
-        ranks, since a listing in steps fails when the store changes. Each is checked when it is
-        taken."""
+        """The keys that the store holds from now until they are taken, and perhaps others. They are
+        listed in parts as they are taken, and each is checked."""
         if self._clears.pending:
-            return iter(())
-        return self._checked(self._calls.call("keys", lambda: list(self._inner.keys()), []))
+            return
+        parts = self._calls.call("keys", self._parts, iter(()))
+        while (part := self._calls.call("keys", lambda: next(parts, None), None)) is not None:
+            yield from self._calls.keys("keys", part)
 
-    def _checked(self, listed: list[Any]) -> Iterator[bytes]:
-        for key in listed:
-            if is_key(key):
-                yield key
-            else:
-                self._calls.fault("keys", "answered a key that is not 32 bytes")
+    def _parts(self) -> Iterator[Any]:
+        """The parts that the store lists its keys in. One of another package lists them at once."""
+        inventory: Any = getattr(self._inner, "inventory", None)
+        owner = inventory if isinstance(inventory, OwnedInventory) else self._inner
+        slices: Any = getattr(owner, "key_slices", None)
+        return iter([self._inner.keys()]) if slices is None else slices()
 
     def iter_keys(self) -> Iterator[bytes]:
         """See `Backend.iter_keys`."""

@@ -68,6 +68,15 @@ class OwnedInventory(Inventory):
         pending = self.pending
         return (key for key in self.catalog if key not in pending) if self.answerable else iter(())
 
+    def key_slices(self) -> Iterator[list[bytes]]:
+        """`keys` in parts. The store may change between two of them: a key that it holds all the
+        time is in one."""
+        if not self.answerable:
+            return iter(())
+        pending = self.pending
+        parts = self.catalog.slices()
+        return ([key for key in part if key not in pending] for part in parts)
+
     def count(self) -> int:
         """See `Backend.count`. Keys of a store that is not answerable count as well."""
         return len(self.catalog) - sum(key in self.catalog for key in self.pending)

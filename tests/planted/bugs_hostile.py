@@ -95,4 +95,16 @@ BUGS: tuple[Mutation, ...] = (
             "tests/flush_notifier/test_attention_store.py::test_an_index_that_fails_during_a_close_keeps_nothing",
         ),
     ),
+    Mutation(
+        "whole_store_listed_at_once",
+        "storage/checked_inventory.py",
+        """\
+self._calls.call("keys", self._parts, iter(()))
+""",
+        """\
+self._calls.call("keys", lambda: iter([self._inner.keys()]), iter(()))
+""",
+        "a notifier or writer that restarts keeps the loop for the time of a listing of the store",
+        ("tests/storage/test_listing.py::test_a_page_lists_only_a_part_of_the_store",),
+    ),
 )

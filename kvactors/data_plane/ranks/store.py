@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvactors.actor.log import get_logger
 from kvactors.data_plane.ranks.leader import RankGroup
-from kvactors.data_plane.ranks.names import RankNames, in_slices
+from kvactors.data_plane.ranks.names import SHARDS, RankNames, in_slices
 from kvactors.data_plane.ranks.protocol import Answer, StoreObjects
 from kvactors.device.arena import Arena, HostSlots
 from kvactors.errors import StoreUnavailable
@@ -269,6 +269,11 @@ class RankStore:
     def iter_keys(self) -> Iterator[bytes]:
         """See `Backend.iter_keys`."""
         return iter(self.names_held.held)
+
+    def key_slices(self) -> Iterator[Sequence[bytes]]:
+        """`keys` in parts. The store may change between two of them: a key that it holds all the
+        time is in one."""
+        return (list(self.names_held.held.shards[number]) for number in range(SHARDS))
 
     def count(self) -> int:
         """See `Backend.count`."""
