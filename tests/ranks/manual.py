@@ -39,7 +39,7 @@ def group_at(endpoint: str = ENDPOINT, **over) -> RankGroup:
         "count": 2,
         "endpoint": endpoint,
         "timeout": 0.3,
-        "start": 5.0,
+        "startup_timeout_s": 5.0,
         "secret": SECRET,
         **over,
     }

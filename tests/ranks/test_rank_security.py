@@ -190,7 +190,7 @@ async def test_unauthenticated_clients_hold_no_more_connections_than_the_limit_a
 async def test_an_unauthenticated_client_makes_the_leader_read_no_more_than_a_small_message(
     tmp_path,
 ):
-    group = group_at(f"unix://{tmp_path}/ranks", start=100.0)
+    group = group_at(f"unix://{tmp_path}/ranks", startup_timeout_s=100.0)
     opening = asyncio.ensure_future(group.open())
     while not (tmp_path / "ranks").exists():
         await asyncio.sleep(0)
@@ -382,7 +382,7 @@ async def test_ranks_over_ipv6(unused_tcp_port_factory):
             return  # this machine has no IPv6
         port = probe.getsockname()[1]
     endpoint = f"tcp://[::1]:{port}"
-    group = group_at(endpoint, start=100.0)
+    group = group_at(endpoint, startup_timeout_s=100.0)
     opening = asyncio.ensure_future(group.open())
     wires = []
     while len(wires) < 2:
@@ -408,7 +408,7 @@ async def test_a_port_in_use_is_an_error_that_names_it(unused_tcp_port_factory):
 
 @simulated
 async def test_the_reason_of_a_refusal_is_in_the_error_of_open():
-    group = group_at(start=3.0)
+    group = group_at(startup_timeout_s=3.0)
     opening = asyncio.ensure_future(group.open())
     await settle()
     with pytest.raises(kvactors.RankError):
