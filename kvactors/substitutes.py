@@ -34,14 +34,12 @@ from kvactors.storage.messages import (
     ReadDone,
     ReportLost,
     SaveDevice,
-    Take,
     Write,
-    Written,
 )
 from kvactors.storage.plane import DeviceStorePlane
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.worker import StorageWorker
-from kvactors.storage.writer import StoreOwner
+from kvactors.storage.writer import StoreOwner, unwritten
 
 OFF = "the flush notifier is switched off after too many failures: see cache.health()"
 
@@ -100,10 +98,6 @@ class NoReader(StorageWorker):
         outcomes = bytes([Outcome.UNAVAILABLE]) * len(message.slots)
         self.tell(self.evictor, ReadDone(message.op, outcomes))
 
-    @on(Take)
-    def take(self, _: Take) -> None:
-        """Leave the objects where they are."""
-
 
 class NoWriter(StoreOwner):
     """Every write is refused. A clear is still carried out, and the contents of the store are
@@ -112,8 +106,7 @@ class NoWriter(StoreOwner):
     @on(Write)
     def write(self, message: Write) -> None:
         """Answer that no object can be written."""
-        outcomes = bytes([Outcome.UNAVAILABLE]) * len(message.slots)
-        self.tell(self.evictor, Written(message.op, outcomes))
+        self.tell(self.evictor, unwritten(message, Outcome.UNAVAILABLE).answer)
 
     @on(ReportLost)
     def recount(self, message: ReportLost) -> None:

@@ -130,7 +130,6 @@ class Wiring:
             min_hits=storage.min_hits,
             token_root=self.token_root if self.direct is not None else None,
             keep_lineages=self.plane.store is not None and self.plane.store.keeps_lineages,
-            store_exclusive=stored and storage.exclusive,
         )
         return PrefixIndex(
             ref,

@@ -163,7 +163,7 @@ async def ours(
                 if kind is Write:
                     await target.tell(Write(op, join_keys(keys), slots, deadline))
                 else:
-                    await target.tell(Read(op, join_keys(keys), slots, deadline))
+                    await target.tell(Read(op, join_keys(keys), slots, deadline, take=False))
             await supervisor.in_flight.wait_idle()
             rates.append(count * size / (time.perf_counter() - began))
             sink: Any = supervisor.actor(refs[NullEvictor].name)

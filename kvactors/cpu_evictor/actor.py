@@ -60,7 +60,6 @@ from kvactors.storage.messages import (
     ReportLost,
     SaveDevice,
     StoreCleared,
-    Take,
     Write,
     WriterMessage,
     Written,
@@ -83,7 +82,7 @@ class CpuEvictor(Actor):
     ROLE: ClassVar[str] = "cpu_evictor"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
         "gpu_swapper": (Copy,),
-        "storage_reader": (ProbeStore, Read, Take),
+        "storage_reader": (ProbeStore, Read),
         "storage_writer": (Write, ClearStore, ReportLost),
         "storage_direct": (FetchDevice, SaveDevice),
         "flush_notifier": (BlocksAdded, BlocksRemoved, TierCleared),

@@ -123,8 +123,7 @@ class LoadJob:
 
     def on_probed(self, found: int) -> list[Action]:
         """See `ProbeJob.on_probed`: read the first `found` missing blocks into slots. Blocks beyond
-        an inclusive tier's capacity only pass through. Those of an exclusive store count as on the
-        host until the device has them."""
+        an inclusive tier's capacity only pass through."""
         if self._late or self._over:
             return []
         message, memory, host = self._message, self._memory, self._memory.host
@@ -132,7 +131,6 @@ class LoadJob:
             found = 0  # not worth a read
         first, reading = len(self._sources), self._reading
         actions: list[Action] = []
-        passing = SlotState.LEAVING if memory.storage.exclusive else SlotState.TRANSIT
         if not memory.exclusive:
             actions += memory.make_space(found, found, self._hashes)
         for position in range(message.start + first, len(self._hashes)):
@@ -149,7 +147,7 @@ class LoadJob:
             block = host.add(
                 block_hash,
                 parent,
-                SlotState.RESIDENT if stays else passing,
+                SlotState.RESIDENT if stays else SlotState.TRANSIT,
                 lineage(message.lineages, position, len(self._hashes), parent),
             )
             host.pin(block)
@@ -170,22 +168,16 @@ class LoadJob:
         failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
         landed = host.land(reading, failed)
         memory.counts.fetched += len(landed)
-        missing = {reading[i] for i in failed}
-        run = next((i for i, block in enumerate(self._sources) if block in missing), None)
-        # Of a load that is over, and beyond a block that is missing, only residents stay. The
-        # others stay in the store.
-        wanted = set() if self._over else set(self._sources[:run])
-        for block in landed:
-            if block.state is SlotState.LEAVING and block not in wanted:
-                host.move(block, SlotState.TRANSIT)
         actions = memory.announce_fetched(
-            [block for block in landed if block.state is not SlotState.TRANSIT]
+            [block for block in landed if block.state is SlotState.RESIDENT]
         )
         if self._over:
             for block in landed:
                 if block.state is SlotState.TRANSIT:
                     host.drop(block)
             return actions
+        missing = {reading[i] for i in failed}
+        run = next((i for i, block in enumerate(self._sources) if block in missing), None)
         if run is not None:
             actions += self._release_from(run)
         actions += self._copy_from(first)

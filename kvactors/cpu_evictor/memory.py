@@ -151,13 +151,13 @@ class HostMemory:
         return actions
 
     def discard(self, keys: bytes) -> list[Action]:
-        """The device holds these blocks: an exclusive tier drops them. An inclusive one drops those
-        that only passed through."""
+        """The device holds these blocks: an exclusive tier drops them."""
+        if not self.exclusive:
+            return []
         found = [
             block
             for block_hash in split_keys(keys)
             if (block := self.host.blocks.get(block_hash)) is not None
-            and (self.exclusive or block.on_device)
         ]
         actions = self._report_gone(found, Reason.PROMOTION)
         dropped = [
@@ -225,14 +225,9 @@ class HostMemory:
         return [send(self._notifier, BlocksAdded(join_keys(hashes), Tier.HOST, Reason.OFFLOAD))]
 
     def announce_fetched(self, blocks: Sequence[HostBlock]) -> list[Action]:
-        """Report blocks that have come from storage to stay, to indexes and to the prefix index. An
-        exclusive store removes them once they are reported, so that no index sees them nowhere."""
+        """Report blocks that have come from storage to stay, to indexes and to the prefix index."""
         if not blocks:
             return []
         hashes = [block.hash for block in blocks]
-        keys = join_keys(hashes)
-        hint = HostBlocksAdded(keys, self.clears, self.requests.generation)
-        actions = [*self.announce(hashes), send(self._index, hint)]
-        if self.storage.exclusive:
-            actions.append(self.requests.take_from_store(keys))
-        return actions
+        hint = HostBlocksAdded(join_keys(hashes), self.clears, self.requests.generation)
+        return [*self.announce(hashes), send(self._index, hint)]

@@ -26,7 +26,6 @@ from kvactors.storage.messages import (
     Read,
     ReaderMessage,
     SaveDevice,
-    Take,
     Write,
     WriterMessage,
 )
@@ -273,11 +272,8 @@ class RequestTable:
         self._load[reader.name] += len(blocks) + 1
         hashes = join_keys(block.hash for block in blocks)
         slots = tuple([block.slot for block in blocks])
-        return send(reader, Read(op, hashes, slots, deadline, self.generation))
-
-    def take_from_store(self, hashes: bytes) -> Send[Take]:
-        """Have an exclusive store remove objects whose blocks are on the host."""
-        return send(self._least_loaded(self.peers.readers), Take(hashes))
+        exclusive = self.storage.exclusive
+        return send(reader, Read(op, hashes, slots, deadline, exclusive, self.generation))
 
     def write(self, blocks: Sequence[HostBlock]) -> Send[Write]:
         """Write slots to storage, least recently used first. The caller holds the pins."""

@@ -49,14 +49,7 @@ class IndexCore:
             index, enabled=settings.announce, whole=settings.announce_whole
         )
         lineages = LineageSource(settings.keep_lineages, news.scopes, roots.root)
-        self.evictions = Evictions(
-            index,
-            news,
-            lineages,
-            ops,
-            offload=settings.offload,
-            drop_host_copies=settings.drop_host_copies,
-        )
+        self.evictions = Evictions(index, news, lineages, ops, offload=settings.offload)
         self.leases = LeaseTable(index, self.evictions, restarted=restarted)
         self.commits = Commits(index, self.leases, news, self.evictions)
         self.loads = LoadTable(index, self.leases, self.evictions, news, lineages, ops, settings)

@@ -16,8 +16,7 @@ from kvactors.types import Reason
 class Evictions:
     """Frees device blocks, the least recently used first.
 
-    offload: blocks are copied to the host tier before they are free. drop_host_copies: the host may
-    hold copies only until the device has the blocks. ops: numbers of operations.
+    offload: blocks are copied to the host tier before they are free. ops: numbers of operations.
     blocks_being_freed: device blocks that copies in flight will free, at most, without stalled
     copies. started: blocks evicted since this was last set to 0. evicted, rescued: all blocks so
     far, and those of them that were matched again while they were being copied.
@@ -31,7 +30,6 @@ class Evictions:
         ops: Iterator[int],
         *,
         offload: bool,
-        drop_host_copies: bool,
     ) -> None:
         self.blocks_being_freed = 0
         self.started = self.evicted = self.rescued = 0
@@ -40,7 +38,6 @@ class Evictions:
         self._lineages = lineages
         self._ops = ops
         self._offload = offload
-        self._drop_host_copies = drop_host_copies
         self._in_flight: dict[int, Eviction] = {}
         self._stalled: set[int] = set()
 
@@ -99,15 +96,14 @@ class Evictions:
 
     def discard(self, keys: bytes) -> list[Action]:
         """The device has these blocks, and has reported it: an exclusive host tier drops them."""
-        if not (keys and self._drop_host_copies):
+        if not (keys and self._offload):
             return []
-        if self._offload:
-            self._index.tree.host_gone(keys)
+        self._index.tree.host_gone(keys)
         return [DropHostCopies(keys)]
 
     def not_taken(self, keys: bytes) -> list[Action]:
         """The device did not take these loaded blocks: an exclusive host tier keeps them."""
-        return [Keep(keys)] if keys and self._drop_host_copies else []
+        return [Keep(keys)] if keys and self._offload else []
 
     def _remove(self, op: int) -> Eviction | None:
         eviction = self._in_flight.pop(op, None)

@@ -19,8 +19,7 @@ class IndexSettings(NamedTuple):
     evicted until `free_high` are. save: when finished requests are written to the store. min_hits:
     hits of a block before `write_through_selective` saves it. token_root: with a store that is
     addressed by tokens alone, the root hash of the scope it was opened with. keep_lineages: the
-    store keeps the inputs of block hashes. store_exclusive: a block that the host tier reads
-    leaves the store.
+    store keeps the inputs of block hashes.
     """
 
     exclusive: bool
@@ -34,17 +33,11 @@ class IndexSettings(NamedTuple):
     min_hits: int = 1
     token_root: bytes | None = None
     keep_lineages: bool = False
-    store_exclusive: bool = False
 
     @property
     def offload(self) -> bool:
         """Whether evicted blocks are copied to the host before they are free."""
         return self.host_tier and self.exclusive
-
-    @property
-    def drop_host_copies(self) -> bool:
-        """Whether the host may hold copies only until the device has the blocks."""
-        return self.offload or self.store_exclusive
 
     @property
     def save_after(self) -> int:

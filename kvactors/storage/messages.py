@@ -38,12 +38,16 @@ class Probed(Control, frozen=True, eq=False):
 
 
 class Read(Message, frozen=True, eq=False):
-    """Read objects into host slots. Answered with ReadDone once no slot is written any more."""
+    """Read objects into host slots. Answered with ReadDone once no slot is written any more.
+
+    take: an exclusive store removes the objects that it hands out.
+    """
 
     op: int
     keys: bytes
     slots: tuple[int, ...]
     deadline: float
+    take: bool
     memory_generation: int = 0
 
 
@@ -52,13 +56,6 @@ class ReadDone(Control, frozen=True, eq=False):
 
     op: int
     outcomes: bytes
-
-
-class Take(Message, frozen=True, eq=False):
-    """The host tier has announced these blocks, which it read: an exclusive store removes their
-    objects. Not answered."""
-
-    keys: bytes
 
 
 class Write(Message, frozen=True, eq=False):
@@ -159,13 +156,13 @@ class TransferLate(Control, frozen=True, eq=False):
 
 
 class BatchDone(Control, frozen=True, eq=False):
-    """To itself: a batch has ended. `answer`, if any, is sent to the evictor.
+    """To itself: a batch has ended. `answer` is sent to the evictor.
 
     stored: joined keys that became readable, oldest first. evicted, corrupt, taken: joined keys
     that left the store, by reason.
     """
 
-    answer: StorageReply | None
+    answer: StorageReply
     stored: bytes = b""
     evicted: bytes = b""
     corrupt: bytes = b""
@@ -196,7 +193,7 @@ class PathsRead(Control, frozen=True, eq=False):
     parts: tuple[PathPart, ...] | None
 
 
-ReaderMessage = ProbeStore | Read | Take
+ReaderMessage = ProbeStore | Read
 WriterMessage = Write | ClearStore | ReportLost
 DeviceStoreMessage = FetchDevice | SaveDevice
 """Messages of CpuEvictor to the storage actors."""

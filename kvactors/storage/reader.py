@@ -8,7 +8,7 @@ from typing import ClassVar
 from kvactors.actor import Message, on
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.storage.batches import Batch
-from kvactors.storage.messages import BatchDone, Outcome, Probed, ProbeStore, Read, ReadDone, Take
+from kvactors.storage.messages import BatchDone, Outcome, Probed, ProbeStore, Read, ReadDone
 from kvactors.storage.worker import StorageWorker, expired
 from kvactors.types import join_keys, split_keys
 
@@ -41,30 +41,26 @@ class StorageReader(StorageWorker):
 
     @on(Read)
     def read(self, message: Read) -> None:
-        """Read a batch. The objects stay, since the host tier may have no use for their blocks any
-        more."""
+        """Read a batch. Objects that an exclusive store handed out are removed. The others stay,
+        since a read that failed may succeed later."""
         keys = split_keys(message.keys)
 
         async def work() -> BatchDone:
             report = await self.plane.read(
                 message.memory_generation, keys, message.slots, expired(message.deadline)
             )
-            return BatchDone(ReadDone(message.op, report.outcomes), corrupt=join_keys(report.gone))
+            taken = list[bytes]()
+            if message.take:
+                results = zip(keys, report.outcomes, strict=True)
+                taken = [key for key, outcome in results if outcome == Outcome.OK]
+                self.backend.take(taken)
+                await self.backend.remove(taken)
+            return BatchDone(
+                ReadDone(message.op, report.outcomes),
+                corrupt=join_keys(report.gone),
+                taken=join_keys(taken),
+            )
 
         outcomes = bytes([Outcome.UNAVAILABLE]) * len(keys)
         unread = BatchDone(ReadDone(message.op, outcomes))
         self.enqueue(Batch(work, unread, message.slots, message.keys))
-
-    @on(Take)
-    def take(self, message: Take) -> None:
-        """Remove objects of an exclusive store, whose blocks are on the host. Nothing finds them
-        from this turn on."""
-        keys = split_keys(message.keys)
-        self.backend.take(keys)
-        taken = BatchDone(None, taken=message.keys)
-
-        async def work() -> BatchDone:
-            await self.backend.remove(keys)
-            return taken
-
-        self.run_now(Batch(work, taken, keys=message.keys))

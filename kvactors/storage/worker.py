@@ -94,8 +94,7 @@ class StorageWorker(Actor):
         """A batch has ended."""
         self.batches.in_flight -= 1
         self.reporter.report_batch(message)
-        if message.answer is not None:
-            self.tell(self.evictor, message.answer)
+        self.tell(self.evictor, message.answer)
         self._start_batches()
 
     def left_behind(self, jobs: Mapping[asyncio.Task[None], Job], *, restart: bool) -> None:

@@ -27,7 +27,7 @@ async def test_a_small_round(name, tmp_path):
 
 
 def test_an_unknown_situation_is_named():
-    with pytest.raises(ConfigError, match=r"no situation 'earthquake'; there are killed, stopped"):
+    with pytest.raises(ConfigError, match=r"no situation 'earthquake': use one of killed, stopped"):
         situations("earthquake")
 
 

@@ -22,7 +22,6 @@ from kvactors.storage.messages import (
     Outcome,
     Probed,
     ReadDone,
-    Take,
     Write,
     Written,
 )
@@ -395,46 +394,3 @@ def test_of_an_inclusive_tier_blocks_beyond_the_capacity_pass_through():
     assert (loaded.num_loaded, loaded.from_host) == (4, 0)
     assert (host.tier.resident, host.tier.free) == (3, 4)
     host.idle()
-
-
-@pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
-def test_an_exclusive_store_gives_up_what_is_announced(mode):
-    """Its blocks count as on the host until the device has them."""
-    host, keys = Host(slots=1, mode=mode, exclusive=True), path(3)
-    (probe,) = sent(host.load(keys).begin())
-    (read,) = sent(host.completions.handle(Probed(probe.op, 3)))
-    actions = host.completions.handle(ReadDone(read.op, bytes(3)))
-    assert names(actions) == ["BlocksAdded", "HostBlocksAdded", "Take", "Copy"]
-    added, _, take, copy = sent(actions)
-    assert added.keys == take.keys == join_keys(keys)
-    actions = host.completions.handle(Copied(copy.op, ()))
-    assert names(actions) == ["StopTimer", "Loaded"], "not gone before the device is announced"
-    assert set(host.tier.keys()) == set(keys)
-    host.memory.discard(join_keys(keys))
-    assert host.tier.keys() == ([] if mode == "exclusive" else keys[:1])
-    host.idle()
-
-
-def test_blocks_of_an_exclusive_store_that_the_device_did_not_take_stay_on_the_host():
-    host, keys = Host(slots=2, exclusive=True), path(3)
-    (probe,) = sent(host.load(keys).begin())
-    (read,) = sent(host.completions.handle(Probed(probe.op, 3)))
-    copy = sent(host.completions.handle(ReadDone(read.op, bytes(3))), Copy)[0]
-    host.completions.handle(Copied(copy.op, (0,)))
-    host.memory.keep(join_keys(keys))
-    assert host.tier.resident == 2
-    host.idle()
-
-
-def test_an_exclusive_store_keeps_what_a_load_cannot_use():
-    host, keys = Host(exclusive=True), path(3)
-    (probe,) = sent(host.load(keys).begin())
-    (read,) = sent(host.completions.handle(Probed(probe.op, 3)))
-    outcomes = bytes([Outcome.OK, Outcome.LATE, Outcome.OK])
-    actions = host.completions.handle(ReadDone(read.op, outcomes))
-    assert sent(actions, Take)[0].keys == keys[0]
-    assert host.tier.keys() == keys[:1]
-    (probe,) = sent(host.load(path(2, 1)).begin())
-    (read,) = sent(host.completions.handle(Probed(probe.op, 2)))
-    host.loads[7].on_deadline()
-    assert sent(host.completions.handle(ReadDone(read.op, bytes(2))), Take) == []

@@ -43,31 +43,6 @@ BUGS: tuple[Mutation, ...] = (
         ("tests/testing/test_faults.py::test_the_paths_of_a_store_are_read_through_it",),
     ),
     Mutation(
-        "taken_from_the_store_before_it_is_announced",
-        "cpu_evictor/memory.py",
-        """\
-            actions.append(self.requests.take_from_store(keys))
-""",
-        """\
-            actions.insert(0, self.requests.take_from_store(keys))
-""",
-        "between an exclusive store and the device indexes find a block nowhere",
-        ("tests/cpu_evictor/test_load.py::test_an_exclusive_store_gives_up_what_is_announced",),
-    ),
-    Mutation(
-        "staged_blocks_leave_the_indexes",
-        "cpu_evictor/load.py",
-        """\
-        passing = SlotState.LEAVING if memory.storage.exclusive else SlotState.TRANSIT
-""",
-        """\
-        passing = SlotState.TRANSIT
-""",
-        "a block that is read back from an exclusive store stays there although it leaves it by "
-        "the settings",
-        ("tests/cpu_evictor/test_load.py::test_an_exclusive_store_gives_up_what_is_announced",),
-    ),
-    Mutation(
         "closing_gives_up_at_the_first_failure",
         "flush_notifier/sinks/attention_store.py",
         """\

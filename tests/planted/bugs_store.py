@@ -233,11 +233,11 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "failed_reads_delete_objects",
-        "cpu_evictor/load.py",
-        "            if block.state is SlotState.LEAVING and block not in wanted:\n",
-        "            if block.state is SlotState.LEAVING and not self._sources:\n",
-        "blocks that a load has no use for leave an exclusive store",
-        ("tests/cpu_evictor/test_load.py::test_an_exclusive_store_keeps_what_a_load_cannot_use",),
+        "storage/reader.py",
+        "                taken = [key for key, outcome in results if outcome == Outcome.OK]\n",
+        "                taken = [key for key, _ in results]\n",
+        "an exclusive store deletes objects whose read was unavailable or late",
+        ("tests/storage/test_reader.py::test_an_exclusive_store_keeps_objects_whose_read_failed",),
     ),
     Mutation(
         "all_names_at_once",

@@ -64,9 +64,7 @@ def evictions(index: BlockIndex, *, offload: bool = False, announce: bool = Fals
     """Evictions without lineages."""
     announcements = Announcements(index, enabled=announce, whole=False)
     lineages = LineageSource(False, {}, lambda _: b"")
-    return Evictions(
-        index, announcements, lineages, count(1), offload=offload, drop_host_copies=offload
-    )
+    return Evictions(index, announcements, lineages, count(1), offload=offload)
 
 
 def lease_table(index: BlockIndex) -> LeaseTable:

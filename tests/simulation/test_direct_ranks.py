@@ -10,7 +10,7 @@ from kvactors.testing.plan import FaultPlan
 from tests.simulation.draw import Draw, draw_run
 from tests.simulation.run import run_seed
 
-ELSEWHERE = ("store", "disk", "bit")
+ELSEWHERE = ("store", "disk", "bit", "torn")
 """Faults of stores that the ranks do not have here."""
 
 

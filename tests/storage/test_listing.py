@@ -32,7 +32,7 @@ def test_a_page_lists_only_a_part_of_the_store():
     assert max(sizes) < COUNT / 50
 
 
-def test_a_key_that_stays_is_reported_whatever_changes():
+def test_a_key_that_stays_is_reported_while_others_change():
     store, checked = held()
     pages = ReportPages(checked.inventory)
     pages.restart()

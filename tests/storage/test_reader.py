@@ -11,7 +11,7 @@ from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.batches import IN_FLIGHT
-from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Take
+from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone
 from kvactors.storage.reader import StorageReader
 from kvactors.testing import probe
 from kvactors.testing.stepper import Stepper
@@ -69,7 +69,7 @@ def test_a_shared_store_is_asked_in_a_job():
 
 def test_a_batch_is_answered_when_it_has_ended():
     with stepped(holding(A)) as reader:
-        (job,) = reader.turn(Read(1, A + B, (0, 1), NEVER)).jobs
+        (job,) = reader.turn(Read(1, A + B, (0, 1), NEVER, take=False)).jobs
         (done,) = end(reader, job).to("cpu_evictor")
         assert isinstance(done, ReadDone)
         assert list(done.outcomes) == [Outcome.OK, Outcome.MISS]
@@ -77,25 +77,22 @@ def test_a_batch_is_answered_when_it_has_ended():
 
 def test_batches_wait_for_those_in_flight():
     with stepped(holding(A)) as reader:
-        jobs = [reader.turn(Read(op, A, (0,), NEVER)).jobs for op in range(4)]
+        jobs = [reader.turn(Read(op, A, (0,), NEVER, take=False)).jobs for op in range(4)]
         assert [len(one) for one in jobs] == [1] * IN_FLIGHT + [0] * (4 - IN_FLIGHT)
         assert len(end(reader, jobs[0][0]).jobs) == 1
 
 
-def test_objects_that_the_host_tier_takes_leave_the_store():
+def test_objects_that_an_exclusive_store_hands_out_leave_it():
     inner = holding(A, B)
     with stepped(inner) as reader:
-        (job,) = reader.turn(Read(1, A, (0,), NEVER)).jobs
-        end(reader, job)
-        assert inner.holds(A), "the host tier may have no use for it any more"
-        (job,) = reader.turn(Take(A)).jobs
-        assert inner.keys() == [B], "nothing finds it from this turn on"
+        (job,) = reader.turn(Read(1, A, (0,), NEVER, take=True)).jobs
         effects = end(reader, job)
         (gone,) = effects.to("flush_notifier")
         assert isinstance(gone, BlocksRemoved)
         assert (gone.keys, gone.reason) == (A, Reason.PROMOTION)
-        assert effects.to("cpu_evictor") == []
-        assert list(inner.objects) == [B]
+        # The index is sent the loss before the evictor is sent the bytes.
+        assert [told.receiver for told in effects.told] == ["flush_notifier", "cpu_evictor"]
+        assert (list(inner.objects), inner.keys()) == ([B], [B])
 
 
 async def unavailable(*_arguments):
@@ -113,6 +110,7 @@ def test_an_exclusive_store_keeps_objects_whose_read_failed(reason):
         A + B,
         (0, 1),
         0.0 if reason == "late" else NEVER,
+        take=True,
         memory_generation=int(reason == "memory lost"),
     )
     with stepped(inner) as reader:
@@ -123,12 +121,13 @@ def test_an_exclusive_store_keeps_objects_whose_read_failed(reason):
         assert set(inner.objects) == set(inner.keys()) == {A, B}
 
 
-def test_a_key_that_is_written_again_when_it_is_taken_stays():
+def test_a_key_that_is_written_again_while_it_is_read_stays():
     inner = holding(A)
     with stepped(inner) as reader:
+        (job,) = reader.turn(Read(1, A, (0,), NEVER, take=True)).jobs
         inner.pending.add(A)
-        (job,) = reader.turn(Take(A)).jobs
-        end(reader, job)
+        effects = end(reader, job)
+        assert list(effects.to("cpu_evictor")[0].outcomes) == [Outcome.OK]
         inner.pending.clear()
         assert inner.holds(A)
         assert list(inner.objects) == [A]
@@ -138,7 +137,7 @@ def test_a_corrupt_object_is_reported_and_not_read():
     inner = holding(A)
     inner.objects[A] = (bytes(SIZE), 1)
     with stepped(inner) as reader:
-        (job,) = reader.turn(Read(1, A, (0,), NEVER)).jobs
+        (job,) = reader.turn(Read(1, A, (0,), NEVER, take=False)).jobs
         effects = end(reader, job)
         assert effects.to("flush_notifier")[0].reason == Reason.CORRUPT
         assert list(effects.to("cpu_evictor")[0].outcomes) == [Outcome.CORRUPT]
@@ -147,7 +146,7 @@ def test_a_corrupt_object_is_reported_and_not_read():
 def test_a_read_that_raises_is_unavailable_and_keeps_its_objects():
     inner = holding(A)
     with stepped(inner) as reader:
-        (job,) = reader.turn(Read(1, A, (0,), NEVER)).jobs
+        (job,) = reader.turn(Read(1, A, (0,), NEVER, take=True)).jobs
         effects = reader.fail(job, RuntimeError("broken"))
         assert effects.to("flush_notifier") == []
         assert list(effects.to("cpu_evictor")[0].outcomes) == [Outcome.UNAVAILABLE]
