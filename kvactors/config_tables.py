@@ -238,7 +238,8 @@ class FlushConfig(
             a sink. FD_AS_ONLY_FLUSH decides if it is left out.
         timeout: seconds a sink may take for a batch.
         retry_min, retry_max: back-off in seconds.
-        batch: maximum number of blocks reported in one call.
+        batch: blocks reported in one call, about: a path that has begun is completed.
+        sinks: the indexes to inform, one table each.
     """
 
     sinks: tuple[AnySinkConfig, ...] = ()

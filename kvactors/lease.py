@@ -51,8 +51,9 @@ class Lease:
 
     Attributes:
         request_id: the id that `KVCache.acquire` was given.
-        cached_tokens: number of leading tokens whose KV is cached: prefill from here on. Before
-            `wait_ready` it counts loads in flight, afterwards those that completed.
+        cached_tokens: number of leading tokens whose KV is cached. Final after `wait_ready`:
+            prefill from here on. Before, an upper bound: it includes loads in flight and blocks
+            that storage is still asked for.
         pending: whether loads are in flight.
         hits: blocks that were cached, by tier. Final once `wait_ready` has returned.
         num_tokens: tokens of the request, those of `extend` included.

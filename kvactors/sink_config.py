@@ -132,10 +132,11 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         replay_endpoint: of the ROUTER socket, in the same way. No socket if empty.
         bind: whether the publisher listens or connects. "auto" listens at ipc, inproc and this
             machine's addresses (*, ::, localhost, 127.*).
-        numbers: of the batches. "rising": from the microseconds since 1970 at the start, so that a
-            new process continues above the numbers of the previous one, from which Dynamo and
-            vLLM's router learn that there is more to read. "from_zero": for llm-d, which learns of
-            a restart by a smaller number, and expects a replay to begin at the requested number.
+        numbers: number of a process's first batch. "rising": the microseconds since 1970, above
+            every number of the previous process. For Dynamo and newer llm-d routers, which skip
+            lower numbers and request a replay after a jump. "from_zero": 0. For vLLM's router and
+            llm-d routers that refuse a replay which does not begin at the requested number. They
+            take a lower number for a restart.
         heartbeat: seconds without a batch after which an empty one is published, so that a reader
             that missed batches or has just joined sees a gap (0: none).
         topic: of the events. In it and in detail_topic, {model} stands for cache.model, {host} for

@@ -1,5 +1,5 @@
-"""The whole system in one page, for a first reading. `System` builds the actors in flow order,
-wires their channels, supervises them and drains them.
+"""Start, supervision and drain of one cache. `System` builds the actors in flow order, wires their
+channels, supervises them and drains them.
 
     KVCache -> PrefixIndex -> CpuEvictor -> GpuSwapper       copies between device and host arena
                     |              |

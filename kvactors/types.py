@@ -48,7 +48,7 @@ class Reason(Enum):
     REQUEST_FINISH = "request_finish"
     CPU_EVICTION = "cpu_eviction"
     DEVICE_EVICTION = "device_eviction"  # left the device for the host tier
-    DEVICE_DROP = "device_drop"  # left the device with no host tier to go to
+    DEVICE_DROP = "device_drop"  # left the device and is not kept on the host
     PROMOTION = "promotion"  # left an exclusive host or storage tier because a faster one holds it
     STORED = "stored"
     STORAGE_EVICTION = "storage_eviction"

@@ -60,7 +60,7 @@ class PathCached(Message, frozen=True, eq=False):
 
 
 class BlocksAdded(Message, frozen=True, eq=False):
-    """These names are resident on `tier` now."""
+    """Blocks are resident on `tier` now. keys: their block hashes, 32 bytes each."""
 
     keys: bytes
     tier: Tier
@@ -106,7 +106,7 @@ class PathsFound(Message, frozen=True, eq=False):
 
 
 class BlocksRemoved(Message, frozen=True, eq=False):
-    """These names left `tier`."""
+    """Blocks left `tier`. keys: their block hashes, 32 bytes each."""
 
     keys: bytes
     tier: Tier
@@ -149,7 +149,7 @@ class FlushTask(Message, frozen=True, eq=False):
 
     tokens: the complete path from the root to the deepest block concerned, little-endian uint32
     (shared, immutable): (start_block_idx + count) whole blocks. count 0: everything is gone (only
-    to sinks that take it so). keys: names of the `count` blocks, 32 bytes each. A sink that
+    to sinks that take it so). keys: hashes of the `count` blocks, 32 bytes each. A sink that
     identifies blocks by name (`Sink.by_name`) finds in `tokens` only those of the `count`
     blocks, and nothing if they are gone. parent: name of the block before them (the root key if
     start_block_idx is 0). epoch: grows with each start of the notifier. Tasks of an earlier

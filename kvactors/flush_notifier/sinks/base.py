@@ -119,8 +119,11 @@ class Sink(ABC):
 
     @abstractmethod
     async def begin_epoch(self, epoch: int) -> None:
-        """Discard everything sent before: a new incarnation of the notifier, or a resync (with the
-        same epoch)."""
+        """Discard everything sent before. The full state follows in `deliver`.
+
+        This is the first call, and the only sign of a restart: after a restart of the process or of
+        the notifier `epoch` is larger than any before. At a resync it is the same.
+        """
 
     @abstractmethod
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:

@@ -52,7 +52,7 @@ class Backend(ABC):
     (`keys`, `holds`), and indexes receive them. A store that several nodes share lists none.
 
     Args:
-        fingerprint: digest of the identity that all objects of the store share.
+        fingerprint: digest of the store's identity (model, namespace, layout, rank), 32 bytes.
         block_bytes: size of each object.
         inventory: answers the calls that list keys. By default none are listed.
 
@@ -114,8 +114,8 @@ class Backend(ABC):
         return self.probe(keys) or 0
 
     def take(self, keys: Sequence[bytes]) -> None:
-        """Remove keys that were read from the inventory (exclusive stores). `remove` follows. Keys
-        whose objects are being written stay."""
+        """Remove keys from the inventory after their objects were read (exclusive stores). `remove`
+        deletes the objects next. Keys whose objects are being written stay."""
         self.inventory.take(keys)
 
     @abstractmethod
