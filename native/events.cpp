@@ -50,7 +50,7 @@ std::string number(u64 value) {
     return std::string(reinterpret_cast<const char*>(bytes), std::size_t(at - bytes));
 }
 
-// Makes room for `size` more bytes. `finish` gives back those that were not written.
+// Reserves space for `size` more bytes. `finish` gives back those that were not written.
 u8* reserve(Raw<u8>& out, std::size_t size) {
     const std::size_t before = out.size();
     out.resize(before + size);

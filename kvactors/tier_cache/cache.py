@@ -156,7 +156,7 @@ class TierCache:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Keys of a path were used, in the order of the path. Keys without a slot are ignored."""
-        keys = list(keys)
+        keys = checked_keys(keys)
         if self._owner.hands_over(partial(self.touch, keys)):
             return
         self._enter()
@@ -211,7 +211,7 @@ class TierCache:
         Raises:
             ValueError: no store of a key is in flight. Nothing changed.
         """
-        keys = list(keys)
+        keys = checked_keys(keys)
         if self._owner.hands_over(partial(self.complete_store, keys, success)):
             return
         self._enter()
@@ -249,7 +249,7 @@ class TierCache:
         Raises:
             ValueError: no load of a key is in flight. Nothing changed.
         """
-        keys = list(keys)
+        keys = checked_keys(keys)
         if self._owner.hands_over(partial(self.complete_load, keys)):
             return
         self._enter()
@@ -338,7 +338,7 @@ class TierCache:
 OK = TierHealth("ok", ())
 
 
-def checked_keys(keys: Sequence[bytes]) -> list[bytes]:
+def checked_keys(keys: Iterable[bytes]) -> list[bytes]:
     """Keys as a list.
 
     Raises:

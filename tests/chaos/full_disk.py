@@ -91,7 +91,7 @@ async def writes_again(cache: KVCache, tally: Tally) -> None:
                 await lease.commit(32)
             await anyio.sleep(0.05)
         return
-    tally.add_violation("nothing was stored any more after the disk had room again")
+    tally.add_violation("nothing is stored after the disk has free space again")
 
 
 SITUATION = Situation(

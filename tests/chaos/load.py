@@ -152,9 +152,7 @@ class Load:
             await lease.wait_ready()
             cached = lease.cached_tokens // self.cache.block_size
             if lease.cached_tokens > lease.num_tokens:
-                self.tally.add_violation(
-                    "a request was told that more tokens are cached than it has"
-                )
+                self.tally.add_violation("cached_tokens exceeds the tokens of the request")
             self._verify(lease, 0, cached, "served")
             self.tally.loaded += lease.hits.host + lease.hits.storage
             self.tally.stored += lease.hits.storage

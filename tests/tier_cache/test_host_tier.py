@@ -298,3 +298,31 @@ def test_the_import_is_silent_and_needs_neither_actors_nor_an_event_loop():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "keys", [[5], [None], "text", b"not a list", [b""], [bytearray(b"key")]], ids=repr
+)
+@pytest.mark.parametrize(
+    "call", ["prepare_store", "complete_store", "prepare_load", "complete_load", "touch"]
+)
+def test_wrong_keys_are_refused_in_the_calling_thread_and_change_nothing(call, keys):
+    cache = make(2)
+    before = cache.statistics()
+    with pytest.raises(ValueError, match="a key must be bytes"):
+        getattr(cache, call)(keys)
+    if call.startswith("complete") or call == "touch":  # calls that other threads may make
+        refused = []
+
+        def elsewhere():
+            with pytest.raises(ValueError, match="a key must be bytes"):
+                getattr(cache, call)(keys)
+            refused.append(True)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join(60)
+        assert refused
+    cache.end_step()
+    assert cache.statistics() == before
+    cache.shutdown()

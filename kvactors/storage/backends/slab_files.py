@@ -113,8 +113,8 @@ class SlabFiles:
         return max(0, min(size // there.entry_bytes, len(self.slabs) * there.slots_per_slab))
 
     def _make_table(self) -> None:
-        room = int(0.8 * self.free_bytes()) - self.floor
-        slots = max(1, min(self.meta.slots_per_slab, room // self.meta.stride))
+        space = int(0.8 * self.free_bytes()) - self.floor
+        slots = max(1, min(self.meta.slots_per_slab, space // self.meta.stride))
         self.meta = msgspec.structs.replace(self.meta, slots_per_slab=slots)
         if os.pwrite(self._table, self.meta.page(), 0) != PAGE:
             raise OSError(errno.ENOSPC, "no space for the first page", str(self.folder / "table"))
@@ -234,16 +234,16 @@ class SlabFiles:
             if held < 0:
                 os.close(fd)
 
-    def read(self, slot: int, address: int, room: int) -> Outcome:
-        """Read a slot's payload to memory, where `room` bytes may be written. MISS if the file is
+    def read(self, slot: int, address: int, space: int) -> Outcome:
+        """Read a slot's payload to memory, where `space` bytes may be written. MISS if the file is
         too short."""
         direct = self.direct
         try:
             with self._place(slot) as (fd, at):
-                return self.transfers.read(fd, at, address, room, self.meta, direct=self.direct)
+                return self.transfers.read(fd, at, address, space, self.meta, direct=self.direct)
         except OSError as error:
             if direct and self._buffered_from_now_on(error):
-                return self.read(slot, address, room)
+                return self.read(slot, address, space)
             return self._failed(error)
 
     def _buffered_from_now_on(self, error: OSError) -> bool:
@@ -257,15 +257,15 @@ class SlabFiles:
         self.direct = False
         return True
 
-    def write(self, slot: int, address: int, room: int) -> Outcome:
-        """Write memory to a slot's payload. `room` bytes may be read there."""
+    def write(self, slot: int, address: int, space: int) -> Outcome:
+        """Write memory to a slot's payload. `space` bytes may be read there."""
         direct = self.direct
         try:
             with self._place(slot) as (fd, at):
-                return self.transfers.write(fd, at, address, room, self.meta, direct=self.direct)
+                return self.transfers.write(fd, at, address, space, self.meta, direct=self.direct)
         except OSError as error:
             if direct and self._buffered_from_now_on(error):
-                return self.write(slot, address, room)
+                return self.write(slot, address, space)
             return self._failed(error)
 
     def seal(self, entries: list[tuple[int, bytes]], *, sync: bool) -> Outcome:

@@ -52,8 +52,8 @@ def room_beside(meta: Meta) -> int:
     return meta.entry_bytes - HEAD.size - 8 - TIME_FIELD
 
 
-def fields_of_lineage(lineage: Lineage | None, room: int) -> dict[int, bytes]:
-    """The fields, by tag. Empty if they need more than `room` bytes, or there is no lineage."""
+def fields_of_lineage(lineage: Lineage | None, space: int) -> dict[int, bytes]:
+    """The fields, by tag. Empty if they need more than `space` bytes, or there is no lineage."""
     if lineage is None:
         return {}
     fields = {PARENT: lineage.parent, TOKENS: lineage.tokens}
@@ -64,7 +64,7 @@ def fields_of_lineage(lineage: Lineage | None, room: int) -> dict[int, bytes]:
         if lineage.scope.lora_id is not None and lineage.scope.lora_id.bit_length() < 64:
             fields[LORA_ID] = lineage.scope.lora_id.to_bytes(8, "little", signed=True)
     sizes = [len(value) for value in fields.values()]
-    return fields if sum(sizes) + FIELD.size * len(sizes) <= room and max(sizes) < 1 << 16 else {}
+    return fields if sum(sizes) + FIELD.size * len(sizes) <= space and max(sizes) < 1 << 16 else {}
 
 
 def lineage_in(fields: dict[int, bytes], key: bytes) -> Lineage | None:

@@ -199,10 +199,10 @@ def entry_of(
     metadata: Mapping[int, bytes] | None = None,
 ) -> bytes:
     """A slot's entry. Fields of metadata that do not fit are left out, the last ones first."""
-    area, room = b"", meta.entry_bytes - HEAD.size - 8
+    area, space = b"", meta.entry_bytes - HEAD.size - 8
     for tag, value in (metadata or {}).items():
         field = FIELD.pack(tag, len(value)) + value
-        if len(area) + len(field) <= room:
+        if len(area) + len(field) <= space:
             area += field
     head = HEAD.pack(
         MAGIC,
