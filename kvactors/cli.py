@@ -16,8 +16,9 @@ from rich.console import Console
 from kvactors.actor.log import structlog_settings
 from kvactors.config import read_toml
 from kvactors.errors import ConfigError, KVActorsError
+from kvactors.report import live_line, write_json
 from kvactors.scenario.replay import ReplayConfig, replay
-from kvactors.scenario.report import Report, live_line, print_report, totals_line, write_json
+from kvactors.scenario.report import Report, print_report, totals_line
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
 from kvactors.terminable import run_terminable, sigterm_ends

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import json
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
+from kvactors.report import print_rows, wide_console, write_json
 from tests.prose import RULES
 
 ROOT = Path(__file__).parents[1]
@@ -250,24 +249,30 @@ def measure(modules: list[Module]) -> list[dict[str, Any]]:
 
 def print_shape(rows: list[dict[str, Any]], groups: list[list[str]], console: Console) -> None:
     """The table and the import cycles."""
-    table = Table("package", title="shape")
-    for title in ("modules", "lines", "code", "function lines\np50 / p90 / max", "lint\nper 1,000"):
-        table.add_column(title, justify="right")
-    table.add_column(f"classes above {MOST} lines")
-    for row in rows:
-        lint = f"{row['lint_per_1000']:.2f}"
-        table.add_row(
+    titles = (
+        "package",
+        "modules",
+        "lines",
+        "code",
+        "function lines\np50 / p90 / max",
+        "lint\nper 1,000",
+        f"classes above {MOST} lines",
+    )
+    cells = (
+        (
             row["package"],
             f"{row['modules']}",
             f"{row['lines']:,}",
             f"{row['code']:,}",
             " / ".join(str(value) for value in row["functions"]),
-            lint,
+            f"{row['lint_per_1000']:.2f}",
             f"{len(row['large_classes'])}"
             if row["package"] == "all"
             else ", ".join(row["large_classes"]),
         )
-    console.print(table)
+        for row in rows
+    )
+    print_rows("shape", titles, ((one, None) for one in cells), console, numbers=range(1, 6))
     for group in groups:
         console.print(f"import cycle: {', '.join(group)}")
     if not groups:
@@ -281,10 +286,10 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     modules = read_modules()
     rows, groups = measure(modules), sorted(sorted(group) for group in cycles(imports()))
-    print_shape(rows, groups, Console(width=None if sys.stdout.isatty() else 150))
+    print_shape(rows, groups, wide_console())
     if chosen.json is not None:
         report = {"packages": rows, "cycles": groups}
-        chosen.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+        write_json(report, chosen.json)
     return 0
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+
+from kvactors.report import print_details, print_rows
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -41,11 +42,8 @@ def bench_report(name: str, rows: list[Row], settings: Mapping[str, Any]) -> dic
 
 def print_bench(report: Mapping[str, Any], console: Console) -> None:
     """The report as a table."""
-    table = Table(title=str(report["name"]))
-    for title in ("case", "ours", "limit", "ratio", "unit", "limit is"):
-        table.add_column(title, justify="right" if title in ("ours", "limit", "ratio") else "left")
-    for row in report["rows"]:
-        table.add_row(
+    cells = (
+        (
             row["case"],
             number(row["ours"]),
             number(row["limit"]),
@@ -53,10 +51,12 @@ def print_bench(report: Mapping[str, Any], console: Console) -> None:
             row["unit"],
             row["limit_name"],
         )
-    console.print(table)
-    console.print(
-        "  ".join(f"{key} {value}" for key, value in report["settings"].items()), style="dim"
+        for row in report["rows"]
     )
+    columns = ("case", "ours", "limit", "ratio", "unit", "limit is")
+    rows = ((row, None) for row in cells)
+    print_rows(str(report["name"]), columns, rows, console, numbers=range(1, 4))
+    print_details("  ".join(f"{key} {value}" for key, value in report["settings"].items()), console)
 
 
 def number(value: float) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from kvactors.cache import KVCache
 from kvactors.observe.lag import Lag
+from kvactors.report import print_fields
 from kvactors.types import Residency
 
 MAX_ERRORS = 50
@@ -155,24 +152,6 @@ def lookup(report: Report, dotted: str) -> Any:
     return value
 
 
-def write_json(data: Any, path: str | Path) -> None:
-    """A report as a JSON file."""
-    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")
-
-
-@contextmanager
-def live_line() -> Iterator[Callable[[str], None]]:
-    """A line of progress on a terminal's standard error, and nothing elsewhere. The block is given
-    a function that sets its text."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        line = progress.add_task("starting")
-        yield lambda text: progress.update(line, description=text)
-
-
 def totals_line(totals: Totals) -> str:
     """Progress of a run in one line."""
     share = (totals.device + totals.host + totals.storage) / max(1, totals.blocks_looked_up)
@@ -197,7 +176,6 @@ def storage_row(storage: dict[str, float]) -> str:
 
 def print_report(report: Report, console: Console) -> None:
     """The summary table."""
-    table = Table(title=report.name, show_header=False)
     rates = "  ".join(f"{tier} {rate:.4f}" for tier, rate in report.hit_rate.items())
     flush = "  ".join(f"{name} {value}" for name, value in report.flush.items())
     lag = "  ".join(f"{name} {value:.2f}" for name, value in report.loop_lag_ms.items())
@@ -222,6 +200,4 @@ def print_report(report: Report, console: Console) -> None:
         rows += (("router", "  ".join(f"{key} {value}" for key, value in report.router.items())),)
     if report.storage:
         rows += (("storage", storage_row(report.storage)),)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    print_fields(report.name, rows, console)

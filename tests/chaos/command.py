@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from kvactors.scenario.report import live_line, write_json
+from kvactors.report import live_line, print_rows, wide_console, write_json
 from kvactors.terminable import run_terminable
 from tests.chaos.record import ChaosReport, Row, Tally
 from tests.chaos.run import ROUND, chaos
@@ -29,8 +28,6 @@ TITLES = (
     "violations",
     "note",
 )
-WIDTH = 160
-"""Columns of a table that goes to no terminal."""
 
 
 def run_chaos(
@@ -40,7 +37,7 @@ def run_chaos(
     None. ConfigError for an unknown name."""
     chosen = situations(only)
     drawn = time.time_ns() // 1_000_000 % 1_000_000 if seed is None else seed
-    console = wide()
+    console = wide_console()
     console.print(f"seed {drawn}", style="dim")
     with watched() as progress:
         report = run_terminable(chaos(chosen, seed=drawn, minutes=minutes, progress=progress))
@@ -53,12 +50,6 @@ def run_chaos(
         for repeat in row.repeat:
             print(f"repeat: {repeat}", file=sys.stderr)
     return 1 if report.violations else 0
-
-
-def wide() -> Console:
-    """The terminal, or a console wide enough for the whole table in a file."""
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)
 
 
 @contextmanager
@@ -87,25 +78,23 @@ def watched() -> Iterator[Report]:
 
 def print_chaos(report: ChaosReport, console: Console) -> None:
     """The table."""
-    table = Table(title=f"chaos, seed {report.seed}, {report.wall_s:.0f} s")
-    for number, title in enumerate(TITLES):
-        table.add_column(
-            title,
-            justify="right" if 0 < number < len(TITLES) - 1 else "left",
-            no_wrap=number < len(TITLES) - 1,
-        )
-    for row in report.rows:
-        tally = row.tally
-        counts = (
-            row.rounds,
-            tally.faults,
-            tally.requests,
-            tally.verified,
-            tally.wrong,
-            len(tally.violations),
-        )
-        figures = (f"{count:,} {what}" for what, count in tally.figures.items())
-        words = "; ".join([*tally.violations, *figures, *tally.notes])
-        style = "red" if tally.violations or tally.wrong else None if tally.available else "yellow"
-        table.add_row(row.name, *(f"{count:,}" for count in counts), words, style=style)
-    console.print(table)
+    title = f"chaos, seed {report.seed}, {report.wall_s:.0f} s"
+    rows = (cells_of(row) for row in report.rows)
+    print_rows(title, TITLES, rows, console, numbers=range(1, len(TITLES) - 1), wrapped=False)
+
+
+def cells_of(row: Row) -> tuple[list[str], str | None]:
+    """The cells of a situation, and their style."""
+    tally = row.tally
+    counts = (
+        row.rounds,
+        tally.faults,
+        tally.requests,
+        tally.verified,
+        tally.wrong,
+        len(tally.violations),
+    )
+    figures = (f"{count:,} {what}" for what, count in tally.figures.items())
+    words = "; ".join([*tally.violations, *figures, *tally.notes])
+    style = "red" if tally.violations or tally.wrong else None if tally.available else "yellow"
+    return [row.name, *(f"{count:,}" for count in counts), words], style

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from kvactors.errors import ConfigError
-from kvactors.scenario.report import live_line, write_json
+from kvactors.report import live_line, print_details, print_fields, write_json
 from tests.simulation.coverage import Coverage, coverage
 from tests.simulation.pool import run_seeds
 from tests.simulation.record import SeedReport
@@ -137,12 +136,6 @@ def _print_violations(report: SeedReport) -> None:
 
 def _print_summary(report: SimulationReport, console: Console, began: float) -> None:
     wall = time.monotonic() - began
-    table = Table(
-        title=(
-            f"simulation, seeds {report.first} .. {report.first + report.seeds - 1}, {wall:.0f} s"
-        ),
-        show_header=False,
-    )
     rows = {
         "seeds a second": f"{report.seeds / max(wall, 1e-9):.1f}",
         "slowest seed": f"{report.slowest_s:.2f} s",
@@ -158,17 +151,14 @@ def _print_summary(report: SimulationReport, console: Console, began: float) -> 
         f"reached: {group}": f"{count - len(report.never[group])} of {count}"
         for group, count in report.there.items()
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    console.print(table)
+    last = report.first + report.seeds - 1
+    title = f"simulation, seeds {report.first} .. {last}, {wall:.0f} s"
+    print_fields(title, rows.items(), console)
     for group, never in report.never.items():
         if never:
             more = f"; and {len(never) - NAMED} more" if len(never) > NAMED else ""
-            console.print(
-                f"never reached, {group}: {'; '.join(never[:NAMED])}{more}",
-                style="dim",
-                highlight=False,
-            )
+            text = f"never reached, {group}: {'; '.join(never[:NAMED])}{more}"
+            print_details(text, console)
 
 
 def _progress(report: SimulationReport) -> str:

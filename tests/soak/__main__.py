@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import queue
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from kvactors.report import print_details, print_fields, write_json
 from tests.oracle.record import Record
 from tests.soak.memory import Memory, grown, growth
 from tests.soak.rounds import work
@@ -60,8 +59,7 @@ def main() -> int:
     )
     show(report)
     if options.json:
-        text = json.dumps(report, indent=2) + "\n"
-        sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
+        write_json(report, options.json)
     return 1 if report["failures"] or report["shown"] else 0
 
 
@@ -153,7 +151,6 @@ def quarters(memory: list[Memory]) -> tuple[int, int, int, int]:
 
 def show(report: dict[str, Any]) -> None:
     """The table."""
-    table = Table(title=f"soak, seed {report['settings']['seed']}", show_header=False)
     start, quarter, half, end = report["memory_kib"] or [0, 0, 0, 0]
     rows = {
         "requests": f"{report['requests']:,} ({report['finished']:,} finished) in "
@@ -169,12 +166,10 @@ def show(report: dict[str, Any]) -> None:
         f"{end >> 10}",
         "failures": f"{report['failures']}",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
     console = Console()
-    console.print(table)
+    print_fields(f"soak, seed {report['settings']['seed']}", rows.items(), console)
     seen = ", ".join(f"{what} {count:,}" for what, count in report["seen"].items())
-    console.print(f"reached: {seen}", style="dim", highlight=False)
+    print_details(f"reached: {seen}", console)
     for what in report["shown"]:
         print(f"FAILED {what}", file=sys.stderr)
 

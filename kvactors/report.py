@@ -1,0 +1,92 @@
+"""Output of commands: tables, JSON files, and a live line of progress."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+WIDTH = 160
+"""Columns of `wide_console` in a file or a pipe."""
+
+Cells = Sequence[str]
+StyledRow = tuple[Cells, str | None]
+
+
+def write_json(data: Any, path: str | Path) -> None:
+    """Write a report as JSON, to standard output if the path is `-`."""
+    text = msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n"
+    if str(path) == "-":
+        sys.stdout.write(text.decode())
+    else:
+        Path(path).write_bytes(text)
+
+
+def print_fields(title: str, fields: Iterable[tuple[str, str]], console: Console) -> None:
+    """Print a table of names and values."""
+    table = Table(title=title, show_header=False)
+    for name, value in fields:
+        table.add_row(name, value)
+    console.print(table)
+
+
+def print_rows(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[StyledRow],
+    console: Console,
+    *,
+    numbers: range,
+    wrapped: bool = True,
+) -> None:
+    """Print a table of rows under headings.
+
+    Args:
+        title: of the table.
+        columns: the headings.
+        rows: the cells of each row and its style, None for the usual one.
+        console: where to print.
+        numbers: the columns that are aligned to the right.
+        wrapped: whether columns but the last one may wrap.
+    """
+    table = Table(title=title)
+    for position, heading in enumerate(columns):
+        table.add_column(
+            heading,
+            justify="right" if position in numbers else "left",
+            no_wrap=not wrapped and position < len(columns) - 1,
+        )
+    for cells, style in rows:
+        table.add_row(*cells, style=style)
+    console.print(table)
+
+
+def print_details(text: str, console: Console) -> None:
+    """Print a remark below a table."""
+    console.print(text, style="dim", highlight=False)
+
+
+def wide_console() -> Console:
+    """The terminal, or a console in which a wide table is whole."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+@contextmanager
+def live_line() -> Iterator[Callable[[str], None]]:
+    """A line of progress on a terminal's standard error, and nothing elsewhere. The block is given
+    a function that sets its text."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        line = progress.add_task("starting")
+        yield lambda text: progress.update(line, description=text)
