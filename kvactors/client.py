@@ -44,7 +44,8 @@ class Client:
     def check(self) -> None:
         """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a
         forked process, CacheFailed if it has failed."""
-        self.check_loop()
+        if self.system.forked or asyncio._get_running_loop() is not self.loop:
+            self.check_loop()
         if not self.is_open:
             raise CacheClosed("the cache is closed")
         if self._supervisor.failed is not None:

@@ -7,8 +7,8 @@ back as a message.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, NamedTuple
+from collections.abc import Coroutine, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 from kvactors.actor.channel import ChannelStatistics
 from kvactors.actor.context import Context, State
@@ -104,9 +104,9 @@ class Actor:
 
     # -- for the supervisor, and for inspection of a running system
 
-    async def run(self) -> None:
+    def run(self) -> Coroutine[Any, Any, None]:
         """Take turns until stopped. See `MailboxLoop.run`."""
-        await self.mailbox.run()
+        return self.mailbox.run()
 
     @property
     def incarnation(self) -> int:

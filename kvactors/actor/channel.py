@@ -125,18 +125,21 @@ class Channel(Generic[T]):
     async def get(self) -> T:
         """Wait for the next item. Only one task may wait. ChannelClosed once closed and empty. If
         cancelled, nothing was taken."""
-        while True:
-            item = self.get_nowait()
-            if item is not None:
-                return item
-            self._check_open()
-            if self._receiver is not None and not self._receiver.done():
-                raise RuntimeError(f"channel {self.name!r} has a receiver already")
-            self._receiver = asyncio.get_running_loop().create_future()
-            try:
-                await self._receiver
-            finally:
-                self._receiver = None
+        while (item := self.get_nowait()) is None:
+            await self.wait_for_item()
+        return item
+
+    async def wait_for_item(self) -> None:
+        """Wait until an item was put or the channel is closed, in the step in which `get_nowait`
+        returned None. Only one task may wait. ChannelClosed if it is closed already."""
+        self._check_open()
+        if self._receiver is not None and not self._receiver.done():
+            raise RuntimeError(f"channel {self.name!r} has a receiver already")
+        self._receiver = asyncio.get_running_loop().create_future()
+        try:
+            await self._receiver
+        finally:
+            self._receiver = None
 
     # -- ending
 

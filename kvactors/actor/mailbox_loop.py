@@ -95,8 +95,10 @@ class MailboxLoop:
                 await outbox.flush()
             envelope = channel.get_nowait()
             if envelope is None:
-                envelope, budget = await channel.get(), TURN_BUDGET
-                until = time() + TURN_TIME
+                while envelope is None:
+                    await channel.wait_for_item()
+                    envelope = channel.get_nowait()
+                budget, until = TURN_BUDGET, time() + TURN_TIME
             elif budget == 0 or time() > until:
                 try:
                     await asyncio.sleep(0)
@@ -121,25 +123,26 @@ class MailboxLoop:
     def turn(self, envelope: Envelope[Any]) -> None:
         """One turn: give the message to its handler."""
         message = envelope.message
-        if envelope.incarnation != self._context.incarnation or envelope.abandoned:
+        context, reply = self._context, envelope.reply
+        if envelope.incarnation != context.incarnation or (reply is not None and reply.done()):
             self.skipped += 1
             self._ref.fail_with_actor(envelope, self._ref.name, None)
             return
         kind = type(message)
         if isinstance(message, PeerRestarted) and message.incarnation >= 0:
-            self._context.peer_incarnations[message.name] = message.incarnation
+            context.peer_incarnations[message.name] = message.incarnation
         self.turns += 1
         handler = self._handlers.get(kind)
         if handler is not None:
-            if envelope.reply is None:
+            if reply is None:
                 handler(message)
             else:
-                self._context.unanswered[envelope] = None
+                context.unanswered[envelope] = None
                 handler(message, envelope)
         elif isinstance(message, JobBroken):
             raise message.error
         elif kind is Stop:
-            self._context.state = State.STOPPING
+            context.state = State.STOPPING
         elif kind is not PeerRestarted:
             raise TypeError(f"{self._ref.name} has no handler for {kind.__name__}")
 

@@ -45,17 +45,15 @@ class OpenAsks(Generic[R]):
         ] = {}  # in the order they were asked: a run must repeat from its seed
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, envelope: Envelope[Any]) -> None:
-        """Watch an ask until it is discarded."""
-        assert envelope.reply is not None
-        self._open[envelope.reply] = envelope
+    def add(self, reply: asyncio.Future[Any], envelope: Envelope[Any]) -> None:
+        """Watch an ask until it is discarded. reply: the envelope's."""
+        self._open[reply] = envelope
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SWEEP, self._sweep)
 
-    def discard(self, envelope: Envelope[Any]) -> None:
+    def discard(self, reply: asyncio.Future[Any]) -> None:
         """Watch it no longer."""
-        assert envelope.reply is not None
-        self._open.pop(envelope.reply, None)
+        self._open.pop(reply, None)
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
@@ -152,7 +150,7 @@ class ActorRef(Generic[M_contra]):
         """
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         envelope: Envelope[R] = Envelope(message, reply, deadline, self.incarnation)
-        self._asks.add(envelope)
+        self._asks.add(reply, envelope)
         try:
             if not self.try_send(envelope):
                 with anyio.CancelScope(deadline=deadline):
@@ -172,7 +170,7 @@ class ActorRef(Generic[M_contra]):
                 lost(reply.result())
             raise
         finally:
-            self._asks.discard(envelope)
+            self._asks.discard(reply)
 
     def try_send(self, envelope: Envelope[Any]) -> bool:
         """`try_tell` for a message that has its envelope already."""

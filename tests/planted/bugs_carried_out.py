@@ -163,9 +163,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "cancelled_get_loses",
         "actor/channel.py",
-        "            if item is not None:\n                return item\n",
-        "            if item is not None:\n                await asyncio.sleep(0)\n                "
-        "return item\n",
+        "            await self.wait_for_item()\n        return item\n",
+        "            await self.wait_for_item()\n        await asyncio.sleep(0)\n        return item\n",
         "a get that is cancelled has taken an item that no receiver gets",
         ("tests/actor/test_channel.py::test_cancelling_a_parked_receiver_loses_nothing",),
     ),
@@ -180,8 +179,9 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "messages_to_a_failed_actor_are_read",
         "actor/mailbox_loop.py",
-        "        if envelope.incarnation != self._context.incarnation or envelope.abandoned:\n",
-        "        if envelope.abandoned:\n",
+        "        if envelope.incarnation != context.incarnation or (reply is not None and reply.done()):"
+        "\n",
+        "        if reply is not None and reply.done():\n",
         "a restarted actor acts on messages to its last incarnation",
         (
             "tests/planted/test_gaps.py::test_messages_to_a_failed_actor_do_not_reach_its_next_incarnation",
