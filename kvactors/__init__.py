@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from kvactors.layout.gqa import GQALayout
     from kvactors.lease import Hits, Lease
+    from kvactors.lookup import FreeBlocks, PromptHits
     from kvactors.observe.health import Health
     from kvactors.observe.statistics import CacheStatistics
     from kvactors.tier_cache import TierCache, TierConfig, open_tiers
@@ -48,6 +49,7 @@ __all__ = [
     "ConfigError",
     "DeadlineExceeded",
     "DeviceError",
+    "FreeBlocks",
     "GQALayout",
     "Health",
     "Hits",
@@ -60,6 +62,7 @@ __all__ = [
     "NoRoom",
     "NotReady",
     "Paused",
+    "PromptHits",
     "RankError",
     "RankLost",
     "Reason",
@@ -86,6 +89,7 @@ HOMES = {
     "ConfigError": "kvactors.errors",
     "DeadlineExceeded": "kvactors.errors",
     "DeviceError": "kvactors.errors",
+    "FreeBlocks": "kvactors.lookup",
     "GQALayout": "kvactors.layout.gqa",
     "Health": "kvactors.observe.health",
     "Hits": "kvactors.lease",
@@ -98,6 +102,7 @@ HOMES = {
     "NoRoom": "kvactors.errors",
     "NotReady": "kvactors.errors",
     "Paused": "kvactors.errors",
+    "PromptHits": "kvactors.lookup",
     "RankError": "kvactors.errors",
     "RankLost": "kvactors.errors",
     "Reason": "kvactors.types",

@@ -208,6 +208,10 @@ class BlockTree:
     def peek(self, path: Path, max_blocks: int = -1) -> tuple[int, bytes]:
         """Return the result of `pin` without changing anything."""
 
+    def referenced_run(self, path: Path, max_blocks: int = -1) -> int:
+        """Leading blocks of the path, at most `max_blocks`, that are resident on the device and
+        referenced by a path: pinning them takes no block from `evict`. Changes nothing."""
+
     def trim(self, path: Path, held: int) -> list[int]:
         """Drop references beyond the first `held` nodes (not below `num_committed`), and remove
         the shared blocks of those positions (they read -1)."""

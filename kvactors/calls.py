@@ -8,38 +8,30 @@ its event loop.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Sequence
-from itertools import count
-from typing import Any
 
-import anyio
-
-from kvactors.actor.clock import now
+from kvactors import lookup as look
+from kvactors import waits
 from kvactors.arguments import (
     Media,
     check_flag,
-    check_names,
-    check_seconds,
     check_text,
     request_path,
     request_scope,
 )
-from kvactors.client import Client
 from kvactors.deprecated import renamed, warn
 from kvactors.errors import (
     ActorFailed,
-    DeadlineExceeded,
     NoRoom,
     Paused,
     StoreUnsupported,
 )
-from kvactors.flush_notifier.messages import Resync, WaitFlushed
-from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.flush_notifier.messages import Resync
 from kvactors.lease import Lease
 from kvactors.observe.health import Health, health
 from kvactors.observe.invariants import divergence_in_slices, invariants, invariants_in_slices
 from kvactors.observe.statistics import CacheStatistics, collect, residency
+from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.messages import (
     Acquire,
     Clear,
@@ -48,26 +40,11 @@ from kvactors.prefix_index.messages import (
     Resume,
     SetNamespace,
 )
-from kvactors.system import System
 from kvactors.types import Tokens
 
 
-class CacheCalls:
+class CacheCalls(OpenCache):
     """The calls of an open cache, for the loop it was opened on."""
-
-    def __init__(self, system: System) -> None:
-        self.system = system
-        self.config = system.config
-        self.block_size = system.config.cache.block_size
-        self.device: Any = system.device
-        self._client = Client(system)
-        self._leases = count(1)
-        self._split_media = system.config.cache.split_media
-
-    @property
-    def namespace(self) -> str:
-        """The namespace that requests are admitted under (`set_namespace`)."""
-        return self.system.roots.namespace
 
     # -- requests
 
@@ -151,6 +128,9 @@ class CacheCalls:
             raise
         return Lease(self._client, lease, request_id, path, granted, at)
 
+    lookup = look.lookup
+    free_blocks = look.free_blocks
+
     async def prefetch(
         self,
         tokens: Tokens,
@@ -228,44 +208,8 @@ class CacheCalls:
         at = self._client.deadline(deadline)
         await self._client.ask(SetNamespace(check_text("namespace", namespace)), at)
 
-    async def wait_idle(self, deadline: float = 30.0) -> None:
-        """Return when nothing is in flight, or raise DeadlineExceeded."""
-        self._client.check()
-        seconds = check_seconds("deadline", deadline)
-        with anyio.move_on_after(seconds) as scope:
-            await asyncio.sleep(0)  # callbacks that finalisers scheduled run first
-            await self.system.in_flight.wait_idle()
-        if scope.cancelled_caught:
-            raise DeadlineExceeded(
-                f"{self.system.in_flight.count} messages or jobs are in flight after {seconds} s"
-            )
-
-    async def wait_flushed(
-        self, deadline: float = 30.0, *, at_rest: bool = True, sinks: Collection[str] | None = None
-    ) -> None:
-        """Return when every sink's view equals the tiers.
-
-        Args:
-            deadline: seconds from now.
-            at_rest: first wait until the cache is idle. Without it, under load, the barrier covers
-                residency as of this call: later changes, transfers now in flight included, may or
-                may not have been delivered.
-            sinks: names of the sinks to wait for, all if None. ValueError for an unknown one.
-        """
-        at = self._client.deadline(deadline)
-        check_flag("at_rest", at_rest)
-        names = self._sink_names(sinks)
-        if at_rest:
-            await self.wait_idle(max(at - now(), 1e-9))
-        with anyio.CancelScope(deadline=at) as scope:
-            for actor in self.system.supervisor.actors():
-                await actor.sent()
-        if scope.cancelled_caught:
-            raise DeadlineExceeded(
-                f"the actors' messages to the notifier were not taken in {deadline} s"
-            )
-        await self.system.notifier.ask(WaitFlushed(names), deadline=at)
-
+    wait_idle = waits.wait_idle
+    wait_flushed = waits.wait_flushed
     settled = renamed("settled", wait_idle)
     flush_settled = renamed("flush_settled", wait_flushed)
 
@@ -285,21 +229,7 @@ class CacheCalls:
         self._sink_names((check_text("sink", sink),))
         await self.system.notifier.ask(Resync(sink), deadline=at)
 
-    def _sink_names(self, sinks: Collection[str] | None) -> tuple[str, ...] | None:
-        names = check_names("sinks", sinks)
-        unknown = set(names or ()) - self.sinks.keys()
-        if unknown:
-            raise ValueError(
-                f"there is no sink {min(unknown)!r} (sinks: {', '.join(self.sinks) or 'none'})"
-            )
-        return names
-
     # -- inspection
-
-    @property
-    def sinks(self) -> dict[str, Sink]:
-        """The flush sinks by name."""
-        return self.system.sinks
 
     def statistics(self) -> CacheStatistics:
         """The statistics of every actor, as of now."""

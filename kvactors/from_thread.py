@@ -6,18 +6,20 @@ import asyncio
 import concurrent.futures
 import functools
 import inspect
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from kvactors.arguments import check_seconds
+from kvactors.arguments import Media, check_seconds
 from kvactors.calls import CacheCalls
 from kvactors.deprecated import renamed
 from kvactors.errors import CacheClosed, DeadlineExceeded, WrongLoop
 from kvactors.lease import AFTER_LOADS, Hits, Lease
+from kvactors.lookup import FreeBlocks, PromptHits
 from kvactors.observe.health import Health
 from kvactors.observe.statistics import CacheStatistics
+from kvactors.types import Tokens
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -189,6 +191,23 @@ class FromThread:
     def namespace(self) -> str:
         """See `KVCache.namespace`."""
         return self._cache.namespace
+
+    def lookup(
+        self,
+        tokens: Tokens,
+        *,
+        extra_keys: Sequence[Media] = (),
+        salt: str | None = None,
+        lora: str | None = None,
+        deadline: float | None = None,
+    ) -> PromptHits:
+        """See `KVCache.lookup`."""
+        call = partial(self._cache.lookup, tokens, extra_keys=extra_keys, salt=salt, lora=lora)
+        return self._call(partial(self._now, call), deadline)
+
+    def free_blocks(self, *, deadline: float | None = None) -> FreeBlocks:
+        """See `KVCache.free_blocks`."""
+        return self._call(partial(self._now, self._cache.free_blocks), deadline)
 
     def statistics(self, *, deadline: float | None = None) -> CacheStatistics:
         """See `KVCache.statistics`."""

@@ -73,6 +73,10 @@ void bind_tree(nb::module_& m) {
             const Busy tree_busy(t.busy), path_busy(p.busy);
             return match_tuple(without_gil(p.tokens.size(), [&] { return t.peek(p, limit_of(max_blocks)); }));
         }, "path"_a, "max_blocks"_a = -1)
+        .def("referenced_run", [](PyTree& t, PyPath& p, Id max_blocks) {
+            const Busy tree_busy(t.busy), path_busy(p.busy);
+            return without_gil(p.tokens.size(), [&] { return t.referenced_run(p, limit_of(max_blocks)); });
+        }, "path"_a, "max_blocks"_a = -1)
         .def("trim", [](PyTree& t, PyPath& p, Id held) {
             const Change change(t);
             const Busy busy(p.busy);

@@ -97,6 +97,7 @@ public:
 
     // tree_match.cpp
     Match peek(const Path& path, u32 limit);
+    u32 referenced_run(const Path& path, u32 limit);
     Match pin(Path& path, u32 limit);
     std::vector<u32> trim(Path& path, u32 held);
     std::vector<u32> retreat(Path& path, u32 blocks);

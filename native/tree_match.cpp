@@ -47,6 +47,15 @@ Match Tree::peek(const Path& path, u32 limit) {
     return describe(scratch_);
 }
 
+// References are closed upwards, so the referenced nodes of a path are a leading run.
+u32 Tree::referenced_run(const Path& path, u32 limit) {
+    require(path);
+    walk(path, limit, scratch_);
+    u32 run = 0;
+    while (run < scratch_.size() && at(scratch_[run]).refs != 0 && (at(scratch_[run]).bits & kDevice) != 0) ++run;
+    return run;
+}
+
 // Nodes of the device run stop being offloaded. A node beyond the run continues: its parent has
 // left the device, and keeping it would leave a hole above it. The match of a path that holds nodes
 // already, and no block beyond them, continues where it ends.

@@ -43,6 +43,7 @@ class IndexCore:
         ops, tickets = count(1), count(1)
         self.index = index
         self.roots = roots
+        self.settings = settings
         self.held = HeldRequests(tickets)
         self.clears = Clears(ops)
         self.announcements = news = Announcements(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvactors.storage.clears import Clears
@@ -71,6 +71,19 @@ class CheckedInventory:
         return not self._clears.pending and self._calls.call(
             "holds", lambda: bool(self._inner.holds(key)), False
         )
+
+    def held_run(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run of keys that `probe` would find now. None of them counts as
+        used. 0 for a store that lists no keys."""
+        calls = self._calls
+        if self._clears.closed or calls.breaker.state() == "open" or calls.overdue():
+            return 0
+        holds = self._inner.holds
+
+        def run() -> int:
+            return next((i for i, key in enumerate(keys) if not holds(key)), len(keys))
+
+        return calls.number("holds", calls.call("holds", run, 0), len(keys))
 
     def take_removed(self) -> list[bytes]:
         """See `Backend.take_removed`."""

@@ -180,6 +180,8 @@ def kinds():
     }
 
 
+SYNCHRONOUS = ("lookup", "count_divergent_blocks", "keys")
+"""Methods that take a deadline in other threads only."""
 TOKENS = {"tokens": "tokens"}
 REQUEST = {"extra_keys": "media", "salt": "text", "lora": "text"}
 CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
@@ -195,6 +197,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
         },
     ),
     (KVCache, "prefetch"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST, "deadline": "seconds"}),
+    (KVCache, "lookup"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST}),
     (KVCache, "clear"): ({}, {"storage": "flag", "deadline": "seconds"}),
     (KVCache, "pause"): ({}, {"deadline": "seconds"}),
     (KVCache, "resume"): ({}, {"deadline": "seconds"}),
@@ -218,11 +221,11 @@ for (owner, method), (valid, arguments) in list(CALLS.items()):
         valid,
         (
             {**arguments, "deadline": "seconds"}
-            if method in ("count_divergent_blocks", "count_divergent_blocks_slices", "keys")
+            if method in (*SYNCHRONOUS, "count_divergent_blocks_slices")
             else arguments
         ),
     )
-for method in ("statistics", "health", "check", "check_slices"):
+for method in ("free_blocks", "statistics", "health", "check", "check_slices"):
     CALLS[FromThread, method] = {}, {"deadline": "seconds"}
 NOT_CHECKED = {"self", "kind", "error", "trace"}
 EARLIER = {
@@ -248,7 +251,7 @@ def wrong_calls():
                 ):
                     continue
                 found.append((owner, method, name, kind, position))
-        if method in ("acquire", "prefetch"):
+        if method in ("acquire", "prefetch", "lookup"):
             found += [(owner, method, "tokens", "prompt", position) for position in range(3)]
     return found
 

@@ -251,6 +251,10 @@ class PathRules(RuleBasedStateMachine):
     @rule(index=which, limit=st.integers(-1, MAX_BLOCKS))
     def peek(self, index: int, limit: int) -> None:
         self.same("peek", self.trees, limit, lease=Lease(*self.probe(index), self.trees))
+        run = self.same(
+            "referenced_run", self.trees, limit, lease=Lease(*self.probe(index), self.trees)
+        )
+        REACHED["referenced by another path"] += bool(run)
 
     def probe(self, index: int) -> tuple[Path, PathModel]:
         """A fresh path with the tokens and extra keys of one we have."""

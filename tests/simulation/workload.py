@@ -4,6 +4,7 @@ and orders to the whole cache."""
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ class Client(CacheClient):
     def __init__(self, world: World, number: int) -> None:
         super().__init__(world, number)
         self.story: list[int] = []  # of a conversation of many turns
+        # Apart from `rng`, so that look-ups leave the draws of a seed as they are.
+        self.look_rng = random.Random(world.drawn.seed * 2003 + number)
         self.requests = self.answered = 0
 
     async def run(self) -> None:
@@ -126,11 +129,31 @@ class Client(CacheClient):
                 return
             await asyncio.sleep(self.rng.choice((0.0, 0.005)))
 
+    def look(self, prompt: Prompt) -> None:
+        """Look a prompt up: nothing changes by it, and what it finds is in bounds."""
+        cache, world = self.world.cache, self.world
+        prefix, before = world.system.index_actor.core, cache.free_blocks()
+        tree = prefix.index.tree.statistics()
+        hits = cache.lookup(
+            prompt.tokens, extra_keys=prompt.media, salt=prompt.salt, lora=prompt.lora
+        )
+        if cache.free_blocks() != before or prefix.index.tree.statistics() != tree:
+            world.violated("a look-up changed the index")
+        full = len(prompt.tokens) // BLOCK
+        if not (hits.blocks <= full and 0 <= hits.new_blocks <= full + 1 - hits.device):
+            world.violated(f"a look-up found {hits} of {full} blocks")
+        if before.free + before.evictable > before.total or min(before) < 0:
+            world.violated(f"free blocks do not add up: {before}")
+        world.seen["looked up"] += 1
+        world.seen["looked up with hits"] += hits.blocks > 0
+
     async def _serve(self, prompt: Prompt) -> bool:
         """Serve one lease. Returns whether the request is over."""
         rng, cache = self.rng, self.world.cache
         deadline = rng.choice((0.02, 0.2, 1.0, 3.0))
         wait, incarnation = rng.random() < 0.9, self.world.system.index.incarnation
+        if self.look_rng.random() < 0.2:
+            self.look(prompt)
         lease = await self.ask(
             "acquire",
             lambda: cache.acquire(

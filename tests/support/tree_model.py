@@ -68,6 +68,13 @@ class TreeModel:
         run = next((i for i, node in enumerate(found) if not node.bits & DEVICE), len(found))
         return run, bytes(node.bits for node in found[run:])
 
+    def referenced_run(self, path: PathModel, max_blocks: int = -1) -> int:
+        """Leading resident blocks that a path references."""
+        self._own(path)
+        found = self._walk(path, max_blocks)
+        free = (i for i, node in enumerate(found) if not node.bits & DEVICE or not node.refs)
+        return next(free, len(found))
+
     def trim(self, path: PathModel, held: int) -> list[int]:
         """Give back references beyond `held`."""
         self._own(path)

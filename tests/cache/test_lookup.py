@@ -1,0 +1,194 @@
+"""Look-ups: they find what an acquire would find, by tier, and change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import kvactors
+from kvactors.actor.clock import now
+from kvactors.lease import Hits
+from tests.support.cache import BLOCK, opened, prompt, serve
+
+HOST = {"slots": 8, "transit_slots": 16}
+STORE = {"backend": "memory", "write_policy": "write_through"}
+
+
+async def fill_tiers(cache):
+    """A prompt with blocks on the device, in host memory and in the store. Returns it."""
+    tokens = prompt(1, 6, tail=1)
+    await serve(cache, "first", tokens)
+    await cache.wait_idle()
+    return tokens
+
+
+async def test_hits_by_tier_are_those_of_an_acquire():
+    """The blocks of a prompt move down tier by tier as other prompts come. At each step the look-up
+    equals the hits of the lease that is acquired next."""
+    seen = set()
+    for others in range(5):
+        async with opened(device=8, host={**HOST, "slots": 4}, storage=STORE) as cache:
+            tokens = await fill_tiers(cache)
+            for other in range(others):
+                await serve(cache, "other", prompt(10 + other, 4))
+                await cache.wait_idle()
+            hits = cache.lookup(tokens)
+            lease = await cache.acquire("again", tokens)
+            await lease.wait_ready()
+            assert hits == lease.hits
+            assert hits.blocks == lease.cached_tokens // BLOCK
+            seen.update(name for name, count in zip(hits._fields, hits, strict=True) if count)
+            await lease.finish()
+    assert seen == {"device", "host", "storage"}
+
+
+async def test_hits_in_tokens_and_the_blocks_that_a_prompt_needs():
+    async with opened(device=16) as cache:
+        await serve(cache, "first", prompt(1, 3))
+        hits = cache.lookup(prompt(1, 3) + prompt(2, 2, tail=1))
+        assert (hits, hits.tokens) == (Hits(3, 0, 0), Hits(3 * BLOCK, 0, 0))
+        assert hits.cached_tokens == 3 * BLOCK
+        assert (hits.num_tokens, hits.block_size) == (5 * BLOCK + 1, BLOCK)
+        assert hits.new_blocks == 3
+        before = cache.free_blocks()
+        lease = await cache.acquire("r", prompt(1, 3) + prompt(2, 2, tail=1))
+        assert cache.free_blocks().available == before.available - hits.new_blocks - hits.device
+        await lease.finish()
+
+
+async def test_the_last_token_of_a_full_hit_is_left_to_compute():
+    async with opened(device=16) as cache:
+        await serve(cache, "first", prompt(1, 3))
+        assert cache.lookup(prompt(1, 3)) == Hits(2, 0, 0)
+
+
+@pytest.mark.parametrize("scope", [{"salt": "s"}, {"lora": "l"}, {"salt": ""}])
+async def test_hits_are_of_the_same_scope(scope):
+    tokens = prompt(1, 3, tail=1)
+    async with opened(device=16) as cache:
+        await serve(cache, "first", tokens, **scope)
+        assert (cache.lookup(tokens).blocks, cache.lookup(tokens, **scope).blocks) == (0, 3)
+        await cache.set_namespace("other")
+        assert cache.lookup(tokens, **scope).blocks == 0
+
+
+async def test_a_media_item_is_hit_whole_or_not_at_all():
+    tokens = prompt(1, 4)
+    image = [(BLOCK + 1, 2 * BLOCK, "image")]
+    other = [(BLOCK + 1, 2 * BLOCK, "other")]
+    async with opened(device=16) as cache:
+        await serve(cache, "first", tokens[: 3 * BLOCK + 1], extra_keys=image)
+        assert cache.lookup(tokens, extra_keys=other) == Hits(1, 0, 0)
+        assert cache.lookup(tokens, extra_keys=image) == Hits(1, 0, 0)
+    async with opened(device=16, cache={"split_media": True}) as cache:
+        await serve(cache, "first", tokens[: 3 * BLOCK + 1], extra_keys=image)
+        assert cache.lookup(tokens, extra_keys=image) == Hits(3, 0, 0)
+
+
+async def test_a_lookup_takes_and_touches_nothing():
+    """The block that was used least recently is evicted first, however often it was looked up."""
+    old, new = prompt(1, 2), prompt(2, 2)
+    async with opened(device=4) as cache:
+        await serve(cache, "old", old)
+        await serve(cache, "new", new)
+        before = cache.statistics().prefix
+        for _ in range(3):
+            assert cache.lookup(old).device == 1
+        assert cache.statistics().prefix == before
+        await serve(cache, "third", prompt(3, 2))
+        assert (cache.lookup(old).device, cache.lookup(new).device) == (0, 1)
+
+
+async def test_blocks_of_a_store_that_fails_are_not_hits(monkeypatch):
+    def broken(key):
+        raise RuntimeError("broken")
+
+    tokens = prompt(1, 3, tail=1)
+    async with opened(device=4, storage=STORE) as cache:
+        await serve(cache, "first", tokens)
+        await cache.wait_idle()
+        await serve(cache, "other", prompt(2, 4))
+        await cache.wait_idle()
+        assert cache.lookup(tokens).storage == 3
+        with monkeypatch.context() as patched:
+            patched.setattr(cache.system.store.inner, "holds", broken)
+            assert cache.lookup(tokens).storage == 0
+        breaker = cache.system.store.breaker
+        with monkeypatch.context() as patched:
+            patched.setattr(type(breaker), "state", lambda _: "open")
+            assert cache.lookup(tokens).storage == 0
+        assert cache.lookup(tokens).storage == 3
+
+
+async def test_too_few_blocks_in_the_store_are_not_hits():
+    tokens = prompt(1, 3, tail=1)
+    for least, found in ((3, 3), (4, 0)):
+        async with opened(device=4, storage={**STORE, "min_fetch_blocks": least}) as cache:
+            await serve(cache, "first", tokens)
+            await cache.wait_idle()
+            await serve(cache, "other", prompt(2, 4))
+            await cache.wait_idle()
+            assert cache.lookup(tokens) == Hits(0, 0, found)
+
+
+async def test_loads_in_flight_count_as_hits_that_need_no_block():
+    tokens = prompt(1, 3, tail=1)
+    async with opened(device=4, host=HOST) as cache:
+        await serve(cache, "first", tokens)
+        await cache.wait_idle()
+        await serve(cache, "other", prompt(2, 4))
+        await cache.wait_idle()
+        assert cache.lookup(tokens) == Hits(0, 3, 0)
+        assert cache.lookup(tokens).new_blocks == 4
+        lease = await cache.acquire("again", tokens)
+        assert lease.pending
+        hits = cache.lookup(tokens)
+        assert (hits, hits.new_blocks) == (Hits(0, 3, 0), 1)
+        await lease.wait_ready()
+        assert cache.lookup(tokens) == Hits(3, 0, 0)
+        await lease.finish()
+
+
+async def test_free_blocks_adds_up():
+    async with opened(device=8, host=HOST) as cache:
+        assert cache.free_blocks() == (8, 8, 0, 0)
+        lease = await cache.acquire("r", prompt(1, 3))
+        assert cache.free_blocks() == (8, 5, 0, 0)
+        await lease.finish(3 * BLOCK)
+        assert cache.free_blocks() == (8, 5, 3, 0)
+        assert cache.free_blocks().available == 8
+
+
+async def test_lookups_are_refused_once_the_cache_is_closed():
+    async with opened() as cache:
+        pass
+    with pytest.raises(kvactors.CacheClosed):
+        cache.lookup([1])
+    with pytest.raises(kvactors.CacheClosed):
+        cache.free_blocks()
+
+
+async def test_other_threads_look_up_while_requests_come_and_go():
+    """Each thread finds its prompt cached, and the number of blocks adds up."""
+    tokens = prompt(1, 3, tail=1)
+    async with opened(device=64) as cache:
+        await serve(cache, "first", tokens)
+        blocked = await asyncio.to_thread(cache.from_thread.lookup, tokens)
+        assert blocked == Hits(3, 0, 0)
+
+        def look():
+            for _ in range(50):
+                assert cache.from_thread.lookup(tokens) == Hits(3, 0, 0)
+                found = cache.from_thread.free_blocks()
+                assert 0 <= found.free + found.evictable <= found.total == 64
+
+        until = now() + 60.0
+        threads = [asyncio.ensure_future(asyncio.to_thread(look)) for _ in range(3)]
+        number = 0
+        while not all(thread.done() for thread in threads) and now() < until:
+            number += 1
+            await serve(cache, "r", prompt(number % 5, 4))
+        await asyncio.gather(*threads)
+        with pytest.raises(kvactors.WrongLoop):
+            cache.from_thread.lookup(tokens)
