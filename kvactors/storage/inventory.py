@@ -15,6 +15,11 @@ class Inventory:
     """The inventory of a store that several nodes share: it answers for no keys, so nothing is
     reported to indexes."""
 
+    @property
+    def lists_keys(self) -> bool:
+        """Whether `keys` returns every key of the store."""
+        return type(self).keys is not Inventory.keys
+
     def keys(self) -> list[bytes]:
         """See `Backend.keys`."""
         return []
@@ -57,6 +62,11 @@ class OwnedInventory(Inventory):
         self.catalog = Catalog(capacity)
         self.pending: set[bytes] = set()
         self.answerable = answerable
+
+    @property
+    def lists_keys(self) -> bool:
+        """See `Inventory.lists_keys`."""
+        return self.answerable
 
     def keys(self) -> list[bytes]:
         """See `Backend.keys`."""

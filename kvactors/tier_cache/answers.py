@@ -78,7 +78,7 @@ class TierStatistics(NamedTuple):
         unsaved: evicted keys that were to be saved, and that storage did not hold.
         fetched: keys that came from storage, verified.
         failed_fetches: keys that storage did not return: corrupt, missing, late, no answer.
-        refused_fetches: look-ups of stored keys that were misses since no host slot could be had.
+        refused_fetches: stored keys that became misses because no host slot was free for too long.
         saved: keys written to storage, or found there.
         failed_saves: keys that storage did not take.
         fetched_bytes, saved_bytes: bytes read and written.

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any
 
-from kvactors.cpu_evictor.policy import POLICIES
-from kvactors.cpu_evictor.slots import HostTier
 from kvactors.errors import ConfigError
 from kvactors.fork import SYSTEMS
 from kvactors.tier_cache.answers import (
@@ -21,16 +19,14 @@ from kvactors.tier_cache.answers import (
     TierHealth,
     TierStatistics,
 )
-from kvactors.tier_cache.counters import TierCounters
-from kvactors.tier_cache.event_log import EventLog
 from kvactors.tier_cache.owner import CLOSED, Owner
-from kvactors.tier_cache.save_policy import SaveQueue
 from kvactors.tier_cache.settings import TierConfig, checked_config
 from kvactors.tier_cache.slot_memory import SlotMemory
-from kvactors.tier_cache.slot_table import HIT, MISS, SlotTable
-from kvactors.tier_cache.storage_moves import StorageMoves
+from kvactors.tier_cache.slot_table import HIT, MISS
+from kvactors.tier_cache.storage_tier import StorageTier
 from kvactors.tier_cache.stores import make_storage
-from kvactors.types import Reason, Tier
+from kvactors.tier_cache.tiers import Tiers
+from kvactors.types import Tier
 
 
 class TierCache:
@@ -49,9 +45,18 @@ class TierCache:
     Args:
         config: settings.
         memory: the host slots. Its slots and bytes must be those of the config.
+        storage: a storage tier in place of the one that the config describes, not opened yet.
+        clock: the time of time-outs.
     """
 
-    def __init__(self, config: TierConfig, memory: SlotMemory) -> None:
+    def __init__(
+        self,
+        config: TierConfig,
+        memory: SlotMemory,
+        *,
+        storage: StorageTier | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if (memory.num_slots, memory.block_bytes) != (config.num_slots, config.block_bytes):
             raise ConfigError(
                 f"memory of {memory.num_slots} slots of {memory.block_bytes} bytes, and the config "
@@ -59,22 +64,12 @@ class TierCache:
             )
         self.config = config
         self.memory = memory
-        policy = POLICIES[config.policy]()
-        self._tier = HostTier(config.num_slots, config.num_slots, policy=policy)
-        self._slots = SlotTable(self._tier)
-        self._events = EventLog([Tier[name.upper()] for name in config.events])
-        self._counters = TierCounters()
-        self._moves = self._make_moves()
-        self._results: deque[Any] = deque() if self._moves is None else self._moves.storage.results
+        if storage is None and config.storage.backend != "none":
+            storage = make_storage(config, clock=clock)
+        self._tiers = Tiers(config, memory, storage, clock)
+        self._slots, self._moves = self._tiers.slots, self._tiers.moves
+        self._results: deque[Any] = deque() if storage is None else storage.results
         self._owner = Owner(self._open)
-
-    def _make_moves(self) -> StorageMoves | None:
-        settings = self.config.storage
-        if settings.backend == "none":
-            return None
-        storage = make_storage(self.config)
-        saves = SaveQueue(settings.write_policy, settings.min_hits, self._tier, storage.contains)
-        return StorageMoves(self._slots, self.memory, storage, saves, self._events, self._counters)
 
     # -- threads
 
@@ -120,11 +115,16 @@ class TierCache:
 
     # -- look-up
 
-    def lookup(self, key: bytes) -> Lookup:
+    def lookup(self, key: bytes, *, storage: bool = True) -> Lookup:
         """Where a key is: HIT, PENDING or MISS.
 
         A key that only storage has is PENDING, and is fetched into a host slot once the step has
-        ended, or the key is asked for again. If that fails, or no slot can be had, it is a MISS.
+        ended, or the key is asked for again. If that fails, it is a MISS. While no slot is free it
+        is PENDING for `storage.slot_timeout` seconds at most, and a MISS then.
+
+        Args:
+            key: the engine's name of a block.
+            storage: whether storage is looked at. If not, a key without a slot is a MISS.
 
         Raises:
             WrongThread: another thread owns the cache.
@@ -136,13 +136,14 @@ class TierCache:
         found = self._slots.lookup(key)
         if found is HIT or self._moves is None:
             return found
-        return self._moves.lookup(key) if found is MISS else self._moves.pending(key)
+        if found is MISS:
+            return self._moves.lookup(key) if storage else MISS
+        return self._moves.pending(key)
 
     def source(self, key: bytes) -> Tier:
         """The tier that a key's bytes came from when it was last fetched or stored: STORAGE until
         its first load has completed, then HOST."""
-        fetched = self._moves is not None and key in self._moves.from_storage
-        return Tier.STORAGE if fetched else Tier.HOST
+        return self._tiers.source(key)
 
     def end_step(self) -> None:
         """A step of the engine's scheduler has ended: keys answered HIT may be evicted, unless a
@@ -150,9 +151,7 @@ class TierCache:
         if self._owner.hands_over(self.end_step):
             return
         self._enter()
-        self._slots.end_step(time.monotonic())
-        if self._moves is not None:
-            self._moves.submit()
+        self._tiers.end_step()
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Keys of a path were used, in the order of the path. Keys without a slot are ignored."""
@@ -160,9 +159,7 @@ class TierCache:
         if self._owner.hands_over(partial(self.touch, keys)):
             return
         self._enter()
-        self._slots.touch(keys)
-        if self._moves is not None:
-            self._moves.saves.on_touched(keys)
+        self._tiers.touch(keys)
 
     # -- copies from the device to host slots
 
@@ -189,17 +186,7 @@ class TierCache:
         keys = checked_keys(keys)
         if parents is not None and len(parents) != len(keys):
             raise ValueError(f"{len(parents)} parents of {len(keys)} keys")
-        found = self._slots.prepare_store(keys, parents)
-        if found is not None and found.evicted:
-            self._on_evicted(found.evicted)
-        return found
-
-    def _on_evicted(self, keys: tuple[bytes, ...]) -> None:
-        if self._moves is not None:
-            self._moves.on_evicted(keys)
-            return
-        self._counters.evicted += len(keys)
-        self._events.record(Tier.HOST, False, keys, Reason.CPU_EVICTION)
+        return self._tiers.prepare_store(keys, parents)
 
     def complete_store(self, keys: Iterable[bytes], success: bool = True) -> None:
         """Copies to host slots have ended.
@@ -215,12 +202,7 @@ class TierCache:
         if self._owner.hands_over(partial(self.complete_store, keys, success)):
             return
         self._enter()
-        landed = self._slots.complete_store(keys, success)
-        self._counters.stored += len(landed)
-        self._counters.failed_stores += 0 if success else len(keys)
-        self._events.record(Tier.HOST, True, [block.hash for block in landed], Reason.OFFLOAD)
-        if self._moves is not None:
-            self._moves.on_stored(landed)
+        self._tiers.complete_store(keys, success)
 
     # -- copies from host slots to the device
 
@@ -237,11 +219,7 @@ class TierCache:
         """
         self._enter()
         keys = checked_keys(keys)
-        slots = self._slots.prepare_load(keys)
-        new = self._moves.from_storage.intersection(keys) if self._moves is not None else ()
-        self._counters.storage_hits += len(new)
-        self._counters.host_hits += len(keys) - len(new)
-        return slots
+        return self._tiers.prepare_load(keys)
 
     def complete_load(self, keys: Iterable[bytes]) -> None:
         """Copies from host slots have ended, well or not.
@@ -253,9 +231,7 @@ class TierCache:
         if self._owner.hands_over(partial(self.complete_load, keys)):
             return
         self._enter()
-        self._slots.complete_load(keys)
-        if self._moves is not None:
-            self._moves.from_storage.difference_update(keys)
+        self._tiers.complete_load(keys)
 
     def copies_in_flight(self) -> CopiesInFlight:
         """The stores and loads that were begun and not completed: at a `reset`, those to complete
@@ -265,44 +241,43 @@ class TierCache:
 
     # -- the rest
 
-    def reset(self, *, storage: bool = True) -> None:
-        """Forget every key, in storage too unless `storage` is false.
+    def reset(self, *, storage: bool = False) -> None:
+        """Forget every key of the host tier.
 
         The slot of a copy in flight is free when the copy completes, and its key cannot be stored
-        again before.
+        again before. Stored objects stay, and are found by later look-ups.
+
+        Args:
+            storage: whether to delete every stored object of this identity as well, in a pool
+                those of all nodes. Needed where the same keys stand for other bytes from now on
+                (new weights under the same `model` and `identity`). The objects are out of reach at
+                once. `has_pending_work` is true until they are deleted, and a process that is
+                killed before may leave some.
         """
         if self._owner.hands_over(partial(self.reset, storage=storage)):
             return
         self._enter()
-        self._events.record(Tier.HOST, False, self._slots.reset(), Reason.CLEAR)
-        if self._moves is not None:
-            self._moves.reset(storage=storage)
+        self._tiers.reset(storage=storage)
 
     def take_events(self) -> list[TierEvent]:
         """Changes of the tiers in `TierConfig.events` since the last call."""
         self._enter()
-        return self._events.take()
+        return self._tiers.events.take()
 
     def has_pending_work(self) -> bool:
         """Whether copies, fetches or saves are in flight or queued, or calls of other threads
         wait. Calls of `end_step` bring all but the engine's copies to their end."""
-        pending = 0 if self._moves is None else self._moves.pending_work
-        return self._slots.in_flight + pending + len(self._owner.handed) > 0
+        return self._tiers.pending_work + len(self._owner.handed) > 0
 
     def statistics(self) -> TierStatistics:
         """Counters and sizes."""
-        return self._counters.statistics(
-            slots=self._tier.num_slots,
-            resident=self._tier.resident,
-            pinned=self._tier.pinned,
-            stored_objects=0 if self._moves is None else self._moves.storage.objects,
-        )
+        return self._tiers.statistics()
 
     def health(self) -> TierHealth:
         """Whether every tier works."""
         if self._owner.thread == CLOSED:
             return TierHealth("closed", ())
-        trouble = "" if self._moves is None else self._moves.storage.trouble
+        trouble = self._tiers.trouble
         return TierHealth("degraded", (f"storage: {trouble}",)) if trouble else OK
 
     def shutdown(self) -> None:

@@ -10,12 +10,12 @@ class TierCounters:
 
     def __init__(self) -> None:
         self.host_hits = self.storage_hits = self.stored = self.failed_stores = 0
-        self.evicted = self.unsaved = self.refused_fetches = 0
+        self.evicted = self.unsaved = 0
         self.fetched = self.failed_fetches = self.fetched_bytes = 0
         self.saved = self.failed_saves = self.saved_bytes = 0
 
     def statistics(
-        self, *, slots: int, resident: int, pinned: int, stored_objects: int
+        self, *, refused_fetches: int, slots: int, resident: int, pinned: int, stored_objects: int
     ) -> TierStatistics:
         """The counters, with sizes of this moment."""
         return TierStatistics(
@@ -27,7 +27,7 @@ class TierCounters:
             unsaved=self.unsaved,
             fetched=self.fetched,
             failed_fetches=self.failed_fetches,
-            refused_fetches=self.refused_fetches,
+            refused_fetches=refused_fetches,
             saved=self.saved,
             failed_saves=self.failed_saves,
             fetched_bytes=self.fetched_bytes,

@@ -38,6 +38,7 @@ class TierStorage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         write_policy: none, write_through (once stored on the host), write_through_selective (once
             touched `min_hits` times), write_back (ahead of eviction from the host).
         timeout: seconds one batch may take. A fetch that takes longer is a miss.
+        slot_timeout: seconds for which a stored key waits for a host slot. Then it is a miss.
         open_timeout, close_timeout: seconds that opening and closing may take.
     """
 
@@ -56,6 +57,7 @@ class TierStorage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     )
     min_hits: int = 2
     timeout: float = 10.0
+    slot_timeout: float = 1.0
     open_timeout: float = 60.0
     close_timeout: float = 5.0
 
@@ -122,6 +124,10 @@ def _check_storage(storage: TierStorage) -> None:
     for name in ("timeout", "open_timeout", "close_timeout", "min_hits", "io_depth", "ranks"):
         if not 0 < getattr(storage, name) < float("inf"):
             raise ConfigError(f"storage.{name} must be positive, not {getattr(storage, name)}")
+    if not 0 <= storage.slot_timeout < float("inf"):
+        raise ConfigError(
+            f"storage.slot_timeout must be at least 0 and finite, not {storage.slot_timeout}"
+        )
     if storage.capacity_blocks is not None and storage.capacity_blocks < 1:
         raise ConfigError(
             f"storage.capacity_blocks must be at least 1, not {storage.capacity_blocks}"

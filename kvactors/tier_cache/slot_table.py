@@ -36,6 +36,8 @@ class SlotTable:
         self._named: set[bytes] = set()  # parents of the blocks, and of some that have left
         self._stores: dict[bytes, HostBlock] = {}  # copies to the host, in the order of begin
         self._loads: dict[bytes, tuple[HostBlock, int]] = {}  # block, and loads of it in flight
+        self._steps = 0
+        self._full: tuple[int, int, int] | None = None  # when no single slot could be had
 
     def lookup(self, key: bytes) -> Lookup:
         """Whether a key is in a slot. A HIT is held until `end_step`."""
@@ -51,6 +53,7 @@ class SlotTable:
 
     def end_step(self, now: float) -> None:
         """Release the blocks that were held for the engine's step."""
+        self._steps += 1
         self.held.clear()
         while self.awaited:
             key, until = next(iter(self.awaited.items()))
@@ -119,7 +122,7 @@ class SlotTable:
         """Whether a key has a slot, or had one that a copy still uses."""
         return key in self._blocks or key in self._stores or key in self._loads
 
-    def make_room(self, count: int, keys: Iterable[bytes] = ()) -> list[bytes] | None:
+    def make_room(self, count: int, keys: Sequence[bytes] = ()) -> list[bytes] | None:
         """Evict until `count` slots are free.
 
         Args:
@@ -133,12 +136,22 @@ class SlotTable:
         lacking = count - self.tier.free
         if lacking <= 0:
             return []
+        if self._full is not None and self._full == self._moment:
+            return None  # every look-up of a step would search all slots in vain
         victims = self.tier.victims(lacking, self.held.union(keys, self.awaited))
         if len(victims) < lacking:
+            if not (victims or keys):
+                self._full = self._moment
             return None
         for block in victims:
             self.tier.drop(block)
         return [block.hash for block in victims]
+
+    @property
+    def _moment(self) -> tuple[int, int, int]:
+        """While this stays the same, no block becomes evictable: until the end of the step more
+        blocks are held, and none is released."""
+        return self.tier.changes, self._steps, len(self.awaited)
 
     def complete_store(self, keys: Iterable[bytes], success: bool) -> list[HostBlock]:
         """Copies to the host have ended.

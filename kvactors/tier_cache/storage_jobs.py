@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvactors.tier_cache.views import ObjectViews
+
+JobKind = Literal["store", "load", "lookup"]
 
 
 class StorageResult(NamedTuple):
@@ -15,22 +16,27 @@ class StorageResult(NamedTuple):
 
     Attributes:
         job: the name that the caller gave it.
-        saved: whether it was a store (True) or a load (False).
+        kind: whether it was a store, a load or a look-up.
         keys: of the job.
-        ok: one bool a key: stored now or before, or loaded and verified.
+        ok: one bool a key: stored now or before, loaded and verified, or found.
         removed: keys that left the store during the job, of this job or others, as far as this
             process has used them.
-        nbytes: bytes of the keys that are ok.
+        nbytes: bytes of the keys that are ok. 0 for a look-up.
         seconds: from the submission to the end.
     """
 
     job: Hashable
-    saved: bool
+    kind: JobKind
     keys: tuple[bytes, ...]
     ok: tuple[bool, ...]
     removed: tuple[bytes, ...]
     nbytes: int
     seconds: float
+
+    @property
+    def saved(self) -> bool:
+        """Whether it was a store."""
+        return self.kind == "store"
 
 
 class StorageJob:
@@ -38,14 +44,14 @@ class StorageJob:
 
     Attributes:
         name: the caller's.
-        save: whether objects are written (True) or read (False).
+        kind: whether objects are written, read, or looked up.
         keys: the caller's keys.
         names: of the objects, 32 bytes each.
-        regions: memory of each object.
+        regions: memory of each object. Empty for a look-up.
         generation: clears that came before the job.
         began: time of the submission.
         deadline: keys that were not begun by then fail.
-        done: set when the job has ended.
+        done: receives the result when the job has ended.
     """
 
     __slots__ = (
@@ -54,29 +60,31 @@ class StorageJob:
         "done",
         "generation",
         "keys",
+        "kind",
         "name",
         "names",
         "regions",
-        "save",
     )
 
     def __init__(
         self,
         name: Hashable,
         *,
-        save: bool,
+        kind: JobKind,
         keys: Sequence[bytes],
         names: Sequence[bytes],
         regions: Sequence[ObjectViews],
         generation: int,
+        began: float,
         timeout: float,
     ) -> None:
         self.name = name
-        self.save = save
+        self.kind = kind
         self.keys = tuple(keys)
         self.names = tuple(names)
         self.regions = tuple(regions)
         self.generation = generation
-        self.began = time.monotonic()
-        self.deadline = self.began + timeout
-        self.done: Future[None] = Future()
+        self.began = began
+        self.deadline = began + timeout
+        self.done: Future[StorageResult] = Future()
+        self.done.set_running_or_notify_cancel()  # the caller cannot cancel it

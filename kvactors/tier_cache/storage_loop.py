@@ -1,4 +1,4 @@
-"""The thread that runs a store: its event loop, and the jobs in flight."""
+"""Jobs of a storage tier, on the event loop that runs its store."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from typing import Any
 
-import anyio
-
-from kvactors.errors import KVActorsError, StoreError
+from kvactors.errors import StoreError
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
+from kvactors.storage.presence import lists_keys
 from kvactors.storage.slot_store import SlotStore
-from kvactors.tier_cache.storage_jobs import StorageJob
+from kvactors.tier_cache.storage_jobs import JobKind, StorageJob
 from kvactors.tier_cache.views import ObjectMemory
 
-LOADS, SAVES = 4, 2
+MOST: dict[JobKind, int] = {"load": 4, "store": 2, "lookup": 2}
 """Jobs of each kind that the store works on at a time."""
 
 JobEnd = Callable[[StorageJob, Sequence[bool], Sequence[bytes]], None]
@@ -26,86 +24,88 @@ JobEnd = Callable[[StorageJob, Sequence[bool], Sequence[bytes]], None]
 
 
 class StorageLoop:
-    """Runs jobs against a store. Every method but `run` is called on the loop.
+    """Runs jobs against a store. A `Service`: every method is called on the loop.
 
     Args:
         make: makes the store.
         timeout: seconds that a call to the store may take.
         ended: called when a job has ended.
+        memory: where the objects of jobs are, for stores that register it. None if it is unknown.
+        clock: the time of the jobs' deadlines.
 
     Attributes:
-        loop: the event loop, None before it runs.
         store: the store, None before it is made.
+        lists: whether the store lists its objects.
+        names: of the objects, as listed when the store was opened.
         generation: clears so far. Jobs of an earlier one are not done.
+        clearing: clears in progress.
     """
 
-    def __init__(self, make: Callable[[], SlotStore], timeout: float, ended: JobEnd) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None
+    def __init__(
+        self,
+        make: Callable[[], SlotStore],
+        timeout: float,
+        ended: JobEnd,
+        *,
+        memory: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.store: CheckedBackend | None = None
+        self.lists = True
+        self.names: list[bytes] = []
         self.generation = 0
+        self.clearing = 0
         self._make = make
         self._timeout = timeout
         self._ended = ended
-        self._loads: deque[StorageJob] = deque()
-        self._saves: deque[StorageJob] = deque()
-        self._running = {True: 0, False: 0}
+        self._memory = memory
+        self._clock = clock
+        self._waiting: dict[JobKind, deque[StorageJob]] = {kind: deque() for kind in MOST}
+        self._running: dict[JobKind, int] = dict.fromkeys(MOST, 0)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._stop: asyncio.Future[float] | None = None
 
-    def run(self, opened: Future[list[bytes]], limit: float) -> None:
-        """Open the store, run its jobs and close it.
+    async def open(self) -> None:
+        """Make the store, open it and list its objects.
 
-        Args:
-            opened: receives the names of the store's objects, or a StoreError.
-            limit: seconds that the store may take to open.
+        Raises:
+            StoreError: the store cannot be used.
         """
-        asyncio.run(self._run(opened, limit))
-
-    async def _run(self, opened: Future[list[bytes]], limit: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._stop = loop.create_future()
+        self.store = store = CheckedBackend(self._make(), self._timeout)
         try:
-            self.store = store = CheckedBackend(self._make(), self._timeout)
-            with anyio.fail_after(limit):
-                await store.open()
-        except BaseException as error:
-            if self.store is not None:
-                await self.store.close()
-            known = isinstance(error, KVActorsError)
-            opened.set_exception(
-                error if known else StoreError(f"the store does not open: {error!r}")
-            )
-            return
-        self.loop = loop
-        opened.set_result(store.keys())
-        await self._finish(await self._stop)
-        await store.close()
+            await store.open()
+            if self._memory is not None:
+                await store.attach(self._memory)
+        except BaseException:
+            await store.close()
+            raise
+        self.lists = lists_keys(store.inner)
+        self.names = store.keys() if self.lists else []
 
-    async def _finish(self, limit: float) -> None:
-        """Wait for the jobs, then let those that wait fail."""
-        until = time.monotonic() + limit
-        while self._tasks and time.monotonic() < until:
-            await asyncio.wait(self._tasks, timeout=until - time.monotonic())
-        for job in (*self._loads, *self._saves):
-            self._ended(job, [False] * len(job.keys), ())
-        self._loads.clear()
-        self._saves.clear()
+    async def close(self, limit: float) -> None:
+        """Wait for the jobs, then let those that wait fail, and close the store."""
+        now = asyncio.get_running_loop().time
+        until = now() + limit
+        while self._tasks and (left := until - now()) > 0:
+            await asyncio.wait(self._tasks, timeout=left)
+        for jobs in self._waiting.values():
+            for job in jobs:
+                self._ended(job, [False] * len(job.keys), ())
+            jobs.clear()
+        if self.store is not None:
+            await self.store.close()
 
-    def stop(self, limit: float) -> None:
-        """Begin to end. See `StorageTier.close`."""
-        if self._stop is not None and not self._stop.done():
-            self._stop.set_result(limit)
+    # -- jobs
 
     def accept(self, job: StorageJob) -> None:
         """Run a job when its turn comes."""
-        (self._saves if job.save else self._loads).append(job)
-        self._begin_jobs(job.save)
+        self._waiting[job.kind].append(job)
+        self._begin_jobs(job.kind)
 
-    def _begin_jobs(self, save: bool) -> None:
-        lane, most = (self._saves, SAVES) if save else (self._loads, LOADS)
-        while lane and self._running[save] < most:
-            self._running[save] += 1
-            self._start(self._run_job(lane.popleft()))
+    def _begin_jobs(self, kind: JobKind) -> None:
+        waiting = self._waiting[kind]
+        while waiting and self._running[kind] < MOST[kind]:
+            self._running[kind] += 1
+            self._start(self._run_job(waiting.popleft()))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -116,31 +116,40 @@ class StorageLoop:
         ok, removed = [False] * len(job.keys), list[bytes]()
         try:
             if job.generation == self.generation and self.store is not None:
-                removed = await self._move(self.store, job, ok)
+                if job.kind == "lookup":
+                    ok = await self._look_up(self.store, job)
+                else:
+                    removed = await self._move(self.store, job, ok)
         finally:
-            self._running[job.save] -= 1
-            self._begin_jobs(job.save)
+            self._running[job.kind] -= 1
+            self._begin_jobs(job.kind)
             self._ended(job, ok, removed)
+
+    async def _look_up(self, store: CheckedBackend, job: StorageJob) -> list[bool]:
+        if self.lists:
+            return [store.holds(name) for name in job.names]
+        return await store.ask_each(job.names, lambda: self._clock() >= job.deadline)
 
     async def _move(self, store: CheckedBackend, job: StorageJob, ok: list[bool]) -> list[bytes]:
         """Fill in `ok`. Returns the names that left the store."""
+        save = job.kind == "store"
         memory: dict[int, ObjectMemory] = {}
         for i, region in enumerate(job.regions):
             try:
-                memory[i] = ObjectMemory(region, store.block_bytes, writable=not job.save)
+                memory[i] = ObjectMemory(region, store.block_bytes, writable=not save)
             except (TypeError, ValueError):
                 continue  # a failure of this key
         names = [job.names[i] for i in memory]
         views = [one.view for one in memory.values()]
-        if job.save:
-            written = await store.write(names, views, lambda: time.monotonic() >= job.deadline)
+        if save:
+            written = await store.write(names, views, lambda: self._clock() >= job.deadline)
             outcomes, removed = written.outcomes, written.evicted
         else:
-            read = await store.read(names, views, lambda: time.monotonic() >= job.deadline)
+            read = await store.read(names, views, lambda: self._clock() >= job.deadline)
             outcomes, removed = read.outcomes, read.gone
         for (i, one), outcome in zip(memory.items(), outcomes, strict=True):
-            ok[i] = outcome == Outcome.OK or (job.save and outcome == Outcome.EXISTS)
-            if ok[i] and not job.save:
+            ok[i] = outcome == Outcome.OK or (save and outcome == Outcome.EXISTS)
+            if ok[i] and not save:
                 one.scatter()
         return [*removed, *self._removed_meanwhile(store)]
 
@@ -152,15 +161,19 @@ class StorageLoop:
             store.inventory.acknowledge_removed(removed)
         return removed
 
+    # -- clears
+
     def clear(self, generation: int) -> None:
         """Empty the store. Jobs from before are not done."""
         self.generation = generation
         if self.store is not None:
+            self.clearing += 1
             self._start(self._clear(self.store))
 
-    @staticmethod
-    async def _clear(store: CheckedBackend) -> None:
+    async def _clear(self, store: CheckedBackend) -> None:
         try:
             await store.clear()
         except StoreError:
             return  # logged. The store answers nothing until a clear has succeeded.
+        finally:
+            self.clearing -= 1

@@ -5,7 +5,6 @@ Used by the thread that owns the `TierCache`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
 
@@ -14,15 +13,20 @@ from kvactors.errors import CacheClosed
 from kvactors.tier_cache.answers import Lookup
 from kvactors.tier_cache.counters import TierCounters
 from kvactors.tier_cache.event_log import EventLog
+from kvactors.tier_cache.room_waits import RoomWaits
 from kvactors.tier_cache.save_policy import SaveQueue
 from kvactors.tier_cache.slot_memory import SlotMemory
 from kvactors.tier_cache.slot_table import MISS, PENDING, UNKNOWN, SlotTable
 from kvactors.tier_cache.storage_jobs import StorageResult
 from kvactors.tier_cache.storage_tier import StorageTier
+from kvactors.tier_cache.store_queries import StoreQueries
 from kvactors.types import Reason, Tier
 
 BATCH = 32
 """Blocks of a job at most."""
+
+QUERY = 128
+"""Keys of a look-up at most."""
 
 SAVING = 4
 """One of so many host slots may be pinned by saves."""
@@ -47,6 +51,7 @@ class StorageMoves:
         saves: which blocks are saved.
         events: collects changes.
         counters: of the cache.
+        patience: seconds for which a stored key may wait for a host slot.
     """
 
     def __init__(
@@ -57,10 +62,13 @@ class StorageMoves:
         saves: SaveQueue,
         events: EventLog,
         counters: TierCounters,
+        patience: float,
     ) -> None:
         self.storage = storage
         self.saves = saves
         self.from_storage: set[bytes] = set()  # fetched, and not loaded since
+        self.waits = RoomWaits(patience)
+        self.queries = StoreQueries(storage.timeout)
         self._slots = slots
         self._memory = memory
         self._events = events
@@ -78,19 +86,32 @@ class StorageMoves:
     # -- look-ups
 
     def lookup(self, key: bytes) -> Lookup:
-        """Where a key is that has no host slot. A stored key gets one, and its fetch is queued."""
+        """Where a key is that has no host slot. A stored key gets one, and its fetch is queued.
+        Without a free slot it waits for one."""
         storage = self.storage
-        if not storage.contains(key) or self._slots.is_taken(key) or not self._works(key):
+        if not storage.contains(key):
+            return MISS if storage.lists else self._query(key)
+        if self._slots.is_taken(key) or not self._works(key):
             return MISS
         self._record_stored([key])
         evicted = self._slots.make_room(1)
         if evicted is None:
-            self._counters.refused_fetches += 1
-            return MISS
+            return PENDING if self.waits.may_wait(key, storage.clock()) else MISS
+        self.waits.got_slot(key)
         self.on_evicted(evicted)
         block = self._slots.tier.add(key, UNKNOWN, SlotState.RESIDENT)
         self._queued[key] = block
         return PENDING
+
+    def _query(self, key: bytes) -> Lookup:
+        """Where a key is that a store without a list of its objects may have."""
+        if self._slots.is_taken(key) or not self._works(key):
+            return MISS
+        again = self.queries.is_queued(key)
+        found = self.queries.lookup(key, self.storage.clock())
+        if again:  # the engine asks again, and has not ended its step
+            self._submit_queries()
+        return found
 
     def pending(self, key: bytes) -> Lookup:
         """Where a key is whose bytes are on their way into its slot."""
@@ -103,7 +124,7 @@ class StorageMoves:
         trouble = self.storage.trouble
         if not trouble and key not in self._failed:
             return True
-        now = time.monotonic()
+        now = self.storage.clock()
         if now < self._failed.get(key, 0.0) or (trouble and now < self._retry_at):
             return False
         self._retry_at = now + RETRY
@@ -128,11 +149,21 @@ class StorageMoves:
     # -- jobs
 
     def submit(self) -> None:
-        """Begin the fetches and saves that are queued."""
+        """Begin the fetches, queries and saves that are queued."""
+        self._submit_queries()
         self._submit_fetches()
         self._submit_saves()
         if self._started:
             self._find_late()
+        if self.waits:
+            self.waits.forget_before(self.storage.clock())
+
+    def _submit_queries(self) -> None:
+        keys = self.queries.take(self.storage.clock()) if self.queries else []
+        for start in range(0, len(keys), QUERY):
+            self._begin([])
+            with suppress(CacheClosed):  # another thread shuts the cache down
+                self.storage.submit_lookup(self._job, keys[start : start + QUERY])
 
     def _submit_fetches(self) -> None:
         blocks = list(self._queued.values())
@@ -140,7 +171,7 @@ class StorageMoves:
         for start in range(0, len(blocks), BATCH):
             some = blocks[start : start + BATCH]
             self._begin(some)
-            self._started[self._job] = time.monotonic()
+            self._started[self._job] = self.storage.clock()
             with suppress(CacheClosed):  # another thread shuts the cache down
                 self.storage.submit_load(self._job, *self._memory_of(some))
 
@@ -164,7 +195,7 @@ class StorageMoves:
         return [block.hash for block in blocks], [view(block.slot) for block in blocks]
 
     def _find_late(self) -> None:
-        limit = time.monotonic() - self.storage.timeout - 1.0
+        limit = self.storage.clock() - self.storage.timeout - 1.0
         for job, started in list(self._started.items()):
             if started > limit:
                 return
@@ -175,7 +206,9 @@ class StorageMoves:
         """Take in the jobs that have ended."""
         for result in self.storage.poll():
             blocks = self._in_flight.pop(result.job)
-            if result.saved:
+            if result.kind == "lookup":
+                self.queries.answered(result.keys, result.ok, self.storage.clock())
+            elif result.kind == "store":
                 self._saved(result, blocks)
             else:
                 self._fetched(result, blocks)
@@ -193,7 +226,7 @@ class StorageMoves:
         self._counters.failed_fetches += len(failed)
         self._counters.fetched_bytes += result.nbytes
         self.from_storage.update(landed)
-        until = time.monotonic() + AWAITED
+        until = self.storage.clock() + AWAITED
         for key in landed:
             self._slots.awaited[key] = until
         self._record_removed(result.removed, Reason.CORRUPT)
@@ -201,7 +234,7 @@ class StorageMoves:
 
     def _note_failures(self, result: StorageResult) -> None:
         """A key whose fetch failed is a miss for a while, so that no request waits for it."""
-        again = time.monotonic() + RETRY
+        again = self.storage.clock() + RETRY
         for key, ok in zip(result.keys, result.ok, strict=True):
             self._failed.pop(key, None)
             if not ok:
@@ -216,6 +249,7 @@ class StorageMoves:
         saved = [key for key, ok in zip(result.keys, result.ok, strict=True) if ok]
         for key in saved:
             self._failed.pop(key, None)
+        self.queries.stored(saved)
         self._counters.saved += len(saved)
         self._counters.failed_saves += len(blocks) - len(saved)
         self._counters.saved_bytes += result.nbytes
@@ -247,11 +281,14 @@ class StorageMoves:
         self._queued.clear()
         self._slots.tier.land(queued, frozenset(range(len(queued))))
         self.saves.clear()
+        self.waits.clear()
+        self.queries.clear()
         self.from_storage.clear()
         if storage:
             self._record_removed(self.storage.clear(), Reason.CLEAR)
 
     @property
     def pending_work(self) -> int:
-        """Blocks that wait for storage, and jobs in flight."""
-        return len(self._queued) + len(self.saves) + len(self._in_flight)
+        """Blocks that wait for storage, and jobs and clears in flight."""
+        waiting = len(self._queued) + len(self.saves) + len(self.queries)
+        return waiting + len(self._in_flight) + self.storage.clearing

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvactors.errors import CacheClosed, StoreError
-from kvactors.tier_cache.storage_jobs import StorageJob, StorageResult
+from kvactors.tier_cache.known_objects import KnownObjects
+from kvactors.tier_cache.storage_jobs import JobKind, StorageJob, StorageResult
 from kvactors.tier_cache.views import ObjectViews
 
 if TYPE_CHECKING:
     from kvactors.storage.slot_store import SlotStore
+    from kvactors.tier_cache.loop_thread import LoopThread, Service
     from kvactors.tier_cache.storage_loop import StorageLoop
 
 CLOSING = 3.0
-"""Seconds beyond its limit that `close` waits for the thread: a file store abandons threads that
-hang after one second."""
+"""Seconds beyond its limit that `close` may take."""
 
 
 class StorageTier:
     """Keeps objects of `block_bytes` bytes under keys of any length.
 
-    `contains`, `submit_store`, `submit_load` and `poll` return at once and may be called in any
-    thread. The memory of a job belongs to the job until its result.
+    `contains`, `submit_store`, `submit_load`, `submit_lookup` and `poll` return at once and may be
+    called in any thread. The memory of a job belongs to the job until its result.
 
     Args:
         make: makes the back end. Called by `open`, in the thread that runs the store.
@@ -37,8 +36,12 @@ class StorageTier:
         block_bytes: bytes of an object.
         timeout: seconds a job may take. Keys that were not begun by then fail.
         event_fd: whether `fd` becomes readable when there are results.
+        memory: where the objects of jobs are, for stores that register it. None if it is unknown.
+        beside: other services that run on the same event loop.
+        clock: the time of the jobs' deadlines.
 
     Attributes:
+        known: the objects that it is known to hold.
         results: ended jobs that `poll` has not returned.
         fd: file descriptor for `select`, None without `event_fd`. Read its 8 bytes before `poll`.
         stuck: whether a call to the store still ran when `close` returned. The memory of its job
@@ -53,21 +56,25 @@ class StorageTier:
         timeout: float = 10.0,
         *,
         event_fd: bool = False,
+        memory: Any = None,
+        beside: Sequence[Service] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_bytes = block_bytes
         self.timeout = timeout
+        self.clock = clock
         self.results: deque[StorageResult] = deque()
         self.fd: int | None = None
         self.stuck = False
         self._make = make
         self._digest = digest
         self._event_fd = event_fd
-        self._names: set[bytes] = set()  # of objects that can be read
-        self._keys: dict[bytes, bytes] = {}  # by name, those used in this process
+        self._memory = memory
+        self._beside = tuple(beside)
+        self.known = KnownObjects()
         self._jobs: dict[StorageJob, None] = {}  # in flight
-        self._generation = 0
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._thread: LoopThread | None = None
         self._loop: StorageLoop | None = None
 
     # -- opening and closing
@@ -79,27 +86,39 @@ class StorageTier:
             StoreError: the store cannot be used, or was not open after `limit` seconds.
         """
         from kvactors.threads import end_at_exit
-        from kvactors.tier_cache.storage_loop import StorageLoop
 
         if self._closed or self._thread is not None:
             raise StoreError("a storage tier is opened once")
-        self._loop = StorageLoop(self._make, self.timeout, self._ended)
-        opened: Future[list[bytes]] = Future()
-        self._thread = threading.Thread(
-            target=self._loop.run, args=(opened, limit), name="kvactors-storage", daemon=True
-        )
-        self._thread.start()
+        thread = self._thread = self._make_thread()
         try:
-            self._names = set(opened.result(limit + CLOSING))
-        except TimeoutError:
-            self.close(0.0)
-            raise StoreError(f"the store was not open after {limit} seconds") from None
+            thread.open(limit)
         except BaseException:
             self.close(0.0)
             raise
+        self.take_in_names()
         if self._event_fd:
             self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         end_at_exit(self)
+
+    def _make_thread(self) -> LoopThread:
+        from kvactors.tier_cache.loop_thread import LoopThread
+
+        return LoopThread([self.make_loop(), *self._beside])
+
+    def make_loop(self) -> StorageLoop:
+        """The part that runs on the event loop."""
+        from kvactors.tier_cache.storage_loop import StorageLoop
+
+        self._loop = StorageLoop(
+            self._make, self.timeout, self._ended, memory=self._memory, clock=self.clock
+        )
+        self._loop.generation = self.known.generation
+        return self._loop
+
+    def take_in_names(self) -> None:
+        """The store is open: learn which objects it holds."""
+        assert self._loop is not None
+        self.known.open(self._loop.names, lists=self._loop.lists)
 
     def close(self, limit: float = 5.0) -> None:
         """Let the jobs in flight end, for `limit` seconds at most, then close the store. Jobs that
@@ -108,15 +127,11 @@ class StorageTier:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        loop = self._loop
-        if loop is not None and loop.loop is not None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.loop.call_soon_threadsafe(loop.stop, limit)
-        thread.join(limit + CLOSING)
-        store = None if loop is None else loop.store
-        self.stuck = thread.is_alive() or (store is not None and store.stuck)
+        thread.close(limit)
+        store = None if self._loop is None else self._loop.store
+        self.stuck = thread.alive or (store is not None and store.stuck)
         fd, self.fd = self.fd, None
-        if fd is not None and not thread.is_alive():
+        if fd is not None and not thread.alive:
             os.close(fd)
 
     def end(self, limit: float) -> None:
@@ -128,6 +143,11 @@ class StorageTier:
         self._closed, self._thread = True, None
         self._jobs.clear()
 
+    def call(self, work: Callable[..., object], *args: object) -> bool:
+        """Run `work(*args)` on the event loop. Returns False if there is none (any more)."""
+        thread = self._thread
+        return not self._closed and thread is not None and thread.call(work, *args)
+
     # -- calls of any thread
 
     def name_of(self, key: bytes) -> bytes:
@@ -135,16 +155,19 @@ class StorageTier:
         return sha256(self._digest + key).digest()
 
     def contains(self, key: bytes) -> bool:
-        """Whether the store holds a key, as far as is known now."""
-        name = sha256(self._digest + key).digest()
-        if name not in self._names:
-            return False
-        self._keys[name] = key
-        return True
+        """Whether the store holds a key, as far as is known now. Of a store that lists none, those
+        are the keys that this process has stored or looked up."""
+        return self.known.holds(sha256(self._digest + key).digest(), key)
+
+    @property
+    def lists(self) -> bool:
+        """Whether the store lists its objects, so that `contains` is exact. If not, `submit_lookup`
+        asks it."""
+        return self.known.lists
 
     def submit_store(
         self, job: Hashable, keys: Sequence[bytes], views: Sequence[ObjectViews]
-    ) -> None:
+    ) -> Future[StorageResult]:
         """Save memory under keys.
 
         Args:
@@ -153,42 +176,62 @@ class StorageTier:
             views: the memory of each: a view of `block_bytes` bytes, or a list of views with as
                 many together. A region of another size is a failure of its key.
 
+        Returns:
+            The end of the job, for a caller that waits for it. `poll` returns it as well.
+
         Raises:
             ValueError: there are not as many views as keys.
             CacheClosed: the tier is not open.
         """
-        self._submit(job, True, keys, views)
+        return self._submit(job, "store", keys, views)
 
     def submit_load(
         self, job: Hashable, keys: Sequence[bytes], views: Sequence[ObjectViews]
-    ) -> None:
+    ) -> Future[StorageResult]:
         """Read objects into memory, and verify them. The arguments are those of `submit_store`.
         The contents of memory whose key failed are undefined."""
-        self._submit(job, False, keys, views)
+        return self._submit(job, "load", keys, views)
+
+    def submit_lookup(self, job: Hashable, keys: Sequence[bytes]) -> Future[StorageResult]:
+        """Find out which keys the store holds. One that lists its objects answers from memory, any
+        other is asked, and `contains` knows the keys that it found.
+
+        Args:
+            job: a name for the result.
+            keys: of the objects.
+
+        Returns:
+            The end of the job. See `submit_store`.
+
+        Raises:
+            CacheClosed: the tier is not open.
+        """
+        return self._submit(job, "lookup", keys, ())
 
     def _submit(
-        self, name: Hashable, save: bool, keys: Sequence[bytes], views: Sequence[ObjectViews]
-    ) -> None:
-        if len(keys) != len(views):
+        self, name: Hashable, kind: JobKind, keys: Sequence[bytes], views: Sequence[ObjectViews]
+    ) -> Future[StorageResult]:
+        if kind != "lookup" and len(keys) != len(views):
             raise ValueError(f"{len(views)} views of {len(keys)} keys")
-        if self._closed or self._loop is None or self._loop.loop is None:
+        loop, thread = self._loop, self._thread
+        if self._closed or loop is None or thread is None:
             raise CacheClosed("the storage tier is not open")
         names = [self.name_of(key) for key in keys]
-        self._keys.update(zip(names, keys, strict=True))
+        self.known.use(names, keys)
         job = StorageJob(
             name,
-            save=save,
+            kind=kind,
             keys=keys,
             names=names,
             regions=views,
-            generation=self._generation,
+            generation=self.known.generation,
+            began=self.clock(),
             timeout=self.timeout,
         )
         self._jobs[job] = None
-        try:
-            self._loop.loop.call_soon_threadsafe(self._loop.accept, job)
-        except RuntimeError:  # the loop has ended
+        if not thread.call(loop.accept, job):  # the loop has ended
             self._ended(job, [False] * len(names), ())
+        return job.done
 
     def poll(self) -> list[StorageResult]:
         """The jobs that have ended since the last call, in the order of their ends."""
@@ -209,7 +252,7 @@ class StorageTier:
     @property
     def objects(self) -> int:
         """Objects that can be read."""
-        return len(self._names)
+        return len(self.known)
 
     @property
     def trouble(self) -> str:
@@ -217,45 +260,47 @@ class StorageTier:
         store = None if self._loop is None else self._loop.store
         if store is None:
             return ""
-        late = time.monotonic() - self.timeout - 1.0
+        late = self.clock() - self.timeout - 1.0
         if any(job.began < late for job in list(self._jobs)):
             return "a call to the store does not return"
+        if store.clear_pending and not store.clears.running:
+            return "the last clear failed, and is tried again with the next write"
         counters = getattr(store.inner, "counters", None)
         return store.breaker.reason or ("" if counters is None else counters.breaker.reason)
 
     def clear(self) -> list[bytes]:
-        """Forget every object. Jobs that were submitted before bring none back.
+        """Delete every object. Jobs that were submitted before bring none back.
+
+        The objects are out of reach at once, and deleted in the background: until `clearing` is
+        false a crash may leave some to be found by the next process.
 
         Returns:
             The keys that were stored, as far as this process has used them.
         """
-        names, self._names = self._names, set()
-        self._generation += 1
-        removed = [self._keys.pop(name) for name in names if name in self._keys]
-        loop = self._loop
-        if loop is not None and loop.loop is not None and not self._closed:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.loop.call_soon_threadsafe(loop.clear, self._generation)
+        removed = self.known.clear()
+        if self._loop is not None:
+            self.call(self._loop.clear, self.known.generation)
         return removed
+
+    @property
+    def clearing(self) -> bool:
+        """Whether a clear has not ended."""
+        loop = self._loop
+        if loop is None or self._closed:
+            return False
+        return loop.generation != self.known.generation or loop.clearing > 0
 
     # -- the store's thread
 
     def _ended(self, job: StorageJob, ok: Sequence[bool], removed: Sequence[bytes]) -> None:
-        if job.generation == self._generation:
-            results = zip(job.names, ok, strict=True)
-            self._names.update(name for name, good in results if good and job.save)
-            self._names.difference_update(removed)
-        gone = [self._keys.pop(name) for name in removed if name in self._keys]
-        for name in job.names:
-            if name not in self._names:
-                self._keys.pop(name, None)
-        nbytes = sum(ok) * self.block_bytes
-        seconds = time.monotonic() - job.began
+        gone = self.known.ended(job, ok, removed)
+        nbytes = 0 if job.kind == "lookup" else sum(ok) * self.block_bytes
+        seconds = self.clock() - job.began
         result = StorageResult(
-            job.name, job.save, job.keys, tuple(ok), tuple(gone), nbytes, seconds
+            job.name, job.kind, job.keys, tuple(ok), tuple(gone), nbytes, seconds
         )
         self.results.append(result)
         self._jobs.pop(job, None)
-        job.done.set_result(None)
+        job.done.set_result(result)
         if self.fd is not None:
             os.eventfd_write(self.fd, 1)

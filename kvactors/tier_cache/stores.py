@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,11 +16,13 @@ from kvactors.tier_cache.storage_tier import StorageTier
 if TYPE_CHECKING:
     from kvactors.storage.slot_store import SlotStore
 
-OWN = {"write_policy", "min_hits", "open_timeout", "close_timeout"}
+OWN = {"write_policy", "min_hits", "slot_timeout", "open_timeout", "close_timeout"}
 """Settings of `TierStorage` that a back end does not need."""
 
 
-def make_storage(config: TierConfig, *, event_fd: bool = False) -> StorageTier:
+def make_storage(
+    config: TierConfig, *, event_fd: bool = False, clock: Callable[[], float] = time.monotonic
+) -> StorageTier:
     """The storage tier of a config. `StorageTier.open` opens it.
 
     Raises:
@@ -46,7 +49,7 @@ def make_storage(config: TierConfig, *, event_fd: bool = False) -> StorageTier:
         return made
 
     return StorageTier(
-        make, identity.digest, config.block_bytes, storage.timeout, event_fd=event_fd
+        make, identity.digest, config.block_bytes, storage.timeout, event_fd=event_fd, clock=clock
     )
 
 

@@ -7,6 +7,7 @@ from mutation import Mutation
 HOST = "tests/tier_cache/test_host_tier.py::"
 STORAGE = "tests/tier_cache/test_storage.py::"
 TIER = "tests/tier_cache/test_storage_tier.py::"
+SHARED = "tests/tier_cache/test_shared_store.py::"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
@@ -117,10 +118,66 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "reset_leaves_stored_objects",
         "tier_cache/storage_tier.py",
-        "                loop.loop.call_soon_threadsafe(loop.clear, self._generation)\n",
-        "                pass\n",
+        "            self.call(self._loop.clear, self.known.generation)\n",
+        "            pass\n",
         "keys of before a reset are found again after a restart",
         (STORAGE + "test_events_of_both_tiers_are_exact",),
+    ),
+    Mutation(
+        "full_host_tier_is_a_miss",
+        "tier_cache/storage_moves.py",
+        "return PENDING if self.waits.may_wait(key, storage.clock()) else MISS",
+        "return MISS",
+        "a stored block is computed again because every slot was in use for a moment",
+        (STORAGE + "test_a_stored_key_waits_for_a_free_slot_and_the_hit_is_kept",),
+    ),
+    Mutation(
+        "wait_for_a_slot_without_end",
+        "tier_cache/room_waits.py",
+        "        self._until[key] = now + AGAIN\n",
+        "        self._until[key] = now\n",
+        "a request that asks in every step is held up again and again by a full host tier",
+        (STORAGE + "test_a_look_up_without_a_free_slot_ends",),
+    ),
+    Mutation(
+        "full_host_tier_is_not_searched_again",
+        "tier_cache/slot_table.py",
+        "        self._steps += 1\n",
+        "",
+        "slots that the end of a step releases are not found, and the key waits in vain",
+        (STORAGE + "test_a_stored_key_waits_for_a_free_slot_and_the_hit_is_kept",),
+    ),
+    Mutation(
+        "store_without_a_list_is_not_asked",
+        "tier_cache/storage_moves.py",
+        "return MISS if storage.lists else self._query(key)",
+        "return MISS",
+        "what a pool holds is forgotten at every restart",
+        (SHARED + "test_objects_of_an_earlier_process_and_of_others_are_found",),
+    ),
+    Mutation(
+        "a_miss_hides_what_is_behind_it",
+        "storage/presence.py",
+        "        start += run + 1\n",
+        "        break\n",
+        "the first block that a pool lacks hides the blocks of every other request of the step",
+        (SHARED + "test_the_keys_of_a_step_are_asked_about_together_and_of_each_path",),
+    ),
+    Mutation(
+        "query_that_hangs_is_pending",
+        "tier_cache/store_queries.py",
+        "return Lookup.PENDING if now - asked < self._timeout + 1.0 else Lookup.MISS",
+        "return Lookup.PENDING",
+        "a request waits as long as a pool that does not answer",
+        (SHARED + "test_a_store_that_does_not_answer_a_look_up_costs_a_miss",),
+    ),
+    Mutation(
+        "reset_deletes_by_default",
+        "tier_cache/cache.py",
+        "def reset(self, *, storage: bool = False) -> None:",
+        "def reset(self, *, storage: bool = True) -> None:",
+        "an engine that empties its caches deletes a store of terabytes",
+        (STORAGE + "test_a_reset_keeps_stored_objects_unless_told_otherwise",),
     ),
     Mutation(
         "keys_of_a_completion_are_not_checked",

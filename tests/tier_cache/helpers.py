@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvactors import TierCache, open_tiers
-from kvactors.tier_cache import Lookup
+from kvactors.tier_cache import Lookup, SlotMemory
+from kvactors.tier_cache.settings import checked_config
 
 BLOCK = 96
 LIMIT = 30.0
@@ -22,10 +23,23 @@ def payload(key: bytes, size: int = BLOCK) -> bytes:
     return (hashlib.sha256(key).digest() * (size // 32 + 1))[:size]
 
 
-def make(num_slots: int = 4, *, memory: Any = None, **settings: Any) -> TierCache:
-    return open_tiers(
-        {"model": "m", "block_bytes": BLOCK, "num_slots": num_slots, **settings}, memory=memory
-    )
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(
+    num_slots: int = 4, *, memory: Any = None, clock: Clock | None = None, **settings: Any
+) -> TierCache:
+    table = {"model": "m", "block_bytes": BLOCK, "num_slots": num_slots, **settings}
+    if clock is not None:
+        return TierCache(checked_config(table), SlotMemory(num_slots, BLOCK, memory), clock=clock)
+    return open_tiers(table, memory=memory)
 
 
 def on_disk(folder: Any, num_slots: int = 4, **storage: Any) -> TierCache:

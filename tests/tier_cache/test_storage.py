@@ -14,7 +14,17 @@ import pytest
 from kvactors import CacheClosed, StoreError, Tier
 from kvactors.tier_cache import Lookup, TierEvent
 from kvactors.types import Reason
-from tests.tier_cache.helpers import KEYS, answer, load, make, on_disk, payload, settle, store
+from tests.tier_cache.helpers import (
+    KEYS,
+    Clock,
+    answer,
+    load,
+    make,
+    on_disk,
+    payload,
+    settle,
+    store,
+)
 
 
 def test_a_stored_key_comes_back_after_a_restart(tmp_path):
@@ -35,6 +45,21 @@ def test_a_stored_key_comes_back_after_a_restart(tmp_path):
     assert (found.storage_hits, found.host_hits, found.fetched) == (1, 1, 1)
     assert (found.stored_objects, found.resident, found.pinned) == (3, 1, 0)
     cache.check()
+    cache.shutdown()
+
+
+def test_a_look_up_of_the_host_tier_alone_fetches_nothing(tmp_path):
+    cache = on_disk(tmp_path)
+    store(cache, KEYS[:1])
+    settle(cache)
+    cache.reset()
+    assert cache.lookup(KEYS[0], storage=False) is Lookup.MISS
+    settle(cache)
+    assert cache.statistics().fetched == 0
+    assert cache.lookup(KEYS[0]) is Lookup.PENDING
+    assert cache.lookup(KEYS[0], storage=False) is Lookup.PENDING
+    assert answer(cache, KEYS[0]) is Lookup.HIT
+    assert cache.lookup(KEYS[0], storage=False) is Lookup.HIT
     cache.shutdown()
 
 
@@ -68,7 +93,7 @@ def test_damaged_objects_are_misses_and_can_be_stored_again(tmp_path, damage):
     assert cache.statistics().fetched == 0
     assert store(cache, KEYS[:8])
     settle(cache)
-    cache.reset(storage=False)
+    cache.reset()
     for key in KEYS[:8]:
         assert answer(cache, key) is Lookup.HIT
         assert load(cache, key) == payload(key)
@@ -88,16 +113,67 @@ def test_blocks_of_another_identity_are_not_found(tmp_path):
         other.shutdown()
 
 
-def test_a_look_up_without_a_free_slot_is_a_miss(tmp_path):
-    cache = on_disk(tmp_path, num_slots=2)
+def test_a_stored_key_waits_for_a_free_slot_and_the_hit_is_kept(tmp_path):
+    cache = on_disk(tmp_path, num_slots=2, slot_timeout=1000.0)
     store(cache, KEYS[:2])
     settle(cache)
     store(cache, KEYS[2:4])
-    assert cache.lookup(KEYS[2]) is Lookup.HIT
-    assert cache.lookup(KEYS[3]) is Lookup.HIT
-    settled = cache.lookup(KEYS[0])
-    assert settled is Lookup.MISS
+    settle(cache)
+    assert [cache.lookup(key) for key in KEYS[2:4]] == [Lookup.HIT] * 2
+    assert cache.lookup(KEYS[0]) is Lookup.PENDING
+    assert cache.statistics().refused_fetches == 0
+    assert [cache.lookup(key) for key in KEYS[2:4]] == [Lookup.HIT] * 2, "a HIT was evicted"
+    cache.end_step()
+    assert answer(cache, KEYS[0]) is Lookup.HIT
+    assert load(cache, KEYS[0]) == payload(KEYS[0])
+    cache.shutdown()
+
+
+@pytest.mark.parametrize("held_by", ["hits", "loads", "stores"])
+def test_a_look_up_without_a_free_slot_ends(held_by):
+    """The engine keeps every slot in use: the request is not held up for longer than the limit,
+    and not again and again."""
+    clock = Clock()
+    cache = make(2, clock=clock, storage={"backend": "memory", "slot_timeout": 2.0})
+    store(cache, KEYS[:1])
+    settle(cache)
+    assert store(cache, KEYS[1:3])
+    settle(cache)
+    if held_by == "stores":
+        assert cache.prepare_store(KEYS[3:5]) is not None
+    else:
+        assert [cache.lookup(key) for key in KEYS[1:3]] == [Lookup.HIT] * 2
+        if held_by == "loads":
+            cache.prepare_load(KEYS[1:3])
+
+    def step() -> Lookup:
+        if held_by != "hits":
+            cache.end_step()
+        return cache.lookup(KEYS[0])
+
+    found = []
+    for _ in range(40):
+        found.append(step())
+        clock.now += 0.1
+    assert found == [Lookup.PENDING] * 20 + [Lookup.MISS] * 20
     assert cache.statistics().refused_fetches == 1
+    if held_by == "stores":
+        cache.complete_store(KEYS[3:5])
+    elif held_by == "loads":
+        cache.complete_load(KEYS[1:3])
+    cache.end_step()
+    assert answer(cache, KEYS[0]) is Lookup.HIT, "a key that was refused stays a miss"
+    cache.check()
+    cache.shutdown()
+
+
+def test_without_patience_a_look_up_without_a_free_slot_is_a_miss():
+    cache = make(1, storage={"backend": "memory", "slot_timeout": 0})
+    for key in KEYS[:2]:
+        store(cache, [key])
+        settle(cache)
+    assert cache.lookup(KEYS[1]) is Lookup.HIT
+    assert cache.lookup(KEYS[0]) is Lookup.MISS
     cache.shutdown()
 
 
@@ -129,7 +205,7 @@ def test_events_of_both_tiers_are_exact(tmp_path):
     assert TierEvent(Tier.STORAGE, True, (KEYS[2],), Reason.STORED) in told
     gone = [event.keys for event in told if not event.stored and event.tier is Tier.STORAGE]
     assert gone in ([(KEYS[0],)], [(KEYS[1],)])
-    cache.reset()
+    cache.reset(storage=True)
     removed = [event for event in cache.take_events() if event.tier is Tier.STORAGE]
     assert len(removed) == 1
     assert len(removed[0].keys) == 2
@@ -143,16 +219,33 @@ def test_a_reset_with_fetches_and_saves_in_flight(tmp_path):
     cache = on_disk(tmp_path, num_slots=8)
     store(cache, KEYS[:4])
     settle(cache)
-    cache.reset(storage=False)
+    cache.reset()
     assert cache.lookup(KEYS[0]) is Lookup.PENDING
     cache.end_step()
     store(cache, KEYS[4:8])
     cache.end_step()
-    cache.reset()
+    cache.reset(storage=True)
     settle(cache)
     assert [cache.lookup(key) for key in KEYS[:8]] == [Lookup.MISS] * 8
     cache.check()
     assert cache.statistics().pinned == 0
+    cache.shutdown()
+
+
+def test_a_reset_keeps_stored_objects_unless_told_otherwise(tmp_path):
+    cache = on_disk(tmp_path)
+    store(cache, KEYS[:2])
+    settle(cache)
+    cache.reset()
+    assert cache.statistics().stored_objects == 2
+    assert answer(cache, KEYS[0]) is Lookup.HIT
+    cache.reset(storage=True)
+    assert cache.statistics().stored_objects == 0
+    assert cache.lookup(KEYS[0]) is Lookup.MISS
+    settle(cache)
+    cache.shutdown()
+    cache = on_disk(tmp_path)
+    assert cache.lookup(KEYS[1]) is Lookup.MISS, "no work was pending, and the object was there"
     cache.shutdown()
 
 

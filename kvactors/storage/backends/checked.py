@@ -22,6 +22,7 @@ from kvactors.storage.clears import Clears
 from kvactors.storage.containment import Containment
 from kvactors.storage.counters import StoreCounters, StoreStatistics
 from kvactors.storage.messages import Outcome
+from kvactors.storage.presence import ask_each
 from kvactors.storage.slot_store import SlotStore
 
 
@@ -129,6 +130,15 @@ class CheckedBackend:
             return self._calls.number("ask", found, len(keys))
 
         return await self._calls.wait("ask", lambda: self.inner.ask(keys, expired), 0, checked)
+
+    async def ask_each(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
+        """See `presence.ask_each`."""
+        absent = [False] * len(keys)
+        if self.clears.closed or self._refuses():
+            return absent
+        return await self._calls.wait(
+            "ask_each", lambda: ask_each(self.inner, keys, expired), absent, lambda found: found
+        )
 
     def take(self, keys: Sequence[bytes]) -> None:
         """See `Backend.take`."""

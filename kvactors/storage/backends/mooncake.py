@@ -76,6 +76,20 @@ class MooncakeBackend(Backend):
                 return run
         return run
 
+    async def ask_each(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
+        """See `presence.ask_each`. The leases of objects behind a missing one cost the pool little:
+        they end after seconds."""
+        found: list[bool] = []
+        for start in range(0, len(keys), BATCH):
+            some = keys[start : start + BATCH]
+            if expired() or not self.counters.breaker.closed():
+                break
+            codes = await self._client.exist([self.objects.name(key) for key in some])
+            self.counters.breaker.saw(any(code >= 0 for code in codes))
+            self.counters.outcomes[Outcome.UNAVAILABLE] += sum(code < 0 for code in codes)
+            found += [code == 1 for code in codes]
+        return found + [False] * (len(keys) - len(found))
+
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:

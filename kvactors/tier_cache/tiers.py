@@ -1,0 +1,141 @@
+"""Host slots, storage, events and counters of one `TierCache`. Used by the thread that owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvactors.cpu_evictor.policy import POLICIES
+from kvactors.cpu_evictor.slots import HostTier
+from kvactors.tier_cache.answers import StoreSlots, TierStatistics
+from kvactors.tier_cache.counters import TierCounters
+from kvactors.tier_cache.event_log import EventLog
+from kvactors.tier_cache.save_policy import SaveQueue
+from kvactors.tier_cache.settings import TierConfig
+from kvactors.tier_cache.slot_memory import SlotMemory
+from kvactors.tier_cache.slot_table import SlotTable
+from kvactors.tier_cache.storage_moves import StorageMoves
+from kvactors.tier_cache.storage_tier import StorageTier
+from kvactors.types import Reason, Tier
+
+
+class Tiers:
+    """Keeps slots, storage, events and counters in step.
+
+    Args:
+        config: settings.
+        memory: the host slots.
+        storage: the tier below, None for none.
+        clock: the time of time-outs.
+
+    Attributes:
+        slots: the host tier by key.
+        moves: fetches and saves, None without storage.
+        events: changes that the engine's publisher takes.
+    """
+
+    def __init__(
+        self,
+        config: TierConfig,
+        memory: SlotMemory,
+        storage: StorageTier | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._tier = HostTier(config.num_slots, config.num_slots, policy=POLICIES[config.policy]())
+        self.slots = SlotTable(self._tier)
+        self.events = EventLog([Tier[name.upper()] for name in config.events])
+        self._counters = TierCounters()
+        self._clock = clock
+        self.moves: StorageMoves | None = None
+        if storage is not None:
+            settings = config.storage
+            saves = SaveQueue(
+                settings.write_policy, settings.min_hits, self._tier, storage.contains
+            )
+            self.moves = StorageMoves(
+                self.slots,
+                memory,
+                storage,
+                saves,
+                self.events,
+                self._counters,
+                settings.slot_timeout,
+            )
+
+    def end_step(self) -> None:
+        """See `TierCache.end_step`."""
+        self.slots.end_step(self._clock())
+        if self.moves is not None:
+            self.moves.submit()
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """See `TierCache.touch`."""
+        self.slots.touch(keys)
+        if self.moves is not None:
+            self.moves.saves.on_touched(keys)
+
+    def prepare_store(
+        self, keys: Sequence[bytes], parents: Sequence[bytes | None] | None
+    ) -> StoreSlots | None:
+        """See `TierCache.prepare_store`."""
+        found = self.slots.prepare_store(keys, parents)
+        if found is not None and found.evicted:
+            if self.moves is not None:
+                self.moves.on_evicted(found.evicted)
+            else:
+                self._counters.evicted += len(found.evicted)
+                self.events.record(Tier.HOST, False, found.evicted, Reason.CPU_EVICTION)
+        return found
+
+    def complete_store(self, keys: Sequence[bytes], success: bool) -> None:
+        """See `TierCache.complete_store`."""
+        landed = self.slots.complete_store(keys, success)
+        self._counters.stored += len(landed)
+        self._counters.failed_stores += 0 if success else len(keys)
+        self.events.record(Tier.HOST, True, [block.hash for block in landed], Reason.OFFLOAD)
+        if self.moves is not None:
+            self.moves.on_stored(landed)
+
+    def prepare_load(self, keys: Sequence[bytes]) -> list[int]:
+        """See `TierCache.prepare_load`."""
+        slots = self.slots.prepare_load(keys)
+        new = self.moves.from_storage.intersection(keys) if self.moves is not None else ()
+        self._counters.storage_hits += len(new)
+        self._counters.host_hits += len(keys) - len(new)
+        return slots
+
+    def complete_load(self, keys: Sequence[bytes]) -> None:
+        """See `TierCache.complete_load`."""
+        self.slots.complete_load(keys)
+        if self.moves is not None:
+            self.moves.from_storage.difference_update(keys)
+
+    def source(self, key: bytes) -> Tier:
+        """See `TierCache.source`."""
+        fetched = self.moves is not None and key in self.moves.from_storage
+        return Tier.STORAGE if fetched else Tier.HOST
+
+    def reset(self, *, storage: bool) -> None:
+        """See `TierCache.reset`."""
+        self.events.record(Tier.HOST, False, self.slots.reset(), Reason.CLEAR)
+        if self.moves is not None:
+            self.moves.reset(storage=storage)
+
+    @property
+    def pending_work(self) -> int:
+        """Copies, and blocks and jobs of storage."""
+        return self.slots.in_flight + (0 if self.moves is None else self.moves.pending_work)
+
+    @property
+    def trouble(self) -> str:
+        """Why storage does not work, empty if it does."""
+        return "" if self.moves is None else self.moves.storage.trouble
+
+    def statistics(self) -> TierStatistics:
+        """See `TierCache.statistics`."""
+        return self._counters.statistics(
+            refused_fetches=0 if self.moves is None else self.moves.waits.refused,
+            slots=self._tier.num_slots,
+            resident=self._tier.resident,
+            pinned=self._tier.pinned,
+            stored_objects=0 if self.moves is None else self.moves.storage.objects,
+        )
