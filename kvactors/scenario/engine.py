@@ -1,79 +1,279 @@
-"""A stand-in for a serving engine: its model writes a pattern derived from each block hash, and
-every block that comes back is verified."""
+"""The reference serving engine: acquire, wait for loads, compute, commit, extend, end.
+
+Its model writes a pattern derived from each block hash, so every block that comes back can be
+verified byte for byte. Scenarios, replays and the tests that put a cache under load use it. They
+differ in its parameters: where blocks are computed, which blocks are verified, and what wrong bytes
+and errors lead to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+import math
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any, Literal, Protocol
 
 import anyio
 
 from kvactors.cache import KVCache
-from kvactors.errors import DeadlineExceeded, KVActorsError
+from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.lease import Lease
 from kvactors.scenario.report import Totals
-from kvactors.types import KEY_BYTES
+from kvactors.types import KEY_BYTES, Tokens
 
 IDLE = 300.0
 """Seconds within which a cache must be idle between turns. Only a hang takes as long."""
 
+RETRY = 0.005
+"""Seconds until a request that found too few free blocks tries again."""
+
+End = Literal["finish", "preempt", "abandon"]
+"""How a request ends. `abandon`: before its loads have landed."""
+
+
+class Model(Protocol):
+    """Where blocks are computed. The contents of a block are named by 32 bytes."""
+
+    async def fill(self, blocks: Sequence[int], names: bytes) -> None:
+        """Compute the contents of device blocks."""
+
+    async def check(self, blocks: Sequence[int], names: bytes) -> Sequence[int]:
+        """Indices of the blocks that do not hold those contents."""
+
+
+class DeviceModel:
+    """Computes blocks on a device of this process, which can `fill` and `check`."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    async def fill(self, blocks: Sequence[int], names: bytes) -> None:
+        """See `Model.fill`."""
+        self._device.fill(blocks, names)
+
+    async def check(self, blocks: Sequence[int], names: bytes) -> Sequence[int]:
+        """See `Model.check`."""
+        bad: list[int] = self._device.check(blocks, names)
+        return bad
+
+
+class Request:
+    """A lease, and the contents that its blocks must have.
+
+    Attributes:
+        lease: as `KVCache.acquire` returned it.
+        known: number of leading blocks that were computed, or whose loads have landed.
+        tail: the name of the contents of the block after them, which is not full and has no hash.
+            Empty if it has not been computed.
+    """
+
+    def __init__(self, lease: Lease, block_size: int, model: Model) -> None:
+        self.lease = lease
+        self.known = 0
+        self.tail = b""
+        self._block_size = block_size
+        self._model = model
+
+    @property
+    def full(self) -> int:
+        """Number of full blocks."""
+        return self.lease.num_tokens // self._block_size
+
+    def landed(self) -> None:
+        """The loads have landed: the cached blocks hold the contents of their hashes."""
+        self.known = self.lease.cached_tokens // self._block_size
+
+    async def compute(self) -> None:
+        """Compute every full block that is not known."""
+        first, self.known, self.tail = self.known, self.full, b""
+        if first < self.known:
+            blocks = self.lease.block_table[first : self.known]
+            await self._model.fill(blocks, self.lease.keys(first, self.known))
+
+    async def compute_tail(self, name: bytes) -> None:
+        """Compute the last block, which is not full, with the contents of that name."""
+        self.tail = name
+        await self._model.fill(self.lease.block_table[self.known : self.known + 1], name)
+
+    async def verify(self, start: int = 0, stop: int | None = None) -> Sequence[int]:
+        """Compare known blocks with their contents. Returns the positions of the wrong ones.
+
+        Args:
+            start: position of the first one.
+            stop: position after the last one, None for all of them and the tail.
+        """
+        names = self.lease.keys(start, self.known if stop is None else stop)
+        if stop is None:
+            names += self.tail
+        count = len(names) // KEY_BYTES
+        if not count:
+            return ()
+        blocks = self.lease.block_table[start : start + count]
+        return [start + index for index in await self._model.check(blocks, names)]
+
+
+OnWrong = Callable[[Request, Sequence[int], str], Awaitable[None]]
+"""Called with a request, the positions of its wrong blocks, and when they were found."""
+
+OnError = Callable[[str, KVActorsError], None]
+"""Called with the name of a request that was not served, and the reason."""
+
 
 class Engine:
-    """Serves requests on a cache whose device can `fill` and `check`, and keeps the totals."""
+    """Serves requests on a cache and keeps the totals.
 
-    def __init__(self, cache: KVCache, totals: Totals) -> None:
+    Attributes:
+        cache: the cache.
+        totals: the counts, and the errors.
+        model: where blocks are computed.
+
+    Args:
+        cache: the cache.
+        totals: where to count.
+        model: None for the cache's own device, which is then in this process.
+        thorough: verify every cached block, and at the end of a request all of its blocks. If not
+            set, the blocks loaded from a lower tier.
+        on_wrong: in addition to counting wrong blocks.
+        on_error: in place of an error in the totals.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        totals: Totals,
+        model: Model | None = None,
+        *,
+        thorough: bool = False,
+        on_wrong: OnWrong | None = None,
+        on_error: OnError | None = None,
+    ) -> None:
         self.cache = cache
         self.totals = totals
+        self.model = DeviceModel(cache.device) if model is None else model
+        self._thorough = thorough
+        self._on_wrong = on_wrong
+        self._on_error = on_error
 
-    async def begin(self, lease: Lease) -> None:
-        """Wait for the loads, count the hits, verify byte for byte the blocks loaded from a lower
-        tier."""
+    def request(self, lease: Lease) -> Request:
+        """The state of a request that was granted a lease."""
+        return Request(lease, self.cache.block_size, self.model)
+
+    async def begin(self, request: Request) -> None:
+        """Wait for the loads, count the hits, verify the blocks."""
+        lease, totals = request.lease, self.totals
         await lease.wait_ready()
-        hits, totals = lease.hits, self.totals
+        request.landed()
+        hits = lease.hits
         totals.requests += 1
         totals.blocks_looked_up += lease.num_tokens // self.cache.block_size
         totals.device += hits.device
         totals.host += hits.host
         totals.storage += hits.storage
-        loaded = hits.host + hits.storage
-        if loaded:
-            stop = hits.device + loaded
-            bad = self.cache.device.check(
-                lease.block_table[hits.device : stop], lease.keys(hits.device, stop)
-            )
-            totals.verified_blocks += loaded
-            totals.corrupt_blocks_served += len(bad)
+        if lease.cached_tokens > lease.num_tokens:
+            totals.complain("cached_tokens exceeds the tokens of the request")
+        if self._thorough:
+            await self.verify(request, 0, request.known, "served")
+        else:
+            await self.verify(request, hits.device, sum(hits), "served")
 
-    def compute(self, lease: Lease, first_token: int) -> None:
-        """The model's work: write every full block from `first_token` on."""
-        first, full = (
-            first_token // self.cache.block_size,
-            lease.num_tokens // self.cache.block_size,
-        )
-        if first < full:
-            keys = lease.keys(0, full)[first * KEY_BYTES :]
-            self.cache.device.fill(lease.block_table[first:full], keys)
+    async def compute(self, request: Request) -> None:
+        """Compute what is missing, and commit it."""
+        await request.compute()
+        await request.lease.commit(request.lease.num_tokens)
+
+    async def verify(self, request: Request, start: int, stop: int, when: str) -> None:
+        """Verify blocks, and count them."""
+        if start >= stop:
+            return
+        wrong = await request.verify(start, stop)
+        self.totals.verified_blocks += stop - start
+        if wrong and self._on_wrong is not None:
+            await self._on_wrong(request, wrong, when)
+        self.totals.corrupt_blocks_served += len(wrong)
 
     async def serve(
-        self, name: str, tokens: Any, output: Any = (), think: float = 0.0, **options: Any
-    ) -> None:
-        """Serve one request from acquire to finish. The model takes `think` seconds.
+        self,
+        name: str,
+        tokens: Tokens,
+        output: Tokens = (),
+        *,
+        tokens_per_s: float = math.inf,
+        think: float = 0.0,
+        end: End = "finish",
+        **options: Any,
+    ) -> Lease:
+        """Serve one request from acquire to its end.
+
+        Args:
+            name: of the request.
+            tokens: its prompt.
+            output: tokens that the model decodes.
+            tokens_per_s: speed of the prefill.
+            think: seconds the model takes before the output, or in place of it.
+            end: how the request ends.
+            options: of `KVCache.acquire`.
+
+        Returns:
+            Its lease, ended.
 
         Raises:
             NoRoom: the cache has no free blocks for the request.
         """
         async with await self.cache.acquire(name, tokens, **options) as lease:
-            await self.begin(lease)
-            self.compute(lease, lease.cached_tokens)
-            await lease.commit(lease.num_tokens)
-            if think:
-                await anyio.sleep(think)
+            if end == "abandon":
+                lease.abandon()
+                return lease
+            request = self.request(lease)
+            await self.begin(request)
+            cached = request.known
+            if missing := lease.num_tokens - lease.cached_tokens:
+                await pause(missing / tokens_per_s)
+            await self.compute(request)
+            await pause(think)
             if len(output):
-                before = lease.num_tokens
                 await lease.extend(output)
-                self.compute(lease, before)
-                await lease.commit(lease.num_tokens)
-            await lease.finish()
+                await self.compute(request)
+            if self._thorough:
+                await self.verify(request, cached, request.full, "held")
+            await (lease.preempt() if end == "preempt" else lease.finish())
+        self.totals.finished += 1
+        return lease
+
+    async def serve_patiently(
+        self,
+        name: str,
+        tokens: Tokens,
+        output: Tokens = (),
+        *,
+        retry: float = RETRY,
+        patience: float = math.inf,
+        **options: Any,
+    ) -> None:
+        """Serve one request, and try again while too few blocks are free. One that the device could
+        never hold is rejected. An error goes into the totals.
+
+        Args:
+            name: of the request.
+            tokens: its prompt.
+            output: tokens that the model decodes.
+            retry: seconds between two attempts.
+            patience: seconds after which it is rejected.
+            options: of `serve`.
+        """
+        totals, cache = self.totals, self.cache
+        give_up = anyio.current_time() + patience
+        while len(tokens) + len(output) <= cache.device.num_blocks * cache.block_size:
+            try:
+                await self.serve(name, tokens, output, **options)
+                return
+            except NoRoom:
+                totals.no_room += 1
+            except KVActorsError as error:
+                self.failed(name, error)
+                return
+            if anyio.current_time() > give_up:
+                break
+            await anyio.sleep(retry)
+        totals.rejected += 1
 
     async def settle(self, sinks: Collection[str] | None = None) -> None:
         """Wait until nothing is in flight and every sink (of those named) has its deliveries. A
@@ -93,4 +293,13 @@ class Engine:
 
     def failed(self, name: str, error: KVActorsError) -> None:
         """A request was not served."""
-        self.totals.complain(f"request {name}: {type(error).__name__}: {error}")
+        if self._on_error is not None:
+            self._on_error(name, error)
+        else:
+            self.totals.complain(f"request {name}: {type(error).__name__}: {error}")
+
+
+async def pause(seconds: float) -> None:
+    """Let time pass. No time is no step of the loop."""
+    if seconds:
+        await anyio.sleep(seconds)

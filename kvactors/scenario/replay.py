@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import anyio
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from kvactors.cache import open_cache
 from kvactors.config import Config, convert
 from kvactors.errors import ConfigError, KVActorsError, NoRoom
-from kvactors.lease import Lease
 from kvactors.observe.lag import LagMonitor
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.report import Report, Totals, make_report
@@ -118,53 +116,15 @@ async def replay_timed(
             start = request.timestamp if start is None else start
             due = began + (request.timestamp - start) / settings.speed
             await anyio.sleep(max(0.0, due - anyio.current_time()))
-            tasks.start_soon(serve_timed, engine, str(number), request, settings)
+            work = partial(
+                engine.serve_patiently,
+                str(number),
+                tokens_of(request.ids, engine.cache.block_size),
+                retry=settings.retry,
+                patience=settings.patience,
+                tokens_per_s=settings.prefill_tokens_per_s * settings.speed,
+                think=request.output_length / settings.decode_tokens_per_s / settings.speed,
+            )
+            tasks.start_soon(work)
             progress(engine.totals)
     progress(engine.totals)
-
-
-async def serve_timed(
-    engine: Engine, name: str, request: TraceRequest, settings: ReplaySettings
-) -> None:
-    """One request at the model's pace."""
-    if len(request.ids) > engine.cache.device.num_blocks:
-        engine.totals.rejected += 1
-        return
-    try:
-        lease = await acquire_patiently(
-            engine, name, tokens_of(request.ids, engine.cache.block_size), settings
-        )
-        if lease is not None:
-            await compute_timed(engine, lease, request.output_length, settings)
-    except KVActorsError as error:
-        engine.failed(name, error)
-
-
-async def acquire_patiently(
-    engine: Engine, name: str, tokens: NDArray[np.uint32], settings: ReplaySettings
-) -> Lease | None:
-    """Acquire, and try again while too few blocks are free. Returns None after
-    `settings.patience`."""
-    give_up = anyio.current_time() + settings.patience
-    while True:
-        try:
-            return await engine.cache.acquire(name, tokens)
-        except NoRoom:
-            engine.totals.no_room += 1
-        if anyio.current_time() > give_up:
-            engine.totals.rejected += 1
-            return None
-        await anyio.sleep(settings.retry)
-
-
-async def compute_timed(
-    engine: Engine, lease: Lease, output_length: int, settings: ReplaySettings
-) -> None:
-    """Prefill the missing tokens and decode, at the model's pace."""
-    async with lease:
-        await engine.begin(lease)
-        missing = lease.num_tokens - lease.cached_tokens
-        await anyio.sleep(missing / settings.prefill_tokens_per_s / settings.speed)
-        engine.compute(lease, lease.cached_tokens)
-        await lease.commit(lease.num_tokens)
-        await anyio.sleep(output_length / settings.decode_tokens_per_s / settings.speed)

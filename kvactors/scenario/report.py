@@ -20,6 +20,7 @@ class Totals(msgspec.Struct):
     """The counts that the driver of a run keeps itself. Hits in blocks."""
 
     requests: int = 0
+    finished: int = 0  # requests served to their end
     rejected: int = 0
     no_room: int = 0
     blocks_looked_up: int = 0

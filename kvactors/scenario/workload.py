@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
 import anyio
@@ -12,15 +12,12 @@ from numpy.typing import NDArray
 
 from kvactors.arguments import Media
 from kvactors.errors import KVActorsError, NoRoom, Paused
-from kvactors.lease import Lease
-from kvactors.scenario.engine import Engine
+from kvactors.scenario.engine import Engine, Request
 from kvactors.scenario.spec import Step, Workload
 
 VOCABULARY = 150_000
 PLACEHOLDER = VOCABULARY
 """The token that stands for every part of an image."""
-RETRY = 0.005
-"""Seconds until a chat request that found too few free blocks tries again."""
 
 
 def random_tokens(rng: np.random.Generator, count: int) -> NDArray[np.uint32]:
@@ -98,8 +95,14 @@ async def chat(
                     (len(said[session]), work.image_tokens, speaker.image_of(turn))
                 )
             prompt = np.concatenate([said[session], image, question])
-            identity = {**speaker.scope, "extra_keys": tuple(media[session])}
-            await until_room(engine, f"{session}.{turn}", prompt, answer, work.think, identity)
+            await engine.serve_patiently(
+                f"{session}.{turn}",
+                prompt,
+                answer,
+                think=work.think,
+                extra_keys=tuple(media[session]),
+                **speaker.scope,
+            )
             said[session] = np.concatenate([prompt, answer])
 
     for turn in range(work.turns):
@@ -113,47 +116,13 @@ async def chat(
                 tasks.start_soon(client, sessions, turn)
 
 
-async def until_room(
-    engine: Engine,
-    name: str,
-    prompt: NDArray[np.uint32],
-    answer: NDArray[np.uint32],
-    think: float,
-    identity: Mapping[str, Any],
-) -> None:
-    """Serve one request, and try again while too few blocks are free. A request that the device
-    could never hold is rejected.
-
-    Args:
-        engine: serves the request.
-        name: of the request.
-        prompt: token ids.
-        answer: token ids of the output.
-        think: seconds the model takes.
-        identity: salt, adapter and media, as `acquire` takes them.
-    """
-    if len(prompt) + len(answer) > engine.cache.device.num_blocks * engine.cache.block_size:
-        engine.totals.rejected += 1
-        return
-    while True:
-        try:
-            await engine.serve(name, prompt, answer, think, **identity)
-            return
-        except NoRoom:
-            engine.totals.no_room += 1
-            await anyio.sleep(RETRY)
-        except KVActorsError as error:
-            engine.failed(name, error)
-            return
-
-
 class Script:
     """Runs the steps of a script. An unexpected result is an error in the totals."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine = engine
         self.seed = seed
-        self.leases: dict[str, Lease] = {}
+        self.requests: dict[str, Request] = {}
 
     async def run(self, steps: tuple[Step, ...]) -> None:
         """Run every step, in order. Leases left open at the end are finished."""
@@ -174,13 +143,13 @@ class Script:
             if outcome != step.expect:
                 self._complain(number, step, f"{outcome}, expected {step.expect}")
             elif step.cached_tokens >= 0 and outcome == "ok":
-                cached = self.leases[step.request].cached_tokens
+                cached = self.requests[step.request].lease.cached_tokens
                 if cached != step.cached_tokens:
                     self._complain(
                         number, step, f"{cached} tokens cached, expected {step.cached_tokens}"
                     )
-        for lease in self.leases.values():
-            await lease.finish()
+        for request in self.requests.values():
+            await request.lease.finish()
 
     def _complain(self, number: int, step: Step, what: str) -> None:
         self.engine.totals.complain(
@@ -197,19 +166,18 @@ class Script:
             lease = await cache.acquire(
                 step.request, self._tokens(step), salt=step.salt, lora=step.lora, extra_keys=items
             )
-            self.leases[step.request] = lease
-            await engine.begin(lease)
+            request = self.requests[step.request] = engine.request(lease)
+            await engine.begin(request)
         elif step.do == "extend":
-            await self.leases[step.request].extend(self._tokens(step))
+            await self.requests[step.request].lease.extend(self._tokens(step))
         elif step.do == "commit":
-            lease = self.leases[step.request]
-            engine.compute(lease, lease.cached_tokens)
-            await lease.commit(step.tokens or lease.num_tokens)
+            request = self.requests[step.request]
+            await request.compute()
+            await request.lease.commit(step.tokens or request.lease.num_tokens)
         elif step.do == "finish":
-            await self.leases.pop(step.request).finish()
+            await self.requests.pop(step.request).lease.finish()
         elif step.do == "preempt":
-            lease = self.leases.pop(step.request)
-            await lease.preempt(step.tokens)
+            await self.requests.pop(step.request).lease.preempt(step.tokens)
         elif step.do == "clear":
             await cache.clear()
         elif step.do == "pause":
