@@ -1,7 +1,7 @@
-"""The native core: block tree, key chain, block copies. Built from `native/` (C++17, nanobind).
+"""The native core: block tree, hash chain, block copies. Built from `native/` (C++17, nanobind).
 
 Nothing here is thread-safe unless its docstring states it: a tree and its paths belong to one
-actor. All token ids are unsigned 32-bit. All block keys are 32 bytes (SHA-256). All arrays are
+actor. All token ids are unsigned 32-bit. All block hashes are 32 bytes (SHA-256). All arrays are
 one-dimensional.
 """
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.types import Tokens
 
-KEY_BYTES: Final[int]
-"""Bytes in a block key: 32."""
+HASH_BYTES: Final[int]
+"""Bytes in a block hash: 32."""
 
 DEVICE: Final[int]
 """State bit: the node owns a device block whose bytes are valid."""
@@ -29,7 +29,7 @@ OFFLOADING: Final[int]
 def sha256_accelerated() -> bool:
     """Whether the CPU's SHA instructions are in use."""
 
-def chain_keys(parent: bytes, tokens: Tokens, block_size: int) -> bytes:
+def chain_hashes(parent: bytes, tokens: Tokens, block_size: int) -> bytes:
     """Hashes of all full blocks of `tokens` under `parent` (32 bytes), without extra keys: n x 32
     bytes."""
 
@@ -126,7 +126,7 @@ class Path:
     """
 
     def __init__(self, block_size: int, root: bytes) -> None:
-        """`root`: the 32-byte key every chain of this namespace starts from. ValueError on a bad
+        """`root`: the 32-byte root hash that every chain starts from. ValueError on a bad
         size or length."""
 
     block_size: int
@@ -166,7 +166,7 @@ class Path:
     def tokens(self, start: int, stop: int) -> bytes:
         """Tokens of blocks [start, stop), little-endian uint32."""
 
-    def keys(self, start: int, stop: int) -> bytes:
+    def hashes(self, start: int, stop: int) -> bytes:
         """Hashes of full blocks [start, stop), 32 bytes each. Missing ones are computed."""
 
     def blocks(self, start: int = 0, stop: int = -1) -> list[int]:
@@ -261,7 +261,7 @@ class BlockTree:
 
     def evict(self, count: int) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
         """Pick up to `count` unreferenced device blocks, least recently used first (deeper first on
-        ties), mark them OFFLOADING, and return (nodes, keys, parent keys, device blocks, state
+        ties), mark them OFFLOADING, and return (nodes, hashes, parent hashes, device blocks, state
         bits). `nodes` is the handle for `finish_offload`."""
 
     def contents(self, nodes: NDArray[np.uint32]) -> tuple[bytes, bytes, list[tuple[int, bytes]]]:
@@ -276,10 +276,10 @@ class BlockTree:
         it. The rest, matched again or still being read, keep it. Returns (freed device blocks,
         indices j that kept theirs). Empty unreferenced nodes are removed."""
 
-    def host_gained(self, keys: bytes) -> int:
+    def host_blocks_added(self, hashes: bytes) -> int:
         """Set HOST on the nodes with these hashes that are in the tree, and return their number."""
 
-    def host_gone(self, keys: bytes) -> int:
+    def host_blocks_removed(self, hashes: bytes) -> int:
         """Clear HOST on the nodes with these hashes, and return how many are in the tree. Empty
         unreferenced nodes are removed."""
 
@@ -317,11 +317,11 @@ class BlockTree:
         """Free a part of an idle tree's memory, a few megabytes. True when all of it is freed.
         ValueError if the tree is not idle."""
 
-    def device_keys(self) -> bytes:
+    def device_hashes(self) -> bytes:
         """Hashes of all nodes resident on the device."""
 
     def paths(self) -> list[tuple[bytes, bytes, bytes, bytes]]:
-        """For each leaf of the tree: (root key, tokens, keys, state bits), all from the root on."""
+        """For each leaf of the tree: (root hash, tokens, hashes, state bits), from the root."""
 
     def statistics(self) -> dict[str, int]:
         """nodes, device, host, evictable, referenced (nodes), loading, offloading, bytes."""

@@ -289,11 +289,13 @@ class ThreadLease:
     ready = renamed("ready", wait_ready)
     layer_ready = renamed("layer_ready", wait_layer)
 
-    def keys(self, start: int, stop: int, *, deadline: float | None = None) -> bytes:
-        """See `Lease.keys`."""
+    def hashes(self, start: int, stop: int, *, deadline: float | None = None) -> bytes:
+        """See `Lease.hashes`."""
         return self._owner._call(
-            partial(self._owner._now, partial(self._lease.keys, start, stop)), deadline
+            partial(self._owner._now, partial(self._lease.hashes, start, stop)), deadline
         )
+
+    keys = renamed("keys", hashes)
 
     def abandon(self) -> None:
         """See `Lease.abandon`. Does not wait."""

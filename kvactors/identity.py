@@ -26,7 +26,7 @@ def field(tag: int, value: bytes) -> bytes:
     return bytes([tag]) + len(value).to_bytes(4, "little") + value
 
 
-def block_hash(parent: bytes, tokens: bytes) -> bytes:
+def hash_of_block(parent: bytes, tokens: bytes) -> bytes:
     """The hash of a full block without an extra key.
 
     Args:

@@ -255,15 +255,16 @@ class Lease:
         computed = check_int("computed_tokens", computed_tokens)
         await self._end(Preempt(self._id, computed), computed, self._deadline(deadline))
 
-    def keys(self, start: int, stop: int) -> bytes:
+    def hashes(self, start: int, stop: int) -> bytes:
         """Hashes of the full blocks from `start` to before `stop`, 32 bytes each."""
         self._client.check_thread()
         last = check_int("stop", stop, 0, self._path.num_full_blocks)
-        return self._path.keys(check_int("start", start, 0, last), last)
+        return self._path.hashes(check_int("start", start, 0, last), last)
+
+    keys = renamed("keys", hashes)
 
     def abandon(self) -> None:
-        """Release the blocks without waiting for an answer. Committed blocks stay cached. No
-        effect on a lease that has ended."""
+        """Release the blocks, without an answer. Committed ones stay cached. No effect if ended."""
         self._client.check_thread()
         self._give_up()
 

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from kvactors.deprecated import warn
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.messages import PLAIN, RequestScope
 
@@ -33,12 +34,17 @@ class Lineage(NamedTuple):
     def __repr__(self) -> str:
         return discreet(self)
 
-    def key(self) -> bytes:
+    def block_hash(self) -> bytes:
         """The block hash computed from the lineage."""
         extra = self.extra_key
         return hashlib.sha256(
             self.parent + len(extra).to_bytes(4, "little") + extra + self.tokens
         ).digest()
+
+    def key(self) -> bytes:
+        """Deprecated: call `block_hash`."""
+        warn("Lineage.key() is deprecated: call block_hash()", stacklevel=2)
+        return self.block_hash()
 
 
 class Lineages(NamedTuple):

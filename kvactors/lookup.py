@@ -13,7 +13,7 @@ from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.storage.backends.checked import CheckedBackend
-from kvactors.types import Tokens, split_keys
+from kvactors.types import Tokens, split_hashes
 
 
 class PromptHits(Hits):
@@ -149,7 +149,7 @@ def count_hits(
     if store is not None and run < fetch:
         near = run + len(states)
         missing = [p for p in range(run, fetch) if p >= near or not states[p - run]]
-        keys = split_keys(path.keys(run, fetch))
+        keys = split_hashes(path.hashes(run, fetch))
         stored = store.inventory.held_run([keys[p - run] for p in missing])
         stored = stored if stored >= min_fetch_blocks else 0
     below = _below_device(states, fetch - run, stored)

@@ -5,8 +5,8 @@ from __future__ import annotations
 try:
     from kvactors._native import (
         DEVICE,
+        HASH_BYTES,
         HOST,
-        KEY_BYTES,
         LOADING,
         OFFLOADING,
         BlockTree,
@@ -16,7 +16,7 @@ try:
         Path,
         TreeCheck,
         TreeWalk,
-        chain_keys,
+        chain_hashes,
         check_blocks,
         copy_bytes,
         fill_blocks,
@@ -34,8 +34,8 @@ except ImportError as error:
 
 __all__ = [
     "DEVICE",
+    "HASH_BYTES",
     "HOST",
-    "KEY_BYTES",
     "LOADING",
     "OFFLOADING",
     "BlockTree",
@@ -45,7 +45,7 @@ __all__ = [
     "Path",
     "TreeCheck",
     "TreeWalk",
-    "chain_keys",
+    "chain_hashes",
     "check_blocks",
     "copy_bytes",
     "fill_blocks",

@@ -68,7 +68,7 @@ class NoNotifier(Actor):
         """Drop a fact."""
 
     @on(WaitFlushed)
-    def settle(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
+    def wait_flushed(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
         """End a wait for the healthy sinks, as there are none. Refuse a wait for all sinks."""
         if message.healthy:
             self.answer(envelope, True)
@@ -109,7 +109,7 @@ class NoWriter(StoreOwner):
         self.tell(self.evictor, unwritten(message, Outcome.UNAVAILABLE).answer)
 
     @on(ReportLost)
-    def recount(self, message: ReportLost) -> None:
+    def report_lost(self, message: ReportLost) -> None:
         """Ignored: the successor recounts."""
 
 

@@ -11,7 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-KEY_BYTES = 32
+from kvactors.moved import moved
+
+HASH_BYTES = 32
 """Bytes in a block hash (SHA-256)."""
 
 Tokens: TypeAlias = (
@@ -60,26 +62,26 @@ class Reason(Enum):
     RESTART = "restart"
 
 
-def split_keys(keys: bytes) -> list[bytes]:
-    """The keys in a buffer of keys."""
-    return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+def split_hashes(hashes: bytes) -> list[bytes]:
+    """The block hashes in a buffer of block hashes."""
+    return [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
 
 
-def key_at(keys: bytes, index: int) -> bytes:
+def hash_at(hashes: bytes, index: int) -> bytes:
     """One block hash of a buffer of them."""
-    return keys[KEY_BYTES * index : KEY_BYTES * (index + 1)]
+    return hashes[HASH_BYTES * index : HASH_BYTES * (index + 1)]
 
 
-def join_keys(keys: Iterable[bytes]) -> bytes:
-    """A buffer of keys, one after another."""
-    return b"".join(keys)
+def join_hashes(hashes: Iterable[bytes]) -> bytes:
+    """A buffer of block hashes, one after another."""
+    return b"".join(hashes)
 
 
-def count_keys(keys: bytes) -> int:
-    """The number of keys in a buffer. Raises ValueError for a part of a key."""
-    if len(keys) % KEY_BYTES:
-        raise ValueError(f"{len(keys)} bytes are no whole number of keys")
-    return len(keys) // KEY_BYTES
+def count_hashes(hashes: bytes) -> int:
+    """The number of block hashes in a buffer. Raises ValueError for a part of one."""
+    if len(hashes) % HASH_BYTES:
+        raise ValueError(f"{len(hashes)} bytes are no whole number of block hashes")
+    return len(hashes) // HASH_BYTES
 
 
 def indices_of(report: Any, pairs: int) -> frozenset[int]:
@@ -89,3 +91,14 @@ def indices_of(report: Any, pairs: int) -> frozenset[int]:
     except TypeError:
         return frozenset(range(pairs))
     return indices if all(0 <= index < pairs for index in indices) else frozenset(range(pairs))
+
+
+__getattr__ = moved(
+    __name__,
+    __name__,
+    KEY_BYTES="HASH_BYTES",
+    split_keys="split_hashes",
+    join_keys="join_hashes",
+    key_at="hash_at",
+    count_keys="count_hashes",
+)

@@ -156,7 +156,7 @@ void bind_path(nb::module_& m) {
             if (start < 0 || stop < start || stop > Id(p.full_blocks())) throw nb::value_error("blocks out of range");
             return bytes_of(p.tokens.data() + std::size_t(start) * p.block_size, std::size_t(stop - start) * p.block_size);
         }, "start"_a, "stop"_a)
-        .def("keys", [](PyPath& p, Id start, Id stop) {
+        .def("hashes", [](PyPath& p, Id start, Id stop) {
             const Busy busy(p.busy);
             if (start < 0 || stop < start || stop > Id(p.full_blocks())) throw nb::value_error("blocks out of range");
             const std::size_t missing = p.names.size() < std::size_t(stop) ? std::size_t(stop) - p.names.size() : 0;
@@ -183,7 +183,7 @@ void bind_path(nb::module_& m) {
         }, "position"_a);
 }
 
-nb::bytes chain_keys(const nb::bytes& parent, nb::handle tokens, Id block_size) {
+nb::bytes chain_hashes(const nb::bytes& parent, nb::handle tokens, Id block_size) {
     if (block_size < 1 || block_size > (1 << 24)) throw nb::value_error("block_size must be between 1 and 2**24");
     Path path(u32(block_size), key_of(parent, "parent must be 32 bytes"));
     append(tokens, path.tokens);
@@ -197,13 +197,13 @@ nb::bytes chain_keys(const nb::bytes& parent, nb::handle tokens, Id block_size) 
 NB_MODULE(_native, m) {
     using namespace kvactors;
     nb::set_leak_warnings(false);  // objects that still exist when the interpreter ends are normal
-    m.attr("KEY_BYTES") = 32;
+    m.attr("HASH_BYTES") = 32;
     m.attr("DEVICE") = int(kDevice);
     m.attr("HOST") = int(kHost);
     m.attr("LOADING") = int(kLoading);
     m.attr("OFFLOADING") = int(kOffloading);
     m.def("sha256_accelerated", &sha256_accelerated);
-    m.def("chain_keys", &chain_keys, "parent"_a, "tokens"_a, "block_size"_a);
+    m.def("chain_hashes", &chain_hashes, "parent"_a, "tokens"_a, "block_size"_a);
     bind_path(m);
     bind_tree(m);
     bind_copy(m);

@@ -33,7 +33,7 @@ void append(Raw<u8>& out, std::string_view bytes) {
 // The names of a FlushTask's fields, interned once.
 struct TaskFields {
     static nb::object name(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }
-    nb::object count = name("count"), residency = name("residency"), keys = name("keys"), parent = name("parent"),
+    nb::object count = name("count"), residency = name("residency"), hashes = name("hashes"), parent = name("parent"),
                start = name("start_block_idx"), tokens = name("tokens"), tier = name("tier"), scope = name("scope"),
                extra_keys = name("extra_keys");
 };
@@ -108,12 +108,12 @@ void write_task(const PyEventEncoder& e, Raw<u8>& out, nb::handle task, const nb
         const nb::object extra_keys = field(task, f.extra_keys);
         if (field(task, f.scope).is(e.plain) && PyObject_IsTrue(extra_keys.ptr()) == 0) {
             const nb::bytes above = number_of(field(task, f.start)) ? bytes_field(task, f.parent) : nb::bytes("", 0);
-            write_stored(e, out, bytes_field(task, f.keys), above, bytes_field(task, f.tokens), field(task, f.tier),
+            write_stored(e, out, bytes_field(task, f.hashes), above, bytes_field(task, f.tokens), field(task, f.tier),
                          e.no_identity());
             return;
         }
     } else if (number_of(field(task, f.count))) {
-        write_removed(e, out, bytes_field(task, f.keys), field(task, f.tier));
+        write_removed(e, out, bytes_field(task, f.hashes), field(task, f.tier));
         return;
     }
     append(out, view_of(nb::cast<nb::bytes>(event(task))));

@@ -142,16 +142,16 @@ void bind_tree(nb::module_& m) {
             const Offloaded out = t.finish_offload(nodes.data(), nodes.shape(0), flags);
             return nb::make_tuple(ids_of(out.freed), out.kept);
         }, "nodes"_a, "on_host"_a)
-        .def("host_gained", [](PyTree& t, const nb::bytes& keys) {
+        .def("host_blocks_added", [](PyTree& t, const nb::bytes& hashes) {
             const Change change(t);
-            const std::vector<Key> names = keys_of(keys);
-            return t.host_gained(names.data(), names.size());
-        }, "keys"_a)
-        .def("host_gone", [](PyTree& t, const nb::bytes& keys) {
+            const std::vector<Key> names = keys_of(hashes);
+            return t.host_blocks_added(names.data(), names.size());
+        }, "hashes"_a)
+        .def("host_blocks_removed", [](PyTree& t, const nb::bytes& hashes) {
             const Change change(t);
-            const std::vector<Key> names = keys_of(keys);
-            return t.host_gone(names.data(), names.size());
-        }, "keys"_a)
+            const std::vector<Key> names = keys_of(hashes);
+            return t.host_blocks_removed(names.data(), names.size());
+        }, "hashes"_a)
         .def("clear_host", [](PyTree& t) {
             const Change change(t);
             t.clear_host();
@@ -184,9 +184,9 @@ void bind_tree(nb::module_& m) {
             const Change change(t);
             return t.dismantle();
         })
-        .def("device_keys", [](const PyTree& t) {
+        .def("device_hashes", [](const PyTree& t) {
             const Busy busy(t.busy);
-            const std::vector<Key> keys = t.device_keys();
+            const std::vector<Key> keys = t.device_hashes();
             return bytes_of(keys.data(), keys.size());
         })
         .def("paths", [](const PyTree& t) {

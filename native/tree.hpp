@@ -117,8 +117,8 @@ public:
     // tree_evict.cpp
     Evicted evict(std::size_t count);
     Offloaded finish_offload(const u32* nodes, std::size_t count, const u8* on_host);
-    std::size_t host_gained(const Key* keys, std::size_t count);
-    std::size_t host_gone(const Key* keys, std::size_t count);
+    std::size_t host_blocks_added(const Key* keys, std::size_t count);
+    std::size_t host_blocks_removed(const Key* keys, std::size_t count);
     void clear_host();
     bool sweep_host(std::size_t count);
     std::size_t retire();
@@ -128,7 +128,7 @@ public:
     bool dismantle();
 
     // tree_inspect.cpp
-    std::vector<Key> device_keys() const;
+    std::vector<Key> device_hashes() const;
     std::vector<Leaf> leaves() const;
     Contents contents(const u32* nodes, std::size_t count) const;
     Statistics statistics() const;

@@ -67,7 +67,7 @@ bool Tree::set_host(Node& node) {
     return true;
 }
 
-std::size_t Tree::host_gained(const Key* keys, std::size_t count) {
+std::size_t Tree::host_blocks_added(const Key* keys, std::size_t count) {
     std::size_t known = 0;
     for (std::size_t i = 0; i < count && !retired_; ++i) {
         const u32 id = find_name(keys[i]);
@@ -78,7 +78,7 @@ std::size_t Tree::host_gained(const Key* keys, std::size_t count) {
     return known;
 }
 
-std::size_t Tree::host_gone(const Key* keys, std::size_t count) {
+std::size_t Tree::host_blocks_removed(const Key* keys, std::size_t count) {
     std::size_t known = 0;
     for (std::size_t i = 0; i < count && !retired_; ++i) {
         const u32 id = find_name(keys[i]);

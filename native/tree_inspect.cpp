@@ -11,7 +11,7 @@ Statistics Tree::statistics() const {
     return result;
 }
 
-std::vector<Key> Tree::device_keys() const {
+std::vector<Key> Tree::device_hashes() const {
     std::vector<Key> keys;
     keys.reserve(counts_.device);
     for (u32 id = 0; id < next_id_; ++id)

@@ -36,17 +36,17 @@ from kvactors.flush_notifier.messages import (
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.native import KEY_BYTES, chain_keys
+from kvactors.native import HASH_BYTES, chain_hashes
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.scenario.child import Child, child, start_child
 from kvactors.sink_config import KvEventsSinkConfig, MemorySinkConfig
 from kvactors.terminable import run_terminable
-from kvactors.types import Reason, Residency, Tier, split_keys
+from kvactors.types import Reason, Residency, Tier, split_hashes
 
 BLOCK, DEPTH, PATHS = 64, 16, 500
 RATE = 10_000
 BAR_BATCHES, BAR_BLOCKS = 40_000, 300_000
-ROOT = bytes(KEY_BYTES)
+ROOT = bytes(HASH_BYTES)
 
 FRAMES = 3
 """Frames of a message."""
@@ -75,8 +75,8 @@ class TimedSink(KvEventsSink):
         await super().deliver(tasks)
         now = time.perf_counter()
         for task in tasks:
-            for key in split_keys(task.keys):
-                sent = self.sent.pop(key, None)
+            for block_hash in split_hashes(task.hashes):
+                sent = self.sent.pop(block_hash, None)
                 if sent is not None:
                     self.took.append(now - sent)
 
@@ -108,21 +108,21 @@ async def notifier(*sinks: Sink) -> AsyncIterator[ActorRef]:
 def path_of(seed: int, blocks: int) -> PathCached:
     """A made-up path, resident on the device."""
     tokens = np.random.default_rng(seed).integers(0, 150_000, blocks * BLOCK, dtype=np.uint32)
-    keys = chain_keys(ROOT, tokens, BLOCK)
+    hashes = chain_hashes(ROOT, tokens, BLOCK)
     return PathCached(
-        ROOT, tokens.tobytes(), keys, 0, blocks, Tier.DEVICE, Reason.REQUEST_FINISH, ROOT
+        ROOT, tokens.tobytes(), hashes, 0, blocks, Tier.DEVICE, Reason.REQUEST_FINISH, ROOT
     )
 
 
 def part_of(path: PathCached, start: int, count: int) -> PathCached:
     """Blocks [start, start + count) of a path that is announced from its first block on."""
-    keys, tokens = (
+    hashes, tokens = (
         whole[size * start : size * (start + count)]
-        for whole, size in ((path.keys, KEY_BYTES), (path.tokens, 4 * BLOCK))
+        for whole, size in ((path.hashes, HASH_BYTES), (path.tokens, 4 * BLOCK))
     )
-    parent = path.keys[KEY_BYTES * (start - 1) : KEY_BYTES * start] if start else path.parent
+    parent = path.hashes[HASH_BYTES * (start - 1) : HASH_BYTES * start] if start else path.parent
     return msgspec.structs.replace(
-        path, tokens=tokens, keys=keys, start=start, count=count, parent=parent
+        path, tokens=tokens, hashes=hashes, start=start, count=count, parent=parent
     )
 
 
@@ -131,10 +131,10 @@ async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
     its publication, and the loop's lag before and during the changes."""
     sink = TimedSink(f"ipc://{folder}/changes")
     async with notifier(sink) as ref:
-        keys = []
+        hashes = []
         for seed in range(PATHS):
             path = path_of(seed, DEPTH)
-            keys.append(path.keys[-KEY_BYTES:])
+            hashes.append(path.hashes[-HASH_BYTES:])
             await ref.tell(path)
         await ref.ask(WaitFlushed(), deadline=deadline_after(30.0))
         async with LagMonitor().running() as idle:
@@ -144,13 +144,13 @@ async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
             while told < seconds * RATE:
                 due = int((time.perf_counter() - began) * RATE)
                 for number in range(told, due):
-                    key = keys[number % PATHS]
+                    block_hash = hashes[number % PATHS]
                     gone = number // PATHS % 2 == 0
-                    sink.sent[key] = time.perf_counter()
+                    sink.sent[block_hash] = time.perf_counter()
                     change = (
-                        BlocksRemoved(key, Tier.DEVICE, Reason.DEVICE_DROP)
+                        BlocksRemoved(block_hash, Tier.DEVICE, Reason.DEVICE_DROP)
                         if gone
-                        else BlocksAdded(key, Tier.DEVICE, Reason.LOAD)
+                        else BlocksAdded(block_hash, Tier.DEVICE, Reason.LOAD)
                     )
                     if not ref.try_tell(change):
                         await ref.tell(change)
@@ -213,12 +213,12 @@ async def publish(load: Load, folder: str) -> tuple[float, float]:
 
     def task() -> FlushTask:
         ids = rng.integers(0, 150_000, blocks * tokens, dtype=np.uint32).tobytes()
-        keys = rng.bytes(KEY_BYTES * blocks)
+        hashes = rng.bytes(HASH_BYTES * blocks)
         return FlushTask(
             ids,
             blocks,
             blocks,
-            keys,
+            hashes,
             rng.bytes(32),
             Residency.RESIDENT,
             Tier.DEVICE,
@@ -295,7 +295,7 @@ async def growth(*, quick: bool) -> list[Row]:
                 await ref.tell(part_of(path, start, 10))
             await ref.ask(WaitFlushed(), deadline=deadline_after(30.0))
             told = len(sink.tasks)
-            await ref.tell(BlocksRemoved(path.keys, Tier.DEVICE, Reason.CPU_EVICTION))
+            await ref.tell(BlocksRemoved(path.hashes, Tier.DEVICE, Reason.CPU_EVICTION))
             await ref.ask(WaitFlushed(), deadline=deadline_after(30.0))
         handed = sum(len(task.tokens) for task in list(sink.tasks)[told:])
         case = f"evicting a run of {blocks} blocks: token bytes handed to the sink"

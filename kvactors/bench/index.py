@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.bench.report import Row, bench_report, rate_row
-from kvactors.native import BlockTree, Path, chain_keys
+from kvactors.native import BlockTree, Path, chain_hashes
 
 PROMPTS, GROUP_SIZE, LENGTH, SHARED = 64, 8, 8192, 0.75
 ROOT = bytes(32)
@@ -70,7 +70,7 @@ def naming_rate(block_size: int, rounds: int) -> float:
     for _ in range(rounds):
         began = time.perf_counter()
         for tokens in batch:
-            chain_keys(ROOT, tokens, block_size)
+            chain_hashes(ROOT, tokens, block_size)
         results.append(PROMPTS * LENGTH / (time.perf_counter() - began) / 1e6)
     return median(results)
 

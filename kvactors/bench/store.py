@@ -37,7 +37,7 @@ from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
 from kvactors.terminable import run_terminable
 from kvactors.testing.mooncake_master import master
-from kvactors.types import join_keys
+from kvactors.types import join_hashes
 
 PRINT = bytes(32)
 DEPTH = 4
@@ -69,7 +69,7 @@ class NullEvictor(Actor):
         """Ignored: the benchmark sends no probe."""
 
     @on(StoreCleared)
-    def cleared(self, message: StoreCleared) -> None:
+    def store_cleared(self, message: StoreCleared) -> None:
         """Ignored: the benchmark clears no store."""
 
 
@@ -79,19 +79,19 @@ class NullNotifier(Actor):
     ROLE: ClassVar[str] = "flush_notifier"
 
     @on(BlocksAdded)
-    def gained(self, message: BlocksAdded) -> None:
+    def blocks_added(self, message: BlocksAdded) -> None:
         """Nothing to do."""
 
     @on(BlocksRemoved)
-    def gone(self, message: BlocksRemoved) -> None:
+    def blocks_removed(self, message: BlocksRemoved) -> None:
         """Nothing to do."""
 
     @on(TierCleared)
-    def cleared(self, message: TierCleared) -> None:
+    def tier_cleared(self, message: TierCleared) -> None:
         """Nothing to do."""
 
     @on(PathsFound)
-    def named(self, message: PathsFound) -> None:
+    def paths_found(self, message: PathsFound) -> None:
         """Nothing to do."""
 
 
@@ -161,9 +161,9 @@ async def ours(
                 keys = names(min(BATCH, count - start), first + start)
                 slots = tuple((start + i) % arena.num_slots for i in range(len(keys)))
                 if kind is Write:
-                    await target.tell(Write(op, join_keys(keys), slots, deadline))
+                    await target.tell(Write(op, join_hashes(keys), slots, deadline))
                 else:
-                    await target.tell(Read(op, join_keys(keys), slots, deadline, take=False))
+                    await target.tell(Read(op, join_hashes(keys), slots, deadline, take=False))
             await supervisor.in_flight.wait_idle()
             rates.append(count * size / (time.perf_counter() - began))
             sink: Any = supervisor.actor(refs[NullEvictor].name)

@@ -152,10 +152,10 @@ class CpuEvictor(Actor):
         self._perform(job.begin())
 
     @on(SetTargets)
-    def place(self, message: SetTargets) -> None:
+    def set_targets(self, message: SetTargets) -> None:
         """The device blocks of a load that began without."""
         if (job := self.loads.get(message.op)) is not None:
-            self._perform(job.place(message.blocks))
+            self._perform(job.set_targets(message.blocks))
 
     @on(Cancel)
     def cancel(self, message: Cancel) -> None:
@@ -164,7 +164,7 @@ class CpuEvictor(Actor):
             self._perform(job.cancel())
 
     @on(FetchDeadline)
-    def overdue(self, message: FetchDeadline) -> None:
+    def fetch_deadline(self, message: FetchDeadline) -> None:
         """The deadline of a load that waits for storage."""
         if (job := self.loads.get(message.op)) is not None:
             self._perform(job.on_deadline())
@@ -175,19 +175,19 @@ class CpuEvictor(Actor):
         self._perform(PrefetchJob(self.memory, message).begin())
 
     @on(Save)
-    def admit(self, message: Save) -> None:
+    def save(self, message: Save) -> None:
         """Keep and save the path of a finished request."""
         self._perform(SaveJob(self.memory, message).begin())
 
     @on(DropHostCopies)
-    def discard(self, message: DropHostCopies) -> None:
+    def drop_host_copies(self, message: DropHostCopies) -> None:
         """The device holds these blocks."""
-        self._perform(self.memory.discard(message.keys))
+        self._perform(self.memory.drop_host_copies(message.hashes))
 
     @on(Keep)
     def keep(self, message: Keep) -> None:
         """The device did not take these blocks."""
-        self._perform(self.memory.keep(message.keys))
+        self._perform(self.memory.keep(message.hashes))
 
     @on(ClearHost)
     def clear(self, message: ClearHost) -> None:
@@ -228,7 +228,7 @@ class CpuEvictor(Actor):
         """A new notifier is sent the resident blocks. Requests to a storage actor that failed are
         ended."""
         if message.name == "flush_notifier":
-            self._perform(self.memory.announce(self.host.keys()))
+            self._perform(self.memory.announce(self.host.hashes()))
         else:
             self._perform(self._completions.peer_failed(message.name))
 
@@ -239,9 +239,9 @@ class CpuEvictor(Actor):
         """Whether a block leaves the host tier when the device has it."""
         return self.memory.exclusive
 
-    def host_keys(self) -> list[bytes]:
-        """Hashes of the blocks that a load finds on the host: see `HostTier.keys`."""
-        return self.host.keys()
+    def host_hashes(self) -> list[bytes]:
+        """Hashes of the blocks that a load finds on the host: see `HostTier.hashes`."""
+        return self.host.hashes()
 
     def check(self) -> None:
         """AssertionError if the tier's state is wrong, or a slot is pinned although nothing is in

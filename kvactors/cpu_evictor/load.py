@@ -9,7 +9,7 @@ from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.lineage import lineage
 from kvactors.storage.messages import Outcome
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 
 
 class LoadJob:
@@ -53,7 +53,7 @@ class LoadJob:
         self._message = message
         self._loads = loads
         self._layerwise = layerwise
-        self._hashes = split_keys(message.keys)  # of the path
+        self._hashes = split_hashes(message.hashes)  # of the path
         self._device_blocks = message.blocks or None  # None: not placed yet
         self._sources: list[HostBlock] = []  # pinned, in path order
         self._from_host: list[bool] = []  # of each source; False: from storage
@@ -93,7 +93,7 @@ class LoadJob:
         actions += self._copy_from(0)
         return actions + self._answer_if_complete()
 
-    def place(self, device_blocks: tuple[int, ...]) -> list[Action]:
+    def set_targets(self, device_blocks: tuple[int, ...]) -> list[Action]:
         """The device blocks of a load that began without."""
         self._device_blocks = device_blocks
         arriving = (i for i, block in enumerate(self._sources) if block.arriving)

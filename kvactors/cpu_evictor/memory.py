@@ -12,7 +12,7 @@ from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
 from kvactors.cpu_evictor.statistics import Counts
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.storage.messages import Outcome
-from kvactors.types import Reason, Tier, join_keys, split_keys
+from kvactors.types import Reason, Tier, join_hashes, split_hashes
 
 WRITE_BATCH = 256
 """Blocks of one write message, at most: a slow store answers for a part of a large eviction
@@ -80,7 +80,7 @@ class HostMemory:
         if self.write_back:
             shed = max(0, min(len(victims), slots - host.free))
             self.counts.shed += shed
-        hashes = join_keys(block.hash for block in victims)
+        hashes = join_hashes(block.hash for block in victims)
         actions: list[Action] = [send(self._index, HostBlocksRemoved(hashes))]
         actions += self.remove(victims[:shed])
         for block in victims[shed:]:
@@ -150,13 +150,13 @@ class HostMemory:
             self.host.drop(block)
         return actions
 
-    def discard(self, keys: bytes) -> list[Action]:
+    def drop_host_copies(self, hashes: bytes) -> list[Action]:
         """The device holds these blocks: an exclusive tier drops them."""
         if not self.exclusive:
             return []
         found = [
             block
-            for block_hash in split_keys(keys)
+            for block_hash in split_hashes(hashes)
             if (block := self.host.blocks.get(block_hash)) is not None
         ]
         actions = self._report_gone(found, Reason.PROMOTION)
@@ -168,16 +168,16 @@ class HostMemory:
         # A HostBlocksAdded or Offloaded with such a block may have been sent after the
         # DropHostCopies was.
         if dropped:
-            hashes = join_keys(block.hash for block in dropped)
+            hashes = join_hashes(block.hash for block in dropped)
             actions.append(send(self._index, HostBlocksRemoved(hashes)))
         return actions
 
-    def keep(self, keys: bytes) -> list[Action]:
+    def keep(self, hashes: bytes) -> list[Action]:
         """The device did not take these blocks, deepest last: those that were leaving stay as far
         as the capacity allows, and the others are evicted."""
         found = [
             block
-            for block_hash in reversed(split_keys(keys))
+            for block_hash in reversed(split_hashes(hashes))
             if (block := self.host.blocks.get(block_hash)) is not None and block.on_device
         ]
         for block in found:
@@ -211,7 +211,7 @@ class HostMemory:
             block.announced = False
         if not announced:
             return []
-        hashes = join_keys(block.hash for block in announced)
+        hashes = join_hashes(block.hash for block in announced)
         return [send(self._notifier, BlocksRemoved(hashes, Tier.HOST, reason))]
 
     # -- blocks that enter
@@ -222,12 +222,12 @@ class HostMemory:
             return []
         for block_hash in hashes:
             self.host.blocks[block_hash].announced = True
-        return [send(self._notifier, BlocksAdded(join_keys(hashes), Tier.HOST, Reason.OFFLOAD))]
+        return [send(self._notifier, BlocksAdded(join_hashes(hashes), Tier.HOST, Reason.OFFLOAD))]
 
     def announce_fetched(self, blocks: Sequence[HostBlock]) -> list[Action]:
         """Report blocks that have come from storage to stay, to indexes and to the prefix index."""
         if not blocks:
             return []
         hashes = [block.hash for block in blocks]
-        hint = HostBlocksAdded(join_keys(hashes), self.clears, self.requests.generation)
+        hint = HostBlocksAdded(join_hashes(hashes), self.clears, self.requests.generation)
         return [*self.announce(hashes), send(self._index, hint)]

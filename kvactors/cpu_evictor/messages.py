@@ -12,7 +12,7 @@ class Offload(Message, frozen=True, eq=False):
     Offloaded.
 
     Attributes:
-        keys: n block hashes of 32 bytes, least recently used first (deeper first on ties).
+        hashes: n block hashes of 32 bytes, least recently used first (deeper first on ties).
         parents: hash of the block before each of them.
         blocks: their device blocks.
         memory_generation: that the device blocks are in. Blocks of another one are not kept.
@@ -20,7 +20,7 @@ class Offload(Message, frozen=True, eq=False):
     """
 
     op: int
-    keys: bytes
+    hashes: bytes
     parents: bytes
     blocks: tuple[int, ...]
     memory_generation: int = 0
@@ -44,7 +44,7 @@ class Load(Message, frozen=True, eq=False):
 
     Attributes:
         root: root hash, the parent of the first block.
-        keys: block hashes of the path from its first block on, up to the last one to load.
+        hashes: block hashes of the path from its first block on, up to the last one to load.
         start: position of the first block to load. It goes to blocks[0], the next to blocks[1].
         blocks: device blocks. If empty, they follow in a SetTargets. The sources are pinned and
             fetched before that, so that an eviction for the device blocks cannot evict the sources.
@@ -52,12 +52,12 @@ class Load(Message, frozen=True, eq=False):
         fetch: whether blocks that the host tier lacks may come from storage.
         tokens: token ids of the path (little-endian uint32), for a store addressed by tokens.
         memory_generation: that the device blocks are in.
-        lineages: of the blocks of `keys`, if the store keeps them.
+        lineages: of the blocks of `hashes`, if the store keeps them.
     """
 
     op: int
     root: bytes
-    keys: bytes
+    hashes: bytes
     start: int
     blocks: tuple[int, ...]
     deadline: float
@@ -108,7 +108,7 @@ class PrefetchToHost(Message, frozen=True, eq=False):
     """
 
     root: bytes
-    keys: bytes
+    hashes: bytes
     start: int
     deadline: float
     lineages: Lineages | None = None
@@ -133,7 +133,7 @@ class Save(Message, frozen=True, eq=False):
     Saved.
 
     Attributes:
-        keys: block hashes of the path from its first block on.
+        hashes: block hashes of the path from its first block on.
         blocks: their device blocks.
         keep: whether the host tier keeps a copy (inclusive tiers).
         save: positions of the blocks to write to storage.
@@ -143,7 +143,7 @@ class Save(Message, frozen=True, eq=False):
 
     op: int
     root: bytes
-    keys: bytes
+    hashes: bytes
     blocks: tuple[int, ...]
     keep: bool
     save: tuple[int, ...]
@@ -167,7 +167,7 @@ class DropHostCopies(Message, frozen=True, eq=False):
     """The device holds these blocks. An exclusive host tier drops them, an inclusive one ignores
     the message."""
 
-    keys: bytes
+    hashes: bytes
 
 
 class Keep(Message, frozen=True, eq=False):
@@ -175,7 +175,7 @@ class Keep(Message, frozen=True, eq=False):
     Those that were leaving an exclusive host tier stay as far as the capacity allows, and the
     others are evicted. An inclusive one ignores the message."""
 
-    keys: bytes
+    hashes: bytes
 
 
 class ClearHost(Message, frozen=True, eq=False):
@@ -203,7 +203,7 @@ class HostCleared(Control, frozen=True, eq=False):
 class HostBlocksRemoved(Control, frozen=True, eq=False):
     """A hint: the host tier no longer holds these blocks."""
 
-    keys: bytes
+    hashes: bytes
 
 
 class HostBlocksAdded(Control, frozen=True, eq=False):
@@ -215,7 +215,7 @@ class HostBlocksAdded(Control, frozen=True, eq=False):
         memory_generation: of the host tier.
     """
 
-    keys: bytes
+    hashes: bytes
     clears: int = 0
     memory_generation: int = 0
 

@@ -10,7 +10,7 @@ from kvactors.cpu_evictor.messages import Offload, Offloaded
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.lineage import lineage
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 
 
 class OffloadJob:
@@ -22,7 +22,7 @@ class OffloadJob:
     def __init__(self, memory: HostMemory, message: Offload) -> None:
         self._memory = memory
         self._message = message
-        self._hashes = split_keys(message.keys)
+        self._hashes = split_hashes(message.hashes)
         self._kept = bytearray(len(self._hashes))
         self._positions: list[int] = []  # of the blocks that are copied
         self._blocks: list[HostBlock] = []
@@ -60,7 +60,7 @@ class OffloadJob:
         if memory.write_back:
             memory.counts.shed += first
         self._positions = list(new[first:])
-        parents = split_keys(message.parents)
+        parents = split_hashes(message.parents)
         for i, position in enumerate(self._positions, first):
             parent = parents[position]
             block = host.add(

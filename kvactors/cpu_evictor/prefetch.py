@@ -8,7 +8,7 @@ from kvactors.cpu_evictor.messages import PrefetchToHost
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.lineage import lineage
 from kvactors.storage.messages import Outcome
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 
 
 class PrefetchJob:
@@ -20,7 +20,7 @@ class PrefetchJob:
     def __init__(self, memory: HostMemory, message: PrefetchToHost) -> None:
         self._memory = memory
         self._message = message
-        self._hashes = split_keys(message.keys)
+        self._hashes = split_hashes(message.hashes)
         self._first = 0  # position of the first block that the host lacks
         self._blocks: list[HostBlock] = []
 

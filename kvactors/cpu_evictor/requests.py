@@ -29,7 +29,7 @@ from kvactors.storage.messages import (
     Write,
     WriterMessage,
 )
-from kvactors.types import join_keys
+from kvactors.types import join_hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class RequestTable:
         self._table[op] = ProbeRequest(reader, len(hashes), job)
         self._probes += 1
         self._load[reader.name] += len(hashes) + 1
-        return send(reader, ProbeStore(op, join_keys(hashes), deadline))
+        return send(reader, ProbeStore(op, join_hashes(hashes), deadline))
 
     def ask_stored(
         self, job: ProbeJob, hashes: Sequence[bytes], deadline: float
@@ -261,7 +261,7 @@ class RequestTable:
         """Ask how many leading blocks storage has, in order to write the others."""
         op, reader = next(self._ops), self._least_loaded(self.peers.readers)
         self._table[op] = StoredRequest(reader, len(hashes), job)
-        return send(reader, ProbeStore(op, join_keys(hashes), deadline))
+        return send(reader, ProbeStore(op, join_hashes(hashes), deadline))
 
     def read(
         self, job: ReadJob, first: int, blocks: Sequence[HostBlock], deadline: float
@@ -270,7 +270,7 @@ class RequestTable:
         op, reader = next(self._ops), self._least_loaded(self.peers.readers)
         self._table[op] = ReadRequest(reader, len(blocks), job, first)
         self._load[reader.name] += len(blocks) + 1
-        hashes = join_keys(block.hash for block in blocks)
+        hashes = join_hashes(block.hash for block in blocks)
         slots = tuple([block.slot for block in blocks])
         exclusive = self.storage.exclusive
         return send(reader, Read(op, hashes, slots, deadline, exclusive, self.generation))
@@ -280,7 +280,7 @@ class RequestTable:
         op, writer = next(self._ops), self._least_loaded(self.peers.writers)
         self._table[op] = WriteRequest(writer, len(blocks), blocks)
         self._load[writer.name] += len(blocks) + 1
-        hashes = join_keys(block.hash for block in blocks)
+        hashes = join_hashes(block.hash for block in blocks)
         slots = tuple([block.slot for block in blocks])
         lineages = tuple([block.lineage for block in blocks])
         deadline = self.clock() + self.storage.timeout

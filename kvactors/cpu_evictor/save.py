@@ -9,7 +9,7 @@ from kvactors.cpu_evictor.messages import Save, Saved, SaveUnanswered
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.lineage import lineage
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 
 ASK = 1.0
 """Seconds, `storage.timeout` if that is less, that a store may take to answer which blocks of a
@@ -29,7 +29,7 @@ class SaveJob:
     def __init__(self, memory: HostMemory, message: Save) -> None:
         self._memory = memory
         self._message = message
-        self._hashes = split_keys(message.keys)
+        self._hashes = split_hashes(message.hashes)
         self._generation = memory.host.generation
         self._save: list[int] = []  # positions that are to be saved and are not stored
         self._blocks: list[HostBlock] = []  # that are copied

@@ -175,13 +175,13 @@ class HostTier:
         block = self.blocks.get(block_hash)
         return block is not None and block.state is SlotState.RESIDENT
 
-    def keys(self) -> list[bytes]:
+    def hashes(self) -> list[bytes]:
         """Hashes of the blocks that indexes count as resident: residents whose bytes are here, and
         blocks in transit that were announced and not reported gone."""
-        return list(self.iter_keys())
+        return list(self.iter_hashes())
 
-    def iter_keys(self) -> Iterator[bytes]:
-        """`keys` one by one. RuntimeError if a block came or went since the first was taken."""
+    def iter_hashes(self) -> Iterator[bytes]:
+        """`hashes` one by one. RuntimeError if a block came or went since the first was taken."""
         return (
             block_hash
             for block_hash, block in self.blocks.items()

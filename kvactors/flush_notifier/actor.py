@@ -102,7 +102,7 @@ class FlushNotifier(Actor):
             self._work(self.ledger.apply(fact))
 
     @on(Continue)
-    def go_on(self, message: Continue) -> None:
+    def continue_work(self, message: Continue) -> None:
         """The next step of a large fact or delivery."""
         self._unfinished -= 1
         self._work(message.work)
@@ -194,7 +194,7 @@ class FlushNotifier(Actor):
             self._work(self.sinks.resync(one))
 
     @on(WaitFlushed)
-    def settle(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
+    def wait_flushed(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
         """Answer when the sinks have acknowledged all changes due now."""
         self._drop_abandoned()
         self.sinks.wait(message, envelope)

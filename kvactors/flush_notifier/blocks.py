@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvactors.deprecated import warn
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.messages import RequestScope
@@ -48,11 +49,11 @@ class LedgerBlock:
         "due",
         "extra_key",
         "finished",
-        "key",
+        "hash",
         "left",
         "number",
         "parent",
-        "parent_key",
+        "parent_hash",
         "pins",
         "reasons",
         "right",
@@ -65,19 +66,19 @@ class LedgerBlock:
 
     def __init__(
         self,
-        key: bytes,
+        block_hash: bytes,
         parent: LedgerBlock | None,
-        parent_key: bytes,
+        parent_hash: bytes,
         tokens: bytes,
         scope: RequestScope,
         sinks: int,
         extra_key: bytes = b"",
     ) -> None:
-        self.key = key
+        self.hash = block_hash
         self.scope = scope
         self.extra_key = extra_key
         self.parent = parent
-        self.parent_key = parent_key
+        self.parent_hash = parent_hash
         self.tokens = tokens
         self.depth: int = parent.depth + 1 if parent is not None else 1
         self.children = self.tiers = self.pins = 0
@@ -124,7 +125,7 @@ class LedgerBlock:
 class HeldBlock(NamedTuple):
     """One block in a sink's view, for snapshots. tokens: its own. tiers: a set."""
 
-    key: bytes
+    hash: bytes
     parent: bytes
     position: int
     tokens: bytes
@@ -134,6 +135,12 @@ class HeldBlock(NamedTuple):
 
     def __repr__(self) -> str:
         return discreet(self)
+
+    @property
+    def key(self) -> bytes:
+        """Deprecated: read `hash`."""
+        warn("HeldBlock.key is deprecated: read HeldBlock.hash", stacklevel=2)
+        return self.hash
 
 
 class BlockOrder:

@@ -36,7 +36,7 @@ def check_steps(ledger: Ledger) -> Iterator[None]:
         _check_block(ledger, block)
         if version == tree.version:
             if block.parent is not None:
-                children[block.parent.key] += 1
+                children[block.parent.hash] += 1
             blocks.append(block)
             idle += block in tree.idle
             for view in ledger.sinks:
@@ -61,12 +61,12 @@ def _check_counts(
     ledger: Ledger, version: int, blocks: list[LedgerBlock], children: Counter[bytes]
 ) -> Iterator[None]:
     tree, unnamed = ledger.tree, ledger.unnamed
-    for i, (key, tiers) in enumerate(_items(unnamed.tiers), 1):
+    for i, (block_hash, tiers) in enumerate(_items(unnamed.tiers), 1):
         if version != tree.version:
             return
         _require(bool(tiers), "an unnamed block on no tier")
-        _require(key not in tree.blocks, "an unnamed block in the tree")
-        fault = unnamed.fault(key, tree) if key in unnamed.unplaced else ""
+        _require(block_hash not in tree.blocks, "an unnamed block in the tree")
+        fault = unnamed.fault(block_hash, tree) if block_hash in unnamed.unplaced else ""
         _require(not fault, fault)
         if not i % tree.step:
             yield
@@ -74,7 +74,7 @@ def _check_counts(
     for i, block in enumerate(blocks, 1):
         if version != tree.version:
             return
-        _require(block.children == children[block.key], "child counts disagree")
+        _require(block.children == children[block.hash], "child counts disagree")
         if not i % tree.step:
             yield
 
@@ -91,10 +91,10 @@ def _items(tiers: dict[bytes, int]) -> Iterator[tuple[bytes, int]]:
 
 def _check_block(ledger: Ledger, block: LedgerBlock) -> None:
     tree = ledger.tree
-    _require(tree.blocks.get(block.key) is block, "a block under another key")
+    _require(tree.blocks.get(block.hash) is block, "a block under another hash")
     if block.parent is not None:
         _require(
-            tree.blocks.get(block.parent.key) is block.parent, "a block whose parent was removed"
+            tree.blocks.get(block.parent.hash) is block.parent, "a block whose parent was removed"
         )
         _require(block.parent.children > 0, "a parent that does not count its child")
     _require(
@@ -148,19 +148,19 @@ def divergence_steps(
             looked += 1
             if not looked % step:
                 yield
-            key = block.key
-            held = block.views[sink] & TIERS if mirror is None else tiers_of(mirror, key)
+            block_hash = block.hash
+            held = block.views[sink] & TIERS if mirror is None else tiers_of(mirror, block_hash)
             found += held.bit_count()
             if due != held:
-                differing.add(key)
+                differing.add(block_hash)
         if mirror is not None and found != sum(map(len, mirror.values())):
-            for keys in mirror.values():  # blocks that are not in the ledger
-                for key in list(keys):
+            for hashes in mirror.values():  # blocks that are not in the ledger
+                for block_hash in list(hashes):
                     looked += 1
                     if not looked % step:
                         yield
-                    if key not in ledger.blocks:
-                        differing.add(key)
+                    if block_hash not in ledger.blocks:
+                        differing.add(block_hash)
     return len(differing)
 
 
@@ -172,19 +172,19 @@ def due_of(ledger: Ledger, sink: SinkFilter, tiers: Tiers) -> Iterator[tuple[Led
         above = (
             ledger.scopes.above_first(block)
             if block.parent is None
-            else expected.get(block.parent.key, 0)
+            else expected.get(block.parent.hash, 0)
         )
-        held = tiers_of(tiers, block.key)
+        held = tiers_of(tiers, block.hash)
         due = closed[above << SHIFT | held] if accepts(sink, block) else 0
         if due:
-            expected[block.key] = due
+            expected[block.hash] = due
         yield block, due
 
 
-def tiers_of(tiers: Tiers, key: bytes) -> int:
+def tiers_of(tiers: Tiers, block_hash: bytes) -> int:
     """The set of tiers that hold a block."""
     held = 0
-    for tier, keys in tiers.items():
-        if key in keys:
+    for tier, hashes in tiers.items():
+        if block_hash in hashes:
             held |= tier
     return held

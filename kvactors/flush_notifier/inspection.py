@@ -44,7 +44,7 @@ def own_account(sink: Sink) -> Tiers | None:
         held: Any = getattr(foreign, "live_view", None)
         if held is None and (view := getattr(foreign, "view", None)) is not None:
             held = view()
-        return None if held is None else {Tier(int(tier)): keys for tier, keys in held.items()}
+        return None if held is None else {Tier(int(tier)): hashes for tier, hashes in held.items()}
     except Exception as error:
         get_logger().warning("sink view not readable", sink=sink.name, error=described(error))
         return None

@@ -41,8 +41,8 @@ from kvactors.flush_notifier.sink_view import SinkView
 from kvactors.flush_notifier.steps import Steps, finish
 from kvactors.flush_notifier.tree import LedgerTree
 from kvactors.flush_notifier.unnamed import UnnamedBlocks, name_blocks, place_blocks
-from kvactors.identity import block_hash
-from kvactors.types import KEY_BYTES, Reason, Tier, count_keys, key_at
+from kvactors.identity import hash_of_block
+from kvactors.types import HASH_BYTES, Reason, Tier, count_hashes, hash_at
 
 IDLE_LIMIT = 16_384
 """Idle blocks kept by default."""
@@ -104,9 +104,9 @@ class Ledger:
     def apply(self, fact: Fact) -> Iterator[None]:
         """The steps of a fact."""
         if isinstance(fact, BlocksAdded):
-            return self.gain(fact.keys, fact.tier, fact.reason)
+            return self.gain(fact.hashes, fact.tier, fact.reason)
         if isinstance(fact, BlocksRemoved):
-            return self.lose(fact.keys, fact.tier, fact.reason)
+            return self.lose(fact.hashes, fact.tier, fact.reason)
         if isinstance(fact, PathCached):
             return self.announce(fact)
         if isinstance(fact, PathsFound):
@@ -121,7 +121,7 @@ class Ledger:
         Raises:
             ValueError: the tokens are not as many as the block hashes need. Nothing changed.
         """
-        tree, total, count = self.tree, count_keys(message.keys), message.count
+        tree, total, count = self.tree, count_hashes(message.hashes), message.count
         if len(message.tokens) != self.block_bytes * total:
             raise ValueError(
                 f"{len(message.tokens)} bytes of tokens do not match {total} block hashes of "
@@ -129,21 +129,23 @@ class Ledger:
             )
         bit, reason = int(message.tier), message.reason
         finished = message.reason is Reason.REQUEST_FINISH
-        parent_key = message.parent
-        parent = tree.blocks.get(parent_key) if message.start else None
+        parent_hash = message.parent
+        parent = tree.blocks.get(parent_hash) if message.start else None
         if message.start and parent is None:
             # This incarnation has not been sent the path above yet. That will name these blocks.
-            yield from self.gain(message.keys[: count * KEY_BYTES], message.tier, reason)
+            yield from self.gain(message.hashes[: count * HASH_BYTES], message.tier, reason)
             return
         tree.version += 1
         looked, extra_keys = 0, dict(message.extra_keys)
         for i in range(total):
-            key = key_at(message.keys, i)
-            block = tree.blocks.get(key)
+            block_hash = hash_at(message.hashes, i)
+            block = tree.blocks.get(block_hash)
             if block is None:
                 tokens = message.tokens[i * self.block_bytes : (i + 1) * self.block_bytes]
                 extra_key = extra_keys.get(message.start + i, b"")
-                block = self.learn(key, parent, parent_key, tokens, message.scope, extra_key)
+                block = self.learn(
+                    block_hash, parent, parent_hash, tokens, message.scope, extra_key
+                )
             if i < count:
                 block.tiers |= bit
                 if finished:
@@ -153,7 +155,7 @@ class Ledger:
                 block.reasons[LAST] = block.reasons[bit] = reason
             if self.update(block) and block.child is not None:
                 looked = yield from self._spread(block, looked)
-            parent, parent_key = block, key
+            parent, parent_hash = block, block_hash
             looked += 1
             if looked >= tree.step:
                 looked = 0
@@ -170,21 +172,21 @@ class Ledger:
         yield from name_blocks(self, message)
         yield from self.tree.trim()
 
-    def gain(self, keys: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
+    def gain(self, hashes: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
         """These blocks are resident on `tier`."""
         tree, bit, looked = self.tree, int(tier), 0
         tree.version += 1
-        for i in range(count_keys(keys)):
+        for i in range(count_hashes(hashes)):
             if looked >= tree.step:
                 looked = 0
                 yield from tree.trim()
                 yield
                 tree.version += 1
             looked += 1
-            key = key_at(keys, i)
-            block = tree.blocks.get(key)
+            block_hash = hash_at(hashes, i)
+            block = tree.blocks.get(block_hash)
             if block is None:
-                self.unnamed.gain(key, bit)
+                self.unnamed.gain(block_hash, bit)
             else:
                 block.tiers |= bit
                 block.reasons[LAST] = block.reasons[bit] = reason
@@ -192,21 +194,21 @@ class Ledger:
                     looked = yield from self._spread(block, looked)
         yield from tree.trim()
 
-    def lose(self, keys: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
+    def lose(self, hashes: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
         """These blocks left `tier`."""
         tree, bit, looked = self.tree, int(tier), 0
         tree.version += 1
-        for i in range(count_keys(keys)):
+        for i in range(count_hashes(hashes)):
             if looked >= tree.step:
                 looked = 0
                 yield from tree.trim()
                 yield
                 tree.version += 1
             looked += 1
-            key = key_at(keys, i)
-            block = tree.blocks.get(key)
+            block_hash = hash_at(hashes, i)
+            block = tree.blocks.get(block_hash)
             if block is None:
-                self.unnamed.lose(key, bit)
+                self.unnamed.lose(block_hash, bit)
             elif block.tiers & bit:
                 block.tiers &= ~bit
                 block.reasons[LAST] = block.reasons[bit] = reason
@@ -242,23 +244,25 @@ class Ledger:
 
     def learn(
         self,
-        key: bytes,
+        block_hash: bytes,
         parent: LedgerBlock | None,
-        parent_key: bytes,
+        parent_hash: bytes,
         tokens: bytes,
         scope: RequestScope,
         extra_key: bytes,
     ) -> LedgerBlock:
         """Add a block that no path has named before. `update` must follow. parent: None exactly if
-        `parent_key` is a root hash."""
-        block = LedgerBlock(key, parent, parent_key, tokens, scope, len(self.sinks), extra_key)
-        block.tiers = self.unnamed.place(key)
+        `parent_hash` is a root hash."""
+        block = LedgerBlock(
+            block_hash, parent, parent_hash, tokens, scope, len(self.sinks), extra_key
+        )
+        block.tiers = self.unnamed.place(block_hash)
         self.tree.add(block)
         if self._token_root and (
-            parent.token_addressed if parent is not None else parent_key == self._token_root
+            parent.token_addressed if parent is not None else parent_hash == self._token_root
         ):
             # a block with an extra key has another hash
-            block.token_addressed = key == block_hash(parent_key, tokens)
+            block.token_addressed = block_hash == hash_of_block(parent_hash, tokens)
         return block
 
     def update(self, block: LedgerBlock) -> bool:

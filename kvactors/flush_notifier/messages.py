@@ -10,7 +10,7 @@ from kvactors.actor import Ask, Control
 from kvactors.actor.message import Message
 from kvactors.deprecated import warn
 from kvactors.discreet import discreet
-from kvactors.types import KEY_BYTES, Reason, Residency, Tier
+from kvactors.types import HASH_BYTES, Reason, Residency, Tier
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
 """(position in the path, extra key) of the blocks that have one, in order: their media
@@ -39,7 +39,7 @@ PLAIN = RequestScope()
 class PathCached(Message, frozen=True, eq=False):
     """Blocks of a path are resident on `tier`. The ledger learns their tokens and hashes from it.
 
-    tokens: little-endian uint32 of the blocks from position `start` of the path on. keys: their
+    tokens: little-endian uint32 of the blocks from position `start` of the path on. hashes: their
     hashes, 32 bytes each. The first `count` of them are resident, the others are only named.
     parent: hash of the block before them, the root hash if `start` is 0. It is resident on `tier`
     and was announced before. root: the root hash of the chain, scope: its scope. extra_keys:
@@ -49,7 +49,7 @@ class PathCached(Message, frozen=True, eq=False):
 
     root: bytes
     tokens: bytes
-    keys: bytes
+    hashes: bytes
     start: int
     count: int
     tier: Tier
@@ -60,20 +60,20 @@ class PathCached(Message, frozen=True, eq=False):
 
 
 class BlocksAdded(Message, frozen=True, eq=False):
-    """Blocks are resident on `tier` now. keys: their block hashes, 32 bytes each."""
+    """Blocks are resident on `tier` now. hashes: their block hashes, 32 bytes each."""
 
-    keys: bytes
+    hashes: bytes
     tier: Tier
     reason: Reason
 
 
 class PathPart(NamedTuple):
     """Consecutive blocks of a path, each the parent of the next. parent: hash of the block before
-    them, or the root hash. keys: 32 bytes each. tokens: their own (little-endian uint32).
+    them, or the root hash. hashes: 32 bytes each. tokens: their own (little-endian uint32).
     extra_keys: (index, extra key) of those that have one."""
 
     parent: bytes
-    keys: bytes
+    hashes: bytes
     tokens: bytes
     scope: RequestScope = PLAIN
     extra_keys: tuple[tuple[int, bytes], ...] = ()
@@ -84,16 +84,16 @@ class PathPart(NamedTuple):
     @property
     def blocks(self) -> int:
         """Blocks in it."""
-        return len(self.keys) // KEY_BYTES
+        return len(self.hashes) // HASH_BYTES
 
     def whole(self) -> bool:
         """Whether its fields are of lengths that belong together."""
         lengths = (
             len(self.parent),
-            len(self.keys) % KEY_BYTES,
+            len(self.hashes) % HASH_BYTES,
             len(self.tokens) % (4 * max(1, self.blocks)),
         )
-        return lengths == (KEY_BYTES, 0, 0) and self.blocks > 0 and len(self.tokens) > 0
+        return lengths == (HASH_BYTES, 0, 0) and self.blocks > 0 and len(self.tokens) > 0
 
 
 class PathsFound(Message, frozen=True, eq=False):
@@ -106,9 +106,9 @@ class PathsFound(Message, frozen=True, eq=False):
 
 
 class BlocksRemoved(Message, frozen=True, eq=False):
-    """Blocks left `tier`. keys: their block hashes, 32 bytes each."""
+    """Blocks left `tier`. hashes: their block hashes, 32 bytes each."""
 
-    keys: bytes
+    hashes: bytes
     tier: Tier
     reason: Reason
 
@@ -149,9 +149,9 @@ class FlushTask(Message, frozen=True, eq=False):
 
     tokens: the complete path from the root to the deepest block concerned, little-endian uint32
     (shared, immutable): (start_block_idx + count) whole blocks. count 0: everything is gone (only
-    to sinks that take it so). keys: hashes of the `count` blocks, 32 bytes each. A sink that
+    to sinks that take it so). hashes: hashes of the `count` blocks, 32 bytes each. A sink that
     identifies blocks by name (`Sink.by_name`) finds in `tokens` only those of the `count`
-    blocks, and nothing if they are gone. parent: name of the block before them (the root key if
+    blocks, and nothing if they are gone. parent: name of the block before them (the root hash if
     start_block_idx is 0). epoch: grows with each start of the notifier. Tasks of an earlier
     epoch are void. extra_keys: of the blocks in `tokens`.
     """
@@ -159,7 +159,7 @@ class FlushTask(Message, frozen=True, eq=False):
     tokens: bytes
     start_block_idx: int
     count: int
-    keys: bytes
+    hashes: bytes
     parent: bytes
     residency: Residency
     tier: Tier
@@ -173,6 +173,12 @@ class FlushTask(Message, frozen=True, eq=False):
         """Deprecated: read `scope`."""
         warn("FlushTask.origin is deprecated: read FlushTask.scope", stacklevel=2)
         return self.scope
+
+    @property
+    def keys(self) -> bytes:
+        """Deprecated: read `hashes`."""
+        warn("FlushTask.keys is deprecated: read FlushTask.hashes", stacklevel=2)
+        return self.hashes
 
 
 class Deliver(Control, frozen=True, eq=False):

@@ -33,7 +33,7 @@ class Scopes:
     def above_first(self, first: LedgerBlock) -> int:
         """The tiers due above the first block of a path: none unless requests begin at its root
         now."""
-        if self.root_of is None or self.root_of(self.namespace, first.scope) == first.parent_key:
+        if self.root_of is None or self.root_of(self.namespace, first.scope) == first.parent_hash:
             return ABOVE_ALL
         return 0
 

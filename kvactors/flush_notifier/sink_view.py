@@ -217,7 +217,7 @@ class SinkView:
         show."""
         for block in self.tree.order:
             if tiers := block.views[self.index] & TIERS:
-                yield block.key, tiers
+                yield block.hash, tiers
 
     def held_blocks(self, *, every: bool = False) -> Iterator[HeldBlock]:
         """Blocks of the view with all that a snapshot needs, parents before children.
@@ -228,8 +228,8 @@ class SinkView:
         for block in self.tree.order:
             if (tiers := block.views[self.index] & TIERS) or every:
                 yield HeldBlock(
-                    block.key,
-                    block.parent_key,
+                    block.hash,
+                    block.parent_hash,
                     block.depth - 1,
                     block.tokens,
                     tiers,

@@ -13,7 +13,7 @@ from kvactors.flush_notifier.runs import BlockRun
 from kvactors.flush_notifier.steps import Steps, finish
 from kvactors.types import Reason, Residency, Tier
 
-KEY: Callable[[LedgerBlock], bytes] = attrgetter("key")
+HASH: Callable[[LedgerBlock], bytes] = attrgetter("hash")
 TOKENS: Callable[[LedgerBlock], bytes] = attrgetter("tokens")
 
 TIERS = {int(tier): tier for tier in Tier}
@@ -48,7 +48,7 @@ def as_task(run: BlockRun, epoch: int, *, by_name: bool, step: int) -> Steps[Flu
         tokens = first.tokens if run.resident else b""
         own = run.resident and first.extra_key
         extra_keys: ExtraKeys = ((first.depth - 1, own),) if own else ()
-        keys = first.key
+        hashes = first.hash
     else:
         path: list[LedgerBlock] = []  # the blocks whose tokens are sent
         if not by_name:
@@ -57,13 +57,13 @@ def as_task(run: BlockRun, epoch: int, *, by_name: bool, step: int) -> Steps[Flu
             path = run.blocks
         tokens = yield from gathered(path, TOKENS, step)
         extra_keys = yield from extra_keys_of(path, step)
-        keys = yield from gathered(run.blocks, KEY, step)
+        hashes = yield from gathered(run.blocks, HASH, step)
     return FlushTask(
         tokens,
         first.depth - 1,
         len(run.blocks),
-        keys,
-        first.parent_key,
+        hashes,
+        first.parent_hash,
         Residency.RESIDENT if run.resident else Residency.GONE,
         TIERS[run.bit],
         run.reason,

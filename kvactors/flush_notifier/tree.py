@@ -35,7 +35,7 @@ class LedgerTree:
 
     def add(self, block: LedgerBlock) -> None:
         """Add a new block below its parent."""
-        self.blocks[block.key] = block
+        self.blocks[block.hash] = block
         self.order.add(block)
         block.link()
 
@@ -69,7 +69,7 @@ class LedgerTree:
             while (
                 block is not None and not block.children and block.idle() and block not in self.idle
             ):
-                del self.blocks[block.key]
+                del self.blocks[block.hash]
                 self.order.remove(block)
                 block.unlink()
                 block = block.parent

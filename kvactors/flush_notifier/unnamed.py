@@ -15,7 +15,7 @@ from kvactors.discreet import discreet
 from kvactors.flush_notifier.blocks import LAST, LedgerBlock
 from kvactors.flush_notifier.messages import PathsFound, RequestScope
 from kvactors.flush_notifier.tree import LedgerTree
-from kvactors.types import Reason, Tier, key_at
+from kvactors.types import Reason, Tier, hash_at
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.ledger import Ledger
@@ -28,7 +28,7 @@ until a request names its path."""
 class UnplacedBlock(NamedTuple):
     """The parts of a block hash."""
 
-    parent_key: bytes
+    parent_hash: bytes
     tokens: bytes
     extra_key: bytes
     scope: RequestScope
@@ -43,95 +43,99 @@ class UnnamedBlocks:
     Attributes:
         tiers: the set of tiers that hold each. There are as many as resident blocks at most.
         unplaced: those of them whose hash is known, and whose parent is not in the tree.
-        placeable: keys added to the tree since, below which unplaced blocks wait.
+        placeable: hashes added to the tree since, below which unplaced blocks wait.
     """
 
     def __init__(self) -> None:
         self.tiers: dict[bytes, int] = {}
         self.unplaced: dict[bytes, UnplacedBlock] = {}
         self.placeable: deque[bytes] = deque()
-        self._below: dict[bytes, dict[bytes, None]] = {}  # keys of unplaced blocks, by parent
+        self._below: dict[bytes, dict[bytes, None]] = {}  # hashes of unplaced blocks, by parent
 
     def __len__(self) -> int:
         return len(self.tiers)
 
-    def gain(self, key: bytes, bit: int) -> None:
+    def gain(self, block_hash: bytes, bit: int) -> None:
         """A tier holds this block."""
-        self.tiers[key] = self.tiers.get(key, 0) | bit
+        self.tiers[block_hash] = self.tiers.get(block_hash, 0) | bit
 
-    def lose(self, key: bytes, bit: int) -> None:
+    def lose(self, block_hash: bytes, bit: int) -> None:
         """A tier no longer holds this block. A block on no tier is dropped."""
-        if left := self.tiers.pop(key, 0) & ~bit:
-            self.tiers[key] = left
+        if left := self.tiers.pop(block_hash, 0) & ~bit:
+            self.tiers[block_hash] = left
         else:
-            self.drop(key)
+            self.drop(block_hash)
 
     def clear(self, bit: int, step: int) -> Iterator[None]:
         """A tier holds nothing. Steps of `step` blocks, with no other change between them."""
         nowhere: list[bytes] = []
-        for i, (key, tiers) in enumerate(self.tiers.items(), 1):
+        for i, (block_hash, tiers) in enumerate(self.tiers.items(), 1):
             if tiers & ~bit:
-                self.tiers[key] = tiers & ~bit
+                self.tiers[block_hash] = tiers & ~bit
             else:
-                nowhere.append(key)
+                nowhere.append(block_hash)
             if not i % step:
                 yield
-        for i, key in enumerate(nowhere, 1):
-            del self.tiers[key]
-            self.drop(key)
+        for i, block_hash in enumerate(nowhere, 1):
+            del self.tiers[block_hash]
+            self.drop(block_hash)
             if not i % step:
                 yield
 
-    def place(self, key: bytes) -> int:
+    def place(self, block_hash: bytes) -> int:
         """Remove a block that is added to the tree. Blocks that wait for it become placeable.
 
         Returns:
             The tiers that hold it.
         """
         if self.unplaced:
-            self.drop(key)
-            if key in self._below:
-                self.placeable.append(key)
-        return self.tiers.pop(key, 0)
+            self.drop(block_hash)
+            if block_hash in self._below:
+                self.placeable.append(block_hash)
+        return self.tiers.pop(block_hash, 0)
 
-    def wait(self, key: bytes, block: UnplacedBlock) -> None:
+    def wait(self, block_hash: bytes, block: UnplacedBlock) -> None:
         """Keep an unplaced block, and drop the oldest if there are too many."""
-        self.drop(key)
+        self.drop(block_hash)
         if len(self.unplaced) >= MAX_UNPLACED:
             self.drop(next(iter(self.unplaced)))
-        self.unplaced[key] = block
-        self._below.setdefault(block.parent_key, {})[key] = None
+        self.unplaced[block_hash] = block
+        self._below.setdefault(block.parent_hash, {})[block_hash] = None
 
-    def drop(self, key: bytes) -> UnplacedBlock | None:
+    def drop(self, block_hash: bytes) -> UnplacedBlock | None:
         """Remove and return the inputs of an unplaced block's hash."""
-        block = self.unplaced.pop(key, None)
+        block = self.unplaced.pop(block_hash, None)
         if block is not None:
-            below = self._below[block.parent_key]
-            del below[key]
+            below = self._below[block.parent_hash]
+            del below[block_hash]
             if not below:
-                del self._below[block.parent_key]
+                del self._below[block.parent_hash]
         return block
 
     def next_placeable(self, tree: LedgerTree) -> tuple[bytes, LedgerBlock, UnplacedBlock] | None:
-        """Take one unplaced block whose parent has been added: its key, its parent, and itself.
+        """Take one unplaced block whose parent has been added: its hash, its parent, and itself.
         None if there is no such block."""
         while self.placeable:
-            parent_key = self.placeable[0]
-            key = next(iter(self._below.get(parent_key, ())), None)
-            parent = tree.blocks.get(parent_key)
-            if key is not None and parent is not None and (block := self.drop(key)) is not None:
-                return key, parent, block
+            parent_hash = self.placeable[0]
+            block_hash = next(iter(self._below.get(parent_hash, ())), None)
+            parent = tree.blocks.get(parent_hash)
+            if (
+                block_hash is not None
+                and parent is not None
+                and (block := self.drop(block_hash)) is not None
+            ):
+                return block_hash, parent, block
             self.placeable.popleft()
         return None
 
-    def fault(self, key: bytes, tree: LedgerTree) -> str:
+    def fault(self, block_hash: bytes, tree: LedgerTree) -> str:
         """The inconsistency of an unplaced block, empty without one."""
-        block = self.unplaced[key]
-        if key not in self._below.get(block.parent_key, ()):
+        block = self.unplaced[block_hash]
+        if block_hash not in self._below.get(block.parent_hash, ()):
             return "an unplaced block is missing among those of its parent"
-        if key not in self.tiers:
+        if block_hash not in self.tiers:
             return "an unplaced block is on no tier, or in the tree"
-        if block.parent_key in tree.blocks and block.parent_key not in self.placeable:
+        if block.parent_hash in tree.blocks and block.parent_hash not in self.placeable:
             return "an unplaced block waits for a parent that is in the tree"
         return ""
 
@@ -140,20 +144,20 @@ def name_blocks(ledger: Ledger, message: PathsFound) -> Iterator[None]:
     """Add resident blocks to the tree whose parents are there. Steps of about `step` blocks."""
     looked, tree, unnamed = 0, ledger.tree, ledger.unnamed
     for part in message.parts:
-        extra_keys, parent_key = dict(part.extra_keys), part.parent
-        is_root = parent_key in message.roots
+        extra_keys, parent_hash = dict(part.extra_keys), part.parent
+        is_root = parent_hash in message.roots
         size = len(part.tokens) // part.blocks
         for i in range(part.blocks):
-            key = key_at(part.keys, i)
-            if key in unnamed.tiers and size == ledger.block_bytes:
+            block_hash = hash_at(part.hashes, i)
+            if block_hash in unnamed.tiers and size == ledger.block_bytes:
                 tokens, extra_key = part.tokens[i * size : (i + 1) * size], extra_keys.get(i, b"")
-                block = UnplacedBlock(parent_key, tokens, extra_key, part.scope)
-                parent = tree.blocks.get(parent_key)
+                block = UnplacedBlock(parent_hash, tokens, extra_key, part.scope)
+                parent = tree.blocks.get(parent_hash)
                 if parent is not None or (is_root and not i):
-                    place_block(ledger, key, parent, block)
+                    place_block(ledger, block_hash, parent, block)
                 else:
-                    unnamed.wait(key, block)
-            parent_key = key
+                    unnamed.wait(block_hash, block)
+            parent_hash = block_hash
             looked += 1
             if not looked % tree.step:
                 yield from place_blocks(ledger)
@@ -163,12 +167,14 @@ def name_blocks(ledger: Ledger, message: PathsFound) -> Iterator[None]:
 
 
 def place_block(
-    ledger: Ledger, key: bytes, parent: LedgerBlock | None, block: UnplacedBlock
+    ledger: Ledger, block_hash: bytes, parent: LedgerBlock | None, block: UnplacedBlock
 ) -> None:
     """Add a resident block to the tree. It has no children yet. It counts as covered by a finished
     request, since one brought it to storage."""
     ledger.tree.version += 1
-    added = ledger.learn(key, parent, block.parent_key, block.tokens, block.scope, block.extra_key)
+    added = ledger.learn(
+        block_hash, parent, block.parent_hash, block.tokens, block.scope, block.extra_key
+    )
     added.finished = True
     added.reasons[LAST] = added.reasons[int(Tier.STORAGE)] = Reason.STORED
     ledger.update(added)

@@ -71,7 +71,7 @@ class GpuSwapper(Actor):
         self._plane.on_status(lambda *status: self.to_self(DataPlaneStatus(*status)))
 
     @on(DataPlaneStatus)
-    def status_changed(self, message: DataPlaneStatus) -> None:
+    def data_plane_status(self, message: DataPlaneStatus) -> None:
         """Forward the status. The index acts on losses and stalls only."""
         if message.memory_lost or not message.available:
             self.tell(self._index, message)
@@ -108,7 +108,7 @@ class GpuSwapper(Actor):
         self.tell(self._evictor, CopyProgress(message.op, message.layers))
 
     @on(CopyFinished)
-    def finished(self, message: CopyFinished) -> None:
+    def copy_finished(self, message: CopyFinished) -> None:
         """Count a completed copy and report it to the evictor."""
         self._in_flight -= 1
         self._failed += len(message.failed)

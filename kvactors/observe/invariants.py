@@ -20,7 +20,7 @@ from kvactors.actor.supervisor import brief
 from kvactors.native import DEVICE, HOST
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.system import System
-from kvactors.types import Tier, split_keys
+from kvactors.types import Tier, split_hashes
 
 SLICE = 0.001
 """Seconds of steps before other tasks run."""
@@ -201,7 +201,7 @@ def residency_steps(system: System, where: Residency) -> Iterator[None]:
         where[Tier.DEVICE].update(key for key, state in nodes if state & DEVICE)
         yield
     evictor = system.evictor_actor
-    yield from _gather(evictor.host.iter_keys, evictor.host_keys, where[Tier.HOST])
+    yield from _gather(evictor.host.iter_hashes, evictor.host_hashes, where[Tier.HOST])
     if system.store is not None:
         yield from _gather(system.store.iter_keys, system.store.keys, where[Tier.STORAGE])
 
@@ -232,7 +232,7 @@ def listing(system: System) -> Iterator[list[tuple[bytes, int]]]:
     start = 0
     while start >= 0:
         keys, states, start = system.index_actor.index.tree.listing(start, PAGE)
-        yield list(zip(split_keys(keys), states, strict=True))
+        yield list(zip(split_hashes(keys), states, strict=True))
 
 
 def pages(keys: Iterable[bytes]) -> Iterator[list[bytes]]:

@@ -14,7 +14,7 @@ from kvactors.gpu_swapper.actor import SwapperStatistics
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.storage.backends.base import StoreStatistics
 from kvactors.system import System
-from kvactors.types import ALL_TIERS, Tier, split_keys
+from kvactors.types import ALL_TIERS, Tier, split_hashes
 
 if TYPE_CHECKING:  # a cache without CUDA does not load it
     from kvactors.data_plane.cuda.engine import CudaStatistics
@@ -84,8 +84,8 @@ def store_of(system: System) -> StoreStatistics | None:
 def residency(system: System) -> dict[Tier, set[bytes]]:
     """The keys that each tier holds, read from the tier's owner."""
     return {
-        Tier.DEVICE: set(split_keys(system.index_actor.index.tree.device_keys())),
-        Tier.HOST: set(system.evictor_actor.host_keys()),
+        Tier.DEVICE: set(split_hashes(system.index_actor.index.tree.device_hashes())),
+        Tier.HOST: set(system.evictor_actor.host_hashes()),
         Tier.STORAGE: set(system.store.keys()) if system.store is not None else set(),
     }
 
@@ -99,5 +99,5 @@ def announceable(system: System, sink: SinkFilter = PER_TIER) -> dict[Tier, set[
     for block, tiers in due_of(system.notifier_actor.ledger, sink, residency(system)):
         for tier in Tier:
             if tiers & tier:
-                found[tier].add(block.key)
+                found[tier].add(block.hash)
     return found

@@ -174,9 +174,9 @@ class PrefixIndex(Actor):
 
     @on(LoadDeadline)
     @on(LoadStalled)
-    def overdue(self, message: LoadDeadline | LoadStalled) -> None:
+    def load_overdue(self, message: LoadDeadline | LoadStalled) -> None:
         """A load is past its deadline, or is blocked on a rank that does not respond."""
-        self._perform(self.core.overdue(message.op))
+        self._perform(self.core.load_overdue(message.op))
 
     @on(Offloaded)
     def offloaded(self, message: Offloaded) -> None:
@@ -184,7 +184,7 @@ class PrefixIndex(Actor):
         self._perform(self.core.offloaded(message.op, message.kept_mask))
 
     @on(Saved)
-    def admitted(self, message: Saved) -> None:
+    def saved(self, message: Saved) -> None:
         """Blocks of a finished request have been copied."""
         self._perform(self.core.saved(message.op, message.kept_mask))
 
@@ -194,18 +194,18 @@ class PrefixIndex(Actor):
         self._perform(self.core.clears.finish(message.op, message.error))
 
     @on(HostBlocksRemoved)
-    def host_gone(self, message: HostBlocksRemoved) -> None:
+    def host_blocks_removed(self, message: HostBlocksRemoved) -> None:
         """Blocks left the host tier."""
-        self.index.tree.host_gone(message.keys)
+        self.index.tree.host_blocks_removed(message.hashes)
 
     @on(HostBlocksAdded)
-    def host_gained(self, message: HostBlocksAdded) -> None:
+    def host_blocks_added(self, message: HostBlocksAdded) -> None:
         """The host tier has more blocks. A hint from before a clear or a loss is out of date."""
         if (
             message.clears == self.core.clears.sent
             and message.memory_generation == self.index.memory_generation
         ):
-            self.index.tree.host_gained(message.keys)
+            self.index.tree.host_blocks_added(message.hashes)
 
     @on(DataPlaneStatus)
     def data_plane_status(self, message: DataPlaneStatus) -> None:
@@ -224,7 +224,7 @@ class PrefixIndex(Actor):
             self._perform(self.core.announcements.announce_all())
 
     @on(AdmissionDeadline)
-    def expired(self, message: AdmissionDeadline) -> None:
+    def admission_deadline(self, message: AdmissionDeadline) -> None:
         """The deadline of a wait, for blocks or for the end of a pause."""
         self._perform(self._requests.expire(message.lease, message.ticket))
 
@@ -239,7 +239,7 @@ class PrefixIndex(Actor):
         self._perform(self.core.admission.sweep())
 
     @on(Continue)
-    def go_on(self, message: Continue) -> None:
+    def continue_work(self, message: Continue) -> None:
         """The next part of some work."""
         self.runner.works -= 1
         self._perform(next_part(message.work))

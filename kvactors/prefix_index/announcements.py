@@ -18,7 +18,7 @@ from kvactors.native import DEVICE, BlockTree, Path, TreeWalk
 from kvactors.prefix_index.actions import Action, Work
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.parts import next_part, parts
-from kvactors.types import KEY_BYTES, Reason, Tier
+from kvactors.types import HASH_BYTES, Reason, Tier
 
 MOST_SCOPES = 65_536
 """Root hashes whose scope is remembered."""
@@ -74,17 +74,17 @@ class Announcements:
         ranges = ((start, stop),) if stop - start <= part else parts(start, stop, part)
         messages: list[Message] = []
         for first, last in ranges:
-            keys = path.keys(first, last)
+            hashes = path.hashes(first, last)
             if scope is None:
-                messages.append(BlocksAdded(keys, Tier.DEVICE, reason))
+                messages.append(BlocksAdded(hashes, Tier.DEVICE, reason))
                 continue
-            parent = path.keys(first - 1, first) if first else path.root
+            parent = path.hashes(first - 1, first) if first else path.root
             tokens, extras = path.tokens(first, last), path.extra_keys(first, last)
             messages.append(
                 PathCached(
                     path.root,
                     tokens,
-                    keys,
+                    hashes,
                     first,
                     last - first,
                     Tier.DEVICE,
@@ -103,11 +103,11 @@ class Announcements:
         first = start if self._whole else first
         return self.cached(path, first, stop, Reason.REQUEST_FINISH) if first < stop else []
 
-    def gone(self, keys: bytes, reason: Reason) -> list[Action]:
+    def removed(self, hashes: bytes, reason: Reason) -> list[Action]:
         """Blocks left the device."""
-        if not (keys and self.enabled):
+        if not (hashes and self.enabled):
             return []
-        return self._report([BlocksRemoved(keys, Tier.DEVICE, reason)])
+        return self._report([BlocksRemoved(hashes, Tier.DEVICE, reason)])
 
     def cleared(self, reason: Reason) -> list[Action]:
         """No block is on the device any more."""
@@ -153,7 +153,7 @@ class Announcements:
         parent: bytes,
         start: int,
         tokens: bytes,
-        keys: bytes,
+        hashes: bytes,
         states: bytes,
         extras: tuple[tuple[int, bytes], ...],
     ) -> Message:
@@ -162,7 +162,7 @@ class Announcements:
         resident = next((j for j, state in enumerate(states) if not state & DEVICE), len(states))
         scope, reason = self.scopes.get(root), Reason.REQUEST_FINISH
         if scope is None:
-            return BlocksAdded(keys[: resident * KEY_BYTES], Tier.DEVICE, reason)
+            return BlocksAdded(hashes[: resident * HASH_BYTES], Tier.DEVICE, reason)
         return PathCached(
-            root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, scope, extras
+            root, tokens, hashes, start, resident, Tier.DEVICE, reason, parent, scope, extras
         )

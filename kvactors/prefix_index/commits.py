@@ -12,7 +12,7 @@ from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.messages import Ack
 from kvactors.prefix_index.records import LeaseFault, LeaseState
-from kvactors.types import KEY_BYTES, Reason
+from kvactors.types import HASH_BYTES, Reason
 
 log = get_logger(actor="prefix_index")
 
@@ -69,9 +69,9 @@ class Commits:
             return []
         actions = self._announcements.cached(path, start, stop, Reason.COMMIT)
         if adopted:
-            keys = path.keys(0, stop)
-            on_host = b"".join(keys[p * KEY_BYTES : (p + 1) * KEY_BYTES] for p in adopted)
-            actions += self._evictions.discard(on_host)
+            hashes = path.hashes(0, stop)
+            on_host = b"".join(hashes[p * HASH_BYTES : (p + 1) * HASH_BYTES] for p in adopted)
+            actions += self._evictions.drop_host_copies(on_host)
         return actions
 
     def _refusal(self, lease: LeaseState, computed: int) -> Exception | None:

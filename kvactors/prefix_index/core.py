@@ -98,7 +98,7 @@ class IndexCore:
         """A load is over."""
         return self._then_serve(self.loads.finish(op, num_loaded, from_host))
 
-    def overdue(self, op: int) -> list[Action]:
+    def load_overdue(self, op: int) -> list[Action]:
         """A load is past its deadline, or is blocked on a rank that does not respond."""
         return self._then_serve(self.loads.overdue(op))
 

@@ -8,7 +8,7 @@ from kvactors.cpu_evictor.messages import DropHostCopies, Keep, Offload
 from kvactors.native import HOST
 from kvactors.prefix_index.actions import Action
 from kvactors.prefix_index.announcements import Announcements
-from kvactors.prefix_index.index import BlockIndex, Eviction, pick_keys
+from kvactors.prefix_index.index import BlockIndex, Eviction, pick_hashes
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.types import Reason
 
@@ -67,7 +67,7 @@ class Evictions:
         self.blocks_being_freed += op.total
         lineages = self._lineages.of_eviction(op)
         generation = self._index.memory_generation
-        return op.total, [Offload(op.op, op.keys, op.parents, op.blocks, generation, lineages)]
+        return op.total, [Offload(op.op, op.hashes, op.parents, op.blocks, generation, lineages)]
 
     def drop(self, wanted: int) -> list[Action]:
         """Free device blocks without a copy."""
@@ -94,16 +94,16 @@ class Evictions:
             actions += self._complete(op, bytes(op.total))
         return actions
 
-    def discard(self, keys: bytes) -> list[Action]:
+    def drop_host_copies(self, hashes: bytes) -> list[Action]:
         """The device has these blocks, and has reported it: an exclusive host tier drops them."""
-        if not (keys and self._offload):
+        if not (hashes and self._offload):
             return []
-        self._index.tree.host_gone(keys)
-        return [DropHostCopies(keys)]
+        self._index.tree.host_blocks_removed(hashes)
+        return [DropHostCopies(hashes)]
 
-    def not_taken(self, keys: bytes) -> list[Action]:
+    def not_taken(self, hashes: bytes) -> list[Action]:
         """The device did not take these loaded blocks: an exclusive host tier keeps them."""
-        return [Keep(keys)] if keys and self._offload else []
+        return [Keep(hashes)] if hashes and self._offload else []
 
     def _remove(self, op: int) -> Eviction | None:
         eviction = self._in_flight.pop(op, None)
@@ -120,6 +120,8 @@ class Evictions:
             return []
         actions: list[Action] = []
         for hosted, reason in ((True, Reason.DEVICE_EVICTION), (False, Reason.DEVICE_DROP)):
-            gone = pick_keys(op.keys, [j for j in went if bool(on_host[j]) is hosted])
-            actions += self._announcements.gone(gone, reason)
-        return actions + self.discard(pick_keys(op.keys, [j for j in stayed if on_host[j]]))
+            gone = pick_hashes(op.hashes, [j for j in went if bool(on_host[j]) is hosted])
+            actions += self._announcements.removed(gone, reason)
+        return actions + self.drop_host_copies(
+            pick_hashes(op.hashes, [j for j in stayed if on_host[j]])
+        )

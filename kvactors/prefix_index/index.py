@@ -13,7 +13,7 @@ from kvactors.invariant import ensure
 from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path, TreeCheck
 from kvactors.prefix_index.parts import part_of
 from kvactors.prefix_index.pool import BlockPool
-from kvactors.types import KEY_BYTES
+from kvactors.types import HASH_BYTES
 
 if TYPE_CHECKING:
     from kvactors.prefix_index.records import LoadState
@@ -63,7 +63,7 @@ class Eviction(NamedTuple):
     op: int
     tree: BlockTree
     nodes: NDArray[np.uint32]
-    keys: bytes
+    hashes: bytes
     parents: bytes
     blocks: tuple[int, ...]
     states: bytes
@@ -260,8 +260,8 @@ class BlockIndex:
 
     def evict(self, count: int, op: int) -> Eviction:
         """Choose up to `count` of the least recently used device blocks to leave the device."""
-        nodes, keys, parents, blocks, states = self.tree.evict(count)
-        return Eviction(op, self.tree, nodes, keys, parents, tuple(blocks), states)
+        nodes, hashes, parents, blocks, states = self.tree.evict(count)
+        return Eviction(op, self.tree, nodes, hashes, parents, tuple(blocks), states)
 
     def finish_evict(self, op: Eviction, on_host: bytes) -> tuple[list[int], list[int]]:
         """Free the blocks of a completed eviction, except those that were matched again or that
@@ -337,6 +337,6 @@ class BlockIndex:
         yield from self.pool.check_steps()
 
 
-def pick_keys(keys: bytes, positions: list[int]) -> bytes:
+def pick_hashes(hashes: bytes, positions: list[int]) -> bytes:
     """The hashes at some positions of a buffer of hashes."""
-    return b"".join(keys[p * KEY_BYTES : (p + 1) * KEY_BYTES] for p in positions)
+    return b"".join(hashes[p * HASH_BYTES : (p + 1) * HASH_BYTES] for p in positions)

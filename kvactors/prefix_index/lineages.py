@@ -8,7 +8,7 @@ from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.lineage import Lineages
 from kvactors.native import Path
 from kvactors.prefix_index.index import Eviction
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 
 
 class LineageSource:
@@ -33,7 +33,9 @@ class LineageSource:
         under a salt."""
         if not self._keep or (scope := self._kept_scope(path.root)) is None:
             return None
-        extra_keys = {position - start: key for position, key in path.extra_keys(start, stop)}
+        extra_keys = {
+            position - start: extra_key for position, extra_key in path.extra_keys(start, stop)
+        }
         return Lineages(path.tokens(start, stop), (scope,), extra_keys)
 
     def of_eviction(self, op: Eviction) -> Lineages | None:
@@ -41,7 +43,7 @@ class LineageSource:
         if not self._keep:
             return None
         roots, tokens, extra_keys = op.tree.contents(op.nodes)
-        each = split_keys(roots)
+        each = split_hashes(roots)
         scopes = {root: self._kept_scope(root) for root in set(each)}
         if not any(scopes.values()):
             return None

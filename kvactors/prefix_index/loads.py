@@ -114,7 +114,7 @@ class LoadTable:
         return Load(
             load.op,
             path.root,
-            path.keys(0, stop),
+            path.hashes(0, stop),
             load.start,
             tuple(load.blocks),
             lease.deadline,
@@ -215,9 +215,9 @@ class LoadTable:
             path, start = load.path, load.start
             if resident:
                 actions += self._announcements.cached(path, start, start + resident, Reason.LOAD)
-            actions += self._evictions.discard(path.keys(start, start + resident))
+            actions += self._evictions.drop_host_copies(path.hashes(start, start + resident))
             # Loaded below blocks that were not: without their parents they are not resident.
-            kept = path.keys(start + resident, start + max(resident, num_loaded))
+            kept = path.hashes(start + resident, start + max(resident, num_loaded))
             actions += self._evictions.not_taken(kept)
         for lease in load.leases():
             owner = lease is load.owner

@@ -106,6 +106,6 @@ class Requests:
         actions: list[Action] = [Reply(envelope, Ack(wanted))]
         if wanted:
             lineages = self._lineages.of_path(path, 0, limit)
-            keys, deadline = path.keys(0, limit), message.deadline
-            actions.insert(0, PrefetchToHost(path.root, keys, start, deadline, lineages))
+            hashes, deadline = path.hashes(0, limit), message.deadline
+            actions.insert(0, PrefetchToHost(path.root, hashes, start, deadline, lineages))
         return actions

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvactors.cpu_evictor.messages import Save
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action
-from kvactors.prefix_index.index import BlockIndex, pick_keys
+from kvactors.prefix_index.index import BlockIndex, pick_hashes
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.parts import parts
 from kvactors.prefix_index.settings import IndexSettings
@@ -89,8 +89,8 @@ class SaveTable:
         return [
             Save(
                 op,
-                path.keys(start - 1, start) if start else path.root,
-                path.keys(start, stop),
+                path.hashes(start - 1, start) if start else path.root,
+                path.hashes(start, stop),
                 tuple(path.blocks(start, stop)),
                 self._keep,
                 tuple(position - start for position in save),
@@ -115,8 +115,10 @@ class SaveTable:
             return None
         whole = part.whole
         if not whole.tree.retired:
-            keys = whole.path.keys(part.start, part.start + len(on_host))
-            whole.tree.host_gained(pick_keys(keys, [j for j, kept in enumerate(on_host) if kept]))
+            hashes = whole.path.hashes(part.start, part.start + len(on_host))
+            whole.tree.host_blocks_added(
+                pick_hashes(hashes, [j for j, kept in enumerate(on_host) if kept])
+            )
         return whole
 
     def host_lost(self) -> list[SavedPath]:

@@ -18,7 +18,7 @@ from kvactors.cache import KVCache
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.lease import Lease
 from kvactors.scenario.report import Totals
-from kvactors.types import KEY_BYTES, Tokens
+from kvactors.types import HASH_BYTES, Tokens
 
 IDLE = 300.0
 """Seconds within which a cache must be idle between turns. Only a hang takes as long."""
@@ -87,7 +87,7 @@ class Request:
         first, self.known, self.tail = self.known, self.full, b""
         if first < self.known:
             blocks = self.lease.block_table[first : self.known]
-            await self._model.fill(blocks, self.lease.keys(first, self.known))
+            await self._model.fill(blocks, self.lease.hashes(first, self.known))
 
     async def compute_tail(self, name: bytes) -> None:
         """Compute the last block, which is not full, with the contents of that name."""
@@ -101,10 +101,10 @@ class Request:
             start: position of the first one.
             stop: position after the last one, None for all of them and the tail.
         """
-        names = self.lease.keys(start, self.known if stop is None else stop)
+        names = self.lease.hashes(start, self.known if stop is None else stop)
         if stop is None:
             names += self.tail
-        count = len(names) // KEY_BYTES
+        count = len(names) // HASH_BYTES
         if not count:
             return ()
         blocks = self.lease.block_table[start : start + count]

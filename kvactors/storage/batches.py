@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvactors.storage.messages import BatchDone
-from kvactors.types import Reason, join_keys, split_keys
+from kvactors.types import Reason, join_hashes, split_hashes
 
 IN_FLIGHT = 2
 """Batches that an actor has at the store at a time. The others wait, which bounds the bytes in
@@ -80,10 +80,10 @@ def changes_of(done: BatchDone, store: Holder) -> Changes:
         (done.corrupt, Reason.CORRUPT),
         (done.taken, Reason.PROMOTION),
     ):
-        split = split_keys(keys)
-        gone = join_keys(key for key in split if not store.holds(key))
+        split = split_hashes(keys)
+        gone = join_hashes(key for key in split if not store.holds(key))
         if gone:
             removed.append((gone, reason))
         acknowledged += split
-    stored = join_keys(key for key in split_keys(done.stored) if store.holds(key))
+    stored = join_hashes(key for key in split_hashes(done.stored) if store.holds(key))
     return Changes(removed, stored, acknowledged)

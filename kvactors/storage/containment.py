@@ -15,7 +15,7 @@ from kvactors.actor.log import described, get_logger
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
-from kvactors.types import KEY_BYTES
+from kvactors.types import HASH_BYTES
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -183,7 +183,7 @@ class Containment:
 
 def is_key(found: object) -> bool:
     """Whether an object is a storage key."""
-    return isinstance(found, bytes) and len(found) == KEY_BYTES
+    return isinstance(found, bytes) and len(found) == HASH_BYTES
 
 
 def _length(found: Any) -> int:

@@ -10,7 +10,7 @@ from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCle
 from kvactors.storage.batches import Batch
 from kvactors.storage.messages import BatchDone, Outcome, Probed, ProbeStore, Read, ReadDone
 from kvactors.storage.worker import StorageWorker, expired
-from kvactors.types import join_keys, split_keys
+from kvactors.types import join_hashes, split_hashes
 
 
 class StorageReader(StorageWorker):
@@ -25,7 +25,7 @@ class StorageReader(StorageWorker):
     @on(ProbeStore)
     def probe(self, message: ProbeStore) -> None:
         """A store that this process owns answers immediately. A shared pool must be asked."""
-        keys = split_keys(message.keys)
+        keys = split_hashes(message.keys)
         found = self.backend.probe(keys)
         if found is not None:
             self.tell(self.evictor, Probed(message.op, found))
@@ -43,7 +43,7 @@ class StorageReader(StorageWorker):
     def read(self, message: Read) -> None:
         """Read a batch. Objects that an exclusive store handed out are removed. The others stay,
         since a read that failed may succeed later."""
-        keys = split_keys(message.keys)
+        keys = split_hashes(message.keys)
 
         async def work() -> BatchDone:
             report = await self.plane.read(
@@ -57,8 +57,8 @@ class StorageReader(StorageWorker):
                 await self.backend.remove(taken)
             return BatchDone(
                 ReadDone(message.op, report.outcomes),
-                corrupt=join_keys(report.gone),
-                taken=join_keys(taken),
+                corrupt=join_hashes(report.gone),
+                taken=join_hashes(taken),
             )
 
         outcomes = bytes([Outcome.UNAVAILABLE]) * len(keys)

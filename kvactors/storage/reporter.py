@@ -27,7 +27,7 @@ from kvactors.storage.messages import (
     StoreCleared,
 )
 from kvactors.storage.reports import PathReport, ReportPages
-from kvactors.types import Reason, Tier, join_keys, split_keys
+from kvactors.types import Reason, Tier, join_hashes, split_hashes
 
 
 class StoreReporter:
@@ -142,8 +142,8 @@ class StoreReporter:
     def recheck(self, message: Recheck) -> None:
         """Handle Recheck: correct the outdated parts of a delayed report."""
         holds = self._store.holds
-        gone = join_keys(key for key in split_keys(message.held) if not holds(key))
-        back = join_keys(key for key in split_keys(message.gone) if holds(key))
+        gone = join_hashes(key for key in split_hashes(message.held) if not holds(key))
+        back = join_hashes(key for key in split_hashes(message.gone) if holds(key))
         self._report(back, gone, Reason.STORAGE_EVICTION)
         self.report_lost()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvactors.flush_notifier.messages import PathPart, PathsFound, RequestScope
 from kvactors.storage.checked_inventory import CheckedInventory
-from kvactors.types import join_keys
+from kvactors.types import join_hashes
 
 REPORT_PAGE = 1024
 """Keys in one message, and in one turn, of a report on the whole store."""
@@ -44,7 +44,7 @@ class ReportPages:
     def next(self) -> Page | None:
         """The next page, None at the end. Keys are listed here and not before, so that no earlier
         message of the actor can enter the notifier's channel later."""
-        gone = join_keys(self._inventory.take_removed())
+        gone = join_hashes(self._inventory.take_removed())
         if gone:
             return Page(b"", gone)
         if self._snapshot_due:
@@ -52,7 +52,7 @@ class ReportPages:
         page = list(islice(self._unreported, REPORT_PAGE))
         if not page:
             return None
-        return Page(join_keys(key for key in page if self._inventory.holds(key)), b"")
+        return Page(join_hashes(key for key in page if self._inventory.holds(key)), b"")
 
 
 class PathReport:

@@ -23,7 +23,7 @@ from kvactors.storage.messages import (
     Written,
 )
 from kvactors.storage.worker import StorageWorker, expired
-from kvactors.types import join_keys, split_keys
+from kvactors.types import join_hashes, split_hashes
 
 
 class StoreOwner(StorageWorker):
@@ -81,7 +81,7 @@ class StorageWriter(StoreOwner):
     @on(Write)
     def write(self, message: Write) -> None:
         """Write a batch, unless the store was cleared after it was sent."""
-        keys, sent = split_keys(message.keys), (self.evictor.incarnation, message.op)
+        keys, sent = split_hashes(message.keys), (self.evictor.incarnation, message.op)
 
         async def work() -> BatchDone:
             if sent < self.backend.fence:
@@ -97,15 +97,17 @@ class StorageWriter(StoreOwner):
             results = zip(keys, report.outcomes, strict=True)
             return BatchDone(
                 Written(message.op, report.outcomes),
-                stored=join_keys(key for key, outcome in results if outcome in safe and holds(key)),
-                evicted=join_keys(key for key in report.evicted if not holds(key)),
+                stored=join_hashes(
+                    key for key, outcome in results if outcome in safe and holds(key)
+                ),
+                evicted=join_hashes(key for key in report.evicted if not holds(key)),
             )
 
         failed = unwritten(message, Outcome.UNAVAILABLE)
         self.enqueue(Batch(work, failed, message.slots, message.keys))
 
     @on(ReportLost)
-    def recount(self, message: ReportLost) -> None:
+    def report_lost(self, message: ReportLost) -> None:
         """Report keys that the store lost outside of batches. Repeat a clear that did not reach the
         whole store."""
         if self.backend.needs_clear():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.types import Residency, Tier, split_keys
+from kvactors.types import Residency, Tier, split_hashes
 
 KEPT = 20
 """Violations that are remembered."""
@@ -40,49 +40,51 @@ class TreeReader:
             if not task.count:
                 self.clear()
                 continue
-            keys = split_keys(task.keys)
+            hashes = split_hashes(task.hashes)
             pairs = list(
-                zip(keys, [task.parent if task.start_block_idx else None, *keys], strict=False)
+                zip(hashes, [task.parent if task.start_block_idx else None, *hashes], strict=False)
             )
             if task.residency is Residency.RESIDENT:
-                for key, parent in pairs:
-                    self._gain(key, parent, task)
+                for block_hash, parent in pairs:
+                    self._gain(block_hash, parent, task)
             else:
-                for key, _ in reversed(pairs):
-                    self._lose(key, task)
+                for block_hash, _ in reversed(pairs):
+                    self._lose(block_hash, task)
 
-    def _gain(self, key: bytes, parent: bytes | None, task: FlushTask) -> None:
+    def _gain(self, block_hash: bytes, parent: bytes | None, task: FlushTask) -> None:
         above = 0 if parent is None else self.held.get(parent, 0)
         if parent is not None and not above:
-            self._violated("is announced, and the block above it is nowhere", key, task)
+            self._violated("is announced, and the block above it is nowhere", block_hash, task)
         elif parent is not None and task.tier is Tier.DEVICE and not above & Tier.DEVICE:
-            self._violated("is announced on DEVICE, and the block above it is not there", key, task)
-        self.held[key] = self.held.get(key, 0) | task.tier
-        self._parents[key] = parent
+            self._violated(
+                "is announced on DEVICE, and the block above it is not there", block_hash, task
+            )
+        self.held[block_hash] = self.held.get(block_hash, 0) | task.tier
+        self._parents[block_hash] = parent
         if parent is not None:
-            self._below.setdefault(parent, set()).add(key)
+            self._below.setdefault(parent, set()).add(block_hash)
 
-    def _lose(self, key: bytes, task: FlushTask) -> None:
-        left = self.held.get(key, 0) & ~int(task.tier)
-        below = [self.held[one] for one in self._below.get(key, ())]
+    def _lose(self, block_hash: bytes, task: FlushTask) -> None:
+        left = self.held.get(block_hash, 0) & ~int(task.tier)
+        below = [self.held[one] for one in self._below.get(block_hash, ())]
         if below and not left:
-            self._violated("is removed, and a block below it is not", key, task)
+            self._violated("is removed, and a block below it is not", block_hash, task)
         elif task.tier is Tier.DEVICE and any(tiers & Tier.DEVICE for tiers in below):
-            self._violated("is removed from DEVICE, and a block below it is not", key, task)
+            self._violated("is removed from DEVICE, and a block below it is not", block_hash, task)
         if left:
-            self.held[key] = left
-        elif key in self.held:
-            del self.held[key]
-            parent = self._parents.pop(key)
+            self.held[block_hash] = left
+        elif block_hash in self.held:
+            del self.held[block_hash]
+            parent = self._parents.pop(block_hash)
             if parent is not None:
-                self._below[parent].discard(key)
+                self._below[parent].discard(block_hash)
                 if not self._below[parent]:
                     del self._below[parent]
 
-    def _violated(self, what: str, key: bytes, task: FlushTask) -> None:
+    def _violated(self, what: str, block_hash: bytes, task: FlushTask) -> None:
         if len(self.violations) < KEPT:
             place = f"block {task.start_block_idx} and {task.count - 1} more"
             self.violations.append(
-                f"{key[-4:].hex()} {what} ({task.residency.value} {task.tier.name} "
+                f"{block_hash[-4:].hex()} {what} ({task.residency.value} {task.tier.name} "
                 f"{task.reason.value}, {place})"
             )

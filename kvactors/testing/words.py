@@ -12,9 +12,11 @@ import msgspec
 from kvactors.actor import Message
 from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.native import Path
-from kvactors.types import KEY_BYTES
+from kvactors.types import HASH_BYTES
 
-KEYS = frozenset({"keys", "parents", "root", "parent", "stored", "evicted", "corrupt", "taken"})
+KEYS = frozenset(
+    {"hashes", "keys", "parents", "root", "parent", "stored", "evicted", "corrupt", "taken"}
+)
 """Fields whose bytes are names of blocks."""
 
 MEASURED = frozenset({"seconds"})
@@ -49,7 +51,7 @@ def fields_of(message: Message) -> str:
 
 def name_of_blocks(keys: bytes) -> str:
     """Names of blocks: how many, and the first one's first digits."""
-    count = len(keys) // KEY_BYTES
+    count = len(keys) // HASH_BYTES
     return f"{count}:{keys[:4].hex()}" if count else "0"
 
 

@@ -25,7 +25,7 @@ async def compute_and_finish(cache, lease):
     """Compute the missing tokens and finish. Returns the tokens that were cached."""
     await lease.wait_ready()
     full, cached = lease.num_tokens // BLOCK, lease.cached_tokens // BLOCK
-    keys, table = lease.keys(0, full), list(lease.block_table)
+    keys, table = lease.hashes(0, full), list(lease.block_table)
     assert cache.device.check(table[:cached], keys[: 32 * cached]) == []
     cache.device.fill(table[cached:full], keys[32 * cached :])
     await lease.finish(lease.num_tokens)
@@ -56,7 +56,7 @@ async def test_a_request_that_waits_for_resume_is_admitted_under_the_namespace_o
         await cache.set_namespace("default")
         again = await serve(cache, "old weights again", tokens)
         assert again.cached_tokens == 3 * BLOCK
-        assert again.keys(0, 3) != lease.keys(0, 3)
+        assert again.hashes(0, 3) != lease.hashes(0, 3)
 
 
 async def test_a_waiting_request_is_admitted_under_the_namespace_of_its_admission():
@@ -261,7 +261,7 @@ async def test_a_load_that_ends_inside_a_media_item_is_cut_before_it():
         await compute_and_finish(cache, await cache.acquire("a", tokens, extra_keys=[ITEM]))
         await cache.wait_idle()
         names = await cache.acquire("names", tokens, extra_keys=[ITEM])
-        keys = names.keys(0, 5)
+        keys = names.hashes(0, 5)
         names.abandon()
         for number in range(4):
             await serve(cache, "other", prompt(10 + number, 8))
@@ -336,7 +336,7 @@ async def test_finish_commits_the_computed_blocks_or_changes_nothing():
         for wrong in (3 * BLOCK + 3, 10**6):
             with pytest.raises(ValueError, match="computed_tokens"):
                 await lease.finish(wrong)
-        cache.device.fill(list(lease.block_table[:3]), lease.keys(0, 3))
+        cache.device.fill(list(lease.block_table[:3]), lease.hashes(0, 3))
         await lease.finish(computed_tokens=3 * BLOCK + 1)
         assert (await serve(cache, "again", tokens)).cached_tokens == 3 * BLOCK
         for number in range(4):

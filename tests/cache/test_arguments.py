@@ -180,7 +180,7 @@ def kinds():
     }
 
 
-SYNCHRONOUS = ("lookup", "count_divergent_blocks", "keys")
+SYNCHRONOUS = ("lookup", "count_divergent_blocks", "hashes")
 """Methods that take a deadline in other threads only."""
 TOKENS = {"tokens": "tokens"}
 REQUEST = {"extra_keys": "media", "salt": "text", "lora": "text"}
@@ -213,7 +213,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (Lease, "commit"): ({"computed_tokens": 0}, {"computed_tokens": "int", "deadline": "seconds"}),
     (Lease, "finish"): ({}, {"computed_tokens": "int", "deadline": "seconds"}),
     (Lease, "preempt"): ({}, {"computed_tokens": "int", "deadline": "seconds"}),
-    (Lease, "keys"): ({"start": 0, "stop": 0}, {"start": "int", "stop": "int"}),
+    (Lease, "hashes"): ({"start": 0, "stop": 0}, {"start": "int", "stop": "int"}),
 }
 for (owner, method), (valid, arguments) in list(CALLS.items()):
     thread = FromThread if owner is KVCache else ThreadLease
@@ -235,6 +235,7 @@ EARLIER = {
     "layer_ready",
     "divergence",
     "divergence_slices",
+    "keys",
 }
 """Deprecated names of methods in the table. `acquire(wait=)` is one of an argument."""
 
@@ -403,7 +404,7 @@ async def test_numpy_integers_are_integers():
         image = (np.int64(1), np.uint8(2), np.int32(77))
         lease = await cache.acquire("a", tokens, extra_keys=[image], deadline=np.float32(5))
         await lease.commit(np.int32(2 * BLOCK))
-        assert lease.keys(np.int8(0), np.uint64(1))
+        assert lease.hashes(np.int8(0), np.uint64(1))
         await lease.finish(np.uint16(3 * BLOCK), deadline=np.int64(2))
         again = await cache.acquire("b", tokens, extra_keys=((1, 2, 77),))
         assert again.cached_tokens == 2 * BLOCK
@@ -430,7 +431,7 @@ async def test_a_buffer_is_copied_before_the_call_returns_to_the_loop():
         await pending
         assert lease.num_tokens == 4 * BLOCK
         assert len(lease.block_table) == 4
-        cache.device.fill(list(lease.block_table), lease.keys(0, 4))
+        cache.device.fill(list(lease.block_table), lease.hashes(0, 4))
         await lease.finish(4 * BLOCK)
         given_tokens = [*range(2 * BLOCK), *range(100, 100 + BLOCK), *range(200, 200 + BLOCK), 1]
         async with await cache.acquire("b", given_tokens) as again:

@@ -21,7 +21,7 @@ async def one_request(cache, reached):
         reached.append("acquired")
         await lease.wait_ready()
         reached.append("ready")
-        cache.device.fill(list(lease.block_table[:5]), lease.keys(0, 5))
+        cache.device.fill(list(lease.block_table[:5]), lease.hashes(0, 5))
         await lease.extend([1, 2, 3, 4])
         reached.append("extended")
         await lease.commit(5 * BLOCK)

@@ -42,7 +42,7 @@ def test_blocks_reported_as_cached_hold_their_bytes(seed, mode):
                 return
             cached, full = lease.cached_tokens // BLOCK, length // BLOCK
             assert cached <= full
-            keys, table = lease.keys(0, full), lease.block_table
+            keys, table = lease.hashes(0, full), lease.block_table
             assert cache.device.check(table[:cached], keys[: cached * 32]) == []
             await anyio.sleep(rng.random() * 0.01)
             cache.device.fill(table[cached:full], keys[cached * 32 :])

@@ -59,7 +59,7 @@ async def test_a_failed_load_is_a_miss_into_the_leases_own_blocks(monkeypatch):
         assert lease.cached_tokens == 2 * BLOCK
         assert len(set(lease.block_table)) == 7
         monkeypatch.undo()
-        cache.device.fill(lease.block_table[2:6], lease.keys(2, 6))
+        cache.device.fill(lease.block_table[2:6], lease.hashes(2, 6))
         await lease.commit(6 * BLOCK)
         await lease.finish()
         assert (await serve(cache, "a", prompt(1, 6, tail=1))).hits.device == 6
@@ -96,7 +96,7 @@ async def test_two_requests_share_one_load_and_a_failure_of_it(monkeypatch):
                 assert one.hits.host == two.hits.host == 6
                 assert one.block_table[:6] == two.block_table[:6]
                 assert cache.statistics().host.loaded == before + 6
-                assert cache.device.check(one.block_table[:6], one.keys(0, 6)) == []
+                assert cache.device.check(one.block_table[:6], one.hashes(0, 6)) == []
             for lease in (one, two):
                 await lease.finish()
             await cache.wait_idle()
@@ -109,7 +109,7 @@ async def test_a_block_matched_again_while_it_is_offloaded_is_kept(monkeypatch):
         await until(lambda: cache.statistics().prefix.offloads_in_flight)
         lease = await cache.acquire("a", prompt(1, 1, tail=1))
         assert lease.hits.device == 1
-        assert cache.device.check(lease.block_table[:1], lease.keys(0, 1)) == []
+        assert cache.device.check(lease.block_table[:1], lease.hashes(0, 1)) == []
         await lease.finish()
         await (await waiting).finish()
         await cache.wait_idle()
@@ -200,12 +200,12 @@ async def test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use(
         await lease.wait_ready()
         assert lease.hits == (0, 0, 0)
         assert not set(lease.block_table[:4]) & set(table[:4])
-        cache.device.fill(lease.block_table[:4], lease.keys(0, 4))
+        cache.device.fill(lease.block_table[:4], lease.hashes(0, 4))
         await lease.commit(4 * BLOCK)
         release.set()
         cache.system.plane.engine.run = run
         await cache.wait_idle()
-        assert cache.device.check(lease.block_table[:4], lease.keys(0, 4)) == []
+        assert cache.device.check(lease.block_table[:4], lease.hashes(0, 4)) == []
         await lease.finish()
 
 

@@ -55,7 +55,7 @@ async def request(cache, seed, blocks=2):
     tokens = prompt(seed, blocks)
     async with await cache.acquire(f"r{seed}", tokens, deadline=2.0) as lease:
         await lease.wait_ready()
-        cached, keys = lease.cached_tokens // BLOCK, lease.keys(0, blocks)
+        cached, keys = lease.cached_tokens // BLOCK, lease.hashes(0, blocks)
         assert cache.device.check(lease.block_table[:cached], keys[:cached]) == []
         cache.device.fill(lease.block_table[cached:], keys[cached:])
         await lease.commit(blocks * BLOCK)

@@ -115,7 +115,7 @@ async def test_a_cancelled_and_repeated_extend_never_serves_wrong_bytes():
                         await lease.extend(more)
                     tokens += more
                 assert lease.num_tokens == len(tokens)
-                cache.device.fill(list(lease.block_table), lease.keys(0, 4))
+                cache.device.fill(list(lease.block_table), lease.hashes(0, 4))
                 await lease.finish(4 * BLOCK)
             except LeaseEnded:
                 continue
@@ -196,7 +196,7 @@ async def test_every_call_from_another_thread_raises_at_once():
             cache.count_divergent_blocks,
             cache.close,
             lease.abandon,
-            lambda: lease.keys(0, 1),
+            lambda: lease.hashes(0, 1),
         ]
         for look in lookers:
             with pytest.raises(WrongLoop):
@@ -291,9 +291,9 @@ async def test_a_thread_has_all_the_calls_of_the_loop():
                     False,
                 )
                 assert lease.wait_layer(0) == lease.cached_tokens == 0
-                assert len(lease.keys(0, 3)) == 96
+                assert len(lease.hashes(0, 3)) == 96
                 assert lease.extend([1, 2, 3]) == ()
-                cache.device.fill(list(lease.block_table), lease.keys(0, 4))
+                cache.device.fill(list(lease.block_table), lease.hashes(0, 4))
                 lease.finish(4 * BLOCK)
             other = door.acquire("u", prompt(2, 1))
             other.abandon()

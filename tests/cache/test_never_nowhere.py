@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvactors.types import Residency, Tier, split_keys
+from kvactors.types import Residency, Tier, split_hashes
 from tests.support.cache import opened, prompt, serve
 
 STORE = {"backend": "memory", "write_policy": "write_back"}
@@ -28,7 +28,7 @@ def gaps(sink) -> int:
     held: dict[bytes, int] = {}
     found = 0
     for task in sink.tasks:
-        for key in split_keys(task.keys):
+        for key in split_hashes(task.hashes):
             before = held.get(key, 0)
             held[key] = (
                 before | task.tier if task.residency is Residency.RESIDENT else before & ~task.tier

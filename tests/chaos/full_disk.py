@@ -86,7 +86,7 @@ async def writes_again(cache: KVCache, tally: Tally) -> None:
             async with await cache.acquire(
                 f"new {number}", list(range(number, number + 32))
             ) as lease:
-                cache.device.fill(lease.block_table, lease.keys(0, 2))
+                cache.device.fill(lease.block_table, lease.hashes(0, 2))
                 await lease.wait_ready()
                 await lease.commit(32)
             await anyio.sleep(0.05)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvactors.cache import KVCache
 from kvactors.errors import KVActorsError, NoRoom
 from kvactors.lease import Lease
-from kvactors.types import KEY_BYTES
+from kvactors.types import HASH_BYTES
 from tests.chaos.record import Tally
 
 FAMILIES, MEMBERS, SHARED, OWN, ANSWERS = 6, 6, 4, 4, 3
@@ -172,13 +172,13 @@ class Load:
         full = lease.num_tokens // self.cache.block_size
         if first < full:
             self.cache.device.fill(
-                lease.block_table[first:full], lease.keys(0, full)[first * KEY_BYTES :]
+                lease.block_table[first:full], lease.hashes(0, full)[first * HASH_BYTES :]
             )
         await lease.commit(lease.num_tokens)
 
     def _verify(self, lease: Lease, start: int, stop: int, what: str) -> None:
         if start < stop:
-            bad = self.cache.device.check(lease.block_table[start:stop], lease.keys(start, stop))
+            bad = self.cache.device.check(lease.block_table[start:stop], lease.hashes(start, stop))
             self.tally.verified += stop - start
             self.tally.wrong += len(bad)
             if bad:

@@ -113,7 +113,7 @@ async def _request(
     async with await cache.acquire("r", prompt, deadline=5.0) as lease:
         await lease.wait_ready()
         cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
-        table, keys = lease.block_table, lease.keys(0, full)
+        table, keys = lease.block_table, lease.hashes(0, full)
         found = await asyncio.gather(
             *(one.check(table[:cached], keys[: 32 * cached]) for one in workers)
         )

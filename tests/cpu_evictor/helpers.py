@@ -19,7 +19,7 @@ from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
 from kvactors.gpu_swapper.messages import Copied, Copy, Direction
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
 from kvactors.testing.probe import Probe as ProbeRef
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 
 ROOT = bytes(32)
 
@@ -173,12 +173,12 @@ class Movements:
                     self.device[block] = self.slots[slot]
             completion = Copied(message.op, tuple(i for i in failed if i < len(message.blocks)))
         elif isinstance(message, ProbeStore):
-            hashes = split_keys(message.keys)
+            hashes = split_hashes(message.keys)
             run = next((i for i, one in enumerate(hashes) if one not in self.store), len(hashes))
             completion = Probed(message.op, 0 if failed else run)
         else:
             outcomes = bytearray()
-            for i, one in enumerate(split_keys(message.keys)):
+            for i, one in enumerate(split_hashes(message.keys)):
                 if isinstance(message, Write):
                     assert self.slots[message.slots[i]] == one, "another block's bytes are written"
                     outcomes.append(Outcome.NO_SPACE if i in failed else Outcome.OK)

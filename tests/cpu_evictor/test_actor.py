@@ -49,7 +49,7 @@ from kvactors.storage.messages import (
 )
 from kvactors.testing.probe import Probe as ProbeRef
 from kvactors.testing.stepper import Effects, Stepper
-from kvactors.types import Reason, join_keys
+from kvactors.types import Reason, join_hashes
 from tests.cpu_evictor.helpers import ROOT, path
 
 
@@ -98,15 +98,15 @@ def only(effects: Effects, kind: type):
 
 def offload(evictor: Stepper[CpuEvictor], keys: list[bytes]) -> Effects:
     """Offload a path from blocks 100, 101, .. and complete the copy."""
-    parents = join_keys([ROOT, *keys][: len(keys)])
+    parents = join_hashes([ROOT, *keys][: len(keys)])
     blocks = tuple(range(100, 100 + len(keys)))
-    copy = only(evictor.turn(Offload(1, join_keys(keys), parents, blocks)), Copy)
+    copy = only(evictor.turn(Offload(1, join_hashes(keys), parents, blocks)), Copy)
     return evictor.turn(Copied(copy.op, ()))
 
 
 def load(keys: list[bytes], blocks=None, deadline: float = 2.0) -> Load:
     targets = tuple(range(50, 50 + len(keys))) if blocks is None else blocks
-    return Load(2, ROOT, join_keys(keys), 0, targets, deadline, fetch=True, tokens=b"")
+    return Load(2, ROOT, join_hashes(keys), 0, targets, deadline, fetch=True, tokens=b"")
 
 
 def at_rest(evictor: Stepper[CpuEvictor]) -> None:
@@ -126,13 +126,13 @@ def test_an_offload_and_a_load():
     evictor, keys = stepped(), path(2)
     effects = offload(evictor, keys)
     assert told(effects) == [("flush_notifier", "BlocksAdded"), ("prefix_index", "Offloaded")]
-    assert set(evictor.actor.host_keys()) == set(keys)
+    assert set(evictor.actor.host_hashes()) == set(keys)
     effects = evictor.turn(load(keys))
     assert told(effects) == [("gpu_swapper", "Copy")]
     assert evictor.actor.host.pinned == 2
     loaded = only(evictor.turn(Copied(only(effects, Copy).op, ())), Loaded)
     assert (loaded.op, loaded.num_loaded, loaded.from_host) == (2, 2, 2)
-    effects = evictor.turn(DropHostCopies(join_keys(keys)))
+    effects = evictor.turn(DropHostCopies(join_hashes(keys)))
     assert told(effects) == [
         ("flush_notifier", "BlocksRemoved"),
         ("prefix_index", "HostBlocksRemoved"),
@@ -150,7 +150,7 @@ def test_a_load_from_storage_and_its_timer():
     effects = evictor.turn(Probed(only(effects, ProbeStore).op, 2))
     effects = evictor.turn(ReadDone(only(effects, Read).op, bytes(2)))
     assert only(evictor.turn(Copied(only(effects, Copy).op, ())), Loaded).num_loaded == 2
-    evictor.turn(DropHostCopies(join_keys(keys)))
+    evictor.turn(DropHostCopies(join_hashes(keys)))
     at_rest(evictor)
     assert evictor.elapse(10.0).told == ()
 
@@ -196,7 +196,7 @@ def test_layers_of_a_load():
 def test_a_finished_request_is_saved():
     evictor, keys = stepped(mode="inclusive"), path(2)
     effects = evictor.turn(
-        Save(3, ROOT, join_keys(keys), (4, 5), keep=True, save=(0, 1), tokens=b"")
+        Save(3, ROOT, join_hashes(keys), (4, 5), keep=True, save=(0, 1), tokens=b"")
     )
     assert told(effects) == [("reader", "ProbeStore")]
     assert [type(timer.message) for timer in effects.timers] == [SaveUnanswered]
@@ -214,7 +214,7 @@ def test_a_finished_request_is_saved():
 
 def test_a_store_that_does_not_answer_does_not_hold_a_finished_request():
     evictor = stepped()
-    evictor.turn(Save(3, ROOT, join_keys(path(2)), (4, 5), keep=False, save=(0, 1)))
+    evictor.turn(Save(3, ROOT, join_hashes(path(2)), (4, 5), keep=False, save=(0, 1)))
     assert told(evictor.elapse(1.1)) == [("prefix_index", "Saved")]
     at_rest(evictor)
 
@@ -223,7 +223,7 @@ def test_a_device_store():
     evictor, keys = stepped(slots=0, device_store=True), path(2)
     fetch = only(evictor.turn(load(keys)), FetchDevice)
     assert only(evictor.turn(DeviceFetched(fetch.op, 1)), Loaded).num_loaded == 1
-    effects = evictor.turn(Save(3, ROOT, join_keys(keys), (4, 5), keep=False, save=(0, 1)))
+    effects = evictor.turn(Save(3, ROOT, join_hashes(keys), (4, 5), keep=False, save=(0, 1)))
     assert told(effects) == [("storage_direct", "SaveDevice")]
     assert told(evictor.turn(DeviceSaved(only(effects, SaveDevice).op, 2))) == [
         ("prefix_index", "Saved")
@@ -233,7 +233,7 @@ def test_a_device_store():
 
 def test_a_prefetch():
     evictor = stepped(mode="inclusive")
-    probe = only(evictor.turn(PrefetchToHost(ROOT, join_keys(path(2)), 0, 5.0)), ProbeStore)
+    probe = only(evictor.turn(PrefetchToHost(ROOT, join_hashes(path(2)), 0, 5.0)), ProbeStore)
     read = only(evictor.turn(Probed(probe.op, 2)), Read)
     effects = evictor.turn(ReadDone(read.op, bytes(2)))
     assert told(effects) == [("flush_notifier", "BlocksAdded"), ("prefix_index", "HostBlocksAdded")]
@@ -247,7 +247,7 @@ def test_a_clear_of_every_tier():
     assert told(effects) == [("flush_notifier", "TierCleared"), ("writer", "ClearStore")]
     answer = only(evictor.turn(StoreCleared(only(effects, ClearStore).op, "no")), HostCleared)
     assert (answer.op, answer.error) == (6, "no")
-    assert evictor.actor.host_keys() == []
+    assert evictor.actor.host_hashes() == []
 
 
 def test_lost_slots_hold_nothing_and_the_store_is_counted_again():
@@ -257,10 +257,12 @@ def test_lost_slots_hold_nothing_and_the_store_is_counted_again():
     assert told(effects) == [("flush_notifier", "TierCleared"), ("writer", "ReportLost")]
     assert isinstance(effects.told[0].message, TierCleared)
     assert isinstance(effects.told[1].message, ReportLost)
-    assert evictor.actor.host_keys() == []
-    old = evictor.turn(Offload(8, join_keys(path(1)), ROOT, (3,), memory_generation=0))
+    assert evictor.actor.host_hashes() == []
+    old = evictor.turn(Offload(8, join_hashes(path(1)), ROOT, (3,), memory_generation=0))
     assert only(old, Offloaded).kept_mask == bytes(1)
-    copy = only(evictor.turn(Offload(8, join_keys(path(1)), ROOT, (3,), memory_generation=4)), Copy)
+    copy = only(
+        evictor.turn(Offload(8, join_hashes(path(1)), ROOT, (3,), memory_generation=4)), Copy
+    )
     assert copy.memory_generation == 4
 
 
@@ -269,7 +271,7 @@ def test_loads_do_not_wait_for_copies_that_cannot_be_made():
     offload(evictor, path(1))
     evictor.turn(load(path(1)))
     probe = only(
-        evictor.turn(Load(9, ROOT, join_keys(path(2, 1)), 0, (1, 2), 2.0, fetch=True)), ProbeStore
+        evictor.turn(Load(9, ROOT, join_hashes(path(2, 1)), 0, (1, 2), 2.0, fetch=True)), ProbeStore
     )
     effects = evictor.turn(DataPlaneStatus(False, False, 0))
     assert only(effects, LoadStalled).op == 2
@@ -281,15 +283,15 @@ def test_a_new_notifier_is_sent_the_resident_blocks():
     evictor, keys = stepped(), path(2)
     offload(evictor, keys)
     gained = only(evictor.turn(PeerRestarted("flush_notifier", 1)), BlocksAdded)
-    assert set(evictor.actor.host_keys()) == set(keys)
-    assert sorted([gained.keys[:32], gained.keys[32:]]) == sorted(keys)
+    assert set(evictor.actor.host_hashes()) == set(keys)
+    assert sorted([gained.hashes[:32], gained.hashes[32:]]) == sorted(keys)
 
 
 def test_requests_to_a_failed_storage_actor_are_ended():
     evictor = stepped(policy="write_back")
     offload(evictor, path(4))
     effects = evictor.turn(
-        Offload(2, join_keys(path(1, 1)), ROOT, (9,))
+        Offload(2, join_hashes(path(1, 1)), ROOT, (9,))
     )  # evicts, and so writes, one
     write, copy = only(effects, Write), only(effects, Copy)
     assert told(evictor.turn(PeerRestarted("writer", 1))) == [("flush_notifier", "BlocksRemoved")]
@@ -313,10 +315,10 @@ def test_a_slot_in_use_at_rest_is_found(slots):
 def test_a_block_that_leaves_is_reported_once():
     evictor, keys = stepped(policy="none", stored=False), path(4)
     offload(evictor, keys)
-    effects = evictor.turn(Offload(2, join_keys(path(1, 1)), ROOT, (9,)))
+    effects = evictor.turn(Offload(2, join_hashes(path(1, 1)), ROOT, (9,)))
     assert told(effects) == [
         ("prefix_index", "HostBlocksRemoved"),
         ("flush_notifier", "BlocksRemoved"),
         ("gpu_swapper", "Copy"),
     ]
-    assert only(effects, HostBlocksRemoved).keys == keys[3]
+    assert only(effects, HostBlocksRemoved).hashes == keys[3]

@@ -25,7 +25,7 @@ from kvactors.storage.messages import (
     Write,
     Written,
 )
-from kvactors.types import join_keys
+from kvactors.types import join_hashes
 from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
 
 
@@ -41,7 +41,10 @@ def test_blocks_of_the_host_are_copied_and_leave_an_exclusive_tier():
     (loaded,) = sent(actions)
     assert (loaded.op, loaded.num_loaded, loaded.from_host) == (7, 3, 3)
     assert host.tier.on_device == 3
-    assert names(host.memory.discard(join_keys(keys))) == ["BlocksRemoved", "HostBlocksRemoved"]
+    assert names(host.memory.drop_host_copies(join_hashes(keys))) == [
+        "BlocksRemoved",
+        "HostBlocksRemoved",
+    ]
     assert host.tier.free == 8
     host.idle()
 
@@ -54,7 +57,7 @@ def test_blocks_of_an_inclusive_host_stay():
     (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
     assert loaded.num_loaded == 2
     assert host.tier.resident == 3
-    assert host.memory.discard(join_keys(keys)) == []
+    assert host.memory.drop_host_copies(join_hashes(keys)) == []
     host.idle()
 
 
@@ -65,7 +68,7 @@ def test_only_the_run_that_arrived_is_loaded_and_the_rest_stays():
     (loaded,) = sent(host.completions.handle(Copied(copy.op, (1,))))
     assert (loaded.num_loaded, loaded.from_host) == (1, 1)
     assert [host.tier.is_resident(key) for key in keys] == [False, True, True]
-    host.memory.discard(keys[0])
+    host.memory.drop_host_copies(keys[0])
     host.idle()
 
 
@@ -113,9 +116,9 @@ def test_blocks_missing_on_the_host_are_read_from_storage(mode):
     actions = host.load(keys).begin()
     assert names(actions) == ["StartTimer", "ProbeStore", "Copy"]
     probe, first = sent(actions)
-    assert probe.keys == join_keys(keys[2:])
+    assert probe.keys == join_hashes(keys[2:])
     (read,) = sent(host.completions.handle(Probed(probe.op, 2)))
-    assert read.keys == join_keys(keys[2:])
+    assert read.keys == join_hashes(keys[2:])
     assert sent(host.completions.handle(Copied(first.op, ()))) == []
     actions = host.completions.handle(ReadDone(read.op, bytes(2)))
     reports = [] if mode == "exclusive" else ["BlocksAdded", "HostBlocksAdded"]
@@ -126,7 +129,7 @@ def test_blocks_missing_on_the_host_are_read_from_storage(mode):
     assert isinstance(actions[0], StopTimer)
     (loaded,) = sent(actions, Loaded)
     assert (loaded.num_loaded, loaded.from_host) == (4, 2)
-    host.memory.discard(join_keys(keys))
+    host.memory.drop_host_copies(join_hashes(keys))
     host.idle()
 
 
@@ -137,7 +140,7 @@ def test_a_read_that_fails_ends_the_run_there():
     outcomes = bytes([Outcome.OK, Outcome.CORRUPT, Outcome.OK])
     actions = host.completions.handle(ReadDone(read.op, outcomes))
     (gained,) = sent(actions, BlocksAdded)
-    assert gained.keys == keys[0] + keys[2]
+    assert gained.hashes == keys[0] + keys[2]
     (copy,) = sent(actions, Copy)
     assert copy.blocks == (100,)
     (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
@@ -179,7 +182,7 @@ def test_blocks_that_come_after_the_deadline_are_misses():
     assert (loaded.num_loaded, loaded.from_host) == (1, 1)
     assert host.loads == {}
     assert host.completions.handle(ReadDone(read.op, bytes(2))) == []
-    host.memory.discard(keys[0])
+    host.memory.drop_host_copies(keys[0])
     host.idle()
     assert host.tier.free == 8
 
@@ -199,7 +202,7 @@ def test_a_load_without_blocks_waits_for_them():
     job = host.load(keys, blocks=())
     (probe,) = sent(job.begin())
     (read,) = sent(host.completions.handle(Probed(probe.op, 1)))
-    (first,) = sent(job.place((4, 5, 6)))
+    (first,) = sent(job.set_targets((4, 5, 6)))
     assert first.blocks == (4, 5), "the third is not here yet"
     (second,) = sent(host.completions.handle(ReadDone(read.op, bytes(1))))
     assert second.blocks == (6,)
@@ -283,7 +286,7 @@ def test_a_device_store_waits_for_the_device_blocks():
     host = Host(device_store=True)
     job = host.load(path(2), blocks=())
     assert job.begin() == []
-    (fetch,) = sent(job.place((8, 9)))
+    (fetch,) = sent(job.set_targets((8, 9)))
     assert fetch.blocks == (8, 9)
     (loaded,) = sent(host.completions.handle(DeviceFetched(fetch.op, 99)))
     assert loaded.num_loaded == 0, "a count beyond the blocks is no count"
@@ -304,8 +307,8 @@ def offloaded(host: Host, moves: Movements, hashes: list[bytes]) -> list[Action]
     evicted, first = hashes[::-1], 200 + len(moves.device)
     blocks = tuple(range(first, first + len(evicted)))
     moves.device.update(zip(blocks, evicted, strict=True))
-    parents = join_keys([*evicted[1:], ROOT])
-    return OffloadJob(host.memory, Offload(8, join_keys(evicted), parents, blocks)).begin()
+    parents = join_hashes([*evicted[1:], ROOT])
+    return OffloadJob(host.memory, Offload(8, join_hashes(evicted), parents, blocks)).begin()
 
 
 @settings(max_examples=300, deadline=None)
@@ -348,7 +351,7 @@ def test_any_order_of_completions(steps, mode, policy, on_host, stored, placed, 
             continue
         elif step == "place" and not placed:
             placed = True
-            moves.perform(job.place(blocks))
+            moves.perform(job.set_targets(blocks))
         elif step == "cancel" and not placed:
             moves.perform(job.cancel())
         elif step == "late":
@@ -366,7 +369,7 @@ def test_any_order_of_completions(steps, mode, policy, on_host, stored, placed, 
     for answer in answers:
         for position in range(answer.num_loaded):
             assert moves.device[100 + position] == keys[position]
-        moves.perform(host.memory.discard(join_keys(keys[: answer.num_loaded])))
+        moves.perform(host.memory.drop_host_copies(join_hashes(keys[: answer.num_loaded])))
         assert answer.from_host <= answer.num_loaded
     for block in host.tier.blocks.values():
         assert moves.slots[block.slot] == block.hash, "a slot holds another block's bytes"
@@ -386,9 +389,9 @@ def test_of_an_inclusive_tier_blocks_beyond_the_capacity_pass_through():
     host.fill(keys[:2])
     (probe,) = sent(host.load(keys, start=2).begin())
     (read,) = sent(host.completions.handle(Probed(probe.op, 4)))
-    assert read.keys == join_keys(keys[2:])
+    assert read.keys == join_hashes(keys[2:])
     gained, hint, copy = sent(host.completions.handle(ReadDone(read.op, bytes(4))))
-    assert gained.keys == hint.keys == keys[2], "the others do not stay"
+    assert gained.hashes == hint.hashes == keys[2], "the others do not stay"
     assert copy.blocks == (100, 101, 102, 103)
     (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
     assert (loaded.num_loaded, loaded.from_host) == (4, 0)

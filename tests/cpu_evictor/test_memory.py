@@ -11,7 +11,7 @@ from kvactors.cpu_evictor.slots import SlotState
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.gpu_swapper.messages import Copied
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
-from kvactors.types import Reason, Tier, join_keys, split_keys
+from kvactors.types import Reason, Tier, join_hashes, split_hashes
 from tests.cpu_evictor.helpers import ROOT, Host, names, path, sent
 
 
@@ -21,7 +21,7 @@ def test_victims_are_dropped_and_reported():
     actions = host.memory.make_space(3, 3)
     assert names(actions) == ["HostBlocksRemoved", "BlocksRemoved"]
     gone, reported = sent(actions)
-    assert gone.keys == reported.keys == keys[2] + keys[1]
+    assert gone.hashes == reported.hashes == keys[2] + keys[1]
     assert reported.reason is Reason.CPU_EVICTION
     assert host.memory.make_space(3, 3) == []
     assert host.memory.counts.evicted == 2
@@ -35,7 +35,7 @@ def test_victims_are_written_back_and_reported_gone_when_they_are_stored():
     write = sent(actions, Write)[0]
     assert write.keys == keys[1] + keys[0]
     assert host.tier.readable(keys[0]) is not None, "a load finds it in its slot until then"
-    assert set(host.tier.keys()) == set(keys)
+    assert set(host.tier.hashes()) == set(keys)
     outcomes = bytes([Outcome.OK, Outcome.NO_SPACE])
     actions = host.completions.handle(Written(write.op, outcomes))
     assert names(actions) == ["BlocksRemoved"]
@@ -49,7 +49,7 @@ def test_without_slots_to_spare_victims_are_not_written_back():
     host.fill(keys)
     actions = host.memory.make_space(2, 2)
     assert names(actions) == ["HostBlocksRemoved", "BlocksRemoved", "Write"]
-    assert sent(actions, BlocksRemoved)[0].keys == keys[1]
+    assert sent(actions, BlocksRemoved)[0].hashes == keys[1]
     assert sent(actions, Write)[0].keys == keys[0]
     assert host.memory.counts.shed == 1
 
@@ -58,7 +58,7 @@ def test_writes_wait_for_a_probe_and_come_after_its_reads():
     host, keys = Host(policy="write_back", mode="inclusive"), path(2)
     host.fill(keys)
     (probe,) = sent(
-        PrefetchJob(host.memory, PrefetchToHost(ROOT, join_keys(path(2, 1)), 0, 5.0)).begin()
+        PrefetchJob(host.memory, PrefetchToHost(ROOT, join_hashes(path(2, 1)), 0, 5.0)).begin()
     )
     assert names(host.memory.make_space(4, 0)) == ["HostBlocksRemoved"]
     assert host.tier.pinned == 2
@@ -97,7 +97,7 @@ def test_a_large_eviction_is_written_in_batches(monkeypatch):
     host, keys = Host(policy="write_back"), path(3)
     host.fill(keys)
     writes = sent(host.memory.evict(host.tier.victims(3)), Write)
-    assert [split_keys(write.keys) for write in writes] == [[keys[2], keys[1]], [keys[0]]]
+    assert [split_hashes(write.keys) for write in writes] == [[keys[2], keys[1]], [keys[0]]]
 
 
 def test_above_the_high_watermark_it_is_evicted_down_to_the_low_one():
@@ -114,10 +114,10 @@ def test_a_discard_is_for_exclusive_tiers():
     host, keys = Host(), path(3)
     host.fill(keys[:2])
     host.tier.add(keys[2], keys[1], SlotState.RESIDENT)
-    gone, reply = sent(host.memory.discard(join_keys([*keys, *path(1, 1)])))
-    assert (gone.reason, gone.keys) == (Reason.PROMOTION, keys[0] + keys[1])
-    assert reply.keys == keys[0] + keys[1], "an offload of the third is in flight"
-    assert Host(mode="inclusive").memory.discard(keys[0]) == []
+    gone, reply = sent(host.memory.drop_host_copies(join_hashes([*keys, *path(1, 1)])))
+    assert (gone.reason, gone.hashes) == (Reason.PROMOTION, keys[0] + keys[1])
+    assert reply.hashes == keys[0] + keys[1], "an offload of the third is in flight"
+    assert Host(mode="inclusive").memory.drop_host_copies(keys[0]) == []
 
 
 def test_loaded_blocks_that_the_device_did_not_take_stay():
@@ -128,12 +128,12 @@ def test_loaded_blocks_that_the_device_did_not_take_stay():
     host.completions.handle(Copied(copy.op, ()))
     host.fill(path(1, family=1))
     assert host.tier.on_device == 2
-    actions = host.memory.keep(join_keys(keys))
+    actions = host.memory.keep(join_hashes(keys))
     assert names(actions) == ["HostBlocksRemoved", "Write"]
     assert sent(actions, Write)[0].keys == keys[0]
     assert host.tier.is_resident(keys[1])
     assert host.tier.on_device == 0
-    assert host.memory.keep(join_keys(keys[1:])) == [], "it is resident"
+    assert host.memory.keep(join_hashes(keys[1:])) == [], "it is resident"
     host.completions.handle(Written(sent(actions, Write)[0].op, bytes(1)))
     host.idle()
 
@@ -169,7 +169,7 @@ def test_without_a_store_a_clear_of_it_is_done():
 
 def prefetched(host: Host, hashes, start=0, deadline=5.0):
     return PrefetchJob(
-        host.memory, PrefetchToHost(ROOT, join_keys(hashes), start, deadline)
+        host.memory, PrefetchToHost(ROOT, join_hashes(hashes), start, deadline)
     ).begin()
 
 
@@ -177,15 +177,15 @@ def test_a_prefetch_fetches_the_blocks_missing_on_the_host():
     host, keys = Host(mode="inclusive"), path(4)
     host.fill(keys[:1])
     (probe,) = sent(prefetched(host, keys))
-    assert probe.keys == join_keys(keys[1:])
+    assert probe.keys == join_hashes(keys[1:])
     (read,) = sent(host.completions.handle(Probed(probe.op, 2)))
     assert isinstance(read, Read)
-    assert read.keys == join_keys(keys[1:3])
+    assert read.keys == join_hashes(keys[1:3])
     outcomes = bytes([Outcome.OK, Outcome.MISS])
     actions = host.completions.handle(ReadDone(read.op, outcomes))
     assert names(actions) == ["BlocksAdded", "HostBlocksAdded"]
     gained, hint = sent(actions, BlocksAdded, HostBlocksAdded)
-    assert gained.keys == hint.keys == keys[1]
+    assert gained.hashes == hint.hashes == keys[1]
     assert host.tier.blocks[keys[1]].prefetched
     assert host.memory.counts.fetched == 1
     host.idle()
@@ -195,7 +195,7 @@ def test_a_prefetch_takes_no_more_than_fits():
     host, keys = Host(slots=2, mode="inclusive"), path(4)
     (probe,) = sent(prefetched(host, keys))
     (read,) = sent(host.completions.handle(Probed(probe.op, 4)))
-    assert read.keys == join_keys(keys[:2])
+    assert read.keys == join_hashes(keys[:2])
 
 
 @pytest.mark.parametrize(

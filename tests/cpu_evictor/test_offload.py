@@ -11,7 +11,7 @@ from kvactors.cpu_evictor.slots import SlotState
 from kvactors.flush_notifier.messages import BlocksAdded
 from kvactors.gpu_swapper.messages import Copied, Copy, Direction
 from kvactors.storage.messages import Write
-from kvactors.types import join_keys, split_keys
+from kvactors.types import join_hashes, split_hashes
 from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
 
 
@@ -20,8 +20,8 @@ def offload(host: Host, hashes: list[bytes], **fields) -> OffloadJob:
     order = list(reversed(range(len(hashes))))
     message = Offload(
         3,
-        join_keys(hashes[i] for i in order),
-        join_keys(hashes[i - 1] if i else ROOT for i in order),
+        join_hashes(hashes[i] for i in order),
+        join_hashes(hashes[i - 1] if i else ROOT for i in order),
         tuple(100 + i for i in order),
         **fields,
     )
@@ -44,7 +44,7 @@ def test_a_copy_that_fails_is_not_kept():
     host, keys = Host(), path(2)
     (copy,) = sent(offload(host, keys).begin())
     gained, answer = sent(host.completions.handle(Copied(copy.op, (0,))))
-    assert gained.keys == keys[0]
+    assert gained.hashes == keys[0]
     assert answer.kept_mask == bytes([0, 1])
     assert host.tier.free == 7
     host.idle()
@@ -69,7 +69,7 @@ def test_without_capacity_the_least_recently_used_are_evicted():
     host.fill(old)
     actions = offload(host, new).begin()
     assert names(actions) == ["HostBlocksRemoved", "BlocksRemoved", "Copy"]
-    assert sent(actions, HostBlocksRemoved)[0].keys == old[1] + old[0]
+    assert sent(actions, HostBlocksRemoved)[0].hashes == old[1] + old[0]
 
 
 def test_of_more_blocks_than_fit_the_last_used_are_kept():
@@ -87,7 +87,7 @@ def test_with_write_back_the_others_pass_through_to_storage_and_are_announced():
     actions = host.completions.handle(Copied(copy.op, ()))
     assert names(actions) == ["BlocksAdded", "Write", "Offloaded"]
     gained, write, answer = sent(actions)
-    assert set(split_keys(gained.keys)) == set(keys), "otherwise the first would be nowhere"
+    assert set(split_hashes(gained.hashes)) == set(keys), "otherwise the first would be nowhere"
     assert (write.keys, answer.kept_mask) == (keys[2], bytes([0, 1, 1]))
 
 
@@ -159,6 +159,6 @@ def test_any_order_of_offloads(evictions, mode, policy, slots, transit, at_once)
     for block in host.tier.blocks.values():
         assert moves.slots[block.slot] == block.hash
         assert block.announced == (block.state is SlotState.RESIDENT)
-    announced = {key for message in moves.of(BlocksAdded) for key in split_keys(message.keys)}
-    assert set(host.tier.keys()) <= announced
+    announced = {key for message in moves.of(BlocksAdded) for key in split_hashes(message.hashes)}
+    assert set(host.tier.hashes()) <= announced
     host.idle()

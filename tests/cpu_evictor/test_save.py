@@ -10,7 +10,7 @@ from kvactors.cpu_evictor.messages import Save, Saved, SaveUnanswered
 from kvactors.cpu_evictor.save import SaveJob
 from kvactors.gpu_swapper.messages import Copied, Copy, Direction
 from kvactors.storage.messages import DeviceSaved, Probed, Write
-from kvactors.types import join_keys
+from kvactors.types import join_hashes
 from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
 
 
@@ -20,7 +20,7 @@ def save(host: Host, hashes: list[bytes], positions: range | None = None, **fiel
     message = Save(
         5,
         ROOT,
-        join_keys(hashes),
+        join_hashes(hashes),
         tuple(range(100, 100 + len(hashes))),
         save=tuple(range(len(hashes)) if positions is None else positions),
         **given,
@@ -31,7 +31,7 @@ def save(host: Host, hashes: list[bytes], positions: range | None = None, **fiel
 def test_the_store_is_asked_and_the_rest_is_written():
     host, keys = Host(), path(3)
     probe, timer = save(host, keys).begin()
-    assert probe.message.keys == join_keys(keys)
+    assert probe.message.keys == join_hashes(keys)
     assert isinstance(timer, StartTimer)
     assert (timer.seconds, timer.message.op) == (1.0, probe.message.op)
     actions = host.completions.handle(Probed(probe.message.op, 1))
@@ -55,7 +55,7 @@ def test_stored_blocks_are_not_copied():
 def test_the_store_is_asked_only_about_blocks_to_save():
     host, keys = Host(), path(4)
     (probe,) = sent(save(host, keys, range(1, 3)).begin())
-    assert probe.keys == join_keys(keys[:3])
+    assert probe.keys == join_hashes(keys[:3])
 
 
 def test_a_store_that_does_not_answer_in_time_is_not_waited_for():
@@ -103,7 +103,7 @@ def test_with_copies_of_the_whole_path_all_of_it_is_offered():
     (probe,) = sent(save(host, keys).begin())
     (copy,) = sent(host.completions.handle(Probed(probe.op, 2)))
     write = sent(host.completions.handle(Copied(copy.op, ())), Write)[0]
-    assert write.keys == join_keys(reversed(keys))
+    assert write.keys == join_hashes(reversed(keys))
 
 
 def test_more_blocks_than_fit_are_kept_from_the_first_on():
@@ -180,7 +180,7 @@ def test_any_order_of_finished_requests(finished, mode, slots, transit, numbers)
         keep = not host.memory.exclusive
         moves.perform(
             SaveJob(
-                host.memory, Save(number, ROOT, join_keys(keys), blocks, keep, positions)
+                host.memory, Save(number, ROOT, join_hashes(keys), blocks, keep, positions)
             ).begin()
         )
         for _ in range(next(order, 0)):

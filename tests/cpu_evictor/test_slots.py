@@ -195,7 +195,7 @@ class SlotsMachine(RuleBasedStateMachine):
             run = blocks[: blocks.index(None)] if None in blocks else blocks
             assert tier.readable_run(HASHES[start:]) == run
         landed = {h for h in self.order if not self.blocks[h].arriving}
-        assert set(tier.keys()) == landed
+        assert set(tier.hashes()) == landed
 
 
 TestSlots = SlotsMachine.TestCase
@@ -211,11 +211,11 @@ def test_a_capacity_has_to_fit_the_slots(capacity, num_slots):
 def test_blocks_in_transit_count_as_resident_until_they_are_reported_gone():
     tier = HostTier(1, 2)
     block = tier.add(HASHES[0], bytes(32), SlotState.TRANSIT)
-    assert tier.keys() == []
+    assert tier.hashes() == []
     tier.land([block], frozenset())
-    assert tier.keys() == []
+    assert tier.hashes() == []
     block.announced = True
-    assert tier.keys() == [HASHES[0]]
+    assert tier.hashes() == [HASHES[0]]
 
 
 def test_a_parent_is_a_victim_only_after_its_children():

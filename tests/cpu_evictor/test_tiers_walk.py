@@ -101,7 +101,7 @@ def test_a_hint_of_before_a_clear_is_not_about_blocks_of_after_it(mode):
     """A prefetch arrives at the host tier just before a clear does, and at an index that has a new
     tree with that block."""
     walk = Calm(0, blocks=4, slots=4, transit=2, mode=mode, **{**QUIET, "stored": True})
-    key = walk.path(0, BLOCK).keys(0, 1)
+    key = walk.path(0, BLOCK).hashes(0, 1)
     walk.store[key] = key
     walk.ask(Prefetch(walk.path(0, BLOCK), 5.0))
     walk.to_host()

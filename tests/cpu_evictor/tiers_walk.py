@@ -32,7 +32,7 @@ from kvactors.prefix_index.settings import IndexSettings
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
 from kvactors.testing.probe import Probe as ProbeRef
 from kvactors.testing.stepper import Stepper
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 
 BLOCK = 2
 LONGEST = 6
@@ -165,7 +165,7 @@ class TiersWalk:
         if record is None or record.fault is not None or lease in self.ready:
             return
         path = self.leases[lease]
-        blocks, keys = path.blocks(), split_keys(path.keys(0, path.num_full_blocks))
+        blocks, keys = path.blocks(), split_hashes(path.hashes(0, path.num_full_blocks))
         for position in range(path.num_committed):
             lost = (
                 self.memory_generation != self.index.memory_generation
@@ -245,7 +245,7 @@ class TiersWalk:
         if not self.asked:
             return
         message = self.asked.pop(self.random.choice(sorted(self.asked)))
-        keys = split_keys(message.keys)
+        keys = split_hashes(message.keys)
         lie = self.draw.liar and not good and self.random.random() < 0.4
         bad = self.draw.failures and not good and self.random.random() < 0.3
         if isinstance(message, ProbeStore):
@@ -391,13 +391,13 @@ class TiersWalk:
         assert evictor.host.pinned == evictor.host.on_device == 0
         assert self.index.free + self.index.tree.statistics()["device"] == self.index.pool.total
         assert evictor.host.free + evictor.host.resident == evictor.host.num_slots
-        resident = set(evictor.host.keys())
+        resident = set(evictor.host.hashes())
         for key, entry in evictor.host.blocks.items():
             assert self.slots.get(entry.slot) == key, "a host slot holds another block's bytes"
         hinted: set[bytes] = set()
         for _, _, keys, states in self.index.tree.paths():
             hinted |= {
-                key for key, state in zip(split_keys(keys), states, strict=True) if state & HOST
+                key for key, state in zip(split_hashes(keys), states, strict=True) if state & HOST
             }
         assert hinted <= resident, (
             f"{len(hinted - resident)} blocks are thought to be on the host, and are not"

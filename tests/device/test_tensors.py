@@ -196,7 +196,7 @@ async def test_a_cache_on_paddle_tensors_brings_the_right_bytes_back():
         for seed in (1, 2, 3, 1, 2, 3):
             async with await cache.acquire("r", [seed] * (3 * BLOCK + 1)) as lease:
                 await lease.wait_ready()
-                cached, keys = lease.cached_tokens // BLOCK, lease.keys(0, 3)
+                cached, keys = lease.cached_tokens // BLOCK, lease.hashes(0, 3)
                 assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
                 cache.device.fill(lease.block_table[cached:3], keys[32 * cached :])
                 await lease.commit(3 * BLOCK)

@@ -16,10 +16,10 @@ from kvactors.flush_notifier.messages import PathCached, WaitFlushed
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.flush_notifier.steps import finish
 from kvactors.flush_notifier.tasks import DeliveryBatch
-from kvactors.identity import block_hash
+from kvactors.identity import hash_of_block
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.faults import FaultySink
-from kvactors.types import ALL_TIERS, KEY_BYTES, Reason, Tier, join_keys, key_at, split_keys
+from kvactors.types import ALL_TIERS, HASH_BYTES, Reason, Tier, hash_at, join_hashes, split_hashes
 
 BLOCK = 2
 ROOT = bytes(32)
@@ -41,13 +41,13 @@ def path(*branch: int) -> tuple[bytes, bytes]:
     tokens, keys, key = [], [], root_of(*branch)
     for step in branch:
         tokens.append(np.array([step, step], "<u4").tobytes())
-        key = block_hash(key, tokens[-1])
+        key = hash_of_block(key, tokens[-1])
         keys.append(key)
-    return b"".join(tokens), join_keys(keys)
+    return b"".join(tokens), join_hashes(keys)
 
 
 def names(*branch: int) -> list[bytes]:
-    return split_keys(path(*branch)[1])
+    return split_hashes(path(*branch)[1])
 
 
 def announced(
@@ -55,11 +55,11 @@ def announced(
 ) -> PathCached:
     tokens, keys = path(*branch)
     count, root = len(branch) - start if count is None else count, root_of(*branch)
-    parent = key_at(keys, start - 1) if start else root
+    parent = hash_at(keys, start - 1) if start else root
     return PathCached(
         root,
         tokens[4 * BLOCK * start :],
-        keys[KEY_BYTES * start :],
+        keys[HASH_BYTES * start :],
         start,
         count,
         tier,

@@ -20,7 +20,7 @@ from kvactors.flush_notifier.sinks.kv_wire import (
     StoredMap,
 )
 from kvactors.sink_config import KvEventsSinkConfig
-from kvactors.types import Residency, split_keys
+from kvactors.types import Residency, split_hashes
 
 
 def hash_of(config: KvEventsSinkConfig, key: bytes) -> int | bytes:
@@ -29,7 +29,7 @@ def hash_of(config: KvEventsSinkConfig, key: bytes) -> int | bytes:
 
 def stored(config: KvEventsSinkConfig, block_size: int, task: FlushTask, at: int, end: int) -> Any:
     """Blocks [at, end) of a task as one event."""
-    keys, position = split_keys(task.keys), task.start_block_idx + at
+    keys, position = split_hashes(task.hashes), task.start_block_idx + at
     parent = keys[at - 1] if at else task.parent
     tokens = np.frombuffer(task.tokens, "<u4").reshape(task.count, -1)[at:end].ravel().tolist()
     kind, num_fields = {
@@ -65,7 +65,7 @@ def events(
         return [
             stored(config, block_size, task, at, min(at + max_blocks, task.count)) for at in starts
         ]
-    hashes = [hash_of(config, key) for key in reversed(split_keys(task.keys))]
+    hashes = [hash_of(config, key) for key in reversed(split_hashes(task.hashes))]
     kind = RemovedArray if array else BlockRemoved
     medium = MEDIA[config.media][task.tier]
     return [kind(hashes[at : at + max_blocks], medium) for at in starts]

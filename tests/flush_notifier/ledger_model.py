@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.tasks import DeliveryBatch
-from kvactors.types import ALL_TIERS, Reason, Residency, Tier, join_keys, split_keys
+from kvactors.types import ALL_TIERS, Reason, Residency, Tier, join_hashes, split_hashes
 from tests.flush_notifier.helpers import (
     AT_FINISH,
     BLOCK,
@@ -135,7 +135,7 @@ class Model:
     def gain(self, branch: tuple[int, ...], tier: Tier) -> None:
         keys = names(*branch)
         self._begin(
-            self.book.gain(join_keys(keys), tier, Reason.OFFLOAD),
+            self.book.gain(join_hashes(keys), tier, Reason.OFFLOAD),
             keys,
             lambda: self._hold(keys, tier),
         )
@@ -146,7 +146,7 @@ class Model:
         def end() -> None:
             self.truth.update({key: self.truth.get(key, 0) & ~tier for key in keys})
 
-        self._begin(self.book.lose(join_keys(keys[::-1]), tier, Reason.CPU_EVICTION), keys, end)
+        self._begin(self.book.lose(join_hashes(keys[::-1]), tier, Reason.CPU_EVICTION), keys, end)
 
     def clear(self, tier: Tier) -> None:
         def end() -> None:
@@ -222,7 +222,7 @@ class Model:
             )
             for batch in filter(None, self.flying):
                 assert vanished.isdisjoint(
-                    key for task in batch.tasks for key in split_keys(task.keys)
+                    key for task in batch.tasks for key in split_hashes(task.hashes)
                 ), "forgotten in delivery"
         self.forgotten += len(vanished)
         self.finished -= vanished
@@ -280,7 +280,7 @@ class Model:
         mirror, by_name = self.mirrors[sink], sink in self.settings.by_name
         for task in batch.tasks:
             keys, bit, resident = (
-                split_keys(task.keys),
+                split_hashes(task.hashes),
                 int(task.tier),
                 task.residency is Residency.RESIDENT,
             )
@@ -362,9 +362,9 @@ class Model:
             in_flight = {
                 key
                 for task in (batch.tasks if batch is not None else ())
-                for key in split_keys(task.keys)
+                for key in split_hashes(task.hashes)
             }
-            pending = {block.key for block in self.book.sinks[sink].dirty} | in_flight
+            pending = {block.hash for block in self.book.sinks[sink].dirty} | in_flight
             for key in (self.known | mirror.keys()) - pending:
                 expected = self.expected(sink, key)
                 assert mirror.get(key, 0) == expected, "a mirror differs, and nothing is pending"

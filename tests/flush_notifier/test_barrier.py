@@ -70,7 +70,7 @@ async def test_under_load_the_barrier_covers_the_state_at_the_call():
                     await lease.commit(8)
                     await cache.wait_flushed(5.0, at_rest=False)
                     held = one.view()[Tier.DEVICE]
-                    assert {lease.keys(0, 2)[:32], lease.keys(0, 2)[32:]} <= held, (
+                    assert {lease.hashes(0, 2)[:32], lease.hashes(0, 2)[32:]} <= held, (
                         "pinned, so still true"
                     )
         finally:

@@ -39,7 +39,7 @@ def other(*branch: int, root: bytes = ANOTHER, extras=()) -> PathCached:
     return PathCached(
         root,
         tokens,
-        made.keys(0, len(branch)),
+        made.hashes(0, len(branch)),
         0,
         len(branch),
         Tier.DEVICE,
@@ -70,7 +70,7 @@ def test_a_token_path_of_two_scopes_is_gone_when_the_opened_ones_block_is():
     do(one.announce(other(1, 2)))
     tasks = settle(one)
     assert resident(tasks) == {path(1)[0], path(1, 2)[0]}
-    do(one.lose(other(1, 2).keys, Tier.DEVICE, Reason.DEVICE_DROP))
+    do(one.lose(other(1, 2).hashes, Tier.DEVICE, Reason.DEVICE_DROP))
     tasks += settle(one)
     assert resident(tasks) == {path(1)[0], path(1, 2)[0]}, (
         "the other scope's blocks went, not these"
@@ -89,7 +89,7 @@ def test_only_leading_blocks_without_extra_keys_of_the_opened_scope_are_announce
     one = book()
     do(one.announce(message))
     assert len(resident(settle(one))) == blocks
-    assert sum(task.count for task in settle(one, 1)) == len(message.keys) // 32, (
+    assert sum(task.count for task in settle(one, 1)) == len(message.hashes) // 32, (
         "a sink that knows block hashes gets all"
     )
     one.check()
@@ -135,7 +135,7 @@ def plain_paths(cache) -> set[tuple[int, ...]]:
         tokens = np.frombuffer(path_tokens(entries[key]), "<u4")
         plain = Path(BLOCKS, root)
         plain.extend(tokens)
-        if plain.keys(0, plain.num_full_blocks)[-32:] == key and entries[key].finished:
+        if plain.hashes(0, plain.num_full_blocks)[-32:] == key and entries[key].finished:
             found.add(tuple(tokens.tolist()))
     return found
 

@@ -113,11 +113,11 @@ def test_health_is_about_the_last_call(clock):
 def test_of_a_failed_call_the_acknowledged_tasks_are_not_sent_again(clock):
     one = delivery(1, 2, 3)
     begin(one)
-    first, second, third = (task.keys for task in one.batch.tasks)
+    first, second, third = (task.hashes for task in one.batch.tasks)
     fail(one, acknowledged=1)
     assert {key for key, _ in one.view.acknowledged() if key == first} == {first}
     begin(one)
-    assert {task.keys for task in one.batch.tasks} == {second, third}
+    assert {task.hashes for task in one.batch.tasks} == {second, third}
 
 
 @pytest.mark.parametrize("count", [-1, 4, True, "1", None])
@@ -159,7 +159,7 @@ def test_a_resync_sends_everything_due_again(clock):
     assert finish(one.resync()) == []
     assert (one.begun, one.view.pending, one.resyncs) == (False, 2, 1)
     assert {key for key, _ in one.view.acknowledged()} == set()
-    assert {one.key for one in one.view.held_blocks(every=True)} == {names(1)[0], names(2)[0]}
+    assert {one.hash for one in one.view.held_blocks(every=True)} == {names(1)[0], names(2)[0]}
 
 
 def test_a_slow_repetition_takes_half_of_its_interval_within_bounds():

@@ -171,7 +171,7 @@ def test_events_have_the_blocks_that_they_count(config, one):
 def test_a_block_of_a_snapshot_is_the_event_of_its_task(config, task):
     if task.residency is Residency.GONE:
         return
-    encoder, key = KvEventEncoder(config, 4), task.keys[:32]
+    encoder, key = KvEventEncoder(config, 4), task.hashes[:32]
     extra = dict(task.extra_keys).get(task.start_block_idx, b"")
     held = HeldBlock(key, task.parent, task.start_block_idx, task.tokens[:16], 1, task.scope, extra)
     one = FlushTask(

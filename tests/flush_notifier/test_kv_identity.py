@@ -224,7 +224,7 @@ async def finish_all(cache: Any) -> list[tuple[dict[str, Any], bytes]]:
                 f"{identity} shares no media and no scope with the prompts before"
             )
             await lease.finish(computed_tokens=len(TOKENS))
-            made.append((identity, lease._path.keys(0, 4)))
+            made.append((identity, lease._path.hashes(0, 4)))
     await cache.wait_flushed()
     return made
 
@@ -302,7 +302,7 @@ async def stored(cache: Any, sink: Any) -> dict[int, dict[str, Any]]:
 
 
 def numbers(lease: Any, count: int) -> list[int]:
-    keys = lease._path.keys(0, count)
+    keys = lease._path.hashes(0, count)
     return [int.from_bytes(keys[i + 24 : i + 32], "big") for i in range(0, len(keys), 32)]
 
 

@@ -7,7 +7,7 @@ import asyncio
 
 from kvactors.flush_notifier.ledger import STEP
 from kvactors.flush_notifier.messages import BlocksRemoved, TierCleared
-from kvactors.types import Reason, Residency, Tier, join_keys
+from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import Wired, announced, finished, memory, names, path
 
 MANY = 4 * STEP + 7
@@ -40,7 +40,7 @@ async def test_a_later_fact_waits_for_all_steps_of_an_earlier_one():
     async with wired.running():
         await wired.tell(
             announced(*range(MANY)),
-            BlocksRemoved(join_keys(names(*range(MANY))[-3:]), Tier.DEVICE, Reason.DEVICE_DROP),
+            BlocksRemoved(join_hashes(names(*range(MANY))[-3:]), Tier.DEVICE, Reason.DEVICE_DROP),
             TierCleared(Tier.HOST, Reason.CLEAR),
             announced(*range(MANY), start=MANY - 3, count=1),
         )

@@ -6,7 +6,7 @@ import pytest
 
 from kvactors.flush_notifier.messages import PathCached
 from kvactors.flush_notifier.runs import PATHS
-from kvactors.types import Reason, Residency, Tier, join_keys
+from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import (
     AT_FINISH,
     NODE,
@@ -46,7 +46,7 @@ def test_request_finish_gives_the_whole_path_from_block_0():
         3,
         Reason.REQUEST_FINISH,
     )
-    assert (task.tokens, task.keys, task.parent, task.epoch) == (*path(1, 2, 3), ROOT, 1)
+    assert (task.tokens, task.hashes, task.parent, task.epoch) == (*path(1, 2, 3), ROOT, 1)
 
 
 def test_a_finish_covers_only_its_own_path():
@@ -74,7 +74,7 @@ def test_eviction_gives_one_task_a_run_with_the_complete_path_and_depth_minus_on
     do(book.announce(announced(1, 2, 3, 4)))
     settle(book)
     do(
-        book.lose(join_keys(reversed(names(1, 2, 3, 4)[2:])), Tier.DEVICE, Reason.CPU_EVICTION)
+        book.lose(join_hashes(reversed(names(1, 2, 3, 4)[2:])), Tier.DEVICE, Reason.CPU_EVICTION)
     )  # leaves first
     (task,) = settle(book)
     assert (task.residency, task.start_block_idx, task.count, task.reason) == (
@@ -84,7 +84,7 @@ def test_eviction_gives_one_task_a_run_with_the_complete_path_and_depth_minus_on
         Reason.CPU_EVICTION,
     )
     assert task.tokens == path(1, 2, 3, 4)[0]
-    assert (task.keys, task.parent) == (join_keys(names(1, 2, 3, 4)[2:]), names(1, 2)[-1])
+    assert (task.hashes, task.parent) == (join_hashes(names(1, 2, 3, 4)[2:]), names(1, 2)[-1])
 
 
 def test_the_path_of_a_block_that_several_requests_made_is_complete():
@@ -104,7 +104,7 @@ def test_blocks_shared_with_another_request_are_not_reported_gone():
     settle(book)
     do(book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
     (task,) = settle(book)
-    assert task.keys == names(1, 2, 3)[2]
+    assert task.hashes == names(1, 2, 3)[2]
     assert {key for key, _ in book.sinks[0].acknowledged()} == set(names(1, 2, 4))
 
 
@@ -124,7 +124,7 @@ def test_runs_split_where_the_reason_changes_and_each_tier_keeps_its_own():
     book = ledger()
     do(book.announce(announced(1, 2, 3)))
     settle(book)
-    do(book.gain(join_keys(names(1, 2, 3)[1:]), Tier.HOST, Reason.OFFLOAD))
+    do(book.gain(join_hashes(names(1, 2, 3)[1:]), Tier.HOST, Reason.OFFLOAD))
     do(book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_EVICTION))
     do(book.lose(names(1, 2, 3)[1], Tier.DEVICE, Reason.CORRUPT))
     tasks = settle(book)
@@ -145,9 +145,9 @@ def test_an_evicted_run_costs_bytes_in_proportion_to_its_length(n):
     book = ledger()
     do(book.announce(announced(*range(n))))
     settle(book)
-    do(book.lose(join_keys(reversed(names(*range(n)))), Tier.DEVICE, Reason.CPU_EVICTION))
+    do(book.lose(join_hashes(reversed(names(*range(n)))), Tier.DEVICE, Reason.CPU_EVICTION))
     (task,) = settle(book)
-    assert len(task.tokens) + len(task.keys) == n * (4 * 2 + 32)
+    assert len(task.tokens) + len(task.hashes) == n * (4 * 2 + 32)
 
 
 # -- views
@@ -241,7 +241,7 @@ def test_a_batch_never_ends_within_a_run(order):
     do(book.announce(announced(*range(40))))
     do(book.announce(announced(99)))
     settle(book)
-    do(book.lose(join_keys(order(names(*range(40))[10:])), Tier.DEVICE, Reason.CPU_EVICTION))
+    do(book.lose(join_hashes(order(names(*range(40))[10:])), Tier.DEVICE, Reason.CPU_EVICTION))
     do(book.lose(names(99)[0], Tier.DEVICE, Reason.CPU_EVICTION))
     assert shape(take(book, 0, 4, 1).tasks) == [(GONE, Tier.DEVICE, 10, 30)]
 
@@ -278,7 +278,7 @@ def test_a_name_gained_before_its_path_is_known_counts_once_it_is():
 
 def test_an_unnamed_block_that_goes_is_forgotten():
     book = ledger()
-    do(book.gain(join_keys(names(1, 2)), Tier.HOST, Reason.LOAD))
+    do(book.gain(join_hashes(names(1, 2)), Tier.HOST, Reason.LOAD))
     do(book.lose(names(1)[0], Tier.HOST, Reason.CPU_EVICTION))
     do(book.clear(Tier.HOST, Reason.CLEAR))
     assert book.unnamed.tiers == {}
@@ -289,7 +289,7 @@ def test_a_path_may_name_blocks_of_other_tiers_before_or_after_their_reports(fir
     book = ledger()
     facts = [
         lambda: do(book.announce(announced(1, 2, 3, count=1))),
-        lambda: do(book.gain(join_keys(names(1, 2, 3)[1:]), Tier.HOST, Reason.OFFLOAD)),
+        lambda: do(book.gain(join_hashes(names(1, 2, 3)[1:]), Tier.HOST, Reason.OFFLOAD)),
     ]
     for fact in facts if first == "path" else reversed(facts):
         fact()
@@ -314,7 +314,7 @@ def test_entries_are_bounded_by_the_resident_blocks_and_the_limbo():
     for i in range(1, 50):
         do(book.announce(announced(i, i, i)))
         settle(book)
-        do(book.lose(join_keys(reversed(names(i, i, i))), Tier.DEVICE, Reason.DEVICE_DROP))
+        do(book.lose(join_hashes(reversed(names(i, i, i))), Tier.DEVICE, Reason.DEVICE_DROP))
         settle(book)
         book.check()
     assert len(book.blocks) <= 3 + 10

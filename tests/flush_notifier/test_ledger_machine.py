@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvactors.types import Reason, Tier, join_keys
+from kvactors.types import Reason, Tier, join_hashes
 from tests.flush_notifier.helpers import (
     PER_TIER,
     announced,
@@ -137,7 +137,7 @@ def test_a_parent_in_the_same_batch_is_not_forgotten_before_it_is_remembered():
     tell(book)
     do(book.lose(names(0, 1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
     tell(book)
-    do(book.lose(join_keys([names(2)[0], names(0)[0]]), Tier.DEVICE, Reason.DEVICE_DROP))
+    do(book.lose(join_hashes([names(2)[0], names(0)[0]]), Tier.DEVICE, Reason.DEVICE_DROP))
     tell(book)
     do(book.announce(announced(2, 2)))
     tell(book)

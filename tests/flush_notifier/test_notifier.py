@@ -15,7 +15,7 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
     WaitFlushed,
 )
-from kvactors.types import Reason, Residency, Tier, join_keys
+from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import (
     BLOCK,
     ROOT,
@@ -78,7 +78,7 @@ async def test_only_the_difference_is_sent_after_an_outage():
             )
         sink.fault_mode = ""
         await wired.settle()
-        assert [task.keys for task in list(sink.inner.tasks)[told:]] == [path(9)[1]]
+        assert [task.hashes for task in list(sink.inner.tasks)[told:]] == [path(9)[1]]
         (statistics,) = wired.actor.sinks.statistics()
         assert statistics.coalesced == 20
 
@@ -192,7 +192,7 @@ async def test_statistics_count_tasks_and_blocks():
         await wired.tell(announced(1, 2, 3))
         await wired.settle()
         await wired.tell(
-            BlocksRemoved(join_keys(names(1, 2, 3)[1:]), Tier.DEVICE, Reason.DEVICE_DROP)
+            BlocksRemoved(join_hashes(names(1, 2, 3)[1:]), Tier.DEVICE, Reason.DEVICE_DROP)
         )
         await wired.settle()
         (statistics,) = wired.actor.sinks.statistics()
@@ -272,7 +272,7 @@ async def test_a_turn_of_thousands_of_blocks_is_one_task():
         await wired.settle()
         await wired.tell(
             BlocksRemoved(
-                join_keys(reversed(names(*range(2000)))), Tier.DEVICE, Reason.CPU_EVICTION
+                join_hashes(reversed(names(*range(2000)))), Tier.DEVICE, Reason.CPU_EVICTION
             )
         )
         await wired.settle()

@@ -15,7 +15,7 @@ def record(*branches: tuple[int, ...]) -> PublishedBlocks:
 
 def test_each_block_is_retracted_once_the_deepest_path_first():
     retractions = list(record((1, 2, 3), (1, 5)).retractions())
-    assert [(one.start, one.keys, one.tokens) for one in retractions] == [
+    assert [(one.start, one.hashes, one.tokens) for one in retractions] == [
         (0, names(1, 2, 3), path(1, 2, 3)[0]),
         (1, names(1, 5)[1:], path(1, 5)[0]),
     ]
@@ -26,7 +26,7 @@ def test_a_removed_block_stays_for_the_blocks_below_it():
     blocks.remove(names(1))
     assert len(blocks) == 2
     (one,) = blocks.retractions()
-    assert (one.start, one.keys, one.tokens) == (1, names(1, 2)[1:], path(1, 2)[0])
+    assert (one.start, one.hashes, one.tokens) == (1, names(1, 2)[1:], path(1, 2)[0])
     blocks.remove(names(1, 2)[1:])
     assert len(blocks) == 0
 

@@ -35,7 +35,7 @@ def old_style() -> Sink:
         async def deliver(self, tasks):
             for done, task in enumerate(tasks, 1):
                 assert task.residency is Residency.RESIDENT
-                self.keys += [task.keys]
+                self.keys += [task.hashes]
                 self.taken = done
                 if len(self.keys) == self.fail_after:
                     raise OSError("down")

@@ -23,7 +23,7 @@ from kvactors.observe.statistics import residency
 from kvactors.sink_config import SinkConfig
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.faults import FaultySink
-from kvactors.types import Reason, Residency, Tier, split_keys
+from kvactors.types import Reason, Residency, Tier, split_hashes
 from tests.flush_notifier.helpers import (
     BLOCK,
     NODE,
@@ -80,7 +80,7 @@ class Book(Sink):
                 if task.residency is Residency.RESIDENT
                 else self.held[task.tier].difference_update
             )
-            change(split_keys(task.keys))
+            change(split_hashes(task.hashes))
         if self.slow is not None:
             await self.slow.wait()
 
@@ -288,7 +288,7 @@ def test_an_index_ends_equal_after_any_history(seed):
         for task in tasks:
             held = mirrors[i][task.tier]
             (held.update if task.residency is Residency.RESIDENT else held.difference_update)(
-                split_keys(task.keys)
+                split_hashes(task.hashes)
             )
 
     for _ in range(400):

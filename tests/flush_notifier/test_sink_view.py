@@ -53,7 +53,7 @@ def test_a_block_removed_while_it_is_in_flight_is_retracted_next():
     finish(view.delivered(batch))
     (task,) = take(view).tasks
     assert task.residency is Residency.GONE
-    assert (task.keys, view.pending) == (path(1, 2)[1], 2)
+    assert (task.hashes, view.pending) == (path(1, 2)[1], 2)
 
 
 def test_a_refused_batch_is_sent_again_and_may_have_arrived():
@@ -71,7 +71,7 @@ def test_a_batch_has_about_the_limit_of_blocks_and_the_oldest_difference_first()
     do(book.announce(announced(2)))
     do(book.announce(announced(3)))
     first = take(view, 2)
-    assert {task.keys for task in first.tasks} == {path(1)[1], path(2)[1]}
+    assert {task.hashes for task in first.tasks} == {path(1)[1], path(2)[1]}
     finish(view.delivered(first))
     assert view.delivered_until == 2
 
@@ -94,7 +94,7 @@ def test_a_repetition_sends_the_view_again_and_removes_nothing():
 def test_held_blocks_come_after_their_parents():
     _, view = bench(1, 2, 3)
     finish(view.delivered(take(view)))
-    assert [one.key for one in view.held_blocks()] == names(1, 2, 3)
+    assert [one.hash for one in view.held_blocks()] == names(1, 2, 3)
     assert [one.position for one in view.held_blocks()] == [0, 1, 2]
 
 

@@ -28,7 +28,7 @@ from kvactors.flush_notifier.sinks.jsonl import CHUNK, TAIL, JsonLinesSink, repl
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout.gqa import GQALayout
 from kvactors.sink_config import JsonLinesSinkConfig, MemorySinkConfig
-from kvactors.types import Reason, Residency, Tier, join_keys
+from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import BLOCK, ROOT, Wired, announced, memory, names, path
 
 NOTHING = {tier: set() for tier in Tier}
@@ -46,7 +46,7 @@ def task(
         path(*branch)[0],
         start,
         len(keys),
-        join_keys(keys),
+        join_hashes(keys),
         parent,
         residency,
         tier,
@@ -328,13 +328,13 @@ def test_a_config_makes_its_sink(tmp_path):
 
 WRONG = {
     "count": {"count": 2},
-    "no blocks": {"count": 0, "keys": b""},
+    "no blocks": {"count": 0, "hashes": b""},
     "own tokens only": {"tokens": path(3)[0]},
     "longer path": {"tokens": path(1, 2, 3, 4)[0]},
     "start counted from 1": {"start_block_idx": 3},
     "no parent": {"parent": b""},
     "parent at another depth": {"parent": names(1)[0]},
-    "another path": {"keys": names(1, 2)[1]},
+    "another path": {"hashes": names(1, 2)[1]},
     "other tokens": {"tokens": path(1, 2, 9)[0]},
     "old epoch": {"epoch": 0},
 }

@@ -19,7 +19,7 @@ from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import BlocksRemoved, CallLate, Delivered, PathCached
 from kvactors.flush_notifier.runs import MAX_RUN_BLOCKS
 from kvactors.flush_notifier.steps import finish
-from kvactors.types import Reason, Residency, Tier, join_keys
+from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import (
     AT_FINISH,
     NODE,
@@ -43,7 +43,7 @@ LINES = 4000
 
 KEYS = [i.to_bytes(32, "big") for i in range(1, MANY + 1)]
 CHAIN = PathCached(
-    ROOT, b"\0" * 4 * MANY, join_keys(KEYS), 0, MANY, Tier.DEVICE, Reason.REQUEST_FINISH, ROOT
+    ROOT, b"\0" * 4 * MANY, join_hashes(KEYS), 0, MANY, Tier.DEVICE, Reason.REQUEST_FINISH, ROOT
 )
 
 
@@ -114,9 +114,9 @@ def test_a_path_of_very_many_blocks(first, both):
         assert sum(task.count for task in sent(book, sink)) == MANY
     bounded(book.check_steps())
     for order in (KEYS, KEYS[::-1]):
-        bounded(book.gain(join_keys(order), Tier.HOST, Reason.OFFLOAD))
+        bounded(book.gain(join_hashes(order), Tier.HOST, Reason.OFFLOAD))
         sent(book, 0)
-        bounded(book.lose(join_keys(order), Tier.HOST, Reason.CPU_EVICTION))
+        bounded(book.lose(join_hashes(order), Tier.HOST, Reason.CPU_EVICTION))
         sent(book, 0)
     batch = bounded(book.sinks[1].take(64, 1))
     bounded(book.sinks[1].refused(batch))
@@ -135,7 +135,7 @@ def test_forgetting_a_long_path():
     book = book_of(PER_TIER)
     bounded(book.announce(CHAIN))
     sent(book)
-    bounded(book.lose(join_keys(KEYS[::-1]), Tier.DEVICE, Reason.CPU_EVICTION))
+    bounded(book.lose(join_hashes(KEYS[::-1]), Tier.DEVICE, Reason.CPU_EVICTION))
     sent(book)
     assert len(book.blocks) <= MANY
     other = PathCached(
@@ -143,7 +143,7 @@ def test_forgetting_a_long_path():
     )
     bounded(book.announce(other))
     sent(book)
-    bounded(book.lose(other.keys, Tier.DEVICE, Reason.CPU_EVICTION))
+    bounded(book.lose(other.hashes, Tier.DEVICE, Reason.CPU_EVICTION))
     sent(book)
     assert len(book.blocks) <= 2
     book.check()
@@ -151,7 +151,7 @@ def test_forgetting_a_long_path():
 
 def test_names_without_a_path():
     book = book_of(PER_TIER)
-    bounded(book.gain(join_keys(KEYS), Tier.HOST, Reason.LOAD))
+    bounded(book.gain(join_hashes(KEYS), Tier.HOST, Reason.LOAD))
     bounded(book.check_steps())
     bounded(book.clear(Tier.DEVICE, Reason.CLEAR))
     assert len(book.unnamed.tiers) == MANY
@@ -175,12 +175,12 @@ def test_a_snapshot_continues_while_entries_are_added_and_removed():
         finish(book.announce(announced(i)))
     delivered(book, 0, take(book, 0, 100, 1))
     holdings = book.sinks[0].held_blocks()
-    seen = [next(holdings).key for _ in range(10)]
+    seen = [next(holdings).hash for _ in range(10)]
     for i in (9, 10, 11, 39):
         finish(book.lose(names(i)[0], Tier.DEVICE, Reason.DEVICE_DROP))
     delivered(book, 0, take(book, 0, 100, 1))
     finish(book.announce(announced(50)))
-    seen += [held.key for held in holdings]
+    seen += [held.hash for held in holdings]
     expected = [names(i)[0] for i in range(40) if i not in (10, 11, 39)]
     assert [key for key in seen if key in expected] == expected
 
@@ -242,7 +242,14 @@ def test_a_run_longer_than_a_task_is_sent_in_parts_in_order():
     finish(
         book.announce(
             PathCached(
-                ROOT, b"\0" * 4 * count, join_keys(keys), 0, count, Tier.DEVICE, Reason.COMMIT, ROOT
+                ROOT,
+                b"\0" * 4 * count,
+                join_hashes(keys),
+                0,
+                count,
+                Tier.DEVICE,
+                Reason.COMMIT,
+                ROOT,
             )
         )
     )
@@ -253,7 +260,7 @@ def test_a_run_longer_than_a_task_is_sent_in_parts_in_order():
         (2 * MAX_RUN_BLOCKS, 5),
     ]
     for above, below in pairwise(batch.tasks):
-        assert below.parent == above.keys[-32:]
+        assert below.parent == above.hashes[-32:]
     delivered(book, 0, batch)
     finish(book.clear(Tier.DEVICE, Reason.CLEAR))
     batch = take(book, 0, 10, 1)

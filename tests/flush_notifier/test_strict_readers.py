@@ -13,7 +13,7 @@ import kvactors
 from kvactors.flush_notifier.sinks.kv_wire import BlockRemoved, BlockStored
 from kvactors.testing.kv_mirror import Mirror, Reader
 from kvactors.testing.tree_reader import TreeReader
-from kvactors.types import KEY_BYTES, Reason, Tier
+from kvactors.types import HASH_BYTES, Reason, Tier
 from tests.flush_notifier.helpers import EVERYTHING, announced, do, ledger, names, settle
 from tests.flush_notifier.test_kv_events import BLOCK, churn, config, tiers_of
 
@@ -86,8 +86,8 @@ def test_the_strict_reader_of_tasks_names_the_broken_rule():
         gains,
         start_block_idx=1,
         count=2,
-        keys=gains.keys[KEY_BYTES:],
-        parent=gains.keys[:KEY_BYTES],
+        hashes=gains.hashes[HASH_BYTES:],
+        parent=gains.hashes[:HASH_BYTES],
     )
     reader.take([replace(gains, tier=Tier.HOST), below])
     assert reader.violations[1][9:].startswith(

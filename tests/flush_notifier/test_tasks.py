@@ -22,7 +22,7 @@ def chain(count: int) -> list[LedgerBlock]:
     made: list[LedgerBlock] = []
     for i in range(count):
         parent = made[-1] if made else None
-        key, above = bytes([i]) * 32, parent.key if parent else ROOT
+        key, above = bytes([i]) * 32, parent.hash if parent else ROOT
         scope = RequestScope("adapter", "salt")
         extra_key = b"media%d" % i if i % 2 else b""
         made.append(LedgerBlock(key, parent, above, bytes([i]) * 8, scope, 1, extra_key))
@@ -42,7 +42,7 @@ def test_a_block_is_sent_alike_alone_and_with_others(resident, tier, step):
     blocks = chain(5)
     whole = task(blocks[1:], resident, tier, by_name=True, step=step)
     alone = [task([one], resident, tier, by_name=True, step=step) for one in blocks[1:]]
-    assert b"".join(one.keys for one in alone) == whole.keys
+    assert b"".join(one.hashes for one in alone) == whole.hashes
     assert b"".join(one.tokens for one in alone) == whole.tokens
     assert sum((one.extra_keys for one in alone), ()) == whole.extra_keys
     assert len(whole.extra_keys) == (2 if resident else 0)
@@ -52,8 +52,8 @@ def test_a_block_is_sent_alike_alone_and_with_others(resident, tier, step):
         assert (one.residency, one.tier, type(one.tier)) == (residency, tier, Tier)
         assert (one.reason, one.epoch, one.scope) == (Reason.LOAD, 7, blocks[0].scope)
     assert [(one.start_block_idx, one.count) for one in alone] == [(i, 1) for i in range(1, 5)]
-    assert (whole.start_block_idx, whole.count, whole.parent) == (1, 4, blocks[0].key)
-    assert all(below.parent == above.keys for above, below in pairwise(alone))
+    assert (whole.start_block_idx, whole.count, whole.parent) == (1, 4, blocks[0].hash)
+    assert all(below.parent == above.hashes for above, below in pairwise(alone))
 
 
 @pytest.mark.parametrize("resident", [True, False])

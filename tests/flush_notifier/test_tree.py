@@ -13,7 +13,7 @@ def chain(tree: LedgerTree, *keys: bytes) -> list[LedgerBlock]:
     blocks: list[LedgerBlock] = []
     for key in keys:
         above = blocks[-1] if blocks else None
-        blocks.append(LedgerBlock(key, above, above.key if above else b"", b"", PLAIN, 1))
+        blocks.append(LedgerBlock(key, above, above.hash if above else b"", b"", PLAIN, 1))
         tree.add(blocks[-1])
     return blocks
 

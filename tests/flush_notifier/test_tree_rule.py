@@ -8,7 +8,7 @@ import pytest
 from kvactors.flush_notifier.checks import divergence_steps
 from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.steps import finish
-from kvactors.types import Reason, Residency, Tier, join_keys, split_keys
+from kvactors.types import Reason, Residency, Tier, join_hashes, split_hashes
 from tests.flush_notifier.helpers import (
     AT_FINISH,
     EVERYTHING,
@@ -42,7 +42,7 @@ class Reader:
 
     def take(self, tasks) -> None:
         for task in tasks:
-            keys = split_keys(task.keys)
+            keys = split_hashes(task.hashes)
             for key in keys if task.residency is RESIDENT else reversed(keys):
                 before = self.held.get(key, 0)
                 self.held[key] = (
@@ -98,7 +98,7 @@ def test_a_block_on_the_device_waits_for_the_block_above_it_on_the_device(limit)
 @pytest.mark.parametrize("limit", [1, 2, 100])
 def test_blocks_below_a_block_that_is_nowhere_are_not_announced(limit):
     book, reader = ledger(EVERYTHING), Reader((1, 2, 3), (1, 2, 4))
-    do(book.gain(join_keys(names(1, 2, 3)), STORAGE, Reason.STORED))
+    do(book.gain(join_hashes(names(1, 2, 3)), STORAGE, Reason.STORED))
     do(book.announce(announced(1, 2, 4)))
     do(book.announce(announced(1, 2, 3, start=2, count=0)))
     deliver(book, reader, limit)
@@ -122,7 +122,7 @@ def test_lower_tiers_may_have_gaps():
     do(book.announce(announced(1, 2, 3)))
     do(book.gain(names(1, 2, 3)[2], HOST, Reason.OFFLOAD))
     do(book.gain(names(1, 2, 3)[1], STORAGE, Reason.STORED))
-    do(book.lose(join_keys(names(1, 2, 3)[1:]), DEVICE, Reason.DEVICE_EVICTION))
+    do(book.lose(join_hashes(names(1, 2, 3)[1:]), DEVICE, Reason.DEVICE_EVICTION))
     deliver(book, reader)
     assert reader.of(1, 2, 3) == [DEVICE, STORAGE, HOST]
 
@@ -182,8 +182,8 @@ def test_blocks_that_come_back_while_their_removal_waits_are_not_cut_off(limit):
 def test_a_block_that_moves_between_tiers_is_never_nowhere(limit):
     book, reader = ledger(EVERYTHING), Reader((1, 2, 3))
     do(book.announce(announced(1, 2, 3)))
-    do(book.gain(join_keys(names(1, 2, 3)[1:]), HOST, Reason.OFFLOAD))
-    do(book.lose(join_keys(names(1, 2, 3)[1:]), DEVICE, Reason.DEVICE_EVICTION))
+    do(book.gain(join_hashes(names(1, 2, 3)[1:]), HOST, Reason.OFFLOAD))
+    do(book.lose(join_hashes(names(1, 2, 3)[1:]), DEVICE, Reason.DEVICE_EVICTION))
     deliver(book, reader, limit)
     do(book.gain(names(1)[0], STORAGE, Reason.STORED))
     do(book.lose(names(1)[0], DEVICE, Reason.DEVICE_DROP))
@@ -224,8 +224,8 @@ def test_runs_of_several_tiers_go_from_the_deepest_block_on():
     book, reader = ledger(EVERYTHING), Reader((1, 2, 3, 4, 5, 6), (1, 2, 7, 8))
     do(book.announce(announced(1, 2, 3, 4, 5, 6, tier=HOST)))
     do(book.announce(announced(1, 2, 7, 8, tier=STORAGE)))
-    do(book.lose(join_keys(names(1, 2)), STORAGE, Reason.STORAGE_EVICTION))
-    do(book.gain(join_keys(names(1, 2, 3, 4)[2:]), STORAGE, Reason.STORED))
+    do(book.lose(join_hashes(names(1, 2)), STORAGE, Reason.STORAGE_EVICTION))
+    do(book.gain(join_hashes(names(1, 2, 3, 4)[2:]), STORAGE, Reason.STORED))
     deliver(book, reader)
     for tier in (HOST, STORAGE):
         do(book.clear(tier, Reason.RESTART))

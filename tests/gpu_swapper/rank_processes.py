@@ -89,7 +89,7 @@ class Engine:
                 await lease.wait_ready()
                 cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
                 table = lease.block_table
-                keys = lease.keys(0, full)
+                keys = lease.hashes(0, full)
                 bad = await asyncio.gather(
                     *(rank.check(table[:cached], keys[: cached * 32]) for rank in self.ranks)
                 )

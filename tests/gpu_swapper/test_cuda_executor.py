@@ -528,7 +528,7 @@ async def test_a_cache_on_gpu_memory_brings_the_right_bytes_back(fake, monkeypat
         for seed in (1, 2, 3, 1, 2, 3):
             async with await cache.acquire("r", [seed] * 49) as lease:
                 await lease.wait_ready()
-                cached, keys = lease.cached_tokens // 16, lease.keys(0, 3)
+                cached, keys = lease.cached_tokens // 16, lease.hashes(0, 3)
                 assert device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
                 device.fill(lease.block_table[cached:3], keys[32 * cached :])
                 await lease.commit(48)

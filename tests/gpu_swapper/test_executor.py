@@ -131,7 +131,7 @@ async def test_layers_are_ready_one_by_one(layerwise, monkeypatch):
         for tokens in (prompt, [9] * 8 * 16):  # the second drives the first out to the host
             async with await cache.acquire("a", tokens) as lease:
                 full = len(tokens) // 16
-                cache.device.fill(lease.block_table[:full], lease.keys(0, full))
+                cache.device.fill(lease.block_table[:full], lease.hashes(0, full))
                 await lease.commit(len(tokens))
         lease = await cache.acquire("b", prompt)
         assert lease.pending

@@ -50,7 +50,7 @@ async def serve(cache, ranks, prompt=PROMPT, *, deadline: float | None = None) -
     async with await cache.acquire("r", prompt, deadline=deadline) as lease:
         await lease.wait_ready(deadline=HANG)
         cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
-        keys, table = lease.keys(0, full), lease.block_table
+        keys, table = lease.hashes(0, full), lease.block_table
         for rank in ranks:
             assert await rank.check(tuple(table[:cached]), keys[: 32 * cached]) == [], (
                 f"wrong bytes on rank {rank.rank}"

@@ -261,7 +261,7 @@ async def test_a_cache_of_every_layout_brings_the_right_bytes_back(table):
         for seed in (1, 2, 1, 2):
             async with await cache.acquire("r", [seed] * 12 + [0]) as lease:
                 await lease.wait_ready()
-                keys = lease.keys(0, 3)
+                keys = lease.hashes(0, 3)
                 cached = lease.cached_tokens // 4
                 assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
                 cache.device.fill(lease.block_table[cached:3], keys[32 * cached :])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.native import KEY_BYTES, BlockTree, Path, chain_keys
+from kvactors.native import HASH_BYTES, BlockTree, Path, chain_hashes
 
 ROOT = bytes(range(32))
 LARGEST = 2**32 - 1
@@ -152,11 +152,11 @@ def test_a_refusal_appends_nothing(tokens, error):
     path.extend([1, 2, 3])
     with pytest.raises(error):
         path.extend(tokens)
-    assert (path.num_tokens, path.keys(0, 1)) == (3, names([1, 2], 2))
+    assert (path.num_tokens, path.hashes(0, 1)) == (3, names([1, 2], 2))
     path.extend([4])
     assert path.tokens(0, 2) == np.array([1, 2, 3, 4], "<u4").tobytes()
     with pytest.raises(error):
-        chain_keys(ROOT, tokens, 2)
+        chain_hashes(ROOT, tokens, 2)
 
 
 class Meddler:
@@ -204,15 +204,15 @@ def test_names_are_those_hashlib_gives(values, block_size, extras):
     path.extend(values)
     full = len(values) // block_size
     expected = names(values, block_size, extras.items())
-    assert path.keys(0, full // 2) == expected[: KEY_BYTES * (full // 2)]
-    assert path.keys(0, full) == expected
-    assert chain_keys(ROOT, values, block_size) == names(values, block_size)
+    assert path.hashes(0, full // 2) == expected[: HASH_BYTES * (full // 2)]
+    assert path.hashes(0, full) == expected
+    assert chain_hashes(ROOT, values, block_size) == names(values, block_size)
 
 
 @pytest.mark.parametrize("block_size", [*range(1, 70), 128, 1000])
 def test_names_for_every_padding(block_size):
     values = np.random.default_rng(block_size).integers(0, LARGEST + 1, 3 * block_size + 1)
-    assert chain_keys(ROOT, values, block_size) == names(values.tolist(), block_size)
+    assert chain_hashes(ROOT, values, block_size) == names(values.tolist(), block_size)
 
 
 @pytest.mark.parametrize(
@@ -223,17 +223,17 @@ def test_names_for_every_padding(block_size):
         lambda: Path(16, b"short"),
         lambda: BlockTree(0),
         lambda: BlockTree(16, -1),
-        lambda: chain_keys(b"short", [1], 1),
-        lambda: chain_keys(ROOT, [1], 0),
+        lambda: chain_hashes(b"short", [1], 1),
+        lambda: chain_hashes(ROOT, [1], 0),
         lambda: Path(1, ROOT).tokens(0, 1),
-        lambda: Path(1, ROOT).keys(-1, 0),
-        lambda: Path(1, ROOT).keys(1, 0),
+        lambda: Path(1, ROOT).hashes(-1, 0),
+        lambda: Path(1, ROOT).hashes(1, 0),
         lambda: Path(1, ROOT).blocks(0, 1),
         lambda: Path(1, ROOT).is_shared(0),
         lambda: Path(1, ROOT).assign(1, [3]),
         lambda: Path(1, ROOT).assign(0, [-1]),
         lambda: BlockTree(2).pin(Path(1, ROOT)),
-        lambda: BlockTree(2).host_gained(b"short"),
+        lambda: BlockTree(2).host_blocks_added(b"short"),
     ],
 )
 def test_bad_sizes_are_refused(call):
@@ -244,8 +244,8 @@ def test_bad_sizes_are_refused(call):
 def test_an_extra_key_comes_before_the_name():
     path = Path(2, ROOT)
     path.extend([1, 2, 3, 4])
-    path.keys(0, 1)
+    path.hashes(0, 1)
     with pytest.raises(ValueError, match="already has a name"):
         path.set_extra(0, b"image")
     path.set_extra(1, b"image")
-    assert path.keys(0, 2) == names([1, 2, 3, 4], 2, [(1, b"image")])
+    assert path.hashes(0, 2) == names([1, 2, 3, 4], 2, [(1, b"image")])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvactors.native import BlockTree, Path
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 
 SIZE = 2
 
@@ -37,8 +37,8 @@ def test_contents_give_the_keys_of_evicted_nodes():
     extra_keys, size = dict(extras), 4 * SIZE
     assert len(nodes) == 7
     assert sorted(extra_keys.values()) == [b"media"]
-    root_of = dict(zip(split_keys(keys), split_keys(found_roots), strict=True))
-    for i, (key, parent) in enumerate(zip(split_keys(keys), split_keys(parents), strict=True)):
+    root_of = dict(zip(split_hashes(keys), split_hashes(found_roots), strict=True))
+    for i, (key, parent) in enumerate(zip(split_hashes(keys), split_hashes(parents), strict=True)):
         extra = extra_keys.get(i, b"")
         own = tokens[i * size : (i + 1) * size]
         assert (

@@ -7,7 +7,7 @@ import hashlib
 from random import Random
 
 from kvactors.native import HOST, BlockTree, Path, TreeWalk
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 
 ROOTS = (bytes(32), b"\1" * 32)
 
@@ -48,7 +48,7 @@ class Grown:
 
     def all(self) -> dict[bytes, int]:
         keys, states, _ = self.tree.listing(0, 10**6)
-        return dict(zip(split_keys(keys), states, strict=True))
+        return dict(zip(split_hashes(keys), states, strict=True))
 
 
 class Seen:
@@ -71,7 +71,7 @@ class Seen:
             assert start or parent == root
             extras, above = dict(extra_keys), parent
             assert list(extras) == sorted(extras)
-            for offset, key in enumerate(split_keys(keys)):
+            for offset, key in enumerate(split_hashes(keys)):
                 extra = extras.pop(start + offset, b"")
                 named = (
                     above
@@ -114,7 +114,7 @@ def test_hints_of_before_a_clear_count_no_more_and_go_in_steps_beside_other_chan
     for seed in range(40):
         grown = Grown(seed)
         keys = list(grown.all())
-        grown.tree.host_gained(b"".join(keys))
+        grown.tree.host_blocks_added(b"".join(keys))
         for path in grown.held:
             grown.tree.release(path)
         grown.held.clear()
@@ -128,7 +128,7 @@ def test_hints_of_before_a_clear_count_no_more_and_go_in_steps_beside_other_chan
         while not grown.tree.sweep_host(2):
             grown.tree.check()
             key = grown.random.choice(keys)
-            if grown.tree.host_gained(key):
+            if grown.tree.host_blocks_added(key):
                 again.add(key)
             if grown.random.randrange(3) == 0:
                 grown.change()
@@ -142,13 +142,15 @@ def test_hints_of_before_a_clear_count_no_more_and_go_in_steps_beside_other_chan
 
 def below(grown: Grown, key: bytes) -> bool:
     """Whether a lease refers to the block, or it has blocks below it."""
-    held = {name for path in grown.held for name in split_keys(path.keys(0, path.num_full_blocks))}
+    held = {
+        name for path in grown.held for name in split_hashes(path.hashes(0, path.num_full_blocks))
+    }
     if key in held:
         return True
     walk, over = TreeWalk(grown.tree), False
     while not over:
         over, stretches = walk.step(100)
         for _root, parent, _start, _tokens, keys, _states, _extra in stretches:
-            if key in (parent, *split_keys(keys)[:-1]):
+            if key in (parent, *split_hashes(keys)[:-1]):
                 return True
     return False

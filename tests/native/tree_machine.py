@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from kvactors.native import HOST, LOADING, OFFLOADING
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 from tests.native.trees import (
     MAX_BLOCKS,
     MAX_PATHS,
@@ -195,14 +195,14 @@ class TreeMachine(PathRules):
     def hint(self, index: int, start: int, gained: bool, old: int) -> None:
         native, _ = self.probe(index)
         start = start // 2
-        keys = native.keys(min(start, native.num_full_blocks), native.num_full_blocks)
+        keys = native.hashes(min(start, native.num_full_blocks), native.num_full_blocks)
         trees = self.all_trees[old % len(self.all_trees)]
-        known = self.same("host_gained" if gained else "host_gone", trees, keys)
+        known = self.same("host_blocks_added" if gained else "host_blocks_removed", trees, keys)
         REACHED[f"hint of {'gain' if gained else 'loss'}"] += known > 0
         assert (
             both(
-                lambda: trees.native.host_gone(b"short"),
-                lambda: trees.model.host_gone(b"short"),
+                lambda: trees.native.host_blocks_removed(b"short"),
+                lambda: trees.model.host_blocks_removed(b"short"),
             )
             is None
         )
@@ -308,7 +308,7 @@ class TreeMachine(PathRules):
             assert native.blocks() == model.blocks()
             assert [native.is_shared(i) for i in range(native.num_blocks)] == model.shared
             held = native.num_held
-            assert native.keys(0, held) == model.keys(0, held)
+            assert native.hashes(0, held) == model.hashes(0, held)
             assert native.tokens(0, held) == model.tokens(0, held)
 
         for trees in getattr(self, "all_trees", []):
@@ -318,8 +318,8 @@ class TreeMachine(PathRules):
             del native_counts["bytes"], model_counts["bytes"]
             assert native_counts == model_counts
             assert trees.native.returning == trees.model.returning
-            assert sorted(split_keys(trees.native.device_keys())) == sorted(
-                split_keys(trees.model.device_keys())
+            assert sorted(split_hashes(trees.native.device_hashes())) == sorted(
+                split_hashes(trees.model.device_hashes())
             )
             assert sorted(trees.native.paths()) == sorted(trees.model.paths())
 

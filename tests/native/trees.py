@@ -167,7 +167,9 @@ class PathRules(RuleBasedStateMachine):
     @rule(index=which, start=small, stop=small)
     def name_blocks(self, index: int, start: int, stop: int) -> None:
         lease = self.lease(index)
-        result = both(lambda: lease.native.keys(start, stop), lambda: lease.model.keys(start, stop))
+        result = both(
+            lambda: lease.native.hashes(start, stop), lambda: lease.model.hashes(start, stop)
+        )
         assert result is None or result[0] == result[1]
 
     @precondition(lambda self: self.leases)

@@ -35,7 +35,7 @@ class Recorder(Sink):
             self._take(task)
 
     def _take(self, task: FlushTask) -> None:
-        keys = [task.keys[i : i + 32] for i in range(0, len(task.keys), 32)]
+        keys = [task.hashes[i : i + 32] for i in range(0, len(task.hashes), 32)]
         held, wide = self.held[task.tier], 4 * self.block_size
         if len(keys) != task.count or len(task.tokens) != wide * (
             task.start_block_idx + task.count

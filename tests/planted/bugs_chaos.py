@@ -20,8 +20,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "pages_are_not_compared_with_the_store",
         "storage/reports.py",
-        "join_keys(key for key in page if self._inventory.holds(key))",
-        "join_keys(page)",
+        '        return Page(join_hashes(key for key in page if self._inventory.holds(key)), b"")\n',
+        '        return Page(join_hashes(page), b"")\n',
         "a block that was removed between two pages of a report is reported as stored",
         (f"{PAGES}::test_names_removed_between_two_pages_are_not_reported",),
     ),
@@ -44,8 +44,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "journal_lines_are_not_compared_with_their_tokens",
         "flush_notifier/sinks/journal.py",
-        "if start < 0 or len(tokens) != (start - first + len(keys)) * published.block_bytes:",
-        "if start < 0:",
+        "            if start < 0 or len(tokens) != (start - first + len(hashes)) * published.block_bytes:\n",
+        "            if start < 0:\n",
         "a damaged journal makes the sink take back paths whose tokens do not belong to their "
         "blocks",
         (f"{FILES}::test_a_journal_line_that_cannot_be_is_named",),

@@ -79,7 +79,7 @@ BUGS: tuple[Mutation, ...] = (
         "load_that_ends_without_its_blocks_drops_them",
         "cpu_evictor/memory.py",
         "        return self.evict(found[space:])\n",
-        "        hashes = join_keys(block.hash for block in found[space:])\n"
+        "        hashes = join_hashes(block.hash for block in found[space:])\n"
         "        return [send(self._index, HostBlocksRemoved(hashes)), *self.remove(found[space:])]\n",
         "a cancelled or failed load drops the only copy of blocks that were to be written back",
         (

@@ -110,7 +110,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "block_with_a_medium_counts_as_plain",
         "flush_notifier/ledger.py",
-        "            block.token_addressed = key == block_hash(parent_key, tokens)\n",
+        "            block.token_addressed = block_hash == hash_of_block(parent_hash, tokens)\n",
         "            block.token_addressed = True\n",
         "an index that is addressed by tokens holds blocks of images",
         (

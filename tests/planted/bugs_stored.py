@@ -74,7 +74,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "late_parent_places_nothing",
         "flush_notifier/unnamed.py",
-        "                self.placeable.append(key)\n",
+        "                self.placeable.append(block_hash)\n",
         "                pass\n",
         "stored blocks whose parent comes after the start stay unannounced",
         (f"{RESTART}::test_a_block_whose_parent_is_gone_waits_for_it",),
@@ -82,7 +82,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "lineage_not_compared_with_the_key",
         "storage/backends/slab_lineage.py",
-        "    return found if found.key() == key else None\n",
+        "    return found if found.block_hash() == key else None\n",
         "    return found\n",
         "a stored block is announced with another block's tokens",
         (f"{RESTART}::test_damaged_lineages_cost_the_announcement_of_their_paths_only",),
@@ -125,8 +125,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "stored_blocks_of_one_rank_announced",
         "flush_notifier/unnamed.py",
-        "            if key in unnamed.tiers and size == ledger.block_bytes:\n",
-        "            if key not in tree.blocks and size == ledger.block_bytes:\n",
+        "            if block_hash in unnamed.tiers and size == ledger.block_bytes:\n",
+        "            if block_hash not in tree.blocks and size == ledger.block_bytes:\n",
         "blocks on no tier get entries because a store has kept the inputs of their hashes",
         (
             "tests/storage/test_restart_announces.py::test_names_of_blocks_that_are_nowhere_are_ignored",

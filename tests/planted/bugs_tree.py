@@ -92,7 +92,7 @@ BUGS: tuple[Mutation, ...] = (
         "        above = (\n"
         "            ledger.scopes.above_first(block)\n"
         "            if block.parent is None\n"
-        "            else expected.get(block.parent.key, 0)\n"
+        "            else expected.get(block.parent.hash, 0)\n"
         "        )\n",
         "        above = int(ALL_TIERS)\n",
         "divergence counts blocks that cannot be announced",
@@ -101,10 +101,10 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "parents_before_children_in_a_removal",
         "flush_notifier/sinks/kv_encoder.py",
-        "return self._native.removed(task.keys, task.tier) if task.count",
-        "backwards = range(len(task.keys), 0, -KEY_BYTES)\n"
-        '        keys = b"".join(task.keys[end - KEY_BYTES : end] for end in backwards)\n'
-        "        return self._native.removed(keys, task.tier) if task.count",
+        "        return self._native.removed(task.hashes, task.tier) if task.count else self.cleared\n",
+        "        backwards = range(len(task.hashes), 0, -HASH_BYTES)\n"
+        '        hashes = b"".join(task.hashes[end - HASH_BYTES : end] for end in backwards)\n'
+        "        return self._native.removed(hashes, task.tier) if task.count else self.cleared\n",
         "a removal lists parents before children, and in parts of max_blocks sends them in this "
         "order",
         ("tests/flush_notifier/test_kv_events.py::test_bytes_are_as_documented",),

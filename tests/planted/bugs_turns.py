@@ -98,9 +98,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "blocks_of_forgotten_scopes_are_not_reported",
         "prefix_index/announcements.py",
-        """\
-                messages.append(BlocksAdded(keys, Tier.DEVICE, reason))
-""",
+        "                messages.append(BlocksAdded(hashes, Tier.DEVICE, reason))\n",
         "",
         "an index is not sent that a block it has came back to the device",
         (TURNS + "test_a_block_that_comes_back_is_reported_although_its_scope_was_forgotten",),

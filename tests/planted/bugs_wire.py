@@ -24,12 +24,10 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "media_lost_when_the_notifier_restarts",
         "prefix_index/announcements.py",
-        """\
-            root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, scope, extras
-""",
-        """\
-            root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, scope
-""",
+        "        return PathCached(\n"
+        "            root, tokens, hashes, start, resident, Tier.DEVICE, reason, parent, scope, extras\n"
+        "        )\n",
+        "        return PathCached(root, tokens, hashes, start, resident, Tier.DEVICE, reason, parent, scope)\n",
         "after a restart of the notifier images are missing from the events",
         ("tests/flush_notifier/test_kv_identity.py::test_every_reader_gets_the_whole_identity",),
     ),
@@ -127,22 +125,18 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "part_below_the_parent_of_the_task",
         "flush_notifier/sinks/kv_encoder.py",
-        "keys[KEY_BYTES * (at - 1) : KEY_BYTES * at] if at else task.parent",
-        "task.parent",
+        "                hashes[HASH_BYTES * (at - 1) : HASH_BYTES * at] if at else task.parent,\n",
+        "                task.parent,\n",
         "the second part of a long run is announced as a sibling of the first",
         ("tests/flush_notifier/test_kv_encoder.py::test_every_form_of_every_scope_in_parts",),
     ),
     Mutation(
         "parts_of_a_removal_in_path_order",
         "flush_notifier/sinks/kv_encoder.py",
-        """\
-            for end in range(count, 0, -max_blocks):  # children before parents
-                part = keys[KEY_BYTES * max(0, end - max_blocks) : KEY_BYTES * end]
-""",
-        """\
-            for at in range(0, count, max_blocks):
-                part = keys[KEY_BYTES * at : KEY_BYTES * (at + max_blocks)]
-""",
+        "            for end in range(count, 0, -max_blocks):  # children before parents\n"
+        "                part = hashes[HASH_BYTES * max(0, end - max_blocks) : HASH_BYTES * end]\n",
+        "            for at in range(0, count, max_blocks):\n"
+        "                part = hashes[HASH_BYTES * at : HASH_BYTES * (at + max_blocks)]\n",
         "between two batches of a removal an index holds children without their parents",
         ("tests/flush_notifier/test_kv_encoder.py::test_every_form_of_every_scope_in_parts",),
     ),

@@ -59,7 +59,7 @@ from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.testing.probe import Probe
 from kvactors.testing.stepper import Stepper
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 
 BLOCK = 2
 LONGEST = 5
@@ -151,7 +151,7 @@ class IndexMachine(RuleBasedStateMachine):
                     self.loads[message.op] = Load(
                         load.op,
                         load.root,
-                        load.keys,
+                        load.hashes,
                         load.start,
                         message.blocks,
                         load.deadline,
@@ -196,7 +196,7 @@ class IndexMachine(RuleBasedStateMachine):
         """A notifier keeps what it is sent, and finds the block above every block that is
         announced."""
         if isinstance(message, PathCached):
-            keys = split_keys(message.keys)
+            keys = split_hashes(message.hashes)
             assert len(keys) <= self.index.part
             assert len(message.tokens) == 4 * BLOCK * len(keys)
             if not message.start:
@@ -206,9 +206,9 @@ class IndexMachine(RuleBasedStateMachine):
                 return
             self.sent.update(keys[: message.count])
         elif isinstance(message, BlocksAdded):
-            self.sent.update(split_keys(message.keys))
+            self.sent.update(split_hashes(message.hashes))
         elif isinstance(message, BlocksRemoved):
-            self.sent.difference_update(split_keys(message.keys))
+            self.sent.difference_update(split_hashes(message.hashes))
         elif isinstance(message, NamespaceChanged):
             self.namespace = message.namespace
         else:
@@ -374,7 +374,7 @@ class IndexMachine(RuleBasedStateMachine):
     def hint(self, family: int, start: int, gained: bool) -> None:
         path = Path(BLOCK, self.roots.root(PLAIN))
         path.extend([family * 100 + i for i in range(LONGEST * BLOCK)])
-        keys = path.keys(start, LONGEST)
+        keys = path.hashes(start, LONGEST)
         self.turn(
             HostBlocksAdded(keys, self.actor.core.clears.sent, self.index.memory_generation)
             if gained
@@ -494,7 +494,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert not set(private) & set(self.index.pool.free_blocks()), "a block in use is free"
         assert self.actor.runner.works == sum(isinstance(work, Continue) for work in self.works)
         if core.announcements.up_to_date:
-            assert self.sent == set(split_keys(self.index.tree.device_keys())), (
+            assert self.sent == set(split_hashes(self.index.tree.device_hashes())), (
                 "the notifier was not sent what is true"
             )
             assert self.namespace in (None, self.roots.namespace), (

@@ -266,7 +266,7 @@ def test_a_hint_from_before_a_clear_or_a_loss_is_ignored():
         lease = step.actor.core.leases.get(1)
         assert lease is not None
         step.turn(Commit(1, BLOCK))
-        keys = lease.path.keys(0, 1)
+        keys = lease.path.hashes(0, 1)
         for hint, known in (
             (HostBlocksAdded(keys, clears=1), 0),
             (HostBlocksAdded(keys, memory_generation=1), 0),

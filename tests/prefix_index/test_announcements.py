@@ -62,7 +62,7 @@ def test_without_a_sink_nothing_is_sent(index):
     news = made(index, enabled=False)
     one = cached(index, 2)
     assert news.cached(one, 0, 2, Reason.COMMIT) == []
-    assert news.gone(one.keys(0, 2), Reason.DEVICE_DROP) == []
+    assert news.removed(one.hashes(0, 2), Reason.DEVICE_DROP) == []
     assert news.cleared(Reason.CLEAR) == news.scoped("b") == news.announce_all() == []
 
 
@@ -72,7 +72,7 @@ def test_a_long_path_is_announced_in_parts_each_below_its_parent(index):
     one = cached(index, 5)
     sent = news.cached(one, 0, 5, Reason.COMMIT)
     assert [(each.start, each.count) for each in sent] == [(0, 2), (2, 2), (4, 1)]
-    assert [each.parent for each in sent] == [ROOT, one.keys(1, 2), one.keys(3, 4)]
+    assert [each.parent for each in sent] == [ROOT, one.hashes(1, 2), one.hashes(3, 4)]
     assert b"".join(each.tokens for each in sent) == one.tokens(0, 5)
 
 
@@ -109,15 +109,15 @@ def test_a_walk_announces_every_block_once_below_its_parent(index):
     news.remember(ROOT, PLAIN)
     one, other = cached(index, 5), cached(index, 3, first=100)
     sent = whole_walk(news.announce_all())
-    keys = b"".join(each.keys for each in sent)
+    keys = b"".join(each.hashes for each in sent)
     assert sorted(keys[i : i + 32] for i in range(0, len(keys), 32)) == sorted(
-        [*(one.keys(i, i + 1) for i in range(5)), *(other.keys(i, i + 1) for i in range(3))]
+        [*(one.hashes(i, i + 1) for i in range(5)), *(other.hashes(i, i + 1) for i in range(3))]
     )
     known = {ROOT}
     for each in sent:
         assert isinstance(each, PathCached)
         assert each.parent in known
-        known |= {each.keys[i : i + 32] for i in range(0, len(each.keys), 32)}
+        known |= {each.hashes[i : i + 32] for i in range(0, len(each.hashes), 32)}
     assert news.up_to_date
 
 
@@ -127,7 +127,7 @@ def test_a_walk_does_not_announce_blocks_of_a_forgotten_root_as_others(index):
     one = cached(index, 2, root=OTHER)
     sent = whole_walk(news.announce_all())
     assert {type(each) for each in sent} == {BlocksAdded}
-    assert b"".join(each.keys for each in sent) == one.keys(0, 2)
+    assert b"".join(each.hashes for each in sent) == one.hashes(0, 2)
 
 
 def test_changes_during_a_walk_are_sent_after_it(index):
@@ -138,11 +138,11 @@ def test_changes_during_a_walk_are_sent_after_it(index):
     assert not news.up_to_date
     late = cached(index, 2, first=100)
     assert news.cached(late, 0, 2, Reason.COMMIT) == []
-    assert news.gone(one.keys(4, 5), Reason.DEVICE_DROP) == []
+    assert news.removed(one.hashes(4, 5), Reason.DEVICE_DROP) == []
     assert news.scoped("b") == []
     sent = whole_walk(begun)
     assert [type(each) for each in sent[-3:]] == [PathCached, BlocksRemoved, NamespaceChanged]
-    assert sent[-3].keys == late.keys(0, 2)
+    assert sent[-3].hashes == late.hashes(0, 2)
 
 
 def test_a_walk_ends_where_the_notifier_restarts_again(index):

@@ -67,8 +67,8 @@ def test_the_host_drops_its_copy_of_a_block_that_was_computed_again():
     [offload] = state.evictions.evict(1)[1]
     state.evictions.finish(offload.op, b"\1")
     actions = state.commits.commit(1, BLOCK, Request())
-    assert [one.keys for one in messages(actions) if isinstance(one, DropHostCopies)] == [
-        offload.keys
+    assert [one.hashes for one in messages(actions) if isinstance(one, DropHostCopies)] == [
+        offload.hashes
     ]
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from kvactors.cpu_evictor.messages import DropHostCopies, Offload
 from kvactors.flush_notifier.messages import PLAIN, BlocksRemoved
 from kvactors.prefix_index.core import IndexCore
-from kvactors.types import Reason, split_keys
+from kvactors.types import Reason, split_hashes
 from tests.prefix_index.objects import cache, core, messages
 
 
 def gone(actions) -> list[tuple[int, Reason]]:
     return [
-        (len(split_keys(one.keys)), one.reason) for one in actions if isinstance(one, BlocksRemoved)
+        (len(split_hashes(one.hashes)), one.reason)
+        for one in actions
+        if isinstance(one, BlocksRemoved)
     ]
 
 
@@ -36,7 +38,7 @@ def test_blocks_are_free_after_their_copies_only():
 def test_without_an_exclusive_host_tier_blocks_are_free_at_once():
     state = core(4, exclusive=False)
     made = cache(state, 4)
-    state.index.tree.host_gained(made.keys(3, 4))
+    state.index.tree.host_blocks_added(made.hashes(3, 4))
     total, actions = state.evictions.evict(2)
     assert (total, state.index.free, len(state.evictions)) == (2, 2, 0)
     assert gone(actions) == [(1, Reason.DEVICE_EVICTION), (1, Reason.DEVICE_DROP)]
@@ -58,7 +60,7 @@ def test_a_block_that_is_matched_again_stays_and_the_host_drops_its_copy():
     actions = state.evictions.finish(offload.op, b"\1\1")
     assert gone(actions) == [(1, Reason.DEVICE_EVICTION)]
     [discard] = [one for one in messages(actions) if isinstance(one, DropHostCopies)]
-    assert discard.keys == made.keys(2, 3)
+    assert discard.hashes == made.hashes(2, 3)
     assert (state.evictions.evicted, state.evictions.rescued) == (2, 1)
 
 

@@ -60,7 +60,7 @@ def test_blocks_of_the_host_are_loaded_behind_the_answer():
     [load] = messages(actions)
     assert isinstance(load, Load)
     assert load.blocks == tuple(granted.blocks[:2])
-    assert load.keys == cached.keys(0, 2)
+    assert load.hashes == cached.hashes(0, 2)
 
 
 def test_without_free_blocks_the_request_is_refused_and_nothing_changes():

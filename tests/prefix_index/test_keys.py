@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from kvactors.extra_keys import block_extras, media_extra, media_items
 from kvactors.identity import CacheScope
-from kvactors.native import Path, chain_keys
+from kvactors.native import Path, chain_hashes
 from tests.support.path_model import PathModel
 
 DOC = (FilePath(__file__).parents[2] / "docs" / "keys.md").read_text()
@@ -103,10 +103,10 @@ def test_published_chains(row: dict[str, Any]) -> None:
         path.extend(tokens)
         for block, extra in extras.items():
             path.set_extra(block, extra)
-        assert path.keys(0, full).hex() == "".join(row["keys"])
+        assert path.hashes(0, full).hex() == "".join(row["keys"])
         assert path.num_plain_blocks == min([full, *extras])
     if not extras:
-        assert chain_keys(root, tokens, size).hex() == "".join(row["keys"])
+        assert chain_hashes(root, tokens, size).hex() == "".join(row["keys"])
 
 
 ITEMS = st.lists(
@@ -243,7 +243,7 @@ def test_every_kind_of_tokens_gives_the_same_names(make: Callable[[], Any]) -> N
     path.extend(make())
     path.extend(make())
     assert path.tokens(0, 4) == struct.pack("<16I", *(IDS + IDS)[:16])
-    assert path.keys(0, 4) == chain_keys(bytes(32), IDS + IDS, 4)
+    assert path.hashes(0, 4) == chain_hashes(bytes(32), IDS + IDS, 4)
     assert path.num_tokens == 2 * len(IDS)
 
 
@@ -279,16 +279,16 @@ def bad_ids() -> list[tuple[str, Any]]:
 def test_ids_out_of_range_are_refused_and_nothing_is_appended(bad: Any) -> None:
     path = Path(1, bytes(32))
     path.extend([4, 2**32 - 1])
-    before = path.keys(0, 2)
+    before = path.hashes(0, 2)
     with pytest.raises(ValueError, match="between 0 and"):
         path.extend(bad)
     with pytest.raises(ValueError, match="between 0 and"):
-        chain_keys(bytes(32), bad, 1)
+        chain_hashes(bytes(32), bad, 1)
     with pytest.raises(ValueError, match="between 0 and"):
         PathModel(1, bytes(32)).extend(bad)
     assert path.num_tokens == 2
     path.extend([9])
-    assert path.keys(0, 2) == before
+    assert path.hashes(0, 2) == before
     assert path.tokens(0, 3) == struct.pack("<3I", 4, 2**32 - 1, 9)
 
 

@@ -15,7 +15,7 @@ from kvactors.prefix_index.index import Segment
 from kvactors.prefix_index.loads import GRACE
 from kvactors.prefix_index.messages import LoadDeadline, ReadyResult
 from kvactors.prefix_index.records import LeaseState
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 from tests.prefix_index.objects import BLOCK, Request, answers, core, messages, new_lease, path
 
 
@@ -50,7 +50,7 @@ def test_a_load_has_a_timer_and_every_hash_from_the_root_on():
         (0, tuple(lease.path.blocks(0, 1))),
         (1, tuple(lease.path.blocks(1, 3))),
     ]
-    assert load2.keys == lease.path.keys(0, 3)
+    assert load2.hashes == lease.path.hashes(0, 3)
     assert set(state.index.loading) == set(lease.path.blocks())
 
 
@@ -115,10 +115,10 @@ def test_the_host_keeps_blocks_that_the_device_did_not_take(overdue):
     else:
         state.loads.finish(second, 2, 2)
         actions = state.loads.finish(first, 1, 1)
-    discarded = [one.keys for one in messages(actions) if isinstance(one, DropHostCopies)]
-    kept = [one.keys for one in messages(actions) if isinstance(one, Keep)]
-    assert discarded == ([] if overdue else [lease.path.keys(0, 1)])
-    assert kept == [lease.path.keys(2, 4)]
+    discarded = [one.hashes for one in messages(actions) if isinstance(one, DropHostCopies)]
+    kept = [one.hashes for one in messages(actions) if isinstance(one, Keep)]
+    assert discarded == ([] if overdue else [lease.path.hashes(0, 1)])
+    assert kept == [lease.path.hashes(2, 4)]
 
 
 def test_loads_sent_ahead_are_placed_once_the_lease_has_its_blocks():
@@ -211,10 +211,10 @@ def test_results_in_any_order_agree_with_a_model(run):
             break
     assert lease.path.num_committed == expected
     discarded = {
-        key for one in sent if isinstance(one, DropHostCopies) for key in split_keys(one.keys)
+        key for one in sent if isinstance(one, DropHostCopies) for key in split_hashes(one.hashes)
     }
-    assert discarded == set(split_keys(lease.path.keys(0, expected)))
-    kept = [key for one in sent if isinstance(one, Keep) for key in split_keys(one.keys)]
+    assert discarded == set(split_hashes(lease.path.hashes(0, expected)))
+    kept = [key for one in sent if isinstance(one, Keep) for key in split_hashes(one.hashes)]
     assert len(set(kept)) == sum(good) - expected, "the device did not take what arrived below"
     assert not discarded & set(kept)
     assert not lease.loads

@@ -13,7 +13,7 @@ from kvactors.lookup import PromptHits, count_hits
 from kvactors.native import Path
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.settings import IndexSettings
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 from tests.prefix_index.objects import BLOCK, path
 
 LENGTH = 6
@@ -55,7 +55,7 @@ class Store:
     """A store that holds the blocks at some positions of a path."""
 
     def __init__(self, prompt: Path, stored: set[int]) -> None:
-        keys = split_keys(prompt.keys(0, prompt.num_full_blocks))
+        keys = split_hashes(prompt.hashes(0, prompt.num_full_blocks))
         self.held = {key for position, key in enumerate(keys) if position in stored}
         self.inventory = self
 

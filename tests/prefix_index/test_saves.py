@@ -6,7 +6,7 @@ from kvactors.cpu_evictor.messages import Save
 from kvactors.flush_notifier.messages import PLAIN
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.saves import SavedPath
-from kvactors.types import KEY_BYTES
+from kvactors.types import HASH_BYTES
 from tests.prefix_index.objects import core, path
 
 
@@ -37,8 +37,8 @@ def test_a_part_names_the_block_above_it_and_is_held_until_all_are_answered():
     assert list(state.saves.ranges(3)) == [(0, 2), (2, 3)]
     first, second = save(state, whole, 0, 2), save(state, whole, 2, 3)
     assert first.root == whole.path.root
-    assert second.root == whole.path.keys(1, 2)
-    assert second.keys == whole.path.keys(2, 3)
+    assert second.root == whole.path.hashes(1, 2)
+    assert second.hashes == whole.path.hashes(2, 3)
     assert first.keep
     assert not whole.answered(), "its closing"
     found = state.saves.finish(second.op, b"\1")
@@ -68,7 +68,7 @@ def test_a_store_addressed_by_tokens_gets_the_whole_path_of_its_scope():
     [(start, stop)] = state.saves.ranges(5)
     admit = save(state, whole, start, stop)
     assert admit.tokens == whole.path.tokens(0, 5)
-    other = core(part=2, save="write_through", token_root=bytes(KEY_BYTES))
+    other = core(part=2, save="write_through", token_root=bytes(HASH_BYTES))
     assert other.saves.start(committed(other, 2), 0, 2) == [], "another scope is not stored"
 
 

@@ -23,7 +23,7 @@ from kvactors.prefix_index.messages import (
     SetNamespace,
 )
 from kvactors.prefix_index.records import LeaseState, LoadState
-from kvactors.types import KEY_BYTES
+from kvactors.types import HASH_BYTES
 from tests.prefix_index.index_machine import BLOCK, IndexMachine
 
 PART = 8
@@ -44,7 +44,7 @@ class Counted(IndexMachine):
         sent = 0
         for told in effects.told:
             if isinstance(told.message, (PathCached, BlocksRemoved, Save)):
-                sent += len(told.message.keys) // KEY_BYTES
+                sent += len(told.message.hashes) // HASH_BYTES
         self.handled.append(max(*changed, sent))
         return effects
 
@@ -151,11 +151,11 @@ def test_restarts_of_the_neighbours_are_handled_in_parts(machine):
     machine.whole(Finish(lease))
     for admit in list(machine.admits):
         machine.whole(Saved(admit, bytes(len(machine.admits.pop(admit).blocks))))
-    keys = machine.index.tree.device_keys()
+    keys = machine.index.tree.device_hashes()
     for start in range(0, MANY, PART):
         machine.turn(
             HostBlocksAdded(
-                keys[start * KEY_BYTES : (start + PART) * KEY_BYTES],
+                keys[start * HASH_BYTES : (start + PART) * HASH_BYTES],
                 machine.actor.core.clears.sent,
                 machine.index.memory_generation,
             )
@@ -274,9 +274,9 @@ def test_a_block_that_comes_back_is_reported_although_its_scope_was_forgotten(ma
     machine.actor.core.announcements.scopes.clear()
     effects = machine.turn(Commit(lease, PART * BLOCK))
     (report,) = effects.to("flush_notifier")
-    assert (type(report), report.keys) == (
+    assert (type(report), report.hashes) == (
         BlocksAdded,
-        machine.lease_state(lease).path.keys(0, PART),
+        machine.lease_state(lease).path.hashes(0, PART),
     )
     machine.whole(Finish(lease))
 

@@ -165,14 +165,14 @@ def prompt(family: int, blocks: int, more: int = 1) -> list[int]:
 
 def compute(lease, ranks, first: int, full: int) -> None:
     """Compute blocks [first, full) on every rank, as an engine does."""
-    keys = lease.keys(first, full)
+    keys = lease.hashes(first, full)
     for rank in ranks:
         rank.device.fill(lease.block_table[first:full], keys_on_rank(keys, rank.number))
 
 
 def wrong(lease, ranks, count: int) -> list[int]:
     """Positions of cached blocks that do not hold what their names stand for."""
-    keys = lease.keys(0, count)
+    keys = lease.hashes(0, count)
     return [
         j
         for rank in ranks

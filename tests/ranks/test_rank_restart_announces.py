@@ -13,7 +13,7 @@ from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
 from kvactors.storage import reporter
 from kvactors.storage.backends.slab_lineage import lineage_in
-from kvactors.types import Tier, split_keys
+from kvactors.types import Tier, split_hashes
 
 BLOCK = 4
 
@@ -72,7 +72,7 @@ async def opened(folder):
 async def request(cache, seed: int) -> list[bytes]:
     lease = await cache.acquire(str(seed), [7] * BLOCK + [seed] * (3 * BLOCK) + [1])
     await lease.wait_ready()
-    keys = split_keys(lease.keys(0, 4))
+    keys = split_hashes(lease.hashes(0, 4))
     await lease.commit(4 * BLOCK + 1)
     await lease.finish()
     await cache.wait_idle()
@@ -107,17 +107,20 @@ async def test_the_leader_announces_the_blocks_that_all_ranks_hold(tmp_path, mon
 
 def test_a_part_of_a_path_is_proved_by_its_keys():
     first = kvactors.lineage.Lineage(bytes(32), b"t" * 8, b"x")
-    second = kvactors.lineage.Lineage(first.key(), b"u" * 8)
+    second = kvactors.lineage.Lineage(first.block_hash(), b"u" * 8)
     part = reporter.PathPart(
-        bytes(32), first.key() + second.key(), b"t" * 8 + b"u" * 8, extra_keys=((0, b"x"),)
+        bytes(32),
+        first.block_hash() + second.block_hash(),
+        b"t" * 8 + b"u" * 8,
+        extra_keys=((0, b"x"),),
     )
     assert proved(part)
     for wrong in (
         part._replace(tokens=b"t" * 16),
         part._replace(extra_keys=()),
         part._replace(parent=b"p" * 32),
-        part._replace(keys=second.key() + first.key()),
-        part._replace(keys=b""),
+        part._replace(hashes=second.block_hash() + first.block_hash()),
+        part._replace(hashes=b""),
         part._replace(tokens=b"t" * 7),
     ):
         assert not proved(wrong)

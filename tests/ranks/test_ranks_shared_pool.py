@@ -52,7 +52,7 @@ async def life(stores, lacking=()):
     async with kvactors.open(CONFIG, inline_copies=True) as cache:
         async with await cache.acquire("a", PROMPT) as lease:
             await lease.wait_ready()
-            cached, keys = lease.cached_tokens // BLOCK, lease.keys(0, BLOCKS)
+            cached, keys = lease.cached_tokens // BLOCK, lease.hashes(0, BLOCKS)
             wrong = engine.wrong(lease.block_table[:cached], keys[: 32 * cached])
             engine.fill(lease.block_table[cached:BLOCKS], keys[32 * cached :])
             await lease.commit(len(PROMPT))

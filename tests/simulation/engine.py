@@ -11,7 +11,7 @@ from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.errors import KVActorsError
 from kvactors.layout.base import Layout
-from kvactors.types import KEY_BYTES, split_keys
+from kvactors.types import HASH_BYTES, split_hashes
 from tests.support.rank_process import keys_on_rank
 
 
@@ -60,7 +60,7 @@ class Engine:
         """Like `wrong`, for one layer, counted from the layout's first."""
         bad: set[int] = set()
         for device, share in self._shares(keys):
-            for j, (block, key) in enumerate(zip(blocks, split_keys(share), strict=True)):
+            for j, (block, key) in enumerate(zip(blocks, split_hashes(share), strict=True)):
                 self._pattern.fill([0], key)
                 for role in self.layout.roles:
                     number = self.layout.pieces[layer * len(self.layout.roles)].layer
@@ -74,7 +74,7 @@ class Engine:
 
     def bytes_of(self, key: bytes) -> bytes:
         """The bytes of a block with that key, as a slot or an object holds them."""
-        assert len(key) == KEY_BYTES
+        assert len(key) == HASH_BYTES
         found = self._known.get(key)
         if found is None:
             self._pattern.fill([0], key)

@@ -133,10 +133,10 @@ async def serves_again(world: World) -> None:
             async with await cache.acquire(f"after {family}", tokens, deadline=5.0) as lease:
                 await lease.wait_ready(deadline=10.0)
                 cached, full = lease.cached_tokens // BLOCK, lease.num_tokens // BLOCK
-                wrong = world.engine.wrong(lease.block_table[:cached], lease.keys(0, cached))
+                wrong = world.engine.wrong(lease.block_table[:cached], lease.hashes(0, cached))
                 if wrong:
                     world.violated(f"wrong bytes after all faults: {len(wrong)} of {cached} blocks")
-                world.engine.fill(lease.block_table[cached:full], lease.keys(cached, full))
+                world.engine.fill(lease.block_table[cached:full], lease.hashes(cached, full))
                 await lease.commit(lease.num_tokens, deadline=5.0)
                 await lease.finish(deadline=5.0)
         except NoRoom as error:

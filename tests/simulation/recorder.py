@@ -29,7 +29,7 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.storage.backends.base import Backend
 from kvactors.system import System
 from kvactors.testing.fault import Fault
-from kvactors.types import count_keys
+from kvactors.types import count_hashes
 
 AboutLoad = Cancel | SetTargets | LoadStalled
 ABOUT = {Cancel: "cancelled", SetTargets: "placed", LoadStalled: "stalled"}
@@ -38,7 +38,7 @@ EPOCH = 1
 """In place of the wall clock's."""
 
 
-class PlannedDeath(InjectedFailure):
+class PlannedFailure(InjectedFailure):
     """An actor fails according to the plan."""
 
 
@@ -109,11 +109,11 @@ class Recorder(Instrument):
     def _die(self, actor: ActorRef, when: str) -> NoReturn:
         self.failures += 1
         self.seen[f"crash {actor.role} {when}"] += 1
-        raise PlannedDeath(f"{actor.name} fails at turn {self.turns[actor.name]}, {when}")
+        raise PlannedFailure(f"{actor.name} fails at turn {self.turns[actor.name]}, {when}")
 
     def _see_load(self, message: Message) -> None:
         if isinstance(message, Load):
-            self._wanted[message.op] = count_keys(message.keys) - message.start
+            self._wanted[message.op] = count_hashes(message.hashes) - message.start
             self.seen["load unplaced"] += not message.blocks
         elif isinstance(message, Loaded):
             wanted = self._wanted.pop(message.op, 0)

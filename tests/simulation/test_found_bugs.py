@@ -41,7 +41,7 @@ from kvactors.layout import make_layout
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend, SimPool
 from kvactors.testing.loop import simulate
-from kvactors.types import Reason, Tier, join_keys
+from kvactors.types import Reason, Tier, join_hashes
 from tests.flush_notifier.helpers import delivered, take
 from tests.simulation import run_seed
 from tests.simulation.engine import Engine
@@ -81,7 +81,7 @@ def test_a_cut_batch_does_not_end_the_wait_for_the_tasks_left_out():
     do(
         ledger.announce(
             PathCached(
-                bytes(32), tokens, join_keys(keys), 0, 8, Tier.DEVICE, Reason.COMMIT, bytes(32)
+                bytes(32), tokens, join_hashes(keys), 0, 8, Tier.DEVICE, Reason.COMMIT, bytes(32)
             )
         )
     )
@@ -220,7 +220,7 @@ def test_writes_that_wait_when_a_rank_loses_its_memory_are_refused():
             for number in range(4):
                 lease = await cache.acquire("a", list(range(100 * number, 100 * number + 5)))
                 await lease.wait_ready()
-                engine.fill(lease.block_table[:1], lease.keys(0, 1))
+                engine.fill(lease.block_table[:1], lease.hashes(0, 1))
                 await lease.commit(4)
                 await lease.finish()
             await asyncio.sleep(0.1)

@@ -12,7 +12,7 @@ from kvactors.arguments import Media
 from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, RankLost
 from kvactors.lease import Lease
 from kvactors.prefix_index.loads import GRACE
-from kvactors.types import KEY_BYTES
+from kvactors.types import HASH_BYTES
 from tests.simulation.client import CacheClient
 from tests.simulation.draw import BLOCK
 from tests.simulation.world import World
@@ -214,10 +214,10 @@ class Served:
         return True
 
     def _name(self, start: int, stop: int) -> None:
-        keys = self.lease.keys(start, stop)
+        keys = self.lease.hashes(start, stop)
         for position in range(start, stop):
             self.names[position] = keys[
-                (position - start) * KEY_BYTES : (position - start + 1) * KEY_BYTES
+                (position - start) * HASH_BYTES : (position - start + 1) * HASH_BYTES
             ]
 
     async def _layers(self) -> None:
@@ -234,7 +234,7 @@ class Served:
                 continue
             blocks = tokens // BLOCK
             self.world.seen["lease layer checked"] += blocks > 0
-            if self.world.engine.wrong_in_layer(layer, table[:blocks], lease.keys(0, blocks)):
+            if self.world.engine.wrong_in_layer(layer, table[:blocks], lease.hashes(0, blocks)):
                 await self._judge(f"layer {layer} was said to be there")
 
     async def _compute(self, first: int) -> None:
@@ -246,7 +246,7 @@ class Served:
         full = lease.num_tokens // BLOCK
         if full > first:
             self._name(first, full)
-            self.world.engine.fill(lease.block_table[first:full], lease.keys(first, full))
+            self.world.engine.fill(lease.block_table[first:full], lease.hashes(first, full))
         if len(lease.block_table) > full:
             mine = lease.request_id.encode().ljust(16, b"-") + rng.randbytes(16)
             self.names[full] = mine

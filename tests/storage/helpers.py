@@ -75,7 +75,7 @@ async def serve(cache, seed: int, *, save: bool = True):
     so that it is written to the store."""
     lease = await cache.acquire(f"r{seed}", [seed] * 17)
     await lease.wait_ready()
-    cached, keys = lease.cached_tokens // 4, lease.keys(0, 4)
+    cached, keys = lease.cached_tokens // 4, lease.hashes(0, 4)
     assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
     if save:
         cache.device.fill(lease.block_table[cached:4], keys[32 * cached :])

@@ -161,7 +161,7 @@ async def serve(cache, seed: int, blocks: int = 6) -> kvactors.Hits:
         f"r{seed}", [seed % 2] * BLOCK + [seed] * (BLOCK * (blocks - 1) + 1)
     ) as lease:
         await lease.wait_ready()
-        cached, keys = lease.cached_tokens // BLOCK, lease.keys(0, blocks)
+        cached, keys = lease.cached_tokens // BLOCK, lease.hashes(0, blocks)
         assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
         cache.device.fill(lease.block_table[cached:blocks], keys[32 * cached :])
         await lease.commit(lease.num_tokens)

@@ -55,14 +55,14 @@ async def serve(cache, tokens, *, extend=(), **identity) -> int:
     async with await cache.acquire("r", tokens, **identity) as lease:
         await lease.wait_ready()
         cached, full = lease.cached_tokens // BLOCK, lease.num_tokens // BLOCK
-        keys = lease.keys(0, full)
+        keys = lease.hashes(0, full)
         assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == [], (
             "bytes of another block"
         )
         if extend:
             await lease.extend(extend)
             full = lease.num_tokens // BLOCK
-            keys = lease.keys(0, full)
+            keys = lease.hashes(0, full)
         cache.device.fill(lease.block_table[cached:full], keys[32 * cached :])
         await lease.commit(lease.num_tokens)
         found = lease.hits.storage
@@ -181,7 +181,7 @@ async def test_requests_of_many_scopes_never_get_bytes_of_another():
             async with await cache.acquire("r", prompt, **draw.choice(scopes)) as lease:
                 await lease.wait_ready()
                 cached, full = lease.cached_tokens // BLOCK, lease.num_tokens // BLOCK
-                keys = lease.keys(0, full)
+                keys = lease.hashes(0, full)
                 assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
                 cache.device.fill(lease.block_table[cached:full], keys[32 * cached :])
                 await lease.commit(lease.num_tokens)

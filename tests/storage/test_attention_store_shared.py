@@ -57,7 +57,7 @@ async def serve(cache, prompt=PROMPT) -> int:
     async with await cache.acquire("r", prompt) as lease:
         await lease.wait_ready()
         cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
-        keys = lease.keys(0, full)
+        keys = lease.hashes(0, full)
         assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
         cache.device.fill(lease.block_table[cached:full], keys[32 * cached :])
         await lease.commit(full * BLOCK)

@@ -277,7 +277,7 @@ def config(**storage):
 async def serve(cache, seed):
     async with await cache.acquire(f"r{seed}", [seed] * 17) as lease:
         await lease.wait_ready()
-        cached, keys = lease.cached_tokens // 4, lease.keys(0, 4)
+        cached, keys = lease.cached_tokens // 4, lease.hashes(0, 4)
         assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
         cache.device.fill(lease.block_table[cached:4], keys[32 * cached :])
         await lease.commit(17)

@@ -43,7 +43,7 @@ async def serve(cache: kvactors.KVCache, seed: int) -> None:
             async with await cache.acquire(f"{seed}.{number}", tokens) as lease:
                 await lease.wait_ready()
                 full = lease.num_tokens // BLOCK
-                cache.device.fill(lease.block_table[:full], lease.keys(0, full))
+                cache.device.fill(lease.block_table[:full], lease.hashes(0, full))
                 await lease.commit(len(tokens))
         except kvactors.NoRoom:
             await asyncio.sleep(0)

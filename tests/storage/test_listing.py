@@ -7,7 +7,7 @@ from hashlib import sha256
 from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.reports import ReportPages
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 
 COUNT = 20_000
 
@@ -39,7 +39,7 @@ def test_a_key_that_stays_is_reported_while_others_change():
     found: set[bytes] = set()
     number, removed = COUNT, 0
     while (page := pages.next()) is not None:
-        found.update(split_keys(page.held))
+        found.update(split_hashes(page.held))
         if not page.held:
             continue
         store.catalog.remove([key(removed)])

@@ -229,7 +229,7 @@ def config(address: str) -> Config:
 async def request(cache, seed: int) -> int:
     async with await cache.acquire(f"r{seed}", [seed] * 129) as lease:
         await lease.wait_ready()
-        cached, keys = lease.cached_tokens // 16, lease.keys(0, 8)
+        cached, keys = lease.cached_tokens // 16, lease.hashes(0, 8)
         assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
         cache.device.fill(lease.block_table[cached:8], keys[32 * cached :])
         await lease.commit(129)

@@ -26,7 +26,7 @@ async def written(store, arena, *batches: tuple[int, ...]) -> list[list[Outcome]
         kept = [lineage(number) for number in batch]
         slots = range(first, first + len(batch))
         report = await store.write_slots(
-            [one.key() for one in kept], arena, slots, lambda: False, kept
+            [one.block_hash() for one in kept], arena, slots, lambda: False, kept
         )
         return [Outcome(outcome) for outcome in report.outcomes]
 

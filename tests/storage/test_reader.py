@@ -89,7 +89,7 @@ def test_objects_that_an_exclusive_store_hands_out_leave_it():
         effects = end(reader, job)
         (gone,) = effects.to("flush_notifier")
         assert isinstance(gone, BlocksRemoved)
-        assert (gone.keys, gone.reason) == (A, Reason.PROMOTION)
+        assert (gone.hashes, gone.reason) == (A, Reason.PROMOTION)
         # The index is sent the loss before the evictor is sent the bytes.
         assert [told.receiver for told in effects.told] == ["flush_notifier", "cpu_evictor"]
         assert (list(inner.objects), inner.keys()) == ([B], [B])

@@ -14,7 +14,7 @@ from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.inventory import REMOVED_PAGE
 from kvactors.storage.messages import ReportLost
 from kvactors.storage.writer import StorageWriter
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 from tests.storage.helpers import after_each_message
 
 BLOCK = 4
@@ -58,7 +58,7 @@ class Reports:
 
         def recording(one, to, message):
             if isinstance(message, BlocksAdded | BlocksRemoved):
-                names, held = split_keys(message.keys), isinstance(message, BlocksAdded)
+                names, held = split_hashes(message.hashes), isinstance(message, BlocksAdded)
                 self.untrue += [name for name in names if one.backend.holds(name) != held]
                 self.told.append((one.turns, type(message).__name__, names))
                 self.between(len(self.told))
@@ -137,7 +137,7 @@ async def test_a_notifier_that_restarts_between_two_pages_gets_all_of_them(monke
 
     def recording(notifier, fact):
         if isinstance(fact, BlocksAdded):
-            received.setdefault(notifier.incarnation, set()).update(split_keys(fact.keys))
+            received.setdefault(notifier.incarnation, set()).update(split_hashes(fact.hashes))
         apply(notifier, fact)
 
     monkeypatch.setattr(FlushNotifier, "fact", recording)

@@ -68,7 +68,7 @@ class Bench:
         while self.actor.own and isinstance(self.actor.own[-1], NextPage):
             self.actor.own.pop()
             self.reporter.next_page()
-        return [(type(one), one.keys, one.reason) for one in self.actor.told]
+        return [(type(one), one.hashes, one.reason) for one in self.actor.told]
 
     def lag(self) -> None:
         """The notifier's lane is full from now on."""

@@ -15,7 +15,7 @@ from kvactors.actor.message import Control
 from kvactors.flush_notifier import unnamed
 from kvactors.storage import reporter, writer
 from kvactors.storage.backends import slab_paths
-from kvactors.types import Tier, split_keys
+from kvactors.types import Tier, split_hashes
 from tests.storage.helpers import after_each_message
 
 BLOCK = 4
@@ -54,11 +54,11 @@ async def serve(cache, name: str, tokens: list[int], **scope):
     """Serve one request. Returns its hits and the names of its full blocks."""
     lease = await cache.acquire(name, tokens, **scope)
     await lease.wait_ready()
-    keys = lease.keys(0, len(tokens) // BLOCK)
+    keys = lease.hashes(0, len(tokens) // BLOCK)
     await lease.commit(len(tokens))
     await lease.finish()
     await cache.wait_idle()
-    return lease.hits, split_keys(keys)
+    return lease.hits, split_hashes(keys)
 
 
 def announced(cache) -> set[bytes]:
@@ -181,7 +181,7 @@ async def test_an_adapter_and_media_are_announced_with_their_blocks(tmp_path):
         found = {}
         for task in cache.sinks["index"].tasks:
             if task.tier is Tier.STORAGE:
-                keys, extra_keys, size = split_keys(task.keys), dict(task.extra_keys), 4 * BLOCK
+                keys, extra_keys, size = split_hashes(task.hashes), dict(task.extra_keys), 4 * BLOCK
                 for i, (parent, key) in enumerate(
                     zip([task.parent, *keys], keys, strict=False), task.start_block_idx
                 ):
@@ -325,7 +325,7 @@ async def test_names_of_blocks_that_are_nowhere_are_ignored(tmp_path):
         before = len(ledger.blocks)
         root = cache.system.roots.root(kvactors.flush_notifier.messages.PLAIN)
         lineage = kvactors.lineage.Lineage(root, bytes(4 * BLOCK))
-        part = reporter.PathPart(root, lineage.key(), lineage.tokens)
+        part = reporter.PathPart(root, lineage.block_hash(), lineage.tokens)
         cache.system.notifier.try_tell(writer.PathsFound((part,), frozenset([root])))
         await cache.wait_idle()
         assert len(ledger.blocks) == before

@@ -20,14 +20,14 @@ LINEAGE = Lineage(bytes(32), b"1234" * 4, b"image", RequestScope("adapter", lora
 def test_a_lineage_is_read_as_it_was_written():
     for lineage in (LINEAGE, LINEAGE._replace(extra_key=b"", scope=PLAIN)):
         fields = fields_of_lineage(lineage, 1000)
-        assert lineage_in(fields, lineage.key()) == lineage
+        assert lineage_in(fields, lineage.block_hash()) == lineage
 
 
 def test_a_lineage_of_another_key_is_none():
     fields = fields_of_lineage(LINEAGE, 1000)
     assert lineage_in(fields, bytes(32)) is None
-    assert lineage_in({}, LINEAGE.key()) is None
-    assert lineage_in(fields | {PARENT: b"short"}, LINEAGE.key()) is None
+    assert lineage_in({}, LINEAGE.block_hash()) is None
+    assert lineage_in(fields | {PARENT: b"short"}, LINEAGE.block_hash()) is None
 
 
 def test_a_lineage_is_written_whole_or_not_at_all():

@@ -475,7 +475,7 @@ def test_a_lineage_in_an_entry_byte_for_byte():
         b"P" * 32, bytes.fromhex("0100000002000000"), b"extra", RequestScope("ad", lora_id=-2)
     )
     fields = {WRITTEN_AT: (5).to_bytes(8, "little")} | fields_of_lineage(lineage, room_beside(meta))
-    entry = entry_of(meta, lineage.key(), 1, 2, 3, fields)
+    entry = entry_of(meta, lineage.block_hash(), 1, 2, 3, fields)
     area = (
         "0100"
         "0800"
@@ -493,8 +493,11 @@ def test_a_lineage_in_an_entry_byte_for_byte():
     assert len(entry) == meta.entry_bytes == 312
     assert int.from_bytes(entry[12:16], "little") == len(area) // 2
     assert entry[112 : 112 + len(area) // 2].hex() == area
-    assert lineage.key() == hashlib.sha256(b"P" * 32 + b"\x05\0\0\0extra" + lineage.tokens).digest()
-    assert lineage_in(fields_of(entry), lineage.key()) == lineage
+    assert (
+        lineage.block_hash()
+        == hashlib.sha256(b"P" * 32 + b"\x05\0\0\0extra" + lineage.tokens).digest()
+    )
+    assert lineage_in(fields_of(entry), lineage.block_hash()) == lineage
     assert lineage_in(fields_of(entry), bytes(32)) is None
 
 
@@ -504,6 +507,6 @@ def test_a_lineage_is_kept_whole_or_not_at_all(block_size, name):
     meta = Meta("00" * 32, 4096, 4096, 1, entry_bytes=entry_bytes_for(block_size))
     lineage = Lineage(b"P" * 32, bytes(4 * block_size), b"", RequestScope(name))
     fields = fields_of_lineage(lineage, room_beside(meta))
-    entry = entry_of(meta, lineage.key(), 1, 2, 3, {WRITTEN_AT: bytes(8)} | fields)
-    assert lineage_in(fields_of(entry), lineage.key()) == (lineage if fields else None)
+    entry = entry_of(meta, lineage.block_hash(), 1, 2, 3, {WRITTEN_AT: bytes(8)} | fields)
+    assert lineage_in(fields_of(entry), lineage.block_hash()) == (lineage if fields else None)
     assert bool(fields) == (block_size <= 16_000 and len(name) <= 124)

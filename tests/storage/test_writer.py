@@ -27,7 +27,7 @@ from kvactors.storage.writer import StorageWriter
 from kvactors.substitutes import NoWriter
 from kvactors.testing import probe
 from kvactors.testing.stepper import Stepper
-from kvactors.types import Reason, split_keys
+from kvactors.types import Reason, split_hashes
 
 A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
 SIZE, NEVER = 8, 1e12
@@ -66,7 +66,9 @@ def reported(writer) -> tuple[list[bytes], list[bytes]]:
     held, lost, effects = [], [], writer.started
     while True:
         for message in effects.to("flush_notifier"):
-            (held if isinstance(message, BlocksAdded) else lost).extend(split_keys(message.keys))
+            (held if isinstance(message, BlocksAdded) else lost).extend(
+                split_hashes(message.hashes)
+            )
         if not effects.to(writer.actor.ref.name):
             return held, lost
         effects = writer.turn(NextPage())
@@ -83,7 +85,7 @@ def test_a_gain_is_reported_before_the_evictor_frees_the_slot():
             BlocksAdded,
             Written,
         ]
-        assert effects.to("flush_notifier")[0].keys == A
+        assert effects.to("flush_notifier")[0].hashes == A
 
 
 def test_the_first_writer_reports_the_stored_objects(monkeypatch):
@@ -113,14 +115,14 @@ def test_lost_keys_are_reported_on_request():
     with stepped(inner, name="storage_writer-1") as writer:
         inner.catalog.remove([A])
         (gone,) = writer.turn(ReportLost()).to("flush_notifier")
-        assert (gone.keys, gone.reason) == (A, Reason.RESTART)
+        assert (gone.hashes, gone.reason) == (A, Reason.RESTART)
 
 
 def test_a_delayed_report_is_corrected():
     with stepped(memory(B), name="storage_writer-1") as writer:
         gone, gained = writer.turn(Recheck(A, B + C)).to("flush_notifier")
-        assert (type(gone), gone.keys) == (BlocksRemoved, A)
-        assert (type(gained), gained.keys) == (BlocksAdded, B)
+        assert (type(gone), gone.hashes) == (BlocksRemoved, A)
+        assert (type(gained), gained.hashes) == (BlocksAdded, B)
 
 
 def test_a_batch_sent_before_a_clear_is_not_written():

@@ -69,7 +69,7 @@ async def serve(
     lease = await cache.acquire(name, tokens, **options)
     await lease.wait_ready()
     full = lease.num_tokens // BLOCK
-    keys, table = lease.keys(0, full), list(lease.block_table)
+    keys, table = lease.hashes(0, full), list(lease.block_table)
     cached = lease.cached_tokens // BLOCK
     assert sum(lease.hits) == cached
     if verify:

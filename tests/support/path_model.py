@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvactors.native import DEVICE, KEY_BYTES, OFFLOADING
+from kvactors.native import DEVICE, HASH_BYTES, OFFLOADING
 
 NONE = -1
 """No device block."""
@@ -104,7 +104,7 @@ class PathModel:
 
     def __init__(self, block_size: int, root: bytes) -> None:
         require(1 <= block_size <= 2**24, "block_size must be between 1 and 2**24")
-        require(len(root) == KEY_BYTES, "root must be 32 bytes")
+        require(len(root) == HASH_BYTES, "root must be 32 bytes")
         self.block_size = block_size
         self.root = root
         self.ids: list[int] = []
@@ -182,7 +182,7 @@ class PathModel:
         require(0 <= start <= stop <= self.num_full_blocks, "blocks out of range")
         return packed(self.ids[start * self.block_size : stop * self.block_size])
 
-    def keys(self, start: int, stop: int) -> bytes:
+    def hashes(self, start: int, stop: int) -> bytes:
         """Names of full blocks [start, stop)."""
         require(0 <= start <= stop <= self.num_full_blocks, "blocks out of range")
         self.name_to(stop)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.native import DEVICE, HOST, KEY_BYTES, LOADING, OFFLOADING
-from kvactors.types import split_keys
+from kvactors.native import DEVICE, HASH_BYTES, HOST, LOADING, OFFLOADING
+from kvactors.types import split_hashes
 from tests.support.path_model import NONE, Node, PathModel, block_name, packed, require
 
 
@@ -264,14 +264,14 @@ class TreeModel:
             self._reap(node)
         return freed, kept
 
-    def host_gained(self, keys: bytes) -> int:
+    def host_blocks_added(self, keys: bytes) -> int:
         """Note that the host tier holds some blocks."""
         known = self._named(keys)
         for node in known:
             node.bits |= HOST
         return len(known)
 
-    def host_gone(self, keys: bytes) -> int:
+    def host_blocks_removed(self, keys: bytes) -> int:
         """Hear that it no longer does."""
         known = self._named(keys)
         for node in known:
@@ -309,7 +309,7 @@ class TreeModel:
 
     # -- inspection
 
-    def device_keys(self) -> bytes:
+    def device_hashes(self) -> bytes:
         """Names of all resident nodes, in no particular order."""
         return b"".join(node.name for node in self.nodes.values() if node.bits & DEVICE)
 
@@ -458,9 +458,11 @@ class TreeModel:
         return flying
 
     def _named(self, keys: bytes) -> list[Node]:
-        require(len(keys) % KEY_BYTES == 0, "keys must be a multiple of 32 bytes")
+        require(len(keys) % HASH_BYTES == 0, "keys must be a multiple of 32 bytes")
         by_name = {node.name: node for node in self.nodes.values()}
-        return [] if self.retired else [by_name[key] for key in split_keys(keys) if key in by_name]
+        return (
+            [] if self.retired else [by_name[key] for key in split_hashes(keys) if key in by_name]
+        )
 
     @staticmethod
     def _ids(nodes: list[Node]) -> NDArray[np.uint32]:

@@ -61,7 +61,7 @@ async def faulty(tmp_path):
 async def test_the_paths_of_a_store_are_read_through_it(faulty):
     store, arena = faulty
     lineage = Lineage(b"P" * 32, (7).to_bytes(4, "little"))
-    await store.write_slots([lineage.key()], arena, [0], lambda: False, [lineage])
+    await store.write_slots([lineage.block_hash()], arena, [0], lambda: False, [lineage])
     assert store.keeps_lineages
     store.begin_paths()
     found = []

@@ -62,7 +62,7 @@ async def traffic(sim, **options):
                     await lease.wait_ready()
                     seen.append((number, tuple(lease.hits), lease.block_table))
                     cached = lease.cached_tokens // BLOCK
-                    cache.device.fill(lease.block_table[cached:], lease.keys(cached, 5))
+                    cache.device.fill(lease.block_table[cached:], lease.hashes(cached, 5))
                     await lease.commit(lease.num_tokens)
 
         async with anyio.create_task_group() as tasks:
@@ -124,7 +124,7 @@ def test_rows_are_aligned_and_words_are_short():
     assert "0x" not in text
     assert "b'" not in text
     assert re.search(
-        r"prefix_index +cpu_evictor +Load +op=\d+ root=1:[0-9a-f]{8} keys=[1-5]:[0-9a-f]{8} start=\d+ blocks=\[",
+        r"prefix_index +cpu_evictor +Load +op=\d+ root=1:[0-9a-f]{8} hashes=[1-5]:[0-9a-f]{8} start=\d+ blocks=\[",
         text,
     )
     assert "path=40 tokens" in text
@@ -140,7 +140,7 @@ def test_a_trace_of_one_request_has_all_its_messages_and_few_others():
                 async with await cache.acquire(name, prompt(family)) as lease:
                     await lease.wait_ready()
                     if name != "again":
-                        cache.device.fill(lease.block_table, lease.keys(0, 5))
+                        cache.device.fill(lease.block_table, lease.hashes(0, 5))
                     await lease.commit(lease.num_tokens)
                 await cache.wait_idle()
 
@@ -363,7 +363,7 @@ def test_a_failing_seed_fails_again_with_the_same_trace():
                     await lease.wait_ready()
                     await lease.commit(lease.num_tokens)  # planted: nothing is computed yet
                     await anyio.sleep(sim.random.random() * 0.001)
-                    cache.device.fill(lease.block_table, lease.keys(0, 5))
+                    cache.device.fill(lease.block_table, lease.hashes(0, 5))
 
             async def read():
                 await anyio.sleep(sim.random.random() * 0.002)
@@ -371,7 +371,8 @@ def test_a_failing_seed_fails_again_with_the_same_trace():
                     await lease.wait_ready()
                     cached = lease.cached_tokens // BLOCK
                     assert (
-                        cache.device.check(lease.block_table[:cached], lease.keys(0, cached)) == []
+                        cache.device.check(lease.block_table[:cached], lease.hashes(0, cached))
+                        == []
                     )
 
             async with anyio.create_task_group() as tasks:

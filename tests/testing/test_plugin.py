@@ -91,10 +91,10 @@ RACE = """
                     async with await cache.acquire(name, tokens) as lease:
                         await lease.wait_ready()
                         cached = lease.cached_tokens // 8
-                        assert not cache.device.check(lease.block_table[:cached], lease.keys(0, cached))
+                        assert not cache.device.check(lease.block_table[:cached], lease.hashes(0, cached))
                         await lease.commit(40)
                         await anyio.sleep(0.001)
-                        cache.device.fill(lease.block_table[cached:], lease.keys(cached, 5))
+                        cache.device.fill(lease.block_table[cached:], lease.hashes(cached, 5))
 
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(one, "left")
@@ -250,7 +250,7 @@ def test_settings_and_runs(pytester):
                         async with await cache.acquire("r", list(range(24))) as lease:
                             await lease.wait_ready()
                             hits.append(lease.hits.storage)
-                            cache.device.fill(lease.block_table, lease.keys(0, 3))
+                            cache.device.fill(lease.block_table, lease.hashes(0, 3))
                             await lease.commit(24)
                 return hits
             assert kv_sim.run(main) == [0, 2]
@@ -272,7 +272,7 @@ FAULTS = """
         async with await cache.acquire(name, list(range(40)), deadline=1.0) as lease:
             await lease.wait_ready()
             cached = lease.cached_tokens // 8
-            cache.device.fill(lease.block_table[cached:], lease.keys(cached, 5))
+            cache.device.fill(lease.block_table[cached:], lease.hashes(cached, 5))
             await lease.commit(40)
         return lease.hits
 

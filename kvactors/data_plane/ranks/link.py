@@ -16,7 +16,7 @@ from kvactors.data_plane.ranks.protocol import (
     SendNames,
 )
 from kvactors.errors import RankError
-from kvactors.types import KEY_BYTES
+from kvactors.types import HASH_BYTES
 
 PING_LIMIT = 5.0
 """Seconds in which a rank must answer to keep its number when another process claims it."""
@@ -63,13 +63,13 @@ class Link:
         if not self._asked:
             raise Violation("names that were not asked for")
         if (
-            len(page.keys) % KEY_BYTES
-            or len(page.keys) > PAGE_NAMES * KEY_BYTES
+            len(page.keys) % HASH_BYTES
+            or len(page.keys) > PAGE_NAMES * HASH_BYTES
             or not (page.keys or page.last)
         ):
             raise Violation(f"a page of {len(page.keys)} bytes of names")
         self._asked -= 1
-        self.received += len(page.keys) // KEY_BYTES
+        self.received += len(page.keys) // HASH_BYTES
         if self.received > min(self.identity.objects, MOST_NAMES):
             raise Violation(f"{self.received} names, {self.identity.objects} were announced")
         self._pages.append(page)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
 from kvactors.data_plane.ranks.protocol import PAGE_NAMES
-from kvactors.types import KEY_BYTES
+from kvactors.types import HASH_BYTES
 
 SHARDS = 1024
 """Tables that a set of names is divided into: a table that grows is copied at once, one of 10
@@ -159,9 +159,9 @@ class Joining:
     def page(self, keys: bytes) -> None:
         """One page of names."""
         seen, base = self.seen, self.base
-        self.received += len(keys) // KEY_BYTES
-        for i in range(0, len(keys), KEY_BYTES):
-            name = keys[i : i + KEY_BYTES]
+        self.received += len(keys) // HASH_BYTES
+        for i in range(0, len(keys), HASH_BYTES):
+            name = keys[i : i + HASH_BYTES]
             if base is None:
                 seen.add(name)
             elif (held := base.find(name)) is not None:
@@ -204,7 +204,7 @@ def pages(names: Iterable[bytes], size: int = PAGE_NAMES) -> Iterator[tuple[byte
     source = iter(names)
     page = b"".join(islice(source, size))
     while True:
-        following = b"".join(islice(source, size)) if len(page) == size * KEY_BYTES else b""
+        following = b"".join(islice(source, size)) if len(page) == size * HASH_BYTES else b""
         yield page, not following
         if not following:
             return

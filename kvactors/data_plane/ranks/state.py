@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvactors.data_plane.ranks.link import Link, Violation
 from kvactors.data_plane.ranks.protocol import Answer
-from kvactors.types import KEY_BYTES
+from kvactors.types import HASH_BYTES
 
 
 class RankState(Enum):
@@ -71,7 +71,7 @@ class Operation:
             raise Violation(f"{len(answer.outcomes)} outcomes for {self.outcomes} pairs or keys")
         if max(answer.outcomes, default=0) > self.worst:
             raise Violation(f"outcome {max(answer.outcomes)}, the greatest is {self.worst}")
-        if len(answer.gone) % KEY_BYTES:
+        if len(answer.gone) % HASH_BYTES:
             raise Violation(f"{len(answer.gone)} bytes of names")
 
     def over(self, answer: Answer | None) -> None:

@@ -18,7 +18,7 @@ from kvactors.storage.backends.base import Expired, ReadReport, StoreStatistics,
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.counters import StoreCounters
 from kvactors.storage.messages import Outcome
-from kvactors.types import join_keys, split_keys
+from kvactors.types import join_hashes, split_hashes
 
 log = get_logger()
 
@@ -126,7 +126,7 @@ class RankStore:
     ) -> tuple[bytes, list[bytes]]:
         """One outcome a key for all ranks together, and the names that any of them does not hold
         any more."""
-        joined = join_keys(keys)
+        joined = join_hashes(keys)
         answers = await self.group.scatter(
             lambda op: StoreObjects(
                 op, kind, joined, tuple(slots), self.seconds, lineages=tuple(lineages)
@@ -139,7 +139,7 @@ class RankStore:
         for answer in answers:
             for i, outcome in enumerate(outcomes_of(answer, len(keys))):
                 worst[i] = max(worst[i], BADNESS.index(Outcome(outcome)))
-            gone |= set(split_keys(answer.gone)) if answer is not None else set()
+            gone |= set(split_hashes(answer.gone)) if answer is not None else set()
         outcomes = bytes(BADNESS[i] for i in worst)
         if count:
             self.counters.record(outcomes)
@@ -298,9 +298,11 @@ def proved(part: PathPart) -> bool:
     if not part.whole():
         return False
     parent, size, extra_keys = part.parent, len(part.tokens) // part.blocks, dict(part.extra_keys)
-    for i, key in enumerate(split_keys(part.keys)):
+    for i, key in enumerate(split_hashes(part.hashes)):
         if (
-            Lineage(parent, part.tokens[i * size : (i + 1) * size], extra_keys.get(i, b"")).key()
+            Lineage(
+                parent, part.tokens[i * size : (i + 1) * size], extra_keys.get(i, b"")
+            ).block_hash()
             != key
         ):
             return False

@@ -48,7 +48,7 @@ from kvactors.sdk_settings import store_identity
 from kvactors.shutdown import STOP, Shutdown
 from kvactors.storage.backends import Backend
 from kvactors.storage.messages import Outcome
-from kvactors.types import KEY_BYTES, join_keys, split_keys
+from kvactors.types import HASH_BYTES, join_hashes, split_hashes
 
 log = get_logger()
 
@@ -348,10 +348,10 @@ class _Serving:
             raise _Refuse(f"blocks {min(blocks)} to {max(blocks)}, there are {num_blocks}")
 
     def _check_store(self, message: StoreObjects) -> None:
-        if len(message.keys) % KEY_BYTES:
+        if len(message.keys) % HASH_BYTES:
             raise _Refuse(f"{len(message.keys)} bytes of names")
         if message.kind in ("read", "write"):
-            self._check(len(message.keys) // KEY_BYTES, message.slots)
+            self._check(len(message.keys) // HASH_BYTES, message.slots)
         if len(message.lineages) not in (0, len(message.slots)):
             raise _Refuse(f"{len(message.lineages)} lineages for {len(message.slots)} slots")
 
@@ -377,7 +377,7 @@ class _Serving:
         connection.send(Answer(message.op, bytes(outcomes)))
 
     async def _store(self, connection: Connection, message: StoreObjects) -> None:
-        keys = split_keys(message.keys)
+        keys = split_hashes(message.keys)
         count = 1 if message.kind == "clear" else len(keys)
         if message.kind in ("begin_paths", "paths"):
             connection.send(await next_paths(self.store, message))
@@ -387,7 +387,7 @@ class _Serving:
         except StoreError as error:
             log.error("clear failed", rank=self.rank, error=str(error))
             outcomes, gone = bytes([Outcome.UNAVAILABLE]) * count, []
-        connection.send(Answer(message.op, outcomes, join_keys(gone)))
+        connection.send(Answer(message.op, outcomes, join_hashes(gone)))
 
     async def _at_store(
         self, message: StoreObjects, keys: list[bytes]

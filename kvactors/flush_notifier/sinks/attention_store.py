@@ -16,7 +16,7 @@ from kvactors.flush_notifier.sinks.journal import Journal
 from kvactors.flush_notifier.sinks.published import PublishedBlocks
 from kvactors.sdk_settings import SdkSettings
 from kvactors.sink_config import AttentionStoreSinkConfig
-from kvactors.types import Residency, split_keys
+from kvactors.types import Residency, split_hashes
 
 RETRY_AT_CLOSE = (0.0, 0.05, 0.2, 0.8)
 """Seconds before each attempt to retract everything at the end."""
@@ -69,7 +69,7 @@ class AttentionStoreSink(Sink):
     async def _retract(self) -> None:
         for path in list(self._published.retractions()):
             await self._flush(path.tokens, path.start, resident=False)
-            self._published.remove(path.keys)
+            self._published.remove(path.hashes)
 
     async def _flush(self, tokens: bytes, start: int, *, resident: bool) -> None:
         self._answers = False
@@ -100,7 +100,7 @@ class AttentionStoreSink(Sink):
                 resident = task.residency is Residency.RESIDENT
                 await self._flush(task.tokens, task.start_block_idx, resident=resident)
                 if not resident:
-                    gone += split_keys(task.keys)
+                    gone += split_hashes(task.hashes)
                 self.num_acknowledged += 1
         finally:
             self._published.remove(gone)
@@ -123,7 +123,7 @@ class AttentionStoreSink(Sink):
                 except SdkError as error:
                     failure = error
                 else:
-                    self._published.remove(path.keys)
+                    self._published.remove(path.hashes)
             if failure is None:
                 return
         if failure is not None:

@@ -2,11 +2,11 @@
 
 It holds JSON lines of three kinds:
 
-* `["+", start, parent hex, [key hex, ..], [tokens of the complete path, ..]]`: these blocks are
+* `["+", start, parent hex, [hash hex, ..], [tokens of the complete path, ..]]`: these blocks are
   about to be sent as resident.
-* `["+own", start, parent hex, [key hex, ..], [tokens of these blocks, ..]]`: as before, below a
+* `["+own", start, parent hex, [hash hex, ..], [tokens of these blocks, ..]]`: as before, below a
   parent that an earlier line has.
-* `["-", [key hex, ..]]`: the removal of these blocks was sent.
+* `["-", [hash hex, ..]]`: the removal of these blocks was sent.
 
 A last line without its end does not count: the process was killed while it wrote, and did not send
 the blocks.
@@ -30,7 +30,7 @@ from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.published import PublishedBlocks
 from kvactors.threads import DaemonExecutor
-from kvactors.types import KEY_BYTES, split_keys
+from kvactors.types import HASH_BYTES, split_hashes
 
 THREADS = DaemonExecutor("kvactors-journal")
 
@@ -75,14 +75,15 @@ class Journal:
     async def resident(self, tasks: Iterable[FlushTask], published: PublishedBlocks) -> None:
         """Note gains that are about to be sent."""
         await self._append(
-            [line_of(t.start_block_idx, t.parent, split_keys(t.keys), t.tokens) for t in tasks],
+            [line_of(t.start_block_idx, t.parent, split_hashes(t.hashes), t.tokens) for t in tasks],
             published,
         )
 
-    async def gone(self, keys: Sequence[bytes], published: PublishedBlocks) -> None:
+    async def gone(self, hashes: Sequence[bytes], published: PublishedBlocks) -> None:
         """Note removals that were sent."""
         await self._append(
-            [msgspec.json.encode(["-", [key.hex() for key in keys]])] if keys else [], published
+            [msgspec.json.encode(["-", [one.hex() for one in hashes]])] if hashes else [],
+            published,
         )
 
     async def _append(self, lines: list[bytes], published: PublishedBlocks) -> None:
@@ -103,15 +104,15 @@ class Journal:
             line_of(
                 block.position,
                 block.parent,
-                [key],
-                published.path_tokens(key) if block.top else block.tokens,
+                [block_hash],
+                published.path_tokens(block_hash) if block.top else block.tokens,
                 whole=block.top,
             )
-            for key, block in published.blocks.items()
+            for block_hash, block in published.blocks.items()
         ]
         lines.append(
             msgspec.json.encode(
-                ["-", [key.hex() for key, block in published.blocks.items() if not block.resident]]
+                ["-", [one.hex() for one, block in published.blocks.items() if not block.resident]]
             )
         )
         data = b"".join(line + b"\n" for line in lines)
@@ -141,13 +142,13 @@ class Journal:
 
 
 def line_of(
-    start: int, parent: bytes, keys: Sequence[bytes], tokens: bytes, *, whole: bool = True
+    start: int, parent: bytes, hashes: Sequence[bytes], tokens: bytes, *, whole: bool = True
 ) -> bytes:
     """A "+" line. whole: the tokens are the complete path. Otherwise they are those of the blocks,
     whose parent an earlier line has."""
     ids = np.frombuffer(tokens, "<u4").tolist()
     return msgspec.json.encode(
-        ["+" if whole else "+own", start, parent.hex(), [key.hex() for key in keys], ids]
+        ["+" if whole else "+own", start, parent.hex(), [one.hex() for one in hashes], ids]
     )
 
 
@@ -159,17 +160,17 @@ def replay(published: PublishedBlocks, line: object) -> None:
     """
     match line:
         case ["-", list(names)]:
-            published.remove(hashes(names))
+            published.remove(parse_hashes(names))
         case ["+" | "+own" as kind, int(start), str(parent), list(names), list(ids)]:
-            tokens, keys, above = (
+            tokens, hashes, above = (
                 token_bytes(ids),
-                hashes(names),
-                hashes([parent] if parent else []),
+                parse_hashes(names),
+                parse_hashes([parent] if parent else []),
             )
             first = 0 if kind == "+" else start
-            if start < 0 or len(tokens) != (start - first + len(keys)) * published.block_bytes:
+            if start < 0 or len(tokens) != (start - first + len(hashes)) * published.block_bytes:
                 raise ValueError(
-                    f"{len(ids)} tokens do not belong to {len(keys)} blocks from block {start} on"
+                    f"{len(ids)} tokens do not belong to {len(hashes)} blocks from block {start} on"
                 )
             block = published.blocks.get(above[0]) if above else None
             if block is not None and block.position != start - 1:
@@ -177,26 +178,26 @@ def replay(published: PublishedBlocks, line: object) -> None:
                     f"block {start} does not follow its parent, which is block {block.position}"
                 )
             if any(
-                key in published.blocks and published.blocks[key].position != at
-                for at, key in enumerate(keys, start)
+                block_hash in published.blocks and published.blocks[block_hash].position != at
+                for at, block_hash in enumerate(hashes, start)
             ):
                 raise ValueError("a block is at another position than in an earlier line")
-            if len(set(keys)) < len(keys):
+            if len(set(hashes)) < len(hashes):
                 raise ValueError("a block is listed twice")
             if kind == "+own":
                 if block is None:
                     raise ValueError("no earlier line has the parent")
                 tokens = published.path_tokens(above[0]) + tokens
-            published.add(above[0] if above else b"", start, keys, tokens)
+            published.add(above[0] if above else b"", start, hashes, tokens)
         case _:
             raise ValueError("unknown kind of line")
 
 
-def hashes(names: list[object]) -> list[bytes]:
+def parse_hashes(names: list[object]) -> list[bytes]:
     """Block hashes from hex. ValueError for anything else."""
     found = [bytes.fromhex(name) for name in names if isinstance(name, str)]
-    if len(found) != len(names) or any(len(one) != KEY_BYTES for one in found):
-        raise ValueError(f"a block hash is a string of {2 * KEY_BYTES} hex digits")
+    if len(found) != len(names) or any(len(one) != HASH_BYTES for one in found):
+        raise ValueError(f"a block hash is a string of {2 * HASH_BYTES} hex digits")
     return found
 
 

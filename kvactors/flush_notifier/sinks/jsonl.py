@@ -30,12 +30,12 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.kv_identity import identifier
 from kvactors.sink_config import JsonLinesSinkConfig
 from kvactors.threads import DaemonExecutor
-from kvactors.types import KEY_BYTES, Residency, Tier, split_keys
+from kvactors.types import HASH_BYTES, Residency, Tier, split_hashes
 
 CHUNK = 16_384
 """Tokens turned into text at a time: between chunks others run."""
 
-KEYS = 1_024
+HASHES_AT_ONCE = 1_024
 """Block hashes turned into text at a time."""
 
 TAIL = 65_536
@@ -87,10 +87,13 @@ class JsonLinesSink(Sink):
             parts.append(self._encoder.encode(tokens[i : i + CHUNK].tolist())[1:-1])
             await asyncio.sleep(0)
         names = []
-        for i in range(0, len(task.keys), KEY_BYTES * KEYS):
+        for i in range(0, len(task.hashes), HASH_BYTES * HASHES_AT_ONCE):
             names.append(
                 self._encoder.encode(
-                    [key.hex() for key in split_keys(task.keys[i : i + KEY_BYTES * KEYS])]
+                    [
+                        one.hex()
+                        for one in split_hashes(task.hashes[i : i + HASH_BYTES * HASHES_AT_ONCE])
+                    ]
                 )[1:-1]
             )
             await asyncio.sleep(0)
@@ -112,8 +115,11 @@ class JsonLinesSink(Sink):
         fields = task.scope._asdict()
         if task.extra_keys:
             fields["media"] = [
-                [position, [[identifier(value), offset] for value, offset in media_items(key)]]
-                for position, key in task.extra_keys
+                [
+                    position,
+                    [[identifier(value), offset] for value, offset in media_items(extra_key)],
+                ]
+                for position, extra_key in task.extra_keys
             ]
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -172,12 +178,12 @@ def replay_jsonl(path: str | Path) -> dict[Tier, set[bytes]]:
         if record["type"] == "epoch":
             view = {tier: set() for tier in Tier}
         elif record["type"] == "flush":
-            held, keys = (
+            held, hashes = (
                 view[Tier[record["tier"].upper()]],
-                [bytes.fromhex(key) for key in record["keys"]],
+                [bytes.fromhex(one) for one in record["keys"]],
             )
             gained = Residency(record["residency"]) is Residency.RESIDENT
-            (held.update if gained else held.difference_update)(keys)
+            (held.update if gained else held.difference_update)(hashes)
         else:
             raise ValueError(f"unknown record type {record['type']!r}")
     return view

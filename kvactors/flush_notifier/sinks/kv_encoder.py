@@ -15,7 +15,7 @@ from kvactors.flush_notifier.sinks.kv_identity import Fields, identity_fields, t
 from kvactors.flush_notifier.sinks.kv_wire import MEDIA, AllBlocksCleared, ClearedArray
 from kvactors.native import EventEncoder
 from kvactors.sink_config import KvEventsSinkConfig
-from kvactors.types import KEY_BYTES, Residency, Tier
+from kvactors.types import HASH_BYTES, Residency, Tier
 
 IDENTITIES = 256
 """Identities without media that are kept encoded."""
@@ -84,7 +84,7 @@ class KvEventEncoder:
 
     def stored(
         self,
-        keys: bytes,
+        hashes: bytes,
         parent: bytes,
         tokens: bytes,
         tier: Tier,
@@ -95,7 +95,7 @@ class KvEventEncoder:
         """Encode a BlockStored event.
 
         Args:
-            keys: block hashes.
+            hashes: block hashes.
             parent: hash of the block before them.
             tokens: of these blocks alone.
             tier: where the blocks are.
@@ -107,13 +107,13 @@ class KvEventEncoder:
             parent = b""
         lora, salt, lora_id = scope
         if lora is None and salt is None and lora_id is None and not extra_keys:
-            return self._native.stored(keys, parent, tokens, tier)
-        count = len(keys) // KEY_BYTES
+            return self._native.stored(hashes, parent, tokens, tier)
+        count = len(hashes) // HASH_BYTES
         if extra_keys:
             identity = pack_identity(self._form, scope, position, count, extra_keys)
         else:
             identity = scope_identity(self._form, scope, position == 0, count)
-        return self._native.stored_with(keys, parent, tokens, tier, *identity)
+        return self._native.stored_with(hashes, parent, tokens, tier, *identity)
 
     def batch_of_tasks(self, timestamp: float, tasks: Sequence[FlushTask]) -> bytes | None:
         """Encode tasks as one batch, each as one event. None if they have more than `max_blocks`
@@ -124,7 +124,7 @@ class KvEventEncoder:
         """Encode a task (of a sink that identifies blocks by name) as one event."""
         if task.residency is Residency.RESIDENT:
             return self.stored(
-                task.keys,
+                task.hashes,
                 task.parent,
                 task.tokens,
                 task.tier,
@@ -132,26 +132,26 @@ class KvEventEncoder:
                 task.scope,
                 task.extra_keys,
             )
-        return self._native.removed(task.keys, task.tier) if task.count else self.cleared
+        return self._native.removed(task.hashes, task.tier) if task.count else self.cleared
 
     def events(self, task: FlushTask, max_blocks: int) -> Iterator[tuple[bytes, int]]:
         """Encode a task as events of at most `max_blocks` blocks each, with the number of blocks of
         each."""
-        count, keys = task.count, task.keys
+        count, hashes = task.count, task.hashes
         if count <= max_blocks:
             yield self.event(task), count
             return
         if task.residency is Residency.GONE:
             for end in range(count, 0, -max_blocks):  # children before parents
-                part = keys[KEY_BYTES * max(0, end - max_blocks) : KEY_BYTES * end]
-                yield self._native.removed(part, task.tier), len(part) // KEY_BYTES
+                part = hashes[HASH_BYTES * max(0, end - max_blocks) : HASH_BYTES * end]
+                yield self._native.removed(part, task.tier), len(part) // HASH_BYTES
             return
         size = len(task.tokens) // count
         for at in range(0, count, max_blocks):
             end = min(at + max_blocks, count)
             event = self.stored(
-                keys[KEY_BYTES * at : KEY_BYTES * end],
-                keys[KEY_BYTES * (at - 1) : KEY_BYTES * at] if at else task.parent,
+                hashes[HASH_BYTES * at : HASH_BYTES * end],
+                hashes[HASH_BYTES * (at - 1) : HASH_BYTES * at] if at else task.parent,
                 task.tokens[size * at : size * end],
                 task.tier,
                 task.start_block_idx + at,
@@ -164,7 +164,7 @@ class KvEventEncoder:
         """Encode one block that is resident on `tier`, for snapshots and repetitions."""
         extra_keys = ((held.position, held.extra_key),) if held.extra_key else ()
         return self.stored(
-            held.key, held.parent, held.tokens, tier, held.position, held.scope, extra_keys
+            held.hash, held.parent, held.tokens, tier, held.position, held.scope, extra_keys
         )
 
 

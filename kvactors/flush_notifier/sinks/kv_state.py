@@ -22,7 +22,7 @@ from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import SnapshotSource
 from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
 from kvactors.flush_notifier.sinks.kv_wire import END
-from kvactors.types import ALL_TIERS, KEY_BYTES, Residency, Tier
+from kvactors.types import ALL_TIERS, HASH_BYTES, Residency, Tier
 
 PART = 256
 """Blocks in one batch of a state."""
@@ -70,19 +70,19 @@ class StreamChanges:
                 self.cleared |= not holds
                 continue
             bit, resident = int(task.tier), task.residency is Residency.RESIDENT
-            for start in range(0, len(task.keys), KEY_BYTES):
-                key = task.keys[start : start + KEY_BYTES]
-                tiers = self._tiers.get(key, 0)
+            for start in range(0, len(task.hashes), HASH_BYTES):
+                block_hash = task.hashes[start : start + HASH_BYTES]
+                tiers = self._tiers.get(block_hash, 0)
                 if holds or not tiers >> KNOWN & bit:
                     here = resident is holds
-                    self._tiers[key] = tiers & ~bit | bit << KNOWN | (bit if here else 0)
+                    self._tiers[block_hash] = tiers & ~bit | bit << KNOWN | (bit if here else 0)
                 looked += 1
                 if not looked % STEP:
                     await asyncio.sleep(0)
 
     def tiers(self, held: HeldBlock) -> int:
         """The tiers of a block at the number."""
-        changed = self._tiers.get(held.key)
+        changed = self._tiers.get(held.hash)
         if changed is None:
             return held.tiers
         known = changed >> KNOWN

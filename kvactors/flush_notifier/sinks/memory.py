@@ -12,7 +12,7 @@ from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.sink_config import MemorySinkConfig
-from kvactors.types import KEY_BYTES, Residency, Tier, split_keys
+from kvactors.types import HASH_BYTES, Residency, Tier, split_hashes
 
 KEEP = 10_000
 """Tasks kept."""
@@ -62,7 +62,7 @@ class MemorySink(Sink):
 
     def view(self) -> dict[Tier, set[bytes]]:
         """Block hashes by tier (a copy)."""
-        return {tier: set(keys) for tier, keys in self._held.items()}
+        return {tier: set(hashes) for tier, hashes in self._held.items()}
 
     @property
     def live_view(self) -> Mapping[Tier, AbstractSet[bytes]]:
@@ -70,32 +70,34 @@ class MemorySink(Sink):
         return self._held
 
     def _apply(self, task: FlushTask) -> None:
-        held, keys = self._held[task.tier], split_keys(task.keys)
+        held, hashes = self._held[task.tier], split_hashes(task.hashes)
         self.tasks.append(task)
         self.counts[task.residency] += 1
         if task.residency is Residency.RESIDENT:
-            held.update(keys)
-            self._blocks.update(self._blocks_of(task, keys))
+            held.update(hashes)
+            self._blocks.update(self._blocks_of(task, hashes))
             return
-        held.difference_update(keys)
-        for key in keys:
-            if not any(key in others for others in self._held.values()):
-                self._blocks.pop(key, None)
+        held.difference_update(hashes)
+        for block_hash in hashes:
+            if not any(block_hash in others for others in self._held.values()):
+                self._blocks.pop(block_hash, None)
 
-    def _blocks_of(self, task: FlushTask, keys: Sequence[bytes]) -> dict[bytes, HeldBlock]:
+    def _blocks_of(self, task: FlushTask, hashes: Sequence[bytes]) -> dict[bytes, HeldBlock]:
         """The blocks of a task, without what may change while a block is held."""
         size, first = 4 * self.block_size, task.start_block_idx
         scope, extra_keys = task.scope._replace(lora_id=None), dict(task.extra_keys)
         blocks = {}
-        for at, (parent, key) in enumerate(zip([task.parent, *keys], keys, strict=False), first):
+        for at, (parent, block_hash) in enumerate(
+            zip([task.parent, *hashes], hashes, strict=False), first
+        ):
             tokens, extra_key = task.tokens[size * at : size * (at + 1)], extra_keys.get(at, b"")
-            blocks[key] = HeldBlock(key, parent, at, tokens, 0, scope, extra_key)
+            blocks[block_hash] = HeldBlock(block_hash, parent, at, tokens, 0, scope, extra_key)
         return blocks
 
     def _validate(self, task: FlushTask) -> None:
         num_blocks = task.start_block_idx + task.count
-        sizes = len(task.keys), len(task.parent), len(task.tokens)
-        expected = KEY_BYTES * task.count, KEY_BYTES, 4 * self.block_size * num_blocks
+        sizes = len(task.hashes), len(task.parent), len(task.tokens)
+        expected = HASH_BYTES * task.count, HASH_BYTES, 4 * self.block_size * num_blocks
         if task.count < 1 or sizes != expected:
             raise SinkError(
                 f"sink {self.name!r}: a task of {task.count} blocks from {task.start_block_idx} "
@@ -112,6 +114,8 @@ class MemorySink(Sink):
                 f"sink {self.name!r}: the block above a run from {task.start_block_idx} is at "
                 f"position {above.position}"
             )
-        for key, block in self._blocks_of(task, split_keys(task.keys)).items():
-            if self._blocks.get(key, block) != block:
-                raise SinkError(f"sink {self.name!r}: block {key.hex()} was sent with another path")
+        for block_hash, block in self._blocks_of(task, split_hashes(task.hashes)).items():
+            if self._blocks.get(block_hash, block) != block:
+                raise SinkError(
+                    f"sink {self.name!r}: block {block_hash.hex()} was sent with another path"
+                )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.types import split_keys
+from kvactors.types import split_hashes
 
 
 class PublishedBlock:
@@ -34,9 +34,9 @@ class PublishedBlock:
 
 
 class Retraction(NamedTuple):
-    """A path to be removed from `start` on. keys: of the blocks removed. tokens: from the root."""
+    """A path to be removed from `start` on. hashes: of its blocks. tokens: from the root."""
 
-    keys: list[bytes]
+    hashes: list[bytes]
     start: int
     tokens: bytes
 
@@ -59,70 +59,70 @@ class PublishedBlocks:
     def holds(self, task: FlushTask) -> bool:
         """Whether every block of a task is resident already."""
         return all(
-            (block := self.blocks.get(key)) is not None and block.resident
-            for key in split_keys(task.keys)
+            (block := self.blocks.get(block_hash)) is not None and block.resident
+            for block_hash in split_hashes(task.hashes)
         )
 
     def add_task(self, task: FlushTask) -> None:
         """Add the blocks of a task that is about to be sent."""
-        self.add(task.parent, task.start_block_idx, split_keys(task.keys), task.tokens)
+        self.add(task.parent, task.start_block_idx, split_hashes(task.hashes), task.tokens)
 
-    def add(self, parent: bytes, start: int, keys: Sequence[bytes], tokens: bytes) -> None:
+    def add(self, parent: bytes, start: int, hashes: Sequence[bytes], tokens: bytes) -> None:
         """Add blocks of a path, from position `start`. tokens: from the root."""
-        for position, key in enumerate(keys, start):
-            block = self.blocks.get(key)
+        for position, block_hash in enumerate(hashes, start):
+            block = self.blocks.get(block_hash)
             if block is None:
                 above = self.blocks.get(parent)
                 first = self.block_bytes * position if above is not None else 0
                 own = tokens[first : self.block_bytes * (position + 1)]
-                self.blocks[key] = PublishedBlock(parent, position, own, top=above is None)
+                self.blocks[block_hash] = PublishedBlock(parent, position, own, top=above is None)
                 if above is not None:
                     above.children += 1
             else:
                 block.resident = True
-            parent = key
+            parent = block_hash
 
-    def remove(self, keys: Iterable[bytes]) -> None:
+    def remove(self, hashes: Iterable[bytes]) -> None:
         """The removal of these blocks was sent."""
-        for key in keys:
-            block = self.blocks.get(key)
+        for block_hash in hashes:
+            block = self.blocks.get(block_hash)
             if block is not None:
                 block.resident = False
-                self._prune(key)
+                self._prune(block_hash)
 
-    def _prune(self, key: bytes) -> None:
-        block = self.blocks.get(key)
+    def _prune(self, block_hash: bytes) -> None:
+        block = self.blocks.get(block_hash)
         while block is not None and not block.resident and not block.children:
-            del self.blocks[key]
-            key = block.parent
-            block = None if block.top else self.blocks[key]
+            del self.blocks[block_hash]
+            block_hash = block.parent
+            block = None if block.top else self.blocks[block_hash]
             if block is not None:
                 block.children -= 1
 
     def retractions(self) -> Iterator[Retraction]:
         """Paths whose removal takes everything back, the deepest first. Each block is in one."""
-        leaves = [key for key, block in self.blocks.items() if not block.children]
-        leaves.sort(key=lambda key: -self.blocks[key].position)
+        leaves = [block_hash for block_hash, block in self.blocks.items() if not block.children]
+        leaves.sort(key=lambda block_hash: -self.blocks[block_hash].position)
         seen: set[bytes] = set()
         for leaf in leaves:
             chain = self._chain(leaf)
-            fresh = next(i for i, key in enumerate(chain) if key not in seen)
+            fresh = next(i for i, block_hash in enumerate(chain) if block_hash not in seen)
             first = next(i for i in range(fresh, len(chain)) if self.blocks[chain[i]].resident)
             seen.update(chain)
-            tokens = b"".join(self.blocks[key].tokens for key in chain)
+            tokens = b"".join(self.blocks[block_hash].tokens for block_hash in chain)
             yield Retraction(chain[first:], self.blocks[chain[first]].position, tokens)
 
-    def _chain(self, key: bytes) -> list[bytes]:
-        chain = [key]
-        while not self.blocks[key].top:
-            key = self.blocks[key].parent
-            chain.append(key)
+    def _chain(self, block_hash: bytes) -> list[bytes]:
+        chain = [block_hash]
+        while not self.blocks[block_hash].top:
+            block_hash = self.blocks[block_hash].parent
+            chain.append(block_hash)
         chain.reverse()
         return chain
 
-    def path_tokens(self, key: bytes) -> bytes:
+    def path_tokens(self, block_hash: bytes) -> bytes:
         """The complete path to a block."""
-        return b"".join(self.blocks[one].tokens for one in self._chain(key))
+        return b"".join(self.blocks[one].tokens for one in self._chain(block_hash))
 
     def __len__(self) -> int:
         return len(self.blocks)

@@ -20,7 +20,7 @@ from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.slab_table import ENTRY_BYTES, FIELD, HEAD, MOST_ENTRY, Meta
 from kvactors.storage.inventory import OwnedInventory
-from kvactors.types import KEY_BYTES
+from kvactors.types import HASH_BYTES
 
 PARENT, TOKENS, EXTRA, LORA, LORA_ID = 2, 3, 4, 5, 6
 
@@ -38,7 +38,7 @@ def entry_bytes_for(block_size: int) -> int:
     wanted = (
         HEAD.size
         + TIME_FIELD
-        + (FIELD.size + KEY_BYTES)
+        + (FIELD.size + HASH_BYTES)
         + (FIELD.size + 4 * block_size)
         + SPARE
         + 8
@@ -70,7 +70,7 @@ def fields_of_lineage(lineage: Lineage | None, space: int) -> dict[int, bytes]:
 def lineage_in(fields: dict[int, bytes], key: bytes) -> Lineage | None:
     """The lineage in an entry's metadata; None if there is none, or it is not that of the key."""
     parent, tokens = fields.get(PARENT, b""), fields.get(TOKENS, b"")
-    if len(parent) != KEY_BYTES or not tokens:
+    if len(parent) != HASH_BYTES or not tokens:
         return None
     try:
         lora = fields[LORA].decode() if LORA in fields else None
@@ -83,7 +83,7 @@ def lineage_in(fields: dict[int, bytes], key: bytes) -> Lineage | None:
         fields.get(EXTRA, b""),
         PLAIN if lora is None else RequestScope(lora, lora_id=number),
     )
-    return found if found.key() == key else None
+    return found if found.block_hash() == key else None
 
 
 class WritingLineages:

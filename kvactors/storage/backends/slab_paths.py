@@ -25,7 +25,7 @@ from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.storage.backends.slab_lineage import PARENT, TIME_FIELD, lineage_in
 from kvactors.storage.backends.slab_table import FIELD, HEAD, MAGIC, entry_in, fields_of
 from kvactors.storage.backends.slab_threads import SlabThreads
-from kvactors.types import KEY_BYTES
+from kvactors.types import HASH_BYTES
 
 log = get_logger()
 
@@ -209,9 +209,9 @@ def rows_of(raw: bytes, first: int, size: int, generation: int) -> Rows:
         (words[:, 0] == int.from_bytes(MAGIC, "little")) & (words[:, 13] == generation)
     )
     parents = np.zeros(len(used), np.uint64)
-    header = int.from_bytes(FIELD.pack(PARENT, KEY_BYTES), "little")
+    header = int.from_bytes(FIELD.pack(PARENT, HASH_BYTES), "little")
     at = AT_PARENT // 4
-    if size >= AT_PARENT + FIELD.size + KEY_BYTES + 8:
+    if size >= AT_PARENT + FIELD.size + HASH_BYTES + 8:
         here = halves[used, at] == header
         parents[here] = words[used[here], (AT_PARENT + FIELD.size) // 8]
         others = np.flatnonzero(~here & (halves[used, 3] > TIME_FIELD))
