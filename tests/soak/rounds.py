@@ -22,7 +22,7 @@ from tests.oracle.record import Record
 from tests.oracle.run import serve_round
 from tests.oracle.sink import Recorder
 from tests.oracle.world import World
-from tests.soak.memory import Memory, measure
+from tests.soak.memory import Memory, grow_intern_table, measure
 from tests.soak.readers import EventsReader, agrees, jsonl_held, stale_paths
 
 ROUND = 400
@@ -41,6 +41,7 @@ def run_rounds(
     given each round's record and the memory after it."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     install()
+    grow_intern_table()
     number = made = 0
     while made < requests and time.monotonic() < until:
         size = min(ROUND, requests - made)
