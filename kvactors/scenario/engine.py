@@ -104,10 +104,7 @@ class Request:
         names = self.lease.hashes(start, self.known if stop is None else stop)
         if stop is None:
             names += self.tail
-        count = len(names) // HASH_BYTES
-        if not count:
-            return ()
-        blocks = self.lease.block_table[start : start + count]
+        blocks = self.lease.block_table[start : start + len(names) // HASH_BYTES]
         return [start + index for index in await self._model.check(blocks, names)]
 
 

@@ -176,8 +176,8 @@ async def run(setting: Setting, tally: Tally) -> None:
             compare_index(cache, service, tally)
         finally:
             mend(service)
-    if not tally.stored:
-        tally.add_violation("the round proves nothing: no block came from the store")
+    if not tally.storage:
+        tally.complain("the round proves nothing: no block came from the store")
 
 
 async def one_deed(
@@ -190,20 +190,20 @@ async def one_deed(
     visible: bool,
 ) -> None:
     """Requests are served during it, and health shows it and its end."""
-    served = tally.requests
+    served = tally.finished
     await setting.moment(0.1, 0.5)
     tally.faults += 1
     deed(service)
     async with other_namespace(cache):
         await setting.moment(0.05, 0.3)
     if visible and not await reached(lambda: cache.health().status == "degraded", PATIENCE):
-        tally.add_violation(f"health does not show that the service fails: {deed.__name__}")
+        tally.complain(f"health does not show that the service fails: {deed.__name__}")
     await setting.moment(0.1, 0.5)
-    if not await reached(lambda: tally.requests > served, PATIENCE):
-        tally.add_violation(f"no request was served while the service failed: {deed.__name__}")
+    if not await reached(lambda: tally.finished > served, PATIENCE):
+        tally.complain(f"no request was served while the service failed: {deed.__name__}")
     mend(service)
     if not await reached(lambda: cache.health().status == "ok", PATIENCE):
-        tally.add_violation(
+        tally.complain(
             f"health shows a failure that is over: {deed.__name__}: {cache.health().reasons}"
         )
 
@@ -233,14 +233,14 @@ def compare_index(cache: KVCache, service: Service, tally: Tally) -> None:
     ]
     paths = {tuple(np.frombuffer(path, "<u4").tolist()) for path in plain}
     if not paths or len(paths) == len(found):
-        tally.add_violation(
+        tally.complain(
             "the round proves nothing: no block of the plain scope, or none of another, is "
             "resident at rest"
         )
     if differing := len(paths ^ service.resident):
-        tally.add_violation(f"the index differs from device and host on {differing} blocks")
+        tally.complain(f"the index differs from device and host on {differing} blocks")
     if cache.health().status != "ok":
-        tally.add_violation(f"at rest health is {cache.health()}")
+        tally.complain(f"at rest health is {cache.health()}")
 
 
 SITUATION = Situation(

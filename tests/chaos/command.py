@@ -45,7 +45,7 @@ def run_chaos(
     if json is not None:
         write_json(report, json)
     for row in report.rows:
-        for what in row.tally.violations:
+        for what in row.tally.errors:
             print(f"violated: {row.name}: {what}", file=sys.stderr)
         for repeat in row.repeat:
             print(f"repeat: {repeat}", file=sys.stderr)
@@ -63,9 +63,9 @@ def watched() -> Iterator[Report]:
             faulthandler.dump_traceback_later(2 * ROUND, exit=True, file=sys.__stderr__ or 2)
             text = (
                 f"{row.name}, round {row.rounds + (not over)}: {tally.faults} faults, "
-                f"{tally.requests} requests, {tally.verified} verified"
+                f"{tally.finished} requests, {tally.verified_blocks} verified"
             )
-            text += f", {len(tally.violations)} violations"
+            text += f", {len(tally.errors)} violations"
             update(text)
             if over and not terminal:
                 print(text, file=sys.stderr, flush=True)
@@ -89,12 +89,18 @@ def cells_of(row: Row) -> tuple[list[str], str | None]:
     counts = (
         row.rounds,
         tally.faults,
-        tally.requests,
-        tally.verified,
-        tally.wrong,
-        len(tally.violations),
+        tally.finished,
+        tally.verified_blocks,
+        tally.corrupt_blocks_served,
+        len(tally.errors),
     )
     figures = (f"{count:,} {what}" for what, count in tally.figures.items())
-    words = "; ".join([*tally.violations, *figures, *tally.notes])
-    style = "red" if tally.violations or tally.wrong else None if tally.available else "yellow"
+    words = "; ".join([*tally.errors, *figures, *tally.notes])
+    style = (
+        "red"
+        if tally.errors or tally.corrupt_blocks_served
+        else None
+        if tally.available
+        else "yellow"
+    )
     return [row.name, *(f"{count:,}" for count in counts), words], style

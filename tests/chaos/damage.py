@@ -147,7 +147,7 @@ async def run(setting: Setting, tally: Tally) -> None:
         store: Any = cache.system.backend
         async with load.running():
             if not await reached(lambda: store.statistics().writes > 40, PATIENCE):
-                tally.add_violation("nothing is stored")
+                tally.complain("nothing is stored")
             for damage in [
                 *setting.rng.sample(GENTLE, setting.times(3, 6)),
                 setting.rng.choice(FINAL),

@@ -58,7 +58,7 @@ async def one_filling(
 ) -> None:
     """Full, and free again."""
     store: Any = cache.system.backend
-    before, served = store.statistics().no_space, tally.requests
+    before, served = store.statistics().no_space, tally.finished
     floor, store.files.floor = store.files.floor, store.files.floor if real else 1 << 60
     if real:
         await run_sync(fill_disk, disk / "ballast")
@@ -66,8 +66,8 @@ async def one_filling(
     try:
         await setting.moment(0.3, 1.5)
         refused = store.statistics().no_space - before
-        if not await reached(lambda: tally.requests > served, PATIENCE):
-            tally.add_violation("no request was served while the disk was full")
+        if not await reached(lambda: tally.finished > served, PATIENCE):
+            tally.complain("no request was served while the disk was full")
     finally:
         store.files.floor = floor
         await run_sync(lambda: (disk / "ballast").unlink(missing_ok=True))
@@ -91,7 +91,7 @@ async def writes_again(cache: KVCache, tally: Tally) -> None:
                 await lease.commit(32)
             await anyio.sleep(0.05)
         return
-    tally.add_violation("nothing is stored after the disk has free space again")
+    tally.complain("nothing is stored after the disk has free space again")
 
 
 SITUATION = Situation(

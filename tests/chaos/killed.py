@@ -34,9 +34,9 @@ async def run(setting: Setting, tally: Tally) -> None:
         await setting.moment(0.1, 0.5)
         said = await last.rest()
         await run_sync(compare_lines, lines, said.truth(), tally)
-    if not announced or not said.tally.stored:
-        tally.add_violation(
-            f"the round proves nothing: {announced} blocks announced, {said.tally.stored} came "
+    if not announced or not said.tally.storage:
+        tally.complain(
+            f"the round proves nothing: {announced} blocks announced, {said.tally.storage} came "
             "back from the store"
         )
     tally.count("announced blocks looked for after kills", announced)
@@ -50,12 +50,10 @@ def check_after_kill(store: Path, lines: Path, tally: Tally) -> int:
     announced = replay_jsonl(lines)[Tier.STORAGE]
     lost = len(announced - keys_in(store))
     if lost:
-        tally.add_violation(
-            f"{lost} of {len(announced)} blocks that were announced as stored are gone"
-        )
+        tally.complain(f"{lost} of {len(announced)} blocks that were announced as stored are gone")
     bad = sum(len(one.bad) for one in inspect(store, verify=True))
     if bad:
-        tally.add_violation(f"{bad} objects of the store are not whole")
+        tally.complain(f"{bad} objects of the store are not whole")
     return len(announced)
 
 

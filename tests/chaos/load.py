@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,9 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.cache import KVCache
-from kvactors.errors import KVActorsError, NoRoom
-from kvactors.lease import Lease
-from kvactors.types import HASH_BYTES
+from kvactors.scenario.engine import RETRY, Engine, Request
 from tests.chaos.record import Tally
 
 FAMILIES, MEMBERS, SHARED, OWN, ANSWERS = 6, 6, 4, 4, 3
@@ -30,15 +28,12 @@ ABANDON, PREEMPT, EXTEND = 0.03, 0.1, 0.3
 """Shares of the requests that are given up before their loads have landed, that give way at their
 end, and that get an answer."""
 
-RETRY = 0.005
-"""Seconds until a request refused with NoRoom tries again."""
-
 Tokens = NDArray[np.uint32]
 
 
 class Load:
-    """cache: with a device that can `fill` and `check`. seed: of prompts. request_seed: of what is done
-    with them. pace: seconds between two requests of a client at most."""
+    """seed: of prompts. request_seed: of what is done with them. pace: seconds between two requests
+    of a client at most. options: of the reference engine, which serves them."""
 
     def __init__(
         self,
@@ -49,6 +44,7 @@ class Load:
         request_seed: int = 0,
         clients: int = 4,
         pace: float = 0.01,
+        **options: Any,
     ) -> None:
         self.cache = cache
         self.tally = tally
@@ -56,6 +52,8 @@ class Load:
         self.request_seed = request_seed
         self.clients = clients
         self.pace = pace
+        options = {"on_wrong": self._wrong, **options}
+        self.engine = Engine(cache, tally, thorough=True, **options)
         self._stopping = False
         self._numbers = 0
 
@@ -116,72 +114,31 @@ class Load:
             await self.one(number, None)
 
     async def one(self, number: int, rng: random.Random | None) -> None:
-        """One request, tried again while it is refused with NoRoom. rng: draws its fate, None for
+        """One request, tried again while it is refused with NoRoom. rng: draws its course, None for
         an ordinary one."""
         self._numbers += 1
-        name = f"r{self._numbers}"
+        work = self._drawn(number, rng) if rng is not None else {}
+        work |= self.identity(number, rng)
         try:
             with anyio.fail_after(HANG):
-                await self._until_room(lambda: self._serve(name, number, rng))
-        except KVActorsError as error:
-            self.tally.add_violation(f"a request was answered with {type(error).__name__}: {error}")
-            await anyio.sleep(RETRY)
+                await self.engine.serve_patiently(f"r{self._numbers}", self.prompt(number), **work)
         except TimeoutError:
-            self.tally.add_violation(f"a request hung for {HANG} s")
+            self.tally.complain(f"a request hung for {HANG} s")
         except Exception as error:  # a misuse, or an unexpected error
-            self.tally.add_violation(f"a request raised {type(error).__name__}: {error}")
+            self.tally.complain(f"a request raised {type(error).__name__}: {error}")
             await anyio.sleep(RETRY)
 
-    async def _until_room(self, serve: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            try:
-                await serve()
-                return
-            except NoRoom:
-                self.tally.no_room += 1
-                await anyio.sleep(RETRY)
+    def _drawn(self, number: int, rng: random.Random) -> dict[str, Any]:
+        """How a request goes: its pace, its end, and the output that it may have."""
+        course = rng.random()
+        work: dict[str, Any] = {"think": rng.uniform(0, self.pace)}
+        if course < ABANDON:
+            work["end"] = "abandon"
+        elif course < ABANDON + PREEMPT:
+            work["end"] = "preempt"
+        elif course > 1 - EXTEND:
+            work["output"] = self.answer(number, rng.randrange(ANSWERS))
+        return work
 
-    async def _serve(self, name: str, number: int, rng: random.Random | None) -> None:
-        fate = 1.0 if rng is None else rng.random()
-        async with await self.cache.acquire(
-            name, self.prompt(number), **self.identity(number, rng)
-        ) as lease:
-            if fate < ABANDON:
-                lease.abandon()  # before its loads have landed
-                return
-            await lease.wait_ready()
-            cached = lease.cached_tokens // self.cache.block_size
-            if lease.cached_tokens > lease.num_tokens:
-                self.tally.add_violation("cached_tokens exceeds the tokens of the request")
-            self._verify(lease, 0, cached, "served")
-            self.tally.loaded += lease.hits.host + lease.hits.storage
-            self.tally.stored += lease.hits.storage
-            await self._compute(lease, cached)
-            if rng is not None:
-                await anyio.sleep(rng.uniform(0, self.pace))
-            if rng is not None and fate > 1 - EXTEND:
-                full = lease.num_tokens // self.cache.block_size
-                await lease.extend(self.answer(number, rng.randrange(ANSWERS)))
-                await self._compute(lease, full)
-            self._verify(lease, cached, lease.num_tokens // self.cache.block_size, "held")
-            await (lease.preempt() if fate < ABANDON + PREEMPT else lease.finish())
-        self.tally.requests += 1
-
-    async def _compute(self, lease: Lease, first: int) -> None:
-        """The model's work on the full blocks from `first` on."""
-        full = lease.num_tokens // self.cache.block_size
-        if first < full:
-            self.cache.device.fill(
-                lease.block_table[first:full], lease.hashes(0, full)[first * HASH_BYTES :]
-            )
-        await lease.commit(lease.num_tokens)
-
-    def _verify(self, lease: Lease, start: int, stop: int, what: str) -> None:
-        if start < stop:
-            bad = self.cache.device.check(lease.block_table[start:stop], lease.hashes(start, stop))
-            self.tally.verified += stop - start
-            self.tally.wrong += len(bad)
-            if bad:
-                self.tally.add_violation(
-                    f"blocks {what} by the cache did not hold what they should"
-                )
+    async def _wrong(self, _request: Request, _positions: Sequence[int], when: str) -> None:
+        self.tally.complain(f"blocks {when} by the cache did not hold what they should")

@@ -60,8 +60,8 @@ async def under_load(master: Master, setting: Setting, tally: Tally) -> None:
                 master.process.send_signal(signal.SIGCONT)
         await setting.moment(0.3, 2.0)
         said = await life.rest()
-        if not said.tally.stored:
-            tally.add_violation("the round proves nothing: no block came back from the pool")
+        if not said.tally.storage:
+            tally.complain("the round proves nothing: no block came back from the pool")
 
 
 SITUATION = Situation(

@@ -3,7 +3,6 @@ over all of them."""
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -12,9 +11,12 @@ import anyio
 
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
-from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom, RankLost
+from kvactors.errors import DeadlineExceeded, KVActorsError, LeaseEnded, RankLost
+from kvactors.scenario.engine import Request
+from tests.chaos.load import Load
 from tests.chaos.record import Setting, Situation, Tally, reached
 from tests.chaos.rest import at_rest
+from tests.support.rank_model import ProcessModel, WorkerGone
 from tests.support.rank_process import RankProcess
 
 BLOCK, RANKS, CLIENTS = 8, 2, 3
@@ -60,18 +62,15 @@ async def run(setting: Setting, tally: Tally) -> None:
             stack.push_async_callback(worker.kill)
             await worker.start()
         cache = await stack.enter_async_context(open_cache(config))
-        async with anyio.create_task_group() as tasks:
-            for _ in range(CLIENTS):
-                tasks.start_soon(_client, cache, workers, setting, tally)
+        async with ranked_load(cache, workers, setting, tally).running():
             for _ in range(setting.times(5, 15)):
                 await setting.moment(0.05, 0.6)
                 await _inject_fault(cache, setting.rng.choice(workers), setting, tally)
             group = cache.system.ranks
             assert group is not None
             if not await reached(lambda: group.healthy, BACK):
-                tally.add_violation(f"not all ranks are back after {BACK:.0f} s")
+                tally.complain(f"not all ranks are back after {BACK:.0f} s")
             await setting.moment(0.3, 1.0)
-            tasks.cancel_scope.cancel()
         await at_rest(cache, tally, BACK)
 
 
@@ -92,43 +91,27 @@ async def _inject_fault(
         cache.system.ranks.disconnect(victim.rank)
 
 
-async def _client(
+def ranked_load(
     cache: KVCache, workers: Sequence[RankProcess], setting: Setting, tally: Tally
-) -> None:
-    while True:
-        first = setting.rng.randrange(12) * 1000
-        prompt = [first + i for i in range(setting.rng.randrange(BLOCK, 7 * BLOCK))]
-        try:
-            await _request(cache, workers, prompt, tally)
-        except NoRoom:
-            tally.no_room += 1
-        except (ConnectionError, RankLost, LeaseEnded, DeadlineExceeded):
+) -> Load:
+    """Clients whose engine computes every block on every rank. A lost rank may end a request."""
+
+    def ended(name: str, error: KVActorsError) -> None:
+        if isinstance(error, WorkerGone | RankLost | LeaseEnded | DeadlineExceeded):
             tally.count("requests that a lost rank ended", 1)
-        await asyncio.sleep(0)
+        else:
+            tally.complain(f"request {name}: {type(error).__name__}: {error}")
 
+    async def wrong(request: Request, positions: Sequence[int], when: str) -> None:
+        """Wrong blocks are a violation, unless the cache reports that a rank lost its memory."""
+        await anyio.sleep(0.05)
+        await request.lease.commit(request.lease.cached_tokens)
+        tally.complain(f"{len(positions)} blocks {when} by the cache hold other bytes")
 
-async def _request(
-    cache: KVCache, workers: Sequence[RankProcess], prompt: list[int], tally: Tally
-) -> None:
-    async with await cache.acquire("r", prompt, deadline=5.0) as lease:
-        await lease.wait_ready()
-        cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
-        table, keys = lease.block_table, lease.hashes(0, full)
-        found = await asyncio.gather(
-            *(one.check(table[:cached], keys[: 32 * cached]) for one in workers)
-        )
-        if any(found):
-            await asyncio.sleep(0.05)
-            await lease.commit(cached * BLOCK)  # RankLost if a rank lost them
-            tally.wrong += max(map(len, found))
-        await asyncio.gather(
-            *(one.fill(table[cached:full], keys[32 * cached :]) for one in workers)
-        )
-        await lease.commit(full * BLOCK)
-        tally.requests += 1
-        tally.verified += cached * RANKS
-        tally.loaded += lease.hits.host + lease.hits.storage
-        tally.stored += lease.hits.storage
+    model = ProcessModel(workers)
+    return Load(
+        cache, tally, setting.seed, clients=CLIENTS, model=model, on_wrong=wrong, on_error=ended
+    )
 
 
 SITUATION = Situation("ranks", "two ranks' processes killed, stopped, cut off", run)

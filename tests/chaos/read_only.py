@@ -62,13 +62,11 @@ async def mounted_read_only(disk: Path, setting: Setting, tally: Tally) -> None:
         tally.faults += 1
         try:
             async with open_cache(Config.from_mapping(settings(view / "store"))):
-                tally.add_violation(
-                    "a store was opened for writing on a file system that is read-only"
-                )
+                tally.complain("a store was opened for writing on a file system that is read-only")
         except StoreError as error:
             if str(view) not in str(error):
-                tally.add_violation(f"a read-only file system is not named: {error}")
-        before = tally.stored
+                tally.complain(f"a read-only file system is not named: {error}")
+        before = tally.storage
         async with loaded(settings(view / "store", MEMORY, read_only=True), setting, tally) as (
             cache,
             load,
@@ -77,8 +75,8 @@ async def mounted_read_only(disk: Path, setting: Setting, tally: Tally) -> None:
                 await setting.moment(0.1, 1.0)
             await load.everything()
             await at_rest(cache, tally)
-        if tally.stored == before:
-            tally.add_violation("nothing was read from a store opened read_only")
+        if tally.storage == before:
+            tally.complain("nothing was read from a store opened read_only")
 
 
 SITUATION = Situation(

@@ -127,12 +127,12 @@ async def compare_with(cache: KVCache, readers: Readers, tally: Tally) -> None:
     assert readers.reader is not None
     said = await compare(readers.reader, sink.events.sequence, truth)
     if said["divergence"] or said["behind"]:
-        tally.add_violation(
+        tally.complain(
             f"a reader of KV events differs on {said['divergence']} blocks, {said['behind']} "
             f"batches behind: {said}"
         )
     if said["orphans"]:
-        tally.add_violation(
+        tally.complain(
             f"a reader of KV events was sent {said['orphans']} blocks without the block above "
             "them, or removals in this order"
         )

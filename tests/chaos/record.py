@@ -10,8 +10,10 @@ from typing import NamedTuple, Self
 import anyio
 import msgspec
 
+from kvactors.scenario.report import Totals
+
 MAX_WORDS = 20
-"""How many violations and notes are kept as text."""
+"""How many notes are kept."""
 
 
 LOOK = 0.01
@@ -26,28 +28,20 @@ async def reached(condition: Callable[[], bool], seconds: float) -> bool:
     return condition()
 
 
-class Tally(msgspec.Struct):
-    """Counted over a round. requests: served to their end. no_room: refused for now, and tried
-    again. verified: blocks compared byte for byte. loaded: of those, from host or storage. stored:
-    from storage. wrong: blocks with other bytes. figures: of the situation, by their names.
-    available: False if this machine cannot run it (`notes` has the reason)."""
+class Tally(Totals):
+    """The totals of a round's engine, and its faults. errors: the violations. figures: of the
+    situation, by their names. available: False if this machine cannot run it (`notes` has the
+    reason)."""
 
     faults: int = 0
-    requests: int = 0
-    no_room: int = 0
-    verified: int = 0
-    loaded: int = 0
-    stored: int = 0
-    wrong: int = 0
-    violations: list[str] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)
     figures: dict[str, int] = msgspec.field(default_factory=dict)
     available: bool = True
 
-    def add_violation(self, what: str) -> None:
+    def complain(self, what: str) -> None:
         """Add the violation of an invariant."""
-        if what not in self.violations and len(self.violations) < MAX_WORDS:
-            self.violations.append(what)
+        if what not in self.errors:
+            super().complain(what)
 
     def note(self, what: str) -> None:
         """Add a remark for the reader of the report."""
@@ -65,12 +59,14 @@ class Tally(msgspec.Struct):
 
     def add(self, other: Tally) -> Self:
         """Add the counts of another process or another round."""
-        for name in ("faults", "requests", "no_room", "verified", "loaded", "stored", "wrong"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in self.__struct_fields__:
+            mine = getattr(self, name)
+            if type(mine) is int:
+                setattr(self, name, mine + getattr(other, name))
         for name, number in other.figures.items():
             self.count(name, number)
-        for what in other.violations:
-            self.add_violation(what)
+        for what in other.errors:
+            self.complain(what)
         for what in other.notes:
             self.note(what)
         self.available = self.available and other.available
@@ -126,4 +122,4 @@ class ChaosReport(msgspec.Struct):
     @property
     def violations(self) -> int:
         """Of all situations."""
-        return sum(len(row.tally.violations) for row in self.rows)
+        return sum(len(row.tally.errors) for row in self.rows)

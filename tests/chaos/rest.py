@@ -77,10 +77,10 @@ async def loaded(
 async def at_rest(cache: KVCache, tally: Tally, seconds: float = SETTLE) -> None:
     """A violation for each thing that is wrong with a cache that nothing uses any more."""
     for what in await problems_at_rest(cache, seconds):
-        tally.add_violation(f"at rest: {what}")
+        tally.complain(f"at rest: {what}")
     supervisor = cache.statistics().supervisor
     if supervisor.deaths:
-        tally.add_violation(f"actors failed: {supervisor}")
+        tally.complain(f"actors failed: {supervisor}")
 
 
 def named(cache: KVCache) -> dict[Tier, set[bytes]]:
@@ -94,6 +94,4 @@ def compare_lines(path: Path, truth: dict[Tier, set[bytes]], tally: Tally) -> No
     for tier in Tier:
         differing = len(view[tier] ^ truth.get(tier, set()))
         if differing:
-            tally.add_violation(
-                f"the file of JSON lines differs from {tier.name} on {differing} blocks"
-            )
+            tally.complain(f"the file of JSON lines differs from {tier.name} on {differing} blocks")

@@ -43,13 +43,13 @@ async def one_round(
         with anyio.fail_after(ROUND):
             await situation.run(Setting(folder, rng, seed, small), tally)
     except DeadlineExceeded as error:
-        tally.add_violation(f"hangs: {error}")
+        tally.complain(f"hangs: {error}")
     except TimeoutError:
-        tally.add_violation(f"hangs: the round was not over after {ROUND:.0f} s")
+        tally.complain(f"hangs: the round was not over after {ROUND:.0f} s")
     except Exception as error:  # an unexpected error is a finding as well
-        tally.add_violation(f"{type(error).__name__}: {error}")
-    if tally.available and not (tally.faults and tally.requests and tally.verified):
-        tally.add_violation("the round proves nothing: no fault, no request, or no block verified")
+        tally.complain(f"{type(error).__name__}: {error}")
+    if tally.available and not (tally.faults and tally.finished and tally.verified_blocks):
+        tally.complain("the round proves nothing: no fault, no request, or no block verified")
     return tally
 
 
@@ -92,7 +92,7 @@ async def next_round(
             await one_round(situation, seed, Path(folder), small=small, tally=tally)
     row.rounds += 1
     row.tally.add(tally)
-    if tally.violations:
+    if tally.errors:
         row.repeat.append(f"python -m tests.chaos --only {row.name} --seed {seed} --minutes 0")
     progress(row, tally, True)
 

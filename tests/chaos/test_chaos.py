@@ -21,9 +21,9 @@ async def test_a_small_round(name, tmp_path):
     tally = await one_round(situation, 7, tmp_path, small=True)
     if not tally.available:
         pytest.skip("; ".join(tally.notes))
-    assert tally.violations == []
-    assert tally.wrong == 0
-    assert min(tally.faults, tally.requests, tally.verified) > 0
+    assert tally.errors == []
+    assert tally.corrupt_blocks_served == 0
+    assert min(tally.faults, tally.finished, tally.verified_blocks) > 0
 
 
 def test_an_unknown_situation_is_named():
@@ -33,8 +33,8 @@ def test_an_unknown_situation_is_named():
 
 async def works(setting: Setting, tally: Tally) -> None:
     tally.faults += 1
-    tally.requests += 10
-    tally.verified += setting.rng.randrange(1, 100)
+    tally.finished += 10
+    tally.verified_blocks += setting.rng.randrange(1, 100)
 
 
 async def breaks(setting: Setting, tally: Tally) -> None:
@@ -67,13 +67,14 @@ async def test_every_failure_is_a_violation_with_a_command_that_repeats_it(how, 
     monkeypatch.setattr(run, "ROUND", 0.2)
     report = await chaos([Situation("some", "", how)], seed=41, minutes=0)
     [row] = report.rows
-    assert [violation.startswith(what) for violation in row.tally.violations] == [True]
+    assert [violation.startswith(what) for violation in row.tally.errors] == [True]
     assert row.repeat == ["python -m tests.chaos --only some --seed 41 --minutes 0"]
 
 
 async def test_a_seed_determines_what_happens(tmp_path):
     one, same, other = [
-        (await one_round(Situation("w", "", works), seed, tmp_path)).verified for seed in (1, 1, 2)
+        (await one_round(Situation("w", "", works), seed, tmp_path)).verified_blocks
+        for seed in (1, 1, 2)
     ]
     assert one == same != other
 

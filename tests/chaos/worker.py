@@ -79,7 +79,7 @@ class Worker:
     async def reach(self, requests: int) -> None:
         """Wait until it has served so many. Errors as of `rest`."""
         await self._hear()
-        while self._last.tally.requests < requests:
+        while self._last.tally.finished < requests:
             await self._hear()
 
     async def rest(self) -> Said:

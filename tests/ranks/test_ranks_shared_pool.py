@@ -19,7 +19,7 @@ from kvactors.mooncake_config import MooncakeConfig
 from kvactors.ranks_config import RanksConfig
 from kvactors.testing.fakes import SimPool
 from kvactors.testing.loop import simulate
-from tests.simulation.engine import Engine
+from tests.support.rank_model import RankModel
 from tests.support.sim_rank import SimRank
 
 BLOCK, BLOCKS = 4, 5
@@ -46,15 +46,15 @@ async def life(stores, lacking=()):
         SimRank(CONFIG, number, store=store, latency=lambda: 0.001)
         for number, store in enumerate(stores)
     ]
-    engine = Engine(layout, lambda: [rank.device for rank in ranks])
+    model = RankModel(layout, lambda: [rank.device for rank in ranks])
     for rank in ranks:
         await rank.start()
     async with kvactors.open(CONFIG, inline_copies=True) as cache:
         async with await cache.acquire("a", PROMPT) as lease:
             await lease.wait_ready()
             cached, keys = lease.cached_tokens // BLOCK, lease.hashes(0, BLOCKS)
-            wrong = engine.wrong(lease.block_table[:cached], keys[: 32 * cached])
-            engine.fill(lease.block_table[cached:BLOCKS], keys[32 * cached :])
+            wrong = await model.check(lease.block_table[:cached], keys[: 32 * cached])
+            await model.fill(lease.block_table[cached:BLOCKS], keys[32 * cached :])
             await lease.commit(len(PROMPT))
             hits = lease.hits.storage
         await cache.wait_idle()

@@ -3,7 +3,7 @@ faults, with every byte checked.
 
     draw -> World (system, fakes) <- faults of the plan
                  ^
-    Clients -----+----- Engine (fills and checks blocks)      Recorder (trace, coverage, crashes)
+    Clients -----+----- RankModel (fills and checks blocks)   Recorder (trace, coverage, crashes)
 
 `run_seed` runs one seed to its end and reports the violations. `run_simulate` runs many on every
 core.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Sequence
 
 import numpy as np
 import xxhash
@@ -11,6 +12,8 @@ import xxhash
 from kvactors.errors import KVActorsError, NoRoom
 from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.observe.statistics import announceable
+from kvactors.scenario.engine import Engine, Request
+from kvactors.scenario.report import Totals
 from kvactors.storage.breaker import PAUSE
 from kvactors.testing.attentionstore_sdk import services
 from tests.simulation.draw import BLOCK, INDEX
@@ -95,7 +98,7 @@ def _bytes_below(world: World) -> None:
     if not world.ranks:
         system = world.system
         for key, entry in system.evictor_actor.host.blocks.items():
-            if not entry.arriving and bytes(system.arena.view(entry.slot)) != world.engine.bytes_of(
+            if not entry.arriving and bytes(system.arena.view(entry.slot)) != world.model.bytes_of(
                 key
             ):
                 world.violated("a host slot holds wrong bytes")
@@ -103,7 +106,7 @@ def _bytes_below(world: World) -> None:
         for key in store.catalog.keys():  # noqa: SIM118  (no mapping)
             data, checksum = store.objects.get(key, (b"", -1))
             share = keys_on_rank(key, rank) if world.ranks else key
-            if xxhash.xxh3_64_intdigest(data) == checksum and data != world.engine.bytes_of(share):
+            if xxhash.xxh3_64_intdigest(data) == checksum and data != world.model.bytes_of(share):
                 world.violated("a stored object holds wrong bytes, and its checksum agrees")
 
 
@@ -126,19 +129,16 @@ def _token_index(world: World) -> None:
 async def serves_again(world: World) -> None:
     """Every family's longest prompt, one after another: no fault is left that could excuse
     anything."""
-    cache, drawn = world.cache, world.drawn
+    drawn = world.drawn
+
+    async def wrong(_request: Request, positions: Sequence[int], when: str) -> None:
+        world.violated(f"wrong bytes after all faults: {len(positions)} blocks {when}")
+
+    engine = Engine(world.cache, Totals(), world.model, thorough=True, on_wrong=wrong)
     for family in range(drawn.families):
         tokens = [family * 10_000 + i for i in range(drawn.longest * BLOCK)]
         try:
-            async with await cache.acquire(f"after {family}", tokens, deadline=5.0) as lease:
-                await lease.wait_ready(deadline=10.0)
-                cached, full = lease.cached_tokens // BLOCK, lease.num_tokens // BLOCK
-                wrong = world.engine.wrong(lease.block_table[:cached], lease.hashes(0, cached))
-                if wrong:
-                    world.violated(f"wrong bytes after all faults: {len(wrong)} of {cached} blocks")
-                world.engine.fill(lease.block_table[cached:full], lease.hashes(cached, full))
-                await lease.commit(lease.num_tokens, deadline=5.0)
-                await lease.finish(deadline=5.0)
+            await engine.serve(f"after {family}", tokens)
         except NoRoom as error:
             if drawn.longest <= drawn.config.device.num_blocks:
                 world.violated(f"no room after all faults, with nobody else there: {error}")

@@ -123,7 +123,7 @@ def _conclude(report: SeedReport, world: World, clients: list[Client]) -> None:
     recorder = world.recorder
     report.requests += sum(client.requests for client in clients)
     report.answered += sum(client.answered for client in clients)
-    report.verified += world.engine.verified
+    report.verified += world.model.verified
     report.faults += sum(
         count for what, count in recorder.seen.items() if what.startswith(("fault ", "crash "))
     )

@@ -44,7 +44,7 @@ from kvactors.testing.loop import simulate
 from kvactors.types import Reason, Tier, join_hashes
 from tests.flush_notifier.helpers import delivered, take
 from tests.simulation import run_seed
-from tests.simulation.engine import Engine
+from tests.support.rank_model import RankModel
 from tests.support.rank_process import keys_on_rank
 from tests.support.sim_rank import SimRank
 
@@ -213,14 +213,14 @@ def test_writes_that_wait_when_a_rank_loses_its_memory_are_refused():
             SimRank(config, number, store=stores[number], latency=lambda: 0.001)
             for number in range(2)
         ]
-        engine = Engine(layout, lambda: [rank.device for rank in ranks])
+        model = RankModel(layout, lambda: [rank.device for rank in ranks])
         for rank in ranks:
             await rank.start()
         async with kvactors.open(config, inline_copies=True) as cache:
             for number in range(4):
                 lease = await cache.acquire("a", list(range(100 * number, 100 * number + 5)))
                 await lease.wait_ready()
-                engine.fill(lease.block_table[:1], lease.hashes(0, 1))
+                await model.fill(lease.block_table[:1], lease.hashes(0, 1))
                 await lease.commit(4)
                 await lease.finish()
             await asyncio.sleep(0.1)
@@ -231,7 +231,7 @@ def test_writes_that_wait_when_a_rank_loses_its_memory_are_refused():
                 wrong = [
                     key
                     for key, (data, _) in store.objects.items()
-                    if data != engine.bytes_of(keys_on_rank(key, number))
+                    if data != model.bytes_of(keys_on_rank(key, number))
                 ]
                 assert wrong == []
         for rank in ranks:

@@ -12,7 +12,7 @@ from kvactors.arguments import Media
 from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, RankLost
 from kvactors.lease import Lease
 from kvactors.prefix_index.loads import GRACE
-from kvactors.types import HASH_BYTES
+from kvactors.scenario.engine import Request
 from tests.simulation.client import CacheClient
 from tests.simulation.draw import BLOCK
 from tests.simulation.world import World
@@ -180,9 +180,9 @@ class Client(CacheClient):
 
 
 class Served:
-    """One lease and the expected contents of its blocks. names: by position in the table, of blocks
-    that were filled or checked. incarnation: of the index that gave the lease. An engine detects the
-    failure of that index at once, and leaves the blocks alone, which have other owners then."""
+    """One request of the reference engine, with random pauses, checks of every block between them,
+    and calls that may be cancelled. incarnation: of the index that gave the lease. An engine detects
+    the failure of that index at once, and leaves the blocks alone, which have other owners then."""
 
     def __init__(self, client: Client, lease: Lease, deadline: float, incarnation: int) -> None:
         self.client = client
@@ -191,7 +191,7 @@ class Served:
         self.rng = client.rng
         self.lease = lease
         self.by = asyncio.get_running_loop().time() + deadline
-        self.names: dict[int, bytes] = {}
+        self.request = Request(lease, BLOCK, self.world.model)
 
     async def prefill(self) -> bool:
         """Wait for the loads, check their blocks, compute the rest. False if the request was ended
@@ -205,20 +205,12 @@ class Served:
             return False
         rest = max(0.0, self.by - asyncio.get_running_loop().time()) + GRACE
         await client.ask("wait_ready", lambda: lease.wait_ready(deadline=LONG), rest)
-        cached = lease.cached_tokens // BLOCK
         if len(set(lease.block_table)) < len(lease.block_table):
             self.world.violated("a block stands twice in a table")
-        self._name(0, cached)
+        self.request.landed()
         await self.verify("served as cached")
-        await self._compute(cached)
+        await self._compute()
         return True
-
-    def _name(self, start: int, stop: int) -> None:
-        keys = self.lease.hashes(start, stop)
-        for position in range(start, stop):
-            self.names[position] = keys[
-                (position - start) * HASH_BYTES : (position - start + 1) * HASH_BYTES
-            ]
 
     async def _layers(self) -> None:
         layout, lease = self.world.layout, self.lease
@@ -234,23 +226,19 @@ class Served:
                 continue
             blocks = tokens // BLOCK
             self.world.seen["lease layer checked"] += blocks > 0
-            if self.world.engine.wrong_in_layer(layer, table[:blocks], lease.hashes(0, blocks)):
+            if self.world.model.check_layer(layer, table[:blocks], lease.hashes(0, blocks)):
                 await self._judge(f"layer {layer} was said to be there")
 
-    async def _compute(self, first: int) -> None:
+    async def _compute(self) -> None:
         """Run the model: it writes its blocks, also the last one that is not full, and reports
         them."""
         lease, rng = self.lease, self.rng
         await asyncio.sleep(rng.choice((0.0, 0.001, 0.01, 0.05)))
         await self._still_ours()
-        full = lease.num_tokens // BLOCK
-        if full > first:
-            self._name(first, full)
-            self.world.engine.fill(lease.block_table[first:full], lease.hashes(first, full))
-        if len(lease.block_table) > full:
+        await self.request.compute()
+        if len(lease.block_table) > self.request.full:
             mine = lease.request_id.encode().ljust(16, b"-") + rng.randbytes(16)
-            self.names[full] = mine
-            self.world.engine.fill(lease.block_table[full : full + 1], mine)
+            await self.request.compute_tail(mine)
         await asyncio.sleep(rng.choice((0.0, 0.001, 0.01)))
         await self.verify("computed")
         computed = lease.num_tokens if rng.random() < 0.8 else rng.randint(0, lease.num_tokens)
@@ -259,12 +247,10 @@ class Served:
     async def decode(self) -> None:
         """Some more tokens."""
         lease, rng = self.lease, self.rng
-        first = lease.num_tokens // BLOCK
         tokens = [rng.randrange(4) for _ in range(rng.randint(1, 2 * BLOCK))]
-        self.names.pop(first, None)
         deadline = rng.choice((0.05, 1.0))
         await self.client.ask("extend", lambda: lease.extend(tokens, deadline=deadline), deadline)
-        await self._compute(first)
+        await self._compute()
 
     async def _still_ours(self) -> None:
         """LeaseEnded if the index of this lease has failed. The next incarnation must raise it too,
@@ -286,14 +272,10 @@ class Served:
     async def verify(self, what: str) -> None:
         """Every block of the lease holds its bytes."""
         await self._still_ours()
-        positions = sorted(self.names)
-        blocks = [self.lease.block_table[position] for position in positions]
-        wrong = self.world.engine.wrong(
-            blocks, b"".join(self.names[position] for position in positions)
-        )
+        wrong = await self.request.verify()
         if wrong:
             await self._judge(
-                f"{what}, and {len(wrong)} of {len(blocks)} blocks do not hold their bytes"
+                f"{what}, and {len(wrong)} of {self.request.known} blocks do not hold their bytes"
             )
 
     async def _judge(self, what: str) -> None:

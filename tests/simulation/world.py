@@ -36,9 +36,9 @@ from kvactors.testing.faults import StoreFaults
 from kvactors.testing.injection import Injectable, Injector
 from kvactors.threads import Workers
 from tests.simulation.draw import INDEX, Draw
-from tests.simulation.engine import Engine
 from tests.simulation.limits import STEP
 from tests.simulation.recorder import Recorder, SimSystem
+from tests.support.rank_model import RankModel
 from tests.support.sim_rank import SimRank
 from tests.support.sim_service import SimService, SimThread
 
@@ -93,7 +93,7 @@ class World:
             assert isinstance(plane, LocalPlane)
             assert isinstance(plane.device, HostDevice)
             plane.engine = self.executor = SimExecutor(plane.device, plane.arena, self._lag(0))
-        self.engine = Engine(self.layout, self._devices)
+        self.model = RankModel(self.layout, self._devices)
         self.cache: KVCache
         self._injector = Injector(self._target_of, self._fault_begins)
 

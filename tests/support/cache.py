@@ -11,6 +11,8 @@ import numpy as np
 import kvactors
 from kvactors import Config, KVCache, Lease
 from kvactors.flush_notifier.sinks import Sink
+from kvactors.scenario.engine import Engine
+from kvactors.scenario.report import Totals
 from kvactors.testing.rest import problems_at_rest
 
 Table = Mapping[str, Any]
@@ -65,17 +67,21 @@ async def opened(
 async def serve(
     cache: KVCache, name: str, tokens: Any, *, verify: bool = True, **options: Any
 ) -> Lease:
-    """One request from acquire to finish: verify the loaded blocks, compute the rest."""
-    lease = await cache.acquire(name, tokens, **options)
-    await lease.wait_ready()
-    full = lease.num_tokens // BLOCK
-    keys, table = lease.hashes(0, full), list(lease.block_table)
-    cached = lease.cached_tokens // BLOCK
-    assert sum(lease.hits) == cached
-    if verify:
-        assert cache.device.check(table[:cached], keys[: 32 * cached]) == []
-    if cached < full:
-        cache.device.fill(table[cached:full], keys[32 * cached :])
-    await lease.commit(lease.num_tokens)
-    await lease.finish()
+    """Serve one request of the reference engine, all of whose blocks must be right.
+
+    Args:
+        cache: the cache.
+        name: of the request.
+        tokens: its prompt.
+        verify: False if committed blocks were not computed.
+        options: of `Engine.serve`, and those of `KVCache.acquire`.
+
+    Returns:
+        Its lease, ended.
+    """
+    totals = Totals()
+    lease = await Engine(cache, totals, thorough=True).serve(name, tokens, **options)
+    assert totals.errors == []
+    assert not verify or totals.corrupt_blocks_served == 0
+    assert sum(lease.hits) == lease.cached_tokens // cache.block_size
     return lease

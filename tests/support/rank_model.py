@@ -1,8 +1,9 @@
-"""An engine's use of its blocks: it fills them with the bytes of their hashes, and checks those
-bytes before use."""
+"""Models of the reference engine (`kvactors.scenario.engine.Model`) whose blocks are spread over
+ranks, and the bytes that a block with a given hash must have."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from kvactors.device.host import HostDevice
 from kvactors.errors import KVActorsError
 from kvactors.layout.base import Layout
 from kvactors.types import HASH_BYTES, split_hashes
-from tests.support.rank_process import keys_on_rank
+from tests.support.rank_process import RankProcess, keys_on_rank
 
 
 class WorkerGone(KVActorsError):
@@ -23,8 +24,8 @@ Devices = Callable[[], Sequence[HostDevice | None]]
 """The device of every rank as it is now, None for one that is not there."""
 
 
-class Engine:
-    """devices: see above. verified: blocks checked so far, on all ranks."""
+class RankModel:
+    """Ranks in this process. verified: blocks checked so far, on all ranks."""
 
     def __init__(self, layout: Layout, devices: Devices) -> None:
         self.devices = devices
@@ -43,21 +44,21 @@ class Engine:
             return [(devices[0], keys)]
         return [(device, keys_on_rank(keys, rank)) for rank, device in enumerate(devices)]
 
-    def fill(self, blocks: Sequence[int], keys: bytes) -> None:
-        """Compute blocks."""
-        for device, share in self._shares(keys):
+    async def fill(self, blocks: Sequence[int], names: bytes) -> None:
+        """See `Model.fill`. WorkerGone."""
+        for device, share in self._shares(names):
             device.fill(blocks, share)
 
-    def wrong(self, blocks: Sequence[int], keys: bytes) -> list[int]:
-        """Indices of blocks that do not hold, on every rank, the bytes of their hashes."""
+    async def check(self, blocks: Sequence[int], names: bytes) -> list[int]:
+        """See `Model.check`: of the blocks that are wrong on any rank. WorkerGone."""
         self.verified += len(blocks)
         bad: set[int] = set()
-        for device, share in self._shares(keys):
+        for device, share in self._shares(names):
             bad |= set(device.check(blocks, share))
         return sorted(bad)
 
-    def wrong_in_layer(self, layer: int, blocks: Sequence[int], keys: bytes) -> list[int]:
-        """Like `wrong`, for one layer, counted from the layout's first."""
+    def check_layer(self, layer: int, blocks: Sequence[int], keys: bytes) -> list[int]:
+        """Like `check`, for one layer, counted from the layout's first."""
         bad: set[int] = set()
         for device, share in self._shares(keys):
             for j, (block, key) in enumerate(zip(blocks, split_hashes(share), strict=True)):
@@ -81,3 +82,25 @@ class Engine:
             self._pattern.copy_to_host([0], self._slot, [0])
             found = self._known[key] = bytes(self._slot.view(0))
         return found
+
+
+class ProcessModel:
+    """Ranks in processes of their own."""
+
+    def __init__(self, ranks: Sequence[RankProcess]) -> None:
+        self.ranks = ranks
+
+    async def fill(self, blocks: Sequence[int], names: bytes) -> None:
+        """See `Model.fill`. WorkerGone."""
+        try:
+            await asyncio.gather(*(rank.fill(tuple(blocks), names) for rank in self.ranks))
+        except ConnectionError as error:
+            raise WorkerGone(str(error)) from error
+
+    async def check(self, blocks: Sequence[int], names: bytes) -> list[int]:
+        """See `Model.check`: of the blocks that are wrong on any rank. WorkerGone."""
+        try:
+            found = await asyncio.gather(*(rank.check(tuple(blocks), names) for rank in self.ranks))
+        except ConnectionError as error:
+            raise WorkerGone(str(error)) from error
+        return sorted({index for bad in found for index in bad})
