@@ -39,6 +39,16 @@ class KnownObjects:
         self.lists = lists
         self._names = dict.fromkeys(names)
 
+    def names(self) -> list[bytes]:
+        """The names of the objects that are known to be there."""
+        return list(self._names)
+
+    def remove(self, names: Iterable[bytes]) -> None:
+        """Objects are erased."""
+        for name in names:
+            self._names.pop(name, None)
+            self._keys.pop(name, None)
+
     def holds(self, name: bytes, key: bytes) -> bool:
         """Whether an object is known to be there."""
         if name not in self._names:

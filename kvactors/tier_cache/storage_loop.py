@@ -161,6 +161,11 @@ class StorageLoop:
             store.inventory.acknowledge_removed(removed)
         return removed
 
+    def remove(self, names: Sequence[bytes]) -> None:
+        """Erase objects."""
+        if self.store is not None:
+            self._start(self.store.remove(names))
+
     # -- clears
 
     def clear(self, generation: int) -> None:

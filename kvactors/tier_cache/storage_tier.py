@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -289,6 +289,25 @@ class StorageTier:
         if loop is None or self._closed:
             return False
         return loop.generation != self.known.generation or loop.clearing > 0
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Forget objects. They are erased in the background, before jobs that are submitted later.
+
+        Objects that a job writes at this moment stay: remove them when the job has ended.
+        """
+        self._remove([self.name_of(key) for key in keys])
+
+    def retain(self, keys: Iterable[bytes]) -> int:
+        """Remove every object whose key is not in `keys`. Returns the number of removed objects."""
+        wanted = {self.name_of(key) for key in keys}
+        others = [name for name in self.known.names() if name not in wanted]
+        self._remove(others)
+        return len(others)
+
+    def _remove(self, names: Sequence[bytes]) -> None:
+        self.known.remove(names)
+        if names and self._loop is not None:
+            self.call(self._loop.remove, names)
 
     # -- the store's thread
 

@@ -175,6 +175,29 @@ def test_evicted_keys_are_reported_and_cleared_ones_stay_away(tmp_path):
     again.close()
 
 
+def test_removed_objects_are_gone_at_once_and_after_a_restart(tmp_path):
+    tier = open_file(tmp_path)
+    keys = KEYS[:6]
+    views = [memoryview(payload(key)) for key in keys]
+    tier.submit_store("all", keys, views)
+    assert tier.drain(LIMIT)
+    tier.remove([keys[0], KEYS[200]])
+    assert [tier.contains(key) for key in keys] == [False] + [True] * 5
+    # a store that is submitted later is not undone by the removal
+    tier.submit_store("again", keys[:1], views[:1])
+    assert tier.drain(LIMIT)
+    assert tier.contains(keys[0])
+    assert tier.retain(keys[:3]) == 3
+    assert [tier.contains(key) for key in keys] == [True] * 3 + [False] * 3
+    tier.submit_load("left", keys, [memoryview(bytearray(BLOCK)) for _ in keys])
+    assert tier.drain(LIMIT)
+    assert tier.poll()[-1].ok == (True,) * 3 + (False,) * 3
+    tier.close()
+    again = open_file(tmp_path)
+    assert [again.contains(key) for key in keys] == [True] * 3 + [False] * 3
+    again.close()
+
+
 def test_the_event_descriptor_becomes_readable(tmp_path):
     tier = open_file(tmp_path, event_fd=True)
     assert tier.fd is not None

@@ -1,0 +1,333 @@
+"""LMCache's entry point: the L2 adapter that LMCache loads by module path."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import KeyEntry, KeyListPage, ObjectKey
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+from kvactors.errors import StoreError
+from kvactors.identity import StoreIdentity
+from kvactors.integrations.lmcache.catalog import Catalog
+from kvactors.integrations.lmcache.key_log import KeyLog
+from kvactors.integrations.lmcache.objects import (
+    Key,
+    ObjectShape,
+    StoredObject,
+    layout_of,
+    stored_object,
+)
+from kvactors.integrations.lmcache.settings import L2Settings, read_settings, store_config
+from kvactors.integrations.lmcache.transfers import Buffer, Task
+from kvactors.integrations.lmcache.worker import Worker
+from kvactors.storage.backends.slab_memory import address_of
+from kvactors.threads import Workers
+from kvactors.tier_cache import StorageTier, TierConfig
+from kvactors.tier_cache.stores import make_storage
+
+STOP = 5.0
+"""Seconds that the worker's thread may take to end. It never waits for the file system."""
+
+
+class KVActorsL2(L2AdapterInterface):
+    """kvactors' verified file store as an L2 adapter of LMCache.
+
+    Objects are found again only under the same key (chunk hash, model, world size and rank, object
+    group, salt) with the same layout and size. An object whose bytes are not those that were stored
+    is a failed load. Locked objects are never evicted.
+
+    Args:
+        params: see `L2Settings`.
+        l1_memory_desc: given by LMCache.
+
+    Raises:
+        ConfigError: a setting is unknown, missing or out of range (a ValueError).
+        StoreError: the store cannot be used (an OSError).
+    """
+
+    def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
+        settings = read_settings(params)
+        config = store_config(settings)
+        super().__init__(max_capacity_bytes=settings.pages * settings.page)
+        self.settings = settings
+        self._numbers = itertools.count()
+        self._stores: deque[tuple[int, Any]] = deque()
+        self._lookups: dict[int, Any] = {}
+        self._loads: dict[int, Any] = {}
+        self._closed = False
+        tier = make_storage(config, event_fd=True)
+        tier.open(settings.open_timeout)
+        self._tier = tier
+        try:
+            catalog, self._keys = read_keys(tier, config, settings)
+        except BaseException:
+            tier.close(settings.close_timeout)
+            raise
+        self._worker = Worker(tier, self._keys, catalog, self, settings.staging_pages)
+        self._store_event, self._lookup_event, self._load_event = (
+            create_event_notifier() for _ in range(3)
+        )
+        recovered = catalog.items()
+        if recovered:
+            self._notify_keys_stored(
+                [key for key, _ in recovered], [found.shape.size for _, found in recovered]
+            )
+        self._worker.start()
+
+    # -- event descriptors
+
+    def get_store_event_fd(self) -> int:
+        """Readable when store tasks have ended."""
+        return int(self._store_event.fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Readable when look-ups have been answered."""
+        return int(self._lookup_event.fileno())
+
+    def get_load_event_fd(self) -> int:
+        """Readable when load tasks have ended."""
+        return int(self._load_event.fileno())
+
+    # -- stores and loads
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Begin to store objects. Returns the task's id."""
+        return self._submit(keys, objects, save=True)
+
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        """The store tasks that have ended since the last call. A task is a success if each of its
+        objects is in the store."""
+        done = {}
+        with suppress(IndexError):
+            while True:
+                number, result = self._stores.popleft()
+                done[number] = result
+        return done
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Begin to load objects. Returns the task's id."""
+        return self._submit(keys, objects, save=False)
+
+    def query_load_result(self, task_id: int) -> Any:
+        """The objects of a load task that were loaded and verified, once. None before its end."""
+        return self._loads.pop(task_id, None)
+
+    def _submit(self, keys: Sequence[Any], objects: Sequence[Any], *, save: bool) -> int:
+        if len(keys) != len(objects):
+            raise ValueError(f"{len(objects)} objects for {len(keys)} keys")
+        buffers = [buffer_of(each, writable=not save) for each in objects]
+        deadline = time.monotonic() + self.settings.timeout
+        task = Task(next(self._numbers), list(keys), buffers, deadline, save=save)
+        self._hand_over(partial(self._worker.begin, task), partial(self.task_ended, task))
+        return task.number
+
+    def _hand_over(self, call: Callable[[], None], otherwise: Callable[[], None]) -> None:
+        """Give a call to the worker. After the end the caller has its answer at once."""
+        if self._worker.running and not self._closed:
+            self._worker.post(call)
+        else:
+            otherwise()
+
+    # -- look-ups and locks
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[Any], group_layout_descs: Mapping[int, Any]
+    ) -> int:
+        """Look objects up, and lock those that are found. Returns the task's id."""
+        number = next(self._numbers)
+        layouts = {
+            group: layout_of(layout.shapes, layout.dtypes)
+            for group, layout in (group_layout_descs or {}).items()
+            if layout is not None and layout.shapes
+        }
+        self._hand_over(
+            partial(self._worker.look_up, number, list(keys), layouts),
+            partial(self.looked_up, number, [False] * len(keys)),
+        )
+        return number
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        """The objects that a look-up has found and locked, once. None before its end."""
+        return self._lookups.pop(task_id, None)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """Take back one lock of each key."""
+        if not self._closed:
+            self._worker.post(partial(self._worker.unlock, list(keys)))
+
+    # -- results: called in the worker's thread
+
+    def task_ended(self, task: Task) -> None:
+        """See `Report`."""
+        if task.save:
+            self._stores.append((task.number, L2StoreResult(all(task.ok), task.nbytes)))
+            self._signal(self._store_event)
+        else:
+            self._loads[task.number] = bitmap(task.ok)
+            self._signal(self._load_event)
+
+    def looked_up(self, number: int, found: list[bool]) -> None:
+        """See `Report`."""
+        self._lookups[number] = bitmap(found)
+        self._signal(self._lookup_event)
+
+    def stored(self, keys: list[Any], sizes: list[int]) -> None:
+        """See `Report`."""
+        self._notify_keys_stored(keys, sizes)
+
+    def accessed(self, keys: list[Any]) -> None:
+        """See `Report`."""
+        self._notify_keys_accessed(keys)
+
+    def deleted(self, keys: list[Any], sizes: list[int]) -> None:
+        """See `Report`."""
+        self._notify_keys_deleted(keys, sizes)
+
+    @staticmethod
+    def _signal(event: Any) -> None:
+        with suppress(OSError, ValueError):  # closed
+            event.notify()
+
+    # -- eviction, listing, status
+
+    def delete(self, keys: list[Any]) -> None:
+        """Delete objects. Locked ones stay."""
+        self._worker.ask(partial(self._worker.delete, list(keys)), self.settings.timeout, 0)
+
+    def register_listener(self, listener: Any) -> None:
+        """Register a listener, and report the objects of the store to it."""
+
+        def register() -> None:
+            L2AdapterInterface.register_listener(self, listener)
+            known = self._worker.catalog.items()
+            if known:
+                keys = [key for key, _ in reversed(known)]  # the last one is evicted first
+                listener.on_l2_keys_stored(keys, [found.shape.size for _, found in reversed(known)])
+
+        self._worker.ask(register, self.settings.timeout, None)
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> Any:
+        """The keys in the store, in pages.
+
+        Raises:
+            ValueError: page_size is below 1, or the cursor is malformed.
+        """
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, not {page_size}")
+        if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
+            raise ValueError(f"malformed cursor {cursor!r}")
+        start = int(cursor or 0)
+        nothing: list[tuple[Key, StoredObject]] = []
+        known = self._worker.ask(self._worker.catalog.items, self.settings.timeout, nothing)
+        entries = sorted(
+            (found.digest, key, found.shape.size)
+            for key, found in known
+            if model_name in (None, key.model_name)
+        )
+        page = tuple(
+            KeyEntry(key.to_encoded_object_key(), size)
+            for _, key, size in entries[start : start + page_size]
+        )
+        end = start + page_size
+        return KeyListPage(page, str(end) if end < len(entries) else None)
+
+    def report_status(self) -> dict[str, Any]:
+        """Health and sizes."""
+        catalog = self._worker.catalog
+        trouble = self._tier.trouble or self._worker.key_log_error
+        return {
+            "is_healthy": self._worker.running and not trouble,
+            "type": type(self).__name__,
+            "trouble": trouble,
+            "stored_object_count": len(catalog),
+            "locked_key_count": len(catalog.locks),
+            "bytes_used": catalog.nbytes,
+            "pages_used": catalog.used,
+            "pages": catalog.capacity,
+            "tasks_in_flight": len(self._worker.tasks),
+            "directory": self.settings.directory,
+        }
+
+    # -- end
+
+    def close(self) -> None:
+        """End the tasks and close the store. May be called more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        stopped = self._worker.stop(STOP)
+        self._tier.close(self.settings.close_timeout)
+        if self._tier.stuck:
+            self._worker.keep_memory()
+        self._keys.close()
+        if stopped:  # else the thread may still signal
+            for event in (self._store_event, self._lookup_event, self._load_event):
+                event.close()
+
+
+def bitmap(found: Sequence[bool]) -> Any:
+    """LMCache's bitmap."""
+    bits = Bitmap(len(found))
+    for index, there in enumerate(found):
+        if there:
+            bits.set(index)
+    return bits
+
+
+def buffer_of(memory_object: Any, *, writable: bool) -> Buffer | None:
+    """The memory of an object of LMCache, None if it cannot be used."""
+    try:
+        view = memoryview(memory_object.byte_array).cast("B")
+        if not view.nbytes or (writable and view.readonly):
+            return None
+        layout = layout_of(memory_object.get_shapes(), memory_object.get_dtypes())
+        return Buffer(ObjectShape(layout, view.nbytes), address_of(view), (view, memory_object))
+    except (TypeError, ValueError, AttributeError, AssertionError, NotImplementedError):
+        return None
+
+
+def read_keys(
+    tier: StorageTier, config: TierConfig, settings: L2Settings
+) -> tuple[Catalog, KeyLog]:
+    """The objects of the store, and the file of their keys, open. Pages of other objects are
+    removed.
+
+    Raises:
+        StoreError: the file cannot be read or written within `settings.open_timeout`.
+    """
+    storage = config.storage
+    identity = StoreIdentity(config.model, storage.namespace, config.fingerprint)
+    name = f"keys-{identity.digest.hex()[:16]}.jsonl"
+    keys = KeyLog(identity.folder(storage.directory) / name)
+    disk = Workers(1, "kvactors-lmcache-open")
+    catalog = Catalog(settings.pages)
+    try:
+        for stored, shape in disk.submit(keys.read).result(settings.open_timeout):
+            with suppress(ValueError):
+                key = ObjectKey(*stored)
+                found = stored_object(key, shape, tier.block_bytes)
+                if all(map(tier.contains, found.page_keys())):
+                    catalog.remove(key)
+                    catalog.add(key, found)
+        tier.retain(page for _, found in catalog.items() for page in found.page_keys())
+        records = [(key, found.shape) for key, found in catalog.items()]
+        disk.submit(partial(keys.rewrite, records)).result(settings.open_timeout)
+    except TimeoutError:
+        raise StoreError(f"{keys.path} was not read in {settings.open_timeout} seconds") from None
+    except OSError as error:
+        raise StoreError(f"{keys.path}: {error}") from error
+    finally:
+        disk.close()
+    return catalog, keys

@@ -1,0 +1,120 @@
+"""Settings that `adapter_params` holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from kvactors.errors import ConfigError
+from kvactors.mooncake_config import in_bytes
+from kvactors.tier_cache import TierConfig, TierStorage
+from kvactors.tier_cache.settings import checked_config
+
+WHERE = "adapter_params"
+MODEL = "lmcache"
+"""The model in the identity of the store. The models of LMCache's objects are in their keys."""
+LEAST_PAGE = 4096
+
+
+class L2Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The keys of `adapter_params`. Sizes may be written "4GB".
+
+    Attributes:
+        directory: of the file store.
+        capacity_bytes: bytes of objects it may hold, counted in whole pages.
+        namespace: objects of different ones never mix.
+        page_bytes: an object is stored in pages of this size. Its last page is padded.
+        staging_bytes: memory that pages pass through, half of it for stores and half for loads.
+        free_space_floor: bytes of the file system to leave free.
+        durability: an object counts as stored when the system has it (written) or the device has it
+            (synced).
+        io_depth: reads and writes at once.
+        timeout: seconds that a task may take. Objects that are not done by then fail.
+        open_timeout, close_timeout: seconds that opening and closing the store may take.
+    """
+
+    directory: str
+    capacity_bytes: int | str
+    namespace: str = "default"
+    page_bytes: int | str = "1MB"
+    staging_bytes: int | str = "64MB"
+    free_space_floor: int | str = "64MB"
+    durability: Literal["written", "synced"] = "written"
+    io_depth: int = 4
+    timeout: float = 10.0
+    open_timeout: float = 60.0
+    close_timeout: float = 5.0
+
+    @property
+    def page(self) -> int:
+        """Bytes of a page."""
+        return in_bytes(self.page_bytes, f"{WHERE}: page_bytes")
+
+    @property
+    def pages(self) -> int:
+        """Pages that the objects may have together."""
+        return in_bytes(self.capacity_bytes, f"{WHERE}: capacity_bytes") // self.page
+
+    @property
+    def staging_pages(self) -> int:
+        """Pages of the staging memory."""
+        return in_bytes(self.staging_bytes, f"{WHERE}: staging_bytes") // self.page
+
+
+def read_settings(adapter_params: Mapping[str, Any]) -> L2Settings:
+    """Check `adapter_params`.
+
+    Raises:
+        ConfigError: names the setting that is unknown, missing, malformed or out of range.
+    """
+    try:
+        settings = msgspec.convert(dict(adapter_params), L2Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{WHERE}: {error}") from error
+    if not settings.directory:
+        raise ConfigError(f"{WHERE}: directory is empty")
+    if settings.page < LEAST_PAGE or settings.page % LEAST_PAGE:
+        raise ConfigError(
+            f"{WHERE}: page_bytes must be a multiple of {LEAST_PAGE}, not {settings.page}"
+        )
+    if settings.pages < 1:
+        raise ConfigError(
+            f"{WHERE}: capacity_bytes = {settings.capacity_bytes!r} holds no page of "
+            f"{settings.page} bytes"
+        )
+    if settings.staging_pages < 2:
+        raise ConfigError(
+            f"{WHERE}: staging_bytes = {settings.staging_bytes!r} holds no two pages of "
+            f"{settings.page} bytes"
+        )
+    return settings
+
+
+def store_config(settings: L2Settings) -> TierConfig:
+    """The config of the store.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+    return checked_config(
+        TierConfig(
+            model=MODEL,
+            block_bytes=settings.page,
+            num_slots=1,
+            identity={"engine": "lmcache"},
+            storage=TierStorage(
+                backend="file",
+                directory=settings.directory,
+                namespace=settings.namespace,
+                capacity_blocks=settings.pages,
+                free_space_floor=settings.free_space_floor,
+                durability=settings.durability,
+                io_depth=settings.io_depth,
+                timeout=settings.timeout,
+                open_timeout=settings.open_timeout,
+                close_timeout=settings.close_timeout,
+            ),
+        )
+    )
