@@ -113,7 +113,7 @@ def _line(record: Record) -> bytes:
 
 def _parsed(text: bytes) -> Iterator[tuple[StoredKey, ObjectShape]]:
     for line in text.splitlines():
-        with suppress(ValueError, TypeError):
+        with suppress(ValueError, TypeError, RecursionError):
             chunk_hash, model, rank, group, salt, layout, size = json.loads(line)
             numbers = all(type(number) is int and number >= 0 for number in (rank, group, size))
             texts = all(type(part) is str for part in (model, salt, layout))

@@ -401,6 +401,9 @@ class Worker:
     def _settle(self) -> None:
         """Report the results of this turn. A store task ends when its keys are in the file."""
         ended, self._ended_tasks = self._ended_tasks, []
+        for task in ended:
+            if task.save:
+                self.catalog.touch(task.keys)
         records, self._stored = self._stored, []
         if not records:
             for task in ended:

@@ -1,0 +1,279 @@
+"""The worker of LMCache's adapter over a file store and over stores that hang or fail."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.lmcache.world import (
+    KEYS,
+    LAYOUT,
+    LIMIT,
+    SIZE,
+    Memory,
+    World,
+    open_faulty,
+    open_files,
+    payload,
+    salted,
+)
+from tests.tier_cache.stores import FaultyStore
+
+PAGES = 3
+"""Pages of an object."""
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(open_files(tmp_path), tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Iterator[World]:
+    made = World(open_faulty(), tmp_path)
+    yield made
+    FaultyStore.mode = "ok"
+    made.close()
+
+
+def test_objects_are_stored_found_and_loaded(world: World) -> None:
+    assert world.held(KEYS[:4]) == [False] * 4
+    assert world.store(KEYS[:4]) == [True] * 4
+    assert world.held(KEYS[:5]) == [True] * 4 + [False]
+    assert world.load(KEYS[:5]) == [*map(payload, KEYS[:4]), None]
+    world.check()
+
+
+def test_every_field_of_the_key_and_the_layout_is_part_of_the_identity(world: World) -> None:
+    key = KEYS[0]
+    others = [
+        key._replace(chunk_hash=bytes(31) + b"x"),
+        key._replace(model_name="n"),
+        key._replace(kv_rank=0x02000200),
+        key._replace(object_group_id=1),
+        key._replace(cache_salt="s"),
+    ]
+    assert world.store([key]) == [True]
+    assert world.held(others) == [False] * 5
+    assert world.load(others) == [None] * 5
+    for layout in ("bfloat16[2,50,50]", "float16[2,25,100]"):
+        assert world.held([key], layout) == [False]
+        assert world.load([key], layout) == [None]
+    assert world.held([key]) == [True]
+    assert world.held([key], None) == [True]
+    world.check()
+
+
+def test_a_serialized_object_is_found_under_the_layout_of_its_tensors(world: World) -> None:
+    assert world.store(KEYS[:1], "uint8[10000]") == [True]
+    assert world.held(KEYS[:1], "float16[2,100,100]") == [True]
+    assert world.load(KEYS[:1], "uint8[10000]") == [payload(KEYS[0])]
+    assert world.load(KEYS[:1]) == [None]
+
+
+def test_another_layout_takes_the_place_unless_the_object_is_locked(world: World) -> None:
+    other = "bfloat16[2,50,50]"
+    world.store(KEYS[:2])
+    assert world.look_up(KEYS[:1]) == [True]
+    assert world.store(KEYS[:2], other) == [False, True]
+    assert world.held(KEYS[:2]) == [True, False]
+    assert world.held(KEYS[:2], other) == [False, True]
+    world.check()
+
+
+def test_wrong_memory_fails_its_object_only(world: World) -> None:
+    memory = [Memory(payload(KEYS[0])), None]
+    task = world.submit(KEYS[:2], memory, save=True)
+    world.wait(lambda: task.number in world.results)
+    assert task.ok == [True, False]
+    short = [Memory(bytes(SIZE - 1)), Memory()]
+    task = world.submit([KEYS[0], KEYS[0]], short, save=False)
+    world.wait(lambda: task.number in world.results)
+    assert task.ok == [False, True]
+    world.check()
+
+
+def test_the_store_evicts_by_use_and_never_a_locked_object(tmp_path: Path) -> None:
+    world = World(open_files(tmp_path, 4 * PAGES), tmp_path, 4 * PAGES)
+    assert world.store(KEYS[:4]) == [True] * 4
+    assert world.look_up(KEYS[:1]) == [True]
+    assert world.held(KEYS[2:3]) == [True]
+    # the end of a prefix is evicted before its beginning
+    assert world.store(KEYS[4:5]) == [True]
+    assert world.held(KEYS[:5]) == [True, True, True, False, True]
+    assert world.look_up(KEYS[1:3]) == [True, True]
+    # one object has no lock: one fits, and the locked ones stay
+    assert world.store(KEYS[10:13]) == [True, False, False]
+    assert world.held(KEYS[:3]) == [True] * 3
+    assert world.load(KEYS[:3]) == [*map(payload, KEYS[:3])]
+    world.worker.post(partial(world.worker.unlock, [*KEYS[:3]]))
+    assert world.store(KEYS[20:24]) == [True] * 4
+    assert world.held(KEYS[:4]) == [False] * 4
+    # more than the capacity: the beginning is stored
+    assert world.store(KEYS[30:40]) == [True] * 4 + [False] * 6
+    world.check()
+    world.close()
+
+
+def test_delete_leaves_locked_objects(world: World) -> None:
+    world.store(KEYS[:3])
+    world.store(salted("tenant")[:3])
+    assert world.look_up(KEYS[:1]) == [True]
+    chosen = [*KEYS[:2], KEYS[1], KEYS[9]]
+    assert world.worker.ask(lambda: world.worker.delete(chosen), LIMIT, -1) == 1
+    assert world.held(KEYS[:3]) == [True, False, True]
+    assert world.held(salted("tenant")[:3]) == [True] * 3
+    world.check()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
+def test_damaged_objects_are_not_served_and_can_be_stored_again(
+    tmp_path: Path, damage: str
+) -> None:
+    world = World(open_files(tmp_path), tmp_path)
+    world.store(KEYS[:4])
+    slabs = [path for path in tmp_path.rglob("*") if path.is_file() and "slab" in path.name]
+    assert slabs
+    for slab in slabs:
+        data = bytearray(slab.read_bytes())
+        if damage == "flip":
+            for key in KEYS[:4]:
+                at = data.find(payload(key)[:512])
+                assert at >= 0
+                data[at + 100] ^= 1
+            slab.write_bytes(data)
+        elif damage == "cut":
+            slab.write_bytes(b"")
+        else:
+            slab.unlink()
+    loaded = world.load(KEYS[:4])
+    if damage == "delete":  # an open file outlives its name
+        assert all(found in (None, payload(key)) for found, key in zip(loaded, KEYS, strict=False))
+    else:
+        assert loaded == [None] * 4
+        assert world.held(KEYS[:4]) == [False] * 4
+    world.check()
+    world.close()
+
+
+def test_equal_keys_of_several_tasks_are_stored_once(world: World) -> None:
+    tasks = [
+        world.submit(
+            [KEYS[0], KEYS[i], KEYS[0]], [Memory(payload(KEYS[j])) for j in (0, i, 0)], save=True
+        )
+        for i in (1, 2, 3)
+    ]
+    world.wait(lambda: all(task.number in world.results for task in tasks))
+    assert [task.ok for task in tasks] == [[True] * 3] * 3
+    world.check()
+
+
+def test_many_threads_store_and_load_what_fits_and_what_does_not(tmp_path: Path) -> None:
+    world = World(open_files(tmp_path, 20 * PAGES), tmp_path, 20 * PAGES)
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(12):
+            keys = draw.sample(KEYS[:40], draw.randint(1, 6))
+            world.store(keys)
+            found = world.look_up(keys)
+            hits = [key for key, there in zip(keys, found, strict=True) if there]
+            loaded = world.load(hits)
+            assert loaded == [payload(key) for key in hits], "a locked object was not loaded"
+            world.worker.post(partial(world.worker.unlock, hits))
+            if draw.random() < 0.3:
+                world.worker.post(partial(world.worker.delete, keys))
+
+    failures: list[BaseException] = []
+
+    def caught(seed: int) -> None:
+        try:
+            work(seed)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=caught, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert failures == []
+    world.check()
+    assert not world.worker.catalog.locks
+    world.close()
+
+
+# -- stores that hang or fail
+
+
+def test_a_load_that_hangs_ends_in_time_and_leaves_the_memory_alone(faulty: World) -> None:
+    faulty.store(KEYS[:2])
+    FaultyStore.mode = "hang"
+    faulty.timeout = 0.2
+    memory = Memory(b"\7" * SIZE)
+    task = faulty.submit(KEYS[:1], [memory], save=False)
+    faulty.wait(lambda: task.number in faulty.results)
+    assert task.ok == [False]
+    FaultyStore.mode = "ok"
+    faulty.timeout = LIMIT
+    assert faulty.load(KEYS[1:2]) == [payload(KEYS[1])]  # the one before has ended, too
+    assert memory.bytes.raw == b"\7" * SIZE, "memory that LMCache has back was written"
+    assert not faulty.worker.catalog.locks
+    assert faulty.load(KEYS[:1]) == [payload(KEYS[0])]
+    faulty.check()
+
+
+def test_loads_that_hang_for_good_do_not_hang_the_others(faulty: World) -> None:
+    faulty.store(KEYS[:8])
+    FaultyStore.mode = "hang"
+    faulty.timeout = 0.2
+    for _ in range(3):  # more pages than the staging memory has
+        tasks = [faulty.submit([key], [Memory()], save=False) for key in KEYS[:8]]
+        faulty.wait(lambda tasks=tasks: all(task.number in faulty.results for task in tasks))
+        assert not any(task.ok[0] for task in tasks)
+    FaultyStore.mode = "ok"
+
+
+def test_a_store_that_fails_costs_misses_only(faulty: World) -> None:
+    faulty.store(KEYS[:2])
+    FaultyStore.mode = "raise"
+    assert faulty.load(KEYS[:2]) == [None] * 2
+    assert faulty.store(KEYS[2:4]) == [False] * 2
+    assert faulty.worker.running
+    faulty.check()
+
+
+def test_tasks_in_flight_fail_when_the_worker_stops(tmp_path: Path) -> None:
+    world = World(open_faulty(), tmp_path)
+    world.store(KEYS[:1])
+    FaultyStore.mode = "hang"
+    task = world.submit(KEYS[:1], [Memory()], save=False)
+    assert world.look_up(KEYS[:1]) == [True]
+    assert world.worker.stop(LIMIT)
+    assert world.results[task.number].ok == [False]
+    assert not world.worker.running
+    assert world.worker.stop(LIMIT)
+    assert world.worker.ask(lambda: 1, LIMIT, 2) == 2
+    FaultyStore.mode = "ok"
+    world.tier.close()
+    world.keys.close()
+
+
+def test_a_receiver_that_raises_does_not_end_the_worker(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stored(keys: object, sizes: object) -> None:
+        raise RuntimeError("a listener of LMCache")
+
+    monkeypatch.setattr(world, "accessed", stored)
+    world.store(KEYS[:1])
+    assert world.held(KEYS[:1]) == [True]
+    assert world.load(KEYS[:1]) == [payload(KEYS[0])]
+    assert LAYOUT
