@@ -292,10 +292,18 @@ def buffer_of(memory_object: Any, *, writable: bool) -> Buffer | None:
         view = memoryview(memory_object.byte_array).cast("B")
         if not view.nbytes or (writable and view.readonly):
             return None
-        layout = layout_of(memory_object.get_shapes(), memory_object.get_dtypes())
+        layout = layout_of(*tensors_of(memory_object))
         return Buffer(ObjectShape(layout, view.nbytes), address_of(view), (view, memory_object))
     except (TypeError, ValueError, AttributeError, AssertionError, NotImplementedError):
         return None
+
+
+def tensors_of(memory_object: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Shapes and dtypes of the tensors of an object. Objects of one tensor may list none."""
+    described = memory_object.metadata
+    if described.shapes is None or described.dtypes is None:
+        return [described.shape], [described.dtype]
+    return described.shapes, described.dtypes
 
 
 def read_keys(

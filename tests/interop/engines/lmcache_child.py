@@ -1,0 +1,227 @@
+"""LMCache's storage manager that answers lines of JSON: the program that runs in LMCache's
+environment.
+
+Standard output carries the answers alone. The output of LMCache goes to standard error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lmcache.v1.distributed.api import (
+    GroupedObjectKeys,
+    MemoryLayoutDesc,
+    ObjectKey,
+    PrefetchTaskSpec,
+)
+from lmcache.v1.distributed.config import parse_args
+from lmcache.v1.distributed.storage_manager import StorageManager
+
+SHAPE = torch.Size([2, 4, 64, 256])
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+LIMIT = 120.0
+"""Seconds that a wait may take. It only bounds a hang."""
+
+
+class Server:
+    """A storage manager and the requests of one test."""
+
+    def __init__(self) -> None:
+        self.manager: Any = None
+
+    @property
+    def adapter(self) -> Any:
+        """The L2 adapter."""
+        return self.manager.l2_adapters()[0][1]
+
+    def open(self, l2: dict[str, Any], arguments: Sequence[str] = ()) -> dict[str, Any]:
+        """Start the manager with the arguments of LMCache's server. l2: of `--l2-adapter`."""
+        line = ["--l1-size-gb", "0.0625", "--no-l1-use-lazy", "--shm-name", ""]
+        line += ["--eviction-policy", "LRU", "--l2-adapter", json.dumps(l2), *arguments]
+        self.manager = StorageManager(parse_args(line))
+        return {"stored": self.status()["stored_object_count"]}
+
+    def status(self) -> dict[str, Any]:
+        """The adapter's status."""
+        return dict(self.adapter.report_status())
+
+    def usage(self) -> dict[str, Any]:
+        """LMCache's account of the adapter."""
+        usage = self.adapter.get_usage()
+        return {
+            "bytes": usage.total_bytes_used,
+            "capacity": usage.total_capacity_bytes,
+            "by_salt": dict(usage.bytes_by_cache_salt),
+        }
+
+    def store(
+        self, numbers: list[int], salt: str = "", dtype: str = "float16", wanted: int | None = None
+    ) -> dict[str, Any]:
+        """Write objects to L1, and wait until no store task is in flight.
+
+        wanted: objects that the adapter must have then, at least.
+        """
+        keys = [key_of(number, salt) for number in numbers]
+        reserved = self.manager.reserve_write(keys, layout_of(dtype))
+        written = [key for key in keys if key in reserved]
+        for key in written:
+            memoryview(reserved[key].byte_array).cast("B")[:] = payload(key)
+        self.manager.finish_write(written)
+        least = len(numbers) if wanted is None else wanted
+        until = time.monotonic() + LIMIT
+        while (
+            self.status()["stored_object_count"] < least or self.status()["tasks_in_flight"]
+        ) and time.monotonic() < until:
+            time.sleep(0.01)
+        return {"written": len(written), "status": self.status()}
+
+    def clear(self) -> dict[str, Any]:
+        """Empty L1."""
+        self.manager.clear(force=True)
+        return {}
+
+    def prefetch(
+        self, numbers: list[int], salt: str = "", dtype: str = "float16"
+    ) -> dict[str, Any]:
+        """Prefetch objects and compare their bytes."""
+        began = time.monotonic()
+        keys = [key_of(number, salt) for number in numbers]
+        group = GroupedObjectKeys(keys, 0, layout_of(dtype))
+        handle = self.manager.submit_prefetch_task(PrefetchTaskSpec([group]))
+        if not self.manager.wait_prefetch_status(handle, LIMIT):
+            raise RuntimeError("the prefetch does not end")
+        result = self.manager.query_prefetch_status(handle)
+        hits = result.hit_cells[0].popcount()
+        right = 0
+        if hits:
+            with self.manager.read_prefetched_results(keys[:hits]) as objects:
+                found = [bytes(memoryview(one.byte_array).cast("B")) for one in objects]
+            right = sum(data == payload(key) for data, key in zip(found, keys[:hits], strict=True))
+            self.manager.finish_read_prefetched(keys[:hits])
+        return {
+            "hits": hits,
+            "right": right,
+            "l2": result.l2_hit_count,
+            "seconds": time.monotonic() - began,
+        }
+
+    def mixed(self, threads: int, rounds: int, keys: int) -> dict[str, Any]:
+        """Threads that store and prefetch random runs of keys, with an L1 that is cleared at
+        times."""
+        totals = {"hits": 0, "wrong": 0, "l2": 0}
+        errors: list[str] = []
+
+        def work(seed: int) -> None:
+            draw = random.Random(seed)
+            for _ in range(rounds):
+                first = draw.randrange(keys)
+                numbers = list(range(first, first + draw.randint(1, 6)))
+                salt = f"thread-{seed}"
+                wanted = [key_of(number, salt) for number in numbers]
+                reserved = self.manager.reserve_write(wanted, layout_of("float16"))
+                for key, one in reserved.items():
+                    memoryview(one.byte_array).cast("B")[:] = payload(key)
+                self.manager.finish_write(list(reserved))
+                if draw.random() < 0.3:
+                    self.manager.clear()
+                found = self.prefetch(numbers, salt)
+                totals["hits"] += found["hits"]
+                totals["l2"] += found["l2"]
+                totals["wrong"] += found["hits"] - found["right"]
+
+        def caught(seed: int) -> None:
+            try:
+                work(seed)
+            except Exception:
+                errors.append(traceback.format_exc())
+
+        running = [threading.Thread(target=caught, args=(seed,)) for seed in range(threads)]
+        for one in running:
+            one.start()
+        for one in running:
+            one.join(LIMIT)
+        if errors or any(one.is_alive() for one in running):
+            raise RuntimeError("\n".join(errors) or "a thread hangs")
+        return totals
+
+    def quota(self, salt: str, nbytes: int) -> dict[str, Any]:
+        """Limit the bytes of a salt."""
+        self.manager.quota_manager.set_quota(salt, nbytes)
+        return {}
+
+    def wait_usage(self, salt: str, most: int) -> dict[str, Any]:
+        """Wait until LMCache's eviction has brought a salt below some bytes."""
+        until = time.monotonic() + LIMIT
+        while self.usage()["by_salt"].get(salt, 0) > most and time.monotonic() < until:
+            time.sleep(0.05)
+        return self.usage()
+
+    def listed(self, page_size: int) -> dict[str, Any]:
+        """The keys that the adapter lists, page by page."""
+        found: list[str] = []
+        cursor, pages = None, 0
+        while True:
+            page = self.adapter.list_l2_keys("tiny", page_size, cursor)
+            found += [entry.key.chunk_hash_hex for entry in page.entries]
+            pages += 1
+            cursor = page.next_page_token
+            if cursor is None:
+                return {"keys": found, "pages": pages}
+
+    def close(self) -> dict[str, Any]:
+        """Close the manager, and the adapter a second time."""
+        adapter = self.adapter
+        self.manager.close()
+        adapter.close()
+        self.manager = None
+        return {}
+
+
+def key_of(number: int, salt: str) -> ObjectKey:
+    """The key of a chunk."""
+    name = hashlib.sha256(str(number).encode()).digest()
+    return ObjectKey(name, "tiny", ObjectKey.ComputeKVRank(1, 0, 1, 0), 0, salt)
+
+
+def layout_of(dtype: str) -> MemoryLayoutDesc:
+    """The layout of a chunk."""
+    return MemoryLayoutDesc([SHAPE], [DTYPES[dtype]])
+
+
+def payload(key: ObjectKey) -> bytes:
+    """The bytes of a chunk."""
+    seed = hashlib.sha256(key.chunk_hash + key.cache_salt.encode()).digest()
+    return seed * (SHAPE.numel() * 2 // len(seed))
+
+
+def main() -> None:
+    """Answer lines until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    server = Server()
+    names = "open status usage store clear prefetch mixed quota wait_usage listed close"
+    calls: dict[str, Callable[..., dict[str, Any]]] = {
+        name: getattr(server, name) for name in names.split()
+    }
+    for line in sys.stdin:
+        message = json.loads(line)
+        try:
+            answer = calls[message.pop("do")](**message)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

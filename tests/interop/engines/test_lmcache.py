@@ -1,0 +1,287 @@
+"""kvactors as an L2 adapter under LMCache's storage manager: no byte is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.interop.conftest import INSIDE_NETWORK
+from tests.interop.environments import Environments, InteropError
+from tests.interop.network import raise_loopback
+from tests.interop.processes import Child
+
+pytestmark = pytest.mark.engines
+
+CHILD = Path(__file__).with_name("lmcache_child.py")
+ENVIRONMENT = "lmcache"
+VARIABLES = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
+LIMIT = 300.0
+"""Seconds of a call. Only a hang takes as long."""
+
+OBJECT = 2 * 4 * 64 * 256 * 2
+"""Bytes of an object: 256 KiB."""
+ALL = list(range(32))
+
+
+def adapter(directory: Path, **more: Any) -> dict[str, Any]:
+    """The value of `--l2-adapter`."""
+    params = {
+        "directory": str(directory),
+        "capacity_bytes": "64MB",
+        "page_bytes": 96 << 10,
+        "staging_bytes": "2MB",
+        "timeout": 60,
+    }
+    extra = {name: more.pop(name) for name in ("eviction", "serde") if name in more}
+    return {
+        "type": "plugin",
+        "module_path": "kvactors.integrations.lmcache",
+        "class_name": "KVActorsL2",
+        "adapter_params": params | more,
+    } | extra
+
+
+class Manager:
+    """A process with a storage manager."""
+
+    def __init__(self, environments: Environments, log: Path, l2: dict[str, Any]) -> None:
+        python = environments.program(ENVIRONMENT)
+        self._child = Child("LMCache", [python, "-P", str(CHILD)], log, lines=True, env=VARIABLES)
+        self.opened = self.ask("open", l2=l2)
+
+    def ask(self, do: str, **message: Any) -> dict[str, Any]:
+        """One call. See `lmcache_child.Server`."""
+        return dict(self._child.ask({"do": do} | message, LIMIT))
+
+    def found(self, numbers: list[int], **more: Any) -> tuple[int, int]:
+        """Prefetch after L1 was cleared. Returns hits and those whose bytes are right."""
+        self.ask("clear")
+        answer = self.ask("prefetch", numbers=numbers, **more)
+        assert answer["l2"] == answer["hits"]
+        return answer["hits"], answer["right"]
+
+    def close(self) -> None:
+        """Close the manager, then end the process."""
+        self.ask("close")
+        self.discard()
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._child.kill()
+
+    def discard(self) -> None:
+        """End the process in any state."""
+        self._child.close()
+
+
+Start = Callable[..., Manager]
+
+
+@pytest.fixture
+def start(environments: Environments, tmp_path: Path) -> Iterator[Start | None]:
+    """Starts storage managers over a store in `tmp_path`. The arguments are those of `adapter`."""
+    if not INSIDE_NETWORK:
+        yield None
+        return
+    raise_loopback()
+    made: list[Manager] = []
+
+    def start_one(directory: Path = tmp_path / "store", **more: Any) -> Manager:
+        log = tmp_path / f"lmcache-{len(made)}.log"
+        made.append(Manager(environments, log, adapter(directory, **more)))
+        return made[-1]
+
+    try:
+        yield start_one
+    finally:
+        for one in made:
+            one.discard()
+
+
+def slabs(directory: Path) -> list[Path]:
+    """The files with the bytes of a store."""
+    found = [path for path in directory.rglob("*slab*") if path.is_file()]
+    assert found
+    return found
+
+
+def test_every_chunk_comes_back_at_once_after_a_restart_and_after_kill_9(start: Start) -> None:
+    manager = start()
+    assert manager.opened["stored"] == 0
+    status = manager.ask("store", numbers=ALL)["status"]
+    assert (status["stored_object_count"], status["is_healthy"]) == (32, True)
+    assert manager.found(ALL) == (32, 32)
+    assert manager.ask("prefetch", numbers=ALL)["l2"] == 0, "L1 had them"
+    assert manager.ask("status")["locked_key_count"] == 0
+    manager.close()
+    again = start()
+    assert again.opened["stored"] == 32
+    assert again.ask("usage")["bytes"] == 32 * OBJECT
+    assert again.found(ALL) == (32, 32)
+    assert again.ask("store", numbers=[100, 101], wanted=34)["written"] == 2
+    again.kill()
+    after_kill = start()
+    assert after_kill.opened["stored"] == 34
+    assert after_kill.found([100, 101]) == (2, 2)
+    assert after_kill.found(ALL) == (32, 32)
+    after_kill.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete", "keys"])
+def test_damaged_stores_serve_no_wrong_byte(start: Start, tmp_path: Path, damage: str) -> None:
+    manager = start()
+    manager.ask("store", numbers=ALL)
+    manager.close()
+    store = tmp_path / "store"
+    for slab in slabs(store):
+        if damage == "flip":
+            data = bytearray(slab.read_bytes())
+            for at in range(1000, len(data), 16 << 10):
+                data[at] ^= 4
+            slab.write_bytes(data)
+        elif damage == "cut":
+            slab.write_bytes(slab.read_bytes()[:1_000_000])
+        elif damage == "delete":
+            slab.unlink()
+    if damage == "keys":
+        (keys,) = store.rglob("keys-*.jsonl")
+        lines = keys.read_bytes().splitlines()
+        keys.write_bytes(b"\n".join(lines[16:]).replace(b"tiny", b"tinz", 3))
+    again = start()
+    hits, right = again.found(ALL)
+    assert hits == right
+    assert hits < 32
+    if damage == "flip":
+        assert hits == 0
+    # the store works: what was not served is stored again
+    again.ask("clear")
+    again.ask("store", numbers=ALL, wanted=32)
+    assert again.found(ALL) == (32, 32)
+    again.close()
+
+
+def test_a_full_store_evicts_and_a_prefix_keeps_its_beginning(start: Start) -> None:
+    manager = start(capacity_bytes=10 * 3 * (96 << 10))
+    manager.ask("store", numbers=ALL[:8])
+    assert manager.found(ALL[:8]) == (8, 8)
+    status = manager.ask("store", numbers=list(range(100, 106)), wanted=10)["status"]
+    assert status["stored_object_count"] == 10
+    assert manager.found(list(range(100, 106))) == (6, 6)
+    hits, right = manager.found(ALL[:8])
+    assert (hits, right) == (4, 4)
+    usage = manager.ask("usage")
+    assert usage["bytes"] == 10 * OBJECT
+    assert usage["bytes"] <= usage["capacity"]
+    manager.close()
+
+
+def test_concurrent_stores_and_loads_in_a_store_that_is_too_small(start: Start) -> None:
+    manager = start(capacity_bytes=40 * 3 * (96 << 10))
+    totals = manager.ask("mixed", threads=4, rounds=25, keys=20)
+    assert totals["wrong"] == 0
+    assert totals["hits"] > 0
+    assert totals["l2"] > 0
+    status = manager.ask("status")
+    assert (status["locked_key_count"], status["is_healthy"]) == (0, True)
+    manager.close()
+
+
+def test_dtypes_and_salts_are_separate(start: Start) -> None:
+    manager = start()
+    manager.ask("store", numbers=ALL[:8], salt="one")
+    assert manager.found(ALL[:8], salt="two") == (0, 0)
+    assert manager.found(ALL[:8]) == (0, 0)
+    assert manager.found(ALL[:8], salt="one", dtype="bfloat16") == (0, 0)
+    assert manager.found(ALL[:8], salt="one") == (8, 8)
+    manager.close()
+    other = start(namespace="other")
+    assert other.found(ALL[:8], salt="one") == (0, 0)
+    other.close()
+
+
+def test_the_eviction_of_lmcache_by_salt(start: Start) -> None:
+    eviction = {"eviction_policy": "IsolatedLRU", "trigger_watermark": 1.0, "eviction_ratio": 0.5}
+    manager = start(eviction=eviction)
+    manager.ask("quota", salt="one", nbytes=100 * OBJECT)
+    manager.ask("quota", salt="two", nbytes=100 * OBJECT)
+    manager.ask("store", numbers=ALL[:8], salt="one")
+    manager.ask("store", numbers=ALL[:8], salt="two", wanted=16)
+    assert manager.ask("usage")["by_salt"] == {"one": 8 * OBJECT, "two": 8 * OBJECT}
+    manager.close()
+    # the objects of the last process are accounted, and evicted from the end of the prefix
+    again = start(eviction=eviction)
+    again.ask("quota", salt="two", nbytes=100 * OBJECT)
+    again.ask("quota", salt="one", nbytes=5 * OBJECT)
+    usage = again.ask("wait_usage", salt="one", most=4 * OBJECT)
+    assert usage["by_salt"]["one"] == 4 * OBJECT
+    assert again.found(ALL[:8], salt="one") == (4, 4)
+    again.close()
+
+
+def test_keys_are_listed_in_pages(start: Start) -> None:
+    manager = start()
+    manager.ask("store", numbers=ALL)
+    listed = manager.ask("listed", page_size=10)
+    assert (len(set(listed["keys"])), len(listed["keys"]), listed["pages"]) == (32, 32, 4)
+    manager.close()
+
+
+def test_objects_of_a_serializer(start: Start) -> None:
+    manager = start(serde={"type": "fp8"})
+    manager.ask("store", numbers=ALL[:4])
+    manager.ask("clear")
+    assert manager.ask("prefetch", numbers=ALL[:4])["hits"] == 4
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"directory": ""}, "ConfigError: adapter_params: directory is empty"),
+        ({"path": "/x"}, "ConfigError: adapter_params: .*unknown field `path`"),
+        ({"capacity_bytes": "1"}, "ConfigError: adapter_params: capacity_bytes = '1' holds no"),
+        ({"page_bytes": 5}, "ConfigError: adapter_params: page_bytes must be a multiple"),
+        ({"directory": "/proc/none"}, "StoreError: .*/proc/none"),
+    ],
+)
+def test_bad_settings_are_named_at_the_start(
+    start: Start, settings: dict[str, Any], error: str
+) -> None:
+    l2 = dict(settings)
+    directory = l2.pop("directory", None)
+    with pytest.raises(InteropError, match=error):
+        start(**l2) if directory is None else start(directory, **l2)
+
+
+def test_two_processes_do_not_share_a_folder(start: Start) -> None:
+    first = start()
+    with pytest.raises(InteropError, match=r"StoreError.*is in use by process"):
+        start()
+    first.ask("store", numbers=ALL[:2])
+    assert first.found(ALL[:2]) == (2, 2)
+    first.close()
+
+
+def test_the_checks_of_lmcache(environments: Environments, tmp_path: Path) -> None:
+    raise_loopback()
+    line = ["-m", "lmcache.v1.basic_check", "--mode", "test_l2_adapter", "--num-keys", "50"]
+    line += ["--l2-adapter", json.dumps(adapter(tmp_path / "store")), "--obj-size", "40000"]
+    done = subprocess.run(
+        [environments.program(ENVIRONMENT), *line],
+        env=os.environ | VARIABLES | {"PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=True,
+    )
+    assert "Validation: 50/50 correctly absent" in done.stdout
+    assert "Batch store OK" in done.stdout
+    assert "Validation: 50/50 found" in done.stdout
+    assert "Validation (loaded): 50/50" in done.stdout
+    assert "Validation (content): 50/50" in done.stdout
