@@ -46,7 +46,7 @@ class Server:
 
     def open(self, l2: dict[str, Any], arguments: Sequence[str] = ()) -> dict[str, Any]:
         """Start the manager with the arguments of LMCache's server. l2: of `--l2-adapter`."""
-        line = ["--l1-size-gb", "0.0625", "--no-l1-use-lazy", "--shm-name", ""]
+        line = ["--l1-size-gb", "0.0625", "--no-l1-use-lazy"]
         line += ["--eviction-policy", "LRU", "--l2-adapter", json.dumps(l2), *arguments]
         self.manager = StorageManager(parse_args(line))
         return {"stored": self.status()["stored_object_count"]}
