@@ -128,7 +128,7 @@ class KVActorsL2(L2AdapterInterface):
         buffers = [buffer_of(each, writable=not save) for each in objects]
         deadline = time.monotonic() + self.settings.timeout
         task = Task(next(self._numbers), list(keys), buffers, deadline, save=save)
-        self._hand_over(partial(self._worker.begin, task), partial(self.task_ended, task))
+        self._hand_over(partial(self._worker.objects.begin, task), partial(self.task_ended, task))
         return task.number
 
     def _hand_over(self, call: Callable[[], None], otherwise: Callable[[], None]) -> None:
@@ -151,7 +151,7 @@ class KVActorsL2(L2AdapterInterface):
             if layout is not None and layout.shapes
         }
         self._hand_over(
-            partial(self._worker.look_up, number, list(keys), layouts),
+            partial(self._worker.objects.look_up, number, list(keys), layouts),
             partial(self.looked_up, number, [False] * len(keys)),
         )
         return number
@@ -163,7 +163,7 @@ class KVActorsL2(L2AdapterInterface):
     def submit_unlock(self, keys: list[Any]) -> None:
         """Take back one lock of each key."""
         if not self._closed:
-            self._worker.post(partial(self._worker.unlock, list(keys)))
+            self._worker.post(partial(self._worker.objects.unlock, list(keys)))
 
     # -- results: called in the worker's thread
 
@@ -202,14 +202,14 @@ class KVActorsL2(L2AdapterInterface):
 
     def delete(self, keys: list[Any]) -> None:
         """Delete objects. Locked ones stay."""
-        self._worker.ask(partial(self._worker.delete, list(keys)), self.settings.timeout, 0)
+        self._worker.ask(partial(self._worker.objects.delete, list(keys)), self.settings.timeout, 0)
 
     def register_listener(self, listener: Any) -> None:
         """Register a listener, and report the objects of the store to it."""
 
         def register() -> None:
             L2AdapterInterface.register_listener(self, listener)
-            known = self._worker.catalog.items()
+            known = self._worker.objects.catalog.items()
             if known:
                 keys = [key for key, _ in reversed(known)]  # the last one is evicted first
                 listener.on_l2_keys_stored(keys, [found.shape.size for _, found in reversed(known)])
@@ -230,7 +230,7 @@ class KVActorsL2(L2AdapterInterface):
             raise ValueError(f"malformed cursor {cursor!r}")
         start = int(cursor or 0)
         nothing: list[tuple[Key, StoredObject]] = []
-        known = self._worker.ask(self._worker.catalog.items, self.settings.timeout, nothing)
+        known = self._worker.ask(self._worker.objects.catalog.items, self.settings.timeout, nothing)
         entries = sorted(
             (found.digest, key, found.shape.size)
             for key, found in known
@@ -245,8 +245,8 @@ class KVActorsL2(L2AdapterInterface):
 
     def report_status(self) -> dict[str, Any]:
         """Health and sizes."""
-        catalog = self._worker.catalog
-        trouble = self._tier.trouble or self._worker.key_log_error
+        catalog = self._worker.objects.catalog
+        trouble = self._tier.trouble or self._worker.objects.key_log_error
         return {
             "is_healthy": self._worker.running and not trouble,
             "type": type(self).__name__,
@@ -256,7 +256,7 @@ class KVActorsL2(L2AdapterInterface):
             "bytes_used": catalog.nbytes,
             "pages_used": catalog.used,
             "pages": catalog.capacity,
-            "tasks_in_flight": len(self._worker.tasks),
+            "tasks_in_flight": len(self._worker.objects.tasks),
             "directory": self.settings.directory,
         }
 
@@ -270,7 +270,7 @@ class KVActorsL2(L2AdapterInterface):
         stopped = self._worker.stop(STOP)
         self._tier.close(self.settings.close_timeout)
         if self._tier.stuck:
-            self._worker.keep_memory()
+            self._worker.objects.keep_memory()
         self._keys.close()
         if stopped:  # else the thread may still signal
             for event in (self._store_event, self._lookup_event, self._load_event):

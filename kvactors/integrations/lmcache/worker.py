@@ -1,8 +1,7 @@
-"""The thread that owns the catalog and the tasks in flight.
+"""The thread that owns the objects and the tasks in flight.
 
 LMCache's threads hand calls over and take results. One thread makes every decision, so nothing is
-shared. It never waits for the file system: the store and the file of the keys have their own
-threads.
+shared.
 """
 
 from __future__ import annotations
@@ -13,70 +12,35 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvactors.actor.log import described, get_logger
-from kvactors.errors import CacheClosed
 from kvactors.integrations.lmcache.catalog import Catalog
-from kvactors.integrations.lmcache.key_log import KeyLog, Record
-from kvactors.integrations.lmcache.objects import (
-    DIGEST_BYTES,
-    Key,
-    is_serialized,
-    stored_object,
-)
-from kvactors.integrations.lmcache.transfers import Lane, PageJob, Task, Transfer
-from kvactors.threads import Workers
-from kvactors.tier_cache import SlotMemory, StorageResult, StorageTier
+from kvactors.integrations.lmcache.key_log import KeyLog
+from kvactors.integrations.lmcache.object_store import ObjectStore, Report
+from kvactors.tier_cache import StorageTier
 
 T = TypeVar("T")
 
 log = get_logger()
 
-BATCH = 16
-"""Pages of one job of the store."""
-
-SPARE_LINES = 1024
-"""Lines of the file of the keys, beyond twice its objects, at which it is written anew."""
-
-
-class Report(Protocol):
-    """The receiver of results and changes. It is called in the worker's thread."""
-
-    def task_ended(self, task: Task) -> None:
-        """A store or load task has ended."""
-
-    def looked_up(self, number: int, found: list[bool]) -> None:
-        """A look-up has been answered. The objects that were found are locked."""
-
-    def stored(self, keys: list[Key], sizes: list[int]) -> None:
-        """Objects are in the store now."""
-
-    def accessed(self, keys: list[Key]) -> None:
-        """Objects were found by a look-up."""
-
-    def deleted(self, keys: list[Key], sizes: list[int]) -> None:
-        """Objects are not in the store any more."""
-
 
 class Worker:
-    """Runs the tasks. `post` and `ask` may be called in any thread, the other methods in the
-    worker's thread.
+    """Runs calls and results in one thread. `post` and `ask` may be called in any thread.
 
     Args:
         tier: the store of the pages, open, with an event descriptor.
         keys: the file of the keys, open.
         catalog: the objects in the store.
-        report: receives results.
+        report: receives results, in the worker's thread.
         staging_pages: pages of the staging memory.
 
     Attributes:
-        tasks: in flight, by number.
-        key_log_error: why the file of the keys does not take records, empty if it does.
+        objects: the objects and tasks. Its methods are called in the worker's thread.
     """
 
     def __init__(
@@ -87,20 +51,8 @@ class Worker:
         report: Report,
         staging_pages: int,
     ) -> None:
-        self.tier = tier
-        self.catalog = catalog
-        self.tasks: dict[int, Task] = {}
-        self.key_log_error = ""
-        self._keys = keys
-        self._report = report
-        self._memory = SlotMemory(staging_pages, tier.block_bytes)
-        half = staging_pages // 2
-        self._loads = Lane(self._memory, range(half), save=False)
-        self._saves = Lane(self._memory, range(half, staging_pages), save=True)
-        self._storing: dict[Key, Transfer] = {}
-        self._stored: list[Record] = []  # in this turn
-        self._ended_tasks: list[Task] = []  # in this turn
-        self._disk = Workers(1, "kvactors-lmcache-keys")
+        self.objects = ObjectStore(tier, keys, catalog, report, self.post, staging_pages)
+        self._tier = tier
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)  # other threads may write to it until then
@@ -136,13 +88,8 @@ class Worker:
         if self._thread.is_alive():
             self.post(self._stop)
             self._thread.join(limit)
-        self._disk.end(limit)
-        self._disk.close()
+        self.objects.close(limit)
         return not self._thread.is_alive()
-
-    def keep_memory(self) -> None:
-        """Leave the staging memory mapped, because a call to the file system still uses it."""
-        self._memory.keep()
 
     @property
     def running(self) -> bool:
@@ -156,7 +103,7 @@ class Worker:
 
     def _run(self) -> None:
         poll = select.poll()
-        descriptors = [self._wake] if self.tier.fd is None else [self._wake, self.tier.fd]
+        descriptors = [self._wake] if self._tier.fd is None else [self._wake, self._tier.fd]
         for fd in descriptors:
             poll.register(fd, select.POLLIN)
         while not self._stopped:
@@ -165,32 +112,34 @@ class Worker:
                 with suppress(BlockingIOError):
                     os.eventfd_read(fd)
             self._turn()
-        while self._commands:
-            self._contain(self._commands.popleft())
-        for task in list(self.tasks.values()):
-            self._contain(self._give_up, task)
-        self._contain(self._settle)
-        for task in list(self.tasks.values()):
-            self._contain(self._end_task, task)
+        self._run_commands()
+        tasks = self.objects.tasks
+        for task in list(tasks.values()):
+            self._contain(self.objects.give_up, task)
+        self._contain(self.objects.settle)
+        for task in list(tasks.values()):
+            self._contain(self.objects.end_task, task)
 
     def _patience(self) -> int | None:
         """Milliseconds until the next deadline, None without tasks."""
-        if not self.tasks:
+        if not self.objects.tasks:
             return None
-        next_deadline = min(task.deadline for task in self.tasks.values())
+        next_deadline = min(task.deadline for task in self.objects.tasks.values())
         return max(0, int((next_deadline - time.monotonic()) * 1000) + 1)
 
     def _turn(self) -> None:
+        self._run_commands()
+        for result in self._tier.poll():
+            self._contain(self.objects.job_ended, result)
+        now = time.monotonic()
+        for task in [task for task in self.objects.tasks.values() if task.deadline <= now]:
+            self._contain(self.objects.give_up, task)
+        self._contain(self.objects.fill)
+        self._contain(self.objects.settle)
+
+    def _run_commands(self) -> None:
         while self._commands:
             self._contain(self._commands.popleft())
-        for result in self.tier.poll():
-            self._contain(self._job_ended, result)
-        now = time.monotonic()
-        for task in [task for task in self.tasks.values() if task.deadline <= now]:
-            self._contain(self._give_up, task)
-        for lane in (self._loads, self._saves):
-            self._contain(self._fill, lane)
-        self._contain(self._settle)
 
     @staticmethod
     def _contain(call: Callable[..., None], *arguments: object) -> None:
@@ -198,249 +147,6 @@ class Worker:
             call(*arguments)
         except Exception as error:
             log.error("LMCache call failed", call=str(call), error=described(error))
-
-    # -- look-ups, locks, removals
-
-    def look_up(self, number: int, keys: Sequence[Key], layouts: Mapping[int, str]) -> None:
-        """Look keys up, and lock those that are found.
-
-        Args:
-            number: of the task.
-            keys: of the objects.
-            layouts: the layout that is wanted of each object group. None for a group: any.
-        """
-        usable = not self.tier.trouble
-        found = [usable and self._has(key, layouts.get(key.object_group_id)) for key in keys]
-        hits = [key for key, there in zip(keys, found, strict=True) if there]
-        for key in hits:
-            self.catalog.lock(key)
-        self.catalog.touch(hits)
-        self._report.looked_up(number, found)
-        if hits:
-            self._report.accessed(hits)
-
-    def _has(self, key: Key, layout: str | None) -> bool:
-        known = self.catalog.get(key)
-        if known is None:
-            return False
-        if layout is not None and layout != known.shape.layout:
-            return is_serialized(known.shape.layout) and self._complete(key)
-        return self._complete(key)
-
-    def _complete(self, key: Key) -> bool:
-        """Whether the store has all pages of an object. If not, the object is dropped."""
-        found = self.catalog.get(key)
-        if found is None:
-            return False
-        if all(map(self.tier.contains, found.page_keys())):
-            return True
-        self._drop([key])
-        return False
-
-    def unlock(self, keys: Iterable[Key]) -> None:
-        """Take back one lock of each key."""
-        for key in keys:
-            self.catalog.unlock(key)
-
-    def delete(self, keys: Iterable[Key]) -> int:
-        """Delete objects without locks. Returns their number."""
-        chosen = [
-            key for key in dict.fromkeys(keys) if key not in self.catalog.locks and key in self
-        ]
-        self._drop(chosen)
-        return len(chosen)
-
-    def __contains__(self, key: Key) -> bool:
-        return self.catalog.get(key) is not None
-
-    def _drop(self, keys: Iterable[Key]) -> None:
-        removed = [(key, self.catalog.remove(key)) for key in keys]
-        gone = [(key, found) for key, found in removed if found is not None]
-        if gone:
-            self.tier.remove([page for _, found in gone for page in found.page_keys()])
-            self._report.deleted([key for key, _ in gone], [found.shape.size for _, found in gone])
-
-    # -- stores and loads
-
-    def begin(self, task: Task) -> None:
-        """Begin a task."""
-        self.tasks[task.number] = task
-        task.left = 1  # until every object has begun
-        try:
-            if not self.tier.trouble:
-                begin = self._begin_save if task.save else self._begin_load
-                begin(task)
-        finally:
-            self._count_down(task)
-
-    def _begin_load(self, task: Task) -> None:
-        for index, (key, buffer) in enumerate(zip(task.keys, task.buffers, strict=True)):
-            found = self.catalog.get(key)
-            if found is None or buffer is None or found.shape != buffer.shape:
-                continue
-            transfer = Transfer(key, found, buffer, save=False)
-            transfer.join(task, index)
-            self.catalog.lock(key)
-            self._loads.waiting.append(transfer)
-
-    def _begin_save(self, task: Task) -> None:
-        keep = set(task.keys)
-        for index, (key, buffer) in enumerate(zip(task.keys, task.buffers, strict=True)):
-            if buffer is None:
-                continue
-            known = self.catalog.get(key)
-            if known is not None and known.shape == buffer.shape and self._complete(key):
-                task.ok[index] = True
-                continue
-            transfer = self._storing.get(key)
-            if transfer is not None:
-                if transfer.found.shape == buffer.shape:
-                    transfer.join(task, index)
-                continue
-            wanted = stored_object(key, buffer.shape, self.tier.block_bytes)
-            if self._make_space(key, wanted.pages, keep):
-                transfer = Transfer(key, wanted, buffer, save=True)
-                transfer.join(task, index)
-                self._storing[key] = transfer
-                self.catalog.reserved += wanted.pages
-                self._saves.waiting.append(transfer)
-        self.catalog.touch(task.keys)
-
-    def _make_space(self, key: Key, pages: int, keep: set[Key]) -> bool:
-        """Evict objects so that `pages` fit, an object of another layout under the same key
-        first."""
-        if key in self:
-            if key in self.catalog.locks:
-                return False
-            self._drop([key])
-        victims = self.catalog.victims(pages, keep)
-        if victims is None:
-            return False
-        self._drop(victims)
-        return True
-
-    def _fill(self, lane: Lane) -> None:
-        """Begin to move pages while there are free slots."""
-        while moves := lane.take_pages(BATCH):
-            job = PageJob(lane, moves)
-            keys = [move.transfer.found.page_key(move.number) for move in moves]
-            views = [lane.view(move) for move in moves]
-            try:
-                if lane.save:
-                    self.tier.submit_store(job, keys, views)
-                else:
-                    self.tier.submit_load(job, keys, views)
-            except CacheClosed:
-                self._pages_ended(job, [False] * len(moves))
-
-    def _job_ended(self, result: StorageResult) -> None:
-        if isinstance(result.job, PageJob):
-            self._pages_ended(result.job, result.ok)
-        digests = dict.fromkeys(key[:DIGEST_BYTES] for key in result.removed)
-        gone = [self.catalog.key_of(digest) for digest in digests]
-        self._drop([key for key in gone if key is not None])
-
-    def _pages_ended(self, job: PageJob, ok: Sequence[bool]) -> None:
-        lane = job.lane
-        for move, good in zip(job.moves, ok, strict=True):
-            transfer = move.transfer
-            if good and not lane.save and not transfer.ended:
-                lane.copy_out(move)
-            lane.free.append(move.slot)
-            transfer.in_flight -= 1
-            transfer.failed |= not good
-            if transfer.ended:
-                if good and lane.save:
-                    self._remove_stray(transfer, [move.number])
-            elif not transfer.in_flight and transfer.all_begun:
-                self._end(transfer, ok=not transfer.failed)
-
-    def _remove_stray(self, transfer: Transfer, pages: Iterable[int]) -> None:
-        """Remove pages of an object that was not stored completely."""
-        found = self.catalog.get(transfer.key)
-        stored = found is not None and found.digest == transfer.found.digest
-        if not stored and transfer.key not in self._storing:
-            self.tier.remove([transfer.found.page_key(number) for number in pages])
-
-    def _end(self, transfer: Transfer, *, ok: bool) -> None:
-        """Give the result of a transfer to its tasks."""
-        transfer.ended = True
-        size = transfer.found.shape.size
-        if transfer.save:
-            del self._storing[transfer.key]
-            self.catalog.reserved -= transfer.found.pages
-            if ok:
-                self.catalog.add(transfer.key, transfer.found)
-                self._stored.append((transfer.key, transfer.found.shape))
-            else:
-                self._remove_stray(transfer, range(transfer.begun))
-        else:
-            self.catalog.unlock(transfer.key)
-            if not ok:
-                self._complete(transfer.key)
-        for task, index in transfer.waiters:
-            task.ok[index] = ok
-            task.nbytes += size if ok else 0
-            self._count_down(task)
-
-    def _count_down(self, task: Task) -> None:
-        task.left -= 1
-        if not task.left:
-            self._ended_tasks.append(task)
-
-    def _give_up(self, task: Task) -> None:
-        """End a task: its deadline has passed."""
-        for transfer in task.transfers:
-            if not transfer.ended:
-                self._end(transfer, ok=False)
-        if not task.left:  # it waits for the file of the keys
-            self._end_task(task)
-
-    # -- results
-
-    def _settle(self) -> None:
-        """Report the results of this turn. A store task ends when its keys are in the file."""
-        ended, self._ended_tasks = self._ended_tasks, []
-        for task in ended:
-            if task.save:
-                self.catalog.touch(task.keys)
-        records, self._stored = self._stored, []
-        if not records:
-            for task in ended:
-                self._end_task(task)
-            return
-        self._report.stored([key for key, _ in records], [shape.size for _, shape in records])
-        for task in ended:
-            if not task.save:
-                self._end_task(task)
-        saves = [task for task in ended if task.save]
-        whole = None
-        if self._keys.lines > 2 * len(self.catalog) + SPARE_LINES:
-            whole = [(key, found.shape) for key, found in self.catalog.items()]
-        written = self._disk.submit(partial(self._write_keys, records, whole))
-        written.add_done_callback(lambda _: self.post(partial(self._end_tasks, saves)))
-
-    def _write_keys(self, records: list[Record], whole: list[Record] | None) -> None:
-        """Write records to the file of the keys, in the thread that does."""
-        try:
-            if whole is None:
-                self._keys.append(records)
-            else:
-                self._keys.rewrite(whole)
-        except OSError as error:
-            if not self.key_log_error:
-                log.error("keys of LMCache's objects not written", error=described(error))
-            self.key_log_error = str(error)
-        else:
-            self.key_log_error = ""
-
-    def _end_tasks(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:
-            self._end_task(task)
-
-    def _end_task(self, task: Task) -> None:
-        if self.tasks.pop(task.number, None) is not None:
-            self._report.task_ended(task)
 
 
 def _answer(answer: Future[T], call: Callable[[], T]) -> None:

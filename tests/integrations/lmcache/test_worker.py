@@ -113,7 +113,7 @@ def test_the_store_evicts_by_use_and_never_a_locked_object(tmp_path: Path) -> No
     assert world.store(KEYS[10:13]) == [True, False, False]
     assert world.held(KEYS[:3]) == [True] * 3
     assert world.load(KEYS[:3]) == [*map(payload, KEYS[:3])]
-    world.worker.post(partial(world.worker.unlock, [*KEYS[:3]]))
+    world.worker.post(partial(world.worker.objects.unlock, [*KEYS[:3]]))
     assert world.store(KEYS[20:24]) == [True] * 4
     assert world.held(KEYS[:4]) == [False] * 4
     # more than the capacity: the beginning is stored
@@ -127,7 +127,7 @@ def test_delete_leaves_locked_objects(world: World) -> None:
     world.store(salted("tenant")[:3])
     assert world.look_up(KEYS[:1]) == [True]
     chosen = [*KEYS[:2], KEYS[1], KEYS[9]]
-    assert world.worker.ask(lambda: world.worker.delete(chosen), LIMIT, -1) == 1
+    assert world.worker.ask(lambda: world.worker.objects.delete(chosen), LIMIT, -1) == 1
     assert world.held(KEYS[:3]) == [True, False, True]
     assert world.held(salted("tenant")[:3]) == [True] * 3
     world.check()
@@ -187,9 +187,9 @@ def test_many_threads_store_and_load_what_fits_and_what_does_not(tmp_path: Path)
             hits = [key for key, there in zip(keys, found, strict=True) if there]
             loaded = world.load(hits)
             assert loaded == [payload(key) for key in hits], "a locked object was not loaded"
-            world.worker.post(partial(world.worker.unlock, hits))
+            world.worker.post(partial(world.worker.objects.unlock, hits))
             if draw.random() < 0.3:
-                world.worker.post(partial(world.worker.delete, keys))
+                world.worker.post(partial(world.worker.objects.delete, keys))
 
     failures: list[BaseException] = []
 
@@ -206,7 +206,7 @@ def test_many_threads_store_and_load_what_fits_and_what_does_not(tmp_path: Path)
         thread.join(LIMIT)
     assert failures == []
     world.check()
-    assert not world.worker.catalog.locks
+    assert not world.worker.objects.catalog.locks
     world.close()
 
 
@@ -225,7 +225,7 @@ def test_a_load_that_hangs_ends_in_time_and_leaves_the_memory_alone(faulty: Worl
     faulty.timeout = LIMIT
     assert faulty.load(KEYS[1:2]) == [payload(KEYS[1])]  # the one before has ended, too
     assert memory.bytes.raw == b"\7" * SIZE, "memory that LMCache has back was written"
-    assert not faulty.worker.catalog.locks
+    assert not faulty.worker.objects.catalog.locks
     assert faulty.load(KEYS[:1]) == [payload(KEYS[0])]
     faulty.check()
 

@@ -111,7 +111,7 @@ class World:
         buffers = [None if each is None else each.buffer for each in memory]
         deadline = time.monotonic() + self.timeout
         task = Task(next(self._numbers), list(keys), buffers, deadline, save=save)
-        self.worker.post(partial(self.worker.begin, task))
+        self.worker.post(partial(self.worker.objects.begin, task))
         return task
 
     def store(self, keys: Sequence[Key], layout: str = LAYOUT) -> list[bool]:
@@ -132,7 +132,7 @@ class World:
         """Look keys up. Those that are found stay locked."""
         number = next(self._numbers)
         layouts = {} if layout is None else {0: layout}
-        self.worker.post(partial(self.worker.look_up, number, list(keys), layouts))
+        self.worker.post(partial(self.worker.objects.look_up, number, list(keys), layouts))
         self.wait(lambda: number in self.lookups)
         return self.lookups[number]
 
@@ -140,7 +140,7 @@ class World:
         """Look keys up and unlock them."""
         found = self.look_up(keys, layout)
         hits = [key for key, there in zip(keys, found, strict=True) if there]
-        self.worker.post(partial(self.worker.unlock, hits))
+        self.worker.post(partial(self.worker.objects.unlock, hits))
         return found
 
     def check(self) -> None:
@@ -148,12 +148,12 @@ class World:
         flight."""
 
         def inside() -> None:
-            catalog = self.worker.catalog
+            catalog = self.worker.objects.catalog
             items = catalog.items()
             assert catalog.used == sum(found.pages for _, found in items) <= catalog.capacity
             assert catalog.nbytes == sum(found.shape.size for _, found in items)
             assert catalog.reserved == 0
-            assert not self.worker.tasks
+            assert not self.worker.objects.tasks
             assert all(self.tier.contains(page) for _, found in items for page in found.page_keys())
             there: dict[Any, int] = {}
             for change, keys, sizes in self.changes:

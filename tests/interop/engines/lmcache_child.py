@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,11 +44,16 @@ class Server:
         """The L2 adapter."""
         return self.manager.l2_adapters()[0][1]
 
-    def open(self, l2: dict[str, Any], arguments: Sequence[str] = ()) -> dict[str, Any]:
-        """Start the manager with the arguments of LMCache's server. l2: of `--l2-adapter`."""
+    def open(self, l2: dict[str, Any], quotas: dict[str, int] | None = None) -> dict[str, Any]:
+        """Start the manager with the arguments of LMCache's server.
+
+        l2: of `--l2-adapter`. quotas: bytes of each salt.
+        """
         line = ["--l1-size-gb", "0.0625", "--no-l1-use-lazy"]
-        line += ["--eviction-policy", "LRU", "--l2-adapter", json.dumps(l2), *arguments]
+        line += ["--eviction-policy", "LRU", "--l2-adapter", json.dumps(l2)]
         self.manager = StorageManager(parse_args(line))
+        for salt, limit in (quotas or {}).items():
+            self.manager.quota_manager.set_quota(salt, limit)
         return {"stored": self.status()["stored_object_count"]}
 
     def status(self) -> dict[str, Any]:
@@ -154,11 +159,6 @@ class Server:
             raise RuntimeError("\n".join(errors) or "a thread hangs")
         return totals
 
-    def quota(self, salt: str, nbytes: int) -> dict[str, Any]:
-        """Limit the bytes of a salt."""
-        self.manager.quota_manager.set_quota(salt, nbytes)
-        return {}
-
     def wait_usage(self, salt: str, most: int) -> dict[str, Any]:
         """Wait until LMCache's eviction has brought a salt below some bytes."""
         until = time.monotonic() + LIMIT
@@ -180,10 +180,11 @@ class Server:
 
     def close(self) -> dict[str, Any]:
         """Close the manager, and the adapter a second time."""
-        adapter = self.adapter
-        self.manager.close()
-        adapter.close()
-        self.manager = None
+        if self.manager is not None:
+            adapter = self.adapter
+            self.manager.close()
+            adapter.close()
+            self.manager = None
         return {}
 
 
@@ -209,7 +210,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     server = Server()
-    names = "open status usage store clear prefetch mixed quota wait_usage listed close"
+    names = "open status usage store clear prefetch mixed wait_usage listed close"
     calls: dict[str, Callable[..., dict[str, Any]]] = {
         name: getattr(server, name) for name in names.split()
     }

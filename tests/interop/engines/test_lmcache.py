@@ -55,6 +55,12 @@ class Manager:
         self._child = Child("LMCache", [python, "-P", str(CHILD)], log, lines=True, env=VARIABLES)
         self.opened = self.ask("open", l2=l2)
 
+    def reopen(self, directory: Path, **more: Any) -> None:
+        """Close the manager and start another one in the same process. The arguments are those of
+        `adapter`."""
+        self.ask("close")
+        self.opened = self.ask("open", l2=adapter(directory, **more))
+
     def ask(self, do: str, **message: Any) -> dict[str, Any]:
         """One call. See `lmcache_child.Server`."""
         return dict(self._child.ask({"do": do} | message, LIMIT))
@@ -117,7 +123,6 @@ def test_every_chunk_comes_back_at_once_after_a_restart_and_after_kill_9(start: 
     status = manager.ask("store", numbers=ALL)["status"]
     assert (status["stored_object_count"], status["is_healthy"]) == (32, True)
     assert manager.found(ALL) == (32, 32)
-    assert manager.ask("prefetch", numbers=ALL)["l2"] == 0, "L1 had them"
     assert manager.ask("status")["locked_key_count"] == 0
     manager.close()
     again = start()
@@ -133,12 +138,32 @@ def test_every_chunk_comes_back_at_once_after_a_restart_and_after_kill_9(start: 
     after_kill.close()
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "delete", "keys"])
-def test_damaged_stores_serve_no_wrong_byte(start: Start, tmp_path: Path, damage: str) -> None:
-    manager = start()
-    manager.ask("store", numbers=ALL)
+@pytest.mark.parametrize("damages", [["flip", "cut", "delete", "keys"]])
+def test_damaged_stores_serve_no_wrong_byte(
+    start: Start, tmp_path: Path, damages: list[str]
+) -> None:
+    manager = start(tmp_path / damages[0])
+    for damage in damages:
+        store = tmp_path / damage
+        if damage != damages[0]:
+            manager.reopen(store)
+        manager.ask("store", numbers=ALL)
+        manager.reopen(tmp_path / "elsewhere")
+        inflict(damage, store)
+        manager.reopen(store)
+        hits, right = manager.found(ALL)
+        assert hits == right, damage
+        assert hits < 32, damage
+        assert damage != "flip" or hits == 0
+        # the store works: what was not served is stored again
+        manager.ask("clear")
+        manager.ask("store", numbers=ALL, wanted=32)
+        assert manager.found(ALL) == (32, 32), damage
     manager.close()
-    store = tmp_path / "store"
+
+
+def inflict(damage: str, store: Path) -> None:
+    """Damage a closed store."""
     for slab in slabs(store):
         if damage == "flip":
             data = bytearray(slab.read_bytes())
@@ -153,36 +178,23 @@ def test_damaged_stores_serve_no_wrong_byte(start: Start, tmp_path: Path, damage
         (keys,) = store.rglob("keys-*.jsonl")
         lines = keys.read_bytes().splitlines()
         keys.write_bytes(b"\n".join(lines[16:]).replace(b"tiny", b"tinz", 3))
-    again = start()
-    hits, right = again.found(ALL)
-    assert hits == right
-    assert hits < 32
-    if damage == "flip":
-        assert hits == 0
-    # the store works: what was not served is stored again
-    again.ask("clear")
-    again.ask("store", numbers=ALL, wanted=32)
-    assert again.found(ALL) == (32, 32)
-    again.close()
 
 
-def test_a_full_store_evicts_and_a_prefix_keeps_its_beginning(start: Start) -> None:
+def test_a_store_that_is_too_small_alone_and_under_concurrent_requests(
+    start: Start, tmp_path: Path
+) -> None:
     manager = start(capacity_bytes=10 * 3 * (96 << 10))
     manager.ask("store", numbers=ALL[:8])
     assert manager.found(ALL[:8]) == (8, 8)
     status = manager.ask("store", numbers=list(range(100, 106)), wanted=10)["status"]
     assert status["stored_object_count"] == 10
     assert manager.found(list(range(100, 106))) == (6, 6)
-    hits, right = manager.found(ALL[:8])
-    assert (hits, right) == (4, 4)
+    # a prefix keeps its beginning
+    assert manager.found(ALL[:8]) == (4, 4)
     usage = manager.ask("usage")
     assert usage["bytes"] == 10 * OBJECT
     assert usage["bytes"] <= usage["capacity"]
-    manager.close()
-
-
-def test_concurrent_stores_and_loads_in_a_store_that_is_too_small(start: Start) -> None:
-    manager = start(capacity_bytes=40 * 3 * (96 << 10))
+    manager.reopen(tmp_path / "other", capacity_bytes=40 * 3 * (96 << 10))
     totals = manager.ask("mixed", threads=4, rounds=25, keys=20)
     assert totals["wrong"] == 0
     assert totals["hits"] > 0
@@ -192,77 +204,66 @@ def test_concurrent_stores_and_loads_in_a_store_that_is_too_small(start: Start) 
     manager.close()
 
 
-def test_dtypes_and_salts_are_separate(start: Start) -> None:
+def test_identity_listing_and_serializers(start: Start, tmp_path: Path) -> None:
     manager = start()
     manager.ask("store", numbers=ALL[:8], salt="one")
     assert manager.found(ALL[:8], salt="two") == (0, 0)
     assert manager.found(ALL[:8]) == (0, 0)
     assert manager.found(ALL[:8], salt="one", dtype="bfloat16") == (0, 0)
     assert manager.found(ALL[:8], salt="one") == (8, 8)
-    manager.close()
-    other = start(namespace="other")
-    assert other.found(ALL[:8], salt="one") == (0, 0)
-    other.close()
-
-
-def test_the_eviction_of_lmcache_by_salt(start: Start) -> None:
-    eviction = {"eviction_policy": "IsolatedLRU", "trigger_watermark": 1.0, "eviction_ratio": 0.5}
-    manager = start(eviction=eviction)
-    manager.ask("quota", salt="one", nbytes=100 * OBJECT)
-    manager.ask("quota", salt="two", nbytes=100 * OBJECT)
-    manager.ask("store", numbers=ALL[:8], salt="one")
-    manager.ask("store", numbers=ALL[:8], salt="two", wanted=16)
-    assert manager.ask("usage")["by_salt"] == {"one": 8 * OBJECT, "two": 8 * OBJECT}
-    manager.close()
-    # the objects of the last process are accounted, and evicted from the end of the prefix
-    again = start(eviction=eviction)
-    again.ask("quota", salt="two", nbytes=100 * OBJECT)
-    again.ask("quota", salt="one", nbytes=5 * OBJECT)
-    usage = again.ask("wait_usage", salt="one", most=4 * OBJECT)
-    assert usage["by_salt"]["one"] == 4 * OBJECT
-    assert again.found(ALL[:8], salt="one") == (4, 4)
-    again.close()
-
-
-def test_keys_are_listed_in_pages(start: Start) -> None:
-    manager = start()
-    manager.ask("store", numbers=ALL)
-    listed = manager.ask("listed", page_size=10)
-    assert (len(set(listed["keys"])), len(listed["keys"]), listed["pages"]) == (32, 32, 4)
-    manager.close()
-
-
-def test_objects_of_a_serializer(start: Start) -> None:
-    manager = start(serde={"type": "fp8"})
+    listed = manager.ask("listed", page_size=3)
+    assert (len(set(listed["keys"])), len(listed["keys"]), listed["pages"]) == (8, 8, 3)
+    manager.reopen(tmp_path / "store", namespace="other")
+    assert manager.found(ALL[:8], salt="one") == (0, 0)
+    manager.reopen(tmp_path / "store")
+    assert manager.found(ALL[:8], salt="one") == (8, 8)
+    manager.reopen(tmp_path / "serialized", serde={"type": "fp8"})
     manager.ask("store", numbers=ALL[:4])
     manager.ask("clear")
     assert manager.ask("prefetch", numbers=ALL[:4])["hits"] == 4
     manager.close()
 
 
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"directory": ""}, "ConfigError: adapter_params: directory is empty"),
-        ({"path": "/x"}, "ConfigError: adapter_params: .*unknown field `path`"),
-        ({"capacity_bytes": "1"}, "ConfigError: adapter_params: capacity_bytes = '1' holds no"),
-        ({"page_bytes": 5}, "ConfigError: adapter_params: page_bytes must be a multiple"),
-        ({"directory": "/proc/none"}, "StoreError: .*/proc/none"),
-    ],
-)
-def test_bad_settings_are_named_at_the_start(
-    start: Start, settings: dict[str, Any], error: str
+def test_the_eviction_of_lmcache_by_salt(start: Start, tmp_path: Path) -> None:
+    eviction = {"eviction_policy": "IsolatedLRU", "trigger_watermark": 1.0, "eviction_ratio": 0.5}
+    manager = start()
+    manager.ask("store", numbers=ALL[:8], salt="one")
+    manager.ask("store", numbers=ALL[:8], salt="two", wanted=16)
+    assert manager.ask("usage")["by_salt"] == {"one": 8 * OBJECT, "two": 8 * OBJECT}
+    # the objects from before are accounted, and evicted from the end of the prefix
+    limits = {"one": 5 * OBJECT, "two": 100 * OBJECT}
+    manager.ask("close")
+    manager.ask("open", l2=adapter(tmp_path / "store", eviction=eviction), quotas=limits)
+    usage = manager.ask("wait_usage", salt="one", most=4 * OBJECT)
+    assert usage["by_salt"] == {"one": 4 * OBJECT, "two": 8 * OBJECT}
+    assert manager.found(ALL[:8], salt="one") == (4, 4)
+    manager.close()
+
+
+BAD = [
+    ({"directory": ""}, "ConfigError: adapter_params: directory is empty"),
+    ({"path": "/x"}, "ConfigError: adapter_params: .*unknown field `path`"),
+    ({"capacity_bytes": "1"}, "ConfigError: adapter_params: capacity_bytes = '1' holds no"),
+    ({"page_bytes": 5}, "ConfigError: adapter_params: page_bytes must be a multiple"),
+    ({"directory": "/proc/none"}, "StoreError: .*/proc/none"),
+]
+
+
+def test_bad_settings_and_a_folder_in_use_are_named_at_the_start(
+    start: Start, tmp_path: Path
 ) -> None:
-    l2 = dict(settings)
-    directory = l2.pop("directory", None)
-    with pytest.raises(InteropError, match=error):
-        start(**l2) if directory is None else start(directory, **l2)
-
-
-def test_two_processes_do_not_share_a_folder(start: Start) -> None:
     first = start()
+    second = start(tmp_path / "second")
+    for settings, error in BAD:
+        l2 = adapter(tmp_path / "bad")
+        l2["adapter_params"] |= settings
+        second.ask("close")
+        with pytest.raises(InteropError, match=error):
+            second.ask("open", l2=l2)
+        second.ask("open", l2=adapter(tmp_path / "second"))
+    second.ask("close")
     with pytest.raises(InteropError, match=r"StoreError.*is in use by process"):
-        start()
+        second.ask("open", l2=adapter(tmp_path / "store"))
     first.ask("store", numbers=ALL[:2])
     assert first.found(ALL[:2]) == (2, 2)
     first.close()
