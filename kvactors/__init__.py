@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         RankLost,
         SinkError,
         StoreError,
+        TokensCommitted,
         WrongLoop,
         WrongThread,
     )
@@ -73,6 +74,7 @@ __all__ = [
     "TierCache",
     "TierConfig",
     "Tokens",
+    "TokensCommitted",
     "WrongLoop",
     "WrongThread",
     "open",
@@ -113,6 +115,7 @@ HOMES = {
     "TierCache": "kvactors.tier_cache",
     "TierConfig": "kvactors.tier_cache",
     "Tokens": "kvactors.types",
+    "TokensCommitted": "kvactors.errors",
     "WrongLoop": "kvactors.errors",
     "WrongThread": "kvactors.errors",
     "open": "kvactors.cache",

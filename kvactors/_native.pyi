@@ -159,6 +159,9 @@ class Path:
         """Extra identity of one block (already encoded). ValueError once that block has been hashed
         or held."""
 
+    def extra_key(self, block: int) -> bytes:
+        """Extra key of one block, also of one that is not full. Empty if it has none."""
+
     def extra_keys(self, start: int, stop: int) -> tuple[tuple[int, bytes], ...]:
         """(position, extra key) of those of the full blocks [start, stop) that have one, in
         order."""
@@ -219,6 +222,13 @@ class BlockTree:
     def retreat(self, path: Path, blocks: int) -> list[int]:
         """Drop references beyond the first `blocks` nodes, committed ones included. Those
         positions read -1. Returns device blocks that are free now (of a retired tree)."""
+
+    def truncate(self, path: Path, num_tokens: int, extra: bytes = b"") -> list[int]:
+        """Drop the tokens of the path beyond the first `num_tokens`, with the references, hashes,
+        extra keys and private device blocks that no remaining token needs. `extra`: the extra key
+        of the block that then ends within. Returns the device blocks that are free now. ValueError
+        if the path has fewer tokens, for tokens of committed blocks, and for blocks being loaded:
+        nothing is changed then."""
 
     def commit(self, path: Path, upto: int) -> tuple[int, int, list[int]]:
         """Make the path's computed blocks [num_committed, upto) shareable. Returns (start, stop,

@@ -177,6 +177,32 @@ def request_path(
     return path, positions
 
 
+def added_media(
+    block_size: int, position: int, num_added: int, extra_keys: Any
+) -> tuple[tuple[tuple[int, bytes], ...], tuple[tuple[int, int], ...]]:
+    """Media items among tokens that are appended to a request.
+
+    Args:
+        block_size: tokens.
+        position: tokens of the request before the appended ones.
+        num_added: appended tokens.
+        extra_keys: media items with offsets from the first appended token.
+
+    Returns:
+        (block, extra key) of the blocks that the items overlap, and (offset, length) of the items
+        in the request.
+
+    Raises:
+        TypeError, ValueError: bad media.
+    """
+    items = check_media(extra_keys, num_added)
+    digests = [digest for _, _, digest in items]
+    block_extras(0, block_size, [item[:2] for item in items], digests, num_added)  # checks
+    positions = tuple((position + offset, length) for offset, length, _ in items)
+    blocks = -(-(position + num_added) // block_size)
+    return tuple(block_extras(blocks, block_size, positions, digests).items()), positions
+
+
 def request_scope(salt: Any, lora: Any, lora_id: Any = None) -> RequestScope:
     """The scope of a request. TypeError or ValueError for bad names."""
     if salt is None and lora is None and lora_id is None:

@@ -126,7 +126,7 @@ class CacheCalls(OpenCache):
             if isinstance(error, ActorFailed):
                 self._client.refine(error)
             raise
-        return Lease(self._client, lease, request_id, path, granted, at)
+        return Lease(self._client, lease, request_id, path, granted, at, media)
 
     lookup = look.lookup
     free_blocks = look.free_blocks

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvactors.actor import ActorRef, Ask
 from kvactors.arguments import check_seconds
+from kvactors.device_events import DeviceEvents
 from kvactors.errors import ActorFailed, CacheClosed, KVActorsError, WrongLoop
 from kvactors.prefix_index.messages import Abandon, IndexRequest, Withdrawn
 from kvactors.prefix_index.parts import part_of
@@ -24,6 +25,7 @@ class Client:
         loop: the event loop that the cache belongs to.
         layers: layers of the layout, those of extra layers included.
         part_tokens: tokens that a turn of PrefixIndex commits at most.
+        events: events that calls wait for.
         is_open: whether new calls are accepted.
         on_forgotten: called with each lease that is garbage-collected before its end, for tests.
     """
@@ -35,6 +37,7 @@ class Client:
         self.loop = asyncio.get_running_loop()
         self.layers = system.layout.num_layers + system.layout.extra_layers
         self.part_tokens = part_of(block_size) * block_size
+        self.events = DeviceEvents(self.loop)
         self.is_open = True
         self.on_forgotten: Callable[[int], None] | None = None
         self._supervisor = system.supervisor

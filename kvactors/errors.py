@@ -8,6 +8,7 @@ KVActorsError
 ├── NotReady                      the lease still waits for loads: await wait_ready() first
 ├── LeaseEnded                    the lease was finished, preempted, abandoned or lost in a restart
 ├── LeaseBusy (RuntimeError)      another call on the lease has not returned yet
+├── TokensCommitted (ValueError)  tokens that other requests may share cannot be dropped
 ├── WrongLoop (RuntimeError)      a call from another event loop or thread than the cache's
 ├── WrongThread (RuntimeError)    a call of a TierCache from another thread than its owner's
 ├── CacheClosed                   the cache is not open (any more)
@@ -68,6 +69,10 @@ class LeaseEnded(KVActorsError):
 
 class LeaseBusy(KVActorsError, RuntimeError):
     """Another call on the lease has not returned yet: await it first."""
+
+
+class TokensCommitted(KVActorsError, ValueError):
+    """Tokens of committed blocks cannot be dropped: other requests may share the blocks."""
 
 
 class WrongLoop(KVActorsError, RuntimeError):

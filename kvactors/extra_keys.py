@@ -62,6 +62,13 @@ def media_items(extra_key: bytes) -> list[MediaItem]:
     return items
 
 
+def leading_items(extra_key: bytes, num_tokens: int) -> bytes:
+    """The extra key of a block of which only the first `num_tokens` tokens remain."""
+    if not extra_key:
+        return extra_key
+    return media_extra(item for item in media_items(extra_key) if item[1] < num_tokens)
+
+
 def block_extras(
     num_blocks: int,
     block_size: int,

@@ -15,7 +15,8 @@ from kvactors.arguments import Media, check_seconds
 from kvactors.calls import CacheCalls
 from kvactors.deprecated import renamed
 from kvactors.errors import CacheClosed, DeadlineExceeded, WrongLoop
-from kvactors.lease import AFTER_LOADS, Hits, Lease
+from kvactors.lease import Hits, Lease
+from kvactors.lease_hold import AFTER_LOADS
 from kvactors.lookup import FreeBlocks, PromptHits
 from kvactors.observe.health import Health
 from kvactors.observe.statistics import CacheStatistics
@@ -283,6 +284,8 @@ class ThreadLease:
     wait_ready = _blocking_lease(Lease.wait_ready)
     wait_layer = _blocking_lease(Lease.wait_layer)
     extend = _blocking_lease(Lease.extend, ends_lease=True)
+    reserve = _blocking_lease(Lease.reserve, ends_lease=True)
+    truncate = _blocking_lease(Lease.truncate, ends_lease=True)
     commit = _blocking_lease(Lease.commit, ends_lease=True)
     finish = _blocking_lease(Lease.finish)
     preempt = _blocking_lease(Lease.preempt)

@@ -143,6 +143,11 @@ void bind_path(nb::module_& m) {
             const Busy busy(p.busy);
             p.set_extra(size_of(block, "block out of range"), std::string(extra.c_str(), extra.size()));
         }, "block"_a, "extra"_a)
+        .def("extra_key", [](const PyPath& p, Id block) {
+            const Busy busy(p.busy);
+            const std::string* found = p.extra(size_of(block, "block out of range"));
+            return found == nullptr ? nb::bytes("", 0) : nb::bytes(found->data(), found->size());
+        }, "block"_a)
         .def("extra_keys", [](const PyPath& p, Id start, Id stop) {
             const Busy busy(p.busy);
             if (start < 0 || stop < start || stop > Id(p.full_blocks())) throw nb::value_error("blocks out of range");

@@ -87,6 +87,12 @@ void bind_tree(nb::module_& m) {
             const Busy busy(p.busy);
             return ids_of(t.retreat(p, size_of(n, "blocks out of range")));
         }, "path"_a, "blocks"_a)
+        .def("truncate", [](PyTree& t, PyPath& p, Id tokens, const nb::bytes& extra) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            if (tokens < 0) throw nb::value_error("num_tokens out of range");
+            return ids_of(t.truncate(p, std::size_t(tokens), std::string(extra.c_str(), extra.size())));
+        }, "path"_a, "num_tokens"_a, "extra"_a = nb::bytes("", 0))
         .def("commit", [](PyTree& t, PyPath& p, Id upto) {
             const Change change(t);
             const Busy busy(p.busy);

@@ -73,4 +73,13 @@ void Path::put(u32 position, u32 block, bool is_shared) {
     shared[position] = is_shared ? 1 : 0;
 }
 
+// Tokens appended later may differ: hashes and extra keys of the blocks that lose tokens are stale.
+void Path::cut(std::size_t count, std::string extra) {
+    tokens.resize(count);
+    const u32 full = full_blocks();
+    if (names.size() > full) names.resize(full);
+    extras.erase(extras.lower_bound(full), extras.end());
+    if (!extra.empty()) extras[full] = std::move(extra);
+}
+
 }  // namespace kvactors

@@ -27,6 +27,7 @@ public:
     void name_to(u32 blocks);  // afterwards names has at least `blocks` entries
     void assign(u32 start, const u32* blocks, std::size_t count);
     void put(u32 position, u32 block, bool is_shared);
+    void cut(std::size_t count, std::string extra);  // extra: of the block that ends within
 
     u32 block_size;
     Key root;

@@ -101,6 +101,7 @@ public:
     Match pin(Path& path, u32 limit);
     std::vector<u32> trim(Path& path, u32 held);
     std::vector<u32> retreat(Path& path, u32 blocks);
+    std::vector<u32> truncate(Path& path, std::size_t tokens, std::string extra);
     std::vector<u32> release(Path& path, u32 keep = 0);
     u32 mark_announced(Path& path, u32 start, u32 stop);
     std::vector<u32> worth_saving(const Path& path, u32 start, u32 stop, u32 min_hits) const;

@@ -124,6 +124,29 @@ std::vector<u32> Tree::drop_beyond(Path& path, u32 held) {
     return freed;
 }
 
+// Drops the tokens beyond the first `tokens`, and the table's private blocks that hold none of the
+// rest. All checks come first: a refused call changes nothing.
+std::vector<u32> Tree::truncate(Path& path, std::size_t tokens, std::string extra) {
+    require(path);
+    if (tokens > path.tokens.size()) throw std::invalid_argument("the path has fewer tokens");
+    if (extra.size() > 0x7fffffffu) throw std::invalid_argument("extra key longer than 2**31 - 1 bytes");
+    const u32 full = u32(tokens / block_size_);
+    const std::size_t blocks = full + (tokens % block_size_ != 0 ? 1 : 0);
+    if (full < path.committed) throw std::invalid_argument("cannot truncate below the committed blocks");
+    if (!extra.empty() && blocks == full) throw std::invalid_argument("extra key for a block without tokens");
+    for (std::size_t i = full; i < path.table.size(); ++i)
+        if (path.shared[i] != 0) throw std::invalid_argument("cannot truncate blocks that are being loaded");
+    std::vector<u32> freed = drop_beyond(path, std::min(path.held(), full));
+    for (std::size_t i = blocks; i < path.table.size(); ++i)
+        if (path.table[i] != kNil) freed.push_back(path.table[i]);
+    if (path.table.size() > blocks) {
+        path.table.resize(blocks);
+        path.shared.resize(blocks);
+    }
+    path.cut(tokens, std::move(extra));
+    return freed;
+}
+
 // Deepest first, so that in the list a parent is always younger than its children and the eldest is
 // always a leaf. keep: leading blocks that a later call drops. Until then the path has no other
 // use.

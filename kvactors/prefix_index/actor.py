@@ -44,16 +44,17 @@ from kvactors.prefix_index.messages import (
     Proceed,
     Ready,
     ReadyResult,
+    Reserve,
     Resume,
     SetNamespace,
     Sweep,
+    Truncate,
     Withdrawn,
 )
 from kvactors.prefix_index.parts import next_part
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.runner import SENDS, ActionRunner
 from kvactors.prefix_index.settings import IndexSettings
-from kvactors.types import Reason
 
 
 class PrefixIndex(Actor):
@@ -76,14 +77,12 @@ class PrefixIndex(Actor):
         self.index = index
         self.core = core = IndexCore(index, roots, settings, restarted=self.incarnation > 0)
         self.runner = ActionRunner(self.context, evictor, notifier)
-        # Bound here, for the requests that come most often.
-        self._perform, self._requests = self.runner.perform, core.requests
-        self._commits, self._endings = core.commits, core.endings
+        self._perform, self._requests = self.runner.perform, core.requests  # bound: hot
+        self._commits, self._endings, self._tables = core.commits, core.endings, core.tables
 
     def started(self) -> None:
         """A restarted index begins with an empty device tier."""
-        if self.incarnation:
-            self._perform(self.core.announcements.cleared(Reason.RESTART))
+        self._perform(self.core.started())
 
     # -- requests
 
@@ -110,7 +109,17 @@ class PrefixIndex(Actor):
     @on(Extend)
     def extend(self, message: Extend, envelope: Envelope[AcquireResult]) -> None:
         """Append tokens to a lease."""
-        self._perform(self.core.grants.extend(message, envelope))
+        self._perform(self._tables.grow(message, envelope))
+
+    @on(Reserve)
+    def reserve(self, message: Reserve, envelope: Envelope[AcquireResult]) -> None:
+        """Give a lease device blocks ahead of tokens."""
+        self._perform(self._tables.grow(message, envelope))
+
+    @on(Truncate)
+    def truncate(self, message: Truncate, envelope: Envelope[Ack]) -> None:
+        """Drop tokens of a lease, and reserved blocks."""
+        self._perform(self._tables.truncate(message, envelope))
 
     @on(Withdrawn)
     def withdrawn(self, message: Withdrawn) -> None:
@@ -218,10 +227,7 @@ class PrefixIndex(Actor):
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:
         """The host tier has lost its operations in flight, or a notifier its ledger."""
-        if message.name == "cpu_evictor":
-            self._perform(self.core.host_lost())
-        elif message.name == "flush_notifier":
-            self._perform(self.core.announcements.announce_all())
+        self._perform(self.core.peer_restarted(message.name))
 
     @on(AdmissionDeadline)
     def admission_deadline(self, message: AdmissionDeadline) -> None:

@@ -30,6 +30,7 @@ from kvactors.prefix_index.requests import Requests
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.saves import SaveTable
 from kvactors.prefix_index.settings import IndexSettings
+from kvactors.prefix_index.tables import BlockTables
 from kvactors.types import Reason
 
 
@@ -41,6 +42,7 @@ class IndexCore:
         self, index: BlockIndex, roots: Roots, settings: IndexSettings, *, restarted: bool
     ) -> None:
         ops, tickets = count(1), count(1)
+        self._restarted = restarted
         self.index = index
         self.roots = roots
         self.settings = settings
@@ -78,6 +80,7 @@ class IndexCore:
             roots,
             settings,
         )
+        self.tables = BlockTables(index, self.leases, self.admission)
         long = LongRequests(index, self.admission, self.grants, roots, settings)
         self.requests = Requests(
             index, self.held, self.admission, self.grants, long, lineages, settings
@@ -118,6 +121,16 @@ class IndexCore:
     def _then_serve(self, actions: list[Action] | None) -> list[Action]:
         """After the end of an operation: serve the requests that wait. None: it is unknown."""
         return [] if actions is None else actions + self.admission.serve_waiting()
+
+    def started(self) -> list[Action]:
+        """The first turn. A restarted index has an empty device tier."""
+        return self.announcements.cleared(Reason.RESTART) if self._restarted else []
+
+    def peer_restarted(self, name: str) -> list[Action]:
+        """The host tier has lost its operations in flight, or a notifier its ledger."""
+        if name == "cpu_evictor":
+            return self.host_lost()
+        return self.announcements.announce_all() if name == "flush_notifier" else []
 
     # -- the whole cache
 

@@ -4,10 +4,9 @@ blocks."""
 from __future__ import annotations
 
 from kvactors.actor import Envelope
-from kvactors.errors import LeaseBusy, RankLost
 from kvactors.flush_notifier.messages import RequestScope
 from kvactors.native import Path
-from kvactors.prefix_index.actions import Action, Refusal, Reply
+from kvactors.prefix_index.actions import Action, Reply
 from kvactors.prefix_index.admission import Admission, Waiter
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.endings import Endings
@@ -15,7 +14,7 @@ from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.index import BlockIndex, Match
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.loads import LoadTable
-from kvactors.prefix_index.messages import Acquire, AcquireResult, Extend
+from kvactors.prefix_index.messages import Acquire, AcquireResult
 from kvactors.prefix_index.records import LeaseState
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
@@ -160,37 +159,6 @@ class Grants:
         loads = self._loads.begin(lease, match.segments, placed=True)
         return loads + self.granted(lease, envelope)
 
-    # -- extend
-
-    def extend(self, message: Extend, envelope: Envelope[AcquireResult]) -> list[Action]:
-        """Append tokens to a lease, and blocks when a boundary is crossed."""
-        lease = self._leases.get(message.lease)
-        if lease is None:
-            return [self._leases.refusal(envelope)]
-        if lease.fault is not None and lease.fault.kind is RankLost:
-            return [Refusal(envelope, lease.fault.error())]
-        actions, path, admission = list[Action](), lease.path, self._admission
-        waiting = admission.waiting.get(lease.id)
-        if waiting is not None and waiting.envelope.abandoned:
-            actions = admission.cancel(lease.id, "this call was cancelled")
-            waiting = None
-        if waiting is not None or message.position != path.num_tokens:
-            error = LeaseBusy(
-                f"the lease of {lease.request_id!r} has {path.num_tokens} tokens, or is being "
-                "extended"
-            )
-            return [*actions, Refusal(envelope, error)]
-        total = self._index.blocks_for(path.num_tokens + message.added.num_tokens)
-        waiter = ExtendWaiter(lease, message.added, envelope, max(0, total - path.num_blocks))
-        if not waiter.needed:
-            return actions + waiter.complete([])
-        deadline = envelope.deadline if envelope.deadline is not None else lease.deadline
-        accepted, queued = admission.request(waiter, wait=True, deadline=deadline)
-        actions += queued
-        if not accepted:
-            actions.append(admission.no_room_refusal(envelope, waiter.needed))
-        return actions
-
 
 class AcquireWaiter(Waiter):
     """A request that waits for its device blocks. Its loads have been sent ahead."""
@@ -219,27 +187,3 @@ class AcquireWaiter(Waiter):
     def give_up(self) -> list[Action]:
         """See `Waiter.give_up`."""
         return self._grants.forget(self._state)
-
-
-class ExtendWaiter(Waiter):
-    """A lease that gets more tokens. It stays as it is until it has blocks for them."""
-
-    __slots__ = ("_added", "_path")
-
-    def __init__(
-        self, lease: LeaseState, added: Path, envelope: Envelope[AcquireResult], needed: int
-    ) -> None:
-        super().__init__(lease.id, envelope, needed)
-        self._path = lease.path
-        self._added = added
-
-    def complete(self, blocks: list[int]) -> list[Action]:
-        """See `Waiter.complete`."""
-        position = self._path.num_blocks
-        self._path.append(self._added)
-        self._path.assign(position, blocks)
-        return [Reply(self.envelope, AcquireResult(tuple(blocks), 0, False, 0))]
-
-    def give_up(self) -> list[Action]:
-        """See `Waiter.give_up`."""
-        return []

@@ -94,12 +94,32 @@ class Extend(Ask[AcquireResult], frozen=True, eq=False):
 
     position: tokens of the lease before the added ones, as its holder counts them. Refused with
     LeaseBusy if the lease has another number of tokens, or another extend waits. added: a path used
-    by this message alone.
+    by this message alone. extras: (block of the lease, extra key) that the added media items add to
+    the extra keys of blocks.
     """
 
     lease: int
     position: int
     added: Path
+    extras: tuple[tuple[int, bytes], ...] = ()
+
+
+class Reserve(Ask[AcquireResult], frozen=True, eq=False):
+    """Blocks until the block table covers the first `num_tokens` tokens, which the lease may not
+    have yet. Reply: the blocks added to the end of the table. position: as in `Extend`."""
+
+    lease: int
+    position: int
+    num_tokens: int
+
+
+class Truncate(Ask[Ack], frozen=True, eq=False):
+    """Drop the tokens beyond the first `num_tokens`, and blocks that the rest does not need. Reply:
+    the blocks left in the table. position: as in `Extend`."""
+
+    lease: int
+    position: int
+    num_tokens: int
 
 
 class Commit(Ask[Ack], frozen=True, eq=False):
@@ -203,6 +223,8 @@ IndexRequest = (
     | Ready
     | LayerReady
     | Extend
+    | Reserve
+    | Truncate
     | Withdrawn
     | Commit
     | Finish

@@ -89,6 +89,10 @@ class Request:
             blocks = self.lease.block_table[first : self.known]
             await self._model.fill(blocks, self.lease.hashes(first, self.known))
 
+    def truncated(self) -> None:
+        """Tokens were dropped, and with them the contents of their blocks."""
+        self.known, self.tail = min(self.known, self.full), b""
+
     async def compute_tail(self, name: bytes) -> None:
         """Compute the last block, which is not full, with the contents of that name."""
         self.tail = name

@@ -164,6 +164,7 @@ def kinds():
             ["abc"],
             object(),
         ],
+        "event": [5, 0.5, True, "event", b"event", [], {}, object(), Odd()],
         "sink": [None, 5, b"memory", ["memory"], "nope", "", "\ud800", object()],
         "sinks": [
             "memory",
@@ -184,6 +185,7 @@ SYNCHRONOUS = ("lookup", "count_divergent_blocks", "hashes")
 """Methods that take a deadline in other threads only."""
 TOKENS = {"tokens": "tokens"}
 REQUEST = {"extra_keys": "media", "salt": "text", "lora": "text"}
+COMPUTED = {"computed_tokens": "int", "event": "event", "deadline": "seconds"}
 CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "acquire"): (
         {"request_id": "r", "tokens": prompt(1, 2), "lora": "adapter"},
@@ -209,10 +211,12 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "count_divergent_blocks_slices"): ({}, {"sinks": "sinks"}),
     (Lease, "wait_ready"): ({}, {"deadline": "seconds"}),
     (Lease, "wait_layer"): ({"layer": 0}, {"layer": "int", "deadline": "seconds"}),
-    (Lease, "extend"): ({"tokens": [1]}, {**TOKENS, "deadline": "seconds"}),
-    (Lease, "commit"): ({"computed_tokens": 0}, {"computed_tokens": "int", "deadline": "seconds"}),
-    (Lease, "finish"): ({}, {"computed_tokens": "int", "deadline": "seconds"}),
-    (Lease, "preempt"): ({}, {"computed_tokens": "int", "deadline": "seconds"}),
+    (Lease, "extend"): ({"tokens": [1]}, {**TOKENS, "extra_keys": "media", "deadline": "seconds"}),
+    (Lease, "reserve"): ({"num_tokens": 1}, {"num_tokens": "int", "deadline": "seconds"}),
+    (Lease, "truncate"): ({"num_tokens": 8}, {"num_tokens": "int", "deadline": "seconds"}),
+    (Lease, "commit"): ({"computed_tokens": 0}, COMPUTED),
+    (Lease, "finish"): ({}, COMPUTED),
+    (Lease, "preempt"): ({}, COMPUTED),
     (Lease, "hashes"): ({"start": 0, "stop": 0}, {"start": "int", "stop": "int"}),
 }
 for (owner, method), (valid, arguments) in list(CALLS.items()):
@@ -247,7 +251,7 @@ def wrong_calls():
         for name, kind in arguments.items():
             for position, value in enumerate(kinds()[kind]):
                 if value is None and (
-                    name in ("deadline", "lora_id")
+                    name in ("deadline", "lora_id", "event")
                     or (method, name) == ("finish", "computed_tokens")
                 ):
                     continue

@@ -23,6 +23,8 @@ STORE = {"backend": "memory", "write_policy": "write_back"}
 
 CALLS = {
     "extend": lambda lease: lease.extend([5] * (2 * BLOCK + 1)),
+    "reserve": lambda lease: lease.reserve(2 * BLOCK + 1),
+    "truncate": lambda lease: lease.truncate(2 * BLOCK),
     "commit": lambda lease: lease.commit(2 * BLOCK),
     "wait_ready": lambda lease: lease.wait_ready(),
     "wait_layer": lambda lease: lease.wait_layer(0),
@@ -33,8 +35,8 @@ CALLS = {
 
 def agree(cache, lease):
     """The lease and the index have the same tokens and blocks, or the lease has ended for both."""
-    record = cache.system.index_actor.core.leases.get(lease._id)
-    if lease._ended:
+    record = cache.system.index_actor.core.leases.get(lease._hold.id)
+    if lease._hold.ended:
         assert record is None
         return False
     assert record is not None
@@ -370,7 +372,7 @@ async def test_a_lease_that_failed_and_was_forgotten_gives_its_blocks_back():
 
         async def fail(number):
             lease = await cache.acquire(f"f{number}", prompt(number, 2))
-            index.core.leases.get(lease._id).fault = LeaseFault(NoRoom, (1, 0))
+            index.core.leases.get(lease._hold.id).fault = LeaseFault(NoRoom, (1, 0))
             for call in (lambda: lease.commit(BLOCK), lambda: lease.preempt(BLOCK)):
                 with pytest.raises(NoRoom):
                     await call()

@@ -67,6 +67,10 @@ WANTED = [
     "retreat refused",
     "retreat from committed blocks",
     "retreat of a retired tree's last use",
+    "truncate refused",
+    "truncate drops references",
+    "truncate drops blocks",
+    "truncate within a block",
     "release in parts",
     "pin in parts",
 ]
@@ -137,8 +141,9 @@ class Walk:
             lambda: machine.use_of_another_tree(index),
             lambda: machine.release(index, number(2) > 0, number(3) + 1),
             lambda: machine.retreat(index, self.less()),
+            lambda: machine.truncate(index, number(5) - 1, self.random.choice([*EXTRAS, b""])),
         ]
-        weights = [2, 1, 1, 1, 1, 1, 3, 1, 1, 2, 2, 4, 6, 2, 1, 4, 1]
+        weights = [2, 1, 1, 1, 1, 1, 3, 1, 1, 2, 2, 4, 6, 2, 1, 4, 1, 2]
         self.random.choices(moves, weights)[0]()
 
     def tiers(self) -> None:

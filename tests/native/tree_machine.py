@@ -307,6 +307,8 @@ class TreeMachine(PathRules):
                 assert getattr(native, name) == getattr(model, name), name
             assert native.blocks() == model.blocks()
             assert [native.is_shared(i) for i in range(native.num_blocks)] == model.shared
+            for block in range(MAX_BLOCKS + 1):
+                assert native.extra_key(block) == model.extra_key(block)
             held = native.num_held
             assert native.hashes(0, held) == model.hashes(0, held)
             assert native.tokens(0, held) == model.tokens(0, held)

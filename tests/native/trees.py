@@ -292,6 +292,22 @@ class PathRules(RuleBasedStateMachine):
         self.give(freed or [])
 
     @precondition(lambda self: self.leases)
+    @rule(index=which, less=st.integers(-1, 2 * MAX_BLOCKS), extra=st.sampled_from([*EXTRAS, b""]))
+    def truncate(self, index: int, less: int, extra: bytes) -> None:
+        """Rejected tokens, and blocks that were reserved for tokens, go. Other tokens at the same
+        positions get other hashes."""
+        lease = self.lease(index)
+        tokens = max(lease.native.num_tokens - less, 0)
+        held, blocks = lease.native.num_held, lease.native.num_blocks
+        freed = self.same("truncate", lease.trees, tokens, extra, lease=lease)
+        if freed is None:
+            return
+        REACHED["truncate drops references"] += lease.native.num_held < held
+        REACHED["truncate drops blocks"] += lease.native.num_blocks < blocks
+        REACHED["truncate within a block"] += bool(extra)
+        self.give(freed)
+
+    @precondition(lambda self: self.leases)
     @rule(index=which, forget=st.booleans(), step=st.sampled_from([1, 2, MAX_BLOCKS]))
     def release(self, index: int, forget: bool, step: int = MAX_BLOCKS) -> None:
         lease = self.lease(index)

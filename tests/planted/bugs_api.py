@@ -22,29 +22,29 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "two_extends_at_once",
-        "lease.py",
-        "        if self._extending:\n",
+        "lease_hold.py",
+        "        if self.changing:\n",
         "        if False:\n",
         "a second extend is sent while the first one waits",
         (CALLS + "test_an_extend_while_another_waits_is_refused_and_changes_nothing",),
     ),
     Mutation(
         "extends_overlap_in_the_index",
-        "prefix_index/grants.py",
+        "prefix_index/tables.py",
         """\
-        if waiting is not None or message.position != path.num_tokens:
+        if waiting is None and position == lease.path.num_tokens:
 """,
         """\
-        if False:
+        if True:
 """,
         "the index takes an extend while another one waits, or in the wrong place",
         ("tests/prefix_index/test_index_machine.py::test_long_walks_through_every_order",),
     ),
     Mutation(
         "cancelled_extend_keeps_its_place",
-        "lease.py",
-        "                self._client.tell(\n"
-        "                    Withdrawn(self._id)\n"
+        "lease_hold.py",
+        "                self.client.tell(\n"
+        "                    Withdrawn(self.id)\n"
         "                )  # blocks that it has collected go to the next in the queue\n",
         "                pass\n",
         "a cancelled extend keeps the blocks it has collected until its deadline",
@@ -52,12 +52,12 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "buffer_read_after_the_call",
-        "prefix_index/grants.py",
+        "prefix_index/tables.py",
         """\
-        self._path.append(self._added)
+    path.append(added)
 """,
         """\
-        self._path.extend([7] * self._added.num_tokens)
+    path.extend([7] * added.num_tokens)
 """,
         "the index has other tokens than were given to extend",
         (ARGUMENTS + "test_a_buffer_is_copied_before_the_call_returns_to_the_loop",),
@@ -203,10 +203,10 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "ended_lease_is_ready",
-        "lease.py",
-        "        at = self._client.deadline(deadline)\n        if self._ended:\n            "
-        "self._check_ended()\n",
-        "        at = self._client.deadline(deadline)\n",
+        "lease_hold.py",
+        "        at = self.client.deadline(deadline)\n        if self.ended:\n            "
+        "self.check_ended()\n",
+        "        at = self.client.deadline(deadline)\n",
         "`wait_ready` of a lease that has ended returns",
         (CALLS + "test_every_call_on_an_ended_lease_raises",),
     ),

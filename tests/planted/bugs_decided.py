@@ -120,10 +120,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "silent_restart_of_the_device",
-        "prefix_index/actor.py",
-        "            self._perform(self.core.announcements.cleared(Reason.RESTART))",
-        """\
-            self.log.debug("restarted")""",
+        "prefix_index/core.py",
+        "        return self.announcements.cleared(Reason.RESTART) if self._restarted else []\n",
+        "        return []\n",
         "after a restart of PrefixIndex indexes keep blocks of its last incarnation",
         (
             "tests/planted/test_gaps.py::test_blocks_of_a_failed_actor_are_sent_as_gone_before_any_is_announced_again",

@@ -61,24 +61,24 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "commit_of_any_number_of_blocks_in_one_turn",
-        "lease.py",
-        "        while upto + part < computed <= self.num_tokens:",
-        "        while False:",
+        "lease_hold.py",
+        "            while upto + part < computed:",
+        "            while False:",
         "a commit of a million blocks keeps the loop until the last of them is in the tree",
         (f"{COMMIT}::test_no_message_commits_more_blocks_than_a_turn_may_take",),
     ),
     Mutation(
         "commit_beyond_the_tokens_happens_in_part",
-        "lease.py",
-        "part < computed <= self.num_tokens:",
-        "part < computed:",
+        "lease_hold.py",
+        "        if computed > num_tokens:\n            return True\n",
+        "",
         "a commit that is refused has committed its first parts",
         (f"{COMMIT}::test_a_commit_that_is_refused_changes_nothing",),
     ),
     Mutation(
         "lease_goes_on_after_a_part_of_a_cancelled_commit",
-        "lease.py",
-        "            if self._path.num_committed > before:\n                self._give_up()  # "
+        "lease_hold.py",
+        "            if path.num_committed > before:\n                self.give_up()  # "
         "some of it has happened\n",
         "",
         "a cancelled call has happened in part, and the lease does not raise",

@@ -176,9 +176,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "parts_of_a_commit_after_close",
-        "lease.py",
-        "            self._client.check()\n        return True\n",
-        "        return True\n",
+        "lease_hold.py",
+        "                self.client.check()\n",
+        "",
         "a commit of very many blocks goes on after the cache was closed between two of its parts",
         (
             "tests/cache/test_commit_in_parts.py::test_a_commit_in_parts_ends_when_the_cache_is_closed",

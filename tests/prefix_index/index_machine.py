@@ -49,9 +49,11 @@ from kvactors.prefix_index.messages import (
     Preempt,
     Proceed,
     Ready,
+    Reserve,
     Resume,
     SetNamespace,
     Sweep,
+    Truncate,
     Withdrawn,
 )
 from kvactors.prefix_index.records import LeaseState
@@ -256,15 +258,44 @@ class IndexMachine(RuleBasedStateMachine):
         lease = self.lease(which)
         added = Path(BLOCK, bytes(32))
         added.extend(list(range(count)))
-        busy = any(
-            isinstance(one.message, Extend) and one.message.lease == lease
-            for one in self.stepper._open
-        )
+        busy = self.changes(lease)
         message = Extend(lease, self.leases[lease] - stale, added)
         effects = self.turn(message, self.stepper.now + 1.0)
         for answered in effects.answered:
             if answered.message is message and (busy or stale):
                 assert answered.error is not None, "an extend in the wrong place was taken"
+
+    @precondition(lambda self: self.leases)
+    @rule(which=choice, count=st.integers(0, 2 * BLOCK), stale=st.sampled_from([0, 0, 0, 1]))
+    def reserve(self, which: int, count: int, stale: int = 0) -> None:
+        lease = self.lease(which)
+        busy = self.changes(lease)
+        message = Reserve(lease, self.leases[lease] - stale, self.leases[lease] + count)
+        effects = self.turn(message, self.stepper.now + 1.0)
+        for answered in effects.answered:
+            if answered.message is message and (busy or stale):
+                assert answered.error is not None, "a reserve in the wrong place was taken"
+
+    @precondition(lambda self: self.leases)
+    @rule(which=choice, less=st.integers(0, 2 * BLOCK), stale=st.sampled_from([0, 0, 0, 1]))
+    def truncate(self, which: int, less: int, stale: int = 0) -> None:
+        lease = self.lease(which)
+        state, kept = self.lease_state(lease), max(0, self.leases[lease] - less)
+        busy = self.changes(lease) or bool(state.loads) or stale > 0
+        refused = busy or kept < state.path.num_committed * BLOCK or state.fault is not None
+        message = Truncate(lease, self.leases[lease] - stale, kept)
+        [answered] = [one for one in self.turn(message).answered if one.message is message]
+        assert (answered.error is not None) == refused
+        if answered.error is None:
+            self.leases[lease] = kept
+            assert state.path.num_blocks == answered.value.count == -(-kept // BLOCK)
+
+    def changes(self, lease: int) -> bool:
+        """Whether an extend or a reserve of a lease waits."""
+        return any(
+            isinstance(one.message, (Extend, Reserve)) and one.message.lease == lease
+            for one in self.stepper._open
+        )
 
     @precondition(lambda self: self.leases)
     @rule(which=choice)
@@ -273,7 +304,7 @@ class IndexMachine(RuleBasedStateMachine):
         for envelope in [
             one
             for one in self.stepper._open
-            if isinstance(one.message, Extend) and one.message.lease == lease
+            if isinstance(one.message, (Extend, Reserve)) and one.message.lease == lease
         ]:
             self.stepper.withdraw(envelope.message)
             self.turn(Withdrawn(lease))

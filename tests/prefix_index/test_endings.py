@@ -110,7 +110,7 @@ def test_an_end_refuses_the_waiting_asks_of_the_lease():
     granted(state)
     state.admission.closing = 1
     added = path(2, first=50)
-    assert answers(state.grants.extend(Extend(1, 3 * BLOCK, added), Request())) == []
+    assert answers(state.tables.grow(Extend(1, 3 * BLOCK, added), Request())) == []
     errors = answers(state.endings.finish(1, None, Request()))
     assert isinstance(errors[0], LeaseEnded)
     assert not state.admission.waiting

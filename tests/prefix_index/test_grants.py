@@ -33,7 +33,7 @@ def extend(state: IndexCore, number: int, position: int, tokens: int):
     added = path(0)
     added.extend([7] * tokens)
     envelope = Request()
-    return envelope, state.grants.extend(Extend(number, position, added), envelope)
+    return envelope, state.tables.grow(Extend(number, position, added), envelope)
 
 
 def test_a_prefix_on_the_device_is_hit():

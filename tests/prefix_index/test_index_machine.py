@@ -145,6 +145,20 @@ class Walk:
                     machine.leases and machine.extend(which, number(BLOCK) + 1, draw([0, 0, 0, 1]))
                 ),
             ),
+            (
+                1,
+                lambda: (
+                    machine.leases
+                    and machine.reserve(which, number(2 * BLOCK + 1), draw([0, 0, 0, 1]))
+                ),
+            ),
+            (
+                1,
+                lambda: (
+                    machine.leases
+                    and machine.truncate(which, number(2 * BLOCK + 1), draw([0, 0, 0, 1]))
+                ),
+            ),
             (2, lambda: machine.leases and machine.ready(which)),
             (1, lambda: machine.leases and machine.layer_ready(which, number(2))),
             (4, lambda: machine.leases and machine.finish(which)),

@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from kvactors.arguments import Media
-from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, RankLost
+from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, RankLost, TokensCommitted
 from kvactors.lease import Lease
 from kvactors.prefix_index.loads import GRACE
+from kvactors.prefix_index.parts import part_of
 from kvactors.scenario.engine import Request
 from tests.simulation.client import CacheClient
 from tests.simulation.draw import BLOCK
@@ -175,7 +176,7 @@ class Client(CacheClient):
             if not await served.prefill():
                 return True
             for _ in range(rng.choice((0, 0, 1, 2))):
-                await served.decode()
+                await (served.decode() if rng.random() < 0.6 else served.speculate())
             return await served.end()
 
 
@@ -192,6 +193,7 @@ class Served:
         self.lease = lease
         self.by = asyncio.get_running_loop().time() + deadline
         self.request = Request(lease, BLOCK, self.world.model)
+        self.committed = 0  # tokens
 
     async def prefill(self) -> bool:
         """Wait for the loads, check their blocks, compute the rest. False if the request was ended
@@ -242,7 +244,8 @@ class Served:
         await asyncio.sleep(rng.choice((0.0, 0.001, 0.01)))
         await self.verify("computed")
         computed = lease.num_tokens if rng.random() < 0.8 else rng.randint(0, lease.num_tokens)
-        await self.client.ask("commit", lambda: lease.commit(computed, deadline=2.0), 2.0)
+        blocks = await self.client.ask("commit", lambda: lease.commit(computed, deadline=2.0), 2.0)
+        self.committed = blocks * BLOCK
 
     async def decode(self) -> None:
         """Some more tokens."""
@@ -251,6 +254,38 @@ class Served:
         deadline = rng.choice((0.05, 1.0))
         await self.client.ask("extend", lambda: lease.extend(tokens, deadline=deadline), deadline)
         await self._compute()
+
+    async def speculate(self) -> None:
+        """Drafts in reserved blocks, of which some are rejected, and tokens in their place."""
+        lease, rng, ask = self.lease, self.rng, self.client.ask
+        most = min(3 * BLOCK, part_of(BLOCK) * BLOCK)
+        count, deadline = rng.randint(0, most), rng.choice((0.05, 1.0))
+        before = lease.num_tokens
+        await ask("reserve", lambda: lease.reserve(count, deadline=deadline), deadline)
+        drafts = [rng.randrange(4) for _ in range(rng.randint(0, 2 * BLOCK))]
+        media: tuple[Media, ...] = ((len(drafts) - 1, 1, "still"),) if drafts else ()
+        media = media if rng.random() < 0.3 else ()
+        await ask(
+            "extend",
+            lambda: lease.extend(drafts, extra_keys=media, deadline=deadline),
+            deadline,
+        )
+        kept = rng.randint(before, lease.num_tokens) if rng.random() < 0.8 else self.committed
+        await ask("truncate", lambda: lease.truncate(kept, deadline=2.0), 2.0)
+        self.request.truncated()
+        if len(lease.block_table) != -(-kept // BLOCK):
+            self.world.violated(f"{len(lease.block_table)} blocks for {kept} tokens")
+        if self.committed:
+            await self._refused(lease, self.committed - 1)
+        await self._compute()
+
+    async def _refused(self, lease: Lease, kept: int) -> None:
+        """Committed tokens stay."""
+        try:
+            await self.client.ask("truncate", lambda: lease.truncate(kept, deadline=2.0), 2.0)
+        except TokensCommitted:
+            return
+        self.world.violated(f"tokens beyond {kept} were dropped, {self.committed} are committed")
 
     async def _still_ours(self) -> None:
         """LeaseEnded if the index of this lease has failed. The next incarnation must raise it too,

@@ -152,6 +152,19 @@ class PathModel:
         require(block >= len(self.names), "extra key for a block that already has a name")
         self.extras[block] = extra
 
+    def extra_key(self, block: int) -> bytes:
+        """Extra key of a block, empty for none."""
+        return self.extras.get(block, b"")
+
+    def cut(self, num_tokens: int, extra: bytes) -> None:
+        """Keep the first tokens. Extra keys of incomplete blocks are replaced by `extra`."""
+        self.ids = self.ids[:num_tokens]
+        full = self.num_full_blocks
+        self.names = self.names[:full]
+        self.extras = {block: one for block, one in self.extras.items() if block < full}
+        if extra:
+            self.extras[full] = extra
+
     def extra_keys(self, start: int, stop: int) -> tuple[tuple[int, bytes], ...]:
         """(position, extra key) of the blocks [start, stop) that have one."""
         require(0 <= start <= stop <= self.num_full_blocks, "blocks out of range")

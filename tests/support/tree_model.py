@@ -94,6 +94,22 @@ class TreeModel:
         path.num_committed = min(path.num_committed, blocks)
         return self.trim(path, blocks)
 
+    def truncate(self, path: PathModel, num_tokens: int, extra: bytes = b"") -> list[int]:
+        """Give back what only the tokens beyond `num_tokens` need."""
+        self._own(path)
+        require(0 <= num_tokens <= path.num_tokens, "the path has fewer tokens")
+        full, rest = divmod(num_tokens, self.block_size)
+        require(path.num_committed <= full, "below the committed blocks")
+        require(bool(rest) or not extra, "an extra key needs a block")
+        require(not any(path.shared[full:]), "being loaded")
+        dropped, path.nodes = path.nodes[full:], path.nodes[:full]
+        freed = self._let_go(dropped)
+        blocks = full + bool(rest)
+        freed += [block for block in path.table[blocks:] if block != NONE]
+        path.table, path.shared = path.table[:blocks], path.shared[:blocks]
+        path.cut(num_tokens, extra)
+        return freed
+
     def release(self, path: PathModel, keep: int = 0) -> list[int]:
         """Give back everything beyond the first `keep` blocks."""
         self._own(path)

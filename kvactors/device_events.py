@@ -1,0 +1,140 @@
+"""Completion of asynchronous device work: events of a GPU's streams, and awaitables."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable
+from typing import Any, Protocol, TypeAlias
+
+import anyio
+
+from kvactors.arguments import kind
+from kvactors.errors import DeadlineExceeded, DeviceError, as_exception
+
+POLL = 0.0005
+"""Seconds between two questions whether events have completed."""
+
+
+class DeviceEvent(Protocol):
+    """An event recorded on a GPU's stream, as PyTorch, Paddle and other frameworks have it."""
+
+    def query(self) -> bool:
+        """Whether all work before the event has completed. Raises if it has failed."""
+
+
+Completion: TypeAlias = DeviceEvent | Awaitable[object]
+"""Completes when asynchronous device work has."""
+
+
+class DeviceEvents:
+    """The events that calls of one cache wait for. While there are any, one timer of the loop
+    queries them, each once for all its waiters: no call blocks the loop or a thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: dict[int, tuple[DeviceEvent, list[asyncio.Future[None]]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def wait(self, event: Completion, at: float) -> None:
+        """Return when an event has completed.
+
+        Args:
+            event: the event or an awaitable.
+            at: absolute deadline.
+
+        Raises:
+            TypeError: it is neither.
+            DeviceError: it has failed, or the awaitable was cancelled.
+            DeadlineExceeded: it has not completed in time.
+        """
+        if callable(getattr(event, "query", None)):
+            completed = await self._wait_event(event, at)  # type: ignore[arg-type]
+        elif inspect.isawaitable(event):
+            completed = await self._wait_awaitable(event, at)
+        else:
+            raise TypeError(f"event must have query() or be awaitable, not {kind(event)}")
+        if not completed:
+            raise DeadlineExceeded("the device event has not completed in time")
+
+    async def _wait_event(self, event: DeviceEvent, at: float) -> bool:
+        if _query(event):
+            return True
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        _, waiters = self._waiting.setdefault(id(event), (event, []))
+        waiters.append(waiter)
+        self._start()
+        try:
+            with anyio.CancelScope(deadline=at):
+                await waiter
+        finally:
+            if not waiter.done() or waiter.cancelled():
+                self._forget(event, waiter)
+        return waiter.done() and not waiter.cancelled() and waiter.result() is None
+
+    async def _wait_awaitable(self, awaitable: Awaitable[Any], at: float) -> bool:
+        task = asyncio.ensure_future(awaitable, loop=self._loop)
+        try:
+            with anyio.CancelScope(deadline=at):
+                await asyncio.wait([task])
+        finally:
+            if not task.done() and task is not awaitable:
+                task.cancel()
+        if not task.done():
+            return False
+        if task.cancelled():
+            raise DeviceError("the awaitable given as event was cancelled")
+        if (error := task.exception()) is not None:
+            raise _failed(error)
+        return True
+
+    def _start(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(POLL, self._poll)
+
+    def _poll(self) -> None:
+        """Wake the waiters of events that have completed or failed."""
+        self._timer = None
+        for number, (event, waiters) in list(self._waiting.items()):
+            failure = None
+            try:
+                if not _query(event):
+                    continue
+            except DeviceError as error:
+                failure = error
+            del self._waiting[number]
+            for waiter in waiters:
+                if waiter.done():
+                    continue
+                if failure is None:
+                    waiter.set_result(None)
+                else:
+                    waiter.set_exception(_failed(failure.__cause__ or failure))
+        if self._waiting:
+            self._start()
+
+    def _forget(self, event: DeviceEvent, waiter: asyncio.Future[None]) -> None:
+        """A waiter was cancelled, or its deadline has passed."""
+        _, waiters = self._waiting.get(id(event), (event, []))
+        if waiter in waiters:
+            waiters.remove(waiter)
+            if not waiters:
+                del self._waiting[id(event)]
+
+
+def _query(event: DeviceEvent) -> bool:
+    try:
+        return bool(event.query())
+    except BaseException as error:  # a framework's own errors
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise _failed(error) from as_exception(error)
+
+
+def _failed(error: BaseException) -> DeviceError:
+    failure = DeviceError(f"the device event has failed: {as_exception(error)!r}")
+    failure.__cause__ = as_exception(error)
+    return failure

@@ -1,0 +1,193 @@
+"""A lease as its caller's side holds it: deadlines, asks, and the end of the lease."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from kvactors.actor import Ask
+from kvactors.client import Client
+from kvactors.device_events import Completion
+from kvactors.errors import ActorFailed, LeaseBusy, LeaseEnded, NotReady
+from kvactors.native import Path
+from kvactors.prefix_index.messages import (
+    AcquireResult,
+    Commit,
+    Extend,
+    Finish,
+    Preempt,
+    Reserve,
+    Truncate,
+    Withdrawn,
+)
+
+AFTER_LOADS = 2.0
+"""Seconds past the deadline of a request's loads until which `wait_ready` waits by default. The
+index gives loads up `GRACE` seconds after their deadline. They are misses then, not an error."""
+
+
+class LeaseHold:
+    """The number of a lease at the index, and whether the lease can still be used.
+
+    Attributes:
+        client: of the lease's cache.
+        id: the lease's number.
+        request_id: for messages.
+        ended: whether the lease has ended for its caller.
+        changing: the call in progress that changes the block table, "" if there is none.
+        committing: tokens of the commits in progress that take several steps. They must stay until
+            the commits are answered.
+    """
+
+    __slots__ = ("_loads_end", "changing", "client", "committing", "ended", "id", "request_id")
+
+    def __init__(self, client: Client, lease: int, request_id: str, loads_end: float) -> None:
+        self.client = client
+        self.id = lease
+        self.request_id = request_id
+        self.ended = False
+        self.changing = ""
+        self.committing: list[int] = []
+        self._loads_end = loads_end
+
+    def deadline(self, deadline: float | None) -> float:
+        """Check that the lease can be used here and now. Returns the absolute deadline."""
+        at = self.client.deadline(deadline)
+        if self.ended:
+            self.check_ended()
+        return at
+
+    def loads_deadline(self, deadline: float | None) -> float:
+        """The same, by default late enough for every load to complete or to be given up."""
+        at = self.deadline(deadline)
+        return max(at, self._loads_end + AFTER_LOADS) if deadline is None else at
+
+    def check_ended(self) -> None:
+        """LeaseEnded once the lease has ended."""
+        if self.ended:
+            raise LeaseEnded(f"the lease of {self.request_id!r} has ended")
+
+    def begin_change(self, call: str) -> None:
+        """A call is going to change the block table. LeaseBusy if another one is."""
+        if self.changing:
+            raise LeaseBusy(
+                f"another {self.changing} of the lease of {self.request_id!r} has not returned yet"
+            )
+        self.changing = call
+
+    async def ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
+        """Ask the index. has_effect: the call changes the lease, so the lease ends if the caller
+        is cancelled after the change."""
+        try:
+            return await self.client.index.ask(
+                message, deadline=at, lost=self._lost if has_effect else None
+            )
+        except LeaseEnded as error:
+            self.ended = True
+            raise LeaseEnded(f"lease of {self.request_id!r}: {error}") from None
+        except ActorFailed as error:
+            self.client.refine(error)
+            raise
+
+    async def grow(self, call: str, message: Extend | Reserve, at: float) -> AcquireResult:
+        """Send a message that adds blocks to the end of the table."""
+        self.begin_change(call)
+        try:
+            granted: AcquireResult = await self.ask(message, at, has_effect=True)
+        except asyncio.CancelledError:
+            if not self.ended:
+                self.client.tell(
+                    Withdrawn(self.id)
+                )  # blocks that it has collected go to the next in the queue
+            raise
+        finally:
+            self.changing = ""
+        self.check_ended()
+        return granted
+
+    async def truncate(self, message: Truncate, at: float) -> int:
+        """Send a message that removes blocks from the end of the table. Returns those left."""
+        if any(message.num_tokens < computed for computed in self.committing):
+            raise LeaseBusy(f"a commit of the lease of {self.request_id!r} has not returned yet")
+        self.begin_change("truncate")
+        try:
+            left = int((await self.ask(message, at, has_effect=True)).count)
+        finally:
+            self.changing = ""
+        self.check_ended()
+        return left
+
+    async def wait_event(
+        self, event: Completion, computed: int, num_tokens: int, at: float
+    ) -> None:
+        """Wait until the device has computed tokens that are going to be committed."""
+        if computed > num_tokens:
+            raise ValueError(f"computed_tokens is {computed}, the lease has {num_tokens} tokens")
+        if self.changing == "truncate":
+            raise LeaseBusy(f"a truncate of the lease of {self.request_id!r} has not returned yet")
+        self.committing.append(computed)
+        try:
+            await self.client.events.wait(event, at)
+        finally:
+            self.committing.remove(computed)
+        self.client.check()
+        self.check_ended()
+
+    async def commit_in_parts(self, path: Path, computed: int, num_tokens: int, at: float) -> int:
+        """Commit more tokens than a turn of the index does. Returns the committed blocks."""
+        before = path.num_committed
+        try:
+            if await self._commit_parts(path, computed, num_tokens, at):
+                last = Commit(self.id, computed)
+                return int((await self.ask(last, at, has_effect=True)).count)
+            return path.num_committed  # another request loads the next block
+        except asyncio.CancelledError:
+            if path.num_committed > before:
+                self.give_up()  # some of it has happened
+            raise
+
+    async def _commit_parts(self, path: Path, computed: int, num_tokens: int, at: float) -> bool:
+        """Commit until at most one turn's part is left. False if that stopped at a block that
+        another request loads. A call that will be refused commits nothing: it goes as a whole."""
+        if computed > num_tokens:
+            return True
+        if self.changing == "truncate":
+            raise LeaseBusy(f"a truncate of the lease of {self.request_id!r} has not returned yet")
+        size, part = path.block_size, self.client.part_tokens
+        upto = path.num_committed * size
+        self.committing.append(computed)
+        try:
+            while upto + part < computed:
+                upto += part
+                done = await self.ask(Commit(self.id, upto), at, has_effect=True)
+                if int(done.count) * size < upto:
+                    return False
+                self.client.check()
+        finally:
+            self.committing.remove(computed)
+        return True
+
+    async def end(
+        self, message: Finish | Preempt, path: Path, computed: int, num_tokens: int, at: float
+    ) -> None:
+        """End the lease with a message that commits `computed` tokens. The lease stays open only if
+        the message is refused."""
+        try:
+            if computed > self.client.part_tokens:
+                await self._commit_parts(path, computed, num_tokens, at)
+            await self.ask(message, at)
+        except (ValueError, TypeError, NotReady, LeaseBusy):
+            raise
+        except BaseException:
+            self.give_up()
+            raise
+        self.ended = True
+
+    def give_up(self) -> None:
+        """End the lease without waiting for an answer."""
+        if not self.ended:
+            self.ended = True
+            self.client.abandon(self.id)
+
+    def _lost(self, reply: object) -> None:
+        self.give_up()

@@ -1,0 +1,157 @@
+"""Block tables of granted leases: they grow by tokens and reserved blocks, and shrink when tokens
+are rejected."""
+
+from __future__ import annotations
+
+from kvactors.actor import Envelope
+from kvactors.errors import LeaseBusy, NotReady, RankLost, TokensCommitted
+from kvactors.extra_keys import leading_items
+from kvactors.native import Path
+from kvactors.prefix_index.actions import Action, Refusal, Reply, Work
+from kvactors.prefix_index.admission import Admission, Waiter
+from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.leases import LeaseTable
+from kvactors.prefix_index.messages import Ack, AcquireResult, Extend, Reserve, Truncate
+from kvactors.prefix_index.parts import next_part, parts
+from kvactors.prefix_index.records import LeaseState
+
+
+class BlockTables:
+    """Changes the block tables of granted leases.
+
+    A reserved block is a private one beyond those that the tokens of the lease need. The next
+    tokens use it, and the end of the lease gives it back like any other private block.
+    """
+
+    def __init__(self, index: BlockIndex, leases: LeaseTable, admission: Admission) -> None:
+        self._index = index
+        self._leases = leases
+        self._admission = admission
+
+    def grow(self, message: Extend | Reserve, envelope: Envelope[AcquireResult]) -> list[Action]:
+        """Append tokens to a lease, and blocks when a boundary is crossed, or give it blocks for
+        tokens that it does not have yet."""
+        lease = self._leases.get(message.lease)
+        if lease is None:
+            return [self._leases.refusal(envelope)]
+        actions, error = self._begin(lease, message.position)
+        if error is not None:
+            return [*actions, Refusal(envelope, error)]
+        upto = (
+            message.position + message.added.num_tokens
+            if isinstance(message, Extend)
+            else message.num_tokens
+        )
+        needed = max(0, self._index.blocks_for(upto) - lease.path.num_blocks)
+        waiter = GrowthWaiter(lease, envelope, needed, message)
+        return actions + self._take(waiter, lease.deadline)
+
+    def truncate(self, message: Truncate, envelope: Envelope[Ack]) -> list[Action]:
+        """Drop the tokens of a lease beyond a number, and the blocks that the rest does not
+        need."""
+        lease, kept = self._leases.get(message.lease), message.num_tokens
+        if lease is None:
+            return [self._leases.refusal(envelope)]
+        actions, error = self._begin(lease, message.position)
+        error = error or self._refusal(lease, kept)
+        if error is not None:
+            return [*actions, Refusal(envelope, error)]
+        path, (full, rest) = lease.path, divmod(kept, self._index.block_size)
+        extra = leading_items(path.extra_key(full), rest) if rest else b""
+        freed = lease.tree.truncate(path, kept, extra)
+        lease.media = tuple(item for item in lease.media if item[0] < kept)
+        actions.append(Reply(envelope, Ack(path.num_blocks)))
+        if len(freed) > self._index.part:
+            return actions + next_part(self._give(freed))
+        self._index.pool.give(freed)
+        return actions + self._admission.serve_waiting() if freed else actions
+
+    def _begin(self, lease: LeaseState, position: int) -> tuple[list[Action], Exception | None]:
+        """Whether the table of a lease can be changed now. position: tokens of the lease, as its
+        holder counts them."""
+        if lease.fault is not None and lease.fault.kind is RankLost:
+            return [], lease.fault.error()
+        actions: list[Action] = []
+        waiting = self._admission.waiting.get(lease.id)
+        if waiting is not None and waiting.envelope.abandoned:
+            actions = self._admission.cancel(lease.id, "this call was cancelled")
+            waiting = None
+        if waiting is None and position == lease.path.num_tokens:
+            return actions, None
+        return actions, LeaseBusy(
+            f"the lease of {lease.request_id!r} has {lease.path.num_tokens} tokens, or is being "
+            "extended"
+        )
+
+    def _refusal(self, lease: LeaseState, kept: int) -> Exception | None:
+        """Why a lease cannot be cut to so many tokens."""
+        if lease.loads:
+            return NotReady(
+                f"lease of {lease.request_id!r} waits for loads: await wait_ready() before "
+                "truncate()"
+            )
+        if lease.fault is not None:
+            return lease.fault.error()
+        committed = lease.path.num_committed * self._index.block_size
+        if kept < committed:
+            return TokensCommitted(
+                f"num_tokens is {kept}, but the first {committed} tokens are committed: other "
+                "requests may share their blocks"
+            )
+        return None
+
+    def _take(self, waiter: GrowthWaiter, lease_deadline: float) -> list[Action]:
+        """Give a waiter its blocks, or let it wait for them."""
+        if not waiter.needed:
+            return waiter.complete([])
+        envelope, admission = waiter.envelope, self._admission
+        deadline = envelope.deadline if envelope.deadline is not None else lease_deadline
+        accepted, actions = admission.request(waiter, wait=True, deadline=deadline)
+        if not accepted:
+            actions.append(admission.no_room_refusal(envelope, waiter.needed))
+        return actions
+
+    def _give(self, freed: list[int]) -> Work:
+        """Return very many blocks to the pool, a part a turn."""
+        self._admission.closing += 1
+        for start, stop in parts(0, len(freed), self._index.part):
+            self._index.pool.give(freed[start:stop])
+            yield self._admission.serve_waiting()
+        self._admission.closing -= 1
+        return self._admission.serve_waiting()
+
+
+class GrowthWaiter(Waiter):
+    """A lease whose table grows. It stays as it is until it has the blocks."""
+
+    __slots__ = ("_message", "_path")
+
+    def __init__(
+        self,
+        lease: LeaseState,
+        envelope: Envelope[AcquireResult],
+        needed: int,
+        message: Extend | Reserve,
+    ) -> None:
+        super().__init__(lease.id, envelope, needed)
+        self._path = lease.path
+        self._message = message
+
+    def complete(self, blocks: list[int]) -> list[Action]:
+        """See `Waiter.complete`."""
+        if isinstance(self._message, Extend):
+            append(self._path, self._message.added, self._message.extras)
+        if blocks:
+            self._path.assign(self._path.num_blocks, blocks)
+        return [Reply(self.envelope, AcquireResult(tuple(blocks), 0, False, 0))]
+
+    def give_up(self) -> list[Action]:
+        """See `Waiter.give_up`."""
+        return []
+
+
+def append(path: Path, added: Path, extras: tuple[tuple[int, bytes], ...]) -> None:
+    """Append tokens to the path of a lease. extras: see `Extend`."""
+    path.append(added)
+    for block, extra in extras:
+        path.set_extra(block, path.extra_key(block) + extra)

@@ -1,0 +1,206 @@
+"""Reserved blocks, rejected tokens and media of later turns, through the public API: the table is
+right, nothing leaks, and every position has the hash of the tokens that it holds in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import random
+
+import pytest
+
+from kvactors.errors import KVActorsError, LeaseBusy, NoRoom, NotReady, TokensCommitted
+from tests.support.cache import BLOCK, opened, prompt, serve
+
+HOST = {"slots": 8, "transit_slots": 16}
+
+
+async def hashes(cache, tokens, extra_keys=()):
+    """Hashes of a new request of these tokens."""
+    lease = await cache.acquire("again", tokens, extra_keys=extra_keys)
+    found = lease.hashes(0, lease.num_tokens // BLOCK)
+    await lease.finish()
+    return found
+
+
+async def test_reserved_blocks_are_used_by_the_next_tokens_and_given_back():
+    async with opened(device=8) as cache:
+        async with await cache.acquire("a", prompt(1, 1)) as lease:
+            added = await lease.reserve(2 * BLOCK + 1)
+            assert len(added) == 3
+            assert lease.block_table[1:] == added
+            assert lease.num_tokens == BLOCK
+            assert await lease.reserve(2 * BLOCK) == ()
+            assert await lease.extend([1] * (BLOCK + 1)) == ()
+            assert await lease.truncate(lease.num_tokens) == added[2:]
+            assert lease.block_table[1:] == added[:2]
+            await lease.reserve(2 * BLOCK)
+        assert cache.statistics().prefix.blocks_free == 8
+
+
+async def test_tokens_after_rejected_ones_are_cached_under_their_own_hashes():
+    async with opened(device=16) as cache:
+        tokens = prompt(1, 1, tail=1)
+        lease = await cache.acquire("a", tokens)
+        await lease.reserve(2 * BLOCK)
+        await lease.extend(drafts := prompt(2, 2))
+        rejected = lease.hashes(0, 3)
+        await lease.truncate(len(tokens) + 2)
+        await lease.extend(more := prompt(3, 1, tail=1))
+        tokens = tokens + drafts[:2] + more
+        full = len(tokens) // BLOCK
+        assert lease.num_tokens == len(tokens)
+        cache.device.fill(list(lease.block_table[:full]), lease.hashes(0, full))
+        await lease.finish(len(tokens))
+        assert (await hashes(cache, tokens)) != rejected[: 32 * full]
+        served = await serve(cache, "again", tokens)
+        assert served.hits.device >= full - 1
+        assert served.hashes(0, full) == await hashes(cache, tokens)
+
+
+async def test_committed_tokens_are_not_dropped():
+    async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 3, tail=1)) as lease:
+        await lease.commit(2 * BLOCK + 1)
+        table = lease.block_table
+        with pytest.raises(TokensCommitted, match="first 8 tokens are committed"):
+            await lease.truncate(2 * BLOCK - 1)
+        assert (lease.num_tokens, lease.block_table) == (3 * BLOCK + 1, table)
+        assert await lease.truncate(2 * BLOCK) == table[2:]
+        assert lease.num_tokens == 2 * BLOCK
+
+
+async def test_tokens_are_not_dropped_while_blocks_load():
+    async with opened(device=8, host=HOST) as cache:
+        await serve(cache, "a", tokens := prompt(1, 3, tail=1))
+        await serve(cache, "b", prompt(2, 8))
+        async with await cache.acquire("a", tokens) as lease:
+            assert lease.pending
+            with pytest.raises(NotReady, match="wait_ready"):
+                await lease.truncate(1)
+            await lease.wait_ready()
+            with pytest.raises(TokensCommitted):
+                await lease.truncate(1)
+
+
+async def test_blocks_that_cannot_be_had_are_refused_and_nothing_changes():
+    async with (
+        opened(device=6) as cache,
+        await cache.acquire("b", prompt(2, 3)),
+        await cache.acquire("a", prompt(1, 2)) as lease,
+    ):
+        table = lease.block_table
+        with pytest.raises(NoRoom, match="2 device blocks needed"):
+            await lease.reserve(2 * BLOCK)
+        assert lease.block_table == table
+        assert len(await lease.reserve(BLOCK)) == 1
+
+
+async def test_more_than_a_turn_takes_is_not_reserved_at_once():
+    async with opened(device=6) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
+        with pytest.raises(ValueError, match="num_tokens must be between 0 and 8192"):
+            await lease.reserve(2_048 * BLOCK + 1)
+        with pytest.raises(NoRoom):
+            await lease.reserve(2_048 * BLOCK)
+        assert len(lease.block_table) == 2
+
+
+async def test_changes_of_one_table_at_once_are_refused():
+    async with opened(host=HOST) as cache:
+        await serve(cache, "other", prompt(2, 7))
+        async with await cache.acquire("a", [1]) as lease:
+            waits = asyncio.ensure_future(lease.reserve(2 * BLOCK))
+            await asyncio.sleep(0)
+            for call in (lease.extend([2]), lease.reserve(BLOCK), lease.truncate(0)):
+                with pytest.raises(LeaseBusy, match="another reserve"):
+                    await call
+            assert len(await waits) == 2
+            await lease.extend([2])
+
+
+async def test_a_truncate_between_the_parts_of_a_commit_is_refused(monkeypatch):
+    monkeypatch.setattr("kvactors.prefix_index.parts.BLOCKS", 1)
+    async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 6)) as lease:
+        commits = asyncio.ensure_future(lease.commit(6 * BLOCK))
+        await asyncio.sleep(0)
+        with pytest.raises(LeaseBusy, match="a commit"):
+            await lease.truncate(0)
+        assert await commits == 6
+
+
+async def test_a_commit_in_parts_during_a_truncate_is_refused(monkeypatch):
+    monkeypatch.setattr("kvactors.prefix_index.parts.BLOCKS", 1)
+    async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 6)) as lease:
+        truncates = asyncio.ensure_future(lease.truncate(2 * BLOCK))
+        await asyncio.sleep(0)
+        with pytest.raises(LeaseBusy, match="a truncate"):
+            await lease.commit(6 * BLOCK)
+        await truncates
+        assert await lease.commit(0) == 0
+
+
+ITEMS = [(1, 2, "cat"), (BLOCK, BLOCK + 1, b"dog")]
+
+
+@pytest.mark.parametrize("tail", range(BLOCK))
+async def test_media_of_a_later_turn_have_the_identity_of_one_request(tail):
+    """The last block of the first turn has an item of each turn."""
+    first = ((tail + BLOCK - 1, 1, 7),)
+    async with opened(device=32) as cache:
+        tokens, more = prompt(1, 1, tail=tail), prompt(2, 3)
+        whole = (*first, *((len(tokens) + at, length, name) for at, length, name in ITEMS))
+        async with await cache.acquire("a", tokens, extra_keys=first) as lease:
+            await lease.extend(more, extra_keys=ITEMS)
+            full = lease.num_tokens // BLOCK
+            assert lease.hashes(0, full) == await hashes(cache, tokens + more, whole)
+            assert lease.hashes(0, full) != await hashes(cache, tokens + more, first)
+            # Rejected with its items, then taken again without them.
+            await lease.truncate(len(tokens))
+            await lease.extend(more)
+            assert lease.hashes(0, full) == await hashes(cache, tokens + more, first)
+
+
+async def test_a_media_item_is_not_cut():
+    async with opened(device=32) as cache, await cache.acquire("a", prompt(1, 1)) as lease:
+        await lease.extend(prompt(2, 1), extra_keys=[(1, 2, "cat")])
+        with pytest.raises(ValueError, match="within the media item of 2 tokens at 5"):
+            await lease.truncate(6)
+        await lease.truncate(7)
+        await lease.truncate(5)
+        await lease.extend([1, 2])
+        await lease.truncate(6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_threads_that_speculate_never_share_a_wrong_block(seed):
+    """Real threads with random drafts: what is committed is found by the others under its tokens,
+    and every table is right at every moment."""
+
+    def speculate(number: int) -> None:
+        rng, calls = random.Random(seed * 100 + number), cache.from_thread
+        for turn in range(12):
+            tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 2 * BLOCK))]
+            try:
+                with calls.acquire(f"{number}.{turn}", tokens) as lease:
+                    committed = lease.cached_tokens
+                    for _ in range(4):
+                        lease.reserve(rng.randrange(2 * BLOCK))
+                        drafts = [rng.randrange(2) for _ in range(rng.randrange(1, 2 * BLOCK))]
+                        lease.extend(drafts)
+                        kept = rng.randrange(len(tokens), len(tokens) + len(drafts) + 1)
+                        lease.truncate(kept)
+                        tokens = tokens + drafts[: kept - len(tokens)]
+                        assert lease.num_tokens == len(tokens)
+                        assert len(lease.block_table) == -(-len(tokens) // BLOCK)
+                        full = len(tokens) // BLOCK
+                        table, keys = lease.block_table[:full], lease.hashes(0, full)
+                        first = committed // BLOCK
+                        assert cache.device.check(list(table[:first]), keys[: 32 * first]) == []
+                        cache.device.fill(list(table[first:]), keys[32 * first :])
+                        committed = lease.commit(len(tokens)) * BLOCK
+            except KVActorsError as error:
+                assert isinstance(error, NoRoom), error  # noqa: PT017
+
+    async with opened(device=24) as cache:
+        loop = asyncio.get_running_loop()
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            await asyncio.gather(*(loop.run_in_executor(pool, speculate, n) for n in range(4)))
