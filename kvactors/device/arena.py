@@ -138,6 +138,11 @@ class Arena(HostSlots):
         start = slot * self.stride
         return self._bytes[start : start + self.block_bytes].data
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self.stride
+
     def holds(self, address: int) -> bool:
         """Whether an address is the start of a slot."""
         return (

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvactors.errors import ConfigError
 from kvactors.fork import SYSTEMS
@@ -19,14 +19,20 @@ from kvactors.tier_cache.answers import (
     TierHealth,
     TierStatistics,
 )
+from kvactors.tier_cache.background import Background
+from kvactors.tier_cache.cache_sinks import CacheSinks
+from kvactors.tier_cache.checks import checked_keys
 from kvactors.tier_cache.owner import CLOSED, Owner
 from kvactors.tier_cache.settings import TierConfig, checked_config
+from kvactors.tier_cache.sinks import make_sinks
 from kvactors.tier_cache.slot_memory import SlotMemory
 from kvactors.tier_cache.slot_table import HIT, MISS
 from kvactors.tier_cache.storage_tier import StorageTier
-from kvactors.tier_cache.stores import make_storage
 from kvactors.tier_cache.tiers import Tiers
 from kvactors.types import Tier
+
+if TYPE_CHECKING:
+    from kvactors.flush_notifier.sinks.base import Sink
 
 
 class TierCache:
@@ -45,8 +51,12 @@ class TierCache:
     Args:
         config: settings.
         memory: the host slots. Its slots and bytes must be those of the config.
+        sinks: indexes to inform, beside those of the config.
         storage: a storage tier in place of the one that the config describes, not opened yet.
         clock: the time of time-outs.
+
+    Attributes:
+        sinks: takes the paths of blocks, for the indexes. None without any.
     """
 
     def __init__(
@@ -54,6 +64,7 @@ class TierCache:
         config: TierConfig,
         memory: SlotMemory,
         *,
+        sinks: Sequence[Sink] = (),
         storage: StorageTier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,32 +75,35 @@ class TierCache:
             )
         self.config = config
         self.memory = memory
-        if storage is None and config.storage.backend != "none":
-            storage = make_storage(config, clock=clock)
-        self._tiers = Tiers(config, memory, storage, clock)
+        made = make_sinks(config, sinks)
+        self._background = Background(config, memory, storage, made, clock)
+        storage = self._background.storage
+        self._tiers = Tiers(config, memory, storage, clock, made.feed if made else None)
         self._slots, self._moves = self._tiers.slots, self._tiers.moves
         self._results: deque[Any] = deque() if storage is None else storage.results
         self._owner = Owner(self._open)
+        self.sinks = None if made is None else CacheSinks(made, self._background, self._call)
 
     # -- threads
 
     def start(self) -> None:
-        """Open storage, and own the cache from now on. The first other call does the same.
+        """Open storage and sinks, and own the cache from now on. The first other call does the
+        same.
 
         Raises:
             StoreError: storage cannot be used (an OSError).
+            SinkError: a sink cannot work.
             CacheClosed: the cache is shut down.
         """
         self._owner.check()
 
     def _open(self) -> None:
         SYSTEMS.add(self)
-        if self._moves is not None:
-            try:
-                self._moves.storage.open(self.config.storage.open_timeout)
-            except BaseException:
-                self.shutdown()
-                raise
+        try:
+            self._background.open()
+        except BaseException:
+            self.shutdown()
+            raise
 
     def adopt(self) -> None:
         """Make the calling thread the owner. The former owner makes no more calls.
@@ -98,6 +112,12 @@ class TierCache:
             CacheClosed: the cache is shut down.
         """
         self._owner.adopt()
+
+    def _call(self, work: Callable[[], object]) -> None:
+        """Do something as the owner, now or at the owner's next call."""
+        if not self._owner.hands_over(work):
+            self._enter()
+            work()
 
     def _enter(self) -> None:
         """Begin a call of the owner.
@@ -274,36 +294,33 @@ class TierCache:
         return self._tiers.statistics()
 
     def health(self) -> TierHealth:
-        """Whether every tier works."""
+        """Whether every tier and every sink works."""
         if self._owner.thread == CLOSED:
             return TierHealth("closed", ())
-        trouble = self._tiers.trouble
-        return TierHealth("degraded", (f"storage: {trouble}",)) if trouble else OK
+        troubles = self._background.troubles
+        return TierHealth("degraded", troubles) if troubles else OK
 
     def shutdown(self) -> None:
-        """Write what is queued for storage, close it and let go of the memory.
+        """Write what is queued for storage, inform the sinks, close all and let go of the memory.
 
         Takes `storage.close_timeout` seconds at most, and a few more if the disk hangs. Works from
         any thread, any number of times. Later calls that answer raise CacheClosed, the others do
         nothing.
         """
-        if get_ident() == self._owner.thread and self._moves is not None:
-            self._moves.collect()
-            self._moves.submit()
+        if get_ident() == self._owner.thread:
+            self._enter()
+            self._tiers.end_step()
         if not self._owner.close():
             return
-        if self._moves is not None:
-            self._moves.storage.close(self.config.storage.close_timeout)
-            if self._moves.storage.stuck:
-                self.memory.keep()
-            self._moves.storage.poll()
+        self._background.close()
+        if self._background.stuck:
+            self.memory.keep()
         self.memory.close()
 
     def close_in_child(self) -> None:
         """See `kvactors.fork.Forked`."""
         self._owner.close("this cache was used before a fork: open another one in the child")
-        if self._moves is not None:
-            self._moves.storage.abandon()
+        self._background.abandon()
 
     def check(self) -> None:
         """AssertionError if the cache's own facts disagree, for tests."""
@@ -313,21 +330,12 @@ class TierCache:
 OK = TierHealth("ok", ())
 
 
-def checked_keys(keys: Iterable[bytes]) -> list[bytes]:
-    """Keys as a list.
-
-    Raises:
-        ValueError: one is no bytes, or empty.
-    """
-    found: list[Any] = list(keys)
-    for key in found:
-        if not isinstance(key, bytes) or not key:
-            raise ValueError(f"a key must be bytes, and not empty: {key!r}")
-    return found
-
-
 def open_tiers(
-    config: TierConfig | Mapping[str, Any], *, memory: Any = None, stride: int | None = None
+    config: TierConfig | Mapping[str, Any],
+    *,
+    memory: Any = None,
+    stride: int | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> TierCache:
     """Open the tiers below an engine's device blocks.
 
@@ -336,10 +344,12 @@ def open_tiers(
         memory: writable, contiguous memory for the host slots, for instance a shared mapping of the
             engine. None: new memory.
         stride: bytes from one slot to the next in `memory`. None: `block_bytes`.
+        sinks: indexes to inform, beside those of the config.
 
     Raises:
         ConfigError: a setting is unknown, malformed or out of range.
         LayoutError: the memory does not fit.
     """
     checked = checked_config(config)
-    return TierCache(checked, SlotMemory(checked.num_slots, checked.block_bytes, memory, stride))
+    slots = SlotMemory(checked.num_slots, checked.block_bytes, memory, stride)
+    return TierCache(checked, slots, sinks=sinks)

@@ -15,8 +15,9 @@ from kvactors.errors import ConfigError
 FINGERPRINT_DOMAIN = b"kvactors.tiers.v1"
 
 UNSUPPORTED = {
-    "mooncake": "keeps no list of its objects, which a look-up without I/O needs",
-    "attention_store": "is addressed by tokens, and an engine's keys have none",
+    "attention_store": (
+        "moves device blocks that its SDK finds by tokens: it has no objects under an engine's keys"
+    ),
 }
 """Back ends of `StorageConfig` that a `TierCache` does not take, and why."""
 
@@ -25,7 +26,7 @@ class TierStorage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     """Storage below the host tier. Sizes may be written "4GB".
 
     Attributes:
-        backend: none, memory, file, or package.module:Class.
+        backend: none, memory, file, mooncake, or package.module:Class.
         directory: of the file store.
         namespace, rank, ranks: objects of different ones never mix.
         capacity_blocks, capacity_bytes: objects and bytes it may hold (the smaller counts). With
@@ -37,6 +38,7 @@ class TierStorage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         io_depth: the file store's reads and writes at once.
         write_policy: none, write_through (once stored on the host), write_through_selective (once
             touched `min_hits` times), write_back (ahead of eviction from the host).
+        mooncake: settings of that back end (`storage.mooncake` of a cache).
         timeout: seconds one batch may take. A fetch that takes longer is a miss.
         slot_timeout: seconds for which a stored key waits for a host slot. Then it is a miss.
         open_timeout, close_timeout: seconds that opening and closing may take.
@@ -56,6 +58,7 @@ class TierStorage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         "write_through"
     )
     min_hits: int = 2
+    mooncake: Mapping[str, Any] = {}
     timeout: float = 10.0
     slot_timeout: float = 1.0
     open_timeout: float = 60.0
@@ -75,6 +78,9 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         storage: the tier below.
         events: the tiers whose changes `TierCache.take_events` returns, for the publisher of the
             engine.
+        sinks: indexes that kvactors informs itself, as tables of `flush.sinks` (docs/kv_events.md).
+            A tier is in `events` or in the `tiers` of sinks, not in both.
+        tokens_per_block: needed with sinks.
     """
 
     model: str
@@ -84,6 +90,8 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     policy: str = "lru"
     events: tuple[Literal["host", "storage"], ...] = ()
     storage: TierStorage = TierStorage()
+    sinks: tuple[Mapping[str, Any], ...] = ()
+    tokens_per_block: int = 0
 
     @property
     def fingerprint(self) -> bytes:
@@ -121,6 +129,8 @@ def _check_storage(storage: TierStorage) -> None:
         raise ConfigError(f"storage.backend {storage.backend!r} {UNSUPPORTED[storage.backend]}")
     if storage.backend == "file" and not storage.directory:
         raise ConfigError("storage.directory is needed with storage.backend = 'file'")
+    if storage.mooncake and storage.backend != "mooncake":
+        raise ConfigError("storage.mooncake is for storage.backend = 'mooncake'")
     for name in ("timeout", "open_timeout", "close_timeout", "min_hits", "io_depth", "ranks"):
         if not 0 < getattr(storage, name) < float("inf"):
             raise ConfigError(f"storage.{name} must be positive, not {getattr(storage, name)}")

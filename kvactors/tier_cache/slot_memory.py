@@ -32,6 +32,8 @@ class SlotMemory:
 
     Attributes:
         address: of the first row.
+        trailer: bytes behind each slot that a store may use.
+        nbytes: bytes from the first row to the end of the last.
         given: whether the memory belongs to the caller.
 
     Raises:
@@ -58,6 +60,8 @@ class SlotMemory:
                 f"the memory has {self._view.nbytes} bytes, and {num_slots} rows of "
                 f"{self.stride} bytes need {needed}"
             )
+        self.trailer = 0 if self.given else self.stride - block_bytes
+        self.nbytes = needed if self.given else size
         self.address = int(np.frombuffer(self._view, np.uint8).ctypes.data)
 
     def view(self, slot: int) -> memoryview:
@@ -70,6 +74,11 @@ class SlotMemory:
             raise IndexError(f"slot {slot} of {self.num_slots}")
         start = slot * self.stride
         return self._view[start : start + self.block_bytes]
+
+    def holds(self, address: int) -> bool:
+        """Whether an address is the start of a slot."""
+        offset = address - self.address
+        return 0 <= offset < self.num_slots * self.stride and offset % self.stride == 0
 
     def keep(self) -> None:
         """Leave the memory mapped until the process ends, because a thread may still access it."""

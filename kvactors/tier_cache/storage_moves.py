@@ -259,7 +259,7 @@ class StorageMoves:
     # -- events of storage: objects of an earlier process are named when they are first found
 
     def _record_stored(self, keys: Iterable[bytes]) -> None:
-        if Tier.STORAGE in self._events.tiers:
+        if self._events.wants(Tier.STORAGE):
             new = [key for key in keys if key not in self._announced]
             self._announced.update(new)
             self._events.record(Tier.STORAGE, True, new, Reason.STORED)

@@ -37,11 +37,11 @@ class StorageTier:
         timeout: seconds a job may take. Keys that were not begun by then fail.
         event_fd: whether `fd` becomes readable when there are results.
         memory: where the objects of jobs are, for stores that register it. None if it is unknown.
-        beside: other services that run on the same event loop.
         clock: the time of the jobs' deadlines.
 
     Attributes:
         known: the objects that it is known to hold.
+        beside: other services that run on the same event loop, before `open`.
         results: ended jobs that `poll` has not returned.
         fd: file descriptor for `select`, None without `event_fd`. Read its 8 bytes before `poll`.
         stuck: whether a call to the store still ran when `close` returned. The memory of its job
@@ -57,7 +57,6 @@ class StorageTier:
         *,
         event_fd: bool = False,
         memory: Any = None,
-        beside: Sequence[Service] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_bytes = block_bytes
@@ -70,7 +69,7 @@ class StorageTier:
         self._digest = digest
         self._event_fd = event_fd
         self._memory = memory
-        self._beside = tuple(beside)
+        self.beside: list[Service] = []
         self.known = KnownObjects()
         self._jobs: dict[StorageJob, None] = {}  # in flight
         self._closed = False
@@ -103,7 +102,7 @@ class StorageTier:
     def _make_thread(self) -> LoopThread:
         from kvactors.tier_cache.loop_thread import LoopThread
 
-        return LoopThread([self.make_loop(), *self._beside])
+        return LoopThread([self.make_loop(), *self.beside])
 
     def make_loop(self) -> StorageLoop:
         """The part that runs on the event loop."""

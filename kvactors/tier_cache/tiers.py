@@ -11,6 +11,7 @@ from kvactors.tier_cache.counters import TierCounters
 from kvactors.tier_cache.event_log import EventLog
 from kvactors.tier_cache.save_policy import SaveQueue
 from kvactors.tier_cache.settings import TierConfig
+from kvactors.tier_cache.sink_feed import SinkFeed
 from kvactors.tier_cache.slot_memory import SlotMemory
 from kvactors.tier_cache.slot_table import SlotTable
 from kvactors.tier_cache.storage_moves import StorageMoves
@@ -26,6 +27,7 @@ class Tiers:
         memory: the host slots.
         storage: the tier below, None for none.
         clock: the time of time-outs.
+        feed: takes changes for sinks.
 
     Attributes:
         slots: the host tier by key.
@@ -39,10 +41,12 @@ class Tiers:
         memory: SlotMemory,
         storage: StorageTier | None,
         clock: Callable[[], float],
+        feed: SinkFeed | None = None,
     ) -> None:
         self._tier = HostTier(config.num_slots, config.num_slots, policy=POLICIES[config.policy]())
         self.slots = SlotTable(self._tier)
-        self.events = EventLog([Tier[name.upper()] for name in config.events])
+        self.events = EventLog([Tier[name.upper()] for name in config.events], feed)
+        self.feed = feed
         self._counters = TierCounters()
         self._clock = clock
         self.moves: StorageMoves | None = None
@@ -66,6 +70,8 @@ class Tiers:
         self.slots.end_step(self._clock())
         if self.moves is not None:
             self.moves.submit()
+        if self.feed is not None:
+            self.feed.flush()
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """See `TierCache.touch`."""
@@ -122,13 +128,10 @@ class Tiers:
 
     @property
     def pending_work(self) -> int:
-        """Copies, and blocks and jobs of storage."""
-        return self.slots.in_flight + (0 if self.moves is None else self.moves.pending_work)
-
-    @property
-    def trouble(self) -> str:
-        """Why storage does not work, empty if it does."""
-        return "" if self.moves is None else self.moves.storage.trouble
+        """Copies, blocks and jobs of storage, and messages to sinks."""
+        messages = 0 if self.feed is None else len(self.feed.outbox) + self.feed.resend
+        storage = 0 if self.moves is None else self.moves.pending_work
+        return self.slots.in_flight + storage + messages
 
     def statistics(self) -> TierStatistics:
         """See `TierCache.statistics`."""

@@ -7,6 +7,7 @@ from mutation import Mutation
 HOST = "tests/tier_cache/test_host_tier.py::"
 STORAGE = "tests/tier_cache/test_storage.py::"
 TIER = "tests/tier_cache/test_storage_tier.py::"
+SINKS = "tests/tier_cache/test_sinks.py::"
 SHARED = "tests/tier_cache/test_shared_store.py::"
 
 BUGS: tuple[Mutation, ...] = (
@@ -178,6 +179,46 @@ BUGS: tuple[Mutation, ...] = (
         "def reset(self, *, storage: bool = True) -> None:",
         "an engine that empties its caches deletes a store of terabytes",
         (STORAGE + "test_a_reset_keeps_stored_objects_unless_told_otherwise",),
+    ),
+    Mutation(
+        "pool_takes_any_view",
+        "storage/backends/views.py",
+        "    if not unfit:\n",
+        "    if True:\n",
+        "a pool takes the memory behind a short view, or writes over it",
+        ("tests/storage/test_views.py::test_a_pool_uses_no_memory_of_unfit_views",),
+    ),
+    Mutation(
+        "path_of_a_late_block_is_forgotten",
+        "tier_cache/sink_feed.py",
+        "            self._name(names)\n            return\n",
+        "            return\n",
+        "a block whose path was described before it was stored is never announced",
+        (SINKS + "test_blocks_are_announced_below_their_parents_and_removed_before_them",),
+    ),
+    Mutation(
+        "notifier_that_lost_its_state_is_not_noticed",
+        "tier_cache/sink_service.py",
+        "                self._feed.resend = True  # with the owner's next step\n",
+        "                pass\n",
+        "after a failure of FlushNotifier sinks have nothing of what the tiers hold",
+        (SINKS + "test_what_sinks_are_sent_is_a_tree_and_exact",),
+    ),
+    Mutation(
+        "dropped_messages_are_not_made_up_for",
+        "tier_cache/sink_feed.py",
+        "            self.resend = True\n        if not self.resend:\n",
+        "            return\n        if not self.resend:\n",
+        "changes that the event loop was too slow for are lost to every sink",
+        (SINKS + "test_what_sinks_are_sent_is_a_tree_and_exact",),
+    ),
+    Mutation(
+        "tier_is_published_twice",
+        "tier_cache/sinks.py",
+        "    if both:\n",
+        "    if False:\n",
+        "an index reads the blocks of one tier from the engine and from kvactors",
+        (SINKS + "test_a_tier_goes_to_the_engine_or_to_sinks",),
     ),
     Mutation(
         "keys_of_a_completion_are_not_checked",

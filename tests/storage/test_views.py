@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 
+from kvactors.identity import StoreIdentity
+from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.backends import FileBackend, MemoryBackend
+from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.backends.views import unfit_views
 from kvactors.storage.messages import Outcome
 
@@ -79,3 +84,43 @@ async def test_unfit_views_do_not_open_the_breaker(store):
 def test_missing_views_are_unfit():
     assert unfit_views([memoryview(b"four")], 3, 4, writable=False) == {1, 2}
     assert unfit_views([memoryview(b"four")], 1, 4, writable=True) == {0}
+
+
+class PoolStub:
+    """A Mooncake client over a dictionary that copies the memory it is given."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+
+    async def put(self, names, pointers, sizes):
+        for name, where, lengths in zip(names, pointers, sizes, strict=True):
+            self.objects[name] = b"".join(map(ctypes.string_at, where, lengths))
+        return [0] * len(names)
+
+    async def get(self, names, pointers, sizes):
+        codes = []
+        for name, where, lengths in zip(names, pointers, sizes, strict=True):
+            data = self.objects[name]
+            for address, length in zip(where, lengths, strict=True):
+                ctypes.memmove(address, data[:length], length)
+                data = data[length:]
+            codes.append(len(self.objects[name]))
+        return codes
+
+
+async def test_a_pool_uses_no_memory_of_unfit_views():
+    pool = MooncakeBackend(MooncakeConfig(), StoreIdentity("m", "n", bytes(32)), SIZE)
+    client = pool.objects._client = PoolStub()
+    memory = np.full(3 * SIZE, 7, np.uint8)
+    report = await pool.write(KEYS[:5], [*wrong_views(memory), memory[:SIZE].data], never)
+    assert report.outcomes == bytes([BAD] * 4 + [OK])
+    assert len(client.objects) == 1
+    target = np.zeros(3 * SIZE, np.uint8)
+    frozen = memoryview(bytes(SIZE))
+    report = await pool.read([KEYS[4]] * 5, [*wrong_views(target), frozen], never)
+    assert report.outcomes == bytes([BAD] * 5)
+    assert not target.any(), "memory behind a view was written"
+    report = await pool.read([KEYS[4]] * 2, [target[:0].data, target[:SIZE].data], never)
+    assert report.outcomes == bytes([BAD, OK])
+    assert target[:SIZE].all()
+    pool.objects.close()

@@ -231,7 +231,7 @@ def test_close_lets_jobs_end_and_is_bounded():
     ("storage", "text"),
     [
         ({"backend": "file"}, "directory"),
-        ({"backend": "mooncake"}, "list"),
+        ({"backend": "mooncake"}, "master_server_address"),
         ({"backend": "attention_store"}, "tokens"),
         ({"backend": "memory", "rank": 1}, "rank"),
         ({"backend": "memory", "timeout": 0}, "timeout"),

@@ -8,6 +8,7 @@ that is not there is a miss.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
@@ -17,6 +18,7 @@ from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteRe
 from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.mooncake_client import OK, MooncakeClient
 from kvactors.storage.backends.mooncake_objects import BATCH, MooncakeObjects
+from kvactors.storage.backends.views import move_fitting
 from kvactors.storage.messages import Outcome
 
 
@@ -50,7 +52,7 @@ class MooncakeBackend(Backend):
 
     async def attach(self, arena: Arena) -> None:
         """See `Backend.attach`. Registers the arena, so that transfers need no staging."""
-        size = arena.num_slots * arena.stride
+        size = arena.nbytes
         if size and await self._client.register(arena.address, size) != OK:
             raise StoreError("mooncake would not register the host arena")
         self.objects.arena = arena
@@ -94,7 +96,8 @@ class MooncakeBackend(Backend):
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
         """See `Backend.read`. Corrupt objects are removed from the pool."""
-        outcomes = await self.objects.read(keys, views, expired)
+        move = partial(self.objects.read, expired=expired)
+        outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=True)
         results = zip(keys, outcomes, strict=True)
         await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
         self.record_outcomes(bytes(outcomes))
@@ -105,7 +108,8 @@ class MooncakeBackend(Backend):
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
         """See `Backend.write`."""
-        outcomes = await self.objects.write(keys, views, expired)
+        move = partial(self.objects.write, expired=expired)
+        outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=False)
         self.record_outcomes(bytes(outcomes))
         self.counters.writes += outcomes.count(Outcome.OK)
         return WriteReport(bytes(outcomes), [])

@@ -1,0 +1,167 @@
+"""FlushNotifier and its sinks on the event loop of a `TierCache`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+import anyio
+
+from kvactors.actor import ActorRef, ActorSpec, Group, InFlight, Supervisor
+from kvactors.config_tables import FlushConfig
+from kvactors.errors import CacheClosed, KVActorsError
+from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.messages import Report, WaitFlushed
+from kvactors.flush_notifier.sink_calls import close_sink, open_sink
+from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.substitutes import NoNotifier
+from kvactors.tier_cache.sink_feed import SinkFeed
+
+BOUND = 1024
+"""Messages in FlushNotifier's channel."""
+
+WATCH = 0.5
+"""Seconds between two looks at the health of the sinks."""
+
+
+class SinkService:
+    """Runs FlushNotifier. A `Service`: every method is called on the loop.
+
+    Args:
+        feed: messages come from its outbox.
+        sinks: with different names.
+
+    Attributes:
+        troubles: why sinks do not work, as of the last look. Read from any thread.
+    """
+
+    def __init__(self, feed: SinkFeed, sinks: Sequence[Sink]) -> None:
+        self.troubles: tuple[str, ...] = ()
+        self._feed = feed
+        self._sinks = tuple(sinks)
+        self._config = FlushConfig()
+        self._epoch = time.time_ns() // 1_000_000
+        self._stack = AsyncExitStack()
+        self._supervisor: Supervisor | None = None
+        self._notifier: ActorRef[Report] | None = None
+        self._incarnation = 0
+        self._pump: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Open the sinks and start FlushNotifier.
+
+        Raises:
+            SinkError: a sink cannot work.
+        """
+        supervisor = self._supervisor = Supervisor(
+            InFlight(), closed=lambda: CacheClosed("the cache is shut down")
+        )
+        self._notifier = supervisor.make_ref(FlushNotifier, BOUND)
+        spec = ActorSpec(FlushNotifier, self._make, self._notifier, self._make_substitute)
+        try:
+            for sink in self._sinks:
+                self._stack.push_async_callback(close_sink, sink, self._config.timeout)
+                await open_sink(sink)
+            await self._stack.enter_async_context(
+                supervisor.running(Group("notifier", (spec,)), drain=1.0)
+            )
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        self._watch = asyncio.ensure_future(self._look())
+        self.take()
+
+    def _make(self, ref: ActorRef) -> FlushNotifier:
+        return FlushNotifier(
+            ref,
+            block_size=self._feed.block_size,
+            sinks=list(self._sinks),
+            config=self._config,
+            epoch=self._epoch,
+            idle_limit=self._feed.idle_limit,
+        )
+
+    def _make_substitute(self, ref: ActorRef) -> NoNotifier:
+        return NoNotifier(ref, block_size=self._feed.block_size, config=self._config)
+
+    @property
+    def actor(self) -> Any:
+        """FlushNotifier's current incarnation, for inspection."""
+        assert self._supervisor is not None
+        return self._supervisor.actor(FlushNotifier.ROLE)
+
+    # -- messages
+
+    def take(self) -> None:
+        """Send the messages in the outbox."""
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.ensure_future(self._send())
+
+    async def _send(self) -> None:
+        assert self._notifier is not None
+        outbox: deque[Report] = self._feed.outbox
+        with suppress(KVActorsError):  # the system stops
+            while outbox:
+                with suppress(IndexError):  # the owner has dropped everything
+                    await self._notifier.tell(outbox.popleft())
+
+    async def _look(self) -> None:
+        """Notice sinks that fail, and a notifier that has lost its state."""
+        while True:
+            self.troubles = tuple(self._find_troubles())
+            if self._notifier is not None and self._notifier.incarnation != self._incarnation:
+                self._incarnation = self._notifier.incarnation
+                self._feed.resend = True  # with the owner's next step
+            await anyio.sleep(WATCH)
+
+    def _find_troubles(self) -> list[str]:
+        supervisor = self._supervisor
+        if supervisor is None or supervisor.failed is not None:
+            return ["sinks: FlushNotifier has failed"]
+        found = [
+            f"sinks: FlushNotifier is switched off: {one.cause}"
+            for one in supervisor.switched_off.values()
+        ]
+        with suppress(KeyError):
+            found += [
+                f"sink {one.name}: {one.reason}" for one in self.actor.sinks.health() if not one.ok
+            ]
+        return found
+
+    async def flushed(self, limit: float) -> bool:
+        """Whether every sink that works has acknowledged what was handed over, within `limit`
+        seconds."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + limit
+        self.take()
+        if self._pump is not None:
+            await asyncio.wait([self._pump], timeout=limit)
+        if self._notifier is None or loop.time() >= until:
+            return False
+        try:
+            return await self._notifier.ask(WaitFlushed(healthy=True), deadline=until)
+        except KVActorsError:
+            return False
+
+    def ask(self, limit: float, answer: Future[bool]) -> None:
+        """Set `answer` to the result of `flushed`."""
+        task = asyncio.ensure_future(self.flushed(limit))
+        task.add_done_callback(
+            lambda done: answer.set_result(not done.cancelled() and done.result())
+        )
+
+    async def close(self, limit: float) -> None:
+        """Send what is due, for half of `limit` at most, and close the sinks."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if limit > 0:
+            await self.flushed(0.5 * limit)
+        if self._pump is not None:
+            self._pump.cancel()
+        await self._stack.aclose()
