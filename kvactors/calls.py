@@ -158,7 +158,7 @@ class CacheCalls(OpenCache):
         at = self._client.deadline(deadline)
         scope = request_scope(salt, lora)
         path, _ = request_path(self.block_size, self.system.roots.root(scope), tokens, extra_keys)
-        if self.system.direct is not None:
+        if self.system.device_store is not None:
             raise StoreUnsupported(
                 f"storage.backend {self.config.storage.backend!r} reads into device memory only: "
                 "there is no prefetch"
@@ -182,7 +182,7 @@ class CacheCalls(OpenCache):
                 cleared. Use `set_namespace` or another `attention_store.model_version`.
         """
         at = self._client.deadline(deadline)
-        if check_flag("storage", storage) and self.system.direct is not None:
+        if check_flag("storage", storage) and self.system.device_store is not None:
             raise StoreUnsupported(
                 f"storage.backend {self.config.storage.backend!r} has no call that removes blocks, "
                 "so nothing was cleared: clear without "

@@ -113,7 +113,7 @@ class NoWriter(StoreOwner):
         """Ignored: the successor recounts."""
 
 
-class NoDirect(Actor):
+class NoDeviceStore(Actor):
     """Every fetch is a miss, and no block is saved."""
 
     ROLE: ClassVar[str] = StorageDirect.ROLE

@@ -97,7 +97,7 @@ class System:
         self.device = self.plane.device
         self.arena: Any = self.plane.slots
         self.backend, self.store = self.plane.backend, self.plane.store
-        self.direct_backend = self.plane.device_store
+        self.device_store = self.plane.device_store
         require_sinks(config, sinks)
         made = [*make_sinks(config, self.layout, self.device), *sinks]
         self.sinks = {sink.name: sink for sink in made}
@@ -119,7 +119,7 @@ class System:
         )
         self.roots = wiring.roots
         self.index, self.swapper, self.evictor = wiring.index, wiring.swapper, wiring.evictor
-        self.readers, self.writers, self.direct = wiring.readers, wiring.writers, wiring.direct
+        self.readers, self.writers = wiring.readers, wiring.writers
         self.notifier = wiring.notifier
 
     def _groups(self) -> tuple[Group, Group]:

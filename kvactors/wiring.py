@@ -29,7 +29,7 @@ from kvactors.storage.device_store import StorageDirect
 from kvactors.storage.messages import DeviceStoreMessage, ReaderMessage, StorageReply, WriterMessage
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
-from kvactors.substitutes import NoDirect, NoNotifier, NoReader, NoWriter
+from kvactors.substitutes import NoDeviceStore, NoNotifier, NoReader, NoWriter
 
 FORGOTTEN = 1024
 """Blocks that PrefixIndex and FlushNotifier each track beyond the capacity of the tiers."""
@@ -73,9 +73,9 @@ class Wiring:
             ref(StorageReader, bound, name=f"storage_reader-{i}")
             for i in range(pool.readers if pool else 0)
         ]
-        self.direct: ActorRef[DeviceStoreMessage] | None = None
+        self.device_store: ActorRef[DeviceStoreMessage] | None = None
         if plane.device_store is not None:
-            self.direct = ref(StorageDirect, bound)
+            self.device_store = ref(StorageDirect, bound)
         self.writers: list[ActorRef[WriterMessage]] = [
             ref(StorageWriter, bound, name=f"storage_writer-{i}")
             for i in range(pool.writers if pool else 0)
@@ -84,14 +84,14 @@ class Wiring:
 
     def refs(self) -> tuple[ActorRef, ...]:
         """The refs of every actor."""
-        direct = () if self.direct is None else (self.direct,)
+        device_store = () if self.device_store is None else (self.device_store,)
         return (
             self.index,
             self.swapper,
             self.evictor,
             *self.readers,
             *self.writers,
-            *direct,
+            *device_store,
             self.notifier,
         )
 
@@ -100,13 +100,13 @@ class Wiring:
         unused: tuple[type[Actor], ...] = (
             () if self.plane.backend is not None else (StorageReader, StorageWriter)
         )
-        return unused if self.direct is not None else (*unused, StorageDirect)
+        return unused if self.device_store is not None else (*unused, StorageDirect)
 
     # -- the factories, in flow order
 
     def _make_index(self, ref: ActorRef) -> PrefixIndex:
         config, host, storage = self.config, self.config.host, self.storage
-        stored = self.plane.backend is not None or self.direct is not None
+        stored = self.plane.backend is not None or self.device_store is not None
         host_tier = host.slots > 0 or (stored and storage.write_policy == "write_back")
         exclusive = host.mode == "exclusive" or not host.slots
         blocks = self.plane.device.num_blocks
@@ -128,7 +128,7 @@ class Wiring:
             free_high=free_high,
             save=storage.write_policy if stored else "none",
             min_hits=storage.min_hits,
-            token_root=self.token_root if self.direct is not None else None,
+            token_root=self.token_root if self.device_store is not None else None,
             keep_lineages=self.plane.store is not None and self.plane.store.keeps_lineages,
         )
         return PrefixIndex(
@@ -154,7 +154,7 @@ class Wiring:
             readers=self.readers,
             writers=self.writers,
             notifier=self.notifier,
-            direct=self.direct,
+            device_store=self.device_store,
             layerwise=self.config.device.layerwise,
             memory_generation=self.plane.generation,
         )
@@ -185,9 +185,9 @@ class Wiring:
             root_of=root_of,
         )
 
-    def _make_direct(
-        self, ref: ActorRef, kind: type[StorageDirect | NoDirect] = StorageDirect
-    ) -> StorageDirect | NoDirect:
+    def _make_device_store(
+        self, ref: ActorRef, kind: type[StorageDirect | NoDeviceStore] = StorageDirect
+    ) -> StorageDirect | NoDeviceStore:
         assert self.plane.device_store is not None
         return kind(ref, backend=self.plane.device_store, plane=self.plane, evictor=self.evictor)
 
@@ -215,7 +215,7 @@ class Wiring:
             partial(self._make_reader, kind=NoReader),
             partial(self._make_writer, kind=NoWriter),
         )
-        no_direct = partial(self._make_direct, kind=NoDirect)
+        no_device_store = partial(self._make_device_store, kind=NoDeviceStore)
         no_notifier = partial(
             NoNotifier, block_size=self.config.cache.block_size, config=self.config.flush
         )
@@ -229,12 +229,14 @@ class Wiring:
         ]
         swapper = ActorSpec(GpuSwapper, self._make_swapper, self.swapper)
         evictor = ActorSpec(CpuEvictor, self._make_evictor, self.evictor)
-        refs = () if self.direct is None else (self.direct,)
-        direct = [
-            Group(ref.name, (ActorSpec(StorageDirect, self._make_direct, ref, no_direct),))
+        refs = () if self.device_store is None else (self.device_store,)
+        device_store = [
+            Group(
+                ref.name, (ActorSpec(StorageDirect, self._make_device_store, ref, no_device_store),)
+            )
             for ref in refs
         ]
-        plane = Group("data plane", (swapper, evictor, *readers, *writers, *direct))
+        plane = Group("data plane", (swapper, evictor, *readers, *writers, *device_store))
         core = Group("core", (ActorSpec(PrefixIndex, self._make_index, self.index), plane))
         notifier = Group(
             "notifier", (ActorSpec(FlushNotifier, self._make_notifier, self.notifier, no_notifier),)

@@ -85,7 +85,7 @@ class ActorRef(Generic[M_contra]):
         "_asks",
         "_restarting",
         "channel",
-        "death_pending",
+        "failure_pending",
         "in_flight",
         "incarnation",
         "instruments",
@@ -113,7 +113,7 @@ class ActorRef(Generic[M_contra]):
         self.make_context: Callable[..., Context] | None = None
         self._asks: OpenAsks[Any] = OpenAsks(name)
         self._restarting = 0
-        self.death_pending = False  # and the other actors are not notified yet
+        self.failure_pending = False  # and the other actors are not notified yet
 
     def begin_restart(self) -> None:
         """The actor has failed, or is restarted: until its next incarnation has begun, the system

@@ -28,6 +28,7 @@ from kvactors.actor.log import described, get_logger
 from kvactors.actor.message import Envelope, PeerRestarted, Stop
 from kvactors.actor.ref import ActorRef
 from kvactors.actor.uncancelled import uncancelled
+from kvactors.deprecated import warn
 from kvactors.errors import ActorFailed, CacheFailed, ChannelClosed
 
 log = get_logger()
@@ -80,19 +81,31 @@ class Group(NamedTuple):
 
 
 class RestartBudget(NamedTuple):
-    """A group may fail `deaths` times in `within` seconds. At the next failure an optional actor is
-    switched off. Any other failure passes to the enclosing group."""
+    """A group may have this many `failures` in `within` seconds. At the next one an optional actor
+    is switched off. Any other failure passes to the enclosing group."""
 
-    deaths: int = 5
+    failures: int = 5
     within: float = 60.0
 
 
 class SupervisorStatistics(NamedTuple):
     """Counts of failures and restarts, and the actors that are switched off."""
 
-    deaths: int
+    failures: int
     restarts: int
-    last_death: str  # name and cause, or empty
+    last_failure: str  # name and cause, or empty
+
+    @property
+    def deaths(self) -> int:
+        """Deprecated: read `failures`."""
+        warn("SupervisorStatistics.deaths is deprecated: read failures", stacklevel=2)
+        return self.failures
+
+    @property
+    def last_death(self) -> str:
+        """Deprecated: read `last_failure`."""
+        warn("SupervisorStatistics.last_death is deprecated: read last_failure", stacklevel=2)
+        return self.last_failure
 
 
 class Supervisor:
@@ -121,8 +134,8 @@ class Supervisor:
         self._failing: tuple[str, BaseException] | None = (
             None  # the actor that is the reason for cancelling others
         )
-        self._deaths = self._restarts = 0
-        self._last_death = ""
+        self._failures = self._restarts = 0
+        self._last_failure = ""
 
     def make_ref(self, kind: type[Actor], bound: int, *, name: str | None = None) -> ActorRef:
         """A ref with its channel. `name` defaults to the role."""
@@ -205,7 +218,7 @@ class Supervisor:
 
     def statistics(self) -> SupervisorStatistics:
         """Failures and restarts so far."""
-        return SupervisorStatistics(self._deaths, self._restarts, self._last_death)
+        return SupervisorStatistics(self._failures, self._restarts, self._last_failure)
 
     # -- running
 
@@ -220,7 +233,7 @@ class Supervisor:
             self._close_channels(root)
 
     async def _run_group(self, group: Group, budget: RestartBudget) -> None:
-        deaths: deque[float] = deque()
+        failures: deque[float] = deque()
         switch = Switch(self, group)
         while True:
             try:
@@ -241,14 +254,14 @@ class Supervisor:
                     self._fail_queues(group, stuck)
                     raise
                 cause = root_cause(error)
-                deaths.append(now())
-                while deaths and deaths[0] < now() - budget.within:
-                    deaths.popleft()
-                if switch.relapse(budget) or len(deaths) > budget.deaths:
+                failures.append(now())
+                while failures and failures[0] < now() - budget.within:
+                    failures.popleft()
+                if switch.relapse(budget) or len(failures) > budget.failures:
                     if not switch.off(cause):
                         self._fail_queues(group, cause)
                         raise
-                    deaths.clear()
+                    failures.clear()
             finally:
                 switch.stop_timer()
             self._fail_queues(group, cause)
@@ -267,7 +280,7 @@ class Supervisor:
             raise
         actor.mailbox.failed_peer = lambda: self._failing
         actor.context.peer_incarnations = {
-            other.ref.name: other.ref.incarnation - other.ref.death_pending
+            other.ref.name: other.ref.incarnation - other.ref.failure_pending
             for other in self._root.specs()
         }
         return actor
@@ -279,12 +292,12 @@ class Supervisor:
         except Exception as error:
             if self._stopping and isinstance(error, JobsRunOn):
                 return  # no memory is reused after a stop
-            self._deaths += 1
+            self._failures += 1
             self._failing = (spec.ref.name, error)
-            self._last_death = f"{spec.ref.name}: {brief(error)}"
+            self._last_failure = f"{spec.ref.name}: {brief(error)}"
             log.error("actor failed", actor=spec.ref.name, error=brief(error), where=frames(error))
             spec.ref.incarnation += 1  # messages to the failed incarnation are stale from here on
-            spec.ref.death_pending = True
+            spec.ref.failure_pending = True
             raise
 
     def _fail_queues(self, group: Group, cause: BaseException) -> None:
@@ -298,16 +311,16 @@ class Supervisor:
 
     def _notify_survivors(self, group: Group) -> None:
         assert self._root is not None
-        dead = {spec.ref.name: spec.ref for spec in group.specs()}
-        for ref in dead.values():
-            ref.death_pending = False
+        failed = {spec.ref.name: spec.ref for spec in group.specs()}
+        for ref in failed.values():
+            ref.failure_pending = False
         for spec in self._root.specs():
             actor = self._actors.get(
                 spec.ref.name
             )  # None: it is made for the first time after this failure
-            if spec.ref.name not in dead and actor is not None and actor.state <= State.RUNNING:
-                for name in sorted(dead):
-                    spec.ref.try_tell(PeerRestarted(name, dead[name].incarnation))
+            if spec.ref.name not in failed and actor is not None and actor.state <= State.RUNNING:
+                for name in sorted(failed):
+                    spec.ref.try_tell(PeerRestarted(name, failed[name].incarnation))
 
     # -- stopping
 

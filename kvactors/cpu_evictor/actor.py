@@ -74,7 +74,7 @@ class CpuEvictor(Actor):
     in flight, and `Completions` to continue a job when a request has ended.
 
     Args:
-        direct: actor of a store that moves device memory itself, None without one.
+        device_store: actor of a store that moves device memory itself, None without one.
         layerwise: whether the index is sent the progress of loads by layers.
         memory_generation: at the start.
     """
@@ -110,13 +110,13 @@ class CpuEvictor(Actor):
         readers: Sequence[ActorRef[ReaderMessage]],
         writers: Sequence[ActorRef[WriterMessage]],
         notifier: ActorRef[Report],
-        direct: ActorRef[DeviceStoreMessage] | None,
+        device_store: ActorRef[DeviceStoreMessage] | None,
         layerwise: bool,
         memory_generation: int,
     ) -> None:
         super().__init__(ref)
         self.layerwise = layerwise
-        self.peers = Peers(index, swapper, readers, writers, notifier, direct)
+        self.peers = Peers(index, swapper, readers, writers, notifier, device_store)
         self.host = HostTier(config.slots, arena.num_slots, arena.in_use, POLICIES[config.policy]())
         self.requests = RequestTable(self.peers, storage, memory_generation, now)
         self.memory = HostMemory(self.host, self.requests, config, storage)

@@ -16,7 +16,7 @@ from kvactors.device.base import Device
 from kvactors.errors import DeviceError, StoreError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
-from kvactors.storage.backends import Backend, DeviceStore, make_backend, make_direct
+from kvactors.storage.backends import Backend, DeviceStore, make_backend, make_device_store
 from kvactors.threads import in_thread
 
 
@@ -126,7 +126,7 @@ def make_local_plane(
         # the first rank keeps lineages for all
         block_size = config.cache.block_size if shard is None or shard[0] == 0 else 0
         backend = make_backend(storage, config.cache.model, layout.fingerprint, size, block_size)
-    device_store = make_direct(config, device, shard)
+    device_store = make_device_store(config, device, shard)
     arena = Arena(
         config.host.arena_slots(stored=backend is not None),
         size,

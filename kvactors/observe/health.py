@@ -97,7 +97,7 @@ def troubles(system: System) -> Iterator[Trouble]:
     stores: tuple[tuple[str, Any], ...] = (
         ("store", system.backend),
         ("store", system.store),
-        ("device store", system.direct_backend),
+        ("device store", system.device_store),
     )
     for name, store in stores:
         if store is not None:

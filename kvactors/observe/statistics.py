@@ -77,7 +77,7 @@ def collect(system: System) -> CacheStatistics:
 
 def store_of(system: System) -> StoreStatistics | None:
     """The store's statistics, or None without a store."""
-    store = system.store if system.store is not None else system.direct_backend
+    store = system.store if system.store is not None else system.device_store
     return store.statistics() if store is not None else None
 
 

@@ -17,7 +17,6 @@ class SlotStore(Protocol):
     """A store whose objects are read into host slots and written from them. See `Backend`, which is
     one for slots in the memory of this process. Ranks have separate slots and stores."""
 
-    fingerprint: bytes
     block_bytes: int
     exclusive: bool
     keeps_lineages: bool

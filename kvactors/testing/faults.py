@@ -293,7 +293,7 @@ class FaultyBackend(Backend):
     stuck: Any = Inner()
 
     def __init__(self, inner: Backend) -> None:
-        super().__init__(inner.fingerprint, inner.block_bytes, inner.inventory)
+        super().__init__(inner.digest, inner.block_bytes, inner.inventory)
         self.inner = inner
         self.exclusive = inner.exclusive
         self.slot_trailer_bytes = inner.slot_trailer_bytes

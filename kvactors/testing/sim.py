@@ -179,7 +179,7 @@ class Sim:
         kept = faults.store
         if not stored:
             faults.store = None
-        elif kept is None or (kept.fingerprint, kept.block_bytes) != (
+        elif kept is None or (kept.digest, kept.block_bytes) != (
             layout.fingerprint,
             layout.block_bytes,
         ):

@@ -134,7 +134,7 @@ async def test_a_failure_fails_every_waiting_ask_by_name_and_the_next_incarnatio
         assert await wired.server.ask(Ping(3), deadline=deadline_after(5)) == 4
         await wired.in_flight.wait_idle()
         assert wired.supervisor.actor("sink").restarts == ["server"]
-        assert wired.supervisor.statistics().deaths == 1
+        assert wired.supervisor.statistics().failures == 1
         assert wired.server.incarnation == 1
 
 

@@ -210,7 +210,7 @@ async def test_an_instrument_that_raises_is_removed_and_fails_no_actor(event, ca
     lines = [line for line in caplog.messages if "instrument removed" in line]
     assert len(lines) == 1
     assert f"cannot observe {event}" in lines[0]
-    assert wired.supervisor.statistics().deaths == (event in ("dropped", "failed"))
+    assert wired.supervisor.statistics().failures == (event in ("dropped", "failed"))
     assert wired.supervisor.instruments.active == (recorder,)
     assert sum("answered Order 7" in one for one in recorder.events) == 2
 
@@ -233,7 +233,7 @@ async def test_an_injected_failure_fails_the_actor_before_or_after_its_turn(when
             await wired.order()
         await wired.in_flight.wait_idle()  # restarted
         assert await wired.order() == 7
-        assert wired.supervisor.statistics().deaths == 1
+        assert wired.supervisor.statistics().failures == 1
     begin = recorder.events.index("taken Order")
     failed = recorder.events.index(f"failed shop planned, {when}")
     assert ("sent Part shop -> workshop" in recorder.events[begin:failed]) == (when == "finished")

@@ -113,7 +113,7 @@ async def test_a_turn_that_raises_it_fails_its_actor_at_once(error):
             await wired.ref.ask(Fail(error), deadline=deadline_after(60))
         await wired.in_flight.wait_idle()
         assert await wired.ref.ask(Fail(None), deadline=deadline_after(60)) == 7
-        assert wired.supervisor.statistics().deaths == 1
+        assert wired.supervisor.statistics().failures == 1
 
 
 @pytest.mark.parametrize("error", LEAKED, ids=lambda error: type(error).__name__)
@@ -125,7 +125,7 @@ async def test_a_job_that_raises_it_is_a_job_that_failed(error):
         (result,) = wired.actor.results
         assert isinstance(result, Exception)
         assert "leaked" in f"{result} {result.__cause__}"
-        assert wired.supervisor.statistics().deaths == 0
+        assert wired.supervisor.statistics().failures == 0
 
 
 async def test_a_job_whose_completion_cannot_be_built_fails_its_actor():
@@ -133,7 +133,7 @@ async def test_a_job_whose_completion_cannot_be_built_fails_its_actor():
     async with wired.running():
         await wired.ref.tell(Unanswerable())
         await wired.in_flight.wait_idle()
-        assert wired.supervisor.statistics().last_death == "fragile: ValueError('no completion')"
+        assert wired.supervisor.statistics().last_failure == "fragile: ValueError('no completion')"
 
 
 async def test_timers_end_with_their_actor():

@@ -315,7 +315,7 @@ async def still_well(cache):
     await cache.set_namespace("default")
     await cache.wait_idle()
     statistics = cache.statistics()
-    assert statistics.supervisor.deaths == 0
+    assert statistics.supervisor.failures == 0
     assert (
         statistics.prefix.leases
         == statistics.prefix.waiting

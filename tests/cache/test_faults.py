@@ -230,7 +230,7 @@ async def test_any_actor_may_fail_at_any_time(victim):
                 lease.abandon()
             await asyncio.sleep(0.01)
             await cache.wait_idle()
-            assert cache.statistics().supervisor.deaths == round_ + 1
+            assert cache.statistics().supervisor.failures == round_ + 1
             assert cache.check() == []
         for seed in (1, 2, 3, 1):
             await serve(cache, "after", prompt(seed, 6, tail=1))
@@ -259,7 +259,7 @@ def test_reports_of_a_failed_storage_actor_are_sent_by_its_next_incarnation(vict
                 ref.try_tell(Unwelcome())
             await cache.wait_flushed(10)
             assert cache.count_divergent_blocks() == 0
-            assert cache.statistics().supervisor.deaths == 6
+            assert cache.statistics().supervisor.failures == 6
 
     simulate(main, seed)
 
@@ -284,7 +284,7 @@ async def test_answers_to_unknown_operations_are_ignored():
         cache.system.evictor.try_tell(Copied(999, ()))
         cache.system.evictor.try_tell(Probed(999, 3))
         await cache.wait_idle()
-        assert cache.statistics().supervisor.deaths == 0
+        assert cache.statistics().supervisor.failures == 0
 
 
 async def test_clear_empties_every_tier_with_copies_in_flight():

@@ -98,7 +98,7 @@ def test_a_part_that_does_not_open_is_a_named_error_in_time(part, how, monkeypat
         if part == "device store":
             direct = Direct(1)
             direct.open = late
-            monkeypatch.setattr("kvactors.data_plane.local.make_direct", lambda *_: direct)
+            monkeypatch.setattr("kvactors.data_plane.local.make_device_store", lambda *_: direct)
         began = now()
         kind, name = NAMES[part]
         with pytest.raises(kind, match=f"^{name}did not open in 3 s \\(actors.open_timeout_s\\)"):
@@ -153,7 +153,7 @@ def test_a_part_that_cancels_itself_is_an_error_and_no_cancellation(part, monkey
         else:
             direct = Direct(1)
             direct.open = late
-            monkeypatch.setattr("kvactors.data_plane.local.make_direct", lambda *_: direct)
+            monkeypatch.setattr("kvactors.data_plane.local.make_device_store", lambda *_: direct)
         with pytest.raises(NAMES[part][0], match="raised CancelledError"):
             async with opened(part, late):
                 raise AssertionError("opened")

@@ -161,16 +161,16 @@ async def run(setting: Setting, tally: Tally) -> None:
         "write_slice_blocks": 3,
     }
     service = stand_in.service(mapping["cache"]["model"])
-    deeds = list(FAULTS)
-    setting.rng.shuffle(deeds)
+    faults = list(FAULTS)
+    setting.rng.shuffle(faults)
     async with open_cache(Config.from_mapping(mapping)) as cache:
-        assert cache.system.direct_backend is not None
-        cache.system.direct_backend.breaker = Breaker(pause=BREAKER)
+        assert cache.system.device_store is not None
+        cache.system.device_store.breaker = Breaker(pause=BREAKER)
         load = ManyScopes(cache, tally, setting.seed)
         try:
             async with load.running():
-                for deed, visible in deeds:
-                    await one_deed(cache, service, deed, setting, tally, visible=visible)
+                for fault, visible in faults:
+                    await one_fault(cache, service, fault, setting, tally, visible=visible)
             await load.everything()
             await at_rest(cache, tally)
             compare_index(cache, service, tally)
@@ -180,10 +180,10 @@ async def run(setting: Setting, tally: Tally) -> None:
         tally.complain("the round proves nothing: no block came from the store")
 
 
-async def one_deed(
+async def one_fault(
     cache: KVCache,
     service: Service,
-    deed: Callable[[Service], None],
+    fault: Callable[[Service], None],
     setting: Setting,
     tally: Tally,
     *,
@@ -193,18 +193,18 @@ async def one_deed(
     served = tally.finished
     await setting.moment(0.1, 0.5)
     tally.faults += 1
-    deed(service)
+    fault(service)
     async with other_namespace(cache):
         await setting.moment(0.05, 0.3)
     if visible and not await reached(lambda: cache.health().status == "degraded", PATIENCE):
-        tally.complain(f"health does not show that the service fails: {deed.__name__}")
+        tally.complain(f"health does not show that the service fails: {fault.__name__}")
     await setting.moment(0.1, 0.5)
     if not await reached(lambda: tally.finished > served, PATIENCE):
-        tally.complain(f"no request was served while the service failed: {deed.__name__}")
+        tally.complain(f"no request was served while the service failed: {fault.__name__}")
     mend(service)
     if not await reached(lambda: cache.health().status == "ok", PATIENCE):
         tally.complain(
-            f"health shows a failure that is over: {deed.__name__}: {cache.health().reasons}"
+            f"health shows a failure that is over: {fault.__name__}: {cache.health().reasons}"
         )
 
 

@@ -43,14 +43,14 @@ async def under_load(master: Master, setting: Setting, tally: Tally) -> None:
     }
     mapping = settings(setting.folder)
     mapping["storage"] = {"backend": "mooncake", "write_policy": "write_through", "mooncake": pool}
-    deeds = ["kill", "stop"] * setting.times(1, 2)
-    setting.rng.shuffle(deeds)
+    faults = ["kill", "stop"] * setting.times(1, 2)
+    setting.rng.shuffle(faults)
     async with worker(mapping, setting, tally) as life:
         await life.reach(40)
-        for deed in deeds:
+        for fault in faults:
             await setting.moment(0.3, 2.0)
             tally.faults += 1
-            if deed == "kill":
+            if fault == "kill":
                 await run_sync(master.kill)
                 await setting.moment(0.2, 2.0)
                 await run_sync(master.start)

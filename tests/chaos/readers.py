@@ -37,25 +37,25 @@ class Readers:
         )
         await self.reader.receive()
 
-    async def inject(self, deed: str, setting: Setting) -> None:
+    async def inject(self, fault: str, setting: Setting) -> None:
         """One of FAULTS."""
         assert self.reader is not None
         reader, proxies = (
             self.reader,
             setting.rng.choice([self._proxies, self._proxies[:1], self._proxies[1:]]),
         )
-        if deed == "kill":
+        if fault == "kill":
             await reader.kill()
             await self.start()
-        elif deed == "stop":
+        elif fault == "stop":
             reader.signal(signal.SIGSTOP)
             await setting.moment(0.2, 2.0)
             reader.signal(signal.SIGCONT)
-        elif deed == "cut":
+        elif fault == "cut":
             for proxy in proxies:
                 proxy.cut()
         else:
-            await self._part(proxies, setting, cut="cut" in deed)
+            await self._part(proxies, setting, cut="cut" in fault)
 
     async def _part(self, proxies: tuple[Proxy, ...], setting: Setting, *, cut: bool) -> None:
         for proxy in proxies:
@@ -82,14 +82,14 @@ async def run(setting: Setting, tally: Tally) -> None:
         "replay_window": window,
     }
     mapping = varied(settings(setting.folder / "store", MEMORY, sink, capacity_blocks=120), setting)
-    deeds = [*FAULTS] * setting.times(1, 2)
-    setting.rng.shuffle(deeds)
+    faults = [*FAULTS] * setting.times(1, 2)
+    setting.rng.shuffle(faults)
     async with loaded(mapping, setting, tally) as (cache, load), AsyncExitStack() as stack:
         pair = [await one_reader(cache, stack, lose) for lose in (0.0, 0.1)]
         async with load.running():
             async with anyio.create_task_group() as tasks:
                 for number, readers in enumerate(pair):
-                    tasks.start_soon(suffer_all, readers, deeds[number::2], setting, tally)
+                    tasks.start_soon(inject_all, readers, faults[number::2], setting, tally)
             await setting.moment(0.1, 0.5)
         await load.everything()
         await at_rest(cache, tally)
@@ -107,11 +107,11 @@ async def one_reader(cache: KVCache, stack: AsyncExitStack, lose: float) -> Read
     return readers
 
 
-async def suffer_all(readers: Readers, deeds: list[str], setting: Setting, tally: Tally) -> None:
+async def inject_all(readers: Readers, faults: list[str], setting: Setting, tally: Tally) -> None:
     """One fault after the other."""
-    for deed in deeds:
+    for fault in faults:
         await setting.moment(0.05, 0.8)
-        await readers.inject(deed, setting)
+        await readers.inject(fault, setting)
         tally.faults += 1
 
 
@@ -137,7 +137,7 @@ async def compare_with(cache: KVCache, readers: Readers, tally: Tally) -> None:
             "them, or removals in this order"
         )
     for what in ("snapshots", "gaps", "replayed", "connections"):
-        tally.count(f"{what} of the readers' last lives", said[what])
+        tally.count(f"{what} of the readers' last processes", said[what])
 
 
 SITUATION = Situation("readers", "readers of KV events killed, stopped, cut off, partitioned", run)

@@ -79,7 +79,7 @@ async def at_rest(cache: KVCache, tally: Tally, seconds: float = SETTLE) -> None
     for what in await problems_at_rest(cache, seconds):
         tally.complain(f"at rest: {what}")
     supervisor = cache.statistics().supervisor
-    if supervisor.deaths:
+    if supervisor.failures:
         tally.complain(f"actors failed: {supervisor}")
 
 

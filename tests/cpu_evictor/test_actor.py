@@ -79,7 +79,7 @@ def stepped(
             readers=[ProbeRef("reader", "storage_reader")] * pool,
             writers=[ProbeRef("writer", "storage_writer")] * pool,
             notifier=ProbeRef("flush_notifier"),
-            direct=ProbeRef("storage_direct") if device_store else None,
+            device_store=ProbeRef("storage_direct") if device_store else None,
             layerwise=layerwise,
             memory_generation=0,
         ),

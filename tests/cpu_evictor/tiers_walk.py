@@ -118,7 +118,7 @@ class TiersWalk:
                 writers=writers,
                 notifier=names["flush_notifier"],
                 memory_generation=0,
-                direct=None,
+                device_store=None,
                 layerwise=False,
             )
         )

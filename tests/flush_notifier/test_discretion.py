@@ -145,11 +145,11 @@ async def test_failures_of_every_actor_and_sink_write_no_token_and_no_salt(caplo
             await requests(cache, range(3), texts)
             names = [actor.ref.name for actor in cache.system.supervisor.actors()]
             for i, name in enumerate(names):
-                before = cache.system.supervisor.statistics().deaths
+                before = cache.system.supervisor.statistics().failures
                 planted(cache.system.supervisor.actor(name))
                 for number in range(10 * i, 10 * i + 30):
                     await requests(cache, [number], texts)
-                    if cache.system.supervisor.statistics().deaths > before:
+                    if cache.system.supervisor.statistics().failures > before:
                         failed.append(name)
                         break
                 await asyncio.sleep(0.05)

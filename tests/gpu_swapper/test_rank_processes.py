@@ -185,7 +185,7 @@ async def test_faults_at_a_hundred_random_moments(tmp_path):
         assert min(done.values()) > 5
         assert sum(rank.losses for rank in group.statistics()) >= lost > 10
         assert sum(rank.violations for rank in group.statistics()) == 0
-        assert cache.statistics().supervisor.deaths == 0
+        assert cache.statistics().supervisor.failures == 0
 
 
 async def test_ranks_that_do_not_fit_are_refused_by_name(tmp_path):

@@ -100,7 +100,7 @@ async def test_blocks_of_a_failed_actor_are_sent_as_gone_before_any_is_announced
         getattr(cache.system, victim).try_tell(Unwelcome())
         await asyncio.sleep(0.01)
         await cache.wait_flushed()
-        assert cache.statistics().supervisor.deaths == 1
+        assert cache.statistics().supervisor.failures == 1
         assert view()[Tier.HOST] == set()
         assert bool(view()[Tier.DEVICE]) is (victim == "evictor")
         assert cache.count_divergent_blocks() == 0

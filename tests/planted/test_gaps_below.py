@@ -190,7 +190,7 @@ async def test_a_copy_is_as_good_as_its_worst_rank(bad):
 async def test_an_object_is_as_good_as_its_worst_share(bad):
     answers = [[Outcome.OK, Outcome.OK] for _ in range(3)]
     answers[bad] = [Outcome.OK, Outcome.MISS]
-    store = RankStore(Answers(*answers), bytes(32), 64, 1.0, exclusive=False)
+    store = RankStore(Answers(*answers), 64, 1.0, exclusive=False)
     report = await store.read_slots([bytes(32), bytes([1]) * 32], None, [0, 1], lambda: False)
     assert list(report.outcomes) == [Outcome.OK, Outcome.MISS]
 
@@ -198,7 +198,7 @@ async def test_an_object_is_as_good_as_its_worst_share(bad):
 async def test_nothing_is_written_beside_objects_that_could_not_be_cleared():
     """A rank that was away keeps what the others have cleared, until it is cleared as well."""
     group = Answers([Outcome.OK], None)
-    store = RankStore(group, bytes(32), 64, 1.0, exclusive=False)
+    store = RankStore(group, 64, 1.0, exclusive=False)
     await store.clear()
     report = await store.write_slots([bytes(32)], None, [0], lambda: False)
     assert list(report.outcomes) == [Outcome.UNAVAILABLE]

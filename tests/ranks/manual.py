@@ -68,7 +68,7 @@ async def come(rank: int, keys: bytes = b"", endpoint: str = ENDPOINT, **over):
 async def opened(*keys: bytes):
     """A group with its two ranks, and a store as it sees theirs."""
     group = group_at()
-    store = RankStore(group, SCOPE.fingerprint, 64, 1.0, exclusive=False)
+    store = RankStore(group, 64, 1.0, exclusive=False)
     opening = asyncio.ensure_future(group.open())
     await settle()
     wires = [await come(rank, (*keys, b"", b"")[rank]) for rank in range(2)]

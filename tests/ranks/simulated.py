@@ -196,7 +196,7 @@ class Engine:
         """One request. how: its end. A lost rank may end it, any other error is raised."""
         try:
             async with await self.cache.acquire(f"r{self.served}", tokens, deadline=5.0) as lease:
-                lives = [rank.serving for rank in self.ranks]
+                incarnations = [rank.serving for rank in self.ranks]
                 if self.cache.config.device.layerwise:
                     await self._by_layers(lease)
                 await lease.wait_ready()
@@ -210,7 +210,7 @@ class Engine:
                 if found:
                     await asyncio.sleep(1.0)
                 await lease.commit(full * BLOCK)  # RankLost: the bytes may be gone
-                if found and lives == [rank.serving for rank in self.ranks]:
+                if found and incarnations == [rank.serving for rank in self.ranks]:
                     self.bad.append(
                         f"{lease.request_id}: blocks {found} of {cached} at "
                         f"{asyncio.get_running_loop().time():.3f}"

@@ -196,7 +196,7 @@ def test_at_most_a_window_of_pages_is_in_flight():
     async def main() -> None:
         objects = 40 * PAGE_NAMES
         group = group_at(count=1, startup_timeout_s=60.0)
-        RankStore(group, SCOPE.fingerprint, 64, 1.0, exclusive=False)
+        RankStore(group, 64, 1.0, exclusive=False)
         opening = asyncio.ensure_future(group.open())
         await settle()
         wire = await authenticated()
@@ -220,7 +220,7 @@ def test_at_most_a_window_of_pages_is_in_flight():
 def test_a_rank_that_stalls_while_it_joins_lets_the_others_join():
     async def main() -> None:
         group = group_at(startup_timeout_s=200.0)
-        RankStore(group, SCOPE.fingerprint, 64, 1.0, exclusive=False)
+        RankStore(group, 64, 1.0, exclusive=False)
         opening = asyncio.ensure_future(group.open())
         await settle()
         stalled = await authenticated()
@@ -243,7 +243,7 @@ async def test_two_hundred_thousand_names_over_a_socket(tmp_path):
     total = 200_000
     endpoint = f"unix://{tmp_path}/ranks"
     group: RankGroup = group_at(endpoint, startup_timeout_s=300.0, timeout=60.0)
-    store = RankStore(group, SCOPE.fingerprint, 64, 1.0, exclusive=False)
+    store = RankStore(group, 64, 1.0, exclusive=False)
     opening = asyncio.ensure_future(group.open())
     while not (tmp_path / "ranks").exists():
         await asyncio.sleep(0)

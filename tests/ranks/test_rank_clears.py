@@ -14,7 +14,7 @@ from kvactors.data_plane.ranks.store import RankStore
 from kvactors.errors import StoreUnavailable
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
-from tests.ranks.manual import SCOPE, A, B, come, group_at, opened, settle, simulated
+from tests.ranks.manual import A, B, come, group_at, opened, settle, simulated
 from tests.ranks.simulated import BLOCK, Rank, all_there, at_rest, compute, prompt, settings, stored
 
 
@@ -29,7 +29,7 @@ async def answer_clear(wire, outcome: int = Outcome.OK) -> int:
 @simulated
 async def test_ranks_of_different_generations_hold_nothing_until_all_are_cleared():
     group = group_at()
-    store = RankStore(group, SCOPE.fingerprint, 64, 1.0, exclusive=False)
+    store = RankStore(group, 64, 1.0, exclusive=False)
     opening = asyncio.ensure_future(group.open())
     await settle()
     wires = [await come(0, A + B, generation=5), await come(1, A + B, generation=6)]

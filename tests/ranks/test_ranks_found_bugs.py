@@ -89,7 +89,7 @@ def test_a_lease_may_end_while_it_waits_for_more_blocks(end):
             assert isinstance(result, tuple | kvactors.LeaseEnded)
             await cache.wait_idle()
             assert cache.check() == []
-            assert cache.statistics().supervisor.deaths == 0
+            assert cache.statistics().supervisor.failures == 0
 
     for steps in range(14):
         simulate(lambda steps=steps: main(steps), 1)
@@ -181,7 +181,7 @@ def test_a_block_that_leaves_later_than_its_parent_is_not_loaded():
             await lease.finish()
             await all_there(cache)
             await at_rest(cache)
-            assert cache.statistics().supervisor.deaths == 0
+            assert cache.statistics().supervisor.failures == 0
 
     simulate(main, 1)
 

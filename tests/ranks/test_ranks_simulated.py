@@ -53,7 +53,7 @@ TIERS = {
 }
 
 
-async def befall(cache, ranks, kind: str, rng: random.Random) -> None:
+async def inject(cache, ranks, kind: str, rng: random.Random) -> None:
     victim = rng.choice(ranks)
     if kind == "kill":
         await victim.kill()
@@ -87,7 +87,7 @@ async def weather(seed: int, tiers: dict) -> Engine:
         async def faults() -> None:
             for _ in range(12):
                 await asyncio.sleep(rng.random() * 0.2)
-                await befall(cache, ranks, rng.choice(kinds), rng)
+                await inject(cache, ranks, rng.choice(kinds), rng)
                 if rng.random() < 0.5:
                     await all_there(cache)
 
@@ -100,7 +100,7 @@ async def weather(seed: int, tiers: dict) -> Engine:
         await cache.wait_flushed(60.0)
         assert cache.count_divergent_blocks() == 0, kinds
         assert engine.bad == [], kinds
-        assert cache.statistics().supervisor.deaths == 0
+        assert cache.statistics().supervisor.failures == 0
         return engine
 
 

@@ -82,13 +82,13 @@ def still(world: World) -> None:
 
 def _supervision(world: World) -> None:
     supervisor = world.system.supervisor
-    deaths = supervisor.statistics().deaths
+    failures = supervisor.statistics().failures
     if supervisor.failed is not None:
         world.violated(f"the system failed: {supervisor.failed!r}")
-    if deaths != world.recorder.failures:
+    if failures != world.recorder.failures:
         world.violated(
-            f"{deaths} deaths, {world.recorder.failures} by plan; the last: "
-            f"{supervisor.statistics().last_death}"
+            f"{failures} failures, {world.recorder.failures} by plan; the last: "
+            f"{supervisor.statistics().last_failure}"
         )
 
 

@@ -116,7 +116,7 @@ def test_blocks_being_written_when_the_ranks_were_cleared_are_not_held():
 
     async def main() -> None:
         group = TwoRanks()
-        store = RankStore(group, bytes(32), 64, 1.0, exclusive=False)
+        store = RankStore(group, 64, 1.0, exclusive=False)
         writing = asyncio.ensure_future(
             store.write_slots([bytes([1]) * 32], None, [0], lambda: False)
         )
@@ -161,7 +161,7 @@ def test_two_shared_loads_that_come_short_release_no_block_twice():
             await rest.finish()
             await cache.wait_idle()
             assert cache.check() == []
-            assert cache.statistics().supervisor.deaths == 0
+            assert cache.statistics().supervisor.failures == 0
             assert cache.statistics().prefix.blocks_free == 11
 
     simulate(main)

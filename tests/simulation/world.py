@@ -84,7 +84,7 @@ class World:
         self.ranks = [self._make_rank(number) for number in range(count)] if count > 1 else []
         local = self.stores[0] if self.stores and count == 1 else None
         self.system = SimSystem(config, list(self.sinks), local, self.recorder)
-        backend = self.system.direct_backend
+        backend = self.system.device_store
         if isinstance(backend, AttentionStoreBackend):
             self._on_service(backend.sdk)
         self.executor: SimExecutor | None = None

@@ -279,7 +279,7 @@ async def test_a_back_end_that_gives_no_count_costs_a_miss_and_no_actor(answer, 
             return answer
 
         with monkeypatch.context() as patch:
-            patch.setattr(cache.system.direct_backend, "fetch", fetch)
+            patch.setattr(cache.system.device_store, "fetch", fetch)
             assert await serve(cache, PROMPT) == 0
         assert await serve(cache, PROMPT) == 4
         assert cache.check() == []
@@ -300,7 +300,7 @@ async def test_an_sdk_that_answers_wrongly_costs_no_request_more_than_a_miss(mon
     for name in ("match", "read", "write"):
         monkeypatch.setattr(AttentionStoreSDK, name, wild(getattr(AttentionStoreSDK, name)))
     async with kvactors.open(config()) as cache:
-        monkeypatch.setattr(cache.system.direct_backend.breaker, "closed", lambda: True)
+        monkeypatch.setattr(cache.system.device_store.breaker, "closed", lambda: True)
         for _ in range(40):
             await serve(cache, PROMPT)
         assert cache.check() == []

@@ -333,7 +333,7 @@ async def test_a_cache_serves_with_a_back_end_that_answers_falsely(call, spoil):
         await cache.wait_idle()
         assert cache.statistics().store.faults >= 1
         assert cache.statistics().host.pinned == 0
-        assert cache.statistics().supervisor.deaths == 0
+        assert cache.statistics().supervisor.failures == 0
         assert cache.check() == []
 
 
@@ -354,7 +354,7 @@ async def test_no_actor_fails_when_a_back_end_raises_at_once(name, error):
             await serve(cache, seed)
         await cache.clear(storage=True)
         await cache.wait_idle()
-        assert cache.statistics().supervisor.deaths == 0
+        assert cache.statistics().supervisor.failures == 0
         assert cache.check() == []
 
 

@@ -14,7 +14,7 @@ from kvactors.storage.backends.device_store import DeviceStore
 log = get_logger()
 
 
-class RanksDirect(DeviceStore):
+class RanksDeviceStore(DeviceStore):
     """Every move is sent to all ranks. The number of blocks that arrived, or are stored, is the
     smallest of all ranks. A disconnected or silent rank counts as zero."""
 

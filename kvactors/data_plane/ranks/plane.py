@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 from kvactors.config import Config, StorageConfig
 from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChanged
-from kvactors.data_plane.ranks.device_store import RanksDirect
+from kvactors.data_plane.ranks.device_store import RanksDeviceStore
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.data_plane.ranks.state import RankState, RankStatistics
@@ -17,7 +17,7 @@ from kvactors.device.base import DeviceBlocks
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
 from kvactors.sdk_settings import store_identity
-from kvactors.storage.backends import DeviceStore, is_direct
+from kvactors.storage.backends import DeviceStore, has_device_store
 from kvactors.storage.slot_store import SlotStore
 
 
@@ -110,7 +110,7 @@ def make_ranks_plane(config: Config, storage: StorageConfig, layout: Layout) -> 
     Raises:
         ConfigError, SdkError: it cannot be made.
     """
-    token_addressed = is_direct(config)
+    token_addressed = has_device_store(config)
     stored = storage.backend != "none" and not token_addressed
     num_slots = config.host.arena_slots(stored=stored)
     group = RankGroup(
@@ -125,7 +125,6 @@ def make_ranks_plane(config: Config, storage: StorageConfig, layout: Layout) -> 
     if stored:
         backend = RankStore(
             group,
-            layout.fingerprint,
             layout.block_bytes,
             storage.timeout,
             exclusive=storage.exclusive,
@@ -137,6 +136,6 @@ def make_ranks_plane(config: Config, storage: StorageConfig, layout: Layout) -> 
         DeviceBlocks("ranks", layout, config.device.num_blocks),
         HostSlots(num_slots, layout.block_bytes),
         backend,
-        RanksDirect(group, layout.block_bytes) if token_addressed else None,
+        RanksDeviceStore(group, layout.block_bytes) if token_addressed else None,
         store_timeout=config.storage.timeout,
     )

@@ -51,7 +51,6 @@ class RankStore:
     def __init__(
         self,
         group: RankGroup,
-        fingerprint: bytes,
         block_bytes: int,
         seconds: float,
         *,
@@ -59,7 +58,6 @@ class RankStore:
         shared: bool = False,
         keeps_lineages: bool = False,
     ) -> None:
-        self.fingerprint = fingerprint
         self.block_bytes = block_bytes
         self.slot_trailer_bytes = self.generation = 0
         self.stuck = False

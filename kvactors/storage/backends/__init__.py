@@ -22,9 +22,9 @@ __all__ = [
     "MemoryBackend",
     "OwnedBackend",
     "capacity_of",
-    "is_direct",
+    "has_device_store",
     "make_backend",
-    "make_direct",
+    "make_device_store",
 ]
 
 DIRECT = "attention_store"
@@ -35,9 +35,9 @@ def make_backend(
     config: StorageConfig, model: str, fingerprint: bytes, block_bytes: int, block_size: int = 0
 ) -> Backend | None:
     """The store a config describes, None for none and for one that moves device memory itself
-    (`make_direct`). A class of another package (`package.module:Class`) is called with the config,
-    the digest of the store's identity (model, namespace, layout, rank and ranks: objects of
-    different digests must not mix) and the bytes of a block. Raises ConfigError, StoreError.
+    (`make_device_store`). A class of another package (`package.module:Class`) is called with the
+    config, the digest of the store's identity (model, namespace, layout, rank and ranks: objects
+    of different digests must not mix) and the bytes of a block. Raises ConfigError, StoreError.
 
     fingerprint: of the layout. block_size: tokens of a block, for a store that keeps lineages; 0 if
     it is to keep none.
@@ -60,7 +60,7 @@ def make_backend(
     return made
 
 
-def is_direct(config: Config) -> bool:
+def has_device_store(config: Config) -> bool:
     """Whether the config names a store that moves device memory itself. ConfigError for what such a
     store cannot do."""
     if config.storage.backend != DIRECT or config.flush.flush_only:
@@ -74,12 +74,12 @@ def is_direct(config: Config) -> bool:
     return True
 
 
-def make_direct(
+def make_device_store(
     config: Config, device: Device, shard: tuple[int, int] | None = None
 ) -> DeviceStore | None:
     """The store that moves device memory itself, if the config names one. ConfigError, LayoutError,
     SdkError. shard: rank and ranks, in a rank."""
-    if not is_direct(config):
+    if not has_device_store(config):
         return None
     from kvactors.sdk_settings import sdk_settings
     from kvactors.storage.backends.attention_store import AttentionStoreBackend

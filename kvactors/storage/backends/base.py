@@ -52,7 +52,7 @@ class Backend(ABC):
     (`keys`, `holds`), and indexes receive them. A store that several nodes share lists none.
 
     Args:
-        fingerprint: digest of the store's identity (model, namespace, layout, rank), 32 bytes.
+        digest: of the store's identity (model, namespace, layout, rank), 32 bytes.
         block_bytes: size of each object.
         inventory: answers the calls that list keys. By default none are listed.
 
@@ -75,10 +75,8 @@ class Backend(ABC):
     stuck: bool = False
     keeps_lineages: bool = False
 
-    def __init__(
-        self, fingerprint: bytes, block_bytes: int, inventory: Inventory | None = None
-    ) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self, digest: bytes, block_bytes: int, inventory: Inventory | None = None) -> None:
+        self.digest = digest
         self.block_bytes = block_bytes
         self.inventory = Inventory() if inventory is None else inventory
         self.paths = PathSource()
@@ -221,5 +219,6 @@ class Backend(ABC):
     reads, writes = OldAttribute("counters.reads"), OldAttribute("counters.writes")
     evicted = OldAttribute("counters.evicted")
     trailer, uncleared = OldAttribute("slot_trailer_bytes"), OldAttribute("clear_pending")
+    fingerprint = OldAttribute("digest")
     told, saw = acknowledge_removed, record_outcomes
     lost, names = take_removed, iter_keys

@@ -44,7 +44,7 @@ class CheckedBackend:
 
     def __init__(self, inner: SlotStore, timeout: float) -> None:
         self.inner = inner
-        self.fingerprint, self.block_bytes = inner.fingerprint, inner.block_bytes
+        self.block_bytes = inner.block_bytes
         self.exclusive = inner.exclusive
         self.slot_trailer_bytes = inner.slot_trailer_bytes
         self.keeps_lineages = bool(inner.keeps_lineages)

@@ -39,7 +39,7 @@ class FileBackend(Backend):
         durability: "written" (survives the process) or "synced" (survives a power failure).
         read_only: look at a store that another process may be writing.
         depth: reads and writes at the same time.
-        identity: the names behind `fingerprint`.
+        identity: the names behind `digest`.
         block_size: tokens of a block, if lineages are kept; 0 if not.
     """
 
@@ -48,7 +48,7 @@ class FileBackend(Backend):
     def __init__(
         self,
         folder: str | Path,
-        fingerprint: bytes,
+        digest: bytes,
         block_bytes: int,
         capacity: int = 0,
         *,
@@ -60,10 +60,10 @@ class FileBackend(Backend):
         block_size: int = 0,
     ) -> None:
         inventory = OwnedInventory(capacity, answerable=not read_only)
-        super().__init__(fingerprint, block_bytes, inventory)
-        names = identity or StoreIdentity("", "", fingerprint)
-        meta = _meta(names, fingerprint, block_bytes, capacity, entry_bytes_for(block_size))
-        place = Path(folder) / fingerprint.hex()[:16]
+        super().__init__(digest, block_bytes, inventory)
+        names = identity or StoreIdentity("", "", digest)
+        meta = _meta(names, digest, block_bytes, capacity, entry_bytes_for(block_size))
+        place = Path(folder) / digest.hex()[:16]
         self.files = SlabFiles(place, meta, read_only=read_only, floor=floor)
         self.keeps_lineages = block_size > 0 and not read_only
         self.threads = SlabThreads(depth)
@@ -148,12 +148,12 @@ class FileBackend(Backend):
 
 
 def _meta(
-    names: StoreIdentity, fingerprint: bytes, block_bytes: int, capacity: int, entry_bytes: int
+    names: StoreIdentity, digest: bytes, block_bytes: int, capacity: int, entry_bytes: int
 ) -> Meta:
     stride = -(-block_bytes // PAGE) * PAGE
     per_slab = max(1, SLAB_BYTES // stride)
     return Meta(
-        fingerprint.hex(),
+        digest.hex(),
         block_bytes,
         stride,
         min(per_slab, capacity) if capacity else per_slab,

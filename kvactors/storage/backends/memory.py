@@ -14,8 +14,8 @@ from kvactors.storage.messages import Outcome
 class MemoryBackend(OwnedBackend):
     """Objects as bytes, each with its XXH3-64. None outlives `close`."""
 
-    def __init__(self, fingerprint: bytes, block_bytes: int, capacity: int = 0) -> None:
-        super().__init__(fingerprint, block_bytes, capacity)
+    def __init__(self, digest: bytes, block_bytes: int, capacity: int = 0) -> None:
+        super().__init__(digest, block_bytes, capacity)
         self.objects: dict[bytes, tuple[bytes, int]] = {}
 
     async def open(self) -> None:

@@ -52,7 +52,7 @@ class MooncakeObjects:
 
     Args:
         prefix: of the objects' names.
-        fingerprint: in every header.
+        digest: in every header.
         breaker: no call begins while it is open.
     """
 
@@ -60,14 +60,14 @@ class MooncakeObjects:
         self,
         client: MooncakeClient,
         prefix: str,
-        fingerprint: bytes,
+        digest: bytes,
         block_bytes: int,
         breaker: Callable[[], Breaker],
     ) -> None:
         self.arena: Arena | None = None
         self._client = client
         self._prefix = prefix
-        self._fingerprint = fingerprint
+        self._digest = digest
         self._block_bytes = block_bytes
         self._breaker = breaker
         # One thread for checksums, which would block the loop.
@@ -116,7 +116,7 @@ class MooncakeObjects:
                 outcomes.append(outcome_of(code))
             else:
                 whole = code == self._block_bytes + HEADER.size
-                good = whole and fits(place.header, self._fingerprint, key, place.payload)
+                good = whole and fits(place.header, self._digest, key, place.payload)
                 outcomes.append(Outcome.OK if good else Outcome.CORRUPT)
         return bytes(outcomes)
 
@@ -150,7 +150,7 @@ class MooncakeObjects:
 
             def make_headers() -> None:
                 for i, place in zip(which, places, strict=True):
-                    header = header_of(self._fingerprint, keys[i], place.payload)
+                    header = header_of(self._digest, keys[i], place.payload)
                     place.header[:] = np.frombuffer(header, np.uint8)
 
             await wait_uncancelled(asyncio.wrap_future(self._checksums.submit(make_headers)))

@@ -26,9 +26,9 @@ class OwnedBackend(Backend):
     exclusive = True
     answerable = True
 
-    def __init__(self, fingerprint: bytes, block_bytes: int, capacity: int = 0) -> None:
+    def __init__(self, digest: bytes, block_bytes: int, capacity: int = 0) -> None:
         inventory = OwnedInventory(capacity, answerable=self.answerable)
-        super().__init__(fingerprint, block_bytes, inventory)
+        super().__init__(digest, block_bytes, inventory)
         self.catalog, self.pending = inventory.catalog, inventory.pending
         self._batches = OwnedBatches(
             self, inventory, self.counters, self.record_outcomes, block_bytes

@@ -189,10 +189,10 @@ class SimBackend(Backend):
     keeps_lineages = True
 
     def __init__(
-        self, fingerprint: bytes, block_bytes: int, capacity: int = 0, latency: Latency = instant
+        self, digest: bytes, block_bytes: int, capacity: int = 0, latency: Latency = instant
     ) -> None:
         inventory = OwnedInventory(capacity, answerable=self.answerable)
-        super().__init__(fingerprint, block_bytes, inventory)
+        super().__init__(digest, block_bytes, inventory)
         self.catalog, self.pending = inventory.catalog, inventory.pending
         self.disk = SimDisk(inventory.catalog, latency)
         self.paths = SimPaths(self.disk)
