@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import structlog
 
@@ -21,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             help="environments of the interop tests, made by `python -m tests.interop.setup DIR`",
         )
 
+
+# How long an example takes says nothing about the code: the machine may be busy.
+hypothesis.settings.register_profile(
+    "kvactors", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("kvactors")
 
 WHOLE_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.full\b", re.MULTILINE)
 

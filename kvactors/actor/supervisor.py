@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -28,7 +29,6 @@ from kvactors.actor.log import described, get_logger
 from kvactors.actor.message import Envelope, PeerRestarted, Stop
 from kvactors.actor.ref import ActorRef
 from kvactors.actor.uncancelled import uncancelled
-from kvactors.deprecated import warn
 from kvactors.errors import ActorFailed, CacheFailed, ChannelClosed
 
 log = get_logger()
@@ -98,14 +98,19 @@ class SupervisorStatistics(NamedTuple):
     @property
     def deaths(self) -> int:
         """Deprecated: read `failures`."""
-        warn("SupervisorStatistics.deaths is deprecated: read failures", stacklevel=2)
+        _deprecated("deaths", "failures")
         return self.failures
 
     @property
     def last_death(self) -> str:
         """Deprecated: read `last_failure`."""
-        warn("SupervisorStatistics.last_death is deprecated: read last_failure", stacklevel=2)
+        _deprecated("last_death", "last_failure")
         return self.last_failure
+
+
+def _deprecated(earlier: str, name: str) -> None:
+    text = f"SupervisorStatistics.{earlier} is deprecated: read {name}"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 class Supervisor:
