@@ -139,6 +139,7 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
         found.append("prefix_index: an operation is in flight, and no actor works on it")
     if not in_flight.leases and not in_flight.waiting:
         found += _unused(in_flight)
+    found += _unfinished(system)
     if system.ranks is not None and (open_ := sum(r.in_flight for r in system.ranks.statistics())):
         found.append(f"ranks: {open_} operations without an answer, and no work in flight")
     if evictor.host.on_device:
@@ -168,6 +169,18 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
             f"prefix_index: {len(stale)} blocks have a hint to the host, and are not there"
         )
     yield from _sinks(system, where, found)
+
+
+def _unfinished(system: System) -> Iterator[str]:
+    """No load is left open, and without requests no call to the index."""
+    index, evictor = system.index_actor, system.evictor_actor
+    if loading := len(index.index.loading):
+        yield f"prefix_index: {loading} blocks are loading, and no work in flight"
+    if loads := len(evictor.loads):
+        yield f"cpu_evictor: {loads} loads have not ended, and no work in flight"
+    asks, held = index.ref.open_asks, len(index.core.held)
+    if asks and not (held or index.core.leases or index.core.statistics().waiting):
+        yield f"prefix_index: {asks} calls have no answer, and there is no request"
 
 
 def _unused(index: IndexStatistics) -> Iterator[str]:

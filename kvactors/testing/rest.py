@@ -14,8 +14,8 @@ async def problems_at_rest(cache: KVCache, deadline: float = 30.0) -> list[str]:
         deadline: seconds in which it must become idle.
 
     Returns:
-        One text per problem: leases that were not finished, waiting requests, violated invariants
-        (see `KVCache.check`), sinks that differ from the tiers.
+        One text per problem, see `left_over`. An idle cache's invariants include that every sink's
+        view equals the tiers.
 
     Raises:
         KVActorsError: the cache has failed or is closed.
@@ -24,11 +24,16 @@ async def problems_at_rest(cache: KVCache, deadline: float = 30.0) -> list[str]:
         await cache.wait_flushed(deadline)
     except DeadlineExceeded as error:
         return [f"the cache does not become idle: {error}"]
-    core = cache.system.index_actor.core
+    return left_over(cache)
+
+
+def left_over(cache: KVCache) -> list[str]:
+    """One text per problem of a cache that is idle and has no requests: work in flight, leases that
+    were not finished, waiting requests, violated invariants (see `KVCache.check`)."""
+    system, core = cache.system, cache.system.index_actor.core
     problems = [f"the lease of {lease.request_id!r} was never finished" for lease in core.leases]
-    if waiting := core.statistics().waiting:
-        problems.append(f"{waiting} requests still wait for device blocks")
-    problems += cache.check()
-    if differing := cache.count_divergent_blocks():
-        problems.append(f"a sink's view differs from the tiers in {differing} blocks")
-    return problems
+    if waiting := core.statistics().waiting + len(core.held):
+        problems.append(f"{waiting} requests still wait")
+    if count := system.in_flight.count:
+        problems.append(f"{count} messages or jobs are in flight")
+    return problems + cache.check()

@@ -11,10 +11,12 @@ import pytest
 from kvactors.observe.invariants import (
     PAGE,
     _between_actors,
+    _unfinished,
     check_steps,
     in_slices,
     residency_steps,
 )
+from kvactors.testing.rest import left_over, problems_at_rest
 from kvactors.types import Tier
 from tests.support.cache import BLOCK, opened, prompt, serve
 
@@ -222,3 +224,35 @@ async def test_a_block_in_use_without_a_lease_is_found_at_rest(change, words, mo
             patch.setattr(type(core), "statistics", lambda _: statistics._replace(**change))
             [found] = cache.check()
         assert words in found
+
+
+@pytest.mark.parametrize(
+    ("leave", "words"),
+    [
+        (lambda index, _: index.index.loading.update({0: None}), "1 blocks are loading"),
+        (lambda _, evictor: evictor.loads.update({9: None}), "1 loads have not ended"),
+        (lambda index, _: setattr(index.ref, "_asks", [None]), "1 calls have no answer"),
+    ],
+    ids=["block", "load", "call"],
+)
+async def test_work_that_no_actor_will_end_is_found_at_rest(leave, words):
+    async with opened(host=HOST) as cache:
+        await serve(cache, "a", prompt(1, 3))
+        await cache.wait_idle(10)
+        index, evictor = cache.system.index_actor, cache.system.evictor_actor
+        asks = index.ref._asks
+        leave(index, evictor)
+        found = list(_unfinished(cache.system))
+        index.index.loading.clear()
+        evictor.loads.clear()
+        index.ref._asks = asks
+        assert [words in one for one in found] == [True]
+        assert cache.check() == []
+
+
+async def test_left_over_names_a_lease_that_is_held():
+    async with opened() as cache:
+        async with await cache.acquire("held", prompt(1, 3)) as lease:
+            await lease.wait_ready()
+            assert left_over(cache) == ["the lease of 'held' was never finished"]
+        assert await problems_at_rest(cache) == []

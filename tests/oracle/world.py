@@ -17,6 +17,7 @@ from kvactors import (
     Paused,
 )
 from kvactors.errors import StoreUnsupported
+from kvactors.testing.rest import problems_at_rest
 
 from .draw import MODEL, Draw
 from .history import History
@@ -166,31 +167,12 @@ class World:
         gc.collect()  # forgotten leases that an exception's traceback still referred to
         try:
             await cache.resume(deadline=30.0)
-            await cache.wait_flushed(REST)
+            problems = await problems_at_rest(cache, REST)
         except KVActorsError as error:
-            self.fail(f"not idle: {error!r}")
-        for violated in cache.check():
-            self.fail(f"check at rest: {violated}")
-        divergence = cache.count_divergent_blocks()
-        if divergence:
-            self.fail(f"sinks differ from the tiers on {divergence} blocks at rest")
+            problems = [f"not idle: {error!r}"]
+        for problem in problems:
+            self.fail(f"at rest: {problem}")
         statistics = cache.statistics()
-        left = {
-            "leases": statistics.prefix.leases,
-            "waiting requests": statistics.prefix.waiting,
-            "loads": statistics.prefix.loads_in_flight,
-            "offloads": statistics.prefix.offloads_in_flight,
-            "saves": statistics.prefix.saves_in_flight,
-            "pinned slots": statistics.host.pinned,
-        }
-        for what, count in left.items():
-            if count:
-                self.fail(f"left over at rest: {count} {what}")
-        if (
-            statistics.prefix.blocks_free + statistics.prefix.evictable
-            != statistics.prefix.blocks_total
-        ):
-            self.fail("device blocks do not add up at rest")
         if statistics.supervisor.restarts:
             self.record.restarts += statistics.supervisor.restarts
             self.fail(f"actors restarted: {statistics.supervisor}")

@@ -16,6 +16,7 @@ from kvactors.scenario.engine import Engine, Request
 from kvactors.scenario.report import Totals
 from kvactors.storage.breaker import PAUSE
 from kvactors.testing.attentionstore_sdk import services
+from kvactors.testing.rest import left_over
 from tests.simulation.draw import BLOCK, INDEX
 from tests.simulation.world import World
 from tests.support.rank_process import keys_on_rank
@@ -49,32 +50,14 @@ async def rest(world: World) -> None:
 
 
 def still(world: World) -> None:
-    """At rest: invariants hold, sinks agree, nothing is left over, every byte below the device is
-    right."""
-    cache, system = world.cache, world.system
-    for what in cache.check():
-        world.violated(f"check: {what}")
-    for name in cache.sinks:
-        divergence = cache.count_divergent_blocks([name])
-        if divergence:
-            world.violated(f"divergence: {name} differs on {divergence} blocks")
+    """At rest: nothing is left over, and what models of sinks, slots, stores and indexes say holds:
+    every byte below the device is right."""
+    for what in left_over(world.cache):
+        world.violated(f"at rest: {what}")
     for sink in world.sinks:
         for what in sink.reader.violations:
             world.violated(f"tree rule: {sink.name}: {what}")
-    index = cache.statistics().prefix
-    world.seen["load overdue"] += index.overdue_loads
-    left = {
-        "leases": index.leases,
-        "waiting": index.waiting,
-        "messages or jobs": system.in_flight.count,
-        "open asks": sum(actor.ref.open_asks for actor in system.supervisor.actors()),
-        "held acquires": len(system.index_actor.core.held),
-        "loading blocks": len(system.index_actor.index.loading),
-        "loads of the host": len(system.evictor_actor.loads),
-    }
-    for what, count in left.items():
-        if count:
-            world.violated(f"left over: {count} {what}")
+    world.seen["load overdue"] += world.cache.statistics().prefix.overdue_loads
     _supervision(world)
     _bytes_below(world)
     _token_index(world)
