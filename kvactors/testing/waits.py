@@ -16,8 +16,9 @@ from typing import Any
 
 import anyio.to_thread
 
-from kvactors.actor import Actor, ActorRef, Channel, InFlight
+from kvactors.actor import ActorRef, Channel, InFlight
 from kvactors.actor.jobs import JOB, is_job
+from kvactors.actor.mailbox_loop import MailboxLoop
 
 Label = Callable[["asyncio.Task[Any]"], str]
 
@@ -104,9 +105,9 @@ def _self_of(frames: list[FrameType], code: CodeType) -> Any:
 
 
 def _who(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
-    actor = _self_of(frames, Actor.run.__code__)
-    if actor is not None:
-        return str(actor.ref.name)
+    mailbox = _self_of(frames, MailboxLoop.run.__code__)
+    if mailbox is not None:
+        return str(mailbox._ref.name)
     if is_job(task):
         return f"a job of {task.get_name().removesuffix(JOB)}"
     for frame in reversed(frames):
@@ -127,8 +128,8 @@ def _what(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str
                 f"the answer to {type(frame.f_locals['message']).__name__} by "
                 f"{frame.f_locals['self'].name}"
             )
-        if frame.f_code is Channel.get.__code__:
-            if _self_of(frames, Actor.run.__code__):
+        if frame.f_code is Channel.wait_for_item.__code__:
+            if _self_of(frames, MailboxLoop.run.__code__):
                 return "a message"
             return f"a message in {found.name}'s channel"  # type: ignore[union-attr]
         if frame.f_code is Channel.put.__code__:
