@@ -8,9 +8,15 @@ import inspect
 
 import pytest
 
+from kvactors import types
+from kvactors.actor.supervisor import SupervisorStatistics
 from kvactors.cache import KVCache
+from kvactors.flush_notifier.blocks import HeldBlock
+from kvactors.flush_notifier.messages import PLAIN, FlushTask
 from kvactors.from_thread import FromThread, ThreadLease
 from kvactors.lease import Lease
+from kvactors.lineage import Lineage
+from kvactors.types import Reason, Residency, Tier
 from tests.support.cache import opened, prompt
 
 LOOP_ONLY = {"close"}
@@ -28,6 +34,8 @@ async def test_earlier_names_warn_where_they_are_called_and_work():
             assert warned[0].filename == __file__
             with pytest.warns(DeprecationWarning, match="wait_layer"):
                 assert await lease.layer_ready(0) == 0
+            with pytest.warns(DeprecationWarning, match=r"keys\(\).*hashes\(\)"):
+                assert lease.keys(0, 1) == lease.hashes(0, 1) != b""
         with pytest.warns(DeprecationWarning, match="wait_idle"):
             await cache.settled(5.0)
         with pytest.warns(DeprecationWarning, match="wait_flushed"):
@@ -47,12 +55,42 @@ async def test_earlier_names_work_from_threads():
                     lease.ready()
                 with pytest.warns(DeprecationWarning, match="wait_layer"):
                     assert lease.layer_ready(0) == 0
+                with pytest.warns(DeprecationWarning, match="hashes"):
+                    assert lease.keys(0, 1) == lease.hashes(0, 1)
             with pytest.warns(DeprecationWarning, match="wait_idle"):
                 cache.from_thread.settled(5.0)
             with pytest.warns(DeprecationWarning, match="wait_flushed"):
                 cache.from_thread.flush_settled(5.0)
 
         await asyncio.to_thread(calls)
+
+
+HASH = b"h" * 32
+TASK = FlushTask(b"", 0, 1, HASH, HASH, Residency.GONE, Tier.HOST, Reason.CPU_EVICTION, epoch=1)
+HELD = HeldBlock(HASH, HASH, 0, b"", 0, PLAIN)
+LINEAGE = Lineage(HASH, b"tokens")
+FAILURES = SupervisorStatistics(1, 2, "evictor: ValueError()")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        (lambda: TASK.keys, lambda: TASK.hashes),
+        (lambda: HELD.key, lambda: HELD.hash),
+        (lambda: LINEAGE.key(), lambda: LINEAGE.block_hash()),
+        (lambda: FAILURES.deaths, lambda: FAILURES.failures),
+        (lambda: FAILURES.last_death, lambda: FAILURES.last_failure),
+        (lambda: types.KEY_BYTES, lambda: types.HASH_BYTES),
+        (lambda: types.split_keys(bytes(64)), lambda: types.split_hashes(bytes(64))),
+        (lambda: types.join_keys([b"a"]), lambda: types.join_hashes([b"a"])),
+        (lambda: types.key_at(bytes(64), 1), lambda: types.hash_at(bytes(64), 1)),
+        (lambda: types.count_keys(bytes(64)), lambda: types.count_hashes(bytes(64))),
+    ],
+)
+def test_earlier_names_of_records_warn_where_they_are_read(earlier, now):
+    with pytest.warns(DeprecationWarning, match="deprecated|has moved") as warned:
+        assert earlier() == now()
+    assert [one.filename for one in warned] == [__file__]
 
 
 async def test_a_wrong_wait_is_refused_under_its_earlier_name():
