@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvactors.lookup import FreeBlocks, PromptHits
     from kvactors.observe.health import Health
     from kvactors.observe.statistics import CacheStatistics
+    from kvactors.steps import Step, Stepped
     from kvactors.tier_cache import TierCache, TierConfig, open_tiers
     from kvactors.types import Reason, Residency, Tier, Tokens
 
@@ -69,6 +70,8 @@ __all__ = [
     "Reason",
     "Residency",
     "SinkError",
+    "Step",
+    "Stepped",
     "StoreError",
     "Tier",
     "TierCache",
@@ -110,6 +113,8 @@ HOMES = {
     "Reason": "kvactors.types",
     "Residency": "kvactors.types",
     "SinkError": "kvactors.errors",
+    "Step": "kvactors.steps",
+    "Stepped": "kvactors.steps",
     "StoreError": "kvactors.errors",
     "Tier": "kvactors.types",
     "TierCache": "kvactors.tier_cache",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvactors import lookup as look
-from kvactors import waits
+from kvactors import steps, waits
 from kvactors.arguments import (
     Media,
     check_flag,
@@ -128,6 +128,7 @@ class CacheCalls(OpenCache):
             raise
         return Lease(self._client, lease, request_id, path, granted, at, media)
 
+    step = steps.step
     lookup = look.lookup
     free_blocks = look.free_blocks
 

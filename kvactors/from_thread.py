@@ -13,13 +13,17 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvactors.arguments import Media, check_seconds
 from kvactors.calls import CacheCalls
+from kvactors.config import Config
 from kvactors.deprecated import renamed
+from kvactors.device_events import Completion
 from kvactors.errors import CacheClosed, DeadlineExceeded, WrongLoop
+from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.lease import Hits, Lease
 from kvactors.lease_hold import AFTER_LOADS
 from kvactors.lookup import FreeBlocks, PromptHits
 from kvactors.observe.health import Health
 from kvactors.observe.statistics import CacheStatistics
+from kvactors.steps import Step, Stepped
 from kvactors.types import Tokens
 
 P = ParamSpec("P")
@@ -93,6 +97,14 @@ def _blocking_lease(
         return self._owner._call(work, deadline, self._lost if ends_lease else None)
 
     return call
+
+
+def _own_step(step: Step) -> Step:
+    """A step with the loop's own lease."""
+    if type(step) is Step and isinstance(getattr(step, "lease", None), ThreadLease):
+        lease: Any = step.lease
+        return step._replace(lease=lease._lease)
+    return step
 
 
 class FromThread:
@@ -189,6 +201,26 @@ class FromThread:
     flush_settled = renamed("flush_settled", wait_flushed)
 
     @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self._cache.block_size
+
+    @property
+    def config(self) -> Config:
+        """The settings."""
+        return self._cache.config
+
+    @property
+    def device(self) -> Any:
+        """The device blocks."""
+        return self._cache.device
+
+    @property
+    def sinks(self) -> dict[str, Sink]:
+        """See `KVCache.sinks`."""
+        return self._cache.sinks
+
+    @property
     def namespace(self) -> str:
         """See `KVCache.namespace`."""
         return self._cache.namespace
@@ -205,6 +237,25 @@ class FromThread:
         """See `KVCache.lookup`."""
         call = partial(self._cache.lookup, tokens, extra_keys=extra_keys, salt=salt, lora=lora)
         return self._call(partial(self._now, call), deadline)
+
+    def step(
+        self,
+        steps: Sequence[Step],
+        *,
+        event: Completion | None = None,
+        deadline: float | None = None,
+    ) -> list[Stepped]:
+        """See `KVCache.step`. The leases are those of `FromThread.acquire`."""
+        own = [_own_step(step) for step in steps] if isinstance(steps, (list, tuple)) else steps
+
+        def lost(outcomes: list[Stepped]) -> None:
+            for step, outcome in zip(own, outcomes, strict=True):
+                if outcome.error is None and isinstance(step.lease, Lease):
+                    step.lease.abandon()
+
+        return self._call(
+            partial(self._cache.step, own, event=event, deadline=deadline), deadline, lost
+        )
 
     def free_blocks(self, *, deadline: float | None = None) -> FreeBlocks:
         """See `KVCache.free_blocks`."""

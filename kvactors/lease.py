@@ -160,17 +160,32 @@ class Lease:
         extend_path(added, "tokens", tokens)
         extras, media = (
             ((), ())
-            if extra_keys == ()
+            if isinstance(extra_keys, tuple) and not extra_keys
             else added_media(added.block_size, self.num_tokens, added.num_tokens, extra_keys)
         )
-        message = Extend(self._hold.id, self.num_tokens, added, extras)
-        granted: AcquireResult = await self._hold.grow("extend", message, at)
-        self.num_tokens += added.num_tokens
-        self._media += media
-        return self._append_blocks(granted.blocks)
+        return await self._extend(added, extras, media, at)
 
     reserve = growth.reserve
     truncate = growth.truncate
+
+    async def _extend(
+        self,
+        added: Path,
+        extras: tuple[tuple[int, bytes], ...],
+        media: tuple[tuple[int, int], ...],
+        at: float,
+    ) -> tuple[int, ...]:
+        message = Extend(self._hold.id, self.num_tokens, added, extras)
+        granted: AcquireResult = await self._hold.grow("extend", message, at)
+        return self._appended(added, media, granted.blocks)
+
+    def _appended(
+        self, added: Path, media: tuple[tuple[int, int], ...], blocks: Sequence[int]
+    ) -> tuple[int, ...]:
+        """The index has appended tokens."""
+        self.num_tokens += added.num_tokens
+        self._media += media
+        return self._append_blocks(blocks)
 
     def _append_blocks(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """Add blocks to the end of the table."""
@@ -212,7 +227,10 @@ class Lease:
             await hold.wait_event(event, computed, self.num_tokens, at)
         if computed <= hold.client.part_tokens:
             return int((await hold.ask(Commit(hold.id, computed), at, has_effect=True)).count)
-        return await hold.commit_in_parts(self._path, computed, self.num_tokens, at)
+        return await self._commit(computed, at)
+
+    async def _commit(self, computed: int, at: float) -> int:
+        return await self._hold.commit_in_parts(self._path, computed, self.num_tokens, at)
 
     async def finish(
         self,

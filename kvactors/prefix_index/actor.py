@@ -47,6 +47,8 @@ from kvactors.prefix_index.messages import (
     Reserve,
     Resume,
     SetNamespace,
+    StepLeases,
+    StepResult,
     Sweep,
     Truncate,
     Withdrawn,
@@ -125,6 +127,11 @@ class PrefixIndex(Actor):
     def withdrawn(self, message: Withdrawn) -> None:
         """A waiting extend was cancelled."""
         self._perform(self.core.admission.withdraw(message.lease))
+
+    @on(StepLeases)
+    def step_leases(self, message: StepLeases, envelope: Envelope[StepResult]) -> None:
+        """Extend and commit many leases."""
+        self._perform(self.core.steps.step(message, envelope))
 
     @on(Commit)
     def commit(self, message: Commit, envelope: Envelope[Ack]) -> None:
@@ -210,19 +217,12 @@ class PrefixIndex(Actor):
     @on(HostBlocksAdded)
     def host_blocks_added(self, message: HostBlocksAdded) -> None:
         """The host tier has more blocks. A hint from before a clear or a loss is out of date."""
-        if (
-            message.clears == self.core.clears.sent
-            and message.memory_generation == self.index.memory_generation
-        ):
-            self.index.tree.host_blocks_added(message.hashes)
+        self.core.host_blocks_added(message)
 
     @on(DataPlaneStatus)
     def data_plane_status(self, message: DataPlaneStatus) -> None:
         """Device memory was lost, or copies in flight may never complete."""
-        if message.memory_lost:
-            self._perform(self.core.device_lost(message.generation))
-        elif not message.available:
-            self._perform(self.core.admission.stall())
+        self._perform(self.core.data_plane_status(message))
 
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:

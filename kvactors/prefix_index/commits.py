@@ -52,7 +52,7 @@ class Commits:
             lease, and the error of a lease that can no longer be used. A lease whose blocks the
             tree refuses fails.
         """
-        error = self._refusal(lease, computed)
+        error = self.refusal(lease, computed)
         if error is not None:
             return error
         path = lease.path
@@ -74,7 +74,8 @@ class Commits:
             actions += self._evictions.drop_host_copies(on_host)
         return actions
 
-    def _refusal(self, lease: LeaseState, computed: int) -> Exception | None:
+    def refusal(self, lease: LeaseState, computed: int) -> Exception | None:
+        """Why the first `computed` tokens of a lease cannot be committed."""
         if lease.fault is not None and lease.fault.kind is RankLost:
             return lease.fault.error()
         if lease.loads:

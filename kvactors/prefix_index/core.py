@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from itertools import count
 
 from kvactors.actor import Envelope
+from kvactors.cpu_evictor.messages import HostBlocksAdded
 from kvactors.errors import RankLost
+from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.invariant import ensure
 from kvactors.native import BlockTree
 from kvactors.prefix_index.actions import Action, Reply, Work
@@ -30,6 +32,7 @@ from kvactors.prefix_index.requests import Requests
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.saves import SaveTable
 from kvactors.prefix_index.settings import IndexSettings
+from kvactors.prefix_index.steps import Steps
 from kvactors.prefix_index.tables import BlockTables
 from kvactors.types import Reason
 
@@ -81,6 +84,7 @@ class IndexCore:
             settings,
         )
         self.tables = BlockTables(index, self.leases, self.admission)
+        self.steps = Steps(index, self.leases, self.tables, self.commits, self.admission)
         long = LongRequests(index, self.admission, self.grants, roots, settings)
         self.requests = Requests(
             index, self.held, self.admission, self.grants, long, lineages, settings
@@ -125,6 +129,20 @@ class IndexCore:
     def started(self) -> list[Action]:
         """The first turn. A restarted index has an empty device tier."""
         return self.announcements.cleared(Reason.RESTART) if self._restarted else []
+
+    def host_blocks_added(self, message: HostBlocksAdded) -> None:
+        """The host tier has more blocks. A hint from before a clear or a loss is out of date."""
+        if (
+            message.clears == self.clears.sent
+            and message.memory_generation == self.index.memory_generation
+        ):
+            self.index.tree.host_blocks_added(message.hashes)
+
+    def data_plane_status(self, message: DataPlaneStatus) -> list[Action]:
+        """Device memory was lost, or copies in flight may never complete."""
+        if message.memory_lost:
+            return self.device_lost(message.generation)
+        return [] if message.available else self.admission.stall()
 
     def peer_restarted(self, name: str) -> list[Action]:
         """The host tier has lost its operations in flight, or a notifier its ledger."""

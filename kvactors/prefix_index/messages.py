@@ -4,6 +4,7 @@ are defined beside those requests (`cpu_evictor.messages`, `gpu_swapper.messages
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 from kvactors.actor import Ask, Control, Later
 from kvactors.actor.message import Message
@@ -130,6 +131,40 @@ class Commit(Ask[Ack], frozen=True, eq=False):
     computed_tokens: int
 
 
+class StepEntry(NamedTuple):
+    """An extend and a commit of one lease.
+
+    Attributes:
+        position: as in `Extend`.
+        added: as in `Extend`, None for no tokens.
+        extras: as in `Extend`.
+        computed_tokens: as in `Commit`, None for no commit.
+    """
+
+    lease: int
+    position: int
+    added: Path | None
+    extras: tuple[tuple[int, bytes], ...]
+    computed_tokens: int | None
+
+
+StepOutcome: TypeAlias = tuple[Sequence[int], int] | Exception | None
+"""The blocks added to a lease and its committed blocks, the reason why nothing was changed, or None
+if the lease must wait for device blocks: nothing was changed either."""
+
+
+class StepResult(Message, frozen=True, eq=False):
+    """An outcome per entry, in the same order."""
+
+    outcomes: tuple[StepOutcome, ...]
+
+
+class StepLeases(Ask[StepResult], frozen=True, eq=False):
+    """Extend, then commit each lease. No entry waits for device blocks or for another one."""
+
+    entries: tuple[StepEntry, ...]
+
+
 class Finish(Ask[Ack], frozen=True, eq=False):
     """The request has ended: unpin, and by policy save and announce. Reply: blocks left in the
     cache.
@@ -225,6 +260,7 @@ IndexRequest = (
     | Extend
     | Reserve
     | Truncate
+    | StepLeases
     | Withdrawn
     | Commit
     | Finish

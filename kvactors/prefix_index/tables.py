@@ -34,7 +34,7 @@ class BlockTables:
         lease = self._leases.get(message.lease)
         if lease is None:
             return [self._leases.refusal(envelope)]
-        actions, error = self._begin(lease, message.position)
+        actions, error = self.begin(lease, message.position)
         if error is not None:
             return [*actions, Refusal(envelope, error)]
         upto = (
@@ -52,7 +52,7 @@ class BlockTables:
         lease, kept = self._leases.get(message.lease), message.num_tokens
         if lease is None:
             return [self._leases.refusal(envelope)]
-        actions, error = self._begin(lease, message.position)
+        actions, error = self.begin(lease, message.position)
         error = error or self._refusal(lease, kept)
         if error is not None:
             return [*actions, Refusal(envelope, error)]
@@ -66,7 +66,7 @@ class BlockTables:
         self._index.pool.give(freed)
         return actions + self._admission.serve_waiting() if freed else actions
 
-    def _begin(self, lease: LeaseState, position: int) -> tuple[list[Action], Exception | None]:
+    def begin(self, lease: LeaseState, position: int) -> tuple[list[Action], Exception | None]:
         """Whether the table of a lease can be changed now. position: tokens of the lease, as its
         holder counts them."""
         if lease.fault is not None and lease.fault.kind is RankLost:

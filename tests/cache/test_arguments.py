@@ -20,6 +20,7 @@ from kvactors.cache import KVCache
 from kvactors.errors import KVActorsError
 from kvactors.from_thread import FromThread, ThreadLease
 from kvactors.lease import Lease
+from kvactors.steps import Step
 from tests.support.cache import BLOCK, prompt, serve, settings
 
 nan, inf = float("nan"), float("inf")
@@ -165,6 +166,7 @@ def kinds():
             object(),
         ],
         "event": [5, 0.5, True, "event", b"event", [], {}, object(), Odd()],
+        "steps": [None, 5, "x", b"x", [5], [None], {1}, (x for x in "a"), [Step(5)], Step(5)],
         "sink": [None, 5, b"memory", ["memory"], "nope", "", "\ud800", object()],
         "sinks": [
             "memory",
@@ -200,6 +202,10 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     ),
     (KVCache, "prefetch"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST, "deadline": "seconds"}),
     (KVCache, "lookup"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST}),
+    (KVCache, "step"): (
+        {"steps": []},
+        {"steps": "steps", "event": "event", "deadline": "seconds"},
+    ),
     (KVCache, "clear"): ({}, {"storage": "flag", "deadline": "seconds"}),
     (KVCache, "pause"): ({}, {"deadline": "seconds"}),
     (KVCache, "resume"): ({}, {"deadline": "seconds"}),

@@ -6,6 +6,7 @@ from mutation import Mutation
 
 TABLES = "tests/prefix_index/test_tables.py::"
 CACHE = "tests/cache/test_block_tables.py::"
+STEPS = "tests/cache/test_steps.py::"
 EVENTS = "tests/cache/test_device_events.py::"
 
 BUGS = (
@@ -122,5 +123,29 @@ BUGS = (
         "            if not task.done():\n",
         "a deadline cancels a future that others wait for",
         (EVENTS + "test_an_event_has_a_deadline",),
+    ),
+    Mutation(
+        "a_cancelled_step_stays_in_effect",
+        "steps.py",
+        "            if plan.happened:\n",
+        "            if False:\n",
+        "leases go on with tokens that their caller does not have",
+        (STEPS + "test_a_step_cancelled_anywhere_did_not_happen_or_ended_each_lease",),
+    ),
+    Mutation(
+        "a_step_commits_what_loads",
+        "prefix_index/steps.py",
+        "        if error is None and computed is not None:\n",
+        "        if False:\n",
+        "a step that is refused has extended its lease",
+        (STEPS + "test_an_error_concerns_its_lease_alone",),
+    ),
+    Mutation(
+        "a_lease_without_free_blocks_fails_its_step",
+        "steps.py",
+        "        elif outcome is not None:\n            plan.fail(outcome)\n",
+        "        else:\n            plan.fail(outcome or NoRoom(1, 0))  # noqa: F821\n",
+        "a decode step fails although blocks can be evicted",
+        (STEPS + "test_leases_that_wait_for_blocks_do_not_hold_up_the_others",),
     ),
 )

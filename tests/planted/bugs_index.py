@@ -100,9 +100,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "hint_of_before_a_clear",
-        "prefix_index/actor.py",
+        "prefix_index/core.py",
         "        if (\n"
-        "            message.clears == self.core.clears.sent\n"
+        "            message.clears == self.clears.sent\n"
         "            and message.memory_generation == self.index.memory_generation\n"
         "        ):\n",
         "        if message.memory_generation == self.index.memory_generation:\n",

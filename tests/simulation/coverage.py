@@ -58,6 +58,7 @@ OUTCOMES: Mapping[str, tuple[str, ...]] = {
         "cancelled",
     ),
     "truncate": ("ok", "LeaseEnded", "ActorFailed", "RankLost", "TokensCommitted", "cancelled"),
+    "step": ("ok", "DeadlineExceeded", "cancelled"),
     "commit": ("ok", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),
     "finish": ("ok", "LeaseEnded", "ActorFailed", "cancelled"),
     "preempt": ("ok", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from kvactors.arguments import Media
@@ -14,6 +15,7 @@ from kvactors.lease import Lease
 from kvactors.prefix_index.loads import GRACE
 from kvactors.prefix_index.parts import part_of
 from kvactors.scenario.engine import Request
+from kvactors.steps import Step
 from tests.simulation.client import CacheClient
 from tests.simulation.draw import BLOCK
 from tests.simulation.world import World
@@ -176,7 +178,7 @@ class Client(CacheClient):
             if not await served.prefill():
                 return True
             for _ in range(rng.choice((0, 0, 1, 2))):
-                await (served.decode() if rng.random() < 0.6 else served.speculate())
+                await rng.choice((served.decode, served.speculate, served.step))()
             return await served.end()
 
 
@@ -253,6 +255,36 @@ class Served:
         tokens = [rng.randrange(4) for _ in range(rng.randint(1, 2 * BLOCK))]
         deadline = rng.choice((0.05, 1.0))
         await self.client.ask("extend", lambda: lease.extend(tokens, deadline=deadline), deadline)
+        await self._compute()
+
+    async def step(self) -> None:
+        """Some more tokens, in one message with another lease, after an event."""
+        lease, rng, loop = self.lease, self.rng, asyncio.get_running_loop()
+        cache, ask = self.world.cache, self.client.ask
+        deadline = rng.choice((0.05, 1.0))
+        tokens = [rng.randrange(4) for _ in range(rng.randint(0, 2 * BLOCK))]
+        steps = [Step(lease, tokens, rng.choice((None, lease.num_tokens)))]
+        event: asyncio.Future[None] | None = None
+        if rng.random() < 0.4:
+            event = loop.create_future()
+            handle = loop.call_later(rng.choice((0.0, 0.001)), event.set_result, None)
+        beside = None
+        with suppress(NoRoom):
+            beside = await ask(
+                "acquire", lambda: cache.acquire("beside", [1, 2, 3], deadline=deadline), deadline
+            )
+            steps.append(Step(beside, [rng.randrange(4)], 3))
+        try:
+            outcomes = await ask(
+                "step", lambda: cache.step(steps, event=event, deadline=deadline), deadline
+            )
+        finally:
+            if event is not None:
+                handle.cancel()
+            if beside is not None:
+                beside.abandon()
+        if outcomes[0].error is not None:
+            raise outcomes[0].error
         await self._compute()
 
     async def speculate(self) -> None:

@@ -1,0 +1,107 @@
+"""`FromThread` and its lease mirror `KVCache` and `Lease`: names, parameters, kinds and defaults."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+
+from kvactors.cache import KVCache
+from kvactors.errors import LeaseEnded
+from kvactors.from_thread import FromThread, ThreadLease
+from kvactors.lease import Lease
+from kvactors.steps import Step
+from tests.support.cache import BLOCK, opened, prompt
+
+MIRRORS = ((KVCache, FromThread), (Lease, ThreadLease))
+OWN = {"close", "from_thread", "system"}
+"""Parts of an open cache that only its loop uses."""
+ATTRIBUTES = {
+    KVCache: {"block_size", "config", "device", "system"},
+    Lease: {"request_id", "cached_tokens", "pending", "hits", "num_tokens"},
+}
+"""Public attributes that the constructors set."""
+
+
+def public(owner):
+    return {name for name in dir(owner) if not name.startswith("_")} | ATTRIBUTES.get(owner, set())
+
+
+async def test_the_attributes_are_those_of_the_objects():
+    async with opened() as cache, await cache.acquire("a", [1]) as lease:
+        for made in (cache, lease):
+            found = {name for name in vars(made) if not name.startswith("_")}
+            assert found == ATTRIBUTES[type(made)]
+
+
+@pytest.mark.parametrize(("owner", "mirror"), MIRRORS)
+def test_every_public_name_is_mirrored(owner, mirror):
+    assert public(mirror) == public(owner) - OWN
+
+
+def mirrored_methods():
+    return [
+        (owner, mirror, name)
+        for owner, mirror in MIRRORS
+        for name in sorted(public(owner) - OWN)
+        if inspect.isfunction(getattr(owner, name, None))
+    ]
+
+
+@pytest.mark.parametrize(("owner", "mirror", "name"), mirrored_methods())
+def test_the_signatures_are_equal(owner, mirror, name):
+    """A method that does not wait in the loop takes a deadline in a thread."""
+    original, twin = getattr(owner, name), getattr(mirror, name)
+
+    def parameters(method):
+        found = list(inspect.signature(method).parameters.values())
+        return [(one.name, one.kind, one.default, one.annotation) for one in found[1:]]
+
+    expected = parameters(original)
+    waits = "deadline" in {one[0] for one in expected} or name == "abandon"
+    if not waits:
+        expected.append(("deadline", inspect.Parameter.KEYWORD_ONLY, None, "float | None"))
+    assert parameters(twin) == expected
+    assert twin.__doc__
+
+
+async def test_threads_step_their_leases():
+    async with opened(device=32) as cache:
+
+        def work():
+            calls = cache.from_thread
+            leases = [calls.acquire(f"{n}", prompt(n, 1)) for n in range(3)]
+            outcomes = calls.step([Step(one, [7], BLOCK) for one in leases])
+            assert [(len(one.blocks), one.committed_blocks) for one in outcomes] == [(1, 1)] * 3
+            assert [one.num_tokens for one in leases] == [BLOCK + 1] * 3
+            for one in leases:
+                one.finish()
+
+        await asyncio.to_thread(work)
+
+
+async def test_a_step_that_is_late_for_its_thread_ends_the_leases(monkeypatch):
+    """The answer comes to a thread that has given up."""
+    original = FromThread._call
+
+    def late(self, work, deadline, lost=None):
+        result = original(self, work, deadline, lost)
+        if lost is not None and isinstance(result, list):
+            self._schedule(lambda: lost(result))
+        return result
+
+    monkeypatch.setattr(FromThread, "_call", late)
+    async with opened(device=8) as cache:
+
+        def work():
+            calls = cache.from_thread
+            leases = [calls.acquire(f"{n}", prompt(n, 1)) for n in range(2)]
+            leases[1].abandon()
+            first, second = calls.step([Step(one, [7], BLOCK) for one in leases])
+            assert first.error is None
+            assert isinstance(second.error, LeaseEnded)
+            with pytest.raises(LeaseEnded):
+                leases[0].extend([1])
+
+        await asyncio.to_thread(work)
