@@ -10,7 +10,7 @@ CONSUMERS ?= ../consumers
 SLOW = bench chaos e2e interop oracle planted ranks scenario simulation soak
 
 .PHONY: help install install-core test test-core lint format types bench docs docs-serve messages \
-	simulate planted soak interop engines
+	simulate planted soak interop engines engines-full
 
 help:  ## list the recipes
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -69,3 +69,7 @@ interop:  ## the real consumers of KV events, in environments below CONSUMERS
 engines:  ## kvactors inside real engines, in environments below CONSUMERS
 	$(PYTHON) -m tests.interop.setup $(CONSUMERS) engines
 	$(PYTHON) -m pytest tests/interop -m engines --interop=$(CONSUMERS)
+
+engines-full:  ## every case inside real engines, an hour on two cores
+	$(PYTHON) -m tests.interop.setup $(CONSUMERS) engines routers
+	$(PYTHON) -m pytest tests/interop -m "engines or engines_full" --interop=$(CONSUMERS)

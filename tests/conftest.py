@@ -46,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "engines: runs real inference engines; needs --interop DIR (docs/contributing.md)",
     )
+    config.addinivalue_line(
+        "markers",
+        "engines_full: as `engines`, for cases that take too long for every change",
+    )
 
 
 def needs_everything(file: Path) -> bool:
@@ -77,6 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     asked_for = {
         "interop": config.getoption("--interop") is not None or "interop" in markers,
         "engines": "engines" in markers,
+        "engines_full": "engines_full" in markers,
     }
     unasked = [marker for marker, asked in asked_for.items() if not asked]
     left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]

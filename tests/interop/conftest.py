@@ -37,8 +37,14 @@ class Suite(NamedTuple):
     own_proc: bool = False
 
 
-SUITES = {"interop": Suite("routers", 240), "engines": Suite("engines", 1500, own_proc=True)}
-"""By marker."""
+SUITES = {
+    "interop": Suite("routers", 240),
+    "engines_full": Suite("engines", 3000, own_proc=True),
+    "engines": Suite("engines", 1500, own_proc=True),
+}
+"""By marker. A test takes the first of those that it has."""
+SHARED = "INTEROP_SHARED"
+"""The environment variable with a folder that all tests of a session share."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -93,7 +99,7 @@ def _run_inside(item: pytest.Function, folder: Path, marker: str) -> None:
         done = subprocess.run(
             isolated(command, own_proc=SUITES[marker].own_proc),
             cwd=ROOT,
-            env=os.environ | {INSIDE: "1"},
+            env=os.environ | {INSIDE: "1", SHARED: str(item.funcargs["tmp_path"].parent)},
             capture_output=True,
             text=True,
             timeout=limit,

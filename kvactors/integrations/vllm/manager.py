@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingManager,
     PrepareStoreOutput,
     RequestOffloadingContext,
+    TierFilter,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -33,6 +34,18 @@ TELLS_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")
 """Whether this vLLM calls `on_reset_flushed` (from 0.33 on)."""
 
 
+class PathEnd(NamedTuple):
+    """The last chunk of a request's path that was seen, kept with the request.
+
+    Attributes:
+        key: of the chunk.
+        tokens: of the path up to the chunk's end, None if vLLM does not give it.
+    """
+
+    key: bytes
+    tokens: int | None
+
+
 class KVActorsManager(OffloadingManager):
     """Answers vLLM's scheduler from a `TierCache`. Every call is synchronous.
 
@@ -42,13 +55,22 @@ class KVActorsManager(OffloadingManager):
     Args:
         tiers: host tier and storage. The manager shuts them down.
         region: its memory. The manager closes it.
+        chunk_tokens: tokens of a chunk.
         flush_steps: ends of scheduler steps after which the workers have flushed the jobs of before
             a reset, for a vLLM that does not report it.
     """
 
-    def __init__(self, tiers: TierCache, region: TierRegion | None, *, flush_steps: int) -> None:
+    def __init__(
+        self,
+        tiers: TierCache,
+        region: TierRegion | None,
+        *,
+        chunk_tokens: int,
+        flush_steps: int,
+    ) -> None:
         self.tiers = tiers
         self._region = region
+        self._chunk_tokens = chunk_tokens
         self._flush_steps = flush_steps
         self._forgotten: list[CopiesInFlight] = []  # of before a reset
         self._steps_left = 0
@@ -63,8 +85,12 @@ class KVActorsManager(OffloadingManager):
     # -- look-up and load
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        """Whether a chunk can be loaded."""
-        return RESULTS[self.tiers.lookup(key)]
+        """Whether a chunk can be loaded, from the tiers that the request names."""
+        allowed = req_context.load_tier_filter
+        if allowed is TierFilter.ALL:
+            return RESULTS[self.tiers.lookup(key)]
+        storage = allowed.allows(Medium.STORAGE, None)
+        return RESULTS[self.tiers.lookup(key, storage=storage)]
 
     def get_load_source(self, key: Any, req_context: Any) -> CacheHitSource:
         """The tier that a hit came from."""
@@ -72,7 +98,12 @@ class KVActorsManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[Any], req_context: Any) -> CPULoadStoreSpec:
         """Pin the slots of chunks until `complete_load`."""
-        return CPULoadStoreSpec(self.tiers.prepare_load(list(keys)))
+        ordered = list(keys)
+        slots = self.tiers.prepare_load(ordered)
+        if ordered:
+            last = ordered[-1]
+            req_context.set_state(PathEnd(last, req_context.get_offload_key_position(last)))
+        return CPULoadStoreSpec(slots)
 
     def complete_load(self, keys: Collection[Any], req_context: Any) -> None:
         """The worker has copied chunks."""
@@ -86,7 +117,8 @@ class KVActorsManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput | None:
         """Take slots for chunks, evicting others; None if there are not enough slots now."""
-        found = self.tiers.prepare_store(list(keys))
+        ordered = list(keys)
+        found = self.tiers.prepare_store(ordered, self._parents(ordered, req_context))
         if found is None:
             return None
         self._metrics.allocated(len(found.keys))
@@ -95,6 +127,22 @@ class KVActorsManager(OffloadingManager):
             CPULoadStoreSpec(list(found.slots)),
             list(found.evicted),  # type: ignore[arg-type, unused-ignore]
         )
+
+    def _parents(self, keys: list[Any], request: Any) -> list[bytes | None]:
+        """The chunk before each on the request's path, None where unknown.
+
+        vLLM passes the new chunks of a request, so the chunk before the first one is that of an
+        earlier call.
+        """
+        last = request.get_state(PathEnd) or PathEnd(b"", None)
+        parents: list[bytes | None] = []
+        for key in keys:
+            end = request.get_offload_key_position(key)
+            follows = None not in {end, last.tokens} and end == last.tokens + self._chunk_tokens
+            parents.append(last.key if follows else None)
+            last = PathEnd(key, end)
+        request.set_state(last)
+        return parents
 
     def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True) -> None:
         """The worker has copied chunks into their slots."""
@@ -115,7 +163,8 @@ class KVActorsManager(OffloadingManager):
         return self.tiers.has_pending_work()
 
     def reset_cache(self) -> None:
-        """Forget every chunk, in storage too."""
+        """Forget every chunk, in storage too: vLLM resets after an update of the weights, which is
+        not part of a chunk's identity."""
         stores, loads = self.tiers.copies_in_flight()
         for earlier in self._forgotten:
             stores = tuple(key for key in stores if key not in earlier.stores)
@@ -123,7 +172,7 @@ class KVActorsManager(OffloadingManager):
         if stores or loads:
             self._forgotten.append(CopiesInFlight(stores, loads))
             self._steps_left = self._flush_steps
-        self.tiers.reset()
+        self.tiers.reset(storage=True)
 
     def on_reset_flushed(self) -> None:
         """No worker copies for a job of before a reset: unpin the slots of those jobs."""

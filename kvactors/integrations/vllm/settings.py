@@ -126,19 +126,28 @@ def identity(config: Any, *, copied_by: str) -> dict[str, str | int | float | bo
         copied_by: the worker that orders the bytes of a chunk.
     """
     parallel = config.parallel
-    return {
+    facts: dict[str, str | int | float | bool | None] = {
         "engine": "vllm",
         "copied_by": copied_by,
         "dtype": config.model.dtype,
         "kv_cache_layout": config.kv_cache_layout,
         "tokens_per_hash": config.cache.tokens_per_hash,
-        "tokens_per_block": config.groups[0].tokens_per_block,
+        "tokens_per_block": ",".join(str(group.tokens_per_block) for group in config.groups),
         "blocks_per_chunk": config.cache.blocks_per_chunk,
         "worker_kv_bytes_per_block": config.worker_kv_bytes_per_block,
-        "layers": ",".join(config.groups[0].layer_names),
+        "layers": ";".join(",".join(group.layer_names) for group in config.groups),
         "world_size": parallel.world_size,
         "tp_size": parallel.tp_size,
         "pp_size": parallel.pp_size,
         "pcp_size": parallel.pcp_size,
         "dcp_size": parallel.dcp_size,
     }
+    if len(config.groups) == 1:
+        facts["tokens_per_block"] = config.groups[0].tokens_per_block
+    # Absent unless set, so that stores made before they were facts are still found.
+    facts.update(
+        (name, True)
+        for name in ("canonical_layout", "replicated_layout")
+        if getattr(config, name, False)
+    )
+    return facts

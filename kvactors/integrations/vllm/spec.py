@@ -91,7 +91,8 @@ class KVActorsOffloadingSpec(OffloadingSpec):
             raise
         # a step's result is known at most so many steps later: asynchronous scheduling and pipeline
         flush_steps = 3 + int(self.config.parallel.pp_size)
-        return KVActorsManager(tiers, region, flush_steps=flush_steps)
+        chunk_tokens = self.blocks_per_chunk * self.config.groups[0].tokens_per_block
+        return KVActorsManager(tiers, region, chunk_tokens=chunk_tokens, flush_steps=flush_steps)
 
     def _cpu_worker(self, kv_caches: Any, region: TierRegion) -> KVActorsWorker:
         memory = SlotMemory(self.num_chunks, self._row_bytes, region.view(), self._row_bytes)

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvactors.errors import ConfigError
-from kvactors.integrations.vllm.settings import check_groups, identity, storage_of_replica
+from kvactors.integrations.vllm.settings import identity, storage_of_replica
 from kvactors.tier_cache import TierConfig, TierStorage, open_storage
 
 DRAIN = 60.0
@@ -61,7 +61,8 @@ class KVActorsTier(SecondaryTierManager):
     """kvactors' verified file store as a tier below vLLM's host tier.
 
     A look-up is answered from memory. A chunk whose bytes are not those that were stored is a
-    failed load, which vLLM counts as a miss.
+    failed load, which vLLM counts as a miss. Chunks are opaque, so models with several groups of KV
+    cache layers are stored too: vLLM's keys name the group.
 
     Args:
         offloading_spec: vLLM's spec.
@@ -71,7 +72,7 @@ class KVActorsTier(SecondaryTierManager):
         settings: see `TierSettings`.
 
     Raises:
-        ConfigError: a setting is unknown, missing or out of range, or the model is a hybrid one.
+        ConfigError: a setting is unknown, missing or out of range.
         StoreError: the store cannot be used (an OSError).
     """
 
@@ -88,7 +89,6 @@ class KVActorsTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         found = read_tier_settings(settings)
         config = offloading_spec.config
-        check_groups(config)
         self.locality = None if found.locality is None else Locality(found.locality)
         self._rows = primary_kv_view.cast("B")
         fields = msgspec.structs.asdict(found)
@@ -191,7 +191,8 @@ def read_tier_settings(settings: dict[str, Any]) -> TierSettings:
         raise ConfigError(f"secondary_tiers: KVActorsTier: {error}") from error
     if found.locality not in {None, *(each.value for each in Locality)}:
         raise ConfigError(
-            f"secondary_tiers: KVActorsTier: locality {found.locality!r} is not LOCAL or REMOTE"
+            f"secondary_tiers: KVActorsTier: {found.locality!r} is not a Locality: use LOCAL or "
+            "REMOTE"
         )
     if not found.directory:
         raise ConfigError("secondary_tiers: KVActorsTier: directory is empty")

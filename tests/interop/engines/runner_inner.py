@@ -6,10 +6,8 @@ mock that copies nothing: the blocks that it stores and loads are compared by th
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-from vllm.v1.kv_offload.base import PrepareStoreOutput
+from vllm.v1.kv_offload.base import PrepareStoreOutput, ReqContext
 
 from kvactors.integrations.vllm.manager import KVActorsManager
 from kvactors.tier_cache import TierConfig, open_tiers
@@ -27,11 +25,14 @@ BLOCK = 4
 class Bridge:
     """kvactors' manager in the place of the runner's mock."""
 
-    def __init__(self, runner, slots: int, **settings) -> None:
+    def __init__(self, runner, slots: int, blocks_per_chunk: int, **settings) -> None:
         config = TierConfig(
             model="tiny", block_bytes=64, num_slots=slots, events=("host",), **settings
         )
-        self.manager = KVActorsManager(open_tiers(config), None, flush_steps=4)
+        tiers = open_tiers(config)
+        self.manager = KVActorsManager(
+            tiers, None, chunk_tokens=BLOCK * blocks_per_chunk, flush_steps=4
+        )
         self.runner = runner
         mock = runner.manager
         for name in (
@@ -87,7 +88,7 @@ def make(request, request_runner):
             blocks_per_chunk=blocks_per_chunk,
             async_scheduling=request.param,
         )
-        return Bridge(runner, slots)
+        return Bridge(runner, slots, blocks_per_chunk)
 
     return make_one
 
@@ -145,7 +146,7 @@ def test_a_reset_with_copies_in_flight_keeps_their_slots_until_they_are_flushed(
     statistics = bridge.manager.tiers.statistics()
     assert (statistics.resident, statistics.pinned) == (0, 3)
     other = [bytes([i]) * 36 for i in range(3)]
-    context = SimpleNamespace()
+    context = ReqContext("other")
     assert bridge.manager.prepare_store(other, context) is None
     bridge.manager.on_reset_flushed()
     assert len(bridge.manager.prepare_store(other, context).keys_to_store) == 3

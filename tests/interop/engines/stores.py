@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,32 @@ def offloading(host_chunks: int, directory: Path | None = None, **storage: Any) 
     return extra
 
 
+def tiering(host_chunks: int, below: dict[str, Any]) -> dict[str, Any]:
+    """`kv_connector_extra_config` with vLLM's host tier and a secondary tier below it."""
+    return {
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "cpu_tiering",
+        "cpu_bytes_to_use": host_chunks * CHUNK_BYTES,
+        "secondary_tiers": [below],
+    }
+
+
+def tier(host_chunks: int, directory: Path, **settings: Any) -> dict[str, Any]:
+    """`tiering` with `KVActorsTier`."""
+    below = {
+        "type": "KVActorsTier",
+        "module_path": "kvactors.integrations.vllm",
+        "directory": str(directory),
+        "capacity_blocks": 400,
+    }
+    return tiering(host_chunks, below | settings)
+
+
+def vllm_files(host_chunks: int, directory: Path) -> dict[str, Any]:
+    """`tiering` with vLLM's own file tier."""
+    return tiering(host_chunks, {"type": "fs", "root_dir": str(directory)})
+
+
 def regions() -> list[Path]:
     """The files of host tiers in shared memory."""
     return sorted(SHARED_MEMORY.glob("vllm_offload_kvactors_*.mmap*"))
@@ -36,3 +64,49 @@ def zero_host_memory() -> int:
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
             memory[:] = bytes(len(memory))
     return len(found)
+
+
+def slabs(directory: Path) -> list[Path]:
+    """The files that hold the bytes of chunks, of kvactors' store or of vLLM's file tier."""
+    found = [*sorted(directory.rglob("slab-*")), *sorted(directory.rglob("*.bin"))]
+    assert found, f"no chunks in {sorted(directory.rglob('*'))}"
+    return found
+
+
+def flip(directory: Path) -> None:
+    """Flip bits in every 16 KiB of a store's chunks."""
+    for path in slabs(directory):
+        with path.open("r+b") as file:
+            size = path.stat().st_size
+            for position in range(4099, size, 16 << 10):
+                file.seek(position)
+                (byte,) = file.read(1)
+                file.seek(position)
+                file.write(bytes([byte ^ 0x40]))
+
+
+def cut(directory: Path) -> None:
+    """Cut the files of a store's chunks to a third."""
+    for path in slabs(directory):
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size // 3)
+
+
+def delete(directory: Path) -> None:
+    """Delete the files of a store's chunks."""
+    for path in slabs(directory):
+        path.unlink()
+
+
+def small_file_system(folder: Path, mebibytes: int) -> Path:
+    """Mount an empty file system in memory. It goes with the test's namespace."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "kvactors-test", str(folder)]
+    subprocess.run(command, check=True)
+    return folder
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that a file system has left."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize

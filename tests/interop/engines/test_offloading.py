@@ -9,11 +9,12 @@ import pytest
 
 from tests.interop.engines import stores
 from tests.interop.engines.stores import offloading
-from tests.interop.engines.vllm_engine import VllmEngine, prompts
+from tests.interop.engines.vllm_engine import Tokens, VllmEngine, prompts
 
 pytestmark = pytest.mark.engines
 
 Start = Callable[..., VllmEngine]
+Alone = Callable[..., list[Tokens]]
 
 WHOLE = 288
 """Tokens of a prompt of 320 that must come from a cache, at least: all but the last block's."""
@@ -22,54 +23,47 @@ PROMPTS = prompts(6)
 SMALL, LARGE = 32, 256
 """Chunks of host tiers."""
 READ, WRITTEN = "vllm:kv_offload_tiering_read_bytes", "vllm:kv_offload_tiering_write_bytes"
+FAILED = "vllm:kv_offload_tiering_promotion_job_failures"
 
 
-def expected(start: Start) -> str:
-    """The digest of the tokens that vLLM alone samples."""
-    plain = start()
-    digest = plain.serve(PROMPTS).digest
-    plain.close()
-    return digest
-
-
-def test_hits_from_the_host_give_the_tokens_of_the_engine_alone(start: Start) -> None:
-    wanted = expected(start)
+def test_hits_from_the_host_give_the_tokens_of_the_engine_alone(start: Start, alone: Alone) -> None:
+    (wanted,) = alone([PROMPTS])
     engine = start(offloading(LARGE))
     assert "kvactors.integrations.vllm" in engine.opened["kvactors"]
     first = engine.serve(PROMPTS)
-    assert (first.digest, max(first.cached)) == (wanted, 64)
+    assert (first.tokens, max(first.cached)) == (wanted, 64)
     for _ in range(2):
         assert engine.reset()
         again = engine.serve(PROMPTS)
-        assert again.digest == wanted
+        assert again.tokens == wanted
         assert min(again.cached) >= WHOLE
     hits = engine.metrics()["vllm:kv_offload_tiering_chunk_hits"]
     assert hits >= 2 * 6 * WHOLE // 32 - 2 * 10  # the common prefix is on the device at times
     # without the host tier's contents nothing is cached
     assert engine.reset(connector=True)
     forgotten = engine.serve(PROMPTS)
-    assert forgotten.digest == wanted
+    assert forgotten.tokens == wanted
     assert max(forgotten.cached) <= 64
     # negative control: the bytes of the host tier decide
     assert stores.zero_host_memory() == 1
     assert engine.reset()
     control = engine.serve(PROMPTS)
     assert min(control.cached) >= WHOLE
-    assert control.digest != wanted
+    assert control.tokens != wanted
     engine.close()
     assert stores.regions() == []
 
 
 def test_hits_from_storage_after_an_orderly_end_and_after_kill_9(
-    start: Start, tmp_path: Path
+    start: Start, alone: Alone, tmp_path: Path
 ) -> None:
-    wanted = expected(start)
+    (wanted,) = alone([PROMPTS])
     extra = offloading(SMALL, tmp_path / "store")
     engine = start(extra)
-    assert engine.serve(PROMPTS, at_once=2).digest == wanted
+    assert engine.serve(PROMPTS, at_once=2).tokens == wanted
     assert engine.reset()
     second = engine.serve(PROMPTS, at_once=2)
-    assert second.digest == wanted
+    assert second.tokens == wanted
     assert min(second.cached) >= WHOLE
     metrics = engine.metrics()
     assert metrics[READ] > 0
@@ -77,14 +71,14 @@ def test_hits_from_storage_after_an_orderly_end_and_after_kill_9(
     engine.close()
     after_close = start(extra)
     first = after_close.serve(PROMPTS, at_once=2)
-    assert first.digest == wanted
+    assert first.tokens == wanted
     assert min(first.cached) >= WHOLE
     after_close.kill()
     assert len(stores.regions()) == 1
     after_kill = start(extra)
     assert len(stores.regions()) == 1
     first = after_kill.serve(PROMPTS, at_once=2)
-    assert first.digest == wanted
+    assert first.tokens == wanted
     assert min(first.cached) >= WHOLE
     after_kill.close()
     assert stores.regions() == []

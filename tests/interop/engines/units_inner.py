@@ -12,7 +12,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    ReqContext,
+    TierFilter,
+    TierMatcher,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -119,6 +126,52 @@ def test_the_manager_answers_and_can_be_shut_down_twice() -> None:
         manager.shutdown()
 
 
+def follow(name: str, path: list[bytes]) -> ReqContext:
+    """A request whose chunks are those of `path`."""
+    request = ReqContext(name)
+    for i, key in enumerate(path):
+        request.set_offload_key_position(key, 32 * (i + 1))
+    return request
+
+
+def test_a_chunk_is_evicted_before_the_one_that_it_follows() -> None:
+    """vLLM passes the chunks of a path in several calls, and of several requests."""
+    manager = KVActorsOffloadingSpec(config()).get_manager()
+    path, other = keys(5), keys(8, first=100)
+    first = follow("first", path[:4])
+    for part in (path[:2], path[2:4]):
+        manager.prepare_store(part, first)
+        manager.complete_store(part, first)
+    second = follow("second", path)
+    assert {manager.lookup(key, second) for key in path[:4]} == {LookupResult.HIT}
+    manager.prepare_load(path[:4], second)
+    manager.complete_load(path[:4], second)
+    manager.prepare_store(path[4:], second)
+    manager.complete_store(path[4:], second)
+    manager.on_schedule_end(None)
+    evicted = manager.prepare_store(other, CONTEXT).evicted_keys
+    assert evicted == path[::-1]
+    manager.shutdown()
+
+
+def test_a_request_may_name_the_tiers_that_it_loads_from(tmp_path) -> None:
+    storage = {"backend": "file", "directory": str(tmp_path), "capacity_blocks": 64}
+    (key,) = keys(1)
+    manager = KVActorsOffloadingSpec(config(storage=storage)).get_manager()
+    manager.prepare_store([key], CONTEXT)
+    manager.complete_store([key], CONTEXT)
+    manager.shutdown()
+    manager = KVActorsOffloadingSpec(config(storage=storage)).get_manager()
+    on_host = TierFilter((TierMatcher(medium=Medium.CPU),))
+    stored = TierFilter((TierMatcher(medium=Medium.STORAGE),))
+    for _ in range(3):
+        assert manager.lookup(key, ReqContext("a", load_tier_filter=on_host)) is LookupResult.MISS
+        manager.on_schedule_end(None)
+    either = ReqContext("b", load_tier_filter=stored)
+    assert manager.lookup(key, either) is LookupResult.HIT_PENDING
+    manager.shutdown()
+
+
 def test_a_region_goes_with_its_last_process() -> None:
     first = TierRegion("pair", 4, ROW, ROW, None)
     second = TierRegion("pair", 4, ROW, ROW, 0)
@@ -153,6 +206,21 @@ def test_the_region_of_a_killed_process_is_removed() -> None:
 # -- the secondary tier
 
 
+def test_a_hybrid_model_has_a_tier_apart_from_those_of_its_groups(rows, tmp_path) -> None:
+    two = (
+        OffloadingGroupConfig(32, ("full.0",), 0),
+        OffloadingGroupConfig(64, ("mamba.0", "mamba.1"), 1),
+    )
+    wanted = keys(2)
+    tier = rows.tier(tmp_path, groups=two)
+    rows.run(tier, wanted, [0, 1], load=False)
+    tier.shutdown()
+    for groups, found in ((two[:1], LookupResult.MISS), (two, LookupResult.HIT)):
+        tier = rows.tier(tmp_path, groups=groups)
+        assert {tier.lookup(key, CONTEXT) for key in wanted} == {found}
+        tier.shutdown()
+
+
 class Rows:
     """The host tier of vLLM, and jobs of a tier below it."""
 
@@ -163,7 +231,7 @@ class Rows:
         self.view = memoryview(self.array)
         self.jobs = 0
 
-    def tier(self, directory, /, **settings):
+    def tier(self, directory, /, groups=None, **settings):
         entry = {
             "type": "KVActorsTier",
             "module_path": "kvactors.integrations.vllm",
@@ -171,7 +239,8 @@ class Rows:
             "capacity_blocks": 64,
         }
         events = SimpleNamespace(enable_kv_cache_events=True)
-        spec = SimpleNamespace(config=config(), kv_events_config=events)
+        described = config() if groups is None else replace(config(), groups=groups)
+        spec = SimpleNamespace(config=described, kv_events_config=events)
         return SecondaryTierFactory.create_secondary_tier(entry | settings, self.view, spec)
 
     def run(self, tier, wanted, chunks, *, load: bool):
@@ -194,7 +263,7 @@ def rows() -> Rows:
     [
         ({"root_dir": "/x"}, "unknown field `root_dir`"),
         ({"directory": ""}, "directory is empty"),
-        ({"locality": "NEAR"}, "'NEAR' is not LOCAL or REMOTE"),
+        ({"locality": "NEAR"}, "'NEAR' is not a Locality: use LOCAL or REMOTE"),
         ({"io_depth": 0}, "storage.io_depth must be positive"),
         ({"durability": "maybe"}, "durability"),
     ],

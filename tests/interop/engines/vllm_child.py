@@ -1,17 +1,26 @@
-"""A vLLM engine that answers lines of JSON: the program that runs in vLLM's environment.
-
-Standard output carries the answers alone. The output of vLLM goes to standard error.
-"""
+"""vLLM engines that answer lines of JSON: the program that runs in vLLM's environment."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+IMPORTED = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+)
+"""Modules that an engine of the tests imports."""
 TINY = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
@@ -125,10 +134,8 @@ def _modules(package: str) -> set[str]:
     return {name for name in sys.modules if name.partition(".")[0] == package}
 
 
-def main() -> None:
-    """Answer lines until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+def answer(connection: socket.socket) -> None:
+    """Answer the lines of a connection until it ends."""
     engine = Engine()
     calls: dict[str, Callable[..., dict[str, Any]]] = {
         call.__name__: call
@@ -141,15 +148,45 @@ def main() -> None:
             engine.close,
         )
     }
-    for line in sys.stdin:
-        message = json.loads(line)
-        try:
-            answer = calls[message.pop("do")](**message)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
+    with connection.makefile("rw", buffering=1) as lines:
+        for line in lines:
+            message = json.loads(line)
+            try:
+                found = calls[message.pop("do")](**message)
+            except Exception as error:
+                traceback.print_exc()
+                found = {"error": f"{type(error).__name__}: {error}"}
+            lines.write(json.dumps(found) + "\n")
+
+
+def main(path: str) -> None:
+    """Import vLLM, then fork an engine for each connection to a Unix socket.
+
+    The import takes longer than all else in the start of a small engine. The first line of a
+    connection has the file for the engine's output.
+    """
+    for module in IMPORTED:
+        importlib.import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing is left of engines that have ended
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        while True:
+            connection, _ = server.accept()
+            if os.fork():
+                connection.close()
+                continue
+            server.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            first = json.loads(connection.makefile("r", buffering=1).readline())
+            log = os.open(first["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            os.environ.update(first["variables"])
+            connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
+            answer(connection)
+            os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

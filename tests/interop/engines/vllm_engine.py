@@ -6,23 +6,29 @@ import hashlib
 import json
 import os
 import random
+import signal
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.interop.environments import Environments
+from tests.interop.consumers.base import wait_until
+from tests.interop.environments import Environments, InteropError
 from tests.interop.processes import Child
 
 CHILD = Path(__file__).with_name("vllm_child.py")
+MODULES = Path(__file__).with_name("modules")
+"""Python modules that an engine imports by name."""
 ENVIRONMENT = "vllm_cpu"
-OPEN, SERVE = 600.0, 600.0
-"""Seconds within which an engine must start, and serve. Only a hang takes as long."""
+OPEN, SERVE, END = 600.0, 600.0, 60.0
+"""Seconds within which an engine must start, serve, and end. Only a hang takes as long."""
 
 VARIABLES = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "2",
+    "OMP_NUM_THREADS": "1",  # a tiny model computes no faster with more
+    "KMP_BLOCKTIME": "0",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -31,18 +37,20 @@ VARIABLES = {
 }
 
 Prompt = list[int]
+Tokens = list[list[int] | None]
+"""The sampled tokens of each prompt; None for a cancelled request."""
 
 
 class Served(NamedTuple):
     """The answer of an engine.
 
     Attributes:
-        tokens: the sampled tokens of each prompt; None for a cancelled request.
+        tokens: see `Tokens`.
         cached: prompt tokens of each prompt that were not computed.
         steps: steps of the engine.
     """
 
-    tokens: list[list[int] | None]
+    tokens: Tokens
     cached: list[int | None]
     steps: int
 
@@ -59,34 +67,117 @@ def prompts(count: int, length: int = 320, shared: int = 64, seed: int = 1) -> l
     return [start + [draw.randrange(3, 1000) for _ in range(length - shared)] for _ in range(count)]
 
 
+class VllmHost:
+    """A process that has imported vLLM, and forks engines.
+
+    Args:
+        environments: that have vLLM's.
+        folder: for its log and its socket.
+        version: of the Python of vLLM: None for that of the installed package.
+    """
+
+    def __init__(self, environments: Environments, folder: Path, version: str | None) -> None:
+        folder.mkdir()
+        variables = VARIABLES | {"PYTHONPATH": str(MODULES)}
+        if version is not None:
+            overlay = environments.source(ENVIRONMENT, f"vllm=={version}")
+            variables |= {"PYTHONPATH": f"{MODULES}:{overlay}", "VLLM_TARGET_DEVICE": "cpu"}
+        self._path = folder / "socket"
+        command = [environments.program(ENVIRONMENT), "-P", str(CHILD), str(self._path)]
+        self._child = Child("vLLM", command, folder / "host.log", env=variables)
+
+    def fork(self, log: Path, variables: dict[str, str]) -> Fork:
+        """A new process.
+
+        Args:
+            log: file for its output.
+            variables: of its environment, beside those of the host.
+        """
+        wait_until("vLLM is imported", self._listens, OPEN)
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(self._path))
+            return Fork(connection, log, variables)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _listens(self) -> bool:
+        self._child.check()
+        return self._path.exists()
+
+    def close(self) -> None:
+        """End it. Its engines go on."""
+        self._child.close()
+
+
+class Fork:
+    """One process that a host has forked."""
+
+    def __init__(self, connection: socket.socket, log: Path, variables: dict[str, str]) -> None:
+        self.log = log
+        self._connection = connection
+        self._unread = b""
+        self.pid = int(self.ask({"log": str(log), "variables": variables}, OPEN)["pid"])
+
+    def ask(self, message: dict[str, Any], limit: float) -> dict[str, Any]:
+        """Send a line and return its answer.
+
+        Raises:
+            InteropError: the process ends, does not answer within `limit` seconds, or answers with
+                an error.
+        """
+        self._connection.settimeout(limit)
+        try:
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+            while b"\n" not in self._unread:
+                data = self._connection.recv(1 << 20)
+                if not data:
+                    raise InteropError(f"vLLM ended:\n{self.end_of_log()}")
+                self._unread += data
+        except OSError as error:
+            raise InteropError(f"vLLM: {error}\n{self.end_of_log()}") from None
+        line, _, self._unread = self._unread.partition(b"\n")
+        answer = dict(json.loads(line))
+        if "error" in answer:
+            raise InteropError(f"vLLM: {answer['error']}\n{self.end_of_log()}")
+        return answer
+
+    def end_of_log(self) -> str:
+        """The last lines of its log."""
+        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
+
+    def close(self) -> None:
+        """Close the connection, which ends the process, and wait for its end."""
+        self._connection.close()
+        try:
+            wait_until("the engine ends", lambda: not Path(f"/proc/{self.pid}").exists(), END)
+        except InteropError:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 class VllmEngine:
     """One engine process.
 
     Args:
-        environments: that have vLLM's.
+        host: forks the process.
         model: folder of the model.
         log: file for vLLM's output.
         extra: `kv_connector_extra_config`; None for an engine without a connector.
         one_process: scheduler and worker in the same process.
-        version: of the Python of vLLM: None for that of the installed package.
         settings: arguments of vLLM's `LLM`.
     """
 
     def __init__(
         self,
-        environments: Environments,
+        host: VllmHost,
         model: Path,
         log: Path,
         extra: dict[str, Any] | None = None,
         *,
         one_process: bool = True,
-        version: str | None = None,
         **settings: Any,
     ) -> None:
-        variables = VARIABLES | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1"}
-        if version is not None:
-            overlay = environments.source(ENVIRONMENT, f"vllm=={version}")
-            variables |= {"PYTHONPATH": str(overlay), "VLLM_TARGET_DEVICE": "cpu"}
         if extra is not None:
             settings["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",
@@ -94,22 +185,16 @@ class VllmEngine:
                 "kv_connector_extra_config": extra,
             }
         self.log = log
-        self._child = Child(
-            "vLLM",
-            [environments.program(ENVIRONMENT), "-P", str(CHILD)],
-            log,
-            lines=True,
-            env=variables,
-        )
+        self._fork = host.fork(log, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1"})
         self.opened = self._ask(OPEN, do="open", settings={"model": str(model)} | settings)
 
     def _ask(self, limit: float, **message: Any) -> dict[str, Any]:
-        return dict(self._child.ask(message, limit))
+        return self._fork.ask(message, limit)
 
     @property
     def pid(self) -> int:
         """The process's id."""
-        return self._child.process.pid
+        return self._fork.pid
 
     def serve(
         self,
@@ -155,13 +240,22 @@ class VllmEngine:
     def close(self) -> None:
         """Shut the engine down in good order and end the process."""
         self._ask(SERVE, do="close")
-        self._child.close()
+        self._fork.close()
+
+    def children(self) -> list[int]:
+        """The processes that the engine has started, and those that they have started."""
+        found = [self.pid]
+        for process in found:
+            tasks = Path(f"/proc/{process}/task").glob("*/children")
+            found += [int(child) for task in tasks for child in task.read_text().split()]
+        return found[1:]
 
     def kill(self) -> None:
-        """kill -9."""
-        os.kill(self.pid, 9)
-        self._child.process.wait(60)
+        """kill -9, of the processes that it has started too."""
+        for process in (self.pid, *self.children()):
+            os.kill(process, signal.SIGKILL)
+        self._fork.close()
 
     def discard(self) -> None:
         """End the process however it is."""
-        self._child.close()
+        self._fork.close()

@@ -1,0 +1,53 @@
+"""A pytest plug-in for vLLM's tests of its file tier: `KVActorsTier` in its place.
+
+It runs in vLLM's environment. The tests ask the tier for the file of a chunk. kvactors' store keeps
+many chunks in one file, so each of them has the name of that file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.kv_offload.tiering.fs import manager
+
+from kvactors.integrations.vllm import KVActorsTier
+
+CHUNKS = 64
+
+
+class FileTier(KVActorsTier):
+    """`KVActorsTier` with the arguments of vLLM's file tier."""
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        root_dir: str,
+        n_read_threads: int = 16,
+        n_write_threads: int = 16,
+        enable_kv_events: bool = False,
+        locality: str | None = None,
+        backpressure_detector: Any = None,
+    ) -> None:
+        super().__init__(
+            offloading_spec,
+            primary_kv_view,
+            tier_type,
+            backpressure_detector,
+            directory=root_dir,
+            capacity_blocks=CHUNKS,
+            io_depth=n_read_threads,
+            enable_kv_events=enable_kv_events,
+            locality=locality,
+        )
+        files = [str(path) for path in Path(root_dir).rglob("slab-*")]
+        self.file_mapper = SimpleNamespace(get_file_name=lambda key: files[0])
+        # a helper of the tests waits for vLLM's thread of look-ups
+        done = SimpleNamespace(empty=lambda: False)
+        self._lookup_manager = SimpleNamespace(_pending_results=done)
+
+
+manager.FileSystemTierManager = FileTier

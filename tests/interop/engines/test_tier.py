@@ -1,0 +1,94 @@
+"""`KVActorsTier`: storage below vLLM's own host tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.interop.engines import stores
+from tests.interop.engines.test_offloading import FAILED, PROMPTS, SMALL, WHOLE, Alone, Start
+from tests.interop.engines.vllm_engine import Served, VllmEngine
+
+pytestmark = pytest.mark.engines
+
+HOST = 2 * SMALL
+"""Chunks of vLLM's host tier. It must hold the prompts that the engine has at once, twice."""
+
+
+def serve(engine: VllmEngine) -> Served:
+    return engine.serve(PROMPTS, at_once=2)
+
+
+def test_hits_after_a_restart_and_misses_after_flipped_bits(
+    start: Start, alone: Alone, tmp_path: Path
+) -> None:
+    (wanted,) = alone([PROMPTS])
+    extra = stores.tier(HOST, tmp_path / "store")
+    engine = start(extra)
+    assert serve(engine).tokens == wanted
+    engine.close()
+    engine = start(extra)
+    first = serve(engine)
+    assert first.tokens == wanted
+    assert min(first.cached) >= WHOLE
+    engine.kill()
+    stores.flip(tmp_path / "store")
+    engine = start(extra)
+    flipped = serve(engine)
+    assert flipped.tokens == wanted
+    assert max(flipped.cached) <= 64
+    assert engine.metrics()[FAILED] > 0
+    assert engine.reset()
+    again = serve(engine)
+    assert again.tokens == wanted
+    assert min(again.cached) >= WHOLE
+    engine.close()
+
+
+@pytest.mark.engines_full
+def test_flipped_bits_reach_the_tokens_through_a_tier_that_does_not_verify(
+    start: Start, alone: Alone, tmp_path: Path
+) -> None:
+    """The negative control, with the file tier of vLLM."""
+    (wanted,) = alone([PROMPTS])
+    extra = stores.vllm_files(HOST, tmp_path / "store")
+    engine = start(extra)
+    assert serve(engine).tokens == wanted
+    engine.close()
+    stores.flip(tmp_path / "store")
+    engine = start(extra)
+    flipped = serve(engine)
+    assert min(flipped.cached) >= WHOLE
+    assert flipped.tokens != wanted
+    engine.close()
+
+
+@pytest.mark.engines_full
+@pytest.mark.parametrize("damage", [stores.cut, stores.delete])
+def test_damaged_objects_are_computed_again(
+    start: Start, alone: Alone, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    (wanted,) = alone([PROMPTS])
+    extra = stores.tier(HOST, tmp_path / "store")
+    engine = start(extra)
+    assert serve(engine).tokens == wanted
+    engine.close()
+    damage(tmp_path / "store")
+    for _ in range(2):
+        engine = start(extra)
+        served = serve(engine)
+        assert served.tokens == wanted
+        engine.close()
+    assert min(served.cached) >= WHOLE
+
+
+@pytest.mark.engines_full
+def test_a_full_store_gives_the_right_tokens(start: Start, alone: Alone, tmp_path: Path) -> None:
+    (wanted,) = alone([PROMPTS])
+    engine = start(stores.tier(HOST, tmp_path / "store", capacity_blocks=8))
+    for _ in range(3):
+        assert serve(engine).tokens == wanted
+        assert engine.reset(connector=True)
+    engine.close()
