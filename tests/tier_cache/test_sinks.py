@@ -183,7 +183,7 @@ def test_what_sinks_are_sent_is_a_tree_and_exact(monkeypatch, num_slots, capacit
             break
         threading.Event().wait(0.01)  # until the restart of the notifier is noticed
     assert {tier: sink.view()[tier] for tier in want} == want
-    assert on[Tier.HOST] == {block_name(key) for key in cache._slots.tier.iter_keys()}
+    assert on[Tier.HOST] == {block_name(key) for key in cache._slots.tier.iter_hashes()}
     assert sink.torn == []
     cache.check()
     cache.shutdown()
