@@ -11,6 +11,7 @@ from kvactors.tier_cache.answers import (
     TierStatistics,
 )
 from kvactors.tier_cache.cache import TierCache, open_tiers
+from kvactors.tier_cache.metrics import TierMetric, tier_metrics
 from kvactors.tier_cache.settings import TierConfig, TierStorage
 from kvactors.tier_cache.slot_memory import SlotMemory, shared_memory
 from kvactors.tier_cache.storage_jobs import StorageResult
@@ -33,11 +34,13 @@ __all__ = [
     "TierConfig",
     "TierEvent",
     "TierHealth",
+    "TierMetric",
     "TierStatistics",
     "TierStorage",
     "open_storage",
     "open_tiers",
     "shared_memory",
+    "tier_metrics",
 ]
 
 
