@@ -59,6 +59,7 @@ class CacheCalls(OpenCache):
         lora_id: int | None = None,
         deadline: float | None = None,
         wait_for_evictions: bool = True,
+        wait_for_room: bool = False,
         wait: bool | None = None,
     ) -> Lease:
         """Match a prompt against the cache and take device blocks for all of it.
@@ -86,14 +87,20 @@ class CacheCalls(OpenCache):
             wait_for_evictions: whether to wait, within the deadline, for evictions in flight whose
                 blocks must be copied first. Without it such a request is refused with NoRoom, and
                 the evictions continue, so that a later call may find the blocks.
+            wait_for_room: whether to wait, within the deadline, until other requests release device
+                blocks. Requests that wait are admitted in the order of their calls, and later calls
+                get blocks after them, so that a large request is not overtaken by small ones. A
+                request that waits holds nothing. Evictions are waited for as well.
             wait: deprecated name of `wait_for_evictions`.
 
         Returns:
             The lease. Finish it, or use it as an async context manager.
 
         Raises:
-            NoRoom: fewer device blocks than needed are free, evictable or being freed. Nothing
-                changed.
+            NoRoom: fewer device blocks than needed are free, evictable or being freed, or other
+                requests wait for them. Nothing changed.
+            NeverFits: a NoRoom: the request needs more blocks than the device has, so that waiting
+                is of no use.
             DeadlineExceeded: no blocks became free in time.
             Paused: the cache did not resume in time.
             ActorFailed: PrefixIndex failed during the call.
@@ -116,6 +123,7 @@ class CacheCalls(OpenCache):
             check_flag("wait_for_evictions", wait_for_evictions),
             scope,
             () if self._split_media else media,
+            check_flag("wait_for_room", wait_for_room),
         )
         try:
             granted = await self._client.index.ask(message, deadline=at)

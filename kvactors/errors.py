@@ -3,6 +3,7 @@
 KVActorsError
 ├── ConfigError (ValueError)      a setting is unknown, malformed or contradicts another
 ├── NoRoom                        not enough device blocks, even after all possible evictions
+│   └── NeverFits                 the request needs more blocks than the device has
 ├── DeadlineExceeded (TimeoutError)  an operation was not answered in time
 ├── Paused                        the cache is paused and did not resume before the deadline
 ├── NotReady                      the lease still waits for loads: await wait_ready() first
@@ -42,13 +43,25 @@ class ConfigError(KVActorsError, ValueError):
 
 
 class NoRoom(KVActorsError):
-    """Not enough device blocks, even after all possible evictions. `needed` and `available` count
-    blocks. Nothing was changed."""
+    """Not enough device blocks now, even after all possible evictions. `needed` and `available`
+    count blocks. Nothing was changed. See `NeverFits` for a request that is too large at any
+    time."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"{needed} device blocks needed, {available} available")
         self.needed = needed
         self.available = available
+
+
+class NeverFits(NoRoom):
+    """The request needs more blocks than the device has, so that it can never be admitted. `total`
+    is the device's number of blocks."""
+
+    def __init__(self, needed: int, available: int, total: int) -> None:
+        super().__init__(needed, available)
+        text = f"the device has {total} blocks in all, so the request can never be admitted"
+        self.args = (f"{self}: {text}",)
+        self.total = total
 
 
 class DeadlineExceeded(KVActorsError, TimeoutError):

@@ -72,12 +72,14 @@ class FreeBlocks(NamedTuple):
         free: blocks that can be taken now.
         evictable: cached blocks that no request uses.
         being_freed: blocks that evictions in flight will free, less those that requests wait for.
+        waiting: requests that wait for blocks. Later ones get theirs after them.
     """
 
     total: int
     free: int
     evictable: int
     being_freed: int
+    waiting: int
 
     @property
     def available(self) -> int:
@@ -130,7 +132,8 @@ def free_blocks(self: OpenCache) -> FreeBlocks:
     core = self.system.index_actor.core
     index = core.index
     being_freed = max(0, core.admission.unpromised())
-    return FreeBlocks(index.pool.total, index.free, index.evictable(), being_freed)
+    waiting = len(core.admission.waiting) + len(core.admission.room)
+    return FreeBlocks(index.pool.total, index.free, index.evictable(), being_freed, waiting)
 
 
 def count_hits(

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from kvactors.actor import Envelope
-from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom
+from kvactors.errors import DeadlineExceeded, LeaseEnded, NeverFits, NoRoom
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action, Refusal, Reply, StartTimer, Timed, Work
 from kvactors.prefix_index.evictions import Evictions
+from kvactors.prefix_index.held import RoomQueue
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.loads import LoadTable
-from kvactors.prefix_index.messages import Ack, AdmissionDeadline, Proceed, Sweep
+from kvactors.prefix_index.messages import Ack, Acquire, AdmissionDeadline, Proceed, Sweep
 from kvactors.prefix_index.parts import next_part
 from kvactors.prefix_index.saves import SaveTable
 
@@ -52,11 +53,18 @@ class Waiter(Timed):
         """The request gets no blocks."""
 
 
+def waits_for_room(envelope: Envelope[Any]) -> bool:
+    """Whether a request waits until other requests release device blocks."""
+    return type(envelope.message) is Acquire and envelope.message.wait_for_room
+
+
 class Admission:
     """First come, first served: blocks that become free go to the request that has waited longest.
 
-    waiting: by lease, in order of arrival. A lease waits for one thing at a time. blocks_promised:
-    device blocks that those lack. closing: paths whose blocks are being released in parts. no_room:
+    waiting: by lease, in order of arrival. A lease waits for one thing at a time. They wait for
+    evictions and releases in flight, with the blocks that they have already. room: requests that
+    wait, holding nothing, until other requests release blocks. blocks_promised: device blocks that
+    the waiting ones lack. closing: paths whose blocks are being released in parts. refused:
     requests that were refused for lack of device blocks.
     """
 
@@ -72,8 +80,10 @@ class Admission:
         free_high: int,
     ) -> None:
         self.waiting: dict[int, Waiter] = {}
+        self.room = RoomQueue(tickets)
+        self._patient: dict[int, Waiter] = {}  # those of `waiting` that may wait in `room` as well
         self.blocks_promised = 0
-        self.closing = self.no_room = 0
+        self.closing = self.refused = 0
         self.sweeping = False
         self.free_low = free_low
         self._free_high = free_high
@@ -125,6 +135,8 @@ class Admission:
         if not wait:
             return False, actions
         self.waiting[waiter.lease] = waiter
+        if waits_for_room(waiter.envelope):
+            self._patient[waiter.lease] = waiter
         self.blocks_promised += waiter.lacking
         waiter.ticket = next(self._tickets)
         actions.append(StartTimer(waiter, deadline, AdmissionDeadline(waiter.lease, waiter.ticket)))
@@ -134,16 +146,40 @@ class Admission:
 
     def refuse(self, waiter: Waiter, error: Exception) -> list[Action]:
         """Take a request out of the queue. The blocks that it has become free."""
+        return [*self._take_back(waiter), Refusal(waiter.envelope, error)]
+
+    def _take_back(self, waiter: Waiter) -> list[Action]:
         self._dequeue(waiter)
         self._index.pool.give(waiter.taken)
         if waiter.reserves:
             self._index.reserved -= waiter.needed - waiter.lacking
-        return [*waiter.give_up(), Refusal(waiter.envelope, error)]
+        return waiter.give_up()
 
-    def no_room_refusal(self, envelope: Envelope[Any], needed: int) -> Refusal:
-        """Refuse a request that is not in the queue and cannot get `needed` blocks."""
-        self.no_room += 1
-        return Refusal(envelope, NoRoom(needed, self.available()))
+    def no_room(self, envelope: Envelope[Any], needed: int) -> Action:
+        """A request that is not in the queue cannot get `needed` blocks now: refuse it, or let it
+        wait for room."""
+        message = envelope.message
+        if isinstance(message, Acquire) and message.wait_for_room and not envelope.abandoned:
+            return self.room.hold_first(message, envelope)
+        return self.no_room_refusal(envelope, NoRoom(needed, self.available()))
+
+    def end_retry(self, lease: int) -> list[Action]:
+        """A request that had waited for room has its blocks, waits in this queue, or has gone: the
+        next one may follow."""
+        if lease not in self.room.retried:
+            return []
+        self.room.retried.remove(lease)
+        return self.proceed_later() if self.room.requests else []
+
+    def never_fits(self, envelope: Envelope[Any], needed: int) -> Refusal:
+        """Refuse a request of `needed` blocks in all, more than the device has."""
+        total = self._index.pool.total
+        return self.no_room_refusal(envelope, NeverFits(needed, self.available(), total))
+
+    def no_room_refusal(self, envelope: Envelope[Any], error: NoRoom) -> Refusal:
+        """Refuse a request, and count it."""
+        self.refused += 1
+        return Refusal(envelope, error)
 
     def cancel(self, lease: int, reason: str) -> list[Action]:
         """Refuse the request of a lease, if it waits."""
@@ -176,6 +212,7 @@ class Admission:
 
     def _dequeue(self, waiter: Waiter) -> None:
         del self.waiting[waiter.lease]
+        self._patient.pop(waiter.lease, None)
         self.blocks_promised -= waiter.lacking
         waiter.stop_timer()
 
@@ -221,8 +258,12 @@ class Admission:
             return True, actions  # there may be more to evict
         if deficit <= 0 or evicted or self.releasing:
             return index.free > 0, actions
-        last = next(reversed(self.waiting.values()))  # there will be no blocks for the last one
-        self.no_room += 1
+        # There will be no blocks for the last one, or the last of those that can wait for room.
+        if self._patient:
+            last = next(reversed(self._patient.values()))
+            return True, [*actions, *self._take_back(last), self.no_room(last.envelope, 0)]
+        last = next(reversed(self.waiting.values()))
+        self.refused += 1
         error = NoRoom(last.needed, last.needed - last.lacking)
         return True, actions + self.refuse(last, error)
 
@@ -230,6 +271,10 @@ class Admission:
 
     def serve_waiting(self) -> list[Action]:
         """Blocks became free, or an operation ended: serve the requests that wait for that."""
+        actions = self._serve()
+        return actions + self.proceed_later() if self.room.requests else actions
+
+    def _serve(self) -> list[Action]:
         actions = self._serve_queue() if self.waiting else []
         if self._index.retired:
             actions += self._sweep_later()
@@ -263,7 +308,7 @@ class Admission:
     def proceed(self) -> list[Action]:
         """That turn's share of the queue."""
         self._proceeding = False
-        return self.serve_waiting()
+        return self._serve()
 
     def sweep(self) -> list[Action]:
         """A turn's share of the work after a clear. Requests do not wait for it: `BlockIndex.take`

@@ -66,7 +66,7 @@ class Grants:
         if free < needed and not (
             admission.releasing or index.can_fit(path, needed, admission.unpromised())
         ):
-            return [admission.no_room_refusal(envelope, needed)]
+            return [admission.no_room(envelope, needed)]
         match = index.match(path, fetch=self._settings.fetchable(path), media=message.media)
         lease = LeaseState(message.lease, message.request_id, path, index.tree, message.deadline)
         lease.media = message.media
@@ -76,11 +76,13 @@ class Grants:
             return self._grant(lease, match, index.take(match.new_blocks), envelope)
         actions = self._loads.begin(lease, match.segments, placed=False)
         waiter = AcquireWaiter(self, lease, match, message.scope, envelope)
-        accepted, queued = admission.request(waiter, wait=message.wait, deadline=message.deadline)
+        accepted, queued = admission.request(
+            waiter, wait=message.wait or message.wait_for_room, deadline=message.deadline
+        )
         actions += queued
         if not accepted:
             actions += self.forget(lease)
-            actions.append(admission.no_room_refusal(envelope, match.new_blocks))
+            actions.append(admission.no_room(envelope, match.new_blocks))
         return actions
 
     def forget(self, lease: LeaseState) -> list[Action]:
@@ -124,7 +126,7 @@ class Grants:
         if lacking > index.free:
             index.pool.give(blocks)
             actions += self.forget(lease)
-            return [*actions, self._admission.no_room_refusal(envelope, lacking)]
+            return [*actions, self._admission.no_room(envelope, lacking)]
         blocks = blocks + index.take(lacking)
         index.pool.give(blocks[again.new_blocks :])
         return actions + self._grant(lease, again, blocks[: again.new_blocks], envelope)

@@ -1,11 +1,13 @@
-"""Requests that wait for the end of a pause."""
+"""Requests before they are admitted: those that wait for the end of a pause, and those that wait
+until other requests release device blocks. They hold nothing: no block, no reference, no load."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from kvactors.actor import Envelope
-from kvactors.prefix_index.actions import Action, StartTimer, Timed
+from kvactors.prefix_index.actions import StartTimer, Timed
 from kvactors.prefix_index.messages import Acquire, AcquireResult, AdmissionDeadline
 
 
@@ -21,40 +23,81 @@ class Held(Timed):
         self.ticket = ticket
 
 
-class HeldRequests:
-    """Requests of a paused cache. requests: by lease, in order of arrival. tickets: numbers of
-    waits."""
+class RequestQueue:
+    """First come, first served.
+
+    requests: by lease, in order of arrival. tickets: numbers of waits.
+    """
 
     def __init__(self, tickets: Iterator[int]) -> None:
-        self.paused = False
         self._tickets = tickets
-        self.requests: dict[int, Held] = {}
+        self.requests: OrderedDict[int, Held] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.requests)
 
-    def hold(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
-        """Let a request wait."""
+    @property
+    def first(self) -> Held | None:
+        """The request that has waited longest."""
+        return next(iter(self.requests.values()), None)
+
+    def hold(self, message: Acquire, envelope: Envelope[AcquireResult]) -> StartTimer:
+        """Let a request wait until its deadline."""
         held = Held(message, envelope, next(self._tickets))
         self.requests[message.lease] = held
-        return [StartTimer(held, message.deadline, AdmissionDeadline(message.lease, held.ticket))]
+        return StartTimer(held, message.deadline, AdmissionDeadline(message.lease, held.ticket))
 
-    def take_next(self) -> Held | None:
-        """Remove the request that has waited longest; None during a pause or if there is none."""
-        if self.paused or not self.requests:
-            return None
-        return self._remove(next(iter(self.requests)))
-
-    def cancel(self, lease: int) -> Held | None:
-        """Remove a request that was cancelled."""
-        return self._remove(lease) if lease in self.requests else None
+    def remove(self, lease: int) -> Held | None:
+        """The request of a lease does not wait any more. None if it did not."""
+        held = self.requests.pop(lease, None)
+        if held is not None:
+            held.stop_timer()
+        return held
 
     def expire(self, lease: int, ticket: int) -> Held | None:
-        """Remove a request whose deadline has passed; None if the ticket is not of this wait."""
+        """Remove a request whose deadline has passed. None if the ticket is not of this wait."""
         held = self.requests.get(lease)
-        return None if held is None or held.ticket != ticket else self._remove(lease)
+        return None if held is None or held.ticket != ticket else self.remove(lease)
 
-    def _remove(self, lease: int) -> Held:
-        held = self.requests.pop(lease)
-        held.stop_timer()
-        return held
+
+class HeldRequests(RequestQueue):
+    """Requests of a paused cache."""
+
+    def __init__(self, tickets: Iterator[int]) -> None:
+        super().__init__(tickets)
+        self.paused = False
+
+    def take_next(self) -> Held | None:
+        """Remove the request that has waited longest. None during a pause or if there is none."""
+        if self.paused or not self.requests:
+            return None
+        return self.remove(next(iter(self.requests)))
+
+
+class RoomQueue(RequestQueue):
+    """Requests that wait for device blocks which other requests use (`Acquire.wait_for_room`).
+
+    retried: leases of those that have left the queue to be matched, over several turns, and may
+    come back to its front.
+    """
+
+    def __init__(self, tickets: Iterator[int]) -> None:
+        super().__init__(tickets)
+        self.retried: set[int] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether later requests must wait behind one of these."""
+        return bool(self.requests or self.retried)
+
+    def hold_first(self, message: Acquire, envelope: Envelope[AcquireResult]) -> StartTimer:
+        """Let a request wait that came before all others in the queue."""
+        self.retried.discard(message.lease)
+        timer = self.hold(message, envelope)
+        self.requests.move_to_end(message.lease, last=False)
+        return timer
+
+    def retry(self, lease: int) -> None:
+        """The first request leaves the queue to be admitted."""
+        self.remove(lease)
+        self.retried.add(lease)

@@ -143,6 +143,18 @@ class BlockIndex:
         shared = sum(1 for state in states if state & LOADING)
         return self.free + self.evictable() + being_freed >= needed - run - shared
 
+    def fits(self, path: Path, needed: int, being_freed: int, media: Media) -> bool:
+        """Whether a request that holds nothing can have its blocks now. Changes nothing.
+
+        Blocks of its path that other requests use are shared, one part of the path at most. Unused
+        ones are among those that can be evicted.
+        """
+        available = self.free + self.evictable() + being_freed
+        if available >= needed:
+            return True
+        run = self.tree.referenced_run(path, min(self.match_limit(path), self.part))
+        return available >= needed - self.before_media(run, media)
+
     def before_media(self, blocks: int, media: Media) -> int:
         """As many leading blocks, or fewer: those that end within no media item."""
         for offset, length in reversed(media):

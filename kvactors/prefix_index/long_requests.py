@@ -45,7 +45,7 @@ class LongRequests:
     ) -> list[Action]:
         """Begin to admit a request of `needed` blocks."""
         if self._settings.fetchable(message.path):
-            return self._grants.admit(message, needed, envelope)
+            return self._admit_in_one_turn(message, needed, envelope)
         return next_part(self._match(message, needed, envelope))
 
     def _match(self, message: Acquire, needed: int, envelope: Envelope[AcquireResult]) -> Work:
@@ -71,13 +71,21 @@ class LongRequests:
         lease = LeaseState(message.lease, message.request_id, path, tree, message.deadline)
         lease.media, lease.device_hits, lease.expected_blocks = message.media, run, run
         waiter = LongWaiter(self, lease, message, needed, envelope)
-        wait = message.wait or not self._settings.offload  # no copy has to be waited for
+        # Without an offload no copy has to be waited for.
+        wait = message.wait or message.wait_for_room or not self._settings.offload
         accepted, actions = self._admission.request(waiter, wait=wait, deadline=message.deadline)
+        actions += self._admission.end_retry(message.lease)
         if not accepted:
             actions += self._admission.release(tree, path)
-            actions.append(self._admission.no_room_refusal(envelope, waiter.needed))
+            actions.append(self._admission.no_room(envelope, waiter.needed))
             actions += self._admission.serve_waiting()
         return actions
+
+    def _admit_in_one_turn(
+        self, message: Acquire, needed: int, envelope: Envelope[AcquireResult]
+    ) -> list[Action]:
+        actions = self._grants.admit(message, needed, envelope)
+        return actions + self._admission.end_retry(message.lease)
 
     def fill(
         self, lease: LeaseState, needed: int, message: Acquire, envelope: Envelope[AcquireResult]
@@ -133,10 +141,11 @@ class LongRequests:
             actions = self._admission.serve_waiting()
         self._admission.closing -= 1
         if envelope.abandoned:
+            actions += self._admission.end_retry(message.lease)
             actions.append(Refusal(envelope, LeaseEnded("this request was given up")))
         else:
             self._grants.set_root(message.path, message.scope)
-            admit = self._grants.admit if in_one_turn else self.admit
+            admit = self._admit_in_one_turn if in_one_turn else self.admit
             actions += admit(message, needed, envelope)
         return actions + self._admission.serve_waiting()
 

@@ -50,7 +50,8 @@ class Acquire(Ask[AcquireResult], frozen=True, eq=False):
 
     lease: the number that the caller gives the lease. path: the request's tokens, owned by the
     index from here on. deadline: absolute loop time for everything the lease loads. wait: whether
-    to wait for evictions that need a copy first. scope: what is in the path's root. media:
+    to wait for evictions that need a copy first. wait_for_room: whether to wait, first come, first
+    served, until other requests release device blocks. scope: what is in the path's root. media:
     (offset, length) of media items that must not be cached in part.
     """
 
@@ -61,6 +62,7 @@ class Acquire(Ask[AcquireResult], frozen=True, eq=False):
     wait: bool = True
     scope: RequestScope = PLAIN
     media: tuple[tuple[int, int], ...] = ()
+    wait_for_room: bool = False
 
 
 class Prefetch(Ask[Ack], frozen=True, eq=False):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from kvactors.actor import Envelope
 from kvactors.cpu_evictor.messages import PrefetchToHost
-from kvactors.errors import LeaseEnded, Paused
+from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom, Paused
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.admission import STEPS, Admission
 from kvactors.prefix_index.grants import Grants
-from kvactors.prefix_index.held import HeldRequests
+from kvactors.prefix_index.held import Held, HeldRequests
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.long_requests import LongRequests
 from kvactors.prefix_index.messages import Ack, Acquire, AcquireResult, Prefetch
 from kvactors.prefix_index.settings import IndexSettings
+
+GIVEN_UP = "this request was given up"
 
 
 class Requests:
@@ -40,8 +42,20 @@ class Requests:
     def acquire(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
         """Match, pin and take blocks: now, once enough of them are free, or after a pause."""
         if self._held.paused or self._held.requests:
-            return self._held.hold(message, envelope)
-        return self.admit(message, envelope)
+            return [self._held.hold(message, envelope)]
+        return self._enter(message, envelope)
+
+    def _enter(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
+        """Admit a request, behind those that wait for room."""
+        admission = self._admission
+        needed = self._index.blocks_for(message.path.num_tokens)
+        if needed > self._index.pool.total:
+            return [admission.never_fits(envelope, needed)]
+        if not admission.room.is_busy:
+            return self.admit(message, envelope)
+        if message.wait_for_room:
+            return [admission.room.hold(message, envelope)]
+        return [admission.no_room_refusal(envelope, NoRoom(needed, 0))]
 
     def admit(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
         """Admit a request under the present namespace, or begin to."""
@@ -60,11 +74,41 @@ class Requests:
     def resume(self, envelope: Envelope[Ack]) -> list[Action]:
         """Admit requests again, first those that waited."""
         self._held.paused = False
-        return [Reply(envelope, Ack(len(self._held))), *self._admit_held()]
+        return [Reply(envelope, Ack(len(self._held))), *self._admit_waiting()]
 
     def proceed(self) -> list[Action]:
         """A turn's share of the requests that wait, for blocks or after a pause."""
-        return self._admission.proceed() + self._admit_held()
+        return self._admission.proceed() + self._admit_waiting()
+
+    def _admit_waiting(self) -> list[Action]:
+        """Those that wait for room came before those of a pause."""
+        return self._admit_room() + self._admit_held()
+
+    def _admit_room(self) -> list[Action]:
+        """A turn's share of the requests that wait for room, up to the first that does not fit."""
+        room, admission, actions = self._admission.room, self._admission, list[Action]()
+        for _ in range(STEPS):
+            held = room.first
+            if held is None or self._held.paused or room.retried:
+                return actions
+            message, envelope = held.message, held.envelope
+            if envelope.abandoned:
+                actions += self._give_up(room.remove(message.lease))
+                continue
+            path = message.path
+            if path.num_held or path.num_blocks:
+                return actions  # it is still being released after the last attempt
+            self._grants.set_root(path, message.scope)
+            needed = self._index.blocks_for(path.num_tokens)
+            if not self._index.fits(path, needed, admission.unpromised(), message.media):
+                return actions
+            room.retry(message.lease)
+            actions += self.admit(message, envelope)
+            if needed <= self._index.part:
+                room.retried.discard(message.lease)
+            if message.lease in room.requests:
+                return actions  # it fitted no more, and is the first again
+        return actions + admission.proceed_later() if room.requests else actions
 
     def _admit_held(self) -> list[Action]:
         """A turn's share of the requests that waited for the end of a pause."""
@@ -74,26 +118,35 @@ class Requests:
             if held is None:
                 return actions
             if not held.envelope.abandoned:
-                actions += self.admit(held.message, held.envelope)
+                actions += self._enter(held.message, held.envelope)
         if self._held:
             actions += self._admission.proceed_later()
         return actions
 
     def cancel(self, lease: int) -> list[Action]:
         """The caller of a request that waits, for blocks or for the end of a pause, has gone."""
-        error = "this request was given up"
-        actions = self._admission.cancel(lease, error)
-        held = self._held.cancel(lease)
-        if held is not None:
-            actions.append(Refusal(held.envelope, LeaseEnded(error)))
+        actions = self._admission.cancel(lease, GIVEN_UP)
+        for queue in (self._held, self._admission.room):
+            actions += self._give_up(queue.remove(lease))
         return actions + self._admission.serve_waiting()
+
+    def _give_up(self, held: Held | None) -> list[Action]:
+        return [] if held is None else [Refusal(held.envelope, LeaseEnded(GIVEN_UP))]
 
     def expire(self, lease: int, ticket: int) -> list[Action]:
         """The deadline of a request that waits has passed."""
         held = self._held.expire(lease, ticket)
         if held is not None:
             return [Refusal(held.envelope, Paused("the cache is paused"))]
-        return self._admission.expire(lease, ticket)
+        held = self._admission.room.expire(lease, ticket)
+        if held is None:
+            return self._admission.expire(lease, ticket)
+        needed = self._index.blocks_for(held.message.path.num_tokens)
+        error = DeadlineExceeded(
+            f"other requests did not release enough device blocks in time: {needed} needed, "
+            f"{self._admission.available()} available"
+        )
+        return [Refusal(held.envelope, error), *self._admission.serve_waiting()]
 
     def prefetch(self, message: Prefetch, envelope: Envelope[Ack]) -> list[Action]:
         """Ask the host tier to fetch the blocks that the device lacks."""

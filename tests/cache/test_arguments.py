@@ -198,6 +198,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
             "request_id": "text",
             "deadline": "seconds",
             "wait_for_evictions": "flag",
+            "wait_for_room": "flag",
         },
     ),
     (KVCache, "prefetch"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST, "deadline": "seconds"}),

@@ -23,7 +23,7 @@ from kvactors.cpu_evictor.messages import (
     Saved,
     SetTargets,
 )
-from kvactors.errors import KVActorsError
+from kvactors.errors import KVActorsError, LeaseEnded, NeverFits, NoRoom, Paused
 from kvactors.flush_notifier.messages import (
     PLAIN,
     BlocksAdded,
@@ -176,6 +176,12 @@ class IndexMachine(RuleBasedStateMachine):
             assert error is None or isinstance(error, (KVActorsError, ValueError)), repr(error)
             if isinstance(answered.message, Acquire):
                 tokens = self.open.pop(answered.message.lease)
+                fits = self.index.blocks_for(tokens) <= self.index.pool.total
+                if isinstance(error, NeverFits) or not fits:
+                    assert not fits, error
+                    assert isinstance(error, (NeverFits, Paused, LeaseEnded)), error
+                elif isinstance(error, NoRoom):
+                    assert not answered.message.wait_for_room, "it was to wait for room"
                 if error is None:
                     self.leases[answered.message.lease] = tokens
                     assert answered.message.path.root == self.roots.root(PLAIN), (
@@ -230,9 +236,16 @@ class IndexMachine(RuleBasedStateMachine):
         patience=st.sampled_from([1.0, 5.0]),
         wait=st.booleans(),
         media=st.sampled_from([(), (), ((1, 4),), ((1, 2), (3, 5))]),
+        room=st.booleans(),
     )
     def acquire(
-        self, family: int, tokens: int, patience: float, wait: bool, media: Any = ()
+        self,
+        family: int,
+        tokens: int,
+        patience: float,
+        wait: bool,
+        media: Any = (),
+        room: bool = False,
     ) -> None:
         if len(self.leases) + len(self.open) > 5:
             return
@@ -242,9 +255,20 @@ class IndexMachine(RuleBasedStateMachine):
         self.open[self.number] = tokens
         deadline = self.stepper.now + patience
         media = tuple(item for item in media if sum(item) <= tokens)
-        self.turn(
-            Acquire(self.number, f"r{self.number}", path, deadline, wait, media=media), deadline
+        message = Acquire(
+            self.number,
+            f"r{self.number}",
+            path,
+            deadline,
+            wait,
+            media=media,
+            wait_for_room=room,
         )
+        queued = len(self.actor.core.admission.room)
+        effects = self.turn(message, deadline)
+        for answered in effects.answered:
+            if answered.message is message and queued:
+                assert answered.error is not None, "a request overtook those that wait for room"
 
     @precondition(lambda self: self.leases)
     @rule(which=choice, less=st.integers(0, 3))
@@ -505,6 +529,21 @@ class IndexMachine(RuleBasedStateMachine):
             "nothing brings back what a clear left"
         )
         assert 0 <= core.evictions.blocks_being_freed <= core.evictions.blocks_in_flight
+        room = core.admission.room
+        for held in room.requests.values():
+            path = held.message.path
+            assert self.works or not (path.num_held or path.num_blocks), (
+                "it waits, and holds blocks"
+            )
+        first = room.first
+        if first is not None and not (self.works or core.held.paused):
+            first.message.path.set_root(self.roots.root(PLAIN))
+            needed = self.index.blocks_for(first.message.path.num_tokens)
+            unpromised = core.admission.unpromised()
+            assert not self.index.fits(
+                first.message.path, needed, unpromised, first.message.media
+            ), "nothing wakes a request that fits"
+        assert self.works or not room.retried, "a request left the queue and did not come back"
         paths = {id(lease.path): lease for lease in core.leases}
         private: list[int] = [block for waiter in waiting for block in waiter.taken]
         for lease in paths.values():
@@ -567,7 +606,7 @@ class IndexMachine(RuleBasedStateMachine):
                 break
         self.consistent()
         core = self.actor.core
-        left = (core.held, core.index.loading)
+        left = (core.held, core.admission.room, core.index.loading)
         assert not core.in_use()
         assert not any(left), f"left over: {left}"
         assert not self.stepper._open, (

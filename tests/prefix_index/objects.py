@@ -98,9 +98,11 @@ def cache(state: IndexCore, blocks: int, *, first: int = 0) -> Path:
     return made
 
 
-def acquire(lease: int, blocks: int, *, first: int = 0, **options: Any) -> Acquire:
+def acquire(
+    lease: int, blocks: int, *, first: int = 0, deadline: float = 10.0, **options: Any
+) -> Acquire:
     """A request of full blocks."""
-    return Acquire(lease, f"r{lease}", path(blocks, first=first), 10.0, **options)
+    return Acquire(lease, f"r{lease}", path(blocks, first=first), deadline, **options)
 
 
 def answers(actions: list[Action]) -> list[Any]:

@@ -17,7 +17,7 @@ def test_a_held_request_has_a_timer_until_it_is_taken():
     held = HeldRequests(count(1))
     held.paused = True
     message = acquire(1, 2)
-    [timer] = held.hold(message, Request(message))
+    timer = held.hold(message, Request(message))
     assert isinstance(timer, StartTimer)
     assert (timer.deadline, timer.operation.over) == (message.deadline, False)
     assert held.take_next() is None, "during a pause"
@@ -32,15 +32,15 @@ def test_a_timer_of_an_earlier_wait_changes_nothing():
     held = HeldRequests(count(1))
     tickets = []
     for _ in range(2):
-        [timer] = held.hold(acquire(1, 2), Request())
+        timer = held.hold(acquire(1, 2), Request())
         assert isinstance(timer, StartTimer)
         assert isinstance(timer.message, AdmissionDeadline)
         tickets.append(timer.message.ticket)
         if len(tickets) == 1:
-            held.cancel(1)
+            held.remove(1)
     assert held.expire(1, tickets[0]) is None
     assert held.expire(1, tickets[1]) is not None
-    assert held.cancel(1) is None
+    assert held.remove(1) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["hold", "take", "cancel"]), st.integers(0, 3))))
@@ -56,5 +56,5 @@ def test_requests_leave_in_the_order_they_came(steps):
             assert (taken and taken.message.lease) == (model.pop(0) if model else None)
         elif model:
             lease = model.pop(which % len(model))
-            assert held.cancel(lease).message.lease == lease
+            assert held.remove(lease).message.lease == lease
         assert list(held.requests) == model

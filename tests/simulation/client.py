@@ -14,6 +14,8 @@ from kvactors.errors import (
     ChannelError,
     KVActorsError,
     LeaseEnded,
+    NeverFits,
+    NoRoom,
     NotReady,
     RankLost,
     StoreUnsupported,
@@ -42,9 +44,18 @@ class CacheClient:
             int(f.at): f for f in plan if f.kind == "cancel" and f.target == str(number)
         }
 
-    async def ask(self, what: str, make: Callable[[], Awaitable[T]], seconds: float) -> T:
+    async def ask(
+        self,
+        what: str,
+        make: Callable[[], Awaitable[T]],
+        seconds: float,
+        *,
+        fits: bool = True,
+        room: bool = False,
+    ) -> T:
         """Await one call of the cache, which may take `seconds`. An error with a name passes if the
-        world's state allows it, which is tested here."""
+        world's state allows it, which is tested here. fits: what it asks for is not larger than the
+        device. room: it waits for room."""
         world, loop = self.world, asyncio.get_running_loop()
         self.awaits += 1
         began, jumped = loop.time(), world.jumped
@@ -61,6 +72,9 @@ class CacheClient:
         except KVActorsError as error:
             outcome = type(error).__name__
             self._judge_error(what, error)
+            unfounded = fits if isinstance(error, NeverFits) else room or not fits
+            if isinstance(error, NoRoom) and unfounded:
+                world.violated(f"{what} ended with {error!r}: fits {fits}, waits {room}")
             raise
         finally:
             world.seen[f"outcome {what} {outcome}"] += 1

@@ -42,8 +42,8 @@ class Client(CacheClient):
     def __init__(self, world: World, number: int) -> None:
         super().__init__(world, number)
         self.story: list[int] = []  # of a conversation of many turns
-        # Apart from `rng`, so that look-ups leave the draws of a seed as they are.
-        self.look_rng = random.Random(world.drawn.seed * 2003 + number)
+        # Apart from `rng`, so that new operations leave the other draws of a seed as they are.
+        self.api_rng = random.Random(world.drawn.seed * 2003 + number)
         self.requests = self.answered = 0
 
     async def run(self) -> None:
@@ -155,7 +155,8 @@ class Client(CacheClient):
         rng, cache = self.rng, self.world.cache
         deadline = rng.choice((0.02, 0.2, 1.0, 3.0))
         wait, incarnation = rng.random() < 0.9, self.world.system.index.incarnation
-        if self.look_rng.random() < 0.2:
+        room = self.api_rng.random() < 0.35
+        if self.api_rng.random() < 0.2:
             self.look(prompt)
         lease = await self.ask(
             "acquire",
@@ -167,8 +168,11 @@ class Client(CacheClient):
                 lora=prompt.lora,
                 deadline=deadline,
                 wait_for_evictions=wait,
+                wait_for_room=room,
             ),
             deadline,
+            fits=len(prompt.tokens) <= cache.config.device.num_blocks * BLOCK,
+            room=room,
         )
         if rng.random() < 0.04:
             self.world.seen["lease granted to forgotten"] += 1

@@ -1,0 +1,258 @@
+"""`acquire(wait_for_room=True)`: first come, first served, until other requests release blocks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import kvactors
+from kvactors.actor.clock import now
+from kvactors.prefix_index import parts
+from tests.support.cache import BLOCK, opened, prompt, serve
+
+HOST = {"slots": 8, "transit_slots": 16}
+STORE = {"backend": "memory", "write_policy": "write_through"}
+TIERS = [{}, {"host": HOST}, {"host": HOST, "storage": STORE}]
+
+
+def waiting(cache):
+    return cache.free_blocks().waiting
+
+
+async def queued(cache, number, count, blocks, **options):
+    """A request that waits, once it is in the queue."""
+    one = asyncio.ensure_future(
+        cache.acquire(f"w{number}", prompt(100 + number, blocks), wait_for_room=True, **options)
+    )
+    while waiting(cache) < count:
+        await asyncio.sleep(0)
+        assert not one.done()
+    return one
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids=["device", "host", "storage"])
+@pytest.mark.parametrize("end", ["finish", "preempt", "abandon", "del"])
+async def test_a_request_gets_its_blocks_when_another_ends(tiers, end):
+    async with opened(device=8, **tiers) as cache:
+        lease = await cache.acquire("runs", prompt(1, 6))
+        one = await queued(cache, 1, 1, 4)
+        await cache.wait_idle()
+        assert not one.done()
+        if end == "del":
+            with pytest.warns(ResourceWarning):
+                del lease
+        else:
+            ended = getattr(lease, end)()
+            if ended is not None:
+                await ended
+        granted = await one
+        assert len(granted.block_table) == 4
+        assert waiting(cache) == 0
+        await granted.finish()
+
+
+async def test_requests_are_admitted_in_order_and_small_ones_do_not_overtake():
+    order = []
+
+    async def serve_one(number, one):
+        lease = await one
+        order.append(number)
+        await asyncio.sleep(0)
+        await lease.finish()
+
+    async with opened(device=8) as cache:
+        first = await cache.acquire("first", prompt(1, 4))
+        second = await cache.acquire("second", prompt(2, 2))
+        large = await queued(cache, 1, 1, 8)
+        small = [await queued(cache, n, n, 1) for n in range(2, 6)]
+        done = asyncio.gather(*(serve_one(n, one) for n, one in enumerate([large, *small])))
+        with pytest.raises(kvactors.NoRoom) as refused:
+            await cache.acquire("now", prompt(3, 1))
+        assert not isinstance(refused.value, kvactors.NeverFits)
+        assert (refused.value.needed, refused.value.available) == (1, 0)
+        await second.finish()
+        await cache.wait_idle()
+        assert order == [], "a small request took the blocks that the large one waits for"
+        await first.finish()
+        await done
+        assert order == [0, 1, 2, 3, 4]
+        assert waiting(cache) == 0
+
+
+async def test_running_requests_extend_before_those_that_wait():
+    async with opened(device=4) as cache:
+        lease = await cache.acquire("runs", prompt(1, 2))
+        one = await queued(cache, 1, 1, 4)
+        await lease.extend(prompt(2, 2))
+        await cache.wait_idle()
+        assert not one.done()
+        await lease.finish()
+        await (await one).finish()
+
+
+async def test_a_large_request_is_refused_at_once_with_the_sizes():
+    async with opened(device=4) as cache:
+        lease = await cache.acquire("runs", prompt(1, 1))
+        for wait in (False, True):
+            with pytest.raises(kvactors.NeverFits) as never:
+                await cache.acquire("large", prompt(2, 4, tail=1), wait_for_room=wait)
+            assert (never.value.needed, never.value.available, never.value.total) == (5, 3, 4)
+        await lease.finish()
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.3])
+async def test_the_deadline_ends_the_wait(seconds):
+    async with opened(device=4) as cache:
+        lease = await cache.acquire("runs", prompt(1, 3))
+        began = now()
+        with pytest.raises(kvactors.DeadlineExceeded, match="in time"):
+            await cache.acquire("late", prompt(2, 2), wait_for_room=True, deadline=seconds)
+        assert now() - began >= seconds
+        assert waiting(cache) == 0
+        small = asyncio.ensure_future(cache.acquire("small", prompt(3, 1), wait_for_room=True))
+        await (await small).finish()
+        await lease.finish()
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids=["device", "host", "storage"])
+@pytest.mark.parametrize("long", [False, True])
+async def test_a_request_cancelled_at_any_step_leaves_nothing(tiers, long, monkeypatch):
+    """It is cancelled after each number of turns of the loop, while its blocks are freed."""
+    if long:
+        monkeypatch.setattr(parts, "BLOCKS", 2)
+    for steps in range(14):
+        async with opened(device=8, **tiers) as cache:
+            await serve(cache, "before", prompt(101, 3))
+            lease = await cache.acquire("runs", prompt(1, 6))
+            one = await queued(cache, 1, 1, 5)
+            behind = await queued(cache, 2, 2, 3)
+            ends = asyncio.ensure_future(lease.finish(6 * BLOCK))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            one.cancel()
+            await asyncio.gather(one, return_exceptions=True)
+            await ends
+            if not one.cancelled():
+                one.result().abandon()
+            granted = await behind
+            await granted.wait_ready()
+            await granted.finish()
+            assert waiting(cache) == 0
+            await serve(cache, "all", prompt(5, 8))
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids=["device", "host", "storage"])
+async def test_it_is_admitted_under_the_namespace_of_its_admission(tiers):
+    tokens = prompt(1, 3, tail=1)
+    async with opened(device=8, **tiers) as cache:
+        await serve(cache, "old", tokens)
+        lease = await cache.acquire("runs", prompt(2, 8))
+        one = asyncio.ensure_future(cache.acquire("waits", tokens, wait_for_room=True))
+        while not waiting(cache):
+            await asyncio.sleep(0)
+        await cache.set_namespace("new")
+        await lease.finish()
+        granted = await one
+        await granted.wait_ready()
+        assert granted.cached_tokens == 0
+        assert granted._path.root == cache.system.roots.root(kvactors.flush_notifier.messages.PLAIN)
+        await granted.finish()
+
+
+async def test_requests_that_wait_are_not_admitted_during_a_pause():
+    async with opened(device=4) as cache:
+        lease = await cache.acquire("runs", prompt(1, 4))
+        one = await queued(cache, 1, 1, 4)
+        await cache.pause()
+        later = asyncio.ensure_future(cache.acquire("later", prompt(3, 1), wait_for_room=True))
+        await lease.finish()
+        await cache.wait_idle()
+        assert not one.done()
+        await cache.resume()
+        granted = await one
+        await cache.wait_idle()
+        assert not later.done(), "a request of a pause overtook one that had waited before"
+        await granted.finish()
+        await (await later).finish()
+
+
+async def test_a_clear_wakes_it():
+    async with opened(device=8, host=HOST) as cache:
+        lease = await cache.acquire("runs", prompt(1, 4))
+        one = await queued(cache, 1, 1, 8)
+        assert not one.done()
+        await cache.clear()
+        await lease.finish()
+        await (await one).finish()
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids=["device", "host", "storage"])
+async def test_long_requests_wait_too(tiers, monkeypatch):
+    """Matched and released in parts of two blocks."""
+    monkeypatch.setattr(parts, "BLOCKS", 2)
+    async with opened(device=12, **tiers) as cache:
+        await serve(cache, "before", prompt(7, 6))
+        await cache.wait_idle()
+        leases = [await cache.acquire(f"r{n}", prompt(n, 4)) for n in (1, 2)]
+        shared = asyncio.ensure_future(cache.acquire("w", prompt(7, 9), wait_for_room=True))
+        while not waiting(cache):
+            await asyncio.sleep(0)
+        behind = await queued(cache, 2, 2, 1)
+        for lease in leases:
+            await cache.wait_idle()
+            assert not shared.done() or lease is leases[1]
+            assert shared.done() or not behind.done()
+            await lease.finish()
+        granted = await shared
+        await granted.wait_ready()
+        assert len(set(granted.block_table)) == 9
+        await (await behind).finish()  # the blocks that are left are enough for it
+        await granted.finish()
+
+
+async def test_a_restart_of_the_index_ends_the_wait(monkeypatch):
+    async with opened(device=4) as cache:
+        lease = await cache.acquire("runs", prompt(1, 4))
+        one = await queued(cache, 1, 1, 4)
+        monkeypatch.setattr(cache.system.index_actor.core.commits, "enter", None)
+        with pytest.raises(kvactors.ActorFailed):
+            await lease.commit(0)
+        with pytest.raises(kvactors.ActorFailed):
+            await one
+        lease.abandon()
+        await cache.wait_idle()
+        await serve(cache, "after", prompt(2, 4))
+
+
+async def test_many_requests_on_few_blocks_all_get_theirs():
+    """More requests than fit, of all sizes, without a poll and without a failure."""
+    async with opened(device=8, host=HOST) as cache:
+
+        async def one(number):
+            tokens = prompt(number % 7, 1 + number % 8, tail=number % 3)[: 8 * BLOCK]
+            lease = await serve(cache, f"r{number}", tokens, wait_for_room=True, deadline=120.0)
+            return len(lease.block_table)
+
+        sizes = await asyncio.gather(*(one(number) for number in range(120)))
+        assert len(sizes) == 120
+        assert waiting(cache) == 0
+        assert cache.statistics().no_room == 0
+
+
+async def test_other_threads_wait_for_room():
+    async with opened(device=8, host=HOST) as cache:
+        door = cache.from_thread
+
+        def work(worker):
+            for number in range(12):
+                tokens = prompt(worker, 1 + (worker + number) % 8)
+                with door.acquire("r", tokens, wait_for_room=True, deadline=120.0) as lease:
+                    lease.wait_ready()
+                    lease.finish()
+
+        await asyncio.gather(*(asyncio.to_thread(work, worker) for worker in range(4)))
+        with pytest.raises(kvactors.NeverFits):
+            await asyncio.to_thread(door.acquire, "r", prompt(1, 9), wait_for_room=True)
+        assert waiting(cache) == 0
+        assert cache.statistics().no_room == 1

@@ -1,0 +1,291 @@
+"""Requests that wait until others release device blocks, compared with a queue in plain Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvactors.cpu_evictor.messages import Offload
+from kvactors.errors import DeadlineExceeded, LeaseEnded, NeverFits, NoRoom
+from kvactors.native import Path
+from kvactors.prefix_index.actions import Action, Refusal, Reply, StartTimer
+from kvactors.prefix_index.messages import Acquire, Continue, Extend, Finish, Proceed
+from kvactors.prefix_index.parts import next_part
+from tests.prefix_index.objects import BLOCK, Request, acquire, answers, cache, core, messages
+
+which = st.integers(0, 20)
+
+
+class RoomMachine(RuleBasedStateMachine):
+    """Requests without a common prefix and without a tier below, so that blocks are free or in use.
+    The model: `held` has the blocks of each lease, `queue` the requests that wait."""
+
+    @initialize(blocks=st.integers(1, 6), part=st.sampled_from([1, 2, 100]))
+    def start(self, blocks: int, part: int) -> None:
+        self.core = core(blocks, part=part, host_tier=False, announce=False)
+        self.total = blocks
+        self.held: dict[int, int] = {}
+        self.queue: dict[int, int] = {}
+        self.expected: dict[int, str] = {}
+        self.found: dict[int, str] = {}
+        self.asked: dict[int, Request] = {}
+        self.tickets: dict[int, int] = {}
+        self.number = 0
+
+    @property
+    def free(self) -> int:
+        return self.total - sum(self.held.values())
+
+    def serve(self) -> None:
+        """The model admits in order, up to the first request that does not fit."""
+        for lease, blocks in list(self.queue.items()):
+            if blocks > self.free:
+                return
+            del self.queue[lease]
+            self.held[lease] = blocks
+            self.expected[lease] = "granted"
+
+    def run(self, actions: list[Action]) -> None:
+        """Note the answers, and do all work that follows."""
+        pending = list(actions)
+        while pending:
+            action = pending.pop(0)
+            if isinstance(action, (Reply, Refusal)) and isinstance(
+                action.envelope.message, Acquire
+            ):
+                lease = action.envelope.message.lease
+                ended = isinstance(action, Reply)
+                self.found[lease] = "granted" if ended else type(action.error).__name__  # type: ignore[union-attr]
+            elif isinstance(action, StartTimer):
+                self.tickets[action.message.lease] = action.message.ticket  # type: ignore[attr-defined]
+            elif isinstance(action, Continue):
+                pending += next_part(action.work)
+            elif isinstance(action, Proceed):
+                pending += self.core.requests.proceed()
+
+    # -- rules
+
+    @rule(blocks=st.integers(1, 7), wait=st.booleans())
+    def acquire(self, blocks: int, wait: bool) -> None:
+        self.number += 1
+        lease = self.number
+        message = acquire(lease, blocks, first=1000 * lease, wait_for_room=wait)
+        self.asked[lease] = Request(message)
+        if blocks > self.total:
+            self.expected[lease] = "NeverFits"
+        elif self.queue or blocks > self.free:
+            if wait:
+                self.queue[lease] = blocks
+            else:
+                self.expected[lease] = "NoRoom"
+        else:
+            self.held[lease] = blocks
+            self.expected[lease] = "granted"
+        self.run(self.core.requests.acquire(message, self.asked[lease]))
+
+    @precondition(lambda self: self.held)
+    @rule(number=which, how=st.sampled_from(["finish", "preempt", "abandon"]))
+    def end(self, number: int, how: str) -> None:
+        lease = sorted(self.held)[number % len(self.held)]
+        del self.held[lease]
+        self.serve()
+        endings = self.core.endings
+        if how == "finish":
+            self.run(endings.finish(lease, None, Request(Finish(lease))))
+        elif how == "preempt":
+            self.run(endings.preempt(lease, 0, Request(Finish(lease))))
+        else:
+            self.run(endings.abandon(lease))
+
+    @precondition(lambda self: self.queue)
+    @rule(number=which, told=st.booleans())
+    def give_up(self, number: int, told: bool) -> None:
+        """The caller of a request that waits has gone, and may have had no time to say so."""
+        lease = sorted(self.queue)[number % len(self.queue)]
+        del self.queue[lease]
+        self.asked[lease].cancel()
+        self.serve()
+        self.expected[lease] = "LeaseEnded"
+        if told:
+            self.run(self.core.requests.cancel(lease))
+        else:
+            self.run(self.core.requests.cancel(0))
+
+    @precondition(lambda self: self.queue)
+    @rule(number=which)
+    def expire(self, number: int) -> None:
+        lease = sorted(self.queue)[number % len(self.queue)]
+        del self.queue[lease]
+        self.serve()
+        self.expected[lease] = "DeadlineExceeded"
+        self.run(self.core.requests.expire(lease, self.tickets[lease]))
+
+    @precondition(lambda self: self.held)
+    @rule(number=which)
+    def extend_is_not_held_up(self, number: int) -> None:
+        """A running request gets free blocks before those that wait: else it could never end."""
+        lease = sorted(self.held)[number % len(self.held)]
+        if not self.free:
+            return
+        state = self.core.leases.get(lease)
+        assert state is not None
+        grown = Grow(self, lease)
+        self.run(grown.actions)
+        self.held[lease] += 1
+        assert grown.granted
+
+    @invariant()
+    def alike(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        waiting = dict.fromkeys(self.queue)
+        # A caller who has gone may be noticed later.
+        expected = {
+            lease: kind
+            for lease, kind in self.expected.items()
+            if kind != "LeaseEnded" or lease in self.found
+        }
+        assert self.found == expected
+        room = self.core.admission.room
+        there = [lease for lease, one in room.requests.items() if not one.envelope.abandoned]
+        assert there == list(waiting), "the queue is not in the order of arrival"
+        assert self.core.index.free == self.free
+        assert not self.core.admission.waiting
+        assert not room.retried
+
+
+class Grow:
+    """An extend by one block."""
+
+    def __init__(self, machine: RoomMachine, lease: int) -> None:
+        state = machine.core.leases.get(lease)
+        assert state is not None
+        added = Path(BLOCK, state.path.root)
+        added.extend([1] * BLOCK)
+        self.envelope = Request(Extend(lease, state.path.num_tokens, added))
+        self.envelope.deadline = 5.0
+        message = self.envelope.message
+        assert isinstance(message, Extend)
+        self.actions = machine.core.grants.extend(message, self.envelope)
+        self.granted = any(isinstance(one, Reply) for one in self.actions)
+
+
+def test_the_queue_equals_its_model() -> None:
+    run_state_machine_as_test(
+        RoomMachine,
+        settings=settings(
+            max_examples=120, stateful_step_count=25, deadline=None, derandomize=True
+        ),
+    )
+
+
+def ask(state: Any, message: Acquire) -> list[Action]:
+    return state.requests.acquire(message, Request(message))
+
+
+def test_not_now_and_never_are_told_apart_with_sizes() -> None:
+    state = core(4)
+    assert answers(ask(state, acquire(1, 3)))[0].blocks
+    [later] = answers(ask(state, acquire(2, 2, first=100)))
+    assert type(later) is NoRoom
+    assert (later.needed, later.available) == (2, 1)
+    for wait in (False, True):
+        [never] = answers(ask(state, acquire(3, 5, first=200, wait_for_room=wait)))
+        assert isinstance(never, NeverFits)
+        assert (never.needed, never.available, never.total) == (5, 1, 4)
+        assert "5 device blocks needed, 1 available" in str(never)
+        assert "4 blocks in all" in str(never)
+    assert state.statistics().no_room == 3
+
+
+def test_a_request_that_waits_is_counted_and_holds_nothing() -> None:
+    state = core(4)
+    ask(state, acquire(1, 3))
+    before = (state.index.tree.statistics(), state.index.free)
+    [timer] = ask(state, acquire(2, 2, wait_for_room=True))
+    assert isinstance(timer, StartTimer)
+    assert (timer.deadline, state.statistics().waiting) == (10.0, 1)
+    assert (state.index.tree.statistics(), state.index.free) == before
+    assert not state.in_use() or len(state.leases) == 1
+
+
+def test_shared_blocks_that_others_use_count_for_a_request_that_waits() -> None:
+    """Eight blocks: three are used by a lease that shares them with the waiting request."""
+    state = core(8, host_tier=False)
+    [granted] = answers(ask(state, acquire(1, 3)))
+    assert len(granted.blocks) == 3
+    state.commits.commit(1, 6, Request())
+    ask(state, acquire(2, 3, first=100))
+    ask(state, acquire(3, 2, first=200))
+    [timer] = ask(state, acquire(4, 5, wait_for_room=True))
+    assert isinstance(timer, StartTimer)
+    actions = state.endings.finish(3, None, Request())
+    assert [type(one) for one in messages(actions)] == [Proceed]
+    [reply] = answers(state.requests.proceed())
+    assert reply.device_hits == 3
+
+
+def test_a_deadline_names_the_sizes() -> None:
+    state = core(4)
+    ask(state, acquire(1, 3))
+    [timer] = ask(state, acquire(2, 2, first=100, wait_for_room=True))
+    assert state.requests.expire(2, timer.message.ticket + 1) == []  # type: ignore[union-attr]
+    [error] = answers(state.requests.expire(2, timer.message.ticket))  # type: ignore[union-attr]
+    assert isinstance(error, DeadlineExceeded)
+    assert "2 needed, 1 available" in str(error)
+    assert timer.operation.over  # type: ignore[union-attr]
+
+
+def test_a_cancelled_request_leaves_nothing() -> None:
+    state = core(4)
+    ask(state, acquire(1, 3))
+    ask(state, acquire(2, 2, first=100, wait_for_room=True))
+    [error] = answers(state.requests.cancel(2))
+    assert isinstance(error, LeaseEnded)
+    assert not state.admission.room.is_busy
+
+
+def test_own_cached_blocks_are_not_room() -> None:
+    """Three of its six blocks are cached and unused, five are in use: three more are needed."""
+    state = core(8, host_tier=False)
+    cache(state, 3)
+    ask(state, acquire(1, 5, first=100))
+    [timer] = ask(state, acquire(2, 6, wait_for_room=True))
+    assert isinstance(timer, StartTimer)
+    held = state.admission.room.first
+    assert held is not None
+    assert not state.index.fits(held.message.path, 6, 0, ())
+    state.endings.finish(1, None, Request())
+    assert state.index.fits(held.message.path, 6, 0, ())
+
+
+def test_evictions_that_come_short_are_no_refusal() -> None:
+    """A request waits for the copies of evicted blocks. One of those is matched again: the request
+    waits for room then, as the first in the queue."""
+    state = core(4)
+    cache(state, 4)
+    actions = ask(state, acquire(1, 4, first=100, wait_for_room=True))
+    [offload] = [one for one in messages(actions) if isinstance(one, Offload)]
+    [granted] = answers(ask(state, acquire(2, 1)))
+    assert granted.device_hits == 1
+    later = state.requests.acquire(
+        acquire(3, 1, first=200, wait_for_room=True), Request(acquire(3, 1))
+    )
+    assert not answers(later)
+    actions = state.offloaded(offload.op, b"\1\1\1\1")
+    assert answers(actions) == []
+    assert next(iter(state.admission.room.requests)) == 1
+    assert not state.admission.waiting or 3 in state.admission.waiting
+    state.endings.finish(2, None, Request())
+    [reply] = answers(state.requests.proceed())
+    assert len(reply.blocks) == 4
