@@ -52,7 +52,8 @@ async def test_a_request_gets_its_blocks_when_another_ends(tiers, end):
         await granted.finish()
 
 
-async def test_requests_are_admitted_in_order_and_small_ones_do_not_overtake():
+async def test_requests_are_admitted_in_order():
+    """Small ones do not overtake a large one."""
     order = []
 
     async def serve_one(number, one):
