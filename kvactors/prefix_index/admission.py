@@ -64,7 +64,7 @@ class Admission:
     waiting: by lease, in order of arrival. A lease waits for one thing at a time. They wait for
     evictions and releases in flight, with the blocks that they have already. room: requests that
     wait, holding nothing, until other requests release blocks. blocks_promised: device blocks that
-    the waiting ones lack. closing: paths whose blocks are being released in parts. refused:
+    the waiting ones lack. closing: paths whose blocks are being released in parts. no_room:
     requests that were refused for lack of device blocks.
     """
 
@@ -83,7 +83,7 @@ class Admission:
         self.room = RoomQueue(tickets)
         self._patient: dict[int, Waiter] = {}  # those of `waiting` that may wait in `room` as well
         self.blocks_promised = 0
-        self.closing = self.refused = 0
+        self.closing = self.no_room = 0
         self.sweeping = False
         self.free_low = free_low
         self._free_high = free_high
@@ -155,13 +155,13 @@ class Admission:
             self._index.reserved -= waiter.needed - waiter.lacking
         return waiter.give_up()
 
-    def no_room(self, envelope: Envelope[Any], needed: int) -> Action:
+    def no_room_refusal(self, envelope: Envelope[Any], needed: int) -> Action:
         """A request that is not in the queue cannot get `needed` blocks now: refuse it, or let it
         wait for room."""
         message = envelope.message
         if isinstance(message, Acquire) and message.wait_for_room and not envelope.abandoned:
             return self.room.hold_first(message, envelope)
-        return self.no_room_refusal(envelope, NoRoom(needed, self.available()))
+        return self.count_refusal(envelope, NoRoom(needed, self.available()))
 
     def end_retry(self, lease: int) -> list[Action]:
         """A request that had waited for room has its blocks, waits in this queue, or has gone: the
@@ -174,11 +174,11 @@ class Admission:
     def never_fits(self, envelope: Envelope[Any], needed: int) -> Refusal:
         """Refuse a request of `needed` blocks in all, more than the device has."""
         total = self._index.pool.total
-        return self.no_room_refusal(envelope, NeverFits(needed, self.available(), total))
+        return self.count_refusal(envelope, NeverFits(needed, self.available(), total))
 
-    def no_room_refusal(self, envelope: Envelope[Any], error: NoRoom) -> Refusal:
+    def count_refusal(self, envelope: Envelope[Any], error: NoRoom) -> Refusal:
         """Refuse a request, and count it."""
-        self.refused += 1
+        self.no_room += 1
         return Refusal(envelope, error)
 
     def cancel(self, lease: int, reason: str) -> list[Action]:
@@ -261,9 +261,9 @@ class Admission:
         # There will be no blocks for the last one, or the last of those that can wait for room.
         if self._patient:
             last = next(reversed(self._patient.values()))
-            return True, [*actions, *self._take_back(last), self.no_room(last.envelope, 0)]
+            return True, [*actions, *self._take_back(last), self.no_room_refusal(last.envelope, 0)]
         last = next(reversed(self.waiting.values()))
-        self.refused += 1
+        self.no_room += 1
         error = NoRoom(last.needed, last.needed - last.lacking)
         return True, actions + self.refuse(last, error)
 

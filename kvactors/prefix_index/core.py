@@ -219,7 +219,7 @@ class IndexCore:
             device_hits=leases.device_hits,
             host_hits=leases.host_hits,
             storage_hits=leases.storage_hits,
-            no_room=self.admission.refused,
+            no_room=self.admission.no_room,
             preempted=self.endings.preempted,
             abandoned=self.endings.abandoned,
             leases=len(leases),

@@ -66,7 +66,7 @@ class Grants:
         if free < needed and not (
             admission.releasing or index.can_fit(path, needed, admission.unpromised())
         ):
-            return [admission.no_room(envelope, needed)]
+            return [admission.no_room_refusal(envelope, needed)]
         match = index.match(path, fetch=self._settings.fetchable(path), media=message.media)
         lease = LeaseState(message.lease, message.request_id, path, index.tree, message.deadline)
         lease.media = message.media
@@ -82,7 +82,7 @@ class Grants:
         actions += queued
         if not accepted:
             actions += self.forget(lease)
-            actions.append(admission.no_room(envelope, match.new_blocks))
+            actions.append(admission.no_room_refusal(envelope, match.new_blocks))
         return actions
 
     def forget(self, lease: LeaseState) -> list[Action]:
@@ -126,7 +126,7 @@ class Grants:
         if lacking > index.free:
             index.pool.give(blocks)
             actions += self.forget(lease)
-            return [*actions, self._admission.no_room(envelope, lacking)]
+            return [*actions, self._admission.no_room_refusal(envelope, lacking)]
         blocks = blocks + index.take(lacking)
         index.pool.give(blocks[again.new_blocks :])
         return actions + self._grant(lease, again, blocks[: again.new_blocks], envelope)

@@ -77,7 +77,7 @@ class LongRequests:
         actions += self._admission.end_retry(message.lease)
         if not accepted:
             actions += self._admission.release(tree, path)
-            actions.append(self._admission.no_room(envelope, waiter.needed))
+            actions.append(self._admission.no_room_refusal(envelope, waiter.needed))
             actions += self._admission.serve_waiting()
         return actions
 

@@ -55,7 +55,7 @@ class Requests:
             return self.admit(message, envelope)
         if message.wait_for_room:
             return [admission.room.hold(message, envelope)]
-        return [admission.no_room_refusal(envelope, NoRoom(needed, 0))]
+        return [admission.count_refusal(envelope, NoRoom(needed, 0))]
 
     def admit(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
         """Admit a request under the present namespace, or begin to."""

@@ -152,11 +152,11 @@ async def test_loads_in_flight_count_as_hits_that_need_no_block():
 
 async def test_free_blocks_adds_up():
     async with opened(device=8, host=HOST) as cache:
-        assert cache.free_blocks() == (8, 8, 0, 0)
+        assert cache.free_blocks() == (8, 8, 0, 0, 0)
         lease = await cache.acquire("r", prompt(1, 3))
-        assert cache.free_blocks() == (8, 5, 0, 0)
+        assert cache.free_blocks() == (8, 5, 0, 0, 0)
         await lease.finish(3 * BLOCK)
-        assert cache.free_blocks() == (8, 5, 3, 0)
+        assert cache.free_blocks() == (8, 5, 3, 0, 0)
         assert cache.free_blocks().available == 8
 
 

@@ -282,5 +282,6 @@ def test_evictions_that_come_short_are_no_refusal() -> None:
     assert list(state.admission.room.requests) == [1]
     assert not state.admission.waiting
     state.endings.finish(2, None, Request())
-    [reply] = answers(state.requests.proceed())
+    [offload] = [one for one in messages(state.requests.proceed()) if isinstance(one, Offload)]
+    [reply] = answers(state.offloaded(offload.op, b"\1"))
     assert len(reply.blocks) == 4
