@@ -132,7 +132,7 @@ def free_blocks(self: OpenCache) -> FreeBlocks:
     core = self.system.index_actor.core
     index = core.index
     being_freed = max(0, core.admission.unpromised())
-    waiting = len(core.admission.waiting) + len(core.admission.room)
+    waiting = len(core.admission.waiting) + len(core.admission.space)
     return FreeBlocks(index.pool.total, index.free, index.evictable(), being_freed, waiting)
 
 

@@ -12,7 +12,7 @@ from kvactors.errors import DeadlineExceeded, LeaseEnded, NeverFits, NoRoom
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action, Refusal, Reply, StartTimer, Timed, Work
 from kvactors.prefix_index.evictions import Evictions
-from kvactors.prefix_index.held import RoomQueue
+from kvactors.prefix_index.held import SpaceQueue
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.loads import LoadTable
 from kvactors.prefix_index.messages import Ack, Acquire, AdmissionDeadline, Proceed, Sweep
@@ -62,7 +62,7 @@ class Admission:
     """First come, first served: blocks that become free go to the request that has waited longest.
 
     waiting: by lease, in order of arrival. A lease waits for one thing at a time. They wait for
-    evictions and releases in flight, with the blocks that they have already. room: requests that
+    evictions and releases in flight, with the blocks that they have already. space: requests that
     wait, holding nothing, until other requests release blocks. blocks_promised: device blocks that
     the waiting ones lack. closing: paths whose blocks are being released in parts. no_room:
     requests that were refused for lack of device blocks.
@@ -80,8 +80,8 @@ class Admission:
         free_high: int,
     ) -> None:
         self.waiting: dict[int, Waiter] = {}
-        self.room = RoomQueue(tickets)
-        self._patient: dict[int, Waiter] = {}  # those of `waiting` that may wait in `room` as well
+        self.space = SpaceQueue(tickets)
+        self._patient: dict[int, Waiter] = {}  # those of `waiting` that may wait in `space` as well
         self.blocks_promised = 0
         self.closing = self.no_room = 0
         self.sweeping = False
@@ -157,19 +157,19 @@ class Admission:
 
     def no_room_refusal(self, envelope: Envelope[Any], needed: int) -> Action:
         """A request that is not in the queue cannot get `needed` blocks now: refuse it, or let it
-        wait for room."""
+        wait for space."""
         message = envelope.message
         if isinstance(message, Acquire) and message.wait_for_room and not envelope.abandoned:
-            return self.room.hold_first(message, envelope)
+            return self.space.hold_first(message, envelope)
         return self.count_refusal(envelope, NoRoom(needed, self.available()))
 
     def end_retry(self, lease: int) -> list[Action]:
-        """A request that had waited for room has its blocks, waits in this queue, or has gone: the
+        """A request that had waited for space has its blocks, waits in this queue, or has gone: the
         next one may follow."""
-        if lease not in self.room.retried:
+        if lease not in self.space.retried:
             return []
-        self.room.retried.remove(lease)
-        return self.proceed_later() if self.room.requests else []
+        self.space.retried.remove(lease)
+        return self.proceed_later() if self.space.requests else []
 
     def never_fits(self, envelope: Envelope[Any], needed: int) -> Refusal:
         """Refuse a request of `needed` blocks in all, more than the device has."""
@@ -258,7 +258,7 @@ class Admission:
             return True, actions  # there may be more to evict
         if deficit <= 0 or evicted or self.releasing:
             return index.free > 0, actions
-        # There will be no blocks for the last one, or the last of those that can wait for room.
+        # There will be no blocks for the last one, or the last of those that can wait for space.
         if self._patient:
             last = next(reversed(self._patient.values()))
             return True, [*actions, *self._take_back(last), self.no_room_refusal(last.envelope, 0)]
@@ -272,7 +272,7 @@ class Admission:
     def serve_waiting(self) -> list[Action]:
         """Blocks became free, or an operation ended: serve the requests that wait for that."""
         actions = self._serve()
-        return actions + self.proceed_later() if self.room.requests else actions
+        return actions + self.proceed_later() if self.space.requests else actions
 
     def _serve(self) -> list[Action]:
         actions = self._serve_queue() if self.waiting else []

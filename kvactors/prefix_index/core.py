@@ -223,7 +223,7 @@ class IndexCore:
             preempted=self.endings.preempted,
             abandoned=self.endings.abandoned,
             leases=len(leases),
-            waiting=len(self.admission.waiting) + len(self.admission.room),
+            waiting=len(self.admission.waiting) + len(self.admission.space),
             blocks_total=self.index.pool.total,
             blocks_free=self.index.free,
             nodes=tree["nodes"],

@@ -74,7 +74,7 @@ class HeldRequests(RequestQueue):
         return self.remove(next(iter(self.requests)))
 
 
-class RoomQueue(RequestQueue):
+class SpaceQueue(RequestQueue):
     """Requests that wait for device blocks which other requests use (`Acquire.wait_for_room`).
 
     retried: leases of those that have left the queue to be matched, over several turns, and may
@@ -87,7 +87,7 @@ class RoomQueue(RequestQueue):
 
     @property
     def is_busy(self) -> bool:
-        """Whether later requests must wait behind one of these."""
+        """Whether later requests must wait behind one of this queue."""
         return bool(self.requests or self.retried)
 
     def hold_first(self, message: Acquire, envelope: Envelope[AcquireResult]) -> StartTimer:

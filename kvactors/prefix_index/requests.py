@@ -46,15 +46,15 @@ class Requests:
         return self._enter(message, envelope)
 
     def _enter(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
-        """Admit a request, behind those that wait for room."""
+        """Admit a request, behind those that wait for space."""
         admission = self._admission
         needed = self._index.blocks_for(message.path.num_tokens)
         if needed > self._index.pool.total:
             return [admission.never_fits(envelope, needed)]
-        if not admission.room.is_busy:
+        if not admission.space.is_busy:
             return self.admit(message, envelope)
         if message.wait_for_room:
-            return [admission.room.hold(message, envelope)]
+            return [admission.space.hold(message, envelope)]
         return [admission.count_refusal(envelope, NoRoom(needed, 0))]
 
     def admit(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
@@ -81,19 +81,19 @@ class Requests:
         return self._admission.proceed() + self._admit_waiting()
 
     def _admit_waiting(self) -> list[Action]:
-        """Those that wait for room came before those of a pause."""
+        """Those that wait for space came before those of a pause."""
         return self._admit_room() + self._admit_held()
 
     def _admit_room(self) -> list[Action]:
-        """A turn's share of the requests that wait for room, up to the first that does not fit."""
-        room, admission, actions = self._admission.room, self._admission, list[Action]()
+        """A turn's share of the requests that wait for space, up to the first that does not fit."""
+        space, admission, actions = self._admission.space, self._admission, list[Action]()
         for _ in range(STEPS):
-            held = room.first
-            if held is None or self._held.paused or room.retried:
+            held = space.first
+            if held is None or self._held.paused or space.retried:
                 return actions
             message, envelope = held.message, held.envelope
             if envelope.abandoned:
-                actions += self._give_up(room.remove(message.lease))
+                actions += self._give_up(space.remove(message.lease))
                 continue
             path = message.path
             if path.num_held or path.num_blocks:
@@ -102,13 +102,13 @@ class Requests:
             needed = self._index.blocks_for(path.num_tokens)
             if not self._index.fits(path, needed, admission.unpromised(), message.media):
                 return actions
-            room.retry(message.lease)
+            space.retry(message.lease)
             actions += self.admit(message, envelope)
             if needed <= self._index.part:
-                room.retried.discard(message.lease)
-            if message.lease in room.requests:
+                space.retried.discard(message.lease)
+            if message.lease in space.requests:
                 return actions  # it fitted no more, and is the first again
-        return actions + admission.proceed_later() if room.requests else actions
+        return actions + admission.proceed_later() if space.requests else actions
 
     def _admit_held(self) -> list[Action]:
         """A turn's share of the requests that waited for the end of a pause."""
@@ -126,7 +126,7 @@ class Requests:
     def cancel(self, lease: int) -> list[Action]:
         """The caller of a request that waits, for blocks or for the end of a pause, has gone."""
         actions = self._admission.cancel(lease, GIVEN_UP)
-        for queue in (self._held, self._admission.room):
+        for queue in (self._held, self._admission.space):
             actions += self._give_up(queue.remove(lease))
         return actions + self._admission.serve_waiting()
 
@@ -138,7 +138,7 @@ class Requests:
         held = self._held.expire(lease, ticket)
         if held is not None:
             return [Refusal(held.envelope, Paused("the cache is paused"))]
-        held = self._admission.room.expire(lease, ticket)
+        held = self._admission.space.expire(lease, ticket)
         if held is None:
             return self._admission.expire(lease, ticket)
         needed = self._index.blocks_for(held.message.path.num_tokens)

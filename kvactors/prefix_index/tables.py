@@ -3,6 +3,8 @@ are rejected."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvactors.actor import Envelope
 from kvactors.errors import LeaseBusy, NotReady, RankLost, TokensCommitted
 from kvactors.extra_keys import leading_items
@@ -42,7 +44,10 @@ class BlockTables:
             if isinstance(message, Extend)
             else message.num_tokens
         )
-        needed = max(0, self._index.blocks_for(upto) - lease.path.num_blocks)
+        total = self._index.blocks_for(upto)
+        if total > self._index.pool.total:
+            return [*actions, self._admission.never_fits(envelope, total)]
+        needed = max(0, total - lease.path.num_blocks)
         waiter = GrowthWaiter(lease, envelope, needed, message)
         return actions + self._take(waiter, lease.deadline)
 
@@ -58,6 +63,7 @@ class BlockTables:
             return [*actions, Refusal(envelope, error)]
         path, (full, rest) = lease.path, divmod(kept, self._index.block_size)
         extra = leading_items(path.extra_key(full), rest) if rest else b""
+        self._keep_paths_of_loads(path)
         freed = lease.tree.truncate(path, kept, extra)
         lease.media = tuple(item for item in lease.media if item[0] < kept)
         actions.append(Reply(envelope, Ack(path.num_blocks)))
@@ -99,6 +105,13 @@ class BlockTables:
                 "requests may share their blocks"
             )
         return None
+
+    def _keep_paths_of_loads(self, path: Path) -> None:
+        """A late load, which the lease continues without, still reports its blocks by the tokens
+        that they were loaded for."""
+        for load in self._index.loading.values():
+            if load.path is path:
+                load.path = copy_of(path, load.stop)
 
     def _take(self, waiter: GrowthWaiter, lease_deadline: float) -> list[Action]:
         """Give a waiter its blocks, or let it wait for them."""
@@ -148,6 +161,15 @@ class GrowthWaiter(Waiter):
     def give_up(self) -> list[Action]:
         """See `Waiter.give_up`."""
         return []
+
+
+def copy_of(path: Path, blocks: int) -> Path:
+    """The leading blocks of a path: tokens and extra keys, without nodes and device blocks."""
+    copy = Path(path.block_size, path.root)
+    copy.extend(np.frombuffer(path.tokens(0, blocks), "<u4"))
+    for position, extra in path.extra_keys(0, blocks):
+        copy.set_extra(position, extra)
+    return copy
 
 
 def append(path: Path, added: Path, extras: tuple[tuple[int, bytes], ...]) -> None:

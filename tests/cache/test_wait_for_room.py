@@ -241,7 +241,7 @@ async def test_many_requests_on_few_blocks_all_get_theirs():
         assert cache.statistics().no_room == 0
 
 
-async def test_other_threads_wait_for_room():
+async def test_other_threads_wait_for_space():
     async with opened(device=8, host=HOST) as cache:
         door = cache.from_thread
 

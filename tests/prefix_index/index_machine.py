@@ -181,7 +181,7 @@ class IndexMachine(RuleBasedStateMachine):
                     assert not fits, error
                     assert isinstance(error, (NeverFits, Paused, LeaseEnded)), error
                 elif isinstance(error, NoRoom):
-                    assert not answered.message.wait_for_room, "it was to wait for room"
+                    assert not answered.message.wait_for_room, "it was to wait for space"
                 if error is None:
                     self.leases[answered.message.lease] = tokens
                     assert answered.message.path.root == self.roots.root(PLAIN), (
@@ -236,7 +236,7 @@ class IndexMachine(RuleBasedStateMachine):
         patience=st.sampled_from([1.0, 5.0]),
         wait=st.booleans(),
         media=st.sampled_from([(), (), ((1, 4),), ((1, 2), (3, 5))]),
-        room=st.booleans(),
+        space=st.booleans(),
     )
     def acquire(
         self,
@@ -245,7 +245,7 @@ class IndexMachine(RuleBasedStateMachine):
         patience: float,
         wait: bool,
         media: Any = (),
-        room: bool = False,
+        space: bool = False,
     ) -> None:
         if len(self.leases) + len(self.open) > 5:
             return
@@ -262,13 +262,13 @@ class IndexMachine(RuleBasedStateMachine):
             deadline,
             wait,
             media=media,
-            wait_for_room=room,
+            wait_for_room=space,
         )
-        queued = len(self.actor.core.admission.room)
+        queued = len(self.actor.core.admission.space)
         effects = self.turn(message, deadline)
         for answered in effects.answered:
             if answered.message is message and queued:
-                assert answered.error is not None, "a request overtook those that wait for room"
+                assert answered.error is not None, "a request overtook those that wait for space"
 
     @precondition(lambda self: self.leases)
     @rule(which=choice, less=st.integers(0, 3))
@@ -529,13 +529,13 @@ class IndexMachine(RuleBasedStateMachine):
             "nothing brings back what a clear left"
         )
         assert 0 <= core.evictions.blocks_being_freed <= core.evictions.blocks_in_flight
-        room = core.admission.room
-        for held in room.requests.values():
+        space = core.admission.space
+        for held in space.requests.values():
             path = held.message.path
             assert self.works or not (path.num_held or path.num_blocks), (
                 "it waits, and holds blocks"
             )
-        first = room.first
+        first = space.first
         if first is not None and not (self.works or core.held.paused):
             first.message.path.set_root(self.roots.root(PLAIN))
             needed = self.index.blocks_for(first.message.path.num_tokens)
@@ -543,7 +543,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert not self.index.fits(
                 first.message.path, needed, unpromised, first.message.media
             ), "nothing wakes a request that fits"
-        assert self.works or not room.retried, "a request left the queue and did not come back"
+        assert self.works or not space.retried, "a request left the queue and did not come back"
         paths = {id(lease.path): lease for lease in core.leases}
         private: list[int] = [block for waiter in waiting for block in waiter.taken]
         for lease in paths.values():
@@ -606,7 +606,7 @@ class IndexMachine(RuleBasedStateMachine):
                 break
         self.consistent()
         core = self.actor.core
-        left = (core.held, core.admission.room, core.index.loading)
+        left = (core.held, core.admission.space, core.index.loading)
         assert not core.in_use()
         assert not any(left), f"left over: {left}"
         assert not self.stepper._open, (

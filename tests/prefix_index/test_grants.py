@@ -133,7 +133,8 @@ def test_an_extend_in_the_wrong_place_or_during_another_is_refused():
     [error] = answers(extend(state, 1, 99, 1)[1])
     assert isinstance(error, LeaseBusy)
     state.admission.closing = 1  # blocks are on their way back
-    first, actions = extend(state, 1, 2 * BLOCK, 3 * BLOCK)
+    state.index.take(1)
+    first, actions = extend(state, 1, 2 * BLOCK, 2 * BLOCK)
     assert [type(one) for one in actions] == [StartTimer]
     [error] = answers(extend(state, 1, 2 * BLOCK, 1)[1])
     assert isinstance(error, LeaseBusy)

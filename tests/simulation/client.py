@@ -50,12 +50,12 @@ class CacheClient:
         make: Callable[[], Awaitable[T]],
         seconds: float,
         *,
-        fits: bool = True,
-        room: bool = False,
+        fits: bool | None = None,
+        space: bool = False,
     ) -> T:
         """Await one call of the cache, which may take `seconds`. An error with a name passes if the
-        world's state allows it, which is tested here. fits: what it asks for is not larger than the
-        device. room: it waits for room."""
+        world's state allows it, which is tested here. fits: whether an acquire asks for no more
+        blocks than the device has. space: it waits for space."""
         world, loop = self.world, asyncio.get_running_loop()
         self.awaits += 1
         began, jumped = loop.time(), world.jumped
@@ -72,9 +72,9 @@ class CacheClient:
         except KVActorsError as error:
             outcome = type(error).__name__
             self._judge_error(what, error)
-            unfounded = fits if isinstance(error, NeverFits) else room or not fits
-            if isinstance(error, NoRoom) and unfounded:
-                world.violated(f"{what} ended with {error!r}: fits {fits}, waits {room}")
+            unfounded = fits if isinstance(error, NeverFits) else space or not fits
+            if isinstance(error, NoRoom) and fits is not None and unfounded:
+                world.violated(f"{what} ended with {error!r}: fits {fits}, waits {space}")
             raise
         finally:
             world.seen[f"outcome {what} {outcome}"] += 1

@@ -155,7 +155,7 @@ class Client(CacheClient):
         rng, cache = self.rng, self.world.cache
         deadline = rng.choice((0.02, 0.2, 1.0, 3.0))
         wait, incarnation = rng.random() < 0.9, self.world.system.index.incarnation
-        room = self.api_rng.random() < 0.35
+        space = self.api_rng.random() < 0.35
         if self.api_rng.random() < 0.2:
             self.look(prompt)
         lease = await self.ask(
@@ -168,11 +168,11 @@ class Client(CacheClient):
                 lora=prompt.lora,
                 deadline=deadline,
                 wait_for_evictions=wait,
-                wait_for_room=room,
+                wait_for_room=space,
             ),
             deadline,
             fits=len(prompt.tokens) <= cache.config.device.num_blocks * BLOCK,
-            room=room,
+            space=space,
         )
         if rng.random() < 0.04:
             self.world.seen["lease granted to forgotten"] += 1

@@ -26,7 +26,7 @@ from tests.prefix_index.objects import BLOCK, Request, acquire, answers, cache, 
 which = st.integers(0, 20)
 
 
-class RoomMachine(RuleBasedStateMachine):
+class QueueMachine(RuleBasedStateMachine):
     """Requests without a common prefix and without a tier below, so that blocks are free or in use.
     The model: `held` has the blocks of each lease, `queue` the requests that wait."""
 
@@ -110,7 +110,7 @@ class RoomMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.queue)
     @rule(number=which, told=st.booleans())
     def give_up(self, number: int, told: bool) -> None:
-        """The caller of a request that waits has gone, and may have had no time to say so."""
+        """The caller of a request that waits has gone, and may have sent nothing."""
         lease = sorted(self.queue)[number % len(self.queue)]
         del self.queue[lease]
         self.asked[lease].cancel()
@@ -156,18 +156,18 @@ class RoomMachine(RuleBasedStateMachine):
             if kind != "LeaseEnded" or lease in self.found
         }
         assert self.found == expected
-        room = self.core.admission.room
-        there = [lease for lease, one in room.requests.items() if not one.envelope.abandoned]
+        space = self.core.admission.space
+        there = [lease for lease, one in space.requests.items() if not one.envelope.abandoned]
         assert there == list(waiting), "the queue is not in the order of arrival"
         assert self.core.index.free == self.free
         assert not self.core.admission.waiting
-        assert not room.retried
+        assert not space.retried
 
 
 class Grow:
     """An extend by one block."""
 
-    def __init__(self, machine: RoomMachine, lease: int) -> None:
+    def __init__(self, machine: QueueMachine, lease: int) -> None:
         state = machine.core.leases.get(lease)
         assert state is not None
         added = Path(BLOCK, state.path.root)
@@ -176,13 +176,13 @@ class Grow:
         self.envelope.deadline = 5.0
         message = self.envelope.message
         assert isinstance(message, Extend)
-        self.actions = machine.core.grants.extend(message, self.envelope)
+        self.actions = machine.core.tables.grow(message, self.envelope)
         self.granted = any(isinstance(one, Reply) for one in self.actions)
 
 
 def test_the_queue_equals_its_model() -> None:
     run_state_machine_as_test(
-        RoomMachine,
+        QueueMachine,
         settings=settings(
             max_examples=120, stateful_step_count=25, deadline=None, derandomize=True
         ),
@@ -193,7 +193,7 @@ def ask(state: Any, message: Acquire) -> list[Action]:
     return state.requests.acquire(message, Request(message))
 
 
-def test_not_now_and_never_are_told_apart_with_sizes() -> None:
+def test_not_now_and_never_are_different_errors() -> None:
     state = core(4)
     assert answers(ask(state, acquire(1, 3)))[0].blocks
     [later] = answers(ask(state, acquire(2, 2, first=100)))
@@ -252,17 +252,17 @@ def test_a_cancelled_request_leaves_nothing() -> None:
     ask(state, acquire(2, 2, first=100, wait_for_room=True))
     [error] = answers(state.requests.cancel(2))
     assert isinstance(error, LeaseEnded)
-    assert not state.admission.room.is_busy
+    assert not state.admission.space.is_busy
 
 
-def test_own_cached_blocks_are_not_room() -> None:
+def test_own_cached_blocks_are_not_free() -> None:
     """Three of its six blocks are cached and unused, five are in use: three more are needed."""
     state = core(8, host_tier=False)
     cache(state, 3)
     ask(state, acquire(1, 5, first=100))
     [timer] = ask(state, acquire(2, 6, wait_for_room=True))
     assert isinstance(timer, StartTimer)
-    held = state.admission.room.first
+    held = state.admission.space.first
     assert held is not None
     assert not state.index.fits(held.message.path, 6, 0, ())
     state.endings.finish(1, None, Request())
@@ -271,7 +271,7 @@ def test_own_cached_blocks_are_not_room() -> None:
 
 def test_evictions_that_come_short_are_no_refusal() -> None:
     """A request waits for the copies of evicted blocks. One of those is matched again: the request
-    waits for room then, as the first in the queue."""
+    waits for space then, as the first in the queue."""
     state = core(4)
     cache(state, 4)
     actions = ask(state, acquire(1, 4, first=100, wait_for_room=True))
@@ -279,7 +279,7 @@ def test_evictions_that_come_short_are_no_refusal() -> None:
     assert answers(ask(state, acquire(2, 1))) == []
     [granted] = answers(state.offloaded(offload.op, b"\1\1\1\1"))
     assert granted.device_hits == 1
-    assert list(state.admission.room.requests) == [1]
+    assert list(state.admission.space.requests) == [1]
     assert not state.admission.waiting
     state.endings.finish(2, None, Request())
     [offload] = [one for one in messages(state.requests.proceed()) if isinstance(one, Offload)]
