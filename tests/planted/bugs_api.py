@@ -133,9 +133,11 @@ BUGS: tuple[Mutation, ...] = (
         "prefix_index/requests.py",
         """\
         for _ in range(STEPS):
+            held = self._held.take_next()
 """,
         """\
         for _ in range(10**9):
+            held = self._held.take_next()
 """,
         "after a pause every request is admitted in one turn",
         (ADMISSION + "test_thousands_of_waiting_requests_are_served_a_few_a_turn",),
