@@ -22,7 +22,7 @@ from kvactors.cpu_evictor.messages import (
     HostBlocksRemoved,
     HostCleared,
     HostReply,
-    Keep,
+    KeepHostCopies,
     LayersLoaded,
     Load,
     Loaded,
@@ -184,10 +184,10 @@ class CpuEvictor(Actor):
         """The device holds these blocks."""
         self._perform(self.memory.drop_host_copies(message.hashes))
 
-    @on(Keep)
-    def keep(self, message: Keep) -> None:
+    @on(KeepHostCopies)
+    def keep_host_copies(self, message: KeepHostCopies) -> None:
         """The device did not take these blocks."""
-        self._perform(self.memory.keep(message.hashes))
+        self._perform(self.memory.keep_host_copies(message.hashes))
 
     @on(ClearHost)
     def clear(self, message: ClearHost) -> None:

@@ -168,11 +168,11 @@ class HostMemory:
         # A HostBlocksAdded or Offloaded with such a block may have been sent after the
         # DropHostCopies was.
         if dropped:
-            hashes = join_hashes(block.hash for block in dropped)
-            actions.append(send(self._index, HostBlocksRemoved(hashes)))
+            removed = join_hashes(block.hash for block in dropped)
+            actions.append(send(self._index, HostBlocksRemoved(removed)))
         return actions
 
-    def keep(self, hashes: bytes) -> list[Action]:
+    def keep_host_copies(self, hashes: bytes) -> list[Action]:
         """The device did not take these blocks, deepest last: those that were leaving stay as far
         as the capacity allows, and the others are evicted."""
         found = [

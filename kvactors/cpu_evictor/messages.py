@@ -170,7 +170,7 @@ class DropHostCopies(Message, frozen=True, eq=False):
     hashes: bytes
 
 
-class Keep(Message, frozen=True, eq=False):
+class KeepHostCopies(Message, frozen=True, eq=False):
     """The device did not take these loaded blocks: the load of their parents did not complete.
     Those that were leaving an exclusive host tier stay as far as the capacity allows, and the
     others are evicted. An inclusive one ignores the message."""
@@ -233,7 +233,15 @@ class FetchDeadline(Control, frozen=True, eq=False):
 
 
 HostRequest = (
-    Offload | Load | SetTargets | Cancel | Save | DropHostCopies | Keep | ClearHost | PrefetchToHost
+    Offload
+    | Load
+    | SetTargets
+    | Cancel
+    | Save
+    | DropHostCopies
+    | KeepHostCopies
+    | ClearHost
+    | PrefetchToHost
 )
 """Messages of PrefixIndex to CpuEvictor."""
 

@@ -43,8 +43,8 @@ class HostBlock:
         arriving: its bytes are not in the slot yet.
         announced: the notifier was sent that it is resident, and not that it is gone.
         prefetched: it came from storage without a request that waits for it.
-        on_device: it was copied to the device, so a `DropHostCopies` or `Keep` for it is on its
-            way.
+        on_device: it was copied to the device: a `DropHostCopies` or `KeepHostCopies` for it is on
+            its way.
         dropped: removed from the tier. The slot is free as soon as it has no pins.
     """
 
@@ -152,7 +152,7 @@ class HostTier:
     @property
     def in_transit(self) -> int:
         """Slots whose blocks are on their way to the device or to storage, without those that wait
-        for a `DropHostCopies` or `Keep`."""
+        for a `DropHostCopies` or `KeepHostCopies`."""
         return len(self.blocks) - self.resident - self._on_device
 
     def readable(self, block_hash: bytes) -> HostBlock | None:

@@ -1,7 +1,6 @@
 """Layouts: the pieces of a block, and the layout that a config names."""
 
-from importlib import import_module
-
+from kvactors.class_path import class_at
 from kvactors.config import LayoutConfig
 from kvactors.errors import LayoutError
 from kvactors.layout.base import Layout, Piece, Role, heads_on_rank
@@ -43,15 +42,5 @@ def layout_class(kind: str) -> type[Layout]:
     """
     if kind in KINDS:
         return KINDS[kind]
-    module, _, name = kind.partition(":")
-    if not name:
-        raise LayoutError(
-            f"unknown layout {kind!r}: choose {', '.join(KINDS)} or package.module:Class"
-        )
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise LayoutError(f"layout {kind!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Layout)):
-        raise LayoutError(f"{kind!r} is not a Layout")
+    found: type[Layout] = class_at(kind, Layout, "layout", KINDS, LayoutError)
     return found

@@ -113,7 +113,7 @@ class Announcements:
         """No block is on the device any more."""
         return self._report([TierCleared(Tier.DEVICE, reason)]) if self.enabled else []
 
-    def scoped(self, namespace: str) -> list[Action]:
+    def namespace_changed(self, namespace: str) -> list[Action]:
         """Requests are admitted under another namespace."""
         return self._report([NamespaceChanged(namespace)]) if self.enabled else []
 

@@ -96,7 +96,7 @@ class IndexCore:
         actions: list[Action] = []
         if namespace != self.roots.namespace:
             self.roots.namespace = namespace
-            actions = self.announcements.scoped(namespace)
+            actions = self.announcements.namespace_changed(namespace)
         return [*actions, Reply(envelope, Ack())]
 
     # -- completions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvactors.cpu_evictor.messages import DropHostCopies, Keep, Offload
+from kvactors.cpu_evictor.messages import DropHostCopies, KeepHostCopies, Offload
 from kvactors.native import HOST
 from kvactors.prefix_index.actions import Action
 from kvactors.prefix_index.announcements import Announcements
@@ -101,9 +101,9 @@ class Evictions:
         self._index.tree.host_blocks_removed(hashes)
         return [DropHostCopies(hashes)]
 
-    def not_taken(self, hashes: bytes) -> list[Action]:
+    def keep_host_copies(self, hashes: bytes) -> list[Action]:
         """The device did not take these loaded blocks: an exclusive host tier keeps them."""
-        return [Keep(hashes)] if hashes and self._offload else []
+        return [KeepHostCopies(hashes)] if hashes and self._offload else []
 
     def _remove(self, op: int) -> Eviction | None:
         eviction = self._in_flight.pop(op, None)

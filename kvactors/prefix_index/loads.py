@@ -218,7 +218,7 @@ class LoadTable:
             actions += self._evictions.drop_host_copies(path.hashes(start, start + resident))
             # Loaded below blocks that were not: without their parents they are not resident.
             kept = path.hashes(start + resident, start + max(resident, num_loaded))
-            actions += self._evictions.not_taken(kept)
+            actions += self._evictions.keep_host_copies(kept)
         for lease in load.leases():
             owner = lease is load.owner
             actions += self._leases.load_ended(lease, load, resident, from_host, owner=owner)

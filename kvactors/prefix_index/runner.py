@@ -9,7 +9,7 @@ from kvactors.cpu_evictor.messages import (
     ClearHost,
     DropHostCopies,
     HostRequest,
-    Keep,
+    KeepHostCopies,
     Load,
     Offload,
     PrefetchToHost,
@@ -34,7 +34,7 @@ TO_EVICTOR = (
     Cancel,
     Save,
     DropHostCopies,
-    Keep,
+    KeepHostCopies,
     ClearHost,
     PrefetchToHost,
 )

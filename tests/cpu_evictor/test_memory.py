@@ -128,12 +128,12 @@ def test_loaded_blocks_that_the_device_did_not_take_stay():
     host.completions.handle(Copied(copy.op, ()))
     host.fill(path(1, family=1))
     assert host.tier.on_device == 2
-    actions = host.memory.keep(join_hashes(keys))
+    actions = host.memory.keep_host_copies(join_hashes(keys))
     assert names(actions) == ["HostBlocksRemoved", "Write"]
     assert sent(actions, Write)[0].keys == keys[0]
     assert host.tier.is_resident(keys[1])
     assert host.tier.on_device == 0
-    assert host.memory.keep(join_hashes(keys[1:])) == [], "it is resident"
+    assert host.memory.keep_host_copies(join_hashes(keys[1:])) == [], "it is resident"
     host.completions.handle(Written(sent(actions, Write)[0].op, bytes(1)))
     host.idle()
 
@@ -144,7 +144,7 @@ def test_a_block_that_the_device_did_not_take_stays_when_its_other_use_ends():
     (copy,) = sent(host.load(keys, fetch=False).begin())
     (write,) = sent(host.memory.write([host.tier.blocks[keys[0]]]))
     host.completions.handle(Copied(copy.op, ()))
-    assert host.memory.keep(keys[0]) == []
+    assert host.memory.keep_host_copies(keys[0]) == []
     host.completions.handle(Written(write.op, bytes(1)))
     assert host.tier.is_resident(keys[0])
     host.idle()

@@ -200,7 +200,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "host_waits_for_what_the_device_did_not_take",
         "prefix_index/loads.py",
-        "            actions += self._evictions.not_taken(kept)\n",
+        "            actions += self._evictions.keep_host_copies(kept)\n",
         "",
         "host slots of loaded blocks that the device did not take are never used again",
         (

@@ -10,7 +10,7 @@ BUGS: tuple[Mutation, ...] = (
         "old_namespace_stays_announced",
         "prefix_index/core.py",
         """\
-            actions = self.announcements.scoped(namespace)
+            actions = self.announcements.namespace_changed(namespace)
 """,
         "",
         "after new weights a router finds blocks that no request can get",

@@ -63,7 +63,7 @@ def test_without_a_sink_nothing_is_sent(index):
     one = cached(index, 2)
     assert news.cached(one, 0, 2, Reason.COMMIT) == []
     assert news.removed(one.hashes(0, 2), Reason.DEVICE_DROP) == []
-    assert news.cleared(Reason.CLEAR) == news.scoped("b") == news.announce_all() == []
+    assert news.cleared(Reason.CLEAR) == news.namespace_changed("b") == news.announce_all() == []
 
 
 def test_a_long_path_is_announced_in_parts_each_below_its_parent(index):
@@ -139,7 +139,7 @@ def test_changes_during_a_walk_are_sent_after_it(index):
     late = cached(index, 2, first=100)
     assert news.cached(late, 0, 2, Reason.COMMIT) == []
     assert news.removed(one.hashes(4, 5), Reason.DEVICE_DROP) == []
-    assert news.scoped("b") == []
+    assert news.namespace_changed("b") == []
     sent = whole_walk(begun)
     assert [type(each) for each in sent[-3:]] == [PathCached, BlocksRemoved, NamespaceChanged]
     assert sent[-3].hashes == late.hashes(0, 2)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvactors.actor import Message
-from kvactors.cpu_evictor.messages import Cancel, DropHostCopies, Keep, Load, SetTargets
+from kvactors.cpu_evictor.messages import Cancel, DropHostCopies, KeepHostCopies, Load, SetTargets
 from kvactors.flush_notifier.messages import BlocksAdded
 from kvactors.prefix_index.actions import StartTimer
 from kvactors.prefix_index.core import IndexCore
@@ -116,7 +116,7 @@ def test_the_host_keeps_blocks_that_the_device_did_not_take(overdue):
         state.loads.finish(second, 2, 2)
         actions = state.loads.finish(first, 1, 1)
     discarded = [one.hashes for one in messages(actions) if isinstance(one, DropHostCopies)]
-    kept = [one.hashes for one in messages(actions) if isinstance(one, Keep)]
+    kept = [one.hashes for one in messages(actions) if isinstance(one, KeepHostCopies)]
     assert discarded == ([] if overdue else [lease.path.hashes(0, 1)])
     assert kept == [lease.path.hashes(2, 4)]
 
@@ -214,7 +214,9 @@ def test_results_in_any_order_agree_with_a_model(run):
         key for one in sent if isinstance(one, DropHostCopies) for key in split_hashes(one.hashes)
     }
     assert discarded == set(split_hashes(lease.path.hashes(0, expected)))
-    kept = [key for one in sent if isinstance(one, Keep) for key in split_hashes(one.hashes)]
+    kept = [
+        key for one in sent if isinstance(one, KeepHostCopies) for key in split_hashes(one.hashes)
+    ]
     assert len(set(kept)) == sum(good) - expected, "the device did not take what arrived below"
     assert not discarded & set(kept)
     assert not lease.loads

@@ -1,8 +1,8 @@
 """Storage back ends behind one contract."""
 
-from importlib import import_module
 from typing import Any
 
+from kvactors.class_path import class_at
 from kvactors.config import Config, StorageConfig
 from kvactors.device.base import Device
 from kvactors.errors import ConfigError
@@ -56,7 +56,9 @@ def make_backend(
         if config.exclusive:
             raise ConfigError("storage.exclusive has no meaning for a pool that other nodes share")
         return MooncakeBackend(config.mooncake, identity, block_bytes)
-    made: Backend = backend_class(kind)(config, identity.digest, block_bytes)
+    made: Backend = class_at(kind, Backend, "storage.backend", KINDS, ConfigError)(
+        config, identity.digest, block_bytes
+    )
     return made
 
 
@@ -119,22 +121,6 @@ def capacity_of(config: StorageConfig, block_bytes: int) -> int:
     if nbytes < block_bytes:
         raise ConfigError(f"storage.capacity_bytes holds no block of {block_bytes} bytes")
     return min(nbytes // block_bytes, blocks or nbytes)
-
-
-def backend_class(kind: str) -> Any:
-    """A class by its module path. ConfigError if there is none."""
-    module, _, name = kind.partition(":")
-    if not name:
-        raise ConfigError(
-            f"unknown storage.backend {kind!r}: choose {', '.join(KINDS)} or package.module:Class"
-        )
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"storage.backend {kind!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise ConfigError(f"storage.backend {kind!r} is not a Backend")
-    return found
 
 
 _renamed = moved(__name__, "kvactors.storage.backends.device_store", DirectBackend="DeviceStore")
