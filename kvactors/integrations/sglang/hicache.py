@@ -1,0 +1,332 @@
+"""SGLang's entry point: the `HiCacheStorage` that SGLang loads by module path."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+from sglang.srt.runtime_context import get_parallel
+
+from kvactors.errors import ConfigError
+from kvactors.integrations.sglang.host_pages import HostPages, Region
+from kvactors.integrations.sglang.page_store import PageCounters, PageStore
+from kvactors.integrations.sglang.prefixes import Need, PoolNeed, find_prefixes, leading
+from kvactors.integrations.sglang.settings import (
+    KV,
+    check_shared,
+    pages_of_each,
+    read_settings,
+    tier_config,
+)
+from kvactors.tier_cache import open_storage
+
+log = logging.getLogger("kvactors")
+
+NEEDS: dict[Any, Need] = {
+    PoolHitPolicy.ALL_PAGES: "all_pages",
+    PoolHitPolicy.TRAILING_PAGES: "trailing_pages",
+}
+
+
+class Pool(NamedTuple):
+    """A host pool of SGLang, and the storage of its pages."""
+
+    pages: HostPages
+    store: PageStore
+
+
+class KVActorsHiCache(HiCacheStorage):
+    """kvactors' verified store below SGLang's host pool.
+
+    The calls of SGLang's storage threads end within `storage.timeout` seconds and do not raise: a
+    fault is a page that is not there.
+
+    Args:
+        storage_config: SGLang's. Its `extra_config` is described by `HiCacheSettings`.
+        kwargs: given by SGLang.
+
+    Raises:
+        ConfigError: a setting is unknown, missing or out of range (a ValueError).
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
+        self.settings = read_settings(storage_config.extra_config)
+        check_shared(self.settings.storage, storage_config)
+        self._config = storage_config
+        self._registered: dict[str, HostPages] = {}
+        self._pools: dict[str, Pool] = {}
+        self._capacity: int | None = None
+        self._opened = self._closed = False
+        self._metrics = StorageMetrics()
+        self._last_fault = ""
+
+    # -- host pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Take SGLang's host pool of keys and values.
+
+        Raises:
+            ConfigError: the pool does not give the addresses of its pages.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        self._registered[KV] = HostPages(KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Take another host pool, also after the start.
+
+        Raises:
+            ConfigError: the pool does not give the addresses of its pages.
+            StoreError: its store cannot be used (an OSError).
+        """
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = str(host_pool_name)
+        known = self._registered.get(name)
+        if known is not None and known.is_of(host_pool):
+            return
+        self._registered[name] = HostPages(name, host_pool)
+        if self._opened:
+            self._open(name)
+
+    def on_host_pools_registered(self) -> None:
+        """Open the stores of all pools.
+
+        Raises:
+            ConfigError: a setting of the storage is out of range.
+            StoreError: a store cannot be used (an OSError).
+        """
+        sizes = {name: pages.page_bytes for name, pages in self._registered.items()}
+        self._capacity = pages_of_each(self.settings.storage, sizes)
+        self._opened = True
+        try:
+            for name in self._registered:
+                self._open(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, name: str) -> None:
+        pages = self._registered[name]
+        earlier = self._pools.pop(name, None)
+        if earlier is not None:
+            earlier.store.close(self.settings.storage.close_timeout)
+        config = tier_config(
+            self.settings,
+            self._config,
+            pages.facts,
+            page_bytes=pages.page_bytes,
+            pages=self._capacity,
+            replica=_replica(self._config),
+        )
+        tier = open_storage(config)
+        self._pools[name] = Pool(pages, PageStore(tier, pages.page_bytes, config.storage.timeout))
+        log.info("pool %s: %d pages of %d bytes stored", name, tier.objects, pages.page_bytes)
+
+    # -- SGLang's storage threads: pages of the pool of keys and values
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """Pages from the start that can be read."""
+        return self._guarded(lambda: leading(self._look_up(KV, keys)), 0)
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        """Read pages into the host pool. Returns whether each was read, verified."""
+        return self._guarded(lambda: self._load(KV, keys, host_indices), [False] * len(keys))
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        """Write pages from the host pool. Returns whether the store has each now."""
+        return self._guarded(lambda: self._save(KV, keys, host_indices), [False] * len(keys))
+
+    # -- the same for several pools
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """The prefixes that can be restored from all pools together."""
+        return self._guarded(
+            lambda: self._prefixes(keys, pool_transfers or []), PoolTransferResult.empty()
+        )
+
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Read pages of several pools."""
+        return {one.name: self._transfer(one, self._load) for one in transfers}
+
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Write pages of several pools."""
+        return {one.name: self._transfer(one, self._save) for one in transfers}
+
+    def _transfer(self, one: Any, move: Callable[..., list[bool]]) -> list[bool]:
+        keys = one.keys or []
+        return self._guarded(
+            lambda: move(str(one.name), keys, one.host_indices), [False] * len(keys)
+        )
+
+    def _prefixes(self, keys: Sequence[str], transfers: Sequence[Any]) -> PoolTransferResult:
+        kv_pages = leading(self._look_up(KV, keys))
+        # groups of blocks are another form of pages that the pool of keys and values has
+        needed = [one for one in transfers if one.hit_policy in NEEDS]
+        found = find_prefixes(kv_pages, [self._need(one, keys[:kv_pages]) for one in needed])
+        hits = {KV: kv_pages} | {
+            one.name: pages for one, pages in zip(needed, found.of_pools, strict=True)
+        }
+        return PoolTransferResult(
+            found.longest, {name: pages for name, pages in hits.items() if pages}, found.restorable
+        )
+
+    def _need(self, transfer: Any, keys: Sequence[str]) -> PoolNeed:
+        found = self._look_up(str(transfer.name), keys)
+        trailing = max(1, len(transfer.keys or ()))
+        return PoolNeed(found, NEEDS[transfer.hit_policy], trailing)
+
+    # -- calls that SGLang makes without `interface_v1`
+
+    def exists(self, key: str) -> bool:
+        """Whether a page can be read."""
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """Read a page into a tensor. Returns the tensor, None if there is no such page."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[Any]:
+        """Read pages into tensors. Returns the tensor of each page that was read."""
+        tensors = target_locations or [None] * len(keys)
+        ok = self._guarded(lambda: self._load_tensors(keys, tensors), [False] * len(keys))
+        return [tensor if good else None for tensor, good in zip(tensors, ok, strict=True)]
+
+    def set(
+        self,
+        key: str,
+        value: Any = None,
+        target_location: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Write a page from a tensor."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Write pages from tensors. Returns whether the store has all of them now."""
+        return self._guarded(lambda: self._save_tensors(keys, values), False)
+
+    def _load_tensors(self, keys: Sequence[str], tensors: Sequence[Any]) -> list[bool]:
+        regions = [_region(tensor, self._pools[KV].pages.page_bytes) for tensor in tensors]
+        return self._measured(self._pools[KV].store.load, keys, regions, loads=True)
+
+    def _save_tensors(self, keys: Sequence[str], tensors: Sequence[Any]) -> bool:
+        packed = [tensor.contiguous() for tensor in tensors]
+        regions = [_region(tensor, self._pools[KV].pages.page_bytes) for tensor in packed]
+        return all(self._measured(self._pools[KV].store.save, keys, regions, loads=False))
+
+    # -- work
+
+    def _guarded(self, work: Callable[[], Any], otherwise: Any) -> Any:
+        """The answer of some work. A fault is logged when it differs from the last one, since an
+        exception would end SGLang's thread."""
+        try:
+            return work()
+        except Exception as error:
+            fault = f"{type(error).__name__}: {error}"
+            if fault != self._last_fault and not self._closed:
+                self._last_fault = fault
+                log.exception("a call of SGLang failed")
+            return otherwise
+
+    def _look_up(self, name: str, keys: Sequence[str]) -> list[bool]:
+        store = self._pools[name].store
+        if store.trouble:
+            return [False] * len(keys)
+        return store.look_up([bytes.fromhex(key) for key in keys])
+
+    def _load(self, name: str, keys: Sequence[str], indices: Any) -> list[bool]:
+        pool = self._pools[name]
+        regions = pool.pages.regions(indices, len(keys))
+        return self._measured(pool.store.load, keys, regions, loads=True)
+
+    def _save(self, name: str, keys: Sequence[str], indices: Any) -> list[bool]:
+        pool = self._pools[name]
+        regions = pool.pages.regions(indices, len(keys))
+        return self._measured(pool.store.save, keys, regions, loads=False)
+
+    def _measured(
+        self,
+        move: Callable[[Sequence[bytes], Sequence[Sequence[Region]]], list[bool]],
+        keys: Sequence[str],
+        regions: Sequence[Sequence[Region]],
+        *,
+        loads: bool,
+    ) -> list[bool]:
+        begun = time.perf_counter()
+        ok = move([bytes.fromhex(key) for key in keys], regions)
+        if ok and self._config.enable_storage_metrics:
+            moved, metrics = sum(ok), self._metrics
+            nbytes = moved * sum(region.nbytes for region in regions[0])
+            speed = nbytes / 1e9 / max(1e-9, time.perf_counter() - begun)
+            (metrics.prefetch_pgs if loads else metrics.backup_pgs).append(moved)
+            (metrics.prefetch_bandwidth if loads else metrics.backup_bandwidth).append(speed)
+        return ok
+
+    # -- control
+
+    def get_stats(self) -> StorageMetrics:
+        """Pages and GB/s of each call since the last time, for SGLang's metrics."""
+        metrics, self._metrics = self._metrics, StorageMetrics()
+        return metrics
+
+    def counters(self) -> dict[str, PageCounters]:
+        """Pages since the start, by pool."""
+        return {name: pool.store.counters for name, pool in self._pools.items()}
+
+    def clear(self) -> bool:
+        """Forget every page, and delete the stored objects."""
+        for pool in self._pools.values():
+            pool.store.clear()
+        return True
+
+    def close(self) -> None:
+        """Close the stores. Later calls answer that there is nothing."""
+        self._closed = True
+        pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.store.close(self.settings.storage.close_timeout)
+
+
+def _region(tensor: Any, page_bytes: int) -> list[Region]:
+    """The memory of a tensor that holds one page.
+
+    Raises:
+        ConfigError: the tensor is not a page in contiguous host memory.
+    """
+    if tensor is None or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ConfigError("a page needs a contiguous tensor in host memory")
+    if tensor.nbytes != page_bytes:
+        raise ConfigError(f"a tensor of {tensor.nbytes} bytes for a page of {page_bytes}")
+    return [Region(tensor.data_ptr(), tensor.nbytes)]
+
+
+def _replica(config: HiCacheStorageConfig) -> int:
+    """The number of the data parallel replica: its own processes, or its part of one worker
+    group."""
+    try:
+        own = get_parallel().dp_rank
+    except (AttributeError, RuntimeError, ValueError):
+        own = None
+    return config.dp_rank or own or 0

@@ -1,0 +1,219 @@
+"""Settings of `--hicache-storage-backend-extra-config`, and the identity of SGLang's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvactors.errors import ConfigError
+from kvactors.tier_cache import TierConfig, TierStorage
+
+WHERE = "--hicache-storage-backend-extra-config"
+KV = "kv"
+"""SGLang's name of the pool that holds the keys and values of full attention."""
+NO_EFFECT = ("write_policy", "min_hits", "slot_timeout")
+"""Settings of the storage below a host tier of kvactors."""
+PROCESS_STORES = ("file", "memory")
+"""Back ends whose objects only one process can use."""
+
+
+class HiCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The keys of `--hicache-storage-backend-extra-config`.
+
+    Attributes:
+        storage: where pages are stored. `capacity_bytes` is that of one SGLang worker (rank), for
+            all its pools. `rank` and `ranks` are those of SGLang, and SGLang's
+            `--hicache-write-policy` decides which pages are saved.
+        model: name of the model in the identity of pages. None: SGLang's name of it.
+        backend_name: read by SGLang.
+        module_path: read by SGLang.
+        class_name: read by SGLang.
+        interface_v1: read by SGLang. Whether pages move between the host pool and kvactors
+            directly. Without it SGLang makes a tensor of each page.
+    """
+
+    storage: TierStorage
+    model: str | None = None
+    backend_name: str | None = None
+    module_path: str | None = None
+    class_name: str | None = None
+    interface_v1: bool | int = False
+
+
+def read_settings(extra_config: Mapping[str, Any] | None) -> HiCacheSettings:
+    """Check `--hicache-storage-backend-extra-config`.
+
+    Raises:
+        ConfigError: names the setting that is unknown, missing, malformed or out of range.
+    """
+    try:
+        settings = msgspec.convert(dict(extra_config or {}), HiCacheSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{WHERE}: {error}") from error
+    storage = settings.storage
+    if storage.backend == "none":
+        raise ConfigError(
+            f"{WHERE}: storage.backend is needed: file, memory, or package.module:Class"
+        )
+    if (storage.rank, storage.ranks) != (0, 1):
+        raise ConfigError(f"{WHERE}: storage.rank and storage.ranks are those of SGLang's workers")
+    for name in NO_EFFECT:
+        if getattr(storage, name) != getattr(TierStorage(), name):
+            raise ConfigError(
+                f"{WHERE}: storage.{name} has no effect: SGLang has the host pool, and its "
+                "--hicache-write-policy decides which pages are saved"
+            )
+    return settings
+
+
+def check_shared(storage: TierStorage, config: Any) -> None:
+    """Refuse stores that the readers of a rank's pages cannot use.
+
+    Args:
+        storage: as configured.
+        config: SGLang's `HiCacheStorageConfig`.
+
+    Raises:
+        ConfigError: ranks share pages, and the store belongs to one process.
+    """
+    if config.is_mla_model and config.tp_size > 1 and storage.backend in PROCESS_STORES:
+        raise ConfigError(
+            f"{WHERE}: storage.backend = {storage.backend!r} belongs to one process, and the "
+            f"{config.tp_size} tensor parallel ranks of {config.model_name} read pages that one of "
+            "them writes (multi-head latent attention)"
+        )
+
+
+def is_replicated(config: Any, pool_kind: str) -> bool:
+    """Whether all tensor parallel ranks hold the same pages, which one of them saves.
+
+    Args:
+        config: SGLang's `HiCacheStorageConfig`.
+        pool_kind: class name of the host pool. Heads and Mamba states are split between ranks in
+            every model.
+    """
+    return bool(config.is_mla_model) and not any(kind in pool_kind for kind in ("MHA", "Mamba"))
+
+
+def place(config: Any, *, replicated: bool) -> tuple[int, int]:
+    """The rank of a pool's pages, and the number of such ranks.
+
+    Args:
+        config: SGLang's `HiCacheStorageConfig`.
+        replicated: whether tensor parallel ranks share the pages.
+    """
+    dimensions = [(config.pp_rank, config.pp_size), (config.attn_cp_rank, config.attn_cp_size)]
+    if not replicated:
+        dimensions.append((config.tp_rank, config.tp_size))
+    rank, ranks = 0, 1
+    for index, size in dimensions:
+        rank, ranks = rank * size + index, ranks * size
+    return rank, ranks
+
+
+def identity(
+    config: Any,
+    pool: Mapping[str, str | int | None],
+    *,
+    direct: bool,
+    replicated: bool,
+) -> dict[str, str | int | float | bool | None]:
+    """The facts that two engines must share for their pages to be interchangeable.
+
+    Args:
+        config: SGLang's `HiCacheStorageConfig`.
+        pool: description of the host pool (`HostPages.facts`).
+        direct: whether pages move without a tensor for each. The order of a page's bytes differs.
+        replicated: whether tensor parallel ranks share the pages.
+    """
+    return {
+        "engine": "sglang",
+        "direct": direct,
+        "replicated": replicated,
+        "tp_size": 1 if replicated else config.tp_size,
+        "pp_size": config.pp_size,
+        "attn_cp_size": config.attn_cp_size,
+        "dcp_size": config.dcp_size,
+        "dcp_rank": config.dcp_rank,
+        "split_heads": bool(config.should_split_heads),
+        **{f"pool_{name}": value for name, value in pool.items()},
+    }
+
+
+def tier_config(
+    settings: HiCacheSettings,
+    config: Any,
+    pool: Mapping[str, str | int | None],
+    *,
+    page_bytes: int,
+    pages: int | None,
+    replica: int,
+) -> TierConfig:
+    """Settings of the store of one pool.
+
+    Args:
+        settings: of all pools.
+        config: SGLang's `HiCacheStorageConfig`.
+        pool: description of the host pool (`HostPages.facts`).
+        page_bytes: bytes of a page.
+        pages: that the store may hold. None: as configured.
+        replica: number of the data parallel replica. Each has its own folder.
+
+    Raises:
+        ConfigError: the model has no name.
+    """
+    model = settings.model or config.model_name
+    if not model:
+        raise ConfigError(f"{WHERE}: model is needed: SGLang gives the model no name")
+    replicated = is_replicated(config, str(pool["kind"]))
+    rank, ranks = place(config, replicated=replicated)
+    storage = msgspec.structs.replace(settings.storage, rank=rank, ranks=ranks)
+    if pages is not None:
+        storage = msgspec.structs.replace(storage, capacity_blocks=pages, capacity_bytes=None)
+    parts = [settings.storage.directory]
+    parts += [f"replica-{replica}"] if replica else []
+    parts += [f"pool-{pool['name']}"] if pool["name"] != KV else []
+    if storage.directory:
+        storage = msgspec.structs.replace(storage, directory="/".join(parts))
+    return TierConfig(
+        model=model,
+        block_bytes=page_bytes,
+        num_slots=1,
+        identity=identity(config, pool, direct=bool(settings.interface_v1), replicated=replicated),
+        storage=storage,
+    )
+
+
+def pages_of_each(storage: TierStorage, page_bytes: Mapping[str, int]) -> int | None:
+    """Pages that the store of every pool may hold, None if one pool takes all that `storage` gives.
+
+    Args:
+        storage: as configured.
+        page_bytes: by pool, bytes of a page.
+
+    Raises:
+        ConfigError: several pools share a capacity that is not given, or is less than a page.
+    """
+    from kvactors.mooncake_config import in_bytes
+
+    if len(page_bytes) == 1:
+        return None
+    pools = ", ".join(page_bytes)
+    if storage.capacity_blocks is None and storage.capacity_bytes is None:
+        raise ConfigError(
+            f"{WHERE}: storage.capacity_bytes or storage.capacity_blocks is needed for a model "
+            f"with several pools ({pools})"
+        )
+    pages = storage.capacity_blocks
+    if storage.capacity_bytes is not None:
+        nbytes = in_bytes(storage.capacity_bytes, "storage.capacity_bytes")
+        fitting = nbytes // sum(page_bytes.values())
+        if fitting < 1:
+            raise ConfigError(
+                f"{WHERE}: storage.capacity_bytes holds no page of every pool ({pools}: "
+                f"{sum(page_bytes.values())} bytes)"
+            )
+        pages = min(fitting, pages or fitting)
+    return pages

@@ -1,0 +1,178 @@
+"""An SGLang engine that answers lines of JSON: the program that runs in SGLang's environment.
+
+Standard output carries the answers alone. The output of SGLang goes to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+TINY = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "skip_tokenizer_init": True,
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "page_size": 32,
+    "dtype": "float32",
+    "max_total_tokens": 832,
+    "max_running_requests": 2,
+    "chunked_prefill_size": 512,
+    "context_length": 768,
+    "mem_fraction_static": 0.5,
+    "random_seed": 7,
+    "log_level": "info",
+}
+"""Settings of the engine, which those of `open` override. The device pool is small, so that prompts
+are evicted."""
+
+FLUSHED = 300.0
+"""Seconds within which an engine must have nothing to do. Only a hang takes as long."""
+
+
+class Engine:
+    """The engine and the requests of one test."""
+
+    def __init__(self) -> None:
+        self.sglang: Any = None
+        self.requests = 0
+
+    def open(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Start the engine. settings: arguments of SGLang's `Engine` beside `TINY`."""
+        import sglang
+
+        self.sglang = sglang.Engine(**(TINY | settings))
+        return {"version": sglang.__version__}
+
+    def _run(self, work: Any) -> Any:
+        return self.sglang.loop.run_until_complete(work)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 8,
+        cancel: dict[str, int] | None = None,
+        at_once: int = 1,
+    ) -> dict[str, Any]:
+        """Serve prompts greedily.
+
+        prompts: token ids. max_tokens: to sample. cancel: by index of a prompt, the tokens after
+        which its request is aborted. at_once: requests in flight.
+        """
+        answers: list[dict[str, Any]] = [{} for _ in prompts]
+        waiting = list(enumerate(prompts))[::-1]
+
+        async def work() -> None:
+            while waiting:
+                index, prompt = waiting.pop()
+                after = (cancel or {}).get(str(index))
+                answers[index] = await self._serve(prompt, max_tokens, after)
+
+        async def serve_all() -> None:
+            await asyncio.gather(*(work() for _ in range(at_once)))
+
+        self._run(serve_all())
+        return {"answers": answers}
+
+    async def _serve(self, prompt: list[int], max_tokens: int, after: int | None) -> dict[str, Any]:
+        self.requests += 1
+        name = f"request-{self.requests}"
+        greedy = {"temperature": 0.0, "max_new_tokens": max_tokens, "ignore_eos": True}
+        stream = await self.sglang.async_generate(
+            input_ids=prompt, sampling_params=greedy, rid=name, stream=True
+        )
+        tokens: list[int] = []
+        meta: dict[str, Any] = {}
+        if after == 0:
+            asyncio.get_running_loop().call_soon(self.sglang.tokenizer_manager.abort_request, name)
+        async for chunk in stream:
+            meta = chunk["meta_info"]
+            found = chunk["output_ids"]
+            count = meta["completion_tokens"]
+            tokens = found if len(found) >= count else tokens + found
+            if after and len(tokens) >= after:
+                self.sglang.tokenizer_manager.abort_request(name)
+        done = (meta.get("finish_reason") or {}).get("type") == "length"
+        details = meta.get("cached_tokens_details") or {}
+        return {
+            "tokens": tokens if done else None,
+            "cached": meta.get("cached_tokens"),
+            "sources": {name: details.get(name, 0) for name in ("device", "host", "storage")},
+        }
+
+    def flush(self) -> dict[str, Any]:
+        """Drop the device pool and the host pool. SGLang refuses until it has nothing to do, which
+        it has for a moment after the last token."""
+        until = time.monotonic() + FLUSHED
+        while not (done := bool(self.sglang.flush_cache().success)) and time.monotonic() < until:
+            time.sleep(0.05)
+        return {"flushed": done}
+
+    def clear_storage(self) -> dict[str, Any]:
+        """Empty the storage."""
+        return {"cleared": self._run(self.sglang.tokenizer_manager.clear_hicache_storage()).success}
+
+    def detach(self) -> dict[str, Any]:
+        """Close the storage."""
+        return _outcome(self._run(self.sglang.tokenizer_manager.detach_hicache_storage()))
+
+    def attach(self, backend: str, extra: dict[str, Any]) -> dict[str, Any]:
+        """Open a storage."""
+        return _outcome(
+            self._run(
+                self.sglang.tokenizer_manager.attach_hicache_storage(
+                    hicache_storage_backend=backend,
+                    hicache_storage_backend_extra_config_json=json.dumps(extra),
+                    hicache_storage_prefetch_policy="wait_complete",
+                )
+            )
+        )
+
+    def close(self) -> dict[str, Any]:
+        """Shut the engine down."""
+        self.sglang.shutdown()
+        self.sglang = None
+        return {}
+
+
+def _outcome(found: Any) -> dict[str, Any]:
+    return {"success": bool(found.success), "message": str(found.message)}
+
+
+def main() -> None:
+    """Answer lines until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    engine = Engine()
+    calls: dict[str, Callable[..., dict[str, Any]]] = {
+        call.__name__: call
+        for call in (
+            engine.open,
+            engine.generate,
+            engine.flush,
+            engine.clear_storage,
+            engine.detach,
+            engine.attach,
+            engine.close,
+        )
+    }
+    for line in sys.stdin:
+        message = json.loads(line)
+        try:
+            answer = calls[message.pop("do")](**message)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""An SGLang engine as a test sees it: a process that serves prompts of token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.interop.engines.vllm_engine import Prompt
+from tests.interop.environments import Environments, InteropError
+from tests.interop.processes import Child
+
+CHILD = Path(__file__).with_name("sglang_child.py")
+SITE = Path(__file__).with_name("sglang_site")
+ENVIRONMENT = "sglang_cpu"
+OPEN, SERVE = 900.0, 900.0
+"""Seconds within which an engine must start, and serve. Only a hang takes as long."""
+PAGE_BYTES = 64 << 10
+"""Bytes of a page of the tiny model: 32 tokens, 4 layers, keys and values, 2 heads of 32 floats."""
+
+VARIABLES = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "2",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(SITE),
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "tiny_models",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "SGLANG_HOST_IP": "127.0.0.1",
+}
+HICACHE = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 2.0,
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "page_first_direct",
+    "hicache_write_policy": "write_through",
+    "hicache_storage_prefetch_policy": "wait_complete",
+}
+"""Settings of SGLang's host pool."""
+
+
+def kvactors(directory: Path | None, **storage: Any) -> dict[str, Any]:
+    """`--hicache-storage-backend-extra-config` with `KVActorsHiCache`."""
+    if directory is None:
+        place: dict[str, Any] = {"backend": "memory", "capacity_blocks": 400}
+    else:
+        place = {"backend": "file", "directory": str(directory), "capacity_blocks": 400}
+    return {
+        "backend_name": "kvactors",
+        "module_path": "kvactors.integrations.sglang",
+        "class_name": "KVActorsHiCache",
+        "interface_v1": 1,
+        "prefetch_threshold": 32,
+        "storage": place | storage,
+    }
+
+
+class Served(NamedTuple):
+    """The answer of an engine.
+
+    Attributes:
+        tokens: the sampled tokens of each prompt; None for a cancelled request.
+        cached: prompt tokens of each prompt that were not computed.
+        sources: of those of each prompt, how many came from device, host and storage.
+    """
+
+    tokens: list[list[int] | None]
+    cached: list[int | None]
+    sources: list[dict[str, int]]
+
+    @property
+    def digest(self) -> str:
+        """Identifies the tokens."""
+        return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()[:16]
+
+    def total(self, source: str) -> int:
+        """Prompt tokens that came from a source."""
+        return sum(one[source] for one in self.sources)
+
+
+class SglangEngine:
+    """One engine process.
+
+    Args:
+        environments: that have SGLang's.
+        model: folder of the model.
+        log: file for SGLang's output.
+        extra: `--hicache-storage-backend-extra-config`; None for an engine without storage.
+        backend: `--hicache-storage-backend`, if `extra` is given.
+        hicache: whether the engine has a host pool.
+        variables: environment variables beside `VARIABLES`.
+        settings: arguments of SGLang's `Engine`.
+    """
+
+    def __init__(
+        self,
+        environments: Environments,
+        model: Path,
+        log: Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        backend: str = "dynamic",
+        hicache: bool = True,
+        variables: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        if hicache:
+            settings = HICACHE | settings
+        if extra is not None:
+            settings["hicache_storage_backend"] = backend
+            settings["hicache_storage_backend_extra_config"] = json.dumps(extra)
+        self.log = log
+        self._child = Child(
+            "SGLang",
+            [environments.program(ENVIRONMENT), "-P", str(CHILD)],
+            log,
+            lines=True,
+            env=VARIABLES | (variables or {}),
+        )
+        self._ended = False
+        self.opened = self._ask(OPEN, do="open", settings={"model_path": str(model)} | settings)
+
+    def _ask(self, limit: float, **message: Any) -> dict[str, Any]:
+        return dict(self._child.ask(message, limit))
+
+    def serve(
+        self,
+        wanted: Sequence[Prompt],
+        *,
+        max_tokens: int = 8,
+        cancel: dict[int, int] | None = None,
+        at_once: int = 1,
+    ) -> Served:
+        """Serve prompts greedily.
+
+        Args:
+            wanted: prompts.
+            max_tokens: to sample for each.
+            cancel: by index of a prompt, the tokens after which its request is aborted.
+            at_once: requests that the engine has at once.
+        """
+        answers = self._ask(
+            SERVE,
+            do="generate",
+            prompts=list(wanted),
+            max_tokens=max_tokens,
+            cancel=cancel,
+            at_once=at_once,
+        )["answers"]
+        return Served(*([one[name] for one in answers] for name in Served._fields))
+
+    def flush(self) -> bool:
+        """Drop device and host pool. Returns whether SGLang did."""
+        return bool(self._ask(SERVE, do="flush")["flushed"])
+
+    def clear_storage(self) -> bool:
+        """Empty the storage. Returns whether SGLang did."""
+        return bool(self._ask(SERVE, do="clear_storage")["cleared"])
+
+    def detach(self) -> None:
+        """Close the storage."""
+        self._control(do="detach")
+
+    def attach(self, extra: dict[str, Any], backend: str = "dynamic") -> None:
+        """Open a storage."""
+        self._control(do="attach", backend=backend, extra=extra)
+
+    def _control(self, **message: Any) -> None:
+        found = self._ask(SERVE, **message)
+        if not found["success"]:
+            raise InteropError(f"SGLang: {found['message']}\n{self._child.end_of_log()}")
+
+    def close(self) -> None:
+        """Shut the engine down in good order and end its processes."""
+        self._ask(SERVE, do="close")
+        self.discard()
+
+    def kill(self) -> None:
+        """kill -9 of the engine's processes, all at once."""
+        self._ended = True
+        for pid in [*_children(self._child.process.pid), self._child.process.pid]:
+            os.kill(pid, signal.SIGKILL)
+        self._child.process.wait(60)
+
+    def discard(self) -> None:
+        """End the processes however they are."""
+        if not self._ended:
+            self._ended = True
+            for pid in _children(self._child.process.pid):
+                os.kill(pid, signal.SIGKILL)
+            self._child.close()
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that a process has started, and those that they have."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *_children(child)]
+    return found

@@ -1,0 +1,171 @@
+"""Stand-ins for CUDA, which SGLang needs, in every process that has this folder in PYTHONPATH.
+
+Packages that need a GPU (`MISSING`) are modules whose attributes exist and cannot be used. Between
+the device and the host pool the CPU does what CUDA does: registration of pages, events of streams,
+and the copy kernels of the layout `page_first_direct`. SGLang's tree, controller and threads run as
+they are. Nothing of kvactors is touched.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+MISSING = ("torchvision", "sgl_kernel", "flashinfer")
+
+
+class AnyAttributes(type):
+    """A class whose attributes exist."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Unusable
+
+
+class Unusable(metaclass=AnyAttributes):
+    """An attribute of a package that is not there."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        pass
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if len(given) == 1 and callable(given[0]) and not named:
+            return given[0]  # a decorator
+        raise NotImplementedError("this package needs a GPU")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Unusable()
+
+
+class MissingModule(ModuleType):
+    """A module whose attributes are `Unusable`."""
+
+    __path__ = ()
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Unusable
+
+
+class MissingPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds every module of the packages that are not there."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """See `MetaPathFinder`."""
+        if name.partition(".")[0] not in MISSING:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> ModuleType:
+        """See `Loader`."""
+        return MissingModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See `Loader`."""
+
+
+def prepare_host_pool(module: ModuleType) -> None:
+    """Host memory that is not registered with CUDA."""
+    module._cuda_host_register = lambda *given, **named: None
+    module.ALLOC_MEMORY_FUNCS["cpu"] = module.alloc_with_host_register
+
+
+def prepare_kernels(module: ModuleType) -> None:
+    """The two copies between layers of the device pool and pages of the host pool."""
+
+    def to_pages(
+        src_ptrs: Sequence[Any],
+        dst_ptrs: Sequence[Any],
+        src_indices: Any,
+        dst_indices: Any,
+        page_size: int,
+    ) -> None:
+        half = len(src_ptrs) // 2
+        for layers, pages in ((src_ptrs[:half], dst_ptrs[0]), (src_ptrs[half:], dst_ptrs[1])):
+            for layer, tensor in enumerate(layers):
+                for i, page in enumerate((dst_indices[::page_size] // page_size).tolist()):
+                    pages[page, layer] = tensor[src_indices[i * page_size : (i + 1) * page_size]]
+
+    def to_layer(
+        src_ptrs: Sequence[Any],
+        dst_ptrs: Sequence[Any],
+        src_indices: Any,
+        dst_indices: Any,
+        layer_id: int,
+        page_size: int,
+    ) -> None:
+        for pages, tensor in zip(src_ptrs, dst_ptrs, strict=True):
+            for i, page in enumerate((src_indices[::page_size] // page_size).tolist()):
+                tensor[dst_indices[i * page_size : (i + 1) * page_size]] = pages[page, layer_id]
+
+    module.transfer_kv_all_layer_direct_lf_pf = to_pages
+    module.transfer_kv_per_layer_direct_pf_lf = to_layer
+
+
+def prepare_streams(module: ModuleType) -> None:
+    """Events of a CPU, where every call has ended when it returns."""
+    import torch
+
+    class Event:
+        """An event that has happened."""
+
+        def __init__(self, *given: Any, enable_timing: bool = False, **named: Any) -> None:
+            if enable_timing:
+                raise NotImplementedError("a CPU has no events with times")
+
+        def record(self, *given: Any) -> None:
+            """Nothing is left to wait for."""
+
+        wait = synchronize = record
+
+        def query(self) -> bool:
+            """Whether it has happened."""
+            return True
+
+    cpu: Any = torch.cpu
+    cpu.Event = Event
+    cpu.Stream.synchronize = lambda self: None
+    cpu.Stream.record_event = lambda self, *given: Event()
+
+
+BEFORE: dict[str, Callable[[ModuleType], None]] = {
+    "sglang.srt.mem_cache.pool_host.common": prepare_streams
+}
+AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "sglang.srt.mem_cache.pool_host.common": prepare_host_pool,
+    "sglang.srt.mem_cache.pool_host.mha": prepare_kernels,
+}
+
+
+class Prepared(importlib.abc.MetaPathFinder):
+    """Calls the functions above when their modules are imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """See `MetaPathFinder`."""
+        if name not in AFTER:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            if name in BEFORE:
+                BEFORE[name](module)
+            execute(module)
+            AFTER[name](module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path[:0] = [MissingPackages(), Prepared()]
