@@ -128,15 +128,15 @@ async def run_routed(one: Session, seed: int, progress: Progress) -> Report:
 async def pool(settings: Pool) -> AsyncIterator[str]:
     """Run a Mooncake master and give its address. The master is killed and started again as the
     settings ask."""
+    from kvactors.testing.fault import Fault
+    from kvactors.testing.injection import carry_out
     from kvactors.testing.mooncake_master import Master
 
     master = Master()
 
     async def outage() -> None:
         await anyio.sleep(settings.down_at)
-        await anyio.to_thread.run_sync(master.kill)
-        await anyio.sleep(settings.down_for)
-        await anyio.to_thread.run_sync(master.start)
+        await carry_out(master, Fault("store_down", duration=settings.down_for))
 
     await anyio.to_thread.run_sync(master.start)
     try:

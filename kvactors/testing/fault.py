@@ -30,6 +30,16 @@ Kind = Literal[
     "sink_slow",
     "sink_fail_every",
     "sink_lose_state",
+    "store_small",
+    "store_refuse_block",
+    "store_count_low",
+    "store_count_invalid",
+    "store_leak",
+    "store_lose_answers",
+    "process_kill",
+    "process_stop",
+    "link_cut",
+    "link_silent",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -44,6 +54,7 @@ LASTING: frozenset[Kind] = frozenset(KINDS) - {
     "rank_cut",
     "actor_crash",
     "sink_lose_state",
+    "link_cut",
 }
 """Kinds for which `duration` means something: how long it lasts, by how much the clock jumps, how
 long an await goes on before its cancellation."""
@@ -58,11 +69,12 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             1 on).
         target: an actor's or sink's name, the number of a rank or client, the first if empty.
         duration: seconds.
-        amount: pairs, writes or objects concerned.
+        amount: pairs, writes or objects concerned. Of store_small the blocks that a store has space
+            for, of store_refuse_block a device block.
         every: of sink_fail_every which calls fail, of a file store's bit_flip which slots: every
             n-th.
         delay: seconds more that a call takes while its sink or store is slow. None for a store: in
-            proportion to `amount`.
+            proportion to `amount`. Of an SDK's store_hang: seconds until a call goes on.
     """
 
     kind: Kind

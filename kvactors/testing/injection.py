@@ -66,6 +66,11 @@ class Injector:
         target = self._target_of(fault)
         if target is None:
             return
-        await target.inject(fault)
-        await asyncio.sleep(fault.duration)
-        await target.recover(fault)
+        await carry_out(target, fault)
+
+
+async def carry_out(target: Injectable, fault: Fault) -> None:
+    """Inject a fault, let its duration pass, and end it."""
+    await target.inject(fault)
+    await asyncio.sleep(fault.duration)
+    await target.recover(fault)

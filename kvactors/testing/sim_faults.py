@@ -7,15 +7,17 @@ import random
 
 from kvactors.cache import KVCache
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink
-from kvactors.testing.fault import KINDS, Fault, Kind
+from kvactors.testing.fault import STEPPED, Fault, Kind
 from kvactors.testing.injection import Injectable, Injector
-from kvactors.testing.plan import FaultPlan, Targets, draw
+from kvactors.testing.plan import DRAWN, FaultPlan, Targets, draw
 
-FAR = frozenset({"actor_crash", "cancel", "rank_silent", "rank_cut", "rank_lost"})
-"""Kinds of faults that do not apply to a cache of one process used through its public API."""
-
-NEAR: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind not in FAR)
-"""The kinds that apply to such a cache."""
+NEAR: tuple[Kind, ...] = (
+    *(kind for kind in DRAWN if not kind.startswith("rank_") and kind not in STEPPED),
+    "sink_slow",
+    "sink_fail_every",
+    "sink_lose_state",
+)
+"""The kinds that apply to a cache of one process used through its public API."""
 
 
 class SimFaults:

@@ -4,7 +4,7 @@ cache, with requests of every identity."""
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvactors.observe.statistics import announceable, residency
 from kvactors.storage.breaker import Breaker
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.attentionstore_sdk import Service
-from kvactors.testing.attentionstore_sdk.service import CAPACITY
+from kvactors.testing.fault import Fault
 from kvactors.types import Tier
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Situation, Tally, reached
@@ -30,14 +30,6 @@ PATIENCE = 30.0
 
 CANCEL = 0.08
 """Share of the requests whose task is cancelled at a random moment."""
-
-NONSENSE = (-1, 10**6, 1 << 70, None, 2.5, "many", True, b"")
-LEAKS: tuple[type[BaseException], ...] = (
-    SystemExit,
-    KeyboardInterrupt,
-    GeneratorExit,
-    BaseException,
-)
 
 
 class ManyScopes(Load):
@@ -64,81 +56,19 @@ class ManyScopes(Load):
             await super().one(number, rng)
 
 
-def nothing(_: Service) -> None:
-    """No change."""
-
-
-def fail(service: Service) -> None:
-    """Every call raises the SDK's error."""
-    service.broken = "the service does not answer"
-
-
-def leak(service: Service) -> None:
-    """Every call raises an error that is no Exception."""
-    service.leaks = LEAKS[len(service.calls) % len(LEAKS)]
-
-
-def slow(service: Service) -> None:
-    """Every call takes long, and longer than some time-outs."""
-    service.slow = 0.6
-
-
-def small(service: Service) -> None:
-    """The service has space for a few blocks and evicts those beyond."""
-    service.capacity = 5
-
-
-def refuse(service: Service) -> None:
-    """The service has no memory for one of the device blocks."""
-    service.refuse_block = 3
-
-
-def hang(service: Service) -> None:
-    """Every call takes long, regardless of its time-out."""
-    service.stuck = 0.3
-
-
-def nonsense(service: Service) -> None:
-    """Every count is impossible."""
-    service.counts = lambda _: NONSENSE[len(service.calls) % len(NONSENSE)]
-
-
-def short(service: Service) -> None:
-    """Every count is smaller than it could be."""
-    service.counts = lambda count: count // 2
-
-
-def lose_answers(service: Service) -> None:
-    """The index carries out its calls, and raises."""
-    service.fail_after = True
-
-
-def restart(service: Service) -> None:
-    """The service forgets all bytes. The index keeps its entries: nothing in the SDK reports that
-    it lost them."""
-    service.objects.clear()
-
-
-FAULTS: tuple[tuple[Callable[[Service], None], bool], ...] = (
-    (fail, True),
-    (hang, False),
-    (slow, False),
-    (small, False),
-    (refuse, False),
-    (short, False),
-    (nonsense, True),
-    (restart, False),
-    (leak, True),
-    (lose_answers, False),
+FAULTS: tuple[tuple[Fault, bool], ...] = (
+    (Fault("store_down"), True),
+    (Fault("store_hang", delay=0.3), False),
+    (Fault("store_slow", delay=0.6), False),
+    (Fault("store_small", amount=5), False),
+    (Fault("store_refuse_block", amount=3), False),
+    (Fault("store_count_low"), False),
+    (Fault("store_count_invalid"), True),
+    (Fault("object_lost", amount=1 << 30), False),
+    (Fault("store_leak"), True),
+    (Fault("store_lose_answers"), False),
 )
 """Faults of the service, and whether health must show them."""
-
-
-def mend(service: Service) -> None:
-    """The service works again."""
-    service.broken, service.slow, service.stuck, service.fail_after = "", 0.0, 0.0, False
-    service.capacity, service.refuse_block = CAPACITY, -1
-    service.leaks = service.counts = None
 
 
 async def run(setting: Setting, tally: Tally) -> None:
@@ -175,7 +105,7 @@ async def run(setting: Setting, tally: Tally) -> None:
             await at_rest(cache, tally)
             compare_index(cache, service, tally)
         finally:
-            mend(service)
+            await service.recover(fault)
     if not tally.storage:
         tally.complain("the round proves nothing: no block came from the store")
 
@@ -183,7 +113,7 @@ async def run(setting: Setting, tally: Tally) -> None:
 async def one_fault(
     cache: KVCache,
     service: Service,
-    fault: Callable[[Service], None],
+    fault: Fault,
     setting: Setting,
     tally: Tally,
     *,
@@ -193,18 +123,18 @@ async def one_fault(
     served = tally.finished
     await setting.moment(0.1, 0.5)
     tally.faults += 1
-    fault(service)
+    await service.inject(fault)
     async with other_namespace(cache):
         await setting.moment(0.05, 0.3)
     if visible and not await reached(lambda: cache.health().status == "degraded", PATIENCE):
-        tally.complain(f"health does not show that the service fails: {fault.__name__}")
+        tally.complain(f"health does not show that the service fails: {fault.kind}")
     await setting.moment(0.1, 0.5)
     if not await reached(lambda: tally.finished > served, PATIENCE):
-        tally.complain(f"no request was served while the service failed: {fault.__name__}")
-    mend(service)
+        tally.complain(f"no request was served while the service failed: {fault.kind}")
+    await service.recover(fault)
     if not await reached(lambda: cache.health().status == "ok", PATIENCE):
         tally.complain(
-            f"health shows a failure that is over: {fault.__name__}: {cache.health().reasons}"
+            f"health shows a failure that is over: {fault.kind}: {cache.health().reasons}"
         )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-
 import anyio
 from anyio.to_thread import run_sync
 
+from kvactors.testing.fault import Fault, Kind
+from kvactors.testing.injection import carry_out
 from kvactors.testing.mooncake_master import Master
 from tests.chaos.record import Setting, Situation, Tally
 from tests.chaos.rest import settings
@@ -43,21 +43,15 @@ async def under_load(master: Master, setting: Setting, tally: Tally) -> None:
     }
     mapping = settings(setting.folder)
     mapping["storage"] = {"backend": "mooncake", "write_policy": "write_through", "mooncake": pool}
-    faults = ["kill", "stop"] * setting.times(1, 2)
-    setting.rng.shuffle(faults)
+    kinds: list[Kind] = ["store_down", "store_hang"]
+    kinds *= setting.times(1, 2)
+    setting.rng.shuffle(kinds)
     async with worker(mapping, setting, tally) as life:
         await life.reach(40)
-        for fault in faults:
+        for kind in kinds:
             await setting.moment(0.3, 2.0)
             tally.faults += 1
-            if fault == "kill":
-                await run_sync(master.kill)
-                await setting.moment(0.2, 2.0)
-                await run_sync(master.start)
-            elif master.process is not None:
-                master.process.send_signal(signal.SIGSTOP)
-                await setting.moment(0.2, 2.0)
-                master.process.send_signal(signal.SIGCONT)
+            await carry_out(master, Fault(kind, duration=setting.seconds(0.2, 2.0)))
         await setting.moment(0.3, 2.0)
         said = await life.rest()
         if not said.tally.storage:

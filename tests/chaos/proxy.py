@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 import anyio
 
+from kvactors.testing.fault import Fault
 from tests.chaos.record import reached
 
 
@@ -32,6 +33,19 @@ class Proxy:
         for writer in self._writers:
             writer.transport.abort()
         return ends
+
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: link_cut, link_silent."""
+        if fault.kind == "link_cut":
+            self.cut()
+        elif fault.kind == "link_silent":
+            self.parted = True
+        else:
+            raise ValueError(f"{fault.kind} is no fault of a connection")
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`."""
+        self.parted = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Proxy]:

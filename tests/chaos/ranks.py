@@ -3,7 +3,6 @@ over all of them."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
@@ -13,6 +12,8 @@ from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded, KVActorsError, LeaseEnded, RankLost
 from kvactors.scenario.engine import Request
+from kvactors.testing.fault import Fault, Kind
+from kvactors.testing.injection import carry_out
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Situation, Tally, reached
 from tests.chaos.rest import at_rest
@@ -20,6 +21,8 @@ from tests.support.rank_model import ProcessModel, WorkerGone
 from tests.support.rank_process import RankProcess
 
 BLOCK, RANKS, CLIENTS = 8, 2, 3
+KINDS: tuple[Kind, ...] = ("rank_lost", "rank_silent", "rank_silent", "rank_cut", "rank_cut")
+
 BACK = 30.0
 """Seconds in which all ranks must be back after a fault, and the cache at rest after all of
 them."""
@@ -78,17 +81,13 @@ async def _inject_fault(
     cache: KVCache, victim: RankProcess, setting: Setting, tally: Tally
 ) -> None:
     tally.faults += 1
-    kind = setting.rng.choice(["killed", "stopped", "stopped", "cut", "cut"])
+    kind = setting.rng.choice(KINDS)
     tally.count(kind, 1)
-    if kind == "killed":
-        await victim.kill()
-        await victim.start()
-    elif kind == "stopped":
-        victim.signal(signal.SIGSTOP)
-        await setting.moment(0.05, 1.0)
-        victim.signal(signal.SIGCONT)
-    elif cache.system.ranks is not None:
+    if kind == "rank_cut" and cache.system.ranks is not None:
         cache.system.ranks.disconnect(victim.rank)
+        return
+    seconds = setting.seconds(0.05, 1.0) if kind == "rank_silent" else 0.0
+    await carry_out(victim, Fault(kind, duration=seconds))
 
 
 def ranked_load(

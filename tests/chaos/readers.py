@@ -3,7 +3,7 @@ the end each equals the tiers, medium by medium."""
 
 from __future__ import annotations
 
-import signal
+import itertools
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -12,11 +12,22 @@ import anyio
 from kvactors.cache import KVCache
 from kvactors.scenario.child import Child, child
 from kvactors.scenario.router import compare
+from kvactors.testing.fault import LASTING, Fault, Kind
+from kvactors.testing.injection import Injectable
 from tests.chaos.proxy import Proxy, proxied
 from tests.chaos.record import Setting, Situation, Tally
 from tests.chaos.rest import MEMORY, at_rest, loaded, named, settings, varied
 
-FAULTS = ("kill", "stop", "cut", "partition", "partition and cut")
+Kinds = tuple[Kind, ...]
+
+FAULTS: tuple[Kinds, ...] = (
+    ("process_kill",),
+    ("process_stop",),
+    ("link_cut",),
+    ("link_silent",),
+    ("link_silent", "link_cut"),
+)
+"""What a reader suffers: the first lasts for a while, and the next comes at its end."""
 
 
 class Readers:
@@ -37,34 +48,32 @@ class Readers:
         )
         await self.reader.receive()
 
-    async def inject(self, fault: str, setting: Setting) -> None:
-        """One of FAULTS."""
-        assert self.reader is not None
-        reader, proxies = (
-            self.reader,
-            setting.rng.choice([self._proxies, self._proxies[:1], self._proxies[1:]]),
-        )
-        if fault == "kill":
-            await reader.kill()
-            await self.start()
-        elif fault == "stop":
-            reader.signal(signal.SIGSTOP)
-            await setting.moment(0.2, 2.0)
-            reader.signal(signal.SIGCONT)
-        elif fault == "cut":
-            for proxy in proxies:
-                proxy.cut()
-        else:
-            await self._part(proxies, setting, cut="cut" in fault)
+    async def suffer(self, kinds: Kinds, setting: Setting) -> None:
+        """Faults of the reader, or of one or both of its connections."""
+        chosen = setting.rng.choice([self._proxies, self._proxies[:1], self._proxies[1:]])
+        targets: tuple[Injectable, ...] = (self,) if kinds[0].startswith("process_") else chosen
+        faults = [Fault(kind) for kind in kinds]
+        for target, fault in itertools.product(targets, faults[:1]):
+            await target.inject(fault)
+        if faults[0].kind in LASTING and faults[0].kind != "process_kill":
+            await setting.moment(0.2, 2.5)
+        for target, fault in itertools.product(targets, faults[1:]):
+            await target.inject(fault)
+        for target in targets:
+            await target.recover(faults[0])
 
-    async def _part(self, proxies: tuple[Proxy, ...], setting: Setting, *, cut: bool) -> None:
-        for proxy in proxies:
-            proxy.parted = True
-        await setting.moment(0.2, 2.5)
-        for proxy in proxies:
-            if cut:
-                proxy.cut()
-            proxy.parted = False
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: process_kill, process_stop."""
+        assert self.reader is not None
+        await self.reader.inject(fault)
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`. A new reader comes in place of a killed one."""
+        assert self.reader is not None
+        if fault.kind == "process_kill":
+            await self.start()
+        else:
+            await self.reader.recover(fault)
 
 
 async def run(setting: Setting, tally: Tally) -> None:
@@ -107,11 +116,11 @@ async def one_reader(cache: KVCache, stack: AsyncExitStack, lose: float) -> Read
     return readers
 
 
-async def inject_all(readers: Readers, faults: list[str], setting: Setting, tally: Tally) -> None:
+async def inject_all(readers: Readers, faults: list[Kinds], setting: Setting, tally: Tally) -> None:
     """One fault after the other."""
-    for fault in faults:
+    for kinds in faults:
         await setting.moment(0.05, 0.8)
-        await readers.inject(fault, setting)
+        await readers.suffer(kinds, setting)
         tally.faults += 1
 
 

@@ -82,9 +82,13 @@ class Setting(NamedTuple):
     seed: int
     small: bool
 
+    def seconds(self, low: float, high: float) -> float:
+        """A random time, up to `high` seconds (a third of it in a small round)."""
+        return self.rng.uniform(low, max(low, high / 3 if self.small else high))
+
     async def moment(self, low: float, high: float) -> None:
-        """Let a random time pass, up to `high` seconds (a third of it in a small round)."""
-        await anyio.sleep(self.rng.uniform(low, max(low, high / 3 if self.small else high)))
+        """Let such a time pass."""
+        await anyio.sleep(self.seconds(low, high))
 
     def times(self, small: int, large: int) -> int:
         """How often to do something: at least `small` times, at most `large`. `small` in a small

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-
 from anyio.to_thread import run_sync
 
+from kvactors.testing.fault import Fault
+from kvactors.testing.injection import carry_out
 from tests.chaos.record import Setting, Situation, Tally
 from tests.chaos.rest import compare_lines, jsonl, settings, varied
 from tests.chaos.worker import worker
@@ -18,9 +18,8 @@ async def run(setting: Setting, tally: Tally) -> None:
     async with worker(mapping, setting, tally) as life:
         for _ in range(setting.times(2, 5)):
             await setting.moment(0.05, 1.0)
-            life.send(signal.SIGSTOP)
-            await setting.moment(0.2, 2.0)
-            life.send(signal.SIGCONT)
+            stop = Fault("process_stop", duration=setting.seconds(0.2, 2.0))
+            await carry_out(life, stop)
         await setting.moment(0.05, 1.0)
         said = await life.rest()
         await run_sync(compare_lines, lines, said.truth(), tally)

@@ -25,6 +25,7 @@ from kvactors.config import Config
 from kvactors.errors import KVActorsError
 from kvactors.scenario.child import Child, child
 from kvactors.storage.breaker import Breaker
+from kvactors.testing.fault import Fault
 from kvactors.types import Tier
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Tally
@@ -71,10 +72,14 @@ class Worker:
         self._tally = tally
         self._last = Said(Tally())
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal. It counts as a fault unless it lets the process go on."""
-        self._child.signal(number)
-        self._tally.faults += number != signal.SIGCONT
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: process_stop. `killed` kills it."""
+        self._tally.faults += 1
+        await self._child.inject(fault)
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`."""
+        await self._child.recover(fault)
 
     async def reach(self, requests: int) -> None:
         """Wait until it has served so many. Errors as of `rest`."""
@@ -93,7 +98,8 @@ class Worker:
 
     async def killed(self) -> None:
         """Kill it at once (SIGKILL), and add its last counts."""
-        self.send(signal.SIGKILL)
+        self._tally.faults += 1
+        self._child.signal(signal.SIGKILL)  # its last lines are still to be read
         try:
             while True:
                 await self._hear()

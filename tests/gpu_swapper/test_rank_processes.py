@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import signal
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 import kvactors
 from kvactors.config import ActorsConfig, LayoutConfig
 from kvactors.ranks_config import RanksConfig
+from kvactors.testing.injection import carry_out
 from tests.gpu_swapper.rank_processes import (
     BLOCK,
     HANG,
@@ -23,6 +24,7 @@ from tests.gpu_swapper.rank_processes import (
     led,
     settings,
 )
+from tests.support.rank_process import LOST, SILENT
 
 pytestmark = pytest.mark.timeout(3 * HANG)
 
@@ -109,7 +111,7 @@ async def test_a_stopped_rank_holds_no_request(tmp_path):
         engine = Engine(cache, workers)
         await engine.run(requests=60)
         await healthy(cache)
-        workers[0].signal(signal.SIGSTOP)
+        await workers[0].inject(SILENT)
         misses = requests = 0
         with anyio.fail_after(HANG / 2):  # half of the deadline of each request
             while not misses or cache.system.ranks.health()[0].state != "silent":
@@ -122,7 +124,7 @@ async def test_a_stopped_rank_holds_no_request(tmp_path):
                 await lease.wait_ready()
                 misses += lease.cached_tokens < 6 * BLOCK
                 lease.abandon()
-        workers[0].signal(signal.SIGCONT)
+        await workers[0].recover(SILENT)
         await healthy(cache)
         await engine.run(requests=40)
         assert engine.wrong == 0
@@ -136,7 +138,7 @@ async def test_closing_with_a_stopped_rank_does_not_hang(tmp_path):
         async with led(config) as (cache, workers):
             engine = Engine(cache, workers)
             await engine.run(requests=60)
-            workers[0].signal(signal.SIGSTOP)
+            await workers[0].inject(SILENT)
             family = 0
             while not cache.system.ranks.statistics()[0].in_flight:
                 family += 1
@@ -163,12 +165,9 @@ async def test_faults_at_a_hundred_random_moments(tmp_path):
                 done[fault] += 1
                 lost += fault != "stop" and group.statistics()[victim.rank].health != "away"
                 if fault == "kill":
-                    await victim.kill()
-                    await victim.start()
+                    await carry_out(victim, LOST)
                 elif fault == "stop":
-                    victim.signal(signal.SIGSTOP)
-                    await asyncio.sleep(rng.random() * 0.5)
-                    victim.signal(signal.SIGCONT)
+                    await carry_out(victim, replace(SILENT, duration=rng.random() * 0.5))
                 else:
                     group.disconnect(victim.rank)
                 if rng.random() < 0.7:

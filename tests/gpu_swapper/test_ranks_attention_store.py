@@ -4,7 +4,6 @@ leader alone reports to the index."""
 from __future__ import annotations
 
 import asyncio
-import signal
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from kvactors.ranks_config import RanksConfig
 from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
 from kvactors.testing import attentionstore_sdk as stand_in
 from tests.gpu_swapper.rank_processes import BLOCK, HANG, PATIENT, Engine, led, settings
-from tests.support.rank_process import RankProcess
+from tests.support.rank_process import SILENT, RankProcess
 
 STORE = AttentionStoreConfig(sdk="kvactors.testing.attentionstore_sdk", ready_interval=0.05)
 PROMPT = list(range(4 * BLOCK + 1))
@@ -146,11 +145,11 @@ async def test_a_rank_that_stops_during_a_move_is_silent_and_comes_back(tmp_path
         await serve(cache, ranks)
         await cache.wait_idle(HANG)
         await cache.clear()
-        ranks[1].signal(signal.SIGSTOP)
+        await ranks[1].inject(SILENT)
         async with await cache.acquire("r", PROMPT, deadline=HANG) as lease:
             while not cache.system.ranks.statistics()[1].silences:
                 await asyncio.sleep(0.02)
-            ranks[1].signal(signal.SIGCONT)
+            await ranks[1].recover(SILENT)
             await lease.wait_ready(deadline=HANG)
             assert lease.cached_tokens in (0, 4 * BLOCK)
         assert await again(cache, ranks) in (0, 4)

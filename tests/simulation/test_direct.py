@@ -25,7 +25,7 @@ def test_nothing_is_violated(seeds):
 
 
 def test_both_paths_are_really_used():
-    reports = [run_seed(seed) for seed in DIRECT[:6]]
+    reports = [run_seed(seed) for seed in DIRECT[:8]]
     for kind in ("DeviceFetched", "DeviceSaved"):
         assert (
             sum(one.seen.get(f"message storage_direct cpu_evictor {kind}", 0) for one in reports)

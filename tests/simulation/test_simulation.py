@@ -77,7 +77,7 @@ def test_a_sink_that_is_sent_nothing_is_caught(monkeypatch):
         return None
 
     monkeypatch.setattr(SimSink, "deliver", deaf)
-    assert any("divergence" in what for seed in range(8) for what in run_seed(seed).violations)
+    assert any("differs on" in what for seed in range(8) for what in run_seed(seed).violations)
 
 
 def test_a_hand_written_plan():

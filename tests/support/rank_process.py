@@ -13,7 +13,6 @@ import sys
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from signal import Signals
 from typing import Any, Literal, NamedTuple
 
 import anyio
@@ -27,8 +26,12 @@ from kvactors.errors import KVActorsError
 from kvactors.layout import make_layout
 from kvactors.ranks_config import SECRET_VARIABLE
 from kvactors.scenario.child import Child, start_child
+from kvactors.testing.fault import Fault
 
 ROOT = Path(__file__).parents[2]
+
+SILENT, LOST = Fault("rank_silent"), Fault("rank_lost")
+"""A rank's process is stopped, and killed."""
 
 ANSWER_LIMIT = 120.0
 """Seconds a worker may take for one command, during some of which it may be stopped."""
@@ -144,10 +147,21 @@ class RankProcess:
             if not answer.done():
                 answer.set_exception(ConnectionError(f"rank {self.rank} has ended"))
 
-    def signal(self, number: Signals) -> None:
-        """Send a signal if the process still runs."""
-        if self._child is not None:
-            self._child.signal(number)
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: rank_silent (SIGSTOP), rank_lost (SIGKILL)."""
+        if fault.kind == "rank_lost":
+            await self.kill()
+        elif fault.kind != "rank_silent":
+            raise ValueError(f"{fault.kind} is no fault of a rank's process")
+        elif self._child is not None:
+            await self._child.inject(Fault("process_stop"))
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`. A lost rank is started again, with empty memory."""
+        if fault.kind == "rank_lost":
+            await self.start()
+        elif self._child is not None:
+            await self._child.recover(Fault("process_stop"))
 
     async def kill(self) -> None:
         """Kill the process and wait for its end."""

@@ -39,10 +39,7 @@ class SimService(StoreFaults):
         """Remove the oldest paths behind the clients' back. Returns their number."""
         lost = 0
         for one in services.values():
-            for path in list(dict.fromkeys(path for path, _ in one.objects))[: count - lost]:
-                for place in [place for place in one.objects if place[0] == path]:
-                    del one.objects[place]
-                lost += 1
+            lost += one.lose(count - lost)
         self.vanished += lost
         return lost
 

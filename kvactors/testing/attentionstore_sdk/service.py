@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from kvactors.testing.attentionstore_sdk.utils.err import AttentionStoreSDKError
+from kvactors.testing.fault import Fault, Kind
 
 Path = tuple[int, ...]
 
@@ -118,6 +119,57 @@ class Service:
                 del self.objects[place]
             self.evicted += 1
 
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: the faults of a store that an SDK can show.
+
+        Raises:
+            ValueError: the service has no such fault.
+        """
+        delay = 0.0 if fault.delay is None else fault.delay
+        if fault.kind == "object_lost":
+            self.lose(fault.amount)
+            return
+        settings: dict[Kind, dict[str, Any]] = {
+            "store_down": {"broken": "the service does not answer"},
+            "store_slow": {"slow": delay},
+            "store_hang": {"stuck": delay},
+            "store_small": {"capacity": fault.amount},
+            "store_refuse_block": {"refuse_block": fault.amount},
+            "store_count_low": {"counts": lambda count: count // 2},
+            "store_count_invalid": {"counts": lambda _: self._next_of(INVALID_COUNTS)},
+            "store_leak": {"leaks": self._next_of(LEAKS)},
+            "store_lose_answers": {"fail_after": True},
+        }
+        if fault.kind not in settings:
+            raise ValueError(f"{fault.kind} is no fault of this store")
+        vars(self).update(settings[fault.kind])
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`. Every fault ends."""
+        self.broken, self.slow, self.stuck, self.fail_after = "", 0.0, 0.0, False
+        self.capacity, self.refuse_block = CAPACITY, -1
+        self.leaks = self.counts = None
+
+    def lose(self, count: int) -> int:
+        """Remove the oldest paths behind the clients' back. The index keeps its entries. Returns
+        their number."""
+        chosen = set(list(dict.fromkeys(path for path, _ in self.objects))[:count])
+        for place in [place for place in self.objects if place[0] in chosen]:
+            del self.objects[place]
+        return len(chosen)
+
+    def _next_of(self, values: tuple[Any, ...]) -> Any:
+        return values[len(self.calls) % len(values)]
+
+
+INVALID_COUNTS = (-1, 10**6, 1 << 70, None, 2.5, "many", True, b"")
+LEAKS: tuple[type[BaseException], ...] = (
+    SystemExit,
+    KeyboardInterrupt,
+    GeneratorExit,
+    BaseException,
+)
+"""Errors that are no Exception, which calls raise."""
 
 Names = tuple[str, str, str, int]
 """Namespace, pod name, model version and shard."""

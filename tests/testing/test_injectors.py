@@ -1,0 +1,94 @@
+"""Faults by the vocabulary: each seam has one injector, and refuses faults of other seams."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvactors.errors import KVActorsError
+from kvactors.scenario.child import child
+from kvactors.testing import attentionstore_sdk as stand_in
+from kvactors.testing.fault import Fault
+from kvactors.testing.injection import carry_out
+from kvactors.testing.mooncake_master import Master
+from tests.chaos.proxy import Proxy
+from tests.support.rank_process import RankProcess
+
+ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+async def test_a_process_is_stopped_for_a_while():
+    async with child("-c", ECHO) as echo:
+        await echo.send("a")
+        assert await echo.receive() == "a"
+        stop = Fault("process_stop")
+        await echo.inject(stop)
+        with anyio.fail_after(60):
+            while state_of(echo.process.pid) != "T":
+                await anyio.sleep(0.001)
+        await echo.send("b")
+        await echo.recover(stop)
+        assert await echo.receive() == "b"
+
+
+async def test_a_process_is_killed():
+    async with child("-c", ECHO) as echo:
+        await carry_out(echo, Fault("process_kill"))
+        assert echo.process.returncode == -signal.SIGKILL
+        with pytest.raises(KVActorsError):
+            await echo.receive()
+
+
+@pytest.fixture
+def service():
+    stand_in.reset()
+    yield stand_in.service("m")
+    stand_in.reset()
+
+
+SETTINGS = ("broken", "slow", "stuck", "capacity", "refuse_block", "counts", "leaks", "fail_after")
+
+
+@pytest.mark.parametrize(
+    ("fault", "changed"),
+    [
+        (Fault("store_down"), {"broken"}),
+        (Fault("store_slow", delay=0.5), {"slow"}),
+        (Fault("store_hang", delay=0.5), {"stuck"}),
+        (Fault("store_small", amount=5), {"capacity"}),
+        (Fault("store_refuse_block", amount=3), {"refuse_block"}),
+        (Fault("store_count_low"), {"counts"}),
+        (Fault("store_count_invalid"), {"counts"}),
+        (Fault("store_leak"), {"leaks"}),
+        (Fault("store_lose_answers"), {"fail_after"}),
+    ],
+    ids=lambda one: one.kind if isinstance(one, Fault) else "",
+)
+async def test_each_fault_of_an_sdk_begins_and_ends(service, fault, changed):
+    sound = {name: vars(service)[name] for name in SETTINGS}
+    await service.inject(fault)
+    assert {name for name in SETTINGS if vars(service)[name] != sound[name]} == changed
+    await service.recover(fault)
+    assert {name: vars(service)[name] for name in SETTINGS} == sound
+
+
+async def test_lost_objects_are_the_oldest_and_their_paths_stay_in_the_index(service):
+    service.objects = {((n,), layer): b"" for n in range(3) for layer in range(2)}
+    service.resident = {(n,) for n in range(3)}
+    await carry_out(service, Fault("object_lost", amount=2))
+    assert set(service.objects) == {((2,), 0), ((2,), 1)}
+    assert len(service.resident) == 3
+
+
+async def test_a_fault_of_another_seam_is_refused(service):
+    async with child("-c", ECHO) as echo:
+        for target in (echo, service, Proxy(1), Master(), RankProcess.__new__(RankProcess)):
+            with pytest.raises(ValueError, match="clock_jump is no fault of"):
+                await target.inject(Fault("clock_jump"))
