@@ -6,12 +6,13 @@ import operator
 from array import array
 from collections.abc import Iterable
 from enum import Enum, IntFlag
-from typing import Any, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvactors.moved import moved
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 HASH_BYTES = 32
 """Bytes in a block hash (SHA-256)."""

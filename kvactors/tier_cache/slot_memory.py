@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from kvactors.errors import LayoutError
 
@@ -62,7 +61,7 @@ class SlotMemory:
             )
         self.trailer = 0 if self.given else self.stride - block_bytes
         self.nbytes = needed if self.given else size
-        self.address = int(np.frombuffer(self._view, np.uint8).ctypes.data)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one slot, writable.

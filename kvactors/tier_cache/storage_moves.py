@@ -72,6 +72,7 @@ class StorageMoves:
         self._slots = slots
         self._memory = memory
         self._events = events
+        self._reports_storage = events.wants(Tier.STORAGE)
         self._counters = counters
         self._queued: dict[bytes, HostBlock] = {}  # fetches that were not submitted
         self._in_flight: dict[Hashable, list[HostBlock]] = {}
@@ -82,6 +83,7 @@ class StorageMoves:
         self._job = 0
         self._saving = 0  # blocks
         self._retry_at = 0.0
+        self._trouble: str | None = None  # of the store, None if it is to be read again
 
     # -- look-ups
 
@@ -93,7 +95,8 @@ class StorageMoves:
             return MISS if storage.lists else self._query(key)
         if self._slots.is_taken(key) or not self._works(key):
             return MISS
-        self._record_stored([key])
+        if self._reports_storage and key not in self._announced:
+            self._record_stored([key])
         evicted = self._slots.make_room(1)
         if evicted is None:
             return PENDING if self.waits.may_wait(key, storage.clock()) else MISS
@@ -121,7 +124,9 @@ class StorageMoves:
 
     def _works(self, key: bytes) -> bool:
         """Whether the store may be asked for a key. A failure is tried again after a while."""
-        trouble = self.storage.trouble
+        trouble = self._trouble
+        if trouble is None:
+            trouble = self._trouble = self.storage.trouble
         if not trouble and key not in self._failed:
             return True
         now = self.storage.clock()
@@ -150,6 +155,7 @@ class StorageMoves:
 
     def submit(self) -> None:
         """Begin the fetches, queries and saves that are queued."""
+        self._trouble = None
         self._submit_queries()
         self._submit_fetches()
         self._submit_saves()
@@ -204,6 +210,7 @@ class StorageMoves:
 
     def collect(self) -> None:
         """Take in the jobs that have ended."""
+        self._trouble = None
         for result in self.storage.poll():
             blocks = self._in_flight.pop(result.job)
             if result.kind == "lookup":
@@ -259,7 +266,7 @@ class StorageMoves:
     # -- events of storage: objects of an earlier process are named when they are first found
 
     def _record_stored(self, keys: Iterable[bytes]) -> None:
-        if self._events.wants(Tier.STORAGE):
+        if self._reports_storage:
             new = [key for key in keys if key not in self._announced]
             self._announced.update(new)
             self._events.record(Tier.STORAGE, True, new, Reason.STORED)
