@@ -144,7 +144,7 @@ async def step(  # noqa: D417  (a method of the cache)
     """Extend and commit many leases with one message, as one decode step needs it.
 
     A lease that must wait for device blocks does not hold up the others: its step is carried out
-    by messages of its own. After a cancellation the leases whose step happened have ended.
+    by separate messages. After a cancellation the leases whose step happened have ended.
 
     Args:
         steps: one per lease. A lease occurs once.

@@ -37,6 +37,8 @@ SYSTEM, USER, NEW = 96, 56, 16
 """Tokens of a system prompt, of a user's message (about), and of an answer."""
 SYSTEMS = 3
 RUNNING = 8
+DRAFTS = 6
+"""Tokens of a speculation."""
 
 
 class Options(NamedTuple):
@@ -48,6 +50,7 @@ class Options(NamedTuple):
     turns: int
     seed: int
     restart: bool
+    speculate: bool
     json: str
     breaking: str
 
@@ -67,7 +70,7 @@ class Workload:
 
     def __init__(self, options: Options) -> None:
         self.rng = np.random.default_rng(options.seed)
-        self.seed = options.seed
+        self.seed, self.greedy = options.seed, options.speculate
         systems = [self._tokens(SYSTEM) for _ in range(SYSTEMS)]
         self.histories = [list(systems[i % SYSTEMS]) for i in range(options.conversations)]
         self.says = [
@@ -82,7 +85,10 @@ class Workload:
         return [int(one) for one in self.rng.integers(0, SIZES.vocabulary, number)]
 
     def sample(self, name: str, position: int, logits: np.ndarray) -> int:
-        """Random by the logits, but the same for the same logits."""
+        """Random by the logits, but the same for the same logits. The most likely token where
+        drafts shall often be right."""
+        if self.greedy:
+            return int(np.argmax(logits))
         rng = np.random.default_rng([self.seed, zlib.crc32(name.encode()), position])
         return int(np.argmax(logits + rng.gumbel(size=logits.shape)))
 
@@ -156,6 +162,7 @@ async def cached_run(
                 trunk,
                 workload.sample,
                 totals,
+                drafts=DRAFTS if options.speculate else 0,
                 running=RUNNING,
                 after_load=breaker(options, trunk.attention),
             )
@@ -219,7 +226,7 @@ async def model(
         yield Trunk(options.seed, ranks), None
 
 
-def complaints(plain: Result, cached: Result) -> list[str]:
+def complaints(plain: Result, cached: Result, *, speculate: bool = False) -> list[str]:
     """The violations found."""
     wanted, found = plain.totals, cached.totals
     differing = [key for key, row in wanted.logits.items() if not same(row, found.logits.get(key))]
@@ -248,6 +255,8 @@ def complaints(plain: Result, cached: Result) -> list[str]:
     ]
     if not found.preemptions:
         said.append("nobody was preempted")
+    if speculate and not 0 < found.accepted < found.drafted:
+        said.append(f"{found.accepted} of {found.drafted} drafts were accepted")
     return said
 
 
@@ -275,6 +284,7 @@ def table(plain: Result, cached: Result) -> Table:
     row("tokens reused", lambda r: r.totals.reused)
     for tier in ("device", "host", "storage"):
         row(f"blocks reused from {tier}", partial(_hits, tier))
+    row("drafts accepted", lambda r: f"{r.totals.accepted} of {r.totals.drafted}")
     row("preemptions", lambda r: r.totals.preemptions)
     row("admissions put off", lambda r: r.totals.refused)
     row("blocks evicted from device", lambda r: r.device_evictions)
@@ -320,7 +330,7 @@ def main(options: Options) -> int:
     except ExceptionGroup as group:
         print(f"FAILED: a run ended early: {first_fault(group)!r}", file=sys.stderr)
         return 1
-    said = complaints(plain, cached)
+    said = complaints(plain, cached, speculate=options.speculate)
     console = Console()
     console.print(table(plain, cached))
     if options.json:
@@ -350,6 +360,9 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument(
         "--restart", action="store_true", help="close the cache and open it again between turns"
+    )
+    parser.add_argument(
+        "--speculate", action="store_true", help="decode with n-gram drafts, and sample greedily"
     )
     parser.add_argument("--json", default="", metavar="OUT", help="write what was counted there")
     parser.add_argument(

@@ -57,13 +57,13 @@ SIZES = Sizes()
 
 class Chunk(NamedTuple):
     """One block's worth of work. tokens: those of block number `block` of the request, at most
-    BLOCK of them. table: the request's device blocks, at least as far as this one. row: the row
+    BLOCK of them. table: the request's device blocks, at least as far as this one. rows: those
     whose logits are wanted, None for none."""
 
     table: tuple[int, ...]
     block: int
     tokens: tuple[int, ...]
-    row: int | None
+    rows: slice | None
 
 
 class Attention(Protocol):
@@ -360,7 +360,7 @@ class Trunk:
         ]
 
     def step(self, chunk: Chunk) -> np.ndarray | None:
-        """A chunk's way through the model: the logits of the row that was asked for. Belongs in a
+        """A chunk's way through the model: the logits of the rows that were asked for. Belongs in a
         worker thread."""
         with paddle.no_grad():  # gradient mode is a thread's own
             return self._step(chunk)
@@ -377,7 +377,7 @@ class Trunk:
             x = x + np.asarray(
                 ((paddle.nn.functional.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]).numpy()
             )
-        if chunk.row is None:
+        if chunk.rows is None:
             return None
         logits: np.ndarray = (norm(tensor(x)) @ self.head).numpy()
-        return np.array(logits[chunk.row])
+        return np.array(logits[chunk.rows])

@@ -40,6 +40,12 @@ class LeaseLike(Protocol):
     async def extend(self, tokens: Any) -> tuple[int, ...]:
         """Blocks for more tokens, or NoRoom."""
 
+    async def reserve(self, num_tokens: int) -> tuple[int, ...]:
+        """Blocks for tokens to come, or NoRoom."""
+
+    async def truncate(self, num_tokens: int) -> tuple[int, ...]:
+        """Drop the tokens after so many, and the blocks that only they need."""
+
     async def commit(self, computed_tokens: int) -> int:
         """So many tokens are in device memory."""
 
@@ -56,8 +62,10 @@ class LeaseLike(Protocol):
 class CacheLike(Protocol):
     """The part of `kvactors.KVCache` that the loop uses."""
 
-    async def acquire(self, request_id: str, tokens: Any) -> LeaseLike:
-        """Blocks for a request, or NoRoom."""
+    async def acquire(
+        self, request_id: str, tokens: Any, *, wait_for_room: bool, deadline: float
+    ) -> LeaseLike:
+        """Blocks for a request, as soon as there are enough, or NoRoom."""
 
 
 class PlainCache:
@@ -66,8 +74,10 @@ class PlainCache:
     def __init__(self, num_blocks: int) -> None:
         self.free = list(range(num_blocks))
 
-    async def acquire(self, request_id: str, tokens: Any) -> PlainLease:
-        """See `CacheLike`."""
+    async def acquire(
+        self, request_id: str, tokens: Any, *, wait_for_room: bool, deadline: float
+    ) -> PlainLease:
+        """See `CacheLike`. It never waits."""
         return PlainLease(self, self.take(-(-len(tokens) // BLOCK)), len(tokens))
 
     def take(self, needed: int) -> tuple[int, ...]:
@@ -89,10 +99,26 @@ class PlainLease:
 
     async def extend(self, tokens: Any) -> tuple[int, ...]:
         """See `LeaseLike`."""
-        added = self._cache.take(-(-(self._tokens + len(tokens)) // BLOCK) - len(self.block_table))
+        missing = -(-(self._tokens + len(tokens)) // BLOCK) - len(self.block_table)
+        added = self._cache.take(max(0, missing))
         self._tokens += len(tokens)
         self.block_table += added
         return added
+
+    async def reserve(self, num_tokens: int) -> tuple[int, ...]:
+        """See `LeaseLike`."""
+        missing = -(-(self._tokens + num_tokens) // BLOCK) - len(self.block_table)
+        added = self._cache.take(max(0, missing))
+        self.block_table += added
+        return added
+
+    async def truncate(self, num_tokens: int) -> tuple[int, ...]:
+        """See `LeaseLike`."""
+        kept = -(-num_tokens // BLOCK)
+        dropped, self.block_table = self.block_table[kept:], self.block_table[:kept]
+        self._cache.free += dropped
+        self._tokens = num_tokens
+        return dropped
 
     async def commit(self, computed_tokens: int) -> int:
         """See `LeaseLike`."""
@@ -201,6 +227,7 @@ class Totals:
     def __init__(self) -> None:
         self.chunks = self.computed = self.reused = self.preemptions = self.refused = 0
         self.device = self.host = self.storage = 0
+        self.drafted = self.accepted = 0
         self.logits: dict[tuple[str, int], np.ndarray] = {}
         self.text: dict[str, list[int]] = {}
         self.bytes: dict[str, list[bytes]] = {}
@@ -209,7 +236,8 @@ class Totals:
 class Server:
     """Serves requests on a cache. running: how many at once. deadline: seconds any wait may take.
 
-    sample: (request, position, logits) -> token. after_load: called with the device blocks that a
+    drafts: tokens that a speculation proposes at most, 0 for none. sample: (request, position,
+    logits) -> token. after_load: called with the device blocks that a
     request got from lower tiers (a test's way in).
     """
 
@@ -220,13 +248,14 @@ class Server:
         sample: Callable[[str, int, np.ndarray], int],
         totals: Totals,
         *,
+        drafts: int = 0,
         running: int = 6,
         width: int = 4,
         deadline: float = 60.0,
         after_load: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self.cache, self.trunk, self.sample, self.totals = cache, trunk, sample, totals
-        self.deadline, self.after_load = deadline, after_load
+        self.deadline, self.after_load, self.drafts = deadline, after_load, drafts
         self.steps = Steps(width, deadline)
         self._slots = self._all = running
         self._numbers = count()
@@ -306,7 +335,12 @@ class Server:
 
     async def _acquire(self, ticket: Ticket) -> LeaseLike | None:
         try:
-            lease = await self.cache.acquire(ticket.name, ticket.tokens)
+            lease = await self.cache.acquire(
+                ticket.name,
+                ticket.tokens,
+                wait_for_room=True,  # behind the requests that wait already
+                deadline=self.deadline,
+            )
         except NoRoom:
             self.totals.refused += 1
             ticket.tries += self._slots == self._all
@@ -337,11 +371,12 @@ class Server:
         next token."""
         at = lease.cached_tokens
         while True:
-            logits = await self._compute(lease, tokens, at)
-            at = len(tokens)
-            token = self.sample(name, at, logits)
-            self.totals.logits[name, at] = logits
-            tokens.append(token)
+            drafts = await self._propose(lease, tokens, goal)
+            rows = await self._compute(lease, tokens, drafts, at)
+            at = self._accept(name, tokens, drafts, rows, goal)
+            if drafts:
+                await lease.truncate(at)  # the rejected ones, and blocks that only they need
+                await lease.commit(at)
             if len(tokens) == goal:
                 full = lease.block_table[: at // BLOCK]
                 self.totals.bytes[name] = await self.steps.submit(
@@ -350,28 +385,77 @@ class Server:
                 await lease.finish()
                 return
             try:
-                await lease.extend([token])
+                await lease.extend(tokens[at:])
             except NoRoom:
                 self.totals.preemptions += 1
                 await lease.preempt(at)
                 return
 
-    async def _compute(self, lease: LeaseLike, tokens: list[int], at: int) -> np.ndarray:
-        """Rows from `at` to the end, block by block. Returns the last row's logits."""
-        decode, logits = len(tokens) - at == 1, None
-        while at < len(tokens):
+    async def _propose(self, lease: LeaseLike, tokens: list[int], goal: int) -> list[int]:
+        """Drafts of the next tokens, appended to the lease. None without blocks for them: a
+        speculation never takes the place of another request."""
+        drafts = ngram_drafts(tokens, min(self.drafts, goal - len(tokens) - 1))
+        if drafts:
+            try:
+                await lease.reserve(len(drafts))
+            except NoRoom:
+                return []
+            await lease.extend(drafts)
+        return drafts
+
+    def _accept(
+        self, name: str, tokens: list[int], drafts: list[int], rows: np.ndarray, goal: int
+    ) -> int:
+        """Sample a token from each row, as long as the next row's draft is that token. Returns the
+        tokens whose keys and values are right."""
+        computed = len(tokens)
+        self.totals.drafted += len(drafts)
+        for logits, draft in zip(rows, [*drafts, -1], strict=True):
+            at = len(tokens)
+            token = self.sample(name, at, logits)
+            self.totals.logits[name, at] = logits
+            tokens.append(token)
+            if token != draft or len(tokens) == goal:
+                break
+            self.totals.accepted += 1
+            computed += 1
+        return computed
+
+    async def _compute(
+        self, lease: LeaseLike, tokens: list[int], drafts: list[int], at: int
+    ) -> np.ndarray:
+        """Rows from `at` to the end of the drafts, block by block. Returns the logits of the last
+        token and of each draft. Only blocks without drafts are committed."""
+        decode, found = len(tokens) - at == 1, list[np.ndarray]()
+        sure, every = len(tokens), tokens + drafts
+        while at < len(every):
             block = at // BLOCK
-            end = min(len(tokens), (block + 1) * BLOCK)
-            row = end - 1 - block * BLOCK if end == len(tokens) else None
-            chunk = Chunk(lease.block_table, block, tuple(tokens[block * BLOCK : end]), row)
+            start, end = block * BLOCK, min(len(every), (block + 1) * BLOCK)
+            first = max(start, sure - 1)
+            rows = slice(first - start, end - start) if first < end else None
+            chunk = Chunk(lease.block_table, block, tuple(every[start:end]), rows)
             logits = await self.steps.submit(partial(self.trunk.step, chunk), decode=decode)
+            if rows is not None:
+                found.append(logits)
             self.totals.computed += end - at
             self.totals.chunks += 1
             at = end
-            if at % BLOCK == 0:
+            if at % BLOCK == 0 and at <= sure:
                 await lease.commit(at)
-        assert logits is not None
-        return np.asarray(logits)
+        return np.concatenate(found)
+
+
+NGRAM = 2
+"""Tokens that a draft's context has in common with the end of a request."""
+
+
+def ngram_drafts(tokens: Sequence[int], most: int) -> list[int]:
+    """The tokens that followed the last earlier occurrence of the request's last ones."""
+    end = tuple(tokens[-NGRAM:])
+    for start in range(len(tokens) - NGRAM - 1, -1, -1) if most > 0 else ():
+        if tuple(tokens[start : start + NGRAM]) == end:
+            return list(tokens[start + NGRAM : start + NGRAM + most])
+    return []
 
 
 class Ticket:

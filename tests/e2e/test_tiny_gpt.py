@@ -66,6 +66,14 @@ def test_the_same_bits_from_every_tier(tmp_path, layout):
     assert_same_bits(*serve(tmp_path, "--layout", layout))
 
 
+@pytest.mark.parametrize("layout", ["gqa", "mla"])
+def test_the_same_bits_with_speculation(tmp_path, layout):
+    code, said, counted = serve(tmp_path, "--layout", layout, "--speculate")
+    assert_same_bits(code, said, counted)
+    assert 0 < counted["kvactors"]["accepted"] < counted["kvactors"]["drafted"]
+    assert counted["plain"]["drafted"] == 0
+
+
 def test_the_same_bits_after_a_restart(tmp_path):
     assert_same_bits(*serve(tmp_path, "--restart"))
 
