@@ -79,8 +79,11 @@ class Client:
             )
 
     def deadline(self, deadline: float | None) -> float:
-        """The absolute deadline of a call, once `check` has passed. deadline: seconds, those of
-        the settings if None."""
+        """The absolute deadline of a call, once `check` has passed.
+
+        Args:
+            deadline: seconds, those of the settings if None.
+        """
         self.check()
         seconds = (
             self._default_deadline if deadline is None else check_seconds("deadline", deadline)

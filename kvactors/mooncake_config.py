@@ -35,12 +35,17 @@ UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How a Mooncake pool is joined.
 
-    master_server_address: host:port of mooncake_master. metadata_server: P2PHANDSHAKE or a URL.
-    local_hostname: by which other clients reach this one (this machine's address if empty).
-    global_segment_size: bytes of memory given to the pool (0: none). local_buffer_size: bytes of
-    staging. protocol: tcp or rdma. rdma_devices: names, comma-separated. With several, rank r takes
-    the r-th (round robin). Sizes may be written "4gb". timeout: seconds a call may take before the
-    client gives it up. connect_timeout: seconds to join.
+    Attributes:
+        master_server_address: host:port of mooncake_master.
+        metadata_server: P2PHANDSHAKE or a URL.
+        local_hostname: by which other clients reach this one (this machine's address if empty).
+        global_segment_size: bytes of memory given to the pool (0: none).
+        local_buffer_size: bytes of staging.
+        protocol: tcp or rdma.
+        rdma_devices: names, comma-separated. With several, rank r takes the r-th (round robin).
+            Sizes may be written "4gb".
+        timeout: seconds a call may take before the client gives it up.
+        connect_timeout: seconds to join.
     """
 
     master_server_address: str = ""

@@ -13,7 +13,11 @@ from kvactors.errors import ConfigError
 
 
 class Range(NamedTuple):
-    """Bounds of a number. open: the lower bound itself is not allowed."""
+    """Bounds of a number.
+
+    Attributes:
+        open: the lower bound itself is not allowed.
+    """
 
     low: float
     high: float

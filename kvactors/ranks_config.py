@@ -79,7 +79,11 @@ class RanksConfig(
         yield "secret", "<set>" if self.secret else ""
 
     def check(self, tensor_parallel: int) -> None:
-        """Raise ConfigError for ranks that cannot be. tensor_parallel: of the layout."""
+        """Raise ConfigError for ranks that cannot be.
+
+        Args:
+            tensor_parallel: of the layout.
+        """
         if self.secret and len(self.secret) < SECRET_CHARACTERS:
             raise ConfigError(
                 f"ranks.secret must have at least {SECRET_CHARACTERS} characters, it has "

@@ -82,7 +82,11 @@ class MemorySinkConfig(SinkConfig, frozen=True, tag="memory"):
 
 
 class JsonLinesSinkConfig(SinkConfig, frozen=True, tag="jsonl"):
-    """JSON lines appended to a file. path: the file. Its folder must exist."""
+    """JSON lines appended to a file.
+
+    Attributes:
+        path: the file. Its folder must exist.
+    """
 
     path: str = ""
 

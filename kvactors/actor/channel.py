@@ -35,7 +35,8 @@ class ChannelStatistics(NamedTuple):
 class Channel(Generic[T]):
     """Two lanes and one receiver.
 
-    bound: places in the data lane, at least 1. A sender waits while they are taken.
+    Attributes:
+        bound: places in the data lane, at least 1. A sender waits while they are taken.
     """
 
     def __init__(self, name: str, bound: int) -> None:

@@ -34,9 +34,10 @@ class Context:
     """The record of one incarnation of an actor: messages sent, jobs and timers started, asks
     accepted.
 
-    peer_incarnations: the incarnations of the other actors that this one has been notified of. A
-    message carries the receiver's, so that a later incarnation drops it. unanswered: asks taken in
-    and not answered.
+    Attributes:
+        peer_incarnations: the incarnations of the other actors that this one has been notified of.
+            A message carries the receiver's, so that a later incarnation drops it.
+        unanswered: asks taken in and not answered.
     """
 
     __slots__ = (

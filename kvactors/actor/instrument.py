@@ -23,7 +23,11 @@ class InjectedFailure(Exception):
 
 
 class Turn(NamedTuple):
-    """A turn in progress. envelope: of the message it handles, None in `Actor.started`."""
+    """A turn in progress.
+
+    Attributes:
+        envelope: of the message it handles, None in `Actor.started`.
+    """
 
     actor: ActorRef
     envelope: Envelope[Any] | None
@@ -72,8 +76,9 @@ class Instrument:
 class Instruments:
     """The instruments of one system. Every ref of the system shares this object.
 
-    active: the instruments. Senders test it once a message, so it is empty when there are none.
-    turn: the turn in progress while there are instruments.
+    Attributes:
+        active: the instruments. Senders test it once a message, so it is empty when there are none.
+        turn: the turn in progress while there are instruments.
     """
 
     __slots__ = ("active", "turn")

@@ -40,7 +40,8 @@ class JobsRunOn(RuntimeError):
 class Jobs:
     """The running jobs of one incarnation of an actor.
 
-    deliver: sends the actor the message with a job's outcome.
+    Args:
+        deliver: sends the actor the message with a job's outcome.
     """
 
     __slots__ = ("_deliver", "_in_flight", "_name", "running")

@@ -33,9 +33,11 @@ TURN_TIME = 0.0005
 class MailboxLoop:
     """Runs one incarnation of an actor.
 
-    turns: taken so far. skipped: asks given up before their turn, and messages for an earlier
-    incarnation. ended_at: when the failure or the stop came, on the loop's clock. failed_peer: the
-    failure of another actor, if it is the reason why this one is cancelled.
+    Attributes:
+        turns: taken so far.
+        skipped: asks given up before their turn, and messages for an earlier incarnation.
+        ended_at: when the failure or the stop came, on the loop's clock.
+        failed_peer: the failure of another actor, if it is the reason why this one is cancelled.
     """
 
     def __init__(self, actor: Actor) -> None:

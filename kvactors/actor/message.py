@@ -43,8 +43,9 @@ class Stop(Control, frozen=True, eq=False):
 class PeerRestarted(Control, frozen=True, eq=False):
     """An actor lost its state and restarted: its operations in flight will never be answered.
 
-    name: the actor's name. incarnation: the new one. When this arrives none of its child jobs runs
-    any more.
+    Attributes:
+        name: the actor's name.
+        incarnation: the new one. When this arrives none of its child jobs runs any more.
     """
 
     name: str
@@ -54,8 +55,9 @@ class PeerRestarted(Control, frozen=True, eq=False):
 class Envelope(Generic[R]):
     """A message in flight, and for an ask the port of its answer.
 
-    deadline: absolute loop time after which the asker no longer waits, or None for a tell.
-    incarnation: the receiver's incarnation that this is addressed to. A later one drops it.
+    Attributes:
+        deadline: absolute loop time after which the asker no longer waits, or None for a tell.
+        incarnation: the receiver's incarnation that this is addressed to. A later one drops it.
     """
 
     __slots__ = ("deadline", "incarnation", "message", "reply")

@@ -14,7 +14,8 @@ from kvactors.actor.ref import ActorRef
 class Outbox:
     """Unsent messages in order. Each counts as in flight until it is sent or dropped.
 
-    waiting: the messages. The actor takes no turn before this is empty.
+    Attributes:
+        waiting: the messages. The actor takes no turn before this is empty.
     """
 
     __slots__ = ("_in_flight", "_instruments", "_waiters", "waiting")

@@ -76,10 +76,13 @@ class OpenAsks(Generic[R]):
 class ActorRef(Generic[M_contra]):
     """A reference to an actor that handles messages of the type `M_contra`, usually a union.
 
-    name: unique in the system. role: the class of actor, as the channel graph names it (a pool
-    shares one role). switched_off: whether a substitute runs in the actor's place. make_context:
-    makes the context of each incarnation in place of `Context`, for tests. instruments: of the
-    system, shared by all its refs."""
+    Attributes:
+        name: unique in the system.
+        role: the class of actor, as the channel graph names it (a pool shares one role).
+        switched_off: whether a substitute runs in the actor's place.
+        make_context: makes the context of each incarnation in place of `Context`, for tests.
+        instruments: of the system, shared by all its refs.
+    """
 
     __slots__ = (
         "_asks",

@@ -45,8 +45,9 @@ LEAST_STEP = 0.1
 class ActorSpec(NamedTuple):
     """One actor to be: `factory(ref)` makes it, at the start and after every failure.
 
-    substitute: for an actor that the system can do without, alone in its group: makes the one that
-    runs in its place while it is switched off, and answers every message at once.
+    Attributes:
+        substitute: for an actor that the system can do without, alone in its group: makes the one
+            that runs in its place while it is switched off, and answers every message at once.
     """
 
     kind: type[Actor]

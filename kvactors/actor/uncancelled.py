@@ -23,7 +23,8 @@ class ThreadWaits:
     """The waits of one system for its threads. `abandon` ends those that remain when the time of a
     shutdown is over.
 
-    abandoned: how many were. Memory that their threads use must stay mapped.
+    Attributes:
+        abandoned: how many were. Memory that their threads use must stay mapped.
     """
 
     def __init__(self) -> None:

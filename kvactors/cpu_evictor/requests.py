@@ -34,8 +34,11 @@ from kvactors.types import join_hashes
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The actors that CpuEvictor sends to. device_store: the actor of a store that moves device
-    memory itself, None without one."""
+    """The actors that CpuEvictor sends to.
+
+    Attributes:
+        device_store: the actor of a store that moves device memory itself, None without one.
+    """
 
     index: ActorRef[HostReply]
     swapper: ActorRef[Copy]
@@ -132,7 +135,11 @@ class SaveRequest(Request, frozen=True, eq=False):
 
 
 class ClearRequest(Request, frozen=True, eq=False):
-    """A clear of the store. op: of the `ClearHost` that is answered when it ends."""
+    """A clear of the store.
+
+    Attributes:
+        op: of the `ClearHost` that is answered when it ends.
+    """
 
     ORDER: ClassVar[int] = 3
     HOLDS_SLOTS: ClassVar[bool] = False
@@ -290,7 +297,11 @@ class RequestTable:
         return send(writer, message)
 
     def clear_store(self, asked: int) -> Send[ClearStore]:
-        """Empty the store. asked: op of the `ClearHost` that is answered when it ends."""
+        """Empty the store.
+
+        Args:
+            asked: op of the `ClearHost` that is answered when it ends.
+        """
         op, writer = next(self._ops), self.peers.writers[0]
         self._table[op] = ClearRequest(writer, 0, asked)
         self._clears += 1

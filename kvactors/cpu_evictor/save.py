@@ -54,7 +54,11 @@ class SaveJob:
         return [stop, self._answer(bytes(len(self._hashes)))]
 
     def _copy(self, stored: int) -> list[Action]:
-        """Copy the blocks that the host lacks. stored: leading blocks that storage has."""
+        """Copy the blocks that the host lacks.
+
+        Args:
+            stored: leading blocks that storage has.
+        """
         message, memory, host = self._message, self._memory, self._memory.host
         if message.memory_generation != memory.requests.generation:
             return [self._answer(bytes(len(self._hashes)))]

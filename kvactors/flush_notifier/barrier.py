@@ -10,8 +10,12 @@ from kvactors.flush_notifier.deliveries import SinkDelivery
 
 
 class FlushWaiter(NamedTuple):
-    """An open ask. marks: by sink the `SinkView.clock` that its view must reach, None until the
-    call in flight ends."""
+    """An open ask.
+
+    Attributes:
+        marks: by sink the `SinkView.clock` that its view must reach, None until the call in flight
+            ends.
+    """
 
     envelope: Envelope[bool]
     marks: dict[SinkDelivery, int | None]

@@ -123,7 +123,12 @@ class LedgerBlock:
 
 
 class HeldBlock(NamedTuple):
-    """One block in a sink's view, for snapshots. tokens: its own. tiers: a set."""
+    """One block in a sink's view, for snapshots.
+
+    Attributes:
+        tokens: its own.
+        tiers: a set.
+    """
 
     hash: bytes
     parent: bytes

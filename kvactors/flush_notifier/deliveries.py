@@ -46,7 +46,11 @@ class SinkStatistics(NamedTuple):
 
 
 class SinkHealth(NamedTuple):
-    """Whether a sink acknowledges its deliveries. reason: why not, empty if ok."""
+    """Whether a sink acknowledges its deliveries.
+
+    Attributes:
+        reason: why not, empty if ok.
+    """
 
     name: str
     ok: bool

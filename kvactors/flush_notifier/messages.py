@@ -21,8 +21,9 @@ class RequestScope(NamedTuple):
     """The adapter's name and the cache salt of requests, None without. Requests with the same ones
     share blocks.
 
-    lora_id: the engine's number of the adapter. It is sent on events for readers that identify
-    adapters by number, and identifies nothing.
+    Attributes:
+        lora_id: the engine's number of the adapter. It is sent on events for readers that identify
+            adapters by number, and identifies nothing.
     """
 
     lora: str | None = None
@@ -39,12 +40,16 @@ PLAIN = RequestScope()
 class PathCached(Message, frozen=True, eq=False):
     """Blocks of a path are resident on `tier`. The ledger learns their tokens and hashes from it.
 
-    tokens: little-endian uint32 of the blocks from position `start` of the path on. hashes: their
-    hashes, 32 bytes each. The first `count` of them are resident, the others are only named.
-    parent: hash of the block before them, the root hash if `start` is 0. It is resident on `tier`
-    and was announced before. root: the root hash of the chain, scope: its scope. extra_keys:
-    of these blocks. With Reason.REQUEST_FINISH, gains that a sink wants only at the finish are due
-    now.
+    Attributes:
+        tokens: little-endian uint32 of the blocks from position `start` of the path on.
+        hashes: their hashes, 32 bytes each. The first `count` of them are resident, the others are
+            only named.
+        parent: hash of the block before them, the root hash if `start` is 0. It is resident on
+            `tier` and was announced before.
+        root: the root hash of the chain.
+        scope: its scope.
+        extra_keys: of these blocks. With Reason.REQUEST_FINISH, gains that a sink wants only at the
+            finish are due now.
     """
 
     root: bytes
@@ -60,7 +65,11 @@ class PathCached(Message, frozen=True, eq=False):
 
 
 class BlocksAdded(Message, frozen=True, eq=False):
-    """Blocks are resident on `tier` now. hashes: their block hashes, 32 bytes each."""
+    """Blocks are resident on `tier` now.
+
+    Attributes:
+        hashes: their block hashes, 32 bytes each.
+    """
 
     hashes: bytes
     tier: Tier
@@ -68,9 +77,14 @@ class BlocksAdded(Message, frozen=True, eq=False):
 
 
 class PathPart(NamedTuple):
-    """Consecutive blocks of a path, each the parent of the next. parent: hash of the block before
-    them, or the root hash. hashes: 32 bytes each. tokens: their own (little-endian uint32).
-    extra_keys: (index, extra key) of those that have one."""
+    """Consecutive blocks of a path, each the parent of the next.
+
+    Attributes:
+        parent: hash of the block before them, or the root hash.
+        hashes: 32 bytes each.
+        tokens: their own (little-endian uint32).
+        extra_keys: (index, extra key) of those that have one.
+    """
 
     parent: bytes
     hashes: bytes
@@ -98,15 +112,22 @@ class PathPart(NamedTuple):
 
 class PathsFound(Message, frozen=True, eq=False):
     """Parents and tokens of blocks that were found in storage. `BlocksAdded` reports where they
-    are. Blocks on no tier are left out. roots: parents of parts that are root hashes of requests of
-    now."""
+    are. Blocks on no tier are left out.
+
+    Attributes:
+        roots: parents of parts that are root hashes of requests of now.
+    """
 
     parts: tuple[PathPart, ...]
     roots: frozenset[bytes]
 
 
 class BlocksRemoved(Message, frozen=True, eq=False):
-    """Blocks left `tier`. hashes: their block hashes, 32 bytes each."""
+    """Blocks left `tier`.
+
+    Attributes:
+        hashes: their block hashes, 32 bytes each.
+    """
 
     hashes: bytes
     tier: Tier
@@ -127,10 +148,13 @@ class NamespaceChanged(Message, frozen=True, eq=False):
 
 
 class WaitFlushed(Ask[bool], frozen=True, eq=False):
-    """Wait until every sink has acknowledged everything that is due at this message. True then.
-    The asker's deadline bounds it.
+    """Wait until every sink has acknowledged everything that is due at this message. True then. The
+    asker's deadline bounds it.
 
-    sinks: by name, all if None. healthy: leave out those whose last call failed."""
+    Attributes:
+        sinks: by name, all if None.
+        healthy: leave out those whose last call failed.
+    """
 
     sinks: tuple[str, ...] | None = None
     healthy: bool = False
@@ -138,7 +162,11 @@ class WaitFlushed(Ask[bool], frozen=True, eq=False):
 
 class Resync(Ask[bool], frozen=True, eq=False):
     """Send a sink everything again, as to an index that has lost its state. True once it has taken
-    all of that. sink: its name."""
+    all of that.
+
+    Attributes:
+        sink: its name.
+    """
 
     sink: str
 
@@ -147,13 +175,16 @@ class FlushTask(Message, frozen=True, eq=False):
     """A change sent to a sink: blocks [start_block_idx, start_block_idx + count) of a path are
     resident, or gone. It carries no KV data.
 
-    tokens: the complete path from the root to the deepest block concerned, little-endian uint32
-    (shared, immutable): (start_block_idx + count) whole blocks. count 0: everything is gone (only
-    to sinks that take it so). hashes: hashes of the `count` blocks, 32 bytes each. A sink that
-    identifies blocks by name (`Sink.by_name`) finds in `tokens` only those of the `count`
-    blocks, and nothing if they are gone. parent: name of the block before them (the root hash if
-    start_block_idx is 0). epoch: grows with each start of the notifier. Tasks of an earlier
-    epoch are void. extra_keys: of the blocks in `tokens`.
+    Attributes:
+        tokens: the complete path from the root to the deepest block concerned, little-endian uint32
+            (shared, immutable): (start_block_idx + count) whole blocks. count 0: everything is gone
+            (only to sinks that take it so).
+        hashes: hashes of the `count` blocks, 32 bytes each. A sink that identifies blocks by name
+            (`Sink.by_name`) finds in `tokens` only those of the `count` blocks, and nothing if they
+            are gone.
+        parent: name of the block before them (the root hash if start_block_idx is 0).
+        epoch: grows with each start of the notifier. Tasks of an earlier epoch are void.
+        extra_keys: of the blocks in `tokens`.
     """
 
     tokens: bytes
@@ -193,7 +224,10 @@ class Continue(Control, frozen=True, eq=False):
 
 class Delivered(Control, frozen=True, eq=False):
     """To itself: a call to a sink has ended. `error` is empty if the sink took its tasks.
-    number: of the call."""
+
+    Attributes:
+        number: of the call.
+    """
 
     sink: str
     number: int

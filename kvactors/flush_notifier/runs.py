@@ -20,7 +20,11 @@ are sent in several batches."""
 
 
 class BlockRun(NamedTuple):
-    """Blocks in path order, each the parent of the next, that change alike. bit: the tier."""
+    """Blocks in path order, each the parent of the next, that change alike.
+
+    Attributes:
+        bit: the tier.
+    """
 
     blocks: list[LedgerBlock]
     bit: int

@@ -24,7 +24,11 @@ RootOf = Callable[[str, RequestScope], bytes]
 
 
 class Scopes:
-    """The roots that requests begin at. root_of: None if they begin at every root."""
+    """The roots that requests begin at.
+
+    Attributes:
+        root_of: None if they begin at every root.
+    """
 
     def __init__(self, root_of: RootOf | None, namespace: str) -> None:
         self.root_of = root_of

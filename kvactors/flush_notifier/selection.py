@@ -30,7 +30,11 @@ def loss_of(block: LedgerBlock, sink: int) -> int:
 
 
 class Selection:
-    """The differences of a sink that go into one batch. gains, losses: sets of tiers by block."""
+    """The differences of a sink that go into one batch.
+
+    Attributes:
+        gains, losses: sets of tiers by block.
+    """
 
     def __init__(self, dirty: Mapping[LedgerBlock, int], sink: int, limit: int, step: int) -> None:
         self.gains: dict[LedgerBlock, int] = {}

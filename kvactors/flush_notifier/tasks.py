@@ -23,8 +23,9 @@ TIERS = {int(tier): tier for tier in Tier}
 class DeliveryBatch(NamedTuple):
     """One delivery: the tasks, and the runs behind them one for one.
 
-    cleared: not 0 if the only task removes everything: the view of every block numbered up to
-    `cleared` goes.
+    Attributes:
+        cleared: not 0 if the only task removes everything: the view of every block numbered up to
+            `cleared` goes.
     """
 
     tasks: list[FlushTask]

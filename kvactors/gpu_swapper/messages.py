@@ -41,7 +41,11 @@ class CopyProgress(Control, frozen=True, eq=False):
 
 
 class Copied(Control, frozen=True, eq=False):
-    """Answer to Copy. failed: indices of pairs whose bytes did not arrive."""
+    """Answer to Copy.
+
+    Attributes:
+        failed: indices of pairs whose bytes did not arrive.
+    """
 
     op: int
     failed: tuple[int, ...]

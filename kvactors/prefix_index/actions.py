@@ -16,7 +16,9 @@ from kvactors.actor import Control, Envelope, Message, Timer
 class Timed:
     """An operation with a deadline.
 
-    timer: set by the actor. over: the operation has ended, so no timer is started any more.
+    Attributes:
+        timer: set by the actor.
+        over: the operation has ended, so no timer is started any more.
     """
 
     __slots__ = ("over", "timer")
@@ -49,8 +51,11 @@ class Refusal(Struct):
 
 class StartTimer(Struct):
     """Send `message` to the actor itself `grace` seconds after `deadline`, unless `operation` has
-    ended by then. deadline: absolute loop time, now if it has
-    passed."""
+    ended by then.
+
+    Attributes:
+        deadline: absolute loop time, now if it has passed.
+    """
 
     operation: Timed
     deadline: float

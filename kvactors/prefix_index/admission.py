@@ -26,9 +26,12 @@ STEPS = 64
 class Waiter(Timed):
     """A request for device blocks, which may have to wait for them.
 
-    needed: blocks. lacking: those that it does not have yet. taken: those that it has. ticket: of
-    its deadline, since a lease may wait again. reserves: its blocks are counted in
-    `BlockIndex.reserved`, and taken by it in later turns.
+    Attributes:
+        needed: blocks.
+        lacking: those that it does not have yet.
+        taken: those that it has.
+        ticket: of its deadline, since a lease may wait again.
+        reserves: its blocks are counted in `BlockIndex.reserved`, and taken by it in later turns.
     """
 
     __slots__ = ("envelope", "lacking", "lease", "needed", "taken", "ticket")
@@ -61,11 +64,13 @@ def waits_for_room(envelope: Envelope[Any]) -> bool:
 class Admission:
     """First come, first served: blocks that become free go to the request that has waited longest.
 
-    waiting: by lease, in order of arrival. A lease waits for one thing at a time. They wait for
-    evictions and releases in flight, with the blocks that they have already. space: requests that
-    wait, holding nothing, until other requests release blocks. blocks_promised: device blocks that
-    the waiting ones lack. closing: paths whose blocks are being released in parts. no_room:
-    requests that were refused for lack of device blocks.
+    Attributes:
+        waiting: by lease, in order of arrival. A lease waits for one thing at a time. They wait for
+            evictions and releases in flight, with the blocks that they have already.
+        space: requests that wait, holding nothing, until other requests release blocks.
+        blocks_promised: device blocks that the waiting ones lack.
+        closing: paths whose blocks are being released in parts.
+        no_room: requests that were refused for lack of device blocks.
     """
 
     def __init__(

@@ -12,8 +12,11 @@ from kvactors.prefix_index.messages import Ack
 
 
 class Clears:
-    """Clears that are answered when the store is empty, by operation. sent: clears that the present
-    incarnation of the host tier was sent."""
+    """Clears that are answered when the store is empty, by operation.
+
+    Attributes:
+        sent: clears that the present incarnation of the host tier was sent.
+    """
 
     def __init__(self, ops: Iterator[int]) -> None:
         self.sent = 0

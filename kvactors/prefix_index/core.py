@@ -39,7 +39,11 @@ from kvactors.types import Reason
 
 class IndexCore:
     """Everything that one incarnation of PrefixIndex owns. Each object depends only on those made
-    before it. restarted: it is not the first incarnation."""
+    before it.
+
+    Args:
+        restarted: it is not the first incarnation.
+    """
 
     def __init__(
         self, index: BlockIndex, roots: Roots, settings: IndexSettings, *, restarted: bool
@@ -198,7 +202,10 @@ class IndexCore:
         return any(holders)
 
     def check_steps(self, *, idle: bool) -> Iterator[None]:
-        """Check every invariant, in steps of about a millisecond. idle: no work has parts left.
+        """Check every invariant, in steps of about a millisecond.
+
+        Args:
+            idle: no work has parts left.
 
         Raises:
             AssertionError, RuntimeError: names the inconsistency.

@@ -17,7 +17,11 @@ from kvactors.prefix_index.saves import SavedPath, SaveTable
 
 
 class Endings:
-    """Ends leases. preempted, abandoned: leases that ended so."""
+    """Ends leases.
+
+    Attributes:
+        preempted, abandoned: leases that ended so.
+    """
 
     def __init__(
         self,

@@ -16,10 +16,16 @@ from kvactors.types import Reason
 class Evictions:
     """Frees device blocks, the least recently used first.
 
-    offload: blocks are copied to the host tier before they are free. ops: numbers of operations.
-    blocks_being_freed: device blocks that copies in flight will free, at most, without stalled
-    copies. started: blocks evicted since this was last set to 0. evicted, rescued: all blocks so
-    far, and those of them that were matched again while they were being copied.
+    Args:
+        offload: blocks are copied to the host tier before they are free.
+        ops: numbers of operations.
+
+    Attributes:
+        blocks_being_freed: device blocks that copies in flight will free, at most, without stalled
+            copies.
+        started: blocks evicted since this was last set to 0.
+        evicted, rescued: all blocks so far, and those of them that were matched again while they
+            were being copied.
     """
 
     def __init__(

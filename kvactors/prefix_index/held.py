@@ -12,7 +12,11 @@ from kvactors.prefix_index.messages import Acquire, AcquireResult, AdmissionDead
 
 
 class Held(Timed):
-    """One of them. ticket: of its deadline."""
+    """One of them.
+
+    Attributes:
+        ticket: of its deadline.
+    """
 
     __slots__ = ("envelope", "message", "ticket")
 
@@ -26,7 +30,11 @@ class Held(Timed):
 class RequestQueue:
     """First come, first served.
 
-    requests: by lease, in order of arrival. tickets: numbers of waits.
+    Args:
+        tickets: numbers of waits.
+
+    Attributes:
+        requests: by lease, in order of arrival.
     """
 
     def __init__(self, tickets: Iterator[int]) -> None:
@@ -77,8 +85,9 @@ class HeldRequests(RequestQueue):
 class SpaceQueue(RequestQueue):
     """Requests that wait for device blocks which other requests use (`Acquire.wait_for_room`).
 
-    retried: leases of those that have left the queue to be matched, over several turns, and may
-    come back to its front.
+    Attributes:
+        retried: leases of those that have left the queue to be matched, over several turns, and may
+            come back to its front.
     """
 
     def __init__(self, tickets: Iterator[int]) -> None:

@@ -40,8 +40,13 @@ class Segment(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The cached part of a pinned path. num_device_blocks: leading blocks on the device. segments:
-    what may be loaded, contiguous after those. new_blocks: device blocks that the request needs."""
+    """The cached part of a pinned path.
+
+    Attributes:
+        num_device_blocks: leading blocks on the device.
+        segments: what may be loaded, contiguous after those.
+        new_blocks: device blocks that the request needs.
+    """
 
     num_device_blocks: int
     segments: list[Segment]
@@ -56,8 +61,10 @@ class Match(NamedTuple):
 class Eviction(NamedTuple):
     """Device blocks that are leaving the device.
 
-    nodes: of `tree`, marked with `op`. keys, parents: hashes of the blocks and of those above them.
-    states: the state bits of each node when it was chosen.
+    Attributes:
+        nodes: of `tree`, marked with `op`.
+        hashes, parents: hashes of the blocks and of those above them.
+        states: the state bits of each node when it was chosen.
     """
 
     op: int

@@ -25,9 +25,14 @@ class LeaseTable:
     the last one. It can fail, which every later call raises, and it ends when it is removed. `get`
     finds it by its number, None once it has ended.
 
-    restarted: leases of an earlier incarnation were lost. requests, looked_up: leases granted, and
-    their full blocks. resumed: leases of requests that were preempted before, which the other
-    counts do not include. device_hits, host_hits, storage_hits: blocks found, by tier.
+    Args:
+        restarted: leases of an earlier incarnation were lost.
+
+    Attributes:
+        requests, looked_up: leases granted, and their full blocks.
+        resumed: leases of requests that were preempted before, which the other counts do not
+            include.
+        device_hits, host_hits, storage_hits: blocks found, by tier.
     """
 
     def __init__(self, index: BlockIndex, evictions: Evictions, *, restarted: bool) -> None:

@@ -14,8 +14,10 @@ from kvactors.types import split_hashes
 class LineageSource:
     """Makes the lineages of blocks.
 
-    keep: whether the store keeps them. scopes: by root hash, plain ones may be missing. root_of:
-    the root hash that requests of a scope have now.
+    Args:
+        keep: whether the store keeps them.
+        scopes: by root hash, plain ones may be missing.
+        root_of: the root hash that requests of a scope have now.
     """
 
     def __init__(

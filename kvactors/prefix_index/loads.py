@@ -29,7 +29,8 @@ class LoadTable:
     is applied after those of the loads above it. A load that is overdue keeps its target blocks
     until it is answered, and its leases continue without it.
 
-    overdue_loads: loads that were overdue so far.
+    Attributes:
+        overdue_loads: loads that were overdue so far.
     """
 
     def __init__(

@@ -16,9 +16,11 @@ from kvactors.prefix_index.actions import Work
 class AcquireResult(Message, frozen=True, eq=False):
     """Blocks for every token of the request.
 
-    blocks: the device block table. cached_tokens: tokens that are cached or being loaded. pending:
-    loads are in flight. Then the table and `cached_tokens` are final only in the `ReadyResult` that
-    answers `Ready`.
+    Attributes:
+        blocks: the device block table.
+        cached_tokens: tokens that are cached or being loaded.
+        pending: loads are in flight. Then the table and `cached_tokens` are final only in the
+            `ReadyResult` that answers `Ready`.
     """
 
     blocks: Sequence[int]
@@ -39,7 +41,11 @@ class ReadyResult(Message, frozen=True, eq=False):
 
 
 class Ack(Message, frozen=True, eq=False):
-    """The request is carried out. count: blocks concerned, where that applies."""
+    """The request is carried out.
+
+    Attributes:
+        count: blocks concerned, where that applies.
+    """
 
     count: int = 0
 
@@ -48,11 +54,15 @@ class Acquire(Ask[AcquireResult], frozen=True, eq=False):
     """Blocks for a request: match, pin, take device blocks. Refused with NoRoom if not even
     eviction can free enough of them.
 
-    lease: the number that the caller gives the lease. path: the request's tokens, owned by the
-    index from here on. deadline: absolute loop time for everything the lease loads. wait: whether
-    to wait for evictions that need a copy first. wait_for_room: whether to wait, first come, first
-    served, until other requests release device blocks. scope: what is in the path's root. media:
-    (offset, length) of media items that must not be cached in part.
+    Attributes:
+        lease: the number that the caller gives the lease.
+        path: the request's tokens, owned by the index from here on.
+        deadline: absolute loop time for everything the lease loads.
+        wait: whether to wait for evictions that need a copy first.
+        wait_for_room: whether to wait, first come, first served, until other requests release
+            device blocks.
+        scope: what is in the path's root.
+        media: (offset, length) of media items that must not be cached in part.
     """
 
     lease: int
@@ -69,8 +79,10 @@ class Prefetch(Ask[Ack], frozen=True, eq=False):
     """A request of these tokens is expected: the host tier may fetch from the store the blocks that
     the device lacks. Ack counts the blocks looked for.
 
-    path: used by this message alone. deadline: absolute loop time for the fetch. scope: what is in
-    the path's root.
+    Attributes:
+        path: used by this message alone.
+        deadline: absolute loop time for the fetch.
+        scope: what is in the path's root.
     """
 
     path: Path
@@ -95,10 +107,12 @@ class LayerReady(Ask[int], frozen=True, eq=False):
 class Extend(Ask[AcquireResult], frozen=True, eq=False):
     """More tokens. Reply: the blocks added to the end of the table.
 
-    position: tokens of the lease before the added ones, as its holder counts them. Refused with
-    LeaseBusy if the lease has another number of tokens, or another extend waits. added: a path used
-    by this message alone. extras: (block of the lease, extra key) that the added media items add to
-    the extra keys of blocks.
+    Attributes:
+        position: tokens of the lease before the added ones, as its holder counts them. Refused with
+            LeaseBusy if the lease has another number of tokens, or another extend waits.
+        added: a path used by this message alone.
+        extras: (block of the lease, extra key) that the added media items add to the extra keys of
+            blocks.
     """
 
     lease: int
@@ -109,7 +123,11 @@ class Extend(Ask[AcquireResult], frozen=True, eq=False):
 
 class Reserve(Ask[AcquireResult], frozen=True, eq=False):
     """Blocks until the block table covers the first `num_tokens` tokens, which the lease may not
-    have yet. Reply: the blocks added to the end of the table. position: as in `Extend`."""
+    have yet. Reply: the blocks added to the end of the table.
+
+    Attributes:
+        position: as in `Extend`.
+    """
 
     lease: int
     position: int
@@ -118,7 +136,11 @@ class Reserve(Ask[AcquireResult], frozen=True, eq=False):
 
 class Truncate(Ask[Ack], frozen=True, eq=False):
     """Drop the tokens beyond the first `num_tokens`, and blocks that the rest does not need. Reply:
-    the blocks left in the table. position: as in `Extend`."""
+    the blocks left in the table.
+
+    Attributes:
+        position: as in `Extend`.
+    """
 
     lease: int
     position: int
@@ -171,7 +193,8 @@ class Finish(Ask[Ack], frozen=True, eq=False):
     """The request has ended: unpin, and by policy save and announce. Reply: blocks left in the
     cache.
 
-    computed_tokens: tokens to commit first, None for those that were committed before.
+    Attributes:
+        computed_tokens: tokens to commit first, None for those that were committed before.
     """
 
     lease: int
@@ -189,8 +212,9 @@ class Preempt(Ask[Ack], frozen=True, eq=False):
 class Clear(Ask[Ack], frozen=True, eq=False):
     """Empty the cache: nothing cached before can be hit afterwards. Leases keep their blocks.
 
-    storage: also empty the store. Ack counts the device blocks that are free by it: those that no
-    lease and no copy uses.
+    Attributes:
+        storage: also empty the store. Ack counts the device blocks that are free by it: those that
+            no lease and no copy uses.
     """
 
     storage: bool = False
@@ -232,8 +256,11 @@ class LoadDeadline(Control, frozen=True, eq=False):
 
 
 class AdmissionDeadline(Control, frozen=True, eq=False):
-    """To itself: the deadline of a wait, for blocks or for the end of a pause. ticket: of the wait,
-    since a lease may wait again."""
+    """To itself: the deadline of a wait, for blocks or for the end of a pause.
+
+    Attributes:
+        ticket: of the wait, since a lease may wait again.
+    """
 
     lease: int
     ticket: int

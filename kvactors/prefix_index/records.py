@@ -31,13 +31,17 @@ class LeaseFault(NamedTuple):
 class LeaseState:
     """A request's hold on its device blocks.
 
-    path: tokens, hashes, nodes and block table. tree: the tree of its nodes, retired by a clear.
-    media: (offset, length) in tokens of items that are cached whole or not at all. loads: those in
-    flight that it waits for. ready: requests to be answered when there is none left. layers: the
-    same for one layer. expected_blocks: leading blocks that are cached if every load completes.
-    granted: it has its blocks. A lease that waits for them may have loads already. counted: the
-    statistics count it, as they do unless it was preempted before. fault: why it can no longer be
-    used.
+    Attributes:
+        path: tokens, hashes, nodes and block table.
+        tree: the tree of its nodes, retired by a clear.
+        media: (offset, length) in tokens of items that are cached whole or not at all.
+        loads: those in flight that it waits for.
+        ready: requests to be answered when there is none left.
+        layers: the same for one layer.
+        expected_blocks: leading blocks that are cached if every load completes.
+        granted: it has its blocks. A lease that waits for them may have loads already.
+        counted: the statistics count it, as they do unless it was preempted before.
+        fault: why it can no longer be used.
     """
 
     __slots__ = (
@@ -82,13 +86,17 @@ class LoadState(Timed):
     """Consecutive blocks that are being loaded into device blocks of the owner. Other leases may
     share them.
 
-    owner: the lease that took the target blocks, None once it has ended. path: the owner's, which
-    the load keeps. start, stop: positions of its blocks, the same on the path of every sharer.
-    blocks: targets, empty until the owner has them. predecessor: the load of the blocks above,
-    which must complete first: a block without its parent cannot be hit. result: (blocks loaded,
-    blocks of those from the host tier), once known. completed: the result has been applied. lost:
-    overdue, and its leases continue without it. layers, arriving: so many layers of so many blocks
-    are on the device.
+    Attributes:
+        owner: the lease that took the target blocks, None once it has ended.
+        path: the owner's, which the load keeps.
+        start, stop: positions of its blocks, the same on the path of every sharer.
+        blocks: targets, empty until the owner has them.
+        predecessor: the load of the blocks above, which must complete first: a block without its
+            parent cannot be hit.
+        result: (blocks loaded, blocks of those from the host tier), once known.
+        completed: the result has been applied.
+        lost: overdue, and its leases continue without it.
+        layers, arriving: so many layers of so many blocks are on the device.
     """
 
     __slots__ = (

@@ -44,7 +44,11 @@ SENDS = {"cpu_evictor": TO_EVICTOR, "flush_notifier": TO_NOTIFIER}
 
 
 class ActionRunner:
-    """Sends, answers and starts timers. works: works in parts that have parts left."""
+    """Sends, answers and starts timers.
+
+    Attributes:
+        works: works in parts that have parts left.
+    """
 
     def __init__(
         self, context: Context, evictor: ActorRef[HostRequest], notifier: ActorRef[Report]

@@ -15,8 +15,12 @@ from kvactors.prefix_index.settings import IndexSettings
 
 
 class SavedPath:
-    """The path of a finished request while it is being saved. parts: messages without an answer,
-    and one more until the finish has sent all of them. 0 after a restart of the host tier."""
+    """The path of a finished request while it is being saved.
+
+    Attributes:
+        parts: messages without an answer, and one more until the finish has sent all of them. 0
+            after a restart of the host tier.
+    """
 
     __slots__ = ("parts", "path", "tree")
 

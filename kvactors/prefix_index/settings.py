@@ -12,14 +12,19 @@ WritePolicy = Literal["none", "write_through", "write_through_selective", "write
 class IndexSettings(NamedTuple):
     """Settings that follow from the tiers, the store and the sinks.
 
-    exclusive: a block has one copy among device and host. host_tier: evicted blocks are offered to
-    the host tier. fetch: the store may hold blocks that the tree does not. announce: there is a
-    sink. announce_whole: a finish announces all blocks of the request, also those announced before.
-    free_low, free_high: once fewer than `free_low` device blocks are free after a grant, blocks are
-    evicted until `free_high` are. save: when finished requests are written to the store. min_hits:
-    hits of a block before `write_through_selective` saves it. token_root: with a store that is
-    addressed by tokens alone, the root hash of the scope it was opened with. keep_lineages: the
-    store keeps the inputs of block hashes.
+    Attributes:
+        exclusive: a block has one copy among device and host.
+        host_tier: evicted blocks are offered to the host tier.
+        fetch: the store may hold blocks that the tree does not.
+        announce: there is a sink.
+        announce_whole: a finish announces all blocks of the request, also those announced before.
+        free_low, free_high: once fewer than `free_low` device blocks are free after a grant, blocks
+            are evicted until `free_high` are.
+        save: when finished requests are written to the store.
+        min_hits: hits of a block before `write_through_selective` saves it.
+        token_root: with a store that is addressed by tokens alone, the root hash of the scope it
+            was opened with.
+        keep_lineages: the store keeps the inputs of block hashes.
     """
 
     exclusive: bool

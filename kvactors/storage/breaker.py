@@ -18,7 +18,8 @@ class Breaker:
     """closed: work goes through. Open: nothing does. Half open: one batch does, and decides. Both
     changes are logged, once each.
 
-    store: name of the store, for the log.
+    Attributes:
+        store: name of the store, for the log.
     """
 
     def __init__(self, failures: int = FAILURES, pause: float = PAUSE, store: str = "") -> None:

@@ -24,8 +24,12 @@ size."""
 
 
 class Catalog:
-    """Keys, least recently used first. capacity: objects at most, 0 for no limit. departed: keys
-    that were removed, until the removal is reported."""
+    """Keys, least recently used first.
+
+    Attributes:
+        capacity: objects at most, 0 for no limit.
+        departed: keys that were removed, until the removal is reported.
+    """
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity

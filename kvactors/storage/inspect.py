@@ -32,14 +32,21 @@ STORE_FOLDER = re.compile("[0-9a-f]{16}")
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """One store. path: relative to the folder looked at. state: ok, damaged (the first page of the
-    table), or other version.
+    """One store.
 
-    digest: of the identity, with the names behind it. bytes: of the objects. slab_bytes: that the
-    store occupies. torn: slots whose entries make no sense. stale: of objects that were cleared.
-    written_at: seconds since 1970 of the last write, 0 if there is none. opened_at: when a process
-    last opened it to write. in_use: a process has it open to write. bad: objects (hex keys) whose
-    payload does not match its checksum. verified: how many were checked.
+    Attributes:
+        path: relative to the folder looked at.
+        state: ok, damaged (the first page of the table), or other version.
+        digest: of the identity, with the names behind it.
+        bytes: of the objects.
+        slab_bytes: that the store occupies.
+        torn: slots whose entries make no sense.
+        stale: of objects that were cleared.
+        written_at: seconds since 1970 of the last write, 0 if there is none.
+        opened_at: when a process last opened it to write.
+        in_use: a process has it open to write.
+        bad: objects (hex keys) whose payload does not match its checksum.
+        verified: how many were checked.
     """
 
     path: str

@@ -40,7 +40,8 @@ class Probed(Control, frozen=True, eq=False):
 class Read(Message, frozen=True, eq=False):
     """Read objects into host slots. Answered with ReadDone once no slot is written any more.
 
-    take: an exclusive store removes the objects that it hands out.
+    Attributes:
+        take: an exclusive store removes the objects that it hands out.
     """
 
     op: int
@@ -61,8 +62,9 @@ class ReadDone(Control, frozen=True, eq=False):
 class Write(Message, frozen=True, eq=False):
     """Write host slots as objects. Answered with Written once no slot is read any more.
 
-    keys: least recently used first. An object that is in the store counts as used now. lineages:
-    one for each key, or none at all.
+    Attributes:
+        keys: least recently used first. An object that is in the store counts as used now.
+        lineages: one for each key, or none at all.
     """
 
     op: int
@@ -89,8 +91,11 @@ class ClearStore(Message, frozen=True, eq=False):
 
 
 class StoreCleared(Control, frozen=True, eq=False):
-    """Answer to ClearStore. error: why objects from before may still be found. Empty if none
-    can."""
+    """Answer to ClearStore.
+
+    Attributes:
+        error: why objects from before may still be found. Empty if none can.
+    """
 
     op: int
     error: str = ""
@@ -104,9 +109,11 @@ class FetchDevice(Message, frozen=True, eq=False):
     """Read blocks of a path straight into device blocks. Answered with DeviceFetched once none is
     written any more.
 
-    tokens: the complete path (little-endian uint32), up to the last block wanted. start: the first
-    one, into blocks[0], and so on. memory_generation: of the device memory that the blocks are in.
-    No block is moved in another one.
+    Attributes:
+        tokens: the complete path (little-endian uint32), up to the last block wanted.
+        start: the first one, into blocks[0], and so on.
+        memory_generation: of the device memory that the blocks are in. No block is moved in another
+            one.
     """
 
     op: int
@@ -150,7 +157,11 @@ class TransferDone(Control, frozen=True, eq=False):
 
 
 class TransferLate(Control, frozen=True, eq=False):
-    """To itself: the deadline of a transfer has passed. number: of the transfer."""
+    """To itself: the deadline of a transfer has passed.
+
+    Attributes:
+        number: of the transfer.
+    """
 
     number: int
 
@@ -158,8 +169,9 @@ class TransferLate(Control, frozen=True, eq=False):
 class BatchDone(Control, frozen=True, eq=False):
     """To itself: a batch has ended. `answer` is sent to the evictor.
 
-    stored: joined keys that became readable, oldest first. evicted, corrupt, taken: joined keys
-    that left the store, by reason.
+    Attributes:
+        stored: joined keys that became readable, oldest first.
+        evicted, corrupt, taken: joined keys that left the store, by reason.
     """
 
     answer: StorageReply
@@ -170,8 +182,11 @@ class BatchDone(Control, frozen=True, eq=False):
 
 
 class Recheck(Control, frozen=True, eq=False):
-    """To itself: delayed reports have entered the notifier's lane. held, gone: the reported keys,
-    joined."""
+    """To itself: delayed reports have entered the notifier's lane.
+
+    Attributes:
+        held, gone: the reported keys, joined.
+    """
 
     held: bytes
     gone: bytes

@@ -18,8 +18,12 @@ from kvactors.storage.inspect import Inspection, inspect
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """A store that is not needed. removed: it is gone (with a dry run: it would be). refused: why
-    it is not."""
+    """A store that is not needed.
+
+    Attributes:
+        removed: it is gone (with a dry run: it would be).
+        refused: why it is not.
+    """
 
     path: str
     why: str

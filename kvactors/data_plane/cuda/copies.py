@@ -75,9 +75,13 @@ class LaneCounts:
 
 
 class Copies:
-    """Puts copies on streams. slots: the arena's address as the GPU sees it. batch_from: bytes of a
-    piece. The device's context must be current. `undo` receives the clean-up of each resource.
-    Raises CudaError."""
+    """Puts copies on streams.
+
+    Attributes:
+        slots: the arena's address as the GPU sees it.
+        batch_from: bytes of a piece. The device's context must be current. `undo` receives the
+            clean-up of each resource. Raises CudaError.
+    """
 
     def __init__(self, device: CudaDevice, arena: Arena, undo: ExitStack) -> None:
         self.device = device

@@ -112,7 +112,11 @@ def cuda_address_of(tensor: Any) -> int:
 
 class DeviceMemory(NamedTuple):
     """Memory that the device has allocated, as a tensor that every framework with the CUDA array
-    interface accepts. address: the device's."""
+    interface accepts.
+
+    Attributes:
+        address: the device's.
+    """
 
     address: int
     shape: tuple[int, ...]

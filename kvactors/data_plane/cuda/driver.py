@@ -101,8 +101,13 @@ SUFFIXED = {
 
 
 class CudaError(DeviceError):
-    """A call of the driver failed. function: the call. code: the driver's number for the error.
-    name: the driver's name for it."""
+    """A call of the driver failed.
+
+    Attributes:
+        function: the call.
+        code: the driver's number for the error.
+        name: the driver's name for it.
+    """
 
     def __init__(self, function: str, code: int, name: str) -> None:
         super().__init__(f"{function}: {name} ({code})")
@@ -125,7 +130,9 @@ class CudaDriver:
     """The driver in `library` (a path, or a name to search for). DeviceError if it is not there,
     CudaError if it does not start.
 
-    version: 1000 * major + 10 * minor. has_batch: whether it has cuMemcpyBatchAsync.
+    Attributes:
+        version: 1000 * major + 10 * minor.
+        has_batch: whether it has cuMemcpyBatchAsync.
     """
 
     def __init__(self, library: str = LIBRARY) -> None:

@@ -37,11 +37,19 @@ log = get_logger()
 
 
 class CudaStatistics(NamedTuple):
-    """Totals since `open`. batches: calls for many copies. launches: of kernels. singles: calls for
-    one copy. bytes: put on a stream, whether they arrived or not. errors: operations that failed.
-    batch_from: bytes from which on a piece goes by the copy engines. timings: the measurements
-    behind that choice, empty if there were none. has_batch, has_kernel: capabilities of the driver.
-    broken: why copies are impossible from now on, or None."""
+    """Totals since `open`.
+
+    Attributes:
+        batches: calls for many copies.
+        launches: of kernels.
+        singles: calls for one copy.
+        bytes: put on a stream, whether they arrived or not.
+        errors: operations that failed.
+        batch_from: bytes from which on a piece goes by the copy engines.
+        timings: the measurements behind that choice, empty if there were none.
+        has_batch, has_kernel: capabilities of the driver.
+        broken: why copies are impossible from now on, or None.
+    """
 
     batches: int
     launches: int

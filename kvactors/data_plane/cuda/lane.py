@@ -22,9 +22,14 @@ larger one."""
 
 
 class Op:
-    """An operation of n pairs. groups: the layers it goes by, counted from the layout's first.
-    None: all at once. token: counts operations. done: whether all bytes arrived. Set on the loop,
-    when no part of the operation runs any more."""
+    """An operation of n pairs.
+
+    Attributes:
+        groups: the layers it goes by, counted from the layout's first. None: all at once.
+        token: counts operations.
+        done: whether all bytes arrived. Set on the loop, when no part of the operation runs any
+            more.
+    """
 
     def __init__(
         self,

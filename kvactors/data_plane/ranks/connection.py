@@ -23,9 +23,13 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 
 
 class Connection(ABC):
-    """One end of a connection. source: where the other end is, for logs. limit: bytes of a message
-    at most. A longer one ends the connection. violation: the invalid data of the other end, if that
-    ended the connection."""
+    """One end of a connection.
+
+    Attributes:
+        source: where the other end is, for logs.
+        limit: bytes of a message at most. A longer one ends the connection.
+        violation: the invalid data of the other end, if that ended the connection.
+    """
 
     source = ""
     limit = MOST_BYTES
@@ -93,8 +97,11 @@ class StreamConnection(Connection):
 
 
 class MemoryConnection(Connection):
-    """One end of a pair in memory. lag: seconds a message sent from here takes (called for
-    each)."""
+    """One end of a pair in memory.
+
+    Args:
+        lag: seconds a message sent from here takes (called for each).
+    """
 
     def __init__(self, lag: Callable[[], float] = lambda: 0.0) -> None:
         self.other: MemoryConnection | None = None

@@ -53,13 +53,17 @@ time."""
 
 
 class RankGroup:
-    """All ranks of one cache. identity: of the store and the layout. blocks, slots: the counts that
-    every rank must have. storage: the kind of back end.
+    """All ranks of one cache.
 
-    memory_generation: the count of losses of memory. changed: called with a rank's number and
-    health whenever that changes. names: keys that the stores of all ranks hold, if there are
-    stores. layers: of a block, at most as many can arrive. used: whether a cache relies on the
-    ranks' memory.
+    Attributes:
+        identity: of the store and the layout.
+        blocks, slots: the counts that every rank must have.
+        storage: the kind of back end.
+        memory_generation: the count of losses of memory.
+        changed: called with a rank's number and health whenever that changes.
+        names: keys that the stores of all ranks hold, if there are stores.
+        layers: of a block, at most as many can arrive.
+        used: whether a cache relies on the ranks' memory.
     """
 
     def __init__(

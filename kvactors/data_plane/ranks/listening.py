@@ -42,9 +42,13 @@ _in_memory: dict[str, Listener] = {}
 
 
 class Listener:
-    """Accepts connections at one endpoint. met: awaited for each. Stopping cancels the calls that
-    have not returned. foreign: called with the source and the reason for a connection that is
-    closed because of its user."""
+    """Accepts connections at one endpoint.
+
+    Attributes:
+        met: awaited for each. Stopping cancels the calls that have not returned.
+        foreign: called with the source and the reason for a connection that is closed because of
+            its user.
+    """
 
     def __init__(
         self, met: Met, foreign: Callable[[str, str], None] = lambda _source, _reason: None

@@ -62,12 +62,14 @@ class NameSet:
 
 
 class RankNames:
-    """The keys that the stores of all ranks hold. ranks: how many there are.
+    """The keys that the stores of all ranks hold.
 
-    departed: keys removed from a store after all ranks had joined, and not reported yet.
-    generations: how often each rank's store has been cleared. uneven: whether the generations
-    differ: a clear did not reach every rank before its leader stopped. Then no key counts as held
-    until all stores have been cleared.
+    Attributes:
+        ranks: how many there are.
+        departed: keys removed from a store after all ranks had joined, and not reported yet.
+        generations: how often each rank's store has been cleared.
+        uneven: whether the generations differ: a clear did not reach every rank before its leader
+            stopped. Then no key counts as held until all stores have been cleared.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -140,8 +142,12 @@ class RankNames:
 
 
 class Joining:
-    """One rank's names as they arrive. base: the names that the ranks before it hold, None for the
-    first rank. seen: those of the base that this rank holds, too."""
+    """One rank's names as they arrive.
+
+    Attributes:
+        base: the names that the ranks before it hold, None for the first rank.
+        seen: those of the base that this rank holds, too.
+    """
 
     def __init__(self, names: RankNames, rank: int, generation: int, base: NameSet | None) -> None:
         self.names = names

@@ -48,7 +48,11 @@ class Frame(msgspec.Struct, frozen=True, tag_field="t", tag=str.lower, omit_defa
 
 
 class Hello(Frame, frozen=True):
-    """A rank's first message. nonce: NONCE_BYTES of random bytes."""
+    """A rank's first message.
+
+    Attributes:
+        nonce: NONCE_BYTES of random bytes.
+    """
 
     version: int = 0
     nonce: bytes = b""
@@ -71,9 +75,14 @@ class Identity(Frame, frozen=True):
     """Identity and configuration of a rank. No copy is in flight on it: operations of an earlier
     connection have ended.
 
-    model: `cache.model`. namespace, storage: `storage.namespace` (with AttentionStore: the names of
-    its shards) and the kind of back end. fingerprint: of the layout. blocks, slots: of the device
-    and the arena. objects: names in its store. generation: how often that store was cleared.
+    Attributes:
+        model: `cache.model`.
+        namespace, storage: `storage.namespace` (with AttentionStore: the names of its shards) and
+            the kind of back end.
+        fingerprint: of the layout.
+        blocks, slots: of the device and the arena.
+        objects: names in its store.
+        generation: how often that store was cleared.
     """
 
     rank: int
@@ -95,7 +104,11 @@ class SendNames(Frame, frozen=True):
 
 
 class Names(Frame, frozen=True):
-    """One page: at most PAGE_NAMES names of 32 bytes. last: whether no page follows."""
+    """One page: at most PAGE_NAMES names of 32 bytes.
+
+    Attributes:
+        last: whether no page follows.
+    """
 
     keys: bytes = b""
     last: bool = False
@@ -120,8 +133,11 @@ class Pong(Frame, frozen=True):
 
 
 class CopyBlocks(Frame, frozen=True):
-    """Copy pairs (blocks[j], slots[j]) of the rank's device and arena. layerwise: report layers as
-    they arrive."""
+    """Copy pairs (blocks[j], slots[j]) of the rank's device and arena.
+
+    Attributes:
+        layerwise: report layers as they arrive.
+    """
 
     op: int
     to_device: bool
@@ -134,10 +150,12 @@ class StoreObjects(Frame, frozen=True):
     """Read or write slots (one for each key), ask which leading keys can be read (the others are
     MISS), remove keys, or clear the rank's store.
 
-    seconds: keys not begun by then are LATE. generation: of the store after a clear. lineages:
-    of objects to write, one for each key or none. Kind "begin_paths" and kind "paths": the next
-    parts of the paths that the objects form, with about `most` blocks, after it was begun anew or
-    not.
+    Attributes:
+        seconds: keys not begun by then are LATE.
+        generation: of the store after a clear.
+        lineages: of objects to write, one for each key or none. Kind "begin_paths" and kind
+            "paths": the next parts of the paths that the objects form, with about `most` blocks,
+            after it was begun anew or not.
     """
 
     op: int
@@ -176,9 +194,11 @@ class Arrived(Frame, frozen=True):
 class Answer(Frame, frozen=True):
     """An operation has ended: the rank does not access its slots and blocks any more.
 
-    outcomes: a byte for each pair or key, one for a clear. 0 is success. In a store operation it is
-    a `storage.messages.Outcome`. gone: keys removed from the rank's store. paths: parts of paths;
-    then the only outcome is MISS at the end.
+    Attributes:
+        outcomes: a byte for each pair or key, one for a clear. 0 is success. In a store operation
+            it is a `storage.messages.Outcome`.
+        gone: keys removed from the rank's store.
+        paths: parts of paths; then the only outcome is MISS at the end.
     """
 
     op: int

@@ -21,8 +21,12 @@ class RankState(Enum):
 
 
 class RankStatistics(NamedTuple):
-    """The state of one rank at this moment. losses, silences: how often its connection was lost,
-    and an answer was late. violations: how often it violated the protocol."""
+    """The state of one rank at this moment.
+
+    Attributes:
+        losses, silences: how often its connection was lost, and an answer was late.
+        violations: how often it violated the protocol.
+    """
 
     rank: int
     health: str
@@ -44,8 +48,13 @@ class RankHealth(NamedTuple):
 
 
 class Operation:
-    """An operation in flight on one rank. arrived: called with layers. outcomes, worst:
-    requirements on the answer. stored: whether the rank's store carries it out."""
+    """An operation in flight on one rank.
+
+    Attributes:
+        arrived: called with layers.
+        outcomes, worst: requirements on the answer.
+        stored: whether the rank's store carries it out.
+    """
 
     __slots__ = ("answer", "arrived", "outcomes", "stored", "timer", "worst")
 
@@ -83,8 +92,12 @@ class Operation:
 
 
 class Rank:
-    """One rank's number. link: its connection, joining or admitted. open: operations in flight;
-    overdue: those whose answer is late."""
+    """One rank's number.
+
+    Attributes:
+        link: its connection, joining or admitted.
+        open: operations in flight; overdue: those whose answer is late.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -56,9 +56,13 @@ class Stalled(Exception):
 
 
 class Window:
-    """The last batches published, with consecutive numbers. batches, nbytes: how many, and how
-    large, are kept at most (one batch always is). needed: number from which on batches are kept
-    beyond these bounds, up to about twice as much."""
+    """The last batches published, with consecutive numbers.
+
+    Attributes:
+        batches, nbytes: how many, and how large, are kept at most (one batch always is).
+        needed: number from which on batches are kept beyond these bounds, up to about twice as
+            much.
+    """
 
     def __init__(self, batches: int, nbytes: int) -> None:
         self.batches = batches
@@ -98,8 +102,13 @@ class Window:
 
 
 class Publisher(Protocol):
-    """The source of a replay. sequence: number of the next batch. first: number of this
-    process's first batch. fill: whether readers insist on every number."""
+    """The source of a replay.
+
+    Attributes:
+        sequence: number of the next batch.
+        first: number of this process's first batch.
+        fill: whether readers insist on every number.
+    """
 
     window: Window
     sequence: int
@@ -133,8 +142,12 @@ class Publisher(Protocol):
 
 
 class ReplayAnswer:
-    """One reader's answer. began: when. blocked: since when its queue has been full (0: it is
-    not)."""
+    """One reader's answer.
+
+    Attributes:
+        began: when.
+        blocked: since when its queue has been full (0: it is not).
+    """
 
     __slots__ = ("began", "blocked", "reader", "task")
 

@@ -112,8 +112,12 @@ class Sockets:
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
 
     def close(self, linger: float = 0.0) -> None:
-        """Close everything. linger: seconds in which what was published may still leave; ZMQ's own
-        thread sees to that."""
+        """Close everything.
+
+        Args:
+            linger: seconds in which what was published may still leave; ZMQ's own thread sees to
+                that.
+        """
         for sender in self._senders:
             sender.close()
         for socket in self._opened:

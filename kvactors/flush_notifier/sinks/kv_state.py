@@ -90,7 +90,11 @@ class StreamChanges:
 
 
 class Part(NamedTuple):
-    """Consecutive events of a state, encoded. size: how many."""
+    """Consecutive events of a state, encoded.
+
+    Attributes:
+        size: how many.
+    """
 
     size: int
     events: bytes

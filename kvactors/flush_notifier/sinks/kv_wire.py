@@ -31,9 +31,14 @@ Hash = int | bytes
 class BlockStored(
     msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False
 ):
-    """Blocks of one path, each the parent of the next, are on `medium`. parent_block_hash: None at
-    the start of a sequence. token_ids: of all these blocks. extra_keys, block_mm_infos, cache_salt:
-    what beside tokens identifies the blocks (`kv_identity`)."""
+    """Blocks of one path, each the parent of the next, are on `medium`.
+
+    Attributes:
+        parent_block_hash: None at the start of a sequence.
+        token_ids: of all these blocks.
+        extra_keys, block_mm_infos, cache_salt: what beside tokens identifies the blocks
+            (`kv_identity`).
+    """
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None

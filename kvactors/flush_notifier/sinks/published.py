@@ -34,7 +34,12 @@ class PublishedBlock:
 
 
 class Retraction(NamedTuple):
-    """A path to be removed from `start` on. hashes: of its blocks. tokens: from the root."""
+    """A path to be removed from `start` on.
+
+    Attributes:
+        hashes: of its blocks.
+        tokens: from the root.
+    """
 
     hashes: list[bytes]
     start: int

@@ -18,9 +18,15 @@ SHARE = 0.8
 
 
 class FileStatistics(NamedTuple):
-    """A moment's picture of the files. direct: whether the page cache is passed by. quarantined:
-    slots that held bad objects and are not used now. torn: entries that made no sense when the
-    store was opened. scan_s: seconds to find out what was there. capacity: objects at most."""
+    """A moment's picture of the files.
+
+    Attributes:
+        direct: whether the page cache is passed by.
+        quarantined: slots that held bad objects and are not used now.
+        torn: entries that made no sense when the store was opened.
+        scan_s: seconds to find out what was there.
+        capacity: objects at most.
+    """
 
     slots: int
     free: int
@@ -37,7 +43,11 @@ CHUNK = 16_384
 
 
 class Stored(NamedTuple):
-    """An object. mark: identifies its entry (`slab_table.mark_of`)."""
+    """An object.
+
+    Attributes:
+        mark: identifies its entry (`slab_table.mark_of`).
+    """
 
     sequence: int
     slot: int

@@ -24,8 +24,12 @@ GROW_AGAIN = 10.0
 
 
 class Growth:
-    """Adds slabs to a store, up to the capacity. capacity: objects at most, known once the store is
-    open. pause_until: time before which it does not grow, because the disk was full."""
+    """Adds slabs to a store, up to the capacity.
+
+    Attributes:
+        capacity: objects at most, known once the store is open.
+        pause_until: time before which it does not grow, because the disk was full.
+    """
 
     def __init__(self, files: SlabFiles, slots: Slots, threads: Workers) -> None:
         self.capacity = 0
@@ -82,8 +86,11 @@ async def _outcome(growing: asyncio.Task[Outcome]) -> Outcome:
 
 
 class Generations:
-    """Writes the store's generation to the first page. pending: whether the last one is not there
-    yet."""
+    """Writes the store's generation to the first page.
+
+    Attributes:
+        pending: whether the last one is not there yet.
+    """
 
     def __init__(self, files: SlabFiles, threads: Workers) -> None:
         self.pending = False

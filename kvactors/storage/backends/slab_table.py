@@ -60,8 +60,12 @@ WRITTEN_AT = 1
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """Parameters of a store. digest: of the identity, hex. model, namespace, rank, ranks: the
-    names behind it."""
+    """Parameters of a store.
+
+    Attributes:
+        digest: of the identity, hex.
+        model, namespace, rank, ranks: the names behind it.
+    """
 
     digest: str
     block_bytes: int
@@ -161,8 +165,13 @@ def meta_of(page: bytes, where: str) -> Meta:
 
 
 class Found(NamedTuple):
-    """An entry of the table. checksum: of the payload. metadata: by tag. mark: distinguishes it
-    from every other entry."""
+    """An entry of the table.
+
+    Attributes:
+        checksum: of the payload.
+        metadata: by tag.
+        mark: distinguishes it from every other entry.
+    """
 
     slot: int
     key: bytes
@@ -182,8 +191,12 @@ class Found(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """Good entries, oldest first. torn: slots that hold something that is no entry. stale: entries
-    of other generations."""
+    """Good entries, oldest first.
+
+    Attributes:
+        torn: slots that hold something that is no entry.
+        stale: entries of other generations.
+    """
 
     found: list[Found]
     torn: int
