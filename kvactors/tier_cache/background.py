@@ -90,7 +90,7 @@ class Background:
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """What does not work."""
+        """The parts that do not work, with reasons."""
         storage = "" if self.storage is None else self.storage.trouble
         sinks = () if self._sinks is None else self._sinks.service.troubles
         return ((f"storage: {storage}",) if storage else ()) + sinks

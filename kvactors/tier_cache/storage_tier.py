@@ -193,7 +193,7 @@ class StorageTier:
 
     def submit_lookup(self, job: Hashable, keys: Sequence[bytes]) -> Future[StorageResult]:
         """Find out which keys the store holds. One that lists its objects answers from memory, any
-        other is asked, and `contains` knows the keys that it found.
+        other is asked, and `contains` is true for the keys that it found.
 
         Args:
             job: a name for the result.

@@ -178,7 +178,7 @@ BUGS: tuple[Mutation, ...] = (
         "def reset(self, *, storage: bool = False) -> None:",
         "def reset(self, *, storage: bool = True) -> None:",
         "an engine that empties its caches deletes a store of terabytes",
-        (STORAGE + "test_a_reset_keeps_stored_objects_unless_told_otherwise",),
+        (STORAGE + "test_a_reset_keeps_stored_objects_unless_asked_to_delete_them",),
     ),
     Mutation(
         "pool_takes_any_view",

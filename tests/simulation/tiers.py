@@ -80,7 +80,7 @@ class SimStore(MemoryBackend):
 
     async def load(self, key: bytes, into: memoryview) -> Outcome:
         kind = await self._trouble()
-        into[:] = bytes(len(into))  # a slot that someone else uses meanwhile would be noticed
+        into[:] = bytes(len(into))  # a slot with a second user would be noticed
         if kind == "fail":
             return Outcome.UNAVAILABLE
         if kind == "lose":
@@ -133,7 +133,7 @@ class SimTier(StorageTier):
 
 
 class SimSink(MemorySink):
-    """Fails by a seed. What it has taken is a tree."""
+    """Fails by a seed. The tasks that it took form a tree."""
 
     def __init__(self, noise: random.Random, faults: float) -> None:
         super().__init__(MemorySinkConfig(tiers=("storage",)), TOKENS)

@@ -232,7 +232,7 @@ def test_a_reset_with_fetches_and_saves_in_flight(tmp_path):
     cache.shutdown()
 
 
-def test_a_reset_keeps_stored_objects_unless_told_otherwise(tmp_path):
+def test_a_reset_keeps_stored_objects_unless_asked_to_delete_them(tmp_path):
     cache = on_disk(tmp_path)
     store(cache, KEYS[:2])
     settle(cache)

@@ -1,0 +1,140 @@
+"""Hostile callers: reused buffers, cancelled waits, forks and shutdowns at bad moments."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+
+import pytest
+
+from kvactors import CacheClosed
+from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.sink_config import MemorySinkConfig
+from kvactors.tier_cache import Lookup, SlotMemory, TierCache, open_storage
+from kvactors.tier_cache.settings import checked_config
+from tests.tier_cache.helpers import (
+    BLOCK,
+    KEYS,
+    LIMIT,
+    answer,
+    load,
+    make,
+    on_disk,
+    payload,
+    settle,
+    store,
+)
+from tests.tier_cache.stores import FaultyStore
+
+
+class HangingSink(MemorySink):
+    """Never returns from a delivery."""
+
+    async def deliver(self, tasks):
+        import asyncio
+
+        await asyncio.Future()
+
+
+def with_sink(sink: MemorySink, **storage: object) -> TierCache:
+    table = {
+        "model": "m",
+        "block_bytes": BLOCK,
+        "num_slots": 4,
+        "tokens_per_block": 2,
+        "storage": {"close_timeout": 1.0, **storage},
+    }
+    return TierCache(checked_config(table), SlotMemory(4, BLOCK), sinks=[sink])
+
+
+def hanging() -> HangingSink:
+    return HangingSink(MemorySinkConfig(tiers=("host",)), 2)
+
+
+@pytest.mark.parametrize("backend", ["none", "memory"])
+def test_a_shutdown_with_a_sink_that_hangs_is_bounded(backend):
+    cache = with_sink(hanging(), backend=backend)
+    assert cache.sinks is not None
+    cache.sinks.describe(KEYS[:1], [1, 2])
+    store(cache, KEYS[:1])
+    cache.end_step()
+    assert not cache.sinks.wait_flushed(0.05)
+    began = time.monotonic()
+    cache.shutdown()
+    assert time.monotonic() - began < LIMIT
+    assert not cache.sinks.wait_flushed(1.0)
+    cache.sinks.describe(KEYS[:1], [1, 2])
+    cache.shutdown()
+
+
+@pytest.mark.parametrize("backend", ["none", "memory"])
+def test_a_child_of_a_cache_with_sinks_is_refused_and_ends(backend):
+    cache = with_sink(MemorySink(MemorySinkConfig(tiers=("host",)), 2), backend=backend)
+    store(cache, KEYS[:1])
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            cache.lookup(KEYS[0])
+        except CacheClosed:
+            cache.shutdown()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert cache.lookup(KEYS[0]) is Lookup.HIT
+    cache.shutdown()
+
+
+def test_a_caller_that_reuses_its_buffer_after_the_result_changes_no_object(tmp_path):
+    table = {"backend": "file", "directory": str(tmp_path), "capacity_blocks": 64}
+    tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
+    buffer = bytearray(BLOCK)
+    for key in KEYS[:20]:
+        buffer[:] = payload(key)
+        assert tier.submit_store(key, [key], [memoryview(buffer)]).result(LIMIT).ok == (True,)
+    buffer[:] = bytes(BLOCK)
+    for key in KEYS[:20]:
+        assert tier.submit_load(key, [key], [memoryview(buffer)]).result(LIMIT).ok == (True,)
+        assert bytes(buffer) == payload(key)
+    tier.close()
+
+
+def serve_without_end(cache: TierCache) -> None:
+    for key in itertools.cycle(KEYS[:40]):
+        if cache.lookup(key) is Lookup.MISS:
+            found = cache.prepare_store([key])
+            if found is not None:
+                cache.complete_store(found.keys)
+        cache.end_step()
+
+
+def test_shutdown_at_any_moment_of_a_busy_owner(tmp_path):
+    """The owner gets CacheClosed from one call on, and nothing else."""
+    for i in range(12):
+        cache = on_disk(tmp_path / str(i), num_slots=4, close_timeout=2.0)
+        cache.start()
+        closer = threading.Timer(0.002 * i, cache.shutdown)
+        closer.start()
+        with pytest.raises(CacheClosed):
+            serve_without_end(cache)
+        closer.join(LIMIT)
+        assert not closer.is_alive()
+
+
+def test_a_full_store_keeps_the_host_tier_working(monkeypatch):
+    monkeypatch.setattr(FaultyStore, "mode", "raise")
+    backend = f"{FaultyStore.__module__}:{FaultyStore.__name__}"
+    cache = make(4, storage={"backend": backend})
+    for i in range(0, 64, 4):
+        assert store(cache, KEYS[i : i + 4])
+        assert [cache.lookup(key) for key in KEYS[i : i + 4]] == [Lookup.HIT] * 4
+        assert load(cache, KEYS[i]) == payload(KEYS[i])
+        settle(cache)
+    assert cache.statistics().saved == 0
+    assert cache.statistics().pinned == 0
+    assert answer(cache, KEYS[0]) is Lookup.MISS
+    cache.check()
+    cache.shutdown()
