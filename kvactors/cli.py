@@ -44,7 +44,7 @@ MOVED = {
 }
 """Former commands, and the command that replaces each in a clone of the repository."""
 
-BENCHES = Literal["index", "acquire", "lag", "copy", "flush", "store", "tiers"]
+BENCHES = Literal["index", "acquire", "lag", "copy", "flush", "store", "tiers", "engine"]
 
 
 @app.command
@@ -147,15 +147,15 @@ def bench(
     quick
         A short run, to check that the benchmark works.
     vllm_python
-        For flush: a Python that has vLLM, whose publisher is measured in the same run (by default
-        this one, if it has).
+        For flush: a Python that has vLLM, whose publisher is measured in the same run. For engine:
+        a Python that has vLLM and kvactors. By default this one, if it has vLLM.
     """
     from kvactors.bench.report import print_bench
 
     options: dict[str, Any] = {"quick": quick}
     if vllm_python is not None:
-        if name != "flush":
-            raise ConfigError(f"vllm_python is for the benchmark flush, not {name}")
+        if name not in ("flush", "engine"):
+            raise ConfigError(f"vllm_python is for the benchmarks flush and engine, not {name}")
         options["vllm_python"] = str(vllm_python)
     result = import_module(f"kvactors.bench.{name}").run(**options)
     print_bench(result, Console())

@@ -21,7 +21,6 @@ from kvactors.identity import StoreIdentity
 from kvactors.integrations.lmcache.catalog import Catalog
 from kvactors.integrations.lmcache.key_log import KeyLog
 from kvactors.integrations.lmcache.objects import (
-    Key,
     ObjectShape,
     StoredObject,
     layout_of,
@@ -229,7 +228,7 @@ class KVActorsL2(L2AdapterInterface):
         if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
             raise ValueError(f"malformed cursor {cursor!r}")
         start = int(cursor or 0)
-        nothing: list[tuple[Key, StoredObject]] = []
+        nothing: list[tuple[Any, StoredObject]] = []
         known = self._worker.ask(self._worker.objects.catalog.items, self.settings.timeout, nothing)
         entries = sorted(
             (found.digest, key, found.shape.size)
@@ -246,7 +245,7 @@ class KVActorsL2(L2AdapterInterface):
     def report_status(self) -> dict[str, Any]:
         """Health and sizes."""
         catalog = self._worker.objects.catalog
-        trouble = self._tier.trouble or self._worker.objects.key_log_error
+        trouble = self._tier.trouble or self._worker.objects.keys.error
         return {
             "is_healthy": self._worker.running and not trouble,
             "type": type(self).__name__,

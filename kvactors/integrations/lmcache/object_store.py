@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from kvactors.actor.log import described, get_logger
 from kvactors.errors import CacheClosed
 from kvactors.integrations.lmcache.catalog import Catalog
 from kvactors.integrations.lmcache.key_log import KeyLog, Record
+from kvactors.integrations.lmcache.key_writer import KeyWriter
 from kvactors.integrations.lmcache.objects import (
     DIGEST_BYTES,
     Key,
@@ -20,16 +20,10 @@ from kvactors.integrations.lmcache.objects import (
     stored_object,
 )
 from kvactors.integrations.lmcache.transfers import Lane, PageJob, Task, Transfer
-from kvactors.threads import Workers
 from kvactors.tier_cache import SlotMemory, StorageResult, StorageTier
-
-log = get_logger()
 
 BATCH = 16
 """Pages of one job of the store."""
-
-SPARE_LINES = 1024
-"""Lines of the file of the keys, beyond twice its objects, at which it is written anew."""
 
 
 class Report(Protocol):
@@ -64,7 +58,7 @@ class ObjectStore:
 
     Attributes:
         tasks: in flight, by number.
-        key_log_error: why the file of the keys does not take records, empty if it does.
+        keys: writes the file of the keys.
     """
 
     def __init__(
@@ -79,8 +73,7 @@ class ObjectStore:
         self.tier = tier
         self.catalog = catalog
         self.tasks: dict[int, Task] = {}
-        self.key_log_error = ""
-        self._keys = keys
+        self.keys = KeyWriter(keys)
         self._report = report
         self._post = post
         self._memory = SlotMemory(staging_pages, tier.block_bytes)
@@ -90,12 +83,10 @@ class ObjectStore:
         self._storing: dict[Key, Transfer] = {}
         self._stored: list[Record] = []  # in this turn
         self._ended_tasks: list[Task] = []  # in this turn
-        self._disk = Workers(1, "kvactors-lmcache-keys")
 
     def close(self, limit: float) -> None:
-        """Wait for the file of the keys, at most `limit` seconds. The thread has ended."""
-        self._disk.end(limit)
-        self._disk.close()
+        """Write the keys, which takes at most `limit` seconds. The thread has ended."""
+        self.keys.close(self._all_records(), limit)
 
     def keep_memory(self) -> None:
         """Leave the staging memory mapped, because a call to the file system still uses it."""
@@ -158,6 +149,8 @@ class ObjectStore:
     def _drop(self, keys: Iterable[Key]) -> None:
         removed = [(key, self.catalog.remove(key)) for key in keys]
         gone = [(key, found) for key, found in removed if found is not None]
+        for key, _ in gone:
+            self.keys.forget(key)
         if gone:
             self.tier.remove([page for _, found in gone for page in found.page_keys()])
             self._report.deleted([key for key, _ in gone], [found.shape.size for _, found in gone])
@@ -308,38 +301,27 @@ class ObjectStore:
     def settle(self) -> None:
         """Report the results of this turn. A store task ends when its keys are in the file."""
         ended, self._ended_tasks = self._ended_tasks, []
+        stored, self._stored = self._stored, []
+        if stored:
+            self._report.stored([key for key, _ in stored], [shape.size for _, shape in stored])
+            self.keys.note(stored)
+        records: list[Record] = []
+        saves = []
         for task in ended:
             if task.save:
                 self.catalog.touch(task.keys)
-        records, self._stored = self._stored, []
-        if not records:
-            for task in ended:
-                self.end_task(task)
-            return
-        self._report.stored([key for key, _ in records], [shape.size for _, shape in records])
-        for task in ended:
-            if not task.save:
-                self.end_task(task)
-        saves = [task for task in ended if task.save]
-        whole = None
-        if self._keys.lines > 2 * len(self.catalog) + SPARE_LINES:
-            whole = [(key, found.shape) for key, found in self.catalog.items()]
-        written = self._disk.submit(partial(self._write_keys, records, whole))
-        written.add_done_callback(lambda _: self._post(partial(self._end_tasks, saves)))
-
-    def _write_keys(self, records: list[Record], whole: list[Record] | None) -> None:
-        """Write records to the file of the keys, in the thread that does."""
-        try:
-            if whole is None:
-                self._keys.append(records)
+                records += self.keys.take(task.keys)
+                saves.append(task)
             else:
-                self._keys.rewrite(whole)
-        except OSError as error:
-            if not self.key_log_error:
-                log.error("keys of LMCache's objects not written", error=described(error))
-            self.key_log_error = str(error)
+                self.end_task(task)
+        if records:
+            whole = self._all_records() if self.keys.is_long(len(self.catalog)) else None
+            self.keys.write(records, whole, lambda: self._post(partial(self._end_tasks, saves)))
         else:
-            self.key_log_error = ""
+            self._end_tasks(saves)
+
+    def _all_records(self) -> list[Record]:
+        return [(key, found.shape) for key, found in self.catalog.items()]
 
     def _end_tasks(self, tasks: Sequence[Task]) -> None:
         for task in tasks:

@@ -88,8 +88,10 @@ class Worker:
         if self._thread.is_alive():
             self.post(self._stop)
             self._thread.join(limit)
+        if self._thread.is_alive():
+            return False
         self.objects.close(limit)
-        return not self._thread.is_alive()
+        return True
 
     @property
     def running(self) -> bool:

@@ -122,6 +122,16 @@ def test_the_store_evicts_by_use_and_never_a_locked_object(tmp_path: Path) -> No
     world.close()
 
 
+def test_after_a_restart_the_end_of_a_prefix_is_evicted_first(tmp_path: Path) -> None:
+    world = World(open_files(tmp_path), tmp_path)
+    assert world.store(KEYS[:6]) == [True] * 6
+    assert world.held(KEYS[2:4]) == [True] * 2
+    recorded = [key for key, _ in world.keys.read()]
+    assert recorded == KEYS[5::-1][:6], "a process that was killed leaves another order"
+    world.close()
+    assert [key for key, _ in world.keys.read()] == [KEYS[i] for i in (5, 4, 1, 0, 3, 2)]
+
+
 def test_delete_leaves_locked_objects(world: World) -> None:
     world.store(KEYS[:3])
     world.store(salted("tenant")[:3])

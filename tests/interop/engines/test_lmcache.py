@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engines
 CHILD = Path(__file__).with_name("lmcache_child.py")
 ENVIRONMENT = "lmcache"
 VARIABLES = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
-LIMIT = 300.0
+LIMIT = 1200.0
 """Seconds of a call. Only a hang takes as long."""
 
 OBJECT = 2 * 4 * 64 * 256 * 2
@@ -138,10 +138,8 @@ def test_every_chunk_comes_back_at_once_after_a_restart_and_after_kill_9(start: 
     after_kill.close()
 
 
-@pytest.mark.parametrize("damages", [["flip", "cut", "delete", "keys"]])
-def test_damaged_stores_serve_no_wrong_byte(
-    start: Start, tmp_path: Path, damages: list[str]
-) -> None:
+def test_damaged_stores_serve_no_wrong_byte(start: Start, tmp_path: Path) -> None:
+    damages = ("flip", "cut", "delete", "keys")
     manager = start(tmp_path / damages[0])
     for damage in damages:
         store = tmp_path / damage
