@@ -40,7 +40,7 @@ def start(environments: Environments, tmp_path: Path) -> Iterator[Callable[..., 
         extra: dict[str, Any] | None = None, *, version: str | None = None, **options: Any
     ) -> VllmEngine:
         if version not in hosts:
-            hosts[version] = VllmHost(environments, tmp_path / f"vllm-{version}", version)
+            hosts[version] = VllmHost(environments, tmp_path, version)
         log = tmp_path / f"engine-{len(made)}.log"
         made.append(VllmEngine(hosts[version], model, log, extra, **options))
         return made[-1]

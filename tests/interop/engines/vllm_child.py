@@ -159,8 +159,8 @@ def answer(connection: socket.socket) -> None:
             lines.write(json.dumps(found) + "\n")
 
 
-def main(path: str) -> None:
-    """Import vLLM, then fork an engine for each connection to a Unix socket.
+def main(name: str) -> None:
+    """Import vLLM, then fork an engine for each connection to an abstract Unix socket.
 
     The import takes longer than all else in the start of a small engine. The first line of a
     connection has the file for the engine's output.
@@ -169,7 +169,7 @@ def main(path: str) -> None:
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing is left of engines that have ended
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(path)
+        server.bind(f"\0{name}")
         server.listen()
         while True:
             connection, _ = server.accept()

@@ -72,19 +72,18 @@ class VllmHost:
 
     Args:
         environments: that have vLLM's.
-        folder: for its log and its socket.
+        folder: for its log.
         version: of the Python of vLLM: None for that of the installed package.
     """
 
     def __init__(self, environments: Environments, folder: Path, version: str | None) -> None:
-        folder.mkdir()
         variables = VARIABLES | {"PYTHONPATH": str(MODULES)}
         if version is not None:
             overlay = environments.source(ENVIRONMENT, f"vllm=={version}")
             variables |= {"PYTHONPATH": f"{MODULES}:{overlay}", "VLLM_TARGET_DEVICE": "cpu"}
-        self._path = folder / "socket"
-        command = [environments.program(ENVIRONMENT), "-P", str(CHILD), str(self._path)]
-        self._child = Child("vLLM", command, folder / "host.log", env=variables)
+        self._name = f"vllm-{version}"  # names of sockets are those of the test's network
+        command = [environments.program(ENVIRONMENT), "-P", str(CHILD), self._name]
+        self._child = Child("vLLM", command, folder / f"{self._name}.log", env=variables)
 
     def fork(self, log: Path, variables: dict[str, str]) -> Fork:
         """A new process.
@@ -93,18 +92,21 @@ class VllmHost:
             log: file for its output.
             variables: of its environment, beside those of the host.
         """
-        wait_until("vLLM is imported", self._listens, OPEN)
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(str(self._path))
+            wait_until("vLLM is imported", lambda: self._connects(connection), OPEN)
             return Fork(connection, log, variables)
         except BaseException:
             connection.close()
             raise
 
-    def _listens(self) -> bool:
+    def _connects(self, connection: socket.socket) -> bool:
         self._child.check()
-        return self._path.exists()
+        try:
+            connection.connect(f"\0{self._name}")
+        except ConnectionRefusedError:
+            return False
+        return True
 
     def close(self) -> None:
         """End it. Its engines go on."""
