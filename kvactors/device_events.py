@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 import anyio
 
-from kvactors.arguments import kind
+from kvactors.arguments import check_int, kind
 from kvactors.errors import DeadlineExceeded, DeviceError, as_exception
 
 POLL = 0.0005
@@ -25,6 +25,25 @@ class DeviceEvent(Protocol):
 
 Completion: TypeAlias = DeviceEvent | Awaitable[object]
 """Completes when asynchronous device work has."""
+
+
+class StreamObject(Protocol):
+    """A stream of a framework, as PyTorch and Paddle have it."""
+
+    @property
+    def cuda_stream(self) -> int:
+        """The driver's handle."""
+
+
+Stream: TypeAlias = StreamObject | int
+"""An engine's CUDA stream: the driver's handle, or an object that has it."""
+
+
+def stream_handle(stream: Stream) -> int:
+    """The driver's handle of a stream. TypeError for what is no stream."""
+    if isinstance(stream, int):
+        return check_int("stream", stream)
+    return check_int("stream.cuda_stream", getattr(stream, "cuda_stream", None))
 
 
 class DeviceEvents:

@@ -18,7 +18,7 @@ from kvactors import growth
 from kvactors.arguments import Media, added_media, check_int, extend_path
 from kvactors.client import Client
 from kvactors.deprecated import renamed
-from kvactors.device_events import Completion
+from kvactors.device_events import Completion, Stream, stream_handle
 from kvactors.lease_hold import LeaseHold
 from kvactors.native import Path
 from kvactors.prefix_index.messages import (
@@ -104,7 +104,9 @@ class Lease:
         self.cached_tokens, self.pending = landed.cached_tokens, False
         self.hits = Hits(landed.device_hits, landed.host_hits, landed.storage_hits)
 
-    async def wait_layer(self, layer: int, *, deadline: float | None = None) -> int:
+    async def wait_layer(
+        self, layer: int, *, stream: Stream | None = None, deadline: float | None = None
+    ) -> int:
         """Wait until one layer of every load has arrived, so that attention on it can start while
         later layers still load. Layers arrive one by one with `device.layerwise`, else all at once.
 
@@ -113,19 +115,28 @@ class Lease:
 
         Args:
             layer: counted from the layout's first, which is 0.
+            stream: the engine's CUDA stream, as the driver's handle or with an attribute
+                `cuda_stream`. If all copies of the loads are on kvactors' stream, this stream waits
+                for the layer in place of the caller: work put on it from now on finds the layer.
             deadline: as in `wait_ready`.
 
         Returns:
-            Tokens that are cached in this layer.
+            Tokens that are cached in this layer, with a waiting stream if the copies succeed.
 
         Raises:
             NoRoom: as in `wait_ready`.
             ValueError: the layout has no such layer.
+            DeviceError: the driver refused to let the stream wait.
         """
         at = self._hold.loads_deadline(deadline)
         number = check_int("layer", layer, 0, self._hold.client.layers - 1)
+        handle = None if stream is None else stream_handle(stream)
         if not self.pending:
             return self.cached_tokens
+        if handle is not None:
+            loading = self._table[self.hits.device : self.cached_tokens // self._path.block_size]
+            if self._hold.client.system.plane.make_stream_wait(handle, loading, number):
+                return self.cached_tokens
         return int(await self._hold.ask(LayerReady(self._hold.id, number), at))
 
     ready = renamed("ready", wait_ready)
@@ -227,10 +238,7 @@ class Lease:
             await hold.wait_event(event, computed, self.num_tokens, at)
         if computed <= hold.client.part_tokens:
             return int((await hold.ask(Commit(hold.id, computed), at, has_effect=True)).count)
-        return await self._commit(computed, at)
-
-    async def _commit(self, computed: int, at: float) -> int:
-        return await self._hold.commit_in_parts(self._path, computed, self.num_tokens, at)
+        return await hold.commit_in_parts(self._path, computed, self.num_tokens, at)
 
     async def finish(
         self,

@@ -128,7 +128,9 @@ class _Plan:
             self.happened = True
             committed = lease._path.num_committed
             if self.computed is not None:
-                committed = await lease._commit(self.computed, at)
+                committed = await lease._hold.commit_in_parts(
+                    lease._path, self.computed, lease.num_tokens, at
+                )
             self.outcome = Stepped(blocks, committed)
         except KVActorsError as error:
             self.outcome = Stepped(error=error)

@@ -136,6 +136,23 @@ class DataPlane(ABC):
     ) -> tuple[int, ...]:
         """Carry out `copy`."""
 
+    def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
+        """Make an engine's stream wait until one layer of copies in flight into device blocks has
+        arrived.
+
+        Args:
+            stream: the driver's handle.
+            blocks: device blocks.
+            layer: counted from the layout's first.
+
+        Returns:
+            Whether it waits for all of the blocks. Otherwise its owner must wait in another way.
+
+        Raises:
+            DeviceError: the driver refused it.
+        """
+        return False
+
     async def read(
         self, generation: int, keys: Sequence[bytes], slots: Sequence[int], expired: Expired
     ) -> ReadReport:

@@ -51,6 +51,10 @@ class CopyEngine(ABC):
         progress: with it, a copy to the device goes layer by layer.
         """
 
+    def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
+        """See `DataPlane`."""
+        return False
+
     async def close(self) -> None:
         """No more copies."""
 

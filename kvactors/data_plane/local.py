@@ -77,6 +77,10 @@ class LocalPlane(DataPlane):
         """See `DataPlane`."""
         return await self.engine.run(direction, blocks, slots, progress)
 
+    def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
+        """See `DataPlane`."""
+        return self.engine.make_stream_wait(stream, blocks, layer)
+
     async def _open(self, stack: AsyncExitStack, opening: Opening) -> None:
         stack.push_async_callback(opening.shutdown.step, "copy engine", self.engine.close)
         await self._open_stores(stack, opening)

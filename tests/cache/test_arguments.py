@@ -165,6 +165,7 @@ def kinds():
             ["abc"],
             object(),
         ],
+        "stream": [-1, 2**70, 0.5, True, "stream", b"stream", [], {}, object()],
         "event": [5, 0.5, True, "event", b"event", [], {}, object(), Odd()],
         "steps": [None, 5, "x", b"x", [5], [None], {1}, (x for x in "a"), [Step(5)], Step(5)],
         "sink": [None, 5, b"memory", ["memory"], "nope", "", "\ud800", object()],
@@ -217,7 +218,10 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "count_divergent_blocks"): ({}, {"sinks": "sinks"}),
     (KVCache, "count_divergent_blocks_slices"): ({}, {"sinks": "sinks"}),
     (Lease, "wait_ready"): ({}, {"deadline": "seconds"}),
-    (Lease, "wait_layer"): ({"layer": 0}, {"layer": "int", "deadline": "seconds"}),
+    (Lease, "wait_layer"): (
+        {"layer": 0},
+        {"layer": "int", "stream": "stream", "deadline": "seconds"},
+    ),
     (Lease, "extend"): ({"tokens": [1]}, {**TOKENS, "extra_keys": "media", "deadline": "seconds"}),
     (Lease, "reserve"): ({"num_tokens": 1}, {"num_tokens": "int", "deadline": "seconds"}),
     (Lease, "truncate"): ({"num_tokens": 8}, {"num_tokens": "int", "deadline": "seconds"}),
@@ -258,7 +262,7 @@ def wrong_calls():
         for name, kind in arguments.items():
             for position, value in enumerate(kinds()[kind]):
                 if value is None and (
-                    name in ("deadline", "lora_id", "event")
+                    name in ("deadline", "lora_id", "event", "stream")
                     or (method, name) == ("finish", "computed_tokens")
                 ):
                     continue

@@ -10,7 +10,7 @@ import pytest
 import kvactors
 from kvactors import client
 from kvactors.errors import CacheClosed, LeaseEnded
-from kvactors.lease import Lease
+from kvactors.lease_hold import LeaseHold
 from kvactors.prefix_index.messages import Commit
 from tests.support.cache import BLOCK, opened, prompt, settings
 
@@ -22,14 +22,14 @@ def two_blocks_a_message(monkeypatch):
 
 def commits(monkeypatch):
     """The tokens that each Commit names, as they are sent."""
-    sent, ask = [], Lease._ask
+    sent, ask = [], LeaseHold.ask
 
     def note(lease, message, at, **rest):
         if isinstance(message, Commit):
             sent.append(message.computed_tokens)
         return ask(lease, message, at, **rest)
 
-    monkeypatch.setattr(Lease, "_ask", note)
+    monkeypatch.setattr(LeaseHold, "ask", note)
     return sent
 
 
@@ -62,7 +62,7 @@ async def test_a_commit_that_is_refused_changes_nothing(monkeypatch):
 async def test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the_parts(monkeypatch):
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 7))
-        ask = Lease._ask
+        ask = LeaseHold.ask
         second = asyncio.Event()
 
         async def hold_the_second(lease, message, at, **rest):
@@ -71,7 +71,7 @@ async def test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the
                 await asyncio.Event().wait()
             return await ask(lease, message, at, **rest)
 
-        monkeypatch.setattr(Lease, "_ask", hold_the_second)
+        monkeypatch.setattr(LeaseHold, "ask", hold_the_second)
         task = asyncio.create_task(lease.commit(7 * BLOCK))
         await second.wait()
         task.cancel()
@@ -89,7 +89,7 @@ async def test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the
 
 async def test_a_commit_in_parts_ends_when_the_cache_is_closed(monkeypatch):
     async with kvactors.open(settings()) as cache:
-        sent, ask = commits(monkeypatch), Lease._ask
+        sent, ask = commits(monkeypatch), LeaseHold.ask
         lease = await cache.acquire("a", prompt(1, 7))
 
         async def close_after_the_first(lease, message, at, **rest):
@@ -98,7 +98,7 @@ async def test_a_commit_in_parts_ends_when_the_cache_is_closed(monkeypatch):
                 cache.close()
             return answer
 
-        monkeypatch.setattr(Lease, "_ask", close_after_the_first)
+        monkeypatch.setattr(LeaseHold, "ask", close_after_the_first)
         with pytest.raises(CacheClosed):
             await lease.commit(7 * BLOCK)
         assert sent == [2 * BLOCK]

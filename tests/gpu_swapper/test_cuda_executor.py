@@ -539,6 +539,73 @@ async def test_a_cache_on_gpu_memory_brings_the_right_bytes_back(fake, monkeypat
     device.close()
 
 
+class TorchLike:
+    """A stream as frameworks have it."""
+
+    def __init__(self, handle):
+        self.cuda_stream = handle
+
+
+@pytest.mark.parametrize("form", [int, TorchLike])
+async def test_an_engines_stream_waits_for_the_layers_of_a_lease(fake, monkeypatch, form):
+    """Each layer is a copy. The stream goes on after the copy of its layer, without the loop."""
+    monkeypatch.setattr(cuda_executor, "GROUP", 1)
+    monkeypatch.setattr(
+        local,
+        "make_engine",
+        lambda device, arena, config, *, inline: CudaCopyEngine(device, arena, batch_from=0),
+    )
+    layout = GQALayout(3, 2, 32, 16, "bfloat16")
+    device = CudaDevice.allocate(layout, 6, driver=CudaDriver(fake.path))
+    settings = {
+        "cache": {"block_size": 16, "default_deadline_s": 60.0},
+        "device": {"num_blocks": 6, "layerwise": True},
+        "host": {"slots": 16},
+        "layout": {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "bfloat16"},
+    }
+    driver = device.driver
+    async with kvactors.open(Config.from_mapping(settings), device=device) as cache:
+        with device.current():
+            engine, event = driver.read("cuStreamCreate", 1), driver.read("cuEventCreate", 2)
+        for seed in (1, 2):
+            async with await cache.acquire("r", [seed] * 81) as lease:
+                await lease.wait_ready()
+                device.fill(lease.block_table[:5], lease.hashes(0, 5))
+                await lease.commit(80)
+        await cache.wait_idle()
+        lease = await cache.acquire("again", [1] * 81)
+        assert lease.pending
+        fake.gate(0)
+        plane, blocks = cache.system.plane, lease.block_table[:5]
+        handle = form(engine)
+        while not plane.make_stream_wait(engine, blocks, 0):
+            await asyncio.sleep(0.001)
+        assert not plane.make_stream_wait(engine, [*blocks, lease.block_table[5]], 0)
+        assert await lease.wait_layer(1, stream=handle) == 80
+        with device.current():
+            driver.call("cuEventRecord", event, engine)
+        fake.gate(1)
+        await asyncio.sleep(0.01)
+        with device.current():
+            assert driver.status("cuEventQuery", event) == 600, "the second layer is not there"
+        fake.gate(-1)
+
+        def waited():
+            with device.current():
+                return driver.status("cuEventQuery", event) == 0
+
+        await until(waited)
+        await lease.wait_ready()
+        assert device.check(lease.block_table[:5], lease.hashes(0, 5)) == []
+        assert await lease.wait_layer(2, stream=handle) == 80, "all is there"
+        await lease.finish()
+        await cache.wait_idle()
+        with device.current():
+            driver.call("cuEventDestroy", event)
+            driver.call("cuStreamDestroy", engine)
+    device.close()
+
+
 # -- ways
 
 

@@ -7,6 +7,7 @@ from mutation import Mutation
 TABLES = "tests/prefix_index/test_tables.py::"
 CACHE = "tests/cache/test_block_tables.py::"
 STEPS = "tests/cache/test_steps.py::"
+CUDA = "tests/gpu_swapper/test_cuda_executor.py::"
 EVENTS = "tests/cache/test_device_events.py::"
 
 BUGS = (
@@ -32,7 +33,7 @@ BUGS = (
         "if item[1] < num_tokens)",
         "if item)",
         "tokens after a rejected media item have another hash than in one request",
-        (TABLES + "test_tables_agree_with_a_plain_list_of_tokens",),
+        (CACHE + "test_media_of_a_later_turn_have_the_identity_of_one_request",),
     ),
     Mutation(
         "media_of_a_later_turn_replace_those_before",
@@ -147,5 +148,21 @@ BUGS = (
         "        else:\n            plan.fail(outcome or NoRoom(1, 0))  # noqa: F821\n",
         "a decode step fails although blocks can be evicted",
         (STEPS + "test_leases_that_wait_for_blocks_do_not_hold_up_the_others",),
+    ),
+    Mutation(
+        "a_stream_does_not_wait_for_blocks_elsewhere",
+        "data_plane/cuda/engine.py",
+        "        if missing.difference(*(op.blocks for op in loads)):\n            return False\n",
+        "",
+        "an engine computes on blocks that are still read from storage",
+        (CUDA + "test_an_engines_stream_waits_for_the_layers_of_a_lease",),
+    ),
+    Mutation(
+        "a_stream_waits_for_the_first_layers_only",
+        "data_plane/cuda/engine.py",
+        "stream, op.events[group], 0)\n        return True\n\n    # -- status",
+        "stream, op.events[0], 0)\n        return True\n\n    # -- status",
+        "an engine computes on layers that have not arrived",
+        (CUDA + "test_an_engines_stream_waits_for_the_layers_of_a_lease",),
     ),
 )

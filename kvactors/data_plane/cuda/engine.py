@@ -220,6 +220,24 @@ class CudaCopyEngine(CopyEngine):
                 self.device.driver.call("cuStreamWaitEvent", stream, op.events[group], 0)
         return True
 
+    def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
+        """See `DataPlane`. Copies that are not on their stream yet are not waited for."""
+        lane, missing = self._lanes.get(Direction.TO_DEVICE), set(blocks)
+        loads = [
+            op
+            for op, its_lane in self._operations.in_flight.items()
+            if its_lane is lane and not missing.isdisjoint(op.blocks)
+        ]
+        if any(op.failed or op.over or not op.submitted for op in loads):
+            return False
+        if missing.difference(*(op.blocks for op in loads)):
+            return False
+        with self.device.current():
+            for op in loads:
+                group = next(i for i, layers in enumerate(op.groups) if layer in layers)
+                self.device.driver.call("cuStreamWaitEvent", stream, op.events[group], 0)
+        return True
+
     # -- status
 
     def _break(self, error: BaseException) -> None:
