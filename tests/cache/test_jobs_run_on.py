@@ -18,7 +18,7 @@ from kvactors.device.arena import Arena
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.storage.messages import ProbeStore, Write
 from kvactors.testing.loop import simulate
-from tests.support.cache import BLOCK, opened, prompt
+from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST, STORE = (
     {"slots": 6, "transit_slots": 6},
@@ -51,15 +51,9 @@ class Hanging:
 
 
 async def request(cache, seed, blocks=2):
-    """Serve one request and check its cached blocks. Returns their number."""
-    tokens = prompt(seed, blocks)
-    async with await cache.acquire(f"r{seed}", tokens, deadline=2.0) as lease:
-        await lease.wait_ready()
-        cached, keys = lease.cached_tokens // BLOCK, lease.hashes(0, blocks)
-        assert cache.device.check(lease.block_table[:cached], keys[:cached]) == []
-        cache.device.fill(lease.block_table[cached:], keys[cached:])
-        await lease.commit(blocks * BLOCK)
-        return cached
+    """Serve one request and check its blocks. Returns the number of cached ones."""
+    lease = await serve(cache, f"r{seed}", prompt(seed, blocks), deadline=2.0)
+    return lease.cached_tokens // BLOCK
 
 
 async def break_actor(ref: ActorRef, message) -> None:

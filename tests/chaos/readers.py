@@ -27,7 +27,7 @@ FAULTS: tuple[Kinds, ...] = (
     ("link_silent",),
     ("link_silent", "link_cut"),
 )
-"""What a reader suffers: the first lasts for a while, and the next comes at its end."""
+"""Faults of a reader in turn: the first lasts for a while, and the next comes at its end."""
 
 
 class Readers:

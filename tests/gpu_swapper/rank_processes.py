@@ -22,7 +22,10 @@ from kvactors.config import (
     StorageConfig,
 )
 from kvactors.ranks_config import RanksConfig
+from kvactors.scenario.engine import Engine
+from kvactors.scenario.report import Totals
 from kvactors.testing.rest import problems_at_rest
+from tests.support.rank_model import ProcessModel, WorkerGone
 from tests.support.rank_process import RankProcess
 
 BLOCK = 8
@@ -66,16 +69,32 @@ async def led(config: Config):
             await rank.kill()
 
 
-class Engine:
-    """Serves prompts of shared prefixes. Every cached block is checked on every rank before it is
-    used."""
+class Clients:
+    """Clients of the reference engine, which checks every block on every rank. broken: requests
+    that a lost rank or a deadline ended."""
 
     def __init__(self, cache, ranks, seed: int = 0) -> None:
-        self.cache = cache
-        self.ranks = ranks
         self.rng = random.Random(seed)
-        self.served = self.reused = self.wrong = self.broken = 0
-        self.hits = [0, 0, 0]
+        self.totals = Totals()
+        self.broken = 0
+        self._engine = Engine(
+            cache, self.totals, ProcessModel(ranks), thorough=True, on_wrong=self._judge
+        )
+
+    @property
+    def served(self) -> int:
+        """Requests served to their end."""
+        return self.totals.finished
+
+    @property
+    def wrong(self) -> int:
+        """Blocks with other bytes, and other errors."""
+        return self.totals.corrupt_blocks_served + len(self.totals.errors)
+
+    @property
+    def hits(self) -> list[int]:
+        """Blocks found, by tier."""
+        return [self.totals.device, self.totals.host, self.totals.storage]
 
     def prompt(self) -> list[int]:
         family = self.rng.randrange(12)
@@ -85,36 +104,19 @@ class Engine:
     async def serve(self, prompt: list[int]) -> None:
         """One request. A lost rank may end it, any other error is raised."""
         try:
-            async with await self.cache.acquire(f"r{self.served}", prompt) as lease:
-                await lease.wait_ready()
-                cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
-                table = lease.block_table
-                keys = lease.hashes(0, full)
-                bad = await asyncio.gather(
-                    *(rank.check(table[:cached], keys[: cached * 32]) for rank in self.ranks)
-                )
-                if any(bad):
-                    await self._judge(lease)
-                await asyncio.gather(
-                    *(rank.fill(table[cached:full], keys[cached * 32 :]) for rank in self.ranks)
-                )
-                await lease.commit(full * BLOCK)
-                self.hits = [a + b for a, b in zip(self.hits, lease.hits, strict=True)]
-                self.reused += cached
-                self.served += 1
-        except (ConnectionError, kvactors.RankLost, kvactors.LeaseEnded):
+            await self._engine.serve(f"r{self.served}", prompt)
+        except (WorkerGone, kvactors.RankLost, kvactors.LeaseEnded):
             self.broken += 1  # the worker is gone: the engine takes the request up again
         except (kvactors.NoRoom, kvactors.DeadlineExceeded):
             self.broken += 1
 
-    async def _judge(self, lease) -> None:
+    async def _judge(self, request, _positions, _when) -> None:
         """Blocks without their bytes are wrong, unless the cache reports that a rank's memory was
         lost."""
         with anyio.move_on_after(10.0):
             while True:
                 await asyncio.sleep(0.01)
-                await lease.commit(lease.cached_tokens)  # RankLost ends the request
-        self.wrong += 1
+                await request.lease.commit(request.lease.cached_tokens)  # RankLost ends the request
 
     async def run(
         self, until: anyio.Event | None = None, requests: int = 0, clients: int = 3

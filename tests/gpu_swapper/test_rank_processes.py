@@ -18,7 +18,7 @@ from tests.gpu_swapper.rank_processes import (
     BLOCK,
     HANG,
     IMPATIENT,
-    Engine,
+    Clients,
     at_rest,
     healthy,
     led,
@@ -42,7 +42,7 @@ def impatient(tmp_path, **over):
 @pytest.mark.parametrize("ranks", [2, 4])
 async def test_blocks_go_through_every_tier_of_every_rank(tmp_path, ranks):
     async with led(settings(tmp_path, ranks)) as (cache, workers):
-        engine = Engine(cache, workers)
+        engine = Clients(cache, workers)
         await engine.run(requests=150)
         await at_rest(cache)
         assert engine.served == 150
@@ -56,7 +56,7 @@ async def test_over_tcp(tmp_path, unused_tcp_port_factory):
     secret = "known to leader and ranks"
     config = settings(tmp_path, ranks=RanksConfig(2, f"tcp://127.0.0.1:{port}", 30.0, 60.0, secret))
     async with led(config) as (cache, workers):
-        engine = Engine(cache, workers)
+        engine = Clients(cache, workers)
         await engine.run(requests=30)
         assert engine.served == 30
         assert engine.wrong == 0
@@ -67,7 +67,7 @@ async def test_the_store_outlives_leader_and_ranks(tmp_path):
     prompts = [[f * 1000 + i for i in range(6 * BLOCK)] for f in range(16)]
     for life in range(2):
         async with led(config) as (cache, workers):
-            engine = Engine(cache, workers)
+            engine = Clients(cache, workers)
             for prompt in prompts:
                 await engine.serve(prompt)
             await at_rest(cache)
@@ -78,7 +78,7 @@ async def test_the_store_outlives_leader_and_ranks(tmp_path):
 
 async def test_a_killed_rank_invalidates_its_blocks_and_is_admitted_again(tmp_path):
     async with led(settings(tmp_path)) as (cache, workers):
-        engine = Engine(cache, workers)
+        engine = Clients(cache, workers)
         await engine.run(requests=40)
         prompt = [7] * (3 * BLOCK)
         await engine.serve(prompt)
@@ -108,7 +108,7 @@ async def test_a_stopped_rank_holds_no_request(tmp_path):
     """Its loads become misses after ranks.timeout, not after the request's deadline: a request ends
     while the rank is still stopped."""
     async with led(impatient(tmp_path)) as (cache, workers):
-        engine = Engine(cache, workers)
+        engine = Clients(cache, workers)
         await engine.run(requests=60)
         await healthy(cache)
         await workers[0].inject(SILENT)
@@ -136,7 +136,7 @@ async def test_closing_with_a_stopped_rank_does_not_hang(tmp_path):
     config = impatient(tmp_path, actors=ActorsConfig(drain_timeout_s=1.0))
     with anyio.fail_after(HANG):
         async with led(config) as (cache, workers):
-            engine = Engine(cache, workers)
+            engine = Clients(cache, workers)
             await engine.run(requests=60)
             await workers[0].inject(SILENT)
             family = 0
@@ -152,7 +152,7 @@ async def test_faults_at_a_hundred_random_moments(tmp_path):
     """kill -9, SIGSTOP, a cut connection: no hang, no wrong byte, no leaked slot."""
     rng = random.Random(5)
     async with led(impatient(tmp_path)) as (cache, workers):
-        engine, stop, group = Engine(cache, workers, seed=5), anyio.Event(), cache.system.ranks
+        engine, stop, group = Clients(cache, workers, seed=5), anyio.Event(), cache.system.ranks
         done, lost = {"kill": 0, "stop": 0, "cut": 0}, 0
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.run, stop)

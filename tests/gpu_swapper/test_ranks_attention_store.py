@@ -14,9 +14,12 @@ from kvactors.config import DeviceConfig, FlushConfig, HostConfig, StorageConfig
 from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.observe.statistics import residency
 from kvactors.ranks_config import RanksConfig
+from kvactors.scenario.engine import Engine
+from kvactors.scenario.report import Totals
 from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
 from kvactors.testing import attentionstore_sdk as stand_in
-from tests.gpu_swapper.rank_processes import BLOCK, HANG, PATIENT, Engine, led, settings
+from tests.gpu_swapper.rank_processes import BLOCK, HANG, PATIENT, Clients, led, settings
+from tests.support.rank_model import ProcessModel
 from tests.support.rank_process import SILENT, RankProcess
 
 STORE = AttentionStoreConfig(sdk="kvactors.testing.attentionstore_sdk", ready_interval=0.05)
@@ -44,19 +47,12 @@ def config(tmp_path, *, timeout: float = PATIENT, host: int = 0, blocks: int = 6
 
 
 async def serve(cache, ranks, prompt=PROMPT, *, deadline: float | None = None) -> int:
-    """One request. Every block it finds must hold the bytes of its name on every rank. Returns how
-    many came from storage."""
-    async with await cache.acquire("r", prompt, deadline=deadline) as lease:
-        await lease.wait_ready(deadline=HANG)
-        cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
-        keys, table = lease.hashes(0, full), lease.block_table
-        for rank in ranks:
-            assert await rank.check(tuple(table[:cached]), keys[: 32 * cached]) == [], (
-                f"wrong bytes on rank {rank.rank}"
-            )
-            await rank.fill(tuple(table[cached:full]), keys[32 * cached :])
-        await lease.commit(full * BLOCK)
-        return cached if lease.hits.storage else 0
+    """One request, verified on every rank. Returns how many blocks came from storage."""
+    totals = Totals()
+    engine = Engine(cache, totals, ProcessModel(ranks), thorough=True)
+    lease = await engine.serve("r", prompt, deadline=deadline)
+    assert (totals.corrupt_blocks_served, totals.errors) == (0, [])
+    return lease.cached_tokens // BLOCK if lease.hits.storage else 0
 
 
 async def again(cache, ranks, prompt=PROMPT, **kwargs) -> int:
@@ -158,7 +154,7 @@ async def test_a_rank_that_stops_during_a_move_is_silent_and_comes_back(tmp_path
 
 async def test_a_rank_that_is_killed_comes_back_with_an_empty_shard_and_no_byte_is_wrong(tmp_path):
     async with led(config(tmp_path)) as (cache, ranks):
-        engine = Engine(cache, ranks)
+        engine = Clients(cache, ranks)
         await engine.run(requests=20)
         await ranks[1].kill()
         await ranks[1].start()
@@ -201,7 +197,7 @@ async def test_an_engine_with_many_requests(tmp_path):
         cache,
         ranks,
     ):  # enough blocks for every request, although others wait to be saved
-        engine = Engine(cache, ranks, seed=3)
+        engine = Clients(cache, ranks, seed=3)
         for _ in range(3):
             await engine.run(requests=30)
             await cache.wait_idle(HANG)

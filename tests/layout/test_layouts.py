@@ -19,6 +19,7 @@ from kvactors.layout import (
     heads_on_rank,
     make_layout,
 )
+from tests.support import cache as support
 
 BLOCK = 64
 LAYOUTS = {
@@ -259,13 +260,7 @@ async def test_a_cache_of_every_layout_brings_the_right_bytes_back(table):
     )
     async with kvactors.open(config) as cache:
         for seed in (1, 2, 1, 2):
-            async with await cache.acquire("r", [seed] * 12 + [0]) as lease:
-                await lease.wait_ready()
-                keys = lease.hashes(0, 3)
-                cached = lease.cached_tokens // 4
-                assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
-                cache.device.fill(lease.block_table[cached:3], keys[32 * cached :])
-                await lease.commit(12)
+            await support.serve(cache, "r", [seed] * 12 + [0])
         await cache.wait_idle()
         assert cache.statistics().host_hits >= 3
         assert cache.check() == []

@@ -24,9 +24,11 @@ from kvactors.device.host import HostDevice
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
 from kvactors.ranks_config import RanksConfig
+from kvactors.scenario.engine import Request
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.testing.rest import problems_at_rest
+from tests.support.rank_model import RankModel
 from tests.support.rank_process import keys_on_rank
 
 BLOCK = 4
@@ -180,13 +182,14 @@ def wrong(lease, ranks, count: int) -> list[int]:
     ]
 
 
-class Engine:
-    """Serves prompts of shared prefixes. Every cached block is checked on every rank before it is
-    used."""
+class Clients:
+    """Requests of the reference engine, with random pauses: prompts of shared prefixes. Every cached
+    block is checked on every rank before it is used."""
 
     def __init__(self, cache, ranks, seed: int) -> None:
         self.cache = cache
         self.ranks = ranks
+        self.model = RankModel(ranks[0].layout, lambda: [rank.device for rank in ranks])
         self.rng = random.Random(seed)
         self.served = self.broken = self.layers = 0
         self.reused = 0
@@ -201,11 +204,13 @@ class Engine:
                     await self._by_layers(lease)
                 await lease.wait_ready()
                 await asyncio.sleep(self.rng.random() * 0.05)
-                cached, full = lease.cached_tokens // BLOCK, len(tokens) // BLOCK
+                request = Request(lease, BLOCK, self.model)
+                request.landed()
+                cached, full = request.known, request.full
                 if any(rank.serving is None for rank in self.ranks):
                     raise kvactors.RankLost("no engine computes without all of its workers")
-                found = wrong(lease, self.ranks, cached)
-                compute(lease, self.ranks, cached, full)
+                found = await request.verify()
+                await request.compute()
                 await asyncio.sleep(self.rng.random() * 0.05)
                 if found:
                     await asyncio.sleep(1.0)

@@ -17,7 +17,7 @@ from kvactors.testing.loop import simulate
 from tests.ranks.simulated import (
     BLOCK,
     ENDPOINT,
-    Engine,
+    Clients,
     all_there,
     at_rest,
     compute,
@@ -50,7 +50,7 @@ def test_closing_waits_for_no_silent_rank(after):
             actors=ActorsConfig(drain_timeout_s=0.1), ranks=RanksConfig(2, ENDPOINT, timeout=2.0)
         )
         async with led(config) as (cache, ranks):
-            await Engine(cache, ranks, 0).run(60)
+            await Clients(cache, ranks, 0).run(60)
             ranks[0].flows.clear()
             for family in range(8):
                 with contextlib.suppress(kvactors.NoRoom):
@@ -118,7 +118,7 @@ def test_blocks_that_are_being_loaded_need_no_further_blocks():
 def test_blocks_computed_before_an_unseen_restart_of_a_rank_do_not_count():
     async def main() -> None:
         async with led(settings()) as (cache, ranks):
-            await Engine(cache, ranks, 0).run(10)
+            await Clients(cache, ranks, 0).run(10)
             await ranks[1].kill()
             await asyncio.sleep(1.0)
             ranks[1].flows.clear()  # its Hello is in flight

@@ -16,7 +16,7 @@ from kvactors.testing.loop import simulate
 from tests.ranks.simulated import (
     BLOCK,
     ENDPOINT,
-    Engine,
+    Clients,
     Rank,
     all_there,
     at_rest,
@@ -77,12 +77,12 @@ async def inject(cache, ranks, kind: str, rng: random.Random) -> None:
         await cache.resume()
 
 
-async def weather(seed: int, tiers: dict) -> Engine:
+async def weather(seed: int, tiers: dict) -> Clients:
     rng, mirror = random.Random(seed), sink()
     async with led(settings(rng.choice([2, 2, 3]), **tiers), [mirror]) as (cache, ranks):
         for rank in ranks:
             rank.lag = lambda: rng.random() * 0.005
-        engine, kinds = Engine(cache, ranks, seed), rng.sample(FAULTS, 4)
+        engine, kinds = Clients(cache, ranks, seed), rng.sample(FAULTS, 4)
 
         async def faults() -> None:
             for _ in range(12):
@@ -114,7 +114,7 @@ def test_no_wrong_byte_no_leak_no_divergence(tiers, seed):
 def test_layers_are_reported_by_ranks():
     async def main() -> None:
         async with led(settings(**TIERS["layers"])) as (cache, ranks):
-            engine = Engine(cache, ranks, 3)
+            engine = Clients(cache, ranks, 3)
             await engine.run(60)
             assert engine.layers
             assert engine.bad == []
@@ -130,7 +130,7 @@ def test_a_lease_granted_before_a_loss_raises_and_leaks_nothing(end):
             cache,
             ranks,
         ):
-            engine = Engine(cache, ranks, 1)
+            engine = Clients(cache, ranks, 1)
             await engine.run(40)
             held = [await cache.acquire(f"h{f}", prompt(f, 2), deadline=60.0) for f in range(2)]
             for rank in ranks:
@@ -168,7 +168,7 @@ def test_a_lease_granted_before_a_loss_raises_and_leaks_nothing(end):
 def test_requests_that_wait_when_a_rank_is_lost_are_matched_again():
     async def main(seed: int) -> None:
         async with led(settings(device=DeviceConfig(num_blocks=10))) as (cache, ranks):
-            engine = Engine(cache, ranks, seed)
+            engine = Clients(cache, ranks, seed)
             await engine.run(20)
             ranks[0].flows.clear()
             asked = [
@@ -209,7 +209,7 @@ def test_a_rank_that_connects_and_fails_before_the_others_connect():
 
         coming = asyncio.ensure_future(come())
         async with kvactors.open(config, inline_copies=True) as cache:
-            engine = Engine(cache, ranks, 0)
+            engine = Clients(cache, ranks, 0)
             await engine.run(30)
             assert engine.served
             assert engine.bad == []

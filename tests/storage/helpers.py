@@ -11,6 +11,7 @@ from kvactors.device.arena import Arena
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench
+from tests.support import cache as support
 
 SIZE, PRINT = 5000, bytes(range(32))
 OK, MISS, CORRUPT = Outcome.OK, Outcome.MISS, Outcome.CORRUPT
@@ -73,12 +74,8 @@ def cached_config(**storage) -> Config:
 async def serve(cache, seed: int, *, save: bool = True):
     """Serve one request of four full blocks, verified. Returns its hits by tier. save: finish it,
     so that it is written to the store."""
-    lease = await cache.acquire(f"r{seed}", [seed] * 17)
-    await lease.wait_ready()
-    cached, keys = lease.cached_tokens // 4, lease.hashes(0, 4)
-    assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
     if save:
-        cache.device.fill(lease.block_table[cached:4], keys[32 * cached :])
-        await lease.commit(17)
-    await lease.finish()
+        return (await support.serve(cache, f"r{seed}", [seed] * 17)).hits
+    async with await cache.acquire(f"r{seed}", [seed] * 17) as lease:
+        await lease.wait_ready()
     return lease.hits

@@ -18,6 +18,7 @@ from kvactors.sdk_settings import complete
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
 from kvactors.testing import attentionstore_sdk as stand_in
+from tests.support import cache as support
 
 STAND_IN = "kvactors.testing.attentionstore_sdk"
 BLOCK = 4
@@ -157,15 +158,8 @@ def config(**tables) -> Config:
 
 
 async def serve(cache, seed: int, blocks: int = 6) -> kvactors.Hits:
-    async with await cache.acquire(
-        f"r{seed}", [seed % 2] * BLOCK + [seed] * (BLOCK * (blocks - 1) + 1)
-    ) as lease:
-        await lease.wait_ready()
-        cached, keys = lease.cached_tokens // BLOCK, lease.hashes(0, blocks)
-        assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
-        cache.device.fill(lease.block_table[cached:blocks], keys[32 * cached :])
-        await lease.commit(lease.num_tokens)
-        return lease.hits
+    tokens = [seed % 2] * BLOCK + [seed] * (BLOCK * (blocks - 1) + 1)
+    return (await support.serve(cache, f"r{seed}", tokens)).hits
 
 
 @pytest.mark.parametrize("host", [{}, {"slots": 8}])

@@ -20,6 +20,7 @@ from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.attentionstore_sdk.sdk import AttentionStoreSDK
+from tests.support import cache as support
 
 STAND_IN = "kvactors.testing.attentionstore_sdk"
 BLOCK = 4
@@ -50,25 +51,11 @@ def config(*, model="m", namespace="default", **tables) -> Config:
 
 
 async def serve(cache, tokens, *, extend=(), **identity) -> int:
-    """Serve one request. Every block it finds must hold the bytes of its key. Returns the blocks
-    found in storage."""
-    async with await cache.acquire("r", tokens, **identity) as lease:
-        await lease.wait_ready()
-        cached, full = lease.cached_tokens // BLOCK, lease.num_tokens // BLOCK
-        keys = lease.hashes(0, full)
-        assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == [], (
-            "bytes of another block"
-        )
-        if extend:
-            await lease.extend(extend)
-            full = lease.num_tokens // BLOCK
-            keys = lease.hashes(0, full)
-        cache.device.fill(lease.block_table[cached:full], keys[32 * cached :])
-        await lease.commit(lease.num_tokens)
-        found = lease.hits.storage
+    """Serve one request, verified. Returns the blocks found in storage."""
+    lease = await support.serve(cache, "r", tokens, output=extend, **identity)
     await cache.wait_idle()
     await cache.clear()
-    return found
+    return lease.hits.storage
 
 
 PROMPT = list(range(4 * BLOCK + 1))
@@ -178,13 +165,7 @@ async def test_requests_of_many_scopes_never_get_bytes_of_another():
             if draw.random() < 0.1:
                 await cache.set_namespace(draw.choice(["default", "w2"]))
             prompt = [draw.randrange(2)] * BLOCK + list(range(BLOCK * draw.randint(1, 3) + 1))
-            async with await cache.acquire("r", prompt, **draw.choice(scopes)) as lease:
-                await lease.wait_ready()
-                cached, full = lease.cached_tokens // BLOCK, lease.num_tokens // BLOCK
-                keys = lease.hashes(0, full)
-                assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
-                cache.device.fill(lease.block_table[cached:full], keys[32 * cached :])
-                await lease.commit(lease.num_tokens)
+            await support.serve(cache, "r", prompt, **draw.choice(scopes))
             if draw.random() < 0.3:
                 await cache.wait_idle()
                 await cache.clear()

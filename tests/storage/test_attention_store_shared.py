@@ -23,6 +23,7 @@ from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.attentionstore_sdk.client.client import AttentionType
 from kvactors.testing.attentionstore_sdk.sdk import AttentionStoreSDK, Tokens
 from kvactors.testing.attentionstore_sdk.utils.err import AttentionStoreSDKError
+from tests.support import cache as support
 
 STAND_IN = "kvactors.testing.attentionstore_sdk"
 BLOCK = 4
@@ -54,16 +55,9 @@ def config(**tables) -> Config:
 
 
 async def serve(cache, prompt=PROMPT) -> int:
-    async with await cache.acquire("r", prompt) as lease:
-        await lease.wait_ready()
-        cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
-        keys = lease.hashes(0, full)
-        assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
-        cache.device.fill(lease.block_table[cached:full], keys[32 * cached :])
-        await lease.commit(full * BLOCK)
-        found = lease.hits.storage
+    lease = await support.serve(cache, "r", prompt)
     await cache.wait_flushed()
-    return found
+    return lease.hits.storage
 
 
 # -- one object

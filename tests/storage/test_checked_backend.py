@@ -17,6 +17,7 @@ from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from kvactors.testing.store_contract import key, never
+from tests.support import cache as support
 
 OK, MISS, UNAVAILABLE, LATE = Outcome.OK, Outcome.MISS, Outcome.UNAVAILABLE, Outcome.LATE
 
@@ -275,13 +276,7 @@ def config(**storage):
 
 
 async def serve(cache, seed):
-    async with await cache.acquire(f"r{seed}", [seed] * 17) as lease:
-        await lease.wait_ready()
-        cached, keys = lease.cached_tokens // 4, lease.hashes(0, 4)
-        assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
-        cache.device.fill(lease.block_table[cached:4], keys[32 * cached :])
-        await lease.commit(17)
-        return lease.hits
+    return (await support.serve(cache, f"r{seed}", [seed] * 17)).hits
 
 
 def short(method):

@@ -25,6 +25,7 @@ from kvactors.storage.backends.slab_table import PAGE, Meta, scan
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench, key
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
+from tests.support import cache as support
 from tests.support.killed_writer import kill_loop
 
 
@@ -341,13 +342,7 @@ def config(folder: Path, **storage) -> Config:
 
 
 async def serve(cache, seed: int) -> kvactors.Hits:
-    async with await cache.acquire(f"r{seed}", [seed] * 17) as lease:
-        await lease.wait_ready()
-        cached, keys = lease.cached_tokens // 4, lease.hashes(0, 4)
-        assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
-        cache.device.fill(lease.block_table[cached:4], keys[32 * cached :])
-        await lease.commit(17)
-        return lease.hits
+    return (await support.serve(cache, f"r{seed}", [seed] * 17)).hits
 
 
 async def test_a_cache_comes_back_warm(tmp_path):

@@ -19,6 +19,7 @@ from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.messages import Outcome
 from tests.storage.pools import master
+from tests.support import cache as support
 
 pytestmark = pytest.mark.full
 
@@ -227,13 +228,7 @@ def config(address: str) -> Config:
 
 
 async def request(cache, seed: int) -> int:
-    async with await cache.acquire(f"r{seed}", [seed] * 129) as lease:
-        await lease.wait_ready()
-        cached, keys = lease.cached_tokens // 16, lease.hashes(0, 8)
-        assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
-        cache.device.fill(lease.block_table[cached:8], keys[32 * cached :])
-        await lease.commit(129)
-        return lease.hits.storage
+    return (await support.serve(cache, f"r{seed}", [seed] * 129)).hits.storage
 
 
 async def test_two_caches_share_a_pool(running):
