@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         )
 
 
-# How long an example takes says nothing about the code: the machine may be busy.
+# The time that an example takes depends on the load of the machine.
 hypothesis.settings.register_profile(
     "kvactors", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )

@@ -75,7 +75,7 @@ async def test_a_request_ends_in_each_way(end, finished):
         assert hits == 2 * finished
 
 
-async def test_too_large_a_request_is_rejected_and_one_without_room_waits():
+async def test_too_large_a_request_is_rejected_and_one_without_free_blocks_waits():
     async with engine() as (one, _):
         await one.serve_patiently("large", prompt(1, 8), [1])
         assert (one.totals.rejected, one.totals.no_room) == (1, 0)

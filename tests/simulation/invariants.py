@@ -50,7 +50,7 @@ async def rest(world: World) -> None:
 
 
 def still(world: World) -> None:
-    """At rest: nothing is left over, and what models of sinks, slots, stores and indexes say holds:
+    """At rest: nothing is left over, the models of sinks, slots, stores and indexes agree, and
     every byte below the device is right."""
     for what in left_over(world.cache):
         world.violated(f"at rest: {what}")

@@ -63,7 +63,7 @@ def grow_intern_table() -> None:
     """Make CPython's table of interned strings as large as it gets.
 
     Names that are interned and dropped use up the entries of the table. It is then made anew with
-    room for three times the names in use, once: 940 KiB in one step, after some 20,000 names. Without
+    space for three times the names in use, once: 940 KiB in one step, after some 20,000 names. Without
     this call that step falls between two measures of a long soak and looks like a leak.
     """
     for number in range(200_000):

@@ -86,7 +86,7 @@ print(peak - before)
 
 
 def test_the_intern_table_has_its_size_before_the_first_measure():
-    """In a process of its own, because the table of this one may have grown already. Without
+    """In a separate process, because the table of this one may have grown already. Without
     `grow_intern_table` it grows by 940 KiB."""
     command = [sys.executable, "-c", CHURN]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

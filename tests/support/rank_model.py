@@ -85,7 +85,7 @@ class RankModel:
 
 
 class ProcessModel:
-    """Ranks in processes of their own."""
+    """Ranks in separate processes."""
 
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
         self.ranks = ranks

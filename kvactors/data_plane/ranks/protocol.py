@@ -198,7 +198,7 @@ class Answer(Frame, frozen=True):
         outcomes: a byte for each pair or key, one for a clear. 0 is success. In a store operation
             it is a `storage.messages.Outcome`.
         gone: keys removed from the rank's store.
-        paths: parts of paths; then the only outcome is MISS at the end.
+        paths: parts of paths. After the last ones the only outcome is MISS.
     """
 
     op: int

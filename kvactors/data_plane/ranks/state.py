@@ -96,7 +96,8 @@ class Rank:
 
     Attributes:
         link: its connection, joining or admitted.
-        open: operations in flight; overdue: those whose answer is late.
+        open: operations in flight.
+        overdue: those whose answer is late.
     """
 
     def __init__(self, number: int) -> None:
