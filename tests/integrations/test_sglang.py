@@ -63,6 +63,8 @@ class Config(msgspec.Struct):
         ({"storage": FILE, "directory": "x"}, "unknown field `directory`"),
         ({"storage": FILE | {"path": "x"}}, "unknown field `path`"),
         ({"storage": {}}, "storage.backend is needed"),
+        ({"storage": {"backend": "file"}}, "storage.directory is needed"),
+        ({"storage": FILE | {"timeout": 0}}, "storage.timeout must be positive"),
         ({"storage": FILE | {"rank": 1, "ranks": 2}}, "those of SGLang's workers"),
         ({"storage": FILE | {"write_policy": "none"}}, "storage.write_policy has no effect"),
         ({"storage": FILE | {"min_hits": 3}}, "storage.min_hits has no effect"),

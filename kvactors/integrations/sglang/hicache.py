@@ -72,13 +72,17 @@ class KVActorsHiCache(HiCacheStorage):
     # -- host pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Take SGLang's host pool of keys and values.
+        """Take SGLang's host pool of keys and values, and open its store. An error here lets SGLang
+        attach another storage later, one of `on_host_pools_registered` does not.
 
         Raises:
-            ConfigError: the pool does not give the addresses of its pages.
+            ConfigError: the pool does not give the addresses of its pages, or a setting of the
+                storage is out of range.
+            StoreError: the store cannot be used (an OSError).
         """
         super().register_mem_pool_host(mem_pool_host)
         self._registered[KV] = HostPages(KV, mem_pool_host)
+        self._open(KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Take another host pool, also after the start.
@@ -97,18 +101,19 @@ class KVActorsHiCache(HiCacheStorage):
             self._open(name)
 
     def on_host_pools_registered(self) -> None:
-        """Open the stores of all pools.
+        """Open the stores of the other pools. All pools share the capacity.
 
         Raises:
-            ConfigError: a setting of the storage is out of range.
+            ConfigError: there are several pools and no capacity.
             StoreError: a store cannot be used (an OSError).
         """
-        sizes = {name: pages.page_bytes for name, pages in self._registered.items()}
-        self._capacity = pages_of_each(self.settings.storage, sizes)
         self._opened = True
         try:
+            sizes = {name: pages.page_bytes for name, pages in self._registered.items()}
+            self._capacity = pages_of_each(self.settings.storage, sizes)
             for name in self._registered:
-                self._open(name)
+                if self._capacity is not None:
+                    self._open(name)
         except BaseException:
             self.close()
             raise

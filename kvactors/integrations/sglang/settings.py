@@ -9,6 +9,7 @@ import msgspec
 
 from kvactors.errors import ConfigError
 from kvactors.tier_cache import TierConfig, TierStorage
+from kvactors.tier_cache.settings import checked_config
 
 WHERE = "--hicache-storage-backend-extra-config"
 KV = "kv"
@@ -53,6 +54,10 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> HiCacheSettings:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{WHERE}: {error}") from error
     storage = settings.storage
+    try:
+        checked_config(TierConfig(model="any", block_bytes=1, num_slots=1, storage=storage))
+    except ConfigError as error:
+        raise ConfigError(f"{WHERE}: {error}") from error
     if storage.backend == "none":
         raise ConfigError(
             f"{WHERE}: storage.backend is needed: file, memory, or package.module:Class"
