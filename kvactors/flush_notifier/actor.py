@@ -82,7 +82,7 @@ class FlushNotifier(Actor):
     def started(self) -> None:
         """Call every sink with the new epoch."""
         self._caller.start()
-        self._pump()
+        self._deliver_soon()
 
     async def stopped(self) -> None:
         """Cancel the calls in flight."""
@@ -115,14 +115,14 @@ class FlushNotifier(Actor):
             self._unfinished += 1
             self.to_self(Continue(work))
         else:
-            self._pump()
+            self._deliver_soon()
 
     # -- deliveries
 
-    def _pump(self) -> None:
-        for one in self.sinks.deliveries:
-            one.note_pending()
-            if not (self._woken or self._unfinished) and one.ready():
+    def _deliver_soon(self) -> None:
+        for delivery in self.sinks.deliveries:
+            delivery.note_pending()
+            if not (self._woken or self._unfinished) and delivery.ready():
                 self._woken = True  # after the turns that are due: one batch for them all
                 asyncio.get_running_loop().call_soon(self.to_self, Deliver())
         if self.sinks.waiters:
@@ -134,32 +134,32 @@ class FlushNotifier(Actor):
         """Send each sink that can be called the differences from its view."""
         self._woken = False
         if not self._unfinished:
-            for one in self.sinks.begin_calls():
-                self._work(self._caller.call(one))
+            for delivery in self.sinks.begin_calls():
+                self._work(self._caller.call(delivery))
 
     @on(CallLate)
     def call_late(self, message: CallLate) -> None:
         """A call missed its deadline: continue without its answer. The next call comes after its
         end."""
-        one = self.sinks[message.sink]
-        if one.is_current(message.number):
-            self._work(self._caller.give_up(one))
+        delivery = self.sinks[message.sink]
+        if delivery.is_current(message.number):
+            self._work(self._caller.give_up(delivery))
 
     @on(Delivered)
     def delivered(self, message: Delivered) -> None:
         """A call ended. Its answer counts unless the call missed its deadline before."""
-        one = self.sinks[message.sink]
-        if one.is_current(message.number):
-            self._work(self._caller.end(one, message.error))
+        delivery = self.sinks[message.sink]
+        if delivery.is_current(message.number):
+            self._work(self._caller.end(delivery, message.error))
         else:
-            one.stuck = False
-            self._pump()
+            delivery.stuck = False
+            self._deliver_soon()
 
     @on(RetryDue)
     def retry_due(self, message: RetryDue) -> None:
         """A back-off ended."""
         self.sinks[message.sink].backing_off = False
-        self._pump()
+        self._deliver_soon()
 
     # -- resync, and the barrier
 
@@ -168,37 +168,37 @@ class FlushNotifier(Actor):
         """Send a sink the complete state again. The answer follows when the sink has acknowledged
         it."""
         self._drop_abandoned()
-        one = self.sinks[message.sink]
-        one.resync_asks.append(envelope)
-        self._send_again(one)
+        delivery = self.sinks[message.sink]
+        delivery.resync_asks.append(envelope)
+        self._send_again(delivery)
 
     @on(ResyncDue)
     def resync_due(self, message: ResyncDue) -> None:
         """Send a sink its view again: in steps, each after the sink has acknowledged the one
         before, or all of it together if its index must be emptied first."""
-        one = self.sinks[message.sink]
-        if not one.sink.repeats:
-            self._send_again(one)
+        delivery = self.sinks[message.sink]
+        if not delivery.sink.repeats:
+            self._send_again(delivery)
         else:
-            one.repeat_due = True
-            if not (one.in_flight or self._unfinished):
-                one.repeat_step()
-                self._pump()
-        self.after(one.repeat_pause(), message)
+            delivery.repeat_due = True
+            if not (delivery.in_flight or self._unfinished):
+                delivery.repeat_step()
+                self._deliver_soon()
+        self.after(delivery.repeat_pause(), message)
 
-    def _send_again(self, one: SinkDelivery) -> None:
+    def _send_again(self, delivery: SinkDelivery) -> None:
         """Now, or after the call in flight: until then its batch is not in the view."""
-        if one.in_flight:
-            one.resync_due = True
+        if delivery.in_flight:
+            delivery.resync_due = True
         else:
-            self._work(self.sinks.resync(one))
+            self._work(self.sinks.resync(delivery))
 
     @on(WaitFlushed)
     def wait_flushed(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
         """Answer when the sinks have acknowledged all changes due now."""
         self._drop_abandoned()
         self.sinks.wait(message, envelope)
-        self._pump()
+        self._deliver_soon()
 
     def _drop_abandoned(self) -> None:
         for envelope in self.sinks.waiters.take_abandoned():

@@ -27,22 +27,24 @@ class SinkCaller:
     def start(self) -> None:
         """Watch the calls of an earlier incarnation that have not ended, and start the timers of
         resyncs."""
-        for one in self._sinks:
-            call = one.sink.call
+        for delivery in self._sinks:
+            call = delivery.sink.call
             if call is not None and not call.done():
-                one.stuck = True
-                self._report_end(one.sink.name, call, -1)
-            if one.sink.resync_interval:
-                self._notifier.after(one.sink.resync_interval, ResyncDue(one.sink.name))
+                delivery.stuck = True
+                self._report_end(delivery.sink.name, call, -1)
+            if delivery.sink.resync_interval:
+                self._notifier.after(delivery.sink.resync_interval, ResyncDue(delivery.sink.name))
 
-    def call(self, one: SinkDelivery) -> Iterator[None]:
+    def call(self, delivery: SinkDelivery) -> Iterator[None]:
         """Call a sink with its next batch, or with the epoch. Steps."""
-        yield from one.take(self._epoch)
-        tasks = tuple(one.batch.tasks)
-        call = start_call(one.sink, partial(one.call, self._epoch, tasks, begun=one.begun))
-        self._report_end(one.sink.name, call, one.number)
-        late = CallLate(one.sink.name, one.number)
-        one.timer = self._notifier.after(self._config.timeout, late)
+        yield from delivery.take(self._epoch)
+        tasks = tuple(delivery.batch.tasks)
+        call = start_call(
+            delivery.sink, partial(delivery.call, self._epoch, tasks, begun=delivery.begun)
+        )
+        self._report_end(delivery.sink.name, call, delivery.number)
+        late = CallLate(delivery.sink.name, delivery.number)
+        delivery.timer = self._notifier.after(self._config.timeout, late)
 
     def _report_end(self, name: str, call: asyncio.Task[str], number: int) -> None:
         def ended(call: asyncio.Task[str]) -> None:
@@ -50,42 +52,42 @@ class SinkCaller:
 
         call.add_done_callback(ended)
 
-    def give_up(self, one: SinkDelivery) -> Iterator[None]:
+    def give_up(self, delivery: SinkDelivery) -> Iterator[None]:
         """Cancel a call that missed its deadline, and continue without its answer."""
-        one.stuck = True
-        if one.sink.call is not None:
-            one.sink.call.cancel()
-        return self.end(one, f"no answer within {self._config.timeout} s")
+        delivery.stuck = True
+        if delivery.sink.call is not None:
+            delivery.sink.call.cancel()
+        return self.end(delivery, f"no answer within {self._config.timeout} s")
 
-    def end(self, one: SinkDelivery, error: str) -> Iterator[None]:
+    def end(self, delivery: SinkDelivery, error: str) -> Iterator[None]:
         """The call in flight ended: note the result, and start the back-off after an error.
 
         Returns:
             The steps of the ledger's part.
         """
-        if one.timer is not None:
-            one.timer.cancel()
-        one.number += 1  # later reports of this call are late
-        log, name = self._notifier.log, one.sink.name
+        if delivery.timer is not None:
+            delivery.timer.cancel()
+        delivery.number += 1  # later reports of this call are late
+        log, name = self._notifier.log, delivery.sink.name
         if error:
-            delay = one.call_failed(error)
-            if one.failures == 1:
+            delay = delivery.call_failed(error)
+            if delivery.failures == 1:
                 log.warning("sink fails", sink=name, error=error, again_in=delay)
             self._notifier.after(delay, RetryDue(name))
-        elif (failed_for := one.call_succeeded()) is not None:
+        elif (failed_for := delivery.call_succeeded()) is not None:
             log.info(
                 "sink works again",
                 sink=name,
                 failed_for=round(failed_for, 3),
-                last_error=one.last_error,
+                last_error=delivery.last_error,
             )
-        return self._sinks.settle_call(one)
+        return self._sinks.finish_call(delivery)
 
     def stop(self) -> None:
         """Cancel the calls in flight. The next incarnation waits for their end, or the close of the
         sink."""
-        for one in self._sinks:
-            if one.timer is not None:
-                one.timer.cancel()
-            if one.in_flight and one.sink.call is not None:
-                one.sink.call.cancel()
+        for delivery in self._sinks:
+            if delivery.timer is not None:
+                delivery.timer.cancel()
+            if delivery.in_flight and delivery.sink.call is not None:
+                delivery.sink.call.cancel()

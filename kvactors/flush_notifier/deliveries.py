@@ -155,7 +155,7 @@ class SinkDelivery:
         self.begun, self.delay, self.failures = True, self._config.retry_min, 0
         return None if since is None else now() - since
 
-    def settle(self) -> Iterator[None]:
+    def apply_result(self) -> Iterator[None]:
         """Apply the end of the call to the ledger, in steps. `call_failed` or `call_succeeded` came
         before, `call_ended` follows."""
         if not self.failures:

@@ -25,7 +25,7 @@ class SinkSet:
             SinkDelivery(sink, view, config) for sink, view in zip(sinks, ledger.sinks, strict=True)
         ]
         self.waiters = FlushWaiters()
-        self._by_name = {one.sink.name: one for one in self.deliveries}
+        self._by_name = {delivery.sink.name: delivery for delivery in self.deliveries}
 
     def __iter__(self) -> Iterator[SinkDelivery]:
         return iter(self.deliveries)
@@ -38,31 +38,31 @@ class SinkSet:
 
     def begin_calls(self) -> list[SinkDelivery]:
         """The sinks that can be called and have something to be sent. They are in flight now."""
-        ready = [one for one in self.deliveries if one.ready()]
-        for one in ready:
-            one.in_flight = True
+        ready = [delivery for delivery in self.deliveries if delivery.ready()]
+        for delivery in ready:
+            delivery.in_flight = True
         return ready
 
-    def settle_call(self, one: SinkDelivery) -> Iterator[None]:
+    def finish_call(self, delivery: SinkDelivery) -> Iterator[None]:
         """Apply the end of a call to the ledger, then the work that waited for it. Steps."""
-        yield from one.settle()
-        if one.resync_due:
-            yield from self.resync(one)
-        one.repeat_step()
-        self.waiters.call_ended(one, cleared=one.call_ended())
+        yield from delivery.apply_result()
+        if delivery.resync_due:
+            yield from self.resync(delivery)
+        delivery.repeat_step()
+        self.waiters.call_ended(delivery, cleared=delivery.call_ended())
 
-    def resync(self, one: SinkDelivery) -> Iterator[None]:
+    def resync(self, delivery: SinkDelivery) -> Iterator[None]:
         """Mark everything to be sent again to a sink that is not called now. Steps."""
-        for envelope in (yield from one.resync()):
-            self.waiters.add(envelope, (one,))
+        for envelope in (yield from delivery.resync()):
+            self.waiters.add(envelope, (delivery,))
 
     def wait(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
         """Keep an ask until its sinks have acknowledged the changes due now."""
         asked = [
-            one
-            for one in self.deliveries
-            if (message.sinks is None or one.sink.name in message.sinks)
-            and not (message.healthy and one.failures)
+            delivery
+            for delivery in self.deliveries
+            if (message.sinks is None or delivery.sink.name in message.sinks)
+            and not (message.healthy and delivery.failures)
         ]
         self.waiters.add(envelope, asked)
 
@@ -78,8 +78,8 @@ class SinkSet:
 
     def statistics(self) -> tuple[SinkStatistics, ...]:
         """Counters of every sink as of now."""
-        return tuple(one.statistics() for one in self.deliveries)
+        return tuple(delivery.statistics() for delivery in self.deliveries)
 
     def health(self) -> tuple[SinkHealth, ...]:
         """Whether the last call of each sink succeeded, and if not, why and since when."""
-        return tuple(one.health() for one in self.deliveries)
+        return tuple(delivery.health() for delivery in self.deliveries)

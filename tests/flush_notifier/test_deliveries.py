@@ -39,14 +39,14 @@ def begin(one: SinkDelivery) -> None:
 def fail(one: SinkDelivery, acknowledged: int = 0) -> float:
     one.sink.num_acknowledged = acknowledged
     delay = one.call_failed("refused")
-    finish(one.settle())
+    finish(one.apply_result())
     one.call_ended()
     return delay
 
 
 def succeed(one: SinkDelivery) -> float | None:
     since = one.call_succeeded()
-    finish(one.settle())
+    finish(one.apply_result())
     one.call_ended()
     return since
 

@@ -44,7 +44,7 @@ class Bench:
 
     def end(self, one: SinkDelivery) -> None:
         one.call_succeeded()
-        finish(one.settle())
+        finish(one.apply_result())
         self.waiters.call_ended(one, cleared=one.call_ended())
 
     def deliver(self, one: SinkDelivery) -> None:

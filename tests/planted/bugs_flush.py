@@ -84,8 +84,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "sink_may_change_its_batch",
         "flush_notifier/caller.py",
-        "        tasks = tuple(one.batch.tasks)\n",
-        "        tasks: Any = one.batch.tasks\n",
+        "        tasks = tuple(delivery.batch.tasks)\n",
+        "        tasks: Any = delivery.batch.tasks\n",
         "a sink that changes the list of tasks changes the ledger's record of the sent tasks",
         (
             "tests/flush_notifier/test_contained_sinks.py::test_a_sink_that_changes_its_batch_changes_its_own_copy",
@@ -239,7 +239,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "late_answer_counts_twice",
         "flush_notifier/caller.py",
-        "        one.number += 1  # later reports of this call are late\n",
+        "        delivery.number += 1  # later reports of this call are late\n",
         "",
         "the answer of a call that was given up is taken for the answer of the call",
         (

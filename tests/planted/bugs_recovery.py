@@ -12,11 +12,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "resync_forgets_before_the_call_in_flight_is_over",
         "flush_notifier/actor.py",
-        "        if one.in_flight:\n"
-        "            one.resync_due = True\n"
-        "        else:\n"
-        "            self._work(",
-        "        if True:\n            self._work(",
+        "        if delivery.in_flight:\n            delivery.resync_due = True\n        else:\n",
+        "        if True:\n",
         "a batch in flight counts as delivered after the index was made to forget it: its blocks "
         "are missing there for good",
         (RESYNC + "test_a_resync_during_a_call_counts_the_delivered_batch",),
@@ -49,7 +46,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "resync_answers_before_it_is_delivered",
         "flush_notifier/sink_set.py",
-        "            self.waiters.add(envelope, (one,))\n",
+        "            self.waiters.add(envelope, (delivery,))\n",
         "            self.waiters.add(envelope, ())\n",
         "resync returns before the index has everything",
         (RESYNC + "test_an_index_that_lost_its_state_has_everything_after_a_resync",),
