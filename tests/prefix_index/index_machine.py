@@ -23,7 +23,7 @@ from kvactors.cpu_evictor.messages import (
     Saved,
     SetTargets,
 )
-from kvactors.errors import KVActorsError, LeaseEnded, NeverFits, NoRoom, Paused
+from kvactors.errors import KVActorsError, LeaseEnded, NeverFits, NoRoom, NotReady, Paused
 from kvactors.flush_notifier.messages import (
     PLAIN,
     BlocksAdded,
@@ -52,6 +52,8 @@ from kvactors.prefix_index.messages import (
     Reserve,
     Resume,
     SetNamespace,
+    StepEntry,
+    StepLeases,
     Sweep,
     Truncate,
     Withdrawn,
@@ -313,6 +315,41 @@ class IndexMachine(RuleBasedStateMachine):
         if answered.error is None:
             self.leases[lease] = kept
             assert state.path.num_blocks == answered.value.count == -(-kept // BLOCK)
+
+    @precondition(lambda self: self.leases)
+    @rule(which=choice, count=st.integers(0, BLOCK + 1), less=st.sampled_from([None, 0, 1]))
+    def step(self, which: int, count: int, less: int | None) -> None:
+        """One message extends and commits up to two leases. None of them waits."""
+        chosen = sorted({self.lease(which), self.lease(which + 1)})
+        entries, before = [], {}
+        for lease in chosen:
+            added = Path(BLOCK, bytes(32))
+            added.extend(list(range(count)))
+            tokens = self.leases[lease]
+            computed = None if less is None else max(0, tokens + count - less)
+            entries.append(StepEntry(lease, tokens, added if count else None, (), computed))
+            before[lease] = self.lease_state(lease).path.num_blocks
+        waiting, loading = dict(self.actor.core.admission.waiting), self.pending_leases()
+        message = StepLeases(tuple(entries))
+        [answered] = [one for one in self.turn(message).answered if one.message is message]
+        assert answered.error is None
+        for entry, outcome in zip(entries, answered.value.outcomes, strict=True):
+            path = self.lease_state(entry.lease).path
+            if isinstance(outcome, tuple):
+                blocks, committed = outcome
+                assert entry.lease not in waiting
+                self.leases[entry.lease] += count
+                assert path.blocks()[before[entry.lease] :] == list(blocks)
+                assert committed == path.num_committed
+                continue
+            assert path.num_tokens == entry.position
+            assert path.num_blocks == before[entry.lease]
+            assert outcome is not None or count, "a step without tokens needs no blocks"
+            assert not isinstance(outcome, NotReady) or entry.lease in loading
+
+    def pending_leases(self) -> set[int]:
+        """Leases with loads in flight."""
+        return {lease.id for lease in self.actor.core.leases if lease.loads}
 
     def changes(self, lease: int) -> bool:
         """Whether an extend or a reserve of a lease waits."""

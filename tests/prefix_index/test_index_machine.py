@@ -159,6 +159,12 @@ class Walk:
                     and machine.truncate(which, number(2 * BLOCK + 1), draw([0, 0, 0, 1]))
                 ),
             ),
+            (
+                1,
+                lambda: (
+                    machine.leases and machine.step(which, number(BLOCK + 2), draw([None, 0, 1]))
+                ),
+            ),
             (2, lambda: machine.leases and machine.ready(which)),
             (1, lambda: machine.leases and machine.layer_ready(which, number(2))),
             (4, lambda: machine.leases and machine.finish(which)),
