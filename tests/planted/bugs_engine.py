@@ -40,4 +40,22 @@ BUGS: tuple[Mutation, ...] = (
         "blocks of a request that change while it holds them are not found",
         (f"{ENGINE}::test_a_thorough_engine_verifies_what_a_request_holds",),
     ),
+    Mutation(
+        "faults_of_an_sdk_do_not_end",
+        "testing/attentionstore_sdk/service.py",
+        "        self.leaks = self.counts = None\n\n    def lose(",
+        "        self.leaks = None\n\n    def lose(",
+        "an SDK that miscounts goes on after its fault: later faults of a plan prove nothing",
+        ("tests/testing/test_injectors.py::test_each_fault_of_an_sdk_begins_and_ends",),
+    ),
+    Mutation(
+        "lost_objects_leave_the_index",
+        "testing/attentionstore_sdk/service.py",
+        "        return len(chosen)\n",
+        "        self.resident -= chosen\n        return len(chosen)\n",
+        "a service that loses its objects repairs its index, which no real one does",
+        (
+            "tests/testing/test_injectors.py::test_lost_objects_are_the_oldest_and_their_paths_stay_in_the_index",
+        ),
+    ),
 )
