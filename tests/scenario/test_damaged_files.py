@@ -93,8 +93,8 @@ def test_a_damaged_journal_is_refused_or_describes_whole_paths(tmp_path_factory,
     published = read_journal(tmp_path_factory.mktemp("journal") / "journal", data)
     if published is not None:
         for path in published.retractions():
-            assert len(path.tokens) == (path.start + len(path.keys)) * 4 * BLOCK
-            assert all(len(one) == 32 for one in path.keys)
+            assert len(path.tokens) == (path.start + len(path.hashes)) * 4 * BLOCK
+            assert all(len(one) == 32 for one in path.hashes)
 
 
 H = [name(number).hex() for number in range(4)]
