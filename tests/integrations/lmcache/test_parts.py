@@ -76,6 +76,11 @@ def test_fields_do_not_run_into_one_another() -> None:
     assert len({stored_object(key, SHAPE, 4096).digest for key in keys}) == len(keys)
 
 
+def test_layouts_are_part_of_the_digest() -> None:
+    shapes = [ObjectShape(layout, 10_000) for layout in (LAYOUT, "bfloat16[2,50,50]", "uint8[1]")]
+    assert len({stored_object(KEYS[0], shape, 4096).digest for shape in shapes}) == 3
+
+
 def test_layouts_as_text() -> None:
     assert layout_of([(2, 4), (8,)], ["torch.float16", "torch.int8"]) == "float16[2,4];int8[8]"
     assert is_serialized("uint8[100]")

@@ -76,6 +76,16 @@ class Server:
         """The adapter's status."""
         return dict(self.adapter.report_status())
 
+    def idle(self) -> dict[str, Any]:
+        """Wait until no task is in flight and no object is locked. Returns the status."""
+        until = time.monotonic() + LIMIT / 10
+        while time.monotonic() < until:
+            status = self.status()
+            if not status["tasks_in_flight"] and not status["locked_key_count"]:
+                break
+            time.sleep(0.01)
+        return self.status()
+
     def usage(self) -> dict[str, Any]:
         """LMCache's account of the adapter."""
         usage = self.adapter.get_usage()
@@ -155,6 +165,9 @@ class Server:
                     memoryview(one.byte_array).cast("B")[:] = payload(key)
                 self.manager.finish_write(list(reserved))
                 earlier.append(numbers)
+                until = time.monotonic() + LIMIT
+                while self.status()["tasks_in_flight"] > 2 and time.monotonic() < until:
+                    time.sleep(0.002)
                 self.manager.clear()
                 found = self.prefetch(draw.choice(earlier), salt)
                 totals["hits"] += found["hits"]
@@ -227,7 +240,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     server = Server()
-    names = "open status usage store clear prefetch mixed wait_usage listed close"
+    names = "open status idle usage store clear prefetch mixed wait_usage listed close"
     calls: dict[str, Callable[..., dict[str, Any]]] = {
         name: getattr(server, name) for name in names.split()
     }
