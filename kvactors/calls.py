@@ -15,6 +15,7 @@ from kvactors import steps, waits
 from kvactors.arguments import (
     Media,
     check_flag,
+    check_int,
     check_text,
     request_path,
     request_scope,
@@ -60,9 +61,10 @@ class CacheCalls(OpenCache):
         deadline: float | None = None,
         wait_for_evictions: bool = True,
         wait_for_room: bool = False,
+        chunk_tokens: int | None = None,
         wait: bool | None = None,
     ) -> Lease:
-        """Match a prompt against the cache and take device blocks for all of it.
+        """Match a prompt against the cache and take device blocks for all of it, or for a chunk.
 
         Answers from memory unless blocks must be evicted first. Loads from host or storage continue
         in the background (`Lease.wait_ready`). The namespace at the time of admission applies.
@@ -91,6 +93,10 @@ class CacheCalls(OpenCache):
                 blocks. Requests that wait are admitted in the order of their calls, and later calls
                 get blocks after them, so that a large request is not overtaken by small ones. A
                 request that waits holds nothing. Evictions are waited for as well.
+            chunk_tokens: for chunked prefill: match the whole prompt, but take device blocks for
+                the cached tokens and at most so many after them. `Lease.next_chunk` takes more.
+                With a store whose contents only a query can tell, every block that it may have gets
+                a device block.
             wait: deprecated name of `wait_for_evictions`.
 
         Returns:
@@ -114,6 +120,10 @@ class CacheCalls(OpenCache):
         path, media = request_path(
             self.block_size, self.system.roots.root(scope), tokens, extra_keys
         )
+        stored = None
+        chunk = 0 if chunk_tokens is None else check_int("chunk_tokens", chunk_tokens, 1)
+        if chunk and self.system.store is not None:
+            stored = look.stored_blocks(self.system, path, media)
         lease = next(self._leases)
         message = Acquire(
             lease,
@@ -124,6 +134,8 @@ class CacheCalls(OpenCache):
             scope,
             () if self._split_media else media,
             check_flag("wait_for_room", wait_for_room),
+            chunk,
+            stored,
         )
         try:
             granted = await self._client.index.ask(message, deadline=at)

@@ -323,6 +323,11 @@ class ThreadLease:
         return self._lease.num_tokens
 
     @property
+    def covered_tokens(self) -> int:
+        """See `Lease`."""
+        return self._lease.covered_tokens
+
+    @property
     def pending(self) -> bool:
         """See `Lease`."""
         return self._lease.pending
@@ -335,6 +340,7 @@ class ThreadLease:
     wait_ready = _blocking_lease(Lease.wait_ready)
     wait_layer = _blocking_lease(Lease.wait_layer)
     extend = _blocking_lease(Lease.extend, ends_lease=True)
+    next_chunk = _blocking_lease(Lease.next_chunk, ends_lease=True)
     reserve = _blocking_lease(Lease.reserve, ends_lease=True)
     truncate = _blocking_lease(Lease.truncate, ends_lease=True)
     commit = _blocking_lease(Lease.commit, ends_lease=True)

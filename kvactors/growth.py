@@ -21,8 +21,37 @@ class Growing(Protocol):
     _table: Sequence[int]
     _media: tuple[tuple[int, int], ...]
 
+    @property
+    def covered_tokens(self) -> int:
+        """Leading tokens that the block table has blocks for."""
+
     def _append_blocks(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """Add blocks to the end of the table."""
+
+
+async def next_chunk(  # noqa: D417  (a method of Lease)
+    self: Growing, num_tokens: int, *, deadline: float | None = None
+) -> tuple[int, ...]:
+    """Take device blocks for the next tokens of a prompt that was acquired with `chunk_tokens`.
+
+    Args:
+        num_tokens: tokens after the first `covered_tokens` that the block table shall have place
+            for. The rest of the lease's tokens if they are fewer.
+        deadline: seconds from now.
+
+    Returns:
+        The device blocks added to the table.
+
+    Raises:
+        LeaseBusy: as in `extend`.
+        NoRoom: as in `extend`.
+    """
+    at = self._hold.deadline(deadline)
+    count = check_int("num_tokens", num_tokens, 1)
+    upto = min(self.num_tokens, self.covered_tokens + count)
+    message = Reserve(self._hold.id, self.num_tokens, upto)
+    granted: AcquireResult = await self._hold.grow("next_chunk", message, at)
+    return self._append_blocks(granted.blocks)
 
 
 async def reserve(  # noqa: D417  (a method of Lease)

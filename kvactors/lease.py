@@ -82,6 +82,12 @@ class Lease:
             self._table = tuple(self._table)
         return self._table
 
+    @property
+    def covered_tokens(self) -> int:
+        """Leading tokens that the block table has blocks for: all, except after an `acquire` with
+        `chunk_tokens`."""
+        return min(self.num_tokens, len(self._table) * self._path.block_size)
+
     async def wait_ready(self, *, deadline: float | None = None) -> None:
         """Wait until every load has completed or has become a miss, also of a store that does not
         answer. `block_table` and `cached_tokens` are final then.
@@ -176,6 +182,7 @@ class Lease:
         )
         return await self._extend(added, extras, media, at)
 
+    next_chunk = growth.next_chunk
     reserve = growth.reserve
     truncate = growth.truncate
 

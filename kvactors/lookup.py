@@ -13,6 +13,7 @@ from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.system import System
 from kvactors.types import Tokens, split_hashes
 
 
@@ -115,15 +116,7 @@ def lookup(
     system = self.system
     root = system.roots.root(request_scope(salt, lora))
     path, media = request_path(self.block_size, root, tokens, extra_keys)
-    core = system.index_actor.core
-    return count_hits(
-        core.index,
-        core.settings,
-        system.store,
-        system.config.storage.min_fetch_blocks,
-        path,
-        () if self._split_media else media,
-    )
+    return hits_of(system, path, () if self._split_media else media)
 
 
 def free_blocks(self: OpenCache) -> FreeBlocks:
@@ -134,6 +127,20 @@ def free_blocks(self: OpenCache) -> FreeBlocks:
     being_freed = max(0, core.admission.unpromised())
     waiting = len(core.admission.waiting) + len(core.admission.space)
     return FreeBlocks(index.pool.total, index.free, index.evictable(), being_freed, waiting)
+
+
+def stored_blocks(system: System, path: Path, media: tuple[tuple[int, int], ...]) -> int | None:
+    """Leading blocks of a path that are in some tier, None if the store cannot tell."""
+    store = system.store
+    if store is None or not store.inventory.is_complete:
+        return None
+    return hits_of(system, path, media).blocks
+
+
+def hits_of(system: System, path: Path, media: tuple[tuple[int, int], ...]) -> PromptHits:
+    """Count the hits of a path that holds nothing."""
+    core, least = system.index_actor.core, system.config.storage.min_fetch_blocks
+    return count_hits(core.index, core.settings, system.store, least, path, media)
 
 
 def count_hits(

@@ -88,4 +88,10 @@ class Commits:
             return ValueError(
                 f"computed_tokens is {computed}, the lease has {lease.path.num_tokens} tokens"
             )
+        covered = lease.path.num_blocks * self._index.block_size
+        if computed > covered:
+            return ValueError(
+                f"computed_tokens is {computed}, the lease has blocks for {covered} of its "
+                f"{lease.path.num_tokens} tokens: call next_chunk()"
+            )
         return None if lease.fault is None else lease.fault.error()

@@ -62,12 +62,16 @@ class Grants:
     ) -> list[Action]:
         """Match a request and give it `needed` blocks, shared ones included, or let it wait."""
         path, index, admission = message.path, self._index, self._admission
-        free = index.free
+        free, fetch = index.free, self._settings.fetchable(path, message.stored)
+        if message.chunk_tokens:
+            needed = index.needed_blocks(
+                path, message.chunk_tokens, fetch=fetch, media=message.media
+            )
         if free < needed and not (
             admission.releasing or index.can_fit(path, needed, admission.unpromised())
         ):
             return [admission.no_room_refusal(envelope, needed)]
-        match = index.match(path, fetch=self._settings.fetchable(path), media=message.media)
+        match = index.match(path, fetch=fetch, media=message.media, chunk=message.chunk_tokens)
         lease = LeaseState(message.lease, message.request_id, path, index.tree, message.deadline)
         lease.media = message.media
         lease.device_hits = match.num_device_blocks
@@ -75,7 +79,7 @@ class Grants:
         if not admission.waiting and free >= match.new_blocks:
             return self._grant(lease, match, index.take(match.new_blocks), envelope)
         actions = self._loads.begin(lease, match.segments, placed=False)
-        waiter = AcquireWaiter(self, lease, match, message.scope, envelope)
+        waiter = AcquireWaiter(self, lease, match, message, envelope)
         accepted, queued = admission.request(
             waiter, wait=message.wait or message.wait_for_room, deadline=message.deadline
         )
@@ -94,7 +98,7 @@ class Grants:
         lease: LeaseState,
         match: Match,
         blocks: list[int],
-        scope: RequestScope,
+        message: Acquire,
         envelope: Envelope[AcquireResult],
     ) -> list[Action]:
         """A request that waited has its blocks. The cached part of its path or its namespace may
@@ -104,9 +108,9 @@ class Grants:
         index.pool.give(lease.tree.release(lease.path))
         lease.fault = None
         lease.tree = index.tree
-        changed = self.set_root(lease.path, scope)
-        fetch = self._settings.fetchable(lease.path)
-        again = index.match(lease.path, fetch=fetch, media=lease.media)
+        changed = self.set_root(lease.path, message.scope)
+        fetch = self._settings.fetchable(lease.path, message.stored)
+        again = index.match(lease.path, fetch=fetch, media=lease.media, chunk=message.chunk_tokens)
         if (
             not changed
             and again == match
@@ -165,26 +169,26 @@ class Grants:
 class AcquireWaiter(Waiter):
     """A request that waits for its device blocks. Its loads have been sent ahead."""
 
-    __slots__ = ("_grants", "_match", "_scope", "_state")
+    __slots__ = ("_grants", "_match", "_message", "_state")
 
     def __init__(
         self,
         grants: Grants,
         lease: LeaseState,
         match: Match,
-        scope: RequestScope,
+        message: Acquire,
         envelope: Envelope[AcquireResult],
     ) -> None:
         super().__init__(lease.id, envelope, match.new_blocks)
         self._grants = grants
         self._state = lease
         self._match = match
-        self._scope = scope
+        self._message = message
 
     def complete(self, blocks: list[int]) -> list[Action]:
         """See `Waiter.complete`."""
         grants, lease = self._grants, self._state
-        return grants.grant_late(lease, self._match, blocks, self._scope, self.envelope)
+        return grants.grant_late(lease, self._match, blocks, self._message, self.envelope)
 
     def give_up(self) -> list[Action]:
         """See `Waiter.give_up`."""

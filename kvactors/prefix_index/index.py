@@ -169,7 +169,20 @@ class BlockIndex:
                 blocks = offset // self.block_size
         return blocks
 
-    def match(self, path: Path, *, fetch: int, media: Media = ()) -> Match:
+    def needed_blocks(self, path: Path, chunk: int, *, fetch: int, media: Media) -> int:
+        """Table entries that a request gets at most: all, or those of its cached blocks and of a
+        chunk of tokens after them. Changes nothing."""
+        if not chunk:
+            return self.blocks_for(path.num_tokens)
+        cached = self.before_media(self._reach(path, self.match_limit(path), fetch=fetch), media)
+        return self.chunk_blocks(path, cached, chunk)
+
+    def chunk_blocks(self, path: Path, cached: int, chunk: int) -> int:
+        """Table entries of `cached` blocks and a chunk of tokens after them, 0 for all tokens."""
+        tokens = cached * self.block_size + chunk
+        return self.blocks_for(min(path.num_tokens, tokens) if chunk else path.num_tokens)
+
+    def match(self, path: Path, *, fetch: int, media: Media = (), chunk: int = 0) -> Match:
         """Pin the known blocks of the path, and find the blocks that may be loaded.
 
         Args:
@@ -177,7 +190,16 @@ class BlockIndex:
             fetch: leading blocks that the store may have. No segment crosses this boundary.
             media: items that are matched whole or not at all. The request computes what follows the
                 last whole one.
+            chunk: tokens after the cached ones that the request needs blocks for, 0 for all.
         """
+        match = self._match_whole(path, fetch=fetch, media=media)
+        if not chunk:
+            return match
+        chunked = self.chunk_blocks(path, match.expected_blocks, chunk)
+        later = self.blocks_for(path.num_tokens) - chunked
+        return match._replace(new_blocks=match.new_blocks - later)
+
+    def _match_whole(self, path: Path, *, fetch: int, media: Media) -> Match:
         limit = self.match_limit(path)
         if not media:
             return self._match(path, limit, fetch=fetch)
@@ -248,11 +270,12 @@ class BlockIndex:
     def fill_table(self, path: Path, match: Match, blocks: list[int]) -> None:
         """Enter the request's new blocks wherever there is no shared block."""
         used, position = 0, match.num_device_blocks
-        total = self.blocks_for(path.num_tokens)
-        if not match.segments and len(blocks) == total - position:
+        if not match.segments and len(blocks) == match.new_blocks:
             if blocks:
                 path.assign(position, blocks)
             return
+        joined_blocks = sum(stop - start for start, stop, joined in match.segments if joined)
+        total = position + joined_blocks + match.new_blocks
         for start, stop, joined in [*match.segments, Segment(total, total, None)]:
             gap = start - position
             if joined is None:

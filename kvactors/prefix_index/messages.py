@@ -63,6 +63,9 @@ class Acquire(Ask[AcquireResult], frozen=True, eq=False):
             device blocks.
         scope: what is in the path's root.
         media: (offset, length) of media items that must not be cached in part.
+        chunk_tokens: tokens after the cached ones that get blocks, 0 for all.
+        stored: leading blocks that are in the store or in a tier above it, None if that is not
+            known.
     """
 
     lease: int
@@ -73,6 +76,8 @@ class Acquire(Ask[AcquireResult], frozen=True, eq=False):
     scope: RequestScope = PLAIN
     media: tuple[tuple[int, int], ...] = ()
     wait_for_room: bool = False
+    chunk_tokens: int = 0
+    stored: int | None = None
 
 
 class Prefetch(Ask[Ack], frozen=True, eq=False):

@@ -99,12 +99,15 @@ class Requests:
             if path.num_held or path.num_blocks:
                 return actions  # it is still being released after the last attempt
             self._grants.set_root(path, message.scope)
-            needed = self._index.blocks_for(path.num_tokens)
+            fetch = self._settings.fetchable(path, message.stored)
+            needed = self._index.needed_blocks(
+                path, message.chunk_tokens, fetch=fetch, media=message.media
+            )
             if not self._index.fits(path, needed, admission.unpromised(), message.media):
                 return actions
             space.retry(message.lease)
             actions += self.admit(message, envelope)
-            if needed <= self._index.part:
+            if self._index.blocks_for(path.num_tokens) <= self._index.part:
                 space.retried.discard(message.lease)
             if message.lease in space.requests:
                 return actions  # it fitted no more, and is the first again

@@ -59,6 +59,8 @@ class IndexSettings(NamedTuple):
             return path.num_full_blocks
         return path.num_plain_blocks if path.root == self.token_root else 0
 
-    def fetchable(self, path: Path) -> int:
-        """Leading blocks that may be looked for in the store."""
-        return self.storable(path) if self.fetch else 0
+    def fetchable(self, path: Path, stored: int | None = None) -> int:
+        """Leading blocks that may be looked for in the store. stored: those that it may have, if
+        that is known."""
+        storable = self.storable(path) if self.fetch else 0
+        return storable if stored is None else min(storable, stored)

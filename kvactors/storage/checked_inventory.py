@@ -72,6 +72,13 @@ class CheckedInventory:
             "holds", lambda: bool(self._inner.holds(key)), False
         )
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether `held_run` finds every object that can be read. It does not in a store whose
+        contents other processes decide about."""
+        inventory: Any = getattr(self._inner, "inventory", None)
+        return isinstance(inventory, OwnedInventory) and inventory.answerable
+
     def held_run(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of keys that `probe` would find now. None of them counts as
         used. 0 for a store that lists no keys."""

@@ -200,6 +200,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
             "deadline": "seconds",
             "wait_for_evictions": "flag",
             "wait_for_room": "flag",
+            "chunk_tokens": "int",
         },
     ),
     (KVCache, "prefetch"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST, "deadline": "seconds"}),
@@ -223,6 +224,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
         {"layer": "int", "stream": "stream", "deadline": "seconds"},
     ),
     (Lease, "extend"): ({"tokens": [1]}, {**TOKENS, "extra_keys": "media", "deadline": "seconds"}),
+    (Lease, "next_chunk"): ({"num_tokens": 1}, {"num_tokens": "int", "deadline": "seconds"}),
     (Lease, "reserve"): ({"num_tokens": 1}, {"num_tokens": "int", "deadline": "seconds"}),
     (Lease, "truncate"): ({"num_tokens": 8}, {"num_tokens": "int", "deadline": "seconds"}),
     (Lease, "commit"): ({"computed_tokens": 0}, COMPUTED),
@@ -262,7 +264,7 @@ def wrong_calls():
         for name, kind in arguments.items():
             for position, value in enumerate(kinds()[kind]):
                 if value is None and (
-                    name in ("deadline", "lora_id", "event", "stream")
+                    name in ("deadline", "lora_id", "event", "stream", "chunk_tokens")
                     or (method, name) == ("finish", "computed_tokens")
                 ):
                     continue

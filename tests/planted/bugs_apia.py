@@ -95,4 +95,28 @@ BUGS: tuple[Mutation, ...] = (
         "other tokens",
         ("tests/prefix_index/test_index_machine.py::test_long_walks_through_every_order",),
     ),
+    Mutation(
+        "chunk_forgets_the_cached_blocks",
+        "prefix_index/index.py",
+        "        tokens = cached * self.block_size + chunk\n",
+        "        tokens = max(cached * self.block_size, chunk)\n",
+        "a chunk of a prompt with cached blocks has no block to compute into",
+        ("tests/cache/test_chunked.py::test_the_chunk_begins_after_the_cached_tokens",),
+    ),
+    Mutation(
+        "tokens_without_blocks_are_committed",
+        "prefix_index/commits.py",
+        "        if computed > covered:\n",
+        "        if computed > covered + self._index.part * self._index.block_size:\n",
+        "a commit beyond the chunk ends the lease in place of being refused",
+        ("tests/cache/test_chunked.py::test_tokens_without_blocks_cannot_be_committed",),
+    ),
+    Mutation(
+        "chunk_takes_what_the_store_does_not_have",
+        "calls.py",
+        "            stored = look.stored_blocks(self.system, path, media)\n",
+        "            stored = None\n",
+        "with a store, the first chunk of a prompt takes the device blocks of the whole prompt",
+        ("tests/cache/test_chunked.py::test_a_prompt_is_computed_in_chunks",),
+    ),
 )

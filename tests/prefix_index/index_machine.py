@@ -39,6 +39,7 @@ from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
     Abandon,
     Acquire,
+    AcquireResult,
     Clear,
     Commit,
     Continue,
@@ -124,6 +125,7 @@ class IndexMachine(RuleBasedStateMachine):
                 ),
             )
 
+        self.fetch = fetch
         self.stepper = Stepper(make)
         self.index.part = part
         self.works: list[Continue | Proceed] = []
@@ -186,6 +188,7 @@ class IndexMachine(RuleBasedStateMachine):
                     assert not answered.message.wait_for_room, "it was to wait for space"
                 if error is None:
                     self.leases[answered.message.lease] = tokens
+                    self.judge_table(answered.message, answered.value, tokens)
                     assert answered.message.path.root == self.roots.root(PLAIN), (
                         "admitted under an earlier namespace"
                     )
@@ -199,6 +202,17 @@ class IndexMachine(RuleBasedStateMachine):
         if self.index.tree not in self.trees:
             self.trees.append(self.index.tree)
         return effects
+
+    def judge_table(self, message: Acquire, granted: AcquireResult, tokens: int) -> None:
+        """A request has blocks for all of its tokens, or for a chunk after the cached ones. They may
+        be more than the reply counts as cached, before a media item that would be split."""
+        covered = tokens
+        if message.chunk_tokens:
+            covered = min(tokens, granted.cached_tokens + message.chunk_tokens)
+        entries = len(granted.blocks)
+        assert entries >= self.index.blocks_for(covered)
+        if not message.media:
+            assert entries == self.index.blocks_for(covered), "blocks beyond the chunk"
 
     def note(
         self, message: PathCached | BlocksAdded | BlocksRemoved | TierCleared | NamespaceChanged
@@ -239,6 +253,7 @@ class IndexMachine(RuleBasedStateMachine):
         wait=st.booleans(),
         media=st.sampled_from([(), (), ((1, 4),), ((1, 2), (3, 5))]),
         space=st.booleans(),
+        chunk=st.sampled_from([0, 0, 1, BLOCK + 1]),
     )
     def acquire(
         self,
@@ -248,6 +263,7 @@ class IndexMachine(RuleBasedStateMachine):
         wait: bool,
         media: Any = (),
         space: bool = False,
+        chunk: int = 0,
     ) -> None:
         if len(self.leases) + len(self.open) > 5:
             return
@@ -265,6 +281,7 @@ class IndexMachine(RuleBasedStateMachine):
             wait,
             media=media,
             wait_for_room=space,
+            chunk_tokens=chunk,
         )
         queued = len(self.actor.core.admission.space)
         effects = self.turn(message, deadline)
@@ -301,6 +318,14 @@ class IndexMachine(RuleBasedStateMachine):
         for answered in effects.answered:
             if answered.message is message and (busy or stale):
                 assert answered.error is not None, "a reserve in the wrong place was taken"
+
+    @precondition(lambda self: self.leases)
+    @rule(which=choice, count=st.integers(1, 2 * BLOCK))
+    def next_chunk(self, which: int, count: int) -> None:
+        lease = self.lease(which)
+        covered = self.lease_state(lease).path.num_blocks * BLOCK
+        upto = min(self.leases[lease], covered + count)
+        self.turn(Reserve(lease, self.leases[lease], upto), self.stepper.now + 1.0)
 
     @precondition(lambda self: self.leases)
     @rule(which=choice, less=st.integers(0, 2 * BLOCK), stale=st.sampled_from([0, 0, 0, 1]))
@@ -575,7 +600,10 @@ class IndexMachine(RuleBasedStateMachine):
         first = space.first
         if first is not None and not (self.works or core.held.paused):
             first.message.path.set_root(self.roots.root(PLAIN))
-            needed = self.index.blocks_for(first.message.path.num_tokens)
+            message, fetch = first.message, self.fetch * LONGEST
+            needed = self.index.needed_blocks(
+                message.path, message.chunk_tokens, fetch=fetch, media=message.media
+            )
             unpromised = core.admission.unpromised()
             assert not self.index.fits(
                 first.message.path, needed, unpromised, first.message.media

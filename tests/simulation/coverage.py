@@ -59,6 +59,7 @@ OUTCOMES: Mapping[str, tuple[str, ...]] = {
     ),
     "truncate": ("ok", "LeaseEnded", "ActorFailed", "RankLost", "TokensCommitted", "cancelled"),
     "step": ("ok", "DeadlineExceeded", "cancelled"),
+    "next_chunk": ("ok", "NoRoom", "cancelled"),
     "commit": ("ok", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),
     "finish": ("ok", "LeaseEnded", "ActorFailed", "cancelled"),
     "preempt": ("ok", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),

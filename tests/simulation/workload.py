@@ -156,6 +156,7 @@ class Client(CacheClient):
         deadline = rng.choice((0.02, 0.2, 1.0, 3.0))
         wait, incarnation = rng.random() < 0.9, self.world.system.index.incarnation
         space = self.api_rng.random() < 0.35
+        chunk = self.api_rng.choice((None, None, None, 1, BLOCK, 2 * BLOCK + 1))
         if self.api_rng.random() < 0.2:
             self.look(prompt)
         lease = await self.ask(
@@ -169,6 +170,7 @@ class Client(CacheClient):
                 deadline=deadline,
                 wait_for_evictions=wait,
                 wait_for_room=space,
+                chunk_tokens=chunk,
             ),
             deadline,
             fits=len(prompt.tokens) <= cache.config.device.num_blocks * BLOCK,
@@ -217,8 +219,33 @@ class Served:
             self.world.violated("a block stands twice in a table")
         self.request.landed()
         await self.verify("served as cached")
+        while lease.covered_tokens < lease.num_tokens:
+            await self._chunk()
         await self._compute()
         return True
+
+    async def _chunk(self) -> None:
+        """Compute the blocks of a chunk, and take those of the next one."""
+        lease, request, rng = self.lease, self.request, self.client.api_rng
+        first, covered = request.known, lease.covered_tokens // BLOCK
+        if first < covered:
+            request.known = covered
+            hashes = lease.hashes(first, covered)
+            await self.world.model.fill(lease.block_table[first:covered], hashes)
+            await self.verify("computed as a chunk")
+        before, deadline = lease.covered_tokens, rng.choice((0.05, 1.0))
+        if rng.random() < 0.5:
+            blocks = await self.client.ask(
+                "commit", lambda: lease.commit(covered * BLOCK, deadline=2.0), 2.0
+            )
+            self.committed = blocks * BLOCK
+        count = rng.randint(1, 3 * BLOCK)
+        await self.client.ask(
+            "next_chunk", lambda: lease.next_chunk(count, deadline=deadline), deadline
+        )
+        if lease.covered_tokens < min(lease.num_tokens, before + count):
+            self.world.violated("a chunk is not covered")
+        self.world.seen["next chunk"] += 1
 
     async def _layers(self) -> None:
         layout, lease = self.world.layout, self.lease

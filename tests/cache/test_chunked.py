@@ -1,0 +1,141 @@
+"""Chunked prefill: the whole prompt is matched, and blocks are taken chunk by chunk."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import kvactors
+from kvactors.prefix_index import parts
+from tests.support.cache import BLOCK, opened, prompt, serve
+
+HOST = {"slots": 8, "transit_slots": 16}
+STORE = {"backend": "memory", "write_policy": "write_through"}
+TIERS = [{}, {"host": HOST}, {"host": HOST, "storage": STORE}]
+
+
+async def prefill(cache, lease, chunk):
+    """Compute what is not cached, chunk by chunk. Returns the sizes of the block table."""
+    await lease.wait_ready()
+    known, sizes = lease.cached_tokens // BLOCK, []
+    table = lease.block_table
+    assert cache.device.check(table[:known], lease.hashes(0, known)) == []
+    while True:
+        sizes.append(len(lease.block_table))
+        covered = lease.covered_tokens // BLOCK
+        cache.device.fill(lease.block_table[known:covered], lease.hashes(known, covered))
+        known = covered
+        if lease.covered_tokens == lease.num_tokens:
+            return sizes
+        await lease.commit(covered * BLOCK)
+        added = await lease.next_chunk(chunk)
+        assert added
+        assert lease.block_table[-len(added) :] == added
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids=["device", "host", "storage"])
+@pytest.mark.parametrize("long", [False, True])
+async def test_a_prompt_is_computed_in_chunks(tiers, long, monkeypatch):
+    if long:
+        monkeypatch.setattr(parts, "BLOCKS", 2)
+    tokens = prompt(1, 7, tail=1)
+    async with opened(device=16, **tiers) as cache:
+        lease = await cache.acquire("chunked", tokens, chunk_tokens=2 * BLOCK)
+        assert (len(lease.block_table), lease.covered_tokens) == (2, 2 * BLOCK)
+        assert lease.num_tokens == len(tokens)
+        assert await prefill(cache, lease, 2 * BLOCK) == [2, 4, 6, 8]
+        await lease.finish(lease.num_tokens)
+        whole = await serve(cache, "whole", tokens)
+        assert whole.cached_tokens == 7 * BLOCK
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids=["device", "host", "storage"])
+async def test_the_chunk_begins_after_the_cached_tokens(tiers):
+    """Cached on the device, or in a tier below after other requests."""
+    tokens = prompt(1, 8, tail=2)
+    async with opened(device=10, **tiers) as cache:
+        await serve(cache, "cached", tokens[: 5 * BLOCK + 1])
+        await cache.wait_idle()
+        if tiers:
+            await serve(cache, "other", prompt(2, 10))
+            await cache.wait_idle()
+        lease = await cache.acquire("chunked", tokens, chunk_tokens=BLOCK + 1)
+        await lease.wait_ready()
+        assert lease.cached_tokens == 5 * BLOCK
+        assert len(lease.block_table) >= 7
+        sizes = await prefill(cache, lease, 1)
+        assert sizes[-1] == 9
+        assert lease.covered_tokens == lease.num_tokens
+        assert await lease.next_chunk(5) == ()
+        await lease.finish(8 * BLOCK)
+
+
+async def test_other_requests_have_the_blocks_of_later_chunks():
+    async with opened(device=8) as cache:
+        lease = await cache.acquire("chunked", prompt(1, 8), chunk_tokens=BLOCK)
+        other = await cache.acquire("other", prompt(2, 5))
+        assert await lease.next_chunk(2 * BLOCK)
+        with pytest.raises(kvactors.NoRoom) as refused:
+            await lease.next_chunk(BLOCK)
+        assert not isinstance(refused.value, kvactors.NeverFits)
+        assert lease.covered_tokens == 3 * BLOCK
+        await other.finish()
+        assert len(await lease.next_chunk(100)) == 5
+        await lease.finish()
+
+
+async def test_a_prompt_that_can_never_be_covered_is_refused():
+    async with opened(device=4) as cache:
+        with pytest.raises(kvactors.NeverFits):
+            await cache.acquire("chunked", prompt(1, 5), chunk_tokens=1)
+
+
+async def test_tokens_without_blocks_cannot_be_committed():
+    async with opened(device=8) as cache:
+        lease = await cache.acquire("chunked", prompt(1, 4), chunk_tokens=BLOCK)
+        for call in (lease.commit, lease.finish, lease.preempt):
+            with pytest.raises(ValueError, match="blocks for 4 of its 16 tokens"):
+                await call(2 * BLOCK)
+        await lease.commit(BLOCK)
+        await lease.finish()
+
+
+async def test_an_extend_takes_the_blocks_of_the_prompt_too():
+    async with opened(device=8) as cache:
+        lease = await cache.acquire("chunked", prompt(1, 4), chunk_tokens=1)
+        assert len(await lease.extend([1])) == 4
+        assert lease.covered_tokens == lease.num_tokens == 4 * BLOCK + 1
+        await lease.finish()
+
+
+async def test_a_chunk_is_waited_for():
+    """It is smaller than what is free later, though the whole prompt is not."""
+    async with opened(device=8) as cache:
+        first = await cache.acquire("first", prompt(1, 5))
+        second = await cache.acquire("second", prompt(2, 3))
+        waits = asyncio.ensure_future(
+            cache.acquire("chunked", prompt(3, 8), chunk_tokens=3 * BLOCK, wait_for_room=True)
+        )
+        while not cache.free_blocks().waiting:
+            await asyncio.sleep(0)
+        await second.finish()
+        lease = await waits
+        assert len(lease.block_table) == 3
+        await first.finish()
+        await lease.finish()
+
+
+async def test_a_thread_takes_chunks():
+    async with opened(device=8) as cache:
+
+        def work():
+            with cache.from_thread.acquire("r", prompt(1, 5), chunk_tokens=BLOCK) as lease:
+                assert lease.covered_tokens == BLOCK
+                lease.next_chunk(2 * BLOCK)
+                assert lease.covered_tokens == 3 * BLOCK
+                lease.commit(3 * BLOCK)
+                lease.finish()
+
+        await asyncio.to_thread(work)
+        assert cache.lookup(prompt(1, 5)).device == 3
