@@ -195,7 +195,8 @@ class BlockIndex:
         match = self._match_whole(path, fetch=fetch, media=media)
         if not chunk:
             return match
-        chunked = self.chunk_blocks(path, match.expected_blocks, chunk)
+        # Positions of known blocks that cannot be hit are in the table already.
+        chunked = max(path.num_blocks, self.chunk_blocks(path, match.expected_blocks, chunk))
         later = self.blocks_for(path.num_tokens) - chunked
         return match._replace(new_blocks=match.new_blocks - later)
 
