@@ -24,6 +24,7 @@ class Client:
         index: the channel to PrefixIndex.
         loop: the event loop that the cache belongs to.
         layers: layers of the layout, those of extra layers included.
+        block_size: tokens of a block.
         part_tokens: tokens that a turn of PrefixIndex commits at most.
         events: events that calls wait for.
         is_open: whether new calls are accepted.
@@ -36,6 +37,7 @@ class Client:
         self.index: ActorRef[IndexRequest] = system.index
         self.loop = asyncio.get_running_loop()
         self.layers = system.layout.num_layers + system.layout.extra_layers
+        self.block_size = block_size
         self.part_tokens = part_of(block_size) * block_size
         self.events = DeviceEvents(self.loop)
         self.is_open = True

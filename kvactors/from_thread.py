@@ -325,7 +325,7 @@ class ThreadLease:
     @property
     def covered_tokens(self) -> int:
         """See `Lease`."""
-        return self._lease.covered_tokens
+        return int(self._lease.covered_tokens)
 
     @property
     def pending(self) -> bool:

@@ -21,12 +21,14 @@ class Growing(Protocol):
     _table: Sequence[int]
     _media: tuple[tuple[int, int], ...]
 
-    @property
-    def covered_tokens(self) -> int:
-        """Leading tokens that the block table has blocks for."""
-
     def _append_blocks(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """Add blocks to the end of the table."""
+
+
+def covered_tokens(self: Growing) -> int:
+    """Leading tokens that the block table has blocks for: all, except after an `acquire` with
+    `chunk_tokens`."""
+    return min(self.num_tokens, len(self._table) * self._hold.client.block_size)
 
 
 async def next_chunk(  # noqa: D417  (a method of Lease)
@@ -48,7 +50,7 @@ async def next_chunk(  # noqa: D417  (a method of Lease)
     """
     at = self._hold.deadline(deadline)
     count = check_int("num_tokens", num_tokens, 1)
-    upto = min(self.num_tokens, self.covered_tokens + count)
+    upto = min(self.num_tokens, covered_tokens(self) + count)
     message = Reserve(self._hold.id, self.num_tokens, upto)
     granted: AcquireResult = await self._hold.grow("next_chunk", message, at)
     return self._append_blocks(granted.blocks)

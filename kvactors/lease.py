@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvactors import growth
@@ -81,12 +80,6 @@ class Lease:
         if not isinstance(self._table, tuple):
             self._table = tuple(self._table)
         return self._table
-
-    @property
-    def covered_tokens(self) -> int:
-        """Leading tokens that the block table has blocks for: all, except after an `acquire` with
-        `chunk_tokens`."""
-        return min(self.num_tokens, len(self._table) * self._path.block_size)
 
     async def wait_ready(self, *, deadline: float | None = None) -> None:
         """Wait until every load has completed or has become a miss, also of a store that does not
@@ -182,6 +175,7 @@ class Lease:
         )
         return await self._extend(added, extras, media, at)
 
+    covered_tokens = property(growth.covered_tokens)
     next_chunk = growth.next_chunk
     reserve = growth.reserve
     truncate = growth.truncate
@@ -324,12 +318,7 @@ class Lease:
         self._hold.deadline(None)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         if self._hold.ended:
             return
         if error is None:
