@@ -124,7 +124,9 @@ async def cancelled_at(step: int, how: str, config: kvactors.Config) -> bool:
 
 
 @pytest.mark.parametrize("how", ["once", "twice", "asyncio.timeout", "anyio scope"])
-@pytest.mark.parametrize("kind", ["memory", "file", "kv_events"])
+@pytest.mark.parametrize(
+    "kind", ["memory", "file", pytest.param("kv_events", marks=pytest.mark.full)]
+)
 async def test_cancelled_at_any_step_nothing_is_left_and_it_opens_again(kind, how, tmp_path):
     config = config_of(kind, tmp_path)
     await use(config)

@@ -13,6 +13,8 @@ from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 from kvactors.native import FrameSender
 from kvactors.sink_config import KvEventsSinkConfig
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("native", [True, False])
 async def test_messages_are_three_frames_with_and_without_the_library(
