@@ -43,8 +43,8 @@ class FileTier(KVActorsTier):
             enable_kv_events=enable_kv_events,
             locality=locality,
         )
-        files = [str(path) for path in Path(root_dir).rglob("slab-*")]
-        self.file_mapper = SimpleNamespace(get_file_name=lambda key: files[0])
+        files = Path(root_dir)
+        self.file_mapper = SimpleNamespace(get_file_name=lambda key: next(files.rglob("slab-*")))
         # a helper of the tests waits for vLLM's thread of look-ups
         done = SimpleNamespace(empty=lambda: False)
         self._lookup_manager = SimpleNamespace(_pending_results=done)

@@ -86,10 +86,10 @@ def flip(directory: Path) -> None:
 
 
 def cut(directory: Path) -> None:
-    """Cut the files of a store's chunks to a third."""
+    """Cut the files of a store inside their 21st chunk."""
     for path in slabs(directory):
         with path.open("r+b") as file:
-            file.truncate(path.stat().st_size // 3)
+            file.truncate(20 * CHUNK_BYTES + CHUNK_BYTES // 3)
 
 
 def delete(directory: Path) -> None:

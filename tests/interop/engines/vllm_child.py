@@ -82,7 +82,7 @@ class Engine:
         }
         at_step: dict[int, list[str]] = {}
         for index, step in (cancel or {}).items():
-            at_step.setdefault(step, []).append(list(added)[int(index)])
+            at_step.setdefault(step, []).append(names[int(index)])
         outputs: dict[str, Any] = {}
         step = 0
         while engine.has_unfinished_requests():
