@@ -67,29 +67,3 @@ def test_the_next_version_of_vllm(
 def test_a_bad_setting_is_named_at_start(start: Start, change: dict, error: str) -> None:
     with pytest.raises(InteropError, match=error):
         start(offloading(SMALL) | change)
-
-
-@pytest.mark.engines_full
-def test_two_workers_of_a_tensor_parallel_engine(
-    start: Start, alone: Alone, tmp_path: Path
-) -> None:
-    """Each worker copies its share of a chunk. The tokens of two workers are those of two workers
-    alone, as they add in another order than one."""
-    settings = {
-        "one_process": False,
-        "distributed_executor_backend": "mp",
-        "tensor_parallel_size": 2,
-    }
-    (wanted,) = alone([PROMPTS], **settings)
-    extra = offloading(SMALL, tmp_path / "store")
-    for _ in range(2):
-        engine = start(extra, **settings)
-        first = engine.serve(PROMPTS, at_once=2)
-        assert first.tokens == wanted
-        assert engine.reset()
-        again = engine.serve(PROMPTS, at_once=2)
-        assert again.tokens == wanted
-        assert min(again.cached) >= WHOLE
-        engine.close()
-    assert min(first.cached) >= WHOLE
-    assert stores.regions() == []
