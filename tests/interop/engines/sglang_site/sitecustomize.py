@@ -80,7 +80,18 @@ def prepare_host_pool(module: ModuleType) -> None:
 
 
 def prepare_kernels(module: ModuleType) -> None:
-    """The two copies between layers of the device pool and pages of the host pool."""
+    """The two copies between layers of the device pool and pages of the host pool, and memory that
+    is not pinned."""
+    make_page = module.MHATokenToKVPoolHost.get_dummy_flat_data_page
+
+    def make_unpinned_page(self: Any) -> Any:
+        pinned, self.pin_memory = self.pin_memory, False
+        try:
+            return make_page(self)
+        finally:
+            self.pin_memory = pinned
+
+    module.MHATokenToKVPoolHost.get_dummy_flat_data_page = make_unpinned_page
 
     def to_pages(
         src_ptrs: Sequence[Any],
