@@ -146,6 +146,8 @@ class HostConfig(
         low_watermark, high_watermark: fractions of `slots`. Above high, evict down to low (both 0:
             evict on demand only).
         pinned: try to lock the arena's pages (a CUDA device's are locked in any case).
+        numa_node: the NUMA node that the arena's memory comes from, None for the system's choice
+            (Linux).
         copy_threads: threads that move bytes between device and arena.
         dma_min_bytes: for a CUDA device, the size in bytes from which on a piece goes by the copy
             engines instead of kvactors' kernel. Measured at start if not set.
@@ -158,6 +160,7 @@ class HostConfig(
     low_watermark: float = 0.0
     high_watermark: float = 0.0
     pinned: bool = False
+    numa_node: int | None = None
     copy_threads: int = 1
     dma_min_bytes: int | None = None
 

@@ -54,6 +54,7 @@ RANGES = {
     "host.low_watermark": SHARE,
     "host.high_watermark": SHARE,
     "host.copy_threads": THREADS,
+    "host.numa_node": Range(0, 1023),
     "host.dma_min_bytes": Range(0, 1 << 40),
     "storage.capacity_blocks": Range(0, 1 << 40),
     "storage.rank": NUMBER,

@@ -136,6 +136,7 @@ def make_local_plane(
         size,
         pinned=config.host.pinned and device.kind != "cuda",
         trailer=0 if backend is None else backend.slot_trailer_bytes,
+        numa_node=config.host.numa_node,
     )
     return LocalPlane(
         device,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvactors.actor.log import get_logger
+from kvactors.device.numa import bind
 from kvactors.native import touch
 from kvactors.threads import end_at_exit
 
@@ -71,10 +72,20 @@ class Arena(HostSlots):
         block_bytes: bytes of a block.
         pinned: whether to lock the pages in memory. `locked` tells whether the system allowed it.
         trailer: bytes right after each block that a store may use for the block's metadata.
+        numa_node: the NUMA node that the memory comes from, None for the system's choice.
+
+    Raises:
+        ConfigError: the memory cannot be bound to this node.
     """
 
     def __init__(
-        self, num_slots: int, block_bytes: int, *, pinned: bool = False, trailer: int = 0
+        self,
+        num_slots: int,
+        block_bytes: int,
+        *,
+        pinned: bool = False,
+        trailer: int = 0,
+        numa_node: int | None = None,
     ) -> None:
         super().__init__(num_slots, block_bytes)
         self.trailer = trailer
@@ -85,6 +96,8 @@ class Arena(HostSlots):
         self._map = mmap.mmap(-1, max(1, num_slots) * self.stride)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.address = int(self._bytes.ctypes.data)
+        if numa_node is not None:
+            bind(self.address, len(self._map), numa_node)
         end_at_exit(self)
 
     def end(self, limit: float) -> None:

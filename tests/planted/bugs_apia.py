@@ -119,4 +119,12 @@ BUGS: tuple[Mutation, ...] = (
         "with a store, the first chunk of a prompt takes the device blocks of the whole prompt",
         ("tests/cache/test_chunked.py::test_a_prompt_is_computed_in_chunks",),
     ),
+    Mutation(
+        "numa_node_is_ignored",
+        "data_plane/local.py",
+        "        numa_node=config.host.numa_node,\n",
+        "",
+        "the setting of the NUMA node has no effect",
+        ("tests/device/test_numa.py::test_a_cache_binds_its_arena",),
+    ),
 )
