@@ -7,7 +7,7 @@ from mutation import Mutation
 TABLES = "tests/prefix_index/test_tables.py::"
 CACHE = "tests/cache/test_block_tables.py::"
 STEPS = "tests/cache/test_steps.py::"
-CUDA = "tests/gpu_swapper/test_cuda_executor.py::"
+STREAMS = "tests/data_plane/test_stream_waits.py::"
 EVENTS = "tests/cache/test_device_events.py::"
 
 BUGS = (
@@ -155,7 +155,7 @@ BUGS = (
         "        if missing.difference(*(op.blocks for op in loads)):\n            return False\n",
         "",
         "an engine computes on blocks that are still read from storage",
-        (CUDA + "test_an_engines_stream_waits_for_the_layers_of_a_lease",),
+        (STREAMS + "test_a_stream_does_not_wait_for_blocks_that_no_copy_brings",),
     ),
     Mutation(
         "a_stream_waits_for_the_first_layers_only",
@@ -163,6 +163,6 @@ BUGS = (
         "stream, op.events[group], 0)\n        return True\n\n    # -- status",
         "stream, op.events[0], 0)\n        return True\n\n    # -- status",
         "an engine computes on layers that have not arrived",
-        (CUDA + "test_an_engines_stream_waits_for_the_layers_of_a_lease",),
+        (STREAMS + "test_a_stream_waits_for_the_layer_of_each_copy",),
     ),
 )
