@@ -252,7 +252,7 @@ class KVActorsHiCache(HiCacheStorage):
             fault = f"{type(error).__name__}: {error}"
             if fault != self._last_fault and not self._closed:
                 self._last_fault = fault
-                log.exception("a call of SGLang failed")
+                log.error("a call of SGLang failed: %s", fault)
             return otherwise
 
     def _look_up(self, name: str, keys: Sequence[str]) -> list[bool]:

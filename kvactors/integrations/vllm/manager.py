@@ -138,7 +138,8 @@ class KVActorsManager(OffloadingManager):
         parents: list[bytes | None] = []
         for key in keys:
             end = request.get_offload_key_position(key)
-            follows = None not in {end, last.tokens} and end == last.tokens + self._chunk_tokens
+            at = last.tokens
+            follows = at is not None and end == at + self._chunk_tokens
             parents.append(last.key if follows else None)
             last = PathEnd(key, end)
         request.set_state(last)
