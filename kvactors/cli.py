@@ -21,7 +21,7 @@ from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Report, print_report, totals_line
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
-from kvactors.terminable import run_terminable, sigterm_ends
+from kvactors.terminable import run_terminable, sigterm_ends, temporary_folder
 
 
 def version() -> str:
@@ -107,11 +107,9 @@ def replay_command(
     json
         Where to write the report.
     """
-    import tempfile
-
     if speed is not None and not timed:
         print("--speed without --timed is deprecated: add --timed", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="kvactors-") as folder, live_line() as show:
+    with temporary_folder() as folder, live_line() as show:
         settings = ReplayConfig.from_mapping(
             with_temporary(read_toml(config) if config else {}, folder)
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -59,6 +60,46 @@ async def _cancelled_by_sigterm(main: Coroutine[Any, Any, Result], received: lis
         return await main
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def temporary_folder(prefix: str = "kvactors-") -> Iterator[str]:
+    """A new folder that is removed in the end, whenever SIGINT or SIGTERM arrives.
+
+    The handler of a signal may raise between the system call that makes a folder and the
+    assignment that remembers it. The folder is therefore made with both signals held back.
+    """
+    folder = None
+    try:
+        with _signals_held_back():
+            folder = tempfile.TemporaryDirectory(prefix=prefix)
+        yield folder.name
+    finally:
+        if folder is not None:
+            folder.cleanup()
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """SIGINT and SIGTERM that arrive in the block are raised at its end."""
+    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or None in map(
+        signal.getsignal, numbers
+    ):
+        yield
+        return
+    arrived: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: arrived.append(number))
+        for number in numbers
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 @contextmanager

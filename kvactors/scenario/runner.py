@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from kvactors.scenario.router import compare, routing
 from kvactors.scenario.session import Progress, Session, beside, session
 from kvactors.scenario.spec import Pool, Scenario, events_of
 from kvactors.sink_config import MemorySinkConfig
-from kvactors.terminable import run_terminable
+from kvactors.terminable import run_terminable, temporary_folder
 
 TEMP = "@temp"
 """Stands for a fresh folder, removed after the run, in paths and endpoints."""
@@ -37,7 +36,7 @@ def run_scenario(
     Raises:
         ConfigError: a setting of the scenario is invalid.
     """
-    with tempfile.TemporaryDirectory(prefix="kvactors-") as folder:
+    with temporary_folder() as folder:
         data = with_temporary(data, folder)
         scenario = Scenario.from_mapping(data)
         if seed is None:

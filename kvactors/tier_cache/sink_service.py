@@ -14,7 +14,7 @@ import anyio
 
 from kvactors.actor import ActorRef, ActorSpec, Group, InFlight, Supervisor
 from kvactors.config_tables import FlushConfig
-from kvactors.errors import CacheClosed, KVActorsError
+from kvactors.errors import ActorFailed, CacheClosed, KVActorsError
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import Report, WaitFlushed
 from kvactors.flush_notifier.sink_calls import close_sink, open_sink
@@ -27,6 +27,10 @@ BOUND = 1024
 
 WATCH = 0.5
 """Seconds between two looks at the health of the sinks."""
+
+
+RESTART = 0.02
+"""Seconds between a failure of FlushNotifier and the next call."""
 
 
 class SinkService:
@@ -142,12 +146,16 @@ class SinkService:
         self.take()
         if self._pump is not None:
             await asyncio.wait([self._pump], timeout=limit)
-        if self._notifier is None or loop.time() >= until:
-            return False
-        try:
-            return await self._notifier.ask(WaitFlushed(healthy=True), deadline=until)
-        except KVActorsError:
-            return False
+        while self._notifier is not None and loop.time() < until:
+            try:
+                return await self._notifier.ask(WaitFlushed(healthy=True), deadline=until)
+            except ActorFailed:  # FlushNotifier restarts: the call is for its next incarnation
+                if self._supervisor is None or self._supervisor.failed is not None:
+                    return False
+                await anyio.sleep(RESTART)
+            except KVActorsError:
+                return False
+        return False
 
     def ask(self, limit: float, answer: Future[bool]) -> None:
         """Set `answer` to the result of `flushed`."""

@@ -236,4 +236,22 @@ BUGS: tuple[Mutation, ...] = (
             "tests/tier_cache/test_host_tier.py::test_wrong_keys_are_refused_in_the_calling_thread_and_change_nothing",
         ),
     ),
+    Mutation(
+        "wait_fails_with_the_notifier",
+        "tier_cache/sink_service.py",
+        "                await anyio.sleep(RESTART)\n",
+        "                return False\n",
+        "a wait for sinks ends with False although the notifier is back a moment later",
+        (SINKS + "test_a_wait_outlasts_a_restart_of_the_notifier",),
+    ),
+    Mutation(
+        "signal_between_making_a_folder_and_remembering_it",
+        "terminable.py",
+        "        with _signals_held_back():\n            folder =",
+        "        if True:\n            folder =",
+        "a command that is interrupted early leaves its temporary folder",
+        (
+            "tests/cli/test_terminable.py::test_a_signal_that_comes_while_a_folder_is_made_leaves_none",
+        ),
+    ),
 )

@@ -12,6 +12,7 @@ import pytest
 from kvactors import ConfigError, Tier, TierCache
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import FlushTask
+from kvactors.flush_notifier.sink_set import SinkSet
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.tree_reader import TreeReader
@@ -124,6 +125,25 @@ def test_a_block_that_leaves_and_returns_is_announced_again():
     cache.reset()
     flushed(cache)
     assert sink.view()[Tier.HOST] == set()
+    cache.shutdown()
+
+
+def test_a_wait_outlasts_a_restart_of_the_notifier(monkeypatch):
+    sink = TreeSink()
+    cache = open_with(sink)
+    whole, left = SinkSet.wait, [2]
+
+    def failing(self, message, envelope):
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("a planted fault of the notifier")
+        whole(self, message, envelope)
+
+    monkeypatch.setattr(SinkSet, "wait", failing)
+    store(cache, [KEYS[0]])
+    settle(cache)
+    assert cache.sinks.wait_flushed(LIMIT)
+    assert left == [0]
     cache.shutdown()
 
 
