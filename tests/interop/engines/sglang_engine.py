@@ -183,7 +183,7 @@ class SglangEngine:
         self._ended = True
         for pid in [*_children(self._child.process.pid), self._child.process.pid]:
             os.kill(pid, signal.SIGKILL)
-        self._child.process.wait(60)
+        self._child.close()
 
     def discard(self) -> None:
         """End the processes however they are."""
