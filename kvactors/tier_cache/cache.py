@@ -23,6 +23,7 @@ from kvactors.tier_cache.background import Background
 from kvactors.tier_cache.cache_sinks import CacheSinks
 from kvactors.tier_cache.checks import checked_keys
 from kvactors.tier_cache.owner import CLOSED, Owner
+from kvactors.tier_cache.pace import StepPace
 from kvactors.tier_cache.settings import TierConfig, checked_config
 from kvactors.tier_cache.sinks import make_sinks
 from kvactors.tier_cache.slot_memory import SlotMemory
@@ -80,6 +81,7 @@ class TierCache:
         storage = self._background.storage
         self._tiers = Tiers(config, memory, storage, clock, made.feed if made else None)
         self._slots, self._moves = self._tiers.slots, self._tiers.moves
+        self._pace = StepPace()
         self._results: deque[Any] = deque() if storage is None else storage.results
         self._owner = Owner(self._open)
         self.sinks = None if made is None else CacheSinks(made, self._background, self._call)
@@ -172,6 +174,8 @@ class TierCache:
             return
         self._enter()
         self._tiers.end_step()
+        if self._moves is not None and self._moves.is_fetching:
+            self._pace.step_ended()
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Keys of a path were used, in the order of the path. Keys without a slot are ignored."""

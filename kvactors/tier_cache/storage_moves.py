@@ -85,6 +85,11 @@ class StorageMoves:
         self._retry_at = 0.0
         self._trouble: str | None = None  # of the store, None if it is to be read again
 
+    @property
+    def is_fetching(self) -> bool:
+        """Whether fetches have begun and not ended."""
+        return bool(self._started)
+
     # -- look-ups
 
     def lookup(self, key: bytes) -> Lookup:

@@ -254,4 +254,14 @@ BUGS: tuple[Mutation, ...] = (
             "tests/cli/test_terminable.py::test_a_signal_that_comes_while_a_folder_is_made_leaves_none",
         ),
     ),
+    Mutation(
+        "engine_that_waits_starves_its_fetches",
+        "tier_cache/pace.py",
+        "            time.sleep(PAUSE)\n",
+        "            pass\n",
+        "a prompt from storage takes four times as long in an engine that has nothing else to do",
+        (
+            "tests/tier_cache/test_pace.py::test_each_empty_step_after_the_first_is_followed_by_a_pause",
+        ),
+    ),
 )
