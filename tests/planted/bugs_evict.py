@@ -39,7 +39,10 @@ BUGS: tuple[Mutation, ...] = (
         "                order.move_to_end(block_hash)\n",
         "                pass\n",
         "the host evicts the oldest blocks, however often they are used",
-        ("tests/cpu_evictor/test_slots.py::test_a_parent_is_a_victim_only_after_its_children",),
+        (
+            "tests/cpu_evictor/test_save.py::test_an_inclusive_host_keeps_a_copy_of_the_path",
+            "tests/tier_cache/test_host_tier.py::test_touched_keys_are_evicted_last",
+        ),
     ),
     Mutation(
         "load_is_answered_before_its_copies_end",
