@@ -34,7 +34,7 @@ from kvactors.prefix_index.parts import next_part
 from kvactors.prefix_index.records import LeaseFault, LeaseState
 from tests.prefix_index.objects import BLOCK, Request, answers, cache, core, messages
 
-ROOM = 9
+DEVICE_BLOCKS = 9
 LEASE = 1
 tokens_to_add = st.lists(st.sampled_from([0, 0, 1]), max_size=2 * BLOCK + 1)
 
@@ -99,7 +99,7 @@ class TablesMachine(RuleBasedStateMachine):
         part=st.sampled_from([1, 2, 100]),
     )
     def start(self, tokens: list[int], host: bool, part: int) -> None:
-        self.state = core(ROOM, part=part, host_tier=host, exclusive=True)
+        self.state = core(DEVICE_BLOCKS, part=part, host_tier=host, exclusive=True)
         self.offload = host
         self.model = Model(tokens)
         path, _ = request_path(BLOCK, bytes(32), tokens, ())
@@ -122,7 +122,7 @@ class TablesMachine(RuleBasedStateMachine):
         assert isinstance(value, kinds), value
         return value
 
-    def room(self) -> int:
+    def available(self) -> int:
         """Blocks that can be had at once."""
         evictable = 0 if self.offload else self.state.index.evictable()
         return self.state.index.free + evictable
@@ -133,7 +133,7 @@ class TablesMachine(RuleBasedStateMachine):
         items = [item for item in items if item[1]]
         position = len(self.model.tokens)
         needed = blocks_for(position + len(tokens)) - self.model.table
-        if needed > self.room():
+        if needed > self.available():
             return
         extras, _ = added_media(BLOCK, position, len(tokens), items)
         message = Extend(LEASE, position, added(tokens), extras)
@@ -145,7 +145,7 @@ class TablesMachine(RuleBasedStateMachine):
         position = len(self.model.tokens)
         message = Reserve(LEASE, position, position + count)
         needed = blocks_for(position + count) - self.model.table
-        if needed > self.room():
+        if needed > self.available():
             if needed > self.state.index.free + self.state.index.evictable():
                 before = self.lease.path.blocks()
                 actions = self.state.tables.grow(message, Request(message))
@@ -196,7 +196,7 @@ class TablesMachine(RuleBasedStateMachine):
             return
         root = self.state.roots.root(PLAIN)
         path, _media = request_path(BLOCK, root, self.model.tokens, self.model.items)
-        if blocks_for(len(self.model.tokens)) - self.model.committed > self.room():
+        if blocks_for(len(self.model.tokens)) - self.model.committed > self.available():
             return
         shared = Acquire(2, "s", path, 10.0)
         granted = self.answer(self.state.requests.acquire(shared, Request()), AcquireResult)
@@ -226,7 +226,7 @@ class TablesMachine(RuleBasedStateMachine):
             while self.state.index.sweeping:
                 self.state.index.sweep()
             in_tree = self.state.index.tree.statistics()["device"]
-            assert self.state.index.free + in_tree == ROOM
+            assert self.state.index.free + in_tree == DEVICE_BLOCKS
 
 
 def held(state: IndexCore, number: int) -> LeaseState:
@@ -249,7 +249,7 @@ def granted(state: IndexCore, tokens: int, number: int = LEASE) -> LeaseState:
 
 def test_tokens_after_a_truncate_have_their_own_hashes():
     """Hashes of the dropped tokens were computed before."""
-    state = core(ROOM)
+    state = core(DEVICE_BLOCKS)
     path = granted(state, 3 * BLOCK).path
     before = path.hashes(0, 3)
     state.tables.truncate(Truncate(LEASE, 3 * BLOCK, BLOCK + 1), Request())
@@ -259,7 +259,7 @@ def test_tokens_after_a_truncate_have_their_own_hashes():
 
 
 def test_a_truncate_of_tokens_that_load_is_refused():
-    state = core(ROOM, fetch=True)
+    state = core(DEVICE_BLOCKS, fetch=True)
     lease = granted(state, 3 * BLOCK)
     assert lease.loads
     actions = state.tables.truncate(Truncate(LEASE, 3 * BLOCK, BLOCK), Request())
@@ -269,7 +269,7 @@ def test_a_truncate_of_tokens_that_load_is_refused():
 
 @pytest.mark.parametrize("kind", [NoRoom, RankLost])
 def test_a_lease_that_failed_is_not_truncated(kind):
-    state = core(ROOM)
+    state = core(DEVICE_BLOCKS)
     lease = granted(state, 3 * BLOCK)
     arguments = (1, 0) if kind is NoRoom else ("lost",)
     lease.fault = LeaseFault(kind, arguments)
@@ -280,7 +280,7 @@ def test_a_lease_that_failed_is_not_truncated(kind):
 
 @pytest.mark.parametrize("message", [Reserve(LEASE, BLOCK, BLOCK + 1), Truncate(LEASE, BLOCK, 0)])
 def test_a_change_at_another_position_or_of_an_ended_lease_is_refused(message):
-    state = core(ROOM)
+    state = core(DEVICE_BLOCKS)
     call = state.tables.grow if isinstance(message, Reserve) else state.tables.truncate
     [error] = answers(call(message, Request(message)))
     assert isinstance(error, LeaseEnded)

@@ -286,7 +286,11 @@ def bitmap(found: Sequence[bool]) -> Any:
 
 
 def buffer_of(memory_object: Any, *, writable: bool) -> Buffer | None:
-    """The memory of an object of LMCache, None if it cannot be used."""
+    """The memory of an object of LMCache, None if it cannot be used.
+
+    Properties of LMCache's objects raise NotImplementedError where there is no host memory (GDS),
+    and check their state with `assert`. The task of such an object fails for its key.
+    """
     try:
         view = memoryview(memory_object.byte_array).cast("B")
         if not view.nbytes or (writable and view.readonly):
