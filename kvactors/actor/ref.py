@@ -70,7 +70,8 @@ class OpenAsks(Generic[R]):
         self._overdue = dict.fromkeys(overdue)
 
     def __len__(self) -> int:
-        return len(self._open)
+        """Asks without an answer. One whose asker has not taken its answer yet is not counted."""
+        return sum(not reply.done() for reply in self._open)
 
 
 class ActorRef(Generic[M_contra]):
@@ -153,15 +154,16 @@ class ActorRef(Generic[M_contra]):
         """
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         envelope: Envelope[R] = Envelope(message, reply, deadline, self.incarnation)
-        self._asks.add(reply, envelope)
         try:
             if not self.try_send(envelope):
                 with anyio.CancelScope(deadline=deadline):
                     await self.send(envelope)
+                    self._asks.add(reply, envelope)
                     return await reply
                 if reply.done() and not reply.cancelled():
                     return reply.result()  # answered in the step in which the deadline passed
                 raise DeadlineExceeded(f"{self.name} did not take {type(message).__name__} in time")
+            self._asks.add(reply, envelope)
             return await reply
         except asyncio.CancelledError:
             if (

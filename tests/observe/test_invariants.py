@@ -8,6 +8,7 @@ from collections import OrderedDict
 
 import pytest
 
+from kvactors.errors import NoRoom
 from kvactors.observe.invariants import (
     PAGE,
     _between_actors,
@@ -256,3 +257,28 @@ async def test_left_over_names_a_lease_that_is_held():
             await lease.wait_ready()
             assert left_over(cache) == ["the lease of 'held' was never finished"]
         assert await problems_at_rest(cache) == []
+
+
+async def test_nothing_is_reported_in_any_iteration_of_the_loop():
+    """One cache and one caller at a time, so that the loop is idle between an answer and the
+    caller that takes it: every such moment is checked."""
+    found: list[str] = []
+
+    async def look(cache):
+        while True:
+            found.extend(cache.check())
+            await asyncio.sleep(0)
+
+    async with opened(device=4, host=HOST, storage=STORE) as cache:
+        looker = asyncio.create_task(look(cache))
+        for round_ in range(8):
+            await serve(cache, f"client {round_}", prompt(round_ % 3, 3, tail=1))
+            with pytest.raises(NoRoom):
+                await cache.acquire("large", prompt(9, 12), deadline=1)
+            await cache.prefetch(prompt(round_ % 3, 3))
+            await cache.pause(deadline=10)
+            await cache.set_namespace(f"weights {round_ // 4}")
+            await cache.resume()
+            await cache.clear(storage=round_ % 2 == 1)
+        looker.cancel()
+    assert found == []

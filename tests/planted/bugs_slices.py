@@ -86,4 +86,15 @@ BUGS: tuple[Mutation, ...] = (
             f"{COMMIT}::test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the_parts",
         ),
     ),
+    Mutation(
+        "an_answered_call_counts_until_its_caller_has_run",
+        "actor/ref.py",
+        "        return sum(not reply.done() for reply in self._open)\n",
+        "        return len(self._open)\n",
+        "check() reports an unanswered call that has its answer, on a cache that works",
+        (
+            "tests/observe/test_invariants.py::test_nothing_is_reported_in_any_iteration_of_the_loop",
+            "tests/actor/test_open_asks.py",
+        ),
+    ),
 )
