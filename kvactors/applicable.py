@@ -3,13 +3,14 @@ error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from kvactors.config_tables import ConfigTables
 from kvactors.errors import ConfigError
+from kvactors.ranges import unknown
 
 LAYOUT_USES = {
     "gqa": {"num_kv_heads", "head_dim", "dtype", "quantization", "scale_dtype"},
@@ -95,6 +96,7 @@ def _layout(config: ConfigTables) -> Iterator[tuple[str, str]]:
     layout = config.layout
     used = LAYOUT_USES.get(layout.kind)
     if used is None:  # of another package
+        _check_class("layout.kind", layout.kind, LAYOUT_USES)
         return
     for name in layout.__struct_fields__:
         if name not in used | LAYOUT_COMMON:
@@ -109,10 +111,17 @@ def _storage(config: ConfigTables) -> Iterator[tuple[str, str]]:
     storage = config.storage
     used = STORAGE_USES.get(storage.backend)
     if used is None:  # of another package
+        _check_class("storage.backend", storage.backend, STORAGE_USES)
         return
     for name in storage.__struct_fields__:
         if name not in used:
             yield name, f"with storage.backend {storage.backend!r}"
+
+
+def _check_class(name: str, value: str, known: Iterable[str]) -> None:
+    """Raise ConfigError for a value that is neither one of those known nor a class by its path."""
+    if ":" not in value:
+        raise ConfigError(f"{unknown(name, value, list(known))}, or package.module:Class")
 
 
 def _attention_store(config: ConfigTables) -> Iterator[tuple[str, str]]:

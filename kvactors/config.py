@@ -3,15 +3,15 @@ and suggests the nearest valid one."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import msgspec
 
+from kvactors.config_faults import faults, modern_tables
 from kvactors.config_tables import (
     ActorsConfig,
     CacheConfig,
@@ -25,7 +25,6 @@ from kvactors.config_tables import (
 from kvactors.environment import from_environment
 from kvactors.errors import ConfigError
 from kvactors.ranks_config import RanksConfig
-from kvactors.renamed_settings import modern_names
 from kvactors.validation import validate
 
 __all__ = [
@@ -105,8 +104,11 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def convert(data: Mapping[str, Any], kind: type[S]) -> S:
-    """A mapping as a struct. ConfigError names the first unknown key with the nearest valid one, or
-    the ill-typed value."""
+    """A mapping as a struct.
+
+    Raises:
+        ConfigError: names the first fault, with the choices or the range, or the nearest name.
+    """
     data = modern_tables(data, kind)
     check_keys(data, kind, "")
     try:
@@ -116,68 +118,7 @@ def convert(data: Mapping[str, Any], kind: type[S]) -> S:
 
 
 def check_keys(data: Any, kind: Any, where: str) -> None:
-    """Raise ConfigError for the first key that `kind` (a struct, a union of tagged ones, or a tuple
-    of either) does not have."""
-    kinds = list(_structs(kind))
-    for item in data if isinstance(data, list | tuple) else [data]:
-        if kinds and isinstance(item, Mapping):
-            _check_struct_keys(item, _pick(item, kinds, where), where)
-
-
-def modern_tables(data: Any, kind: Any, where: str = "") -> Any:
-    """Data for `kind` with the names that its settings have today. Each earlier name warns.
-
-    Raises:
-        ConfigError: a setting is given under both names.
-    """
-    kinds = list(_structs(kind))
-    if isinstance(data, list | tuple):
-        return [modern_tables(item, kind, where) for item in data]
-    if not kinds or not isinstance(data, Mapping):
-        return data
-    struct = _pick(data, kinds, where)
-    hints = get_type_hints(struct)
-    return {
-        key: modern_tables(value, hints[key], f"{where}.{key}" if where else key)
-        if key in hints
-        else value
-        for key, value in modern_names(data, struct, where, stacklevel=2).items()
-    }
-
-
-def _structs(kind: Any) -> Iterator[type[msgspec.Struct]]:
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        yield kind
-    for inner in () if get_origin(kind) is dict else get_args(kind):
-        yield from _structs(inner)
-
-
-def _pick(
-    data: Mapping[str, Any], kinds: list[type[msgspec.Struct]], where: str
-) -> type[msgspec.Struct]:
-    """The struct of a union that the data's tag names."""
-    field = kinds[0].__struct_config__.tag_field
-    if field is None:
-        return kinds[0]
-    tags = {str(kind.__struct_config__.tag): kind for kind in kinds}
-    if field not in data:
-        raise ConfigError(f"{where}.{field} is missing: choose one of {', '.join(tags)}")
-    if data[field] not in tags:
-        near = difflib.get_close_matches(str(data[field]), tags, n=1, cutoff=0.0)
-        raise ConfigError(
-            f"unknown {where}.{field} {data[field]!r}. Did you mean {near[0]!r}? There are "
-            f"{', '.join(tags)}"
-        )
-    return tags[data[field]]
-
-
-def _check_struct_keys(data: Mapping[str, Any], struct: type[msgspec.Struct], where: str) -> None:
-    hints = get_type_hints(struct)
-    for key, value in data.items():
-        name = f"{where}.{key}" if where else key
-        if key == struct.__struct_config__.tag_field:
-            continue
-        if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
-            raise ConfigError(f"unknown key {name!r}. Did you mean {near[0]!r}?")
-        check_keys(value, hints[key], name)
+    """Raise ConfigError for the first fault of data for `kind` (a struct, a union of tagged ones,
+    or a tuple of either)."""
+    for fault in faults(data, kind, where):
+        raise ConfigError(fault)

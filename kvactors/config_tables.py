@@ -15,6 +15,24 @@ from kvactors.renamed_settings import (
     is_flush_only,
     used_share,
 )
+from kvactors.setting_types import (
+    ByteCount,
+    ByteSize,
+    Count,
+    Depth,
+    DeviceNumber,
+    Dimension,
+    LayerCount,
+    Multiple,
+    Number,
+    ObjectCount,
+    RankCount,
+    Seconds,
+    Share,
+    SmallCount,
+    SmallNumber,
+    Threads,
+)
 from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig
 
 ROUNDING = 1e-5
@@ -43,12 +61,12 @@ class CacheConfig(
         default_deadline_s: seconds an operation may take unless its caller gives a deadline.
     """
 
-    block_size: int = 64
+    block_size: SmallCount = 64
     model: str = ""
     namespace: str = "default"
     recompute_last_token: bool = True
     split_media: bool = False
-    default_deadline_s: float = 30.0
+    default_deadline_s: Seconds = 30.0
 
     deadline = Earlier("default_deadline_s")
 
@@ -74,10 +92,10 @@ class DeviceConfig(
 
     kind: Literal["host", "paddle", "cuda"] = "host"
     place: str = "cpu"
-    ordinal: int = 0
-    num_blocks: int = 1024
-    low_watermark: float = 0.0
-    high_watermark: float = 0.0
+    ordinal: DeviceNumber = 0
+    num_blocks: Count = 1024
+    low_watermark: Share = 0.0
+    high_watermark: Share = 0.0
     layerwise: bool = False
 
     free_low = Earlier("high_watermark", used_share, used_share)
@@ -113,19 +131,19 @@ class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     """
 
     kind: str = "gqa"
-    num_layers: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
+    num_layers: Dimension = 4
+    num_kv_heads: Dimension = 2
+    head_dim: Dimension = 32
     dtype: Literal["float32", "float16", "bfloat16", "uint8", "int8"] = "float16"
     quantization: Literal["none", "block_wise_fp8"] = "none"
     scale_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    kv_lora_rank: int = 512
-    qk_rope_head_dim: int = 64
-    index_head_dim: int = 128
-    layer_offset: int = 0
-    extra_layers: int = 0
-    extra_block_ratio: float = 1.0
-    tensor_parallel: int = 1
+    kv_lora_rank: SmallCount = 512
+    qk_rope_head_dim: Dimension = 64
+    index_head_dim: Dimension = 128
+    layer_offset: LayerCount = 0
+    extra_layers: LayerCount = 0
+    extra_block_ratio: Multiple = 1.0
+    tensor_parallel: RankCount = 1
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
@@ -153,16 +171,16 @@ class HostConfig(
             engines instead of kvactors' kernel. Measured at start if not set.
     """
 
-    slots: int = 0
-    transit_slots: int = 256
+    slots: Number = 0
+    transit_slots: Count = 256
     mode: Literal["exclusive", "inclusive"] = "exclusive"
     policy: Literal["lru"] = "lru"
-    low_watermark: float = 0.0
-    high_watermark: float = 0.0
+    low_watermark: Share = 0.0
+    high_watermark: Share = 0.0
     pinned: bool = False
-    numa_node: int | None = None
-    copy_threads: int = 1
-    dma_min_bytes: int | None = None
+    numa_node: DeviceNumber | None = None
+    copy_threads: Threads = 1
+    dma_min_bytes: ByteCount | None = None
 
     batch_from = Earlier("dma_min_bytes")
 
@@ -204,26 +222,26 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
     backend: str = "none"
     directory: str = ""
-    capacity_blocks: int | None = None
+    capacity_blocks: ObjectCount | None = None
     namespace: str = "default"
-    rank: int = 0
-    ranks: int = 1
-    capacity_bytes: int | str | None = None
-    free_space_floor: int | str = "64MB"
+    rank: Number = 0
+    ranks: Count = 1
+    capacity_bytes: ByteSize | None = None
+    free_space_floor: ByteSize = "64MB"
     durability: Literal["written", "synced"] = "written"
     read_only: bool = False
-    io_depth: int = 4
+    io_depth: Depth = 4
     exclusive: bool = False
     keep_tokens: bool = True
     write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = (
         "write_back"
     )
-    min_hits: int = 2
+    min_hits: Count = 2
     fetch: bool = True
-    min_fetch_blocks: int = 1
-    readers: int = 2
-    writers: int = 2
-    timeout: float = 10.0
+    min_fetch_blocks: Count = 1
+    readers: Threads = 2
+    writers: Threads = 2
+    timeout: Seconds = 10.0
     mooncake: MooncakeConfig = MooncakeConfig()
 
 
@@ -247,10 +265,10 @@ class FlushConfig(
 
     sinks: tuple[AnySinkConfig, ...] = ()
     mode: Literal["normal", "flush_only"] | None = None
-    timeout: float = 10.0
-    retry_min: float = 0.05
-    retry_max: float = 5.0
-    batch: int = 512
+    timeout: Seconds = 10.0
+    retry_min: Seconds = 0.05
+    retry_max: Seconds = 5.0
+    batch: SmallCount = 512
 
     only = Earlier("mode", flush_mode, is_flush_only)
 
@@ -276,10 +294,10 @@ class ActorsConfig(
         max_restarts_per_minute: failures a group may have in 60 s.
     """
 
-    channel_bound: int = 256
-    open_timeout_s: float = 120.0
-    drain_timeout_s: float = 10.0
-    max_restarts_per_minute: int = 5
+    channel_bound: SmallCount = 256
+    open_timeout_s: Seconds = 120.0
+    drain_timeout_s: Seconds = 10.0
+    max_restarts_per_minute: SmallNumber = 5
 
     start = Earlier("open_timeout_s")
     drain = Earlier("drain_timeout_s")

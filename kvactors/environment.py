@@ -19,7 +19,6 @@ from kvactors.actor.log import get_logger
 from kvactors.config_tables import ConfigTables
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import VARIABLES, resolve
-from kvactors.ranges import check_setting
 from kvactors.renamed_settings import flush_mode
 from kvactors.sink_config import (
     MODEL_VERSION,
@@ -28,7 +27,7 @@ from kvactors.sink_config import (
     AttentionStoreConfig,
     AttentionStoreSinkConfig,
 )
-from kvactors.validation import check_agreement, validate, validate_model
+from kvactors.validation import check_agreement, check_setting, validate, validate_model
 
 log = get_logger()
 

@@ -3,7 +3,6 @@ from MOONCAKE_* variables, in this order of precedence."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,10 @@ from typing import Any
 import msgspec
 
 from kvactors.actor.log import get_logger
+from kvactors.config_faults import faults
 from kvactors.errors import ConfigError
+from kvactors.ranges import check_values
+from kvactors.setting_types import ByteSize, Seconds
 
 log = get_logger()
 
@@ -27,9 +29,6 @@ VARIABLES = {
 }
 SYNONYMS = {"device_name": "rdma_devices", "master_server_addr": "master_server_address"}
 """Names that sample files of Mooncake and FastDeploy use."""
-
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
-UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -51,12 +50,12 @@ class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     master_server_address: str = ""
     metadata_server: str = "P2PHANDSHAKE"
     local_hostname: str = ""
-    global_segment_size: int | str = 1 << 30
-    local_buffer_size: int | str = 128 << 20
+    global_segment_size: ByteSize = 1 << 30
+    local_buffer_size: ByteSize = 128 << 20
     protocol: str = "tcp"
     rdma_devices: str = ""
-    timeout: float = 5.0
-    connect_timeout: float = 15.0
+    timeout: Seconds = 5.0
+    connect_timeout: Seconds = 15.0
 
     def devices_of(self, rank: int) -> str:
         """The RDMA device of a rank."""
@@ -78,25 +77,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
             raise ConfigError(
                 f"storage.mooncake.protocol must be tcp or rdma, not {self.protocol!r}"
             )
-        for name in ("timeout", "connect_timeout"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(
-                    f"storage.mooncake.{name} must be a positive number of seconds, not "
-                    f"{getattr(self, name)}"
-                )
-        in_bytes(self.global_segment_size, "storage.mooncake.global_segment_size")
-        in_bytes(self.local_buffer_size, "storage.mooncake.local_buffer_size")
-
-
-def in_bytes(size: int | str, name: str) -> int:
-    """A size in bytes, of a number or a text such as 512MB. ConfigError names it if it is
-    neither."""
-    match = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    if match is not None:
-        return int(float(match[1]) * UNITS[match[2].lower()])
-    if isinstance(size, int) and size >= 0:
-        return size
-    raise ConfigError(f"{name} must be a size in bytes, or such as 512MB, not {size!r}")
+        check_values(self, "storage.mooncake")
 
 
 def resolve(config: MooncakeConfig, environ: Mapping[str, str]) -> MooncakeConfig:
@@ -112,10 +93,10 @@ def resolve(config: MooncakeConfig, environ: Mapping[str, str]) -> MooncakeConfi
         for name, value in found.items()
         if getattr(config, name) == getattr(defaults, name)
     }
-    try:
-        resolved = msgspec.convert({**msgspec.to_builtins(config), **chosen}, MooncakeConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"storage.mooncake: {error}") from error
+    merged = {**msgspec.to_builtins(config), **chosen}
+    for fault in faults(merged, MooncakeConfig, "storage.mooncake"):
+        raise ConfigError(fault)
+    resolved = msgspec.convert(merged, MooncakeConfig)
     resolved.check()
     return resolved
 

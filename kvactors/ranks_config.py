@@ -9,6 +9,7 @@ import msgspec
 from kvactors.endpoint import split_endpoint
 from kvactors.errors import ConfigError
 from kvactors.renamed_settings import Earlier, SettingsMeta
+from kvactors.setting_types import RankCount, Seconds
 
 SECRET_VARIABLE = "KVACTORS_RANKS_SECRET"  # noqa: S105  (the name of a variable)
 """Environment variable with the secret, used where `ranks.secret` is not set."""
@@ -56,10 +57,10 @@ class RanksConfig(
             KVACTORS_RANKS_SECRET. Required for tcp.
     """
 
-    count: int = 1
+    count: RankCount = 1
     endpoint: str = ""
-    timeout: float = 2.0
-    startup_timeout_s: float = 30.0
+    timeout: Seconds = 2.0
+    startup_timeout_s: Seconds = 30.0
     secret: str = ""
 
     start = Earlier("startup_timeout_s")

@@ -5,13 +5,25 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from string import Formatter
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kvactors.errors import ConfigError
+from kvactors.ranges import check_values
 from kvactors.renamed_settings import Earlier, SettingsMeta
-from kvactors.zmq_endpoint import LAST_PORT, Endpoint, of_rank
+from kvactors.setting_types import (
+    ByteCount,
+    Count,
+    DeviceNumber,
+    Number,
+    Port,
+    Seconds,
+    SecondsOrZero,
+    SmallCount,
+)
+from kvactors.zmq_endpoint import Endpoint, of_rank
 
 TOPIC_FIELDS = ("model", "host", "dp_rank")
 """Names that a topic may contain in braces."""
@@ -50,7 +62,7 @@ class SinkConfig(
     tiers: tuple[TierName, ...] = ("device", "host")
     granularity: Literal["per_tier", "node"] = "per_tier"
     report_gains_at: Literal["commit", "request_finish"] = "commit"
-    resync_interval: float = 0.0
+    resync_interval: SecondsOrZero = 0.0
 
     view = Earlier("granularity")
     gains = Earlier("report_gains_at")
@@ -67,6 +79,7 @@ class SinkConfig(
 
     def check(self) -> None:
         """Raise ConfigError for an invalid value."""
+        check_values(self, f"flush.sinks {self.label!r}")
         if not self.tiers:
             raise ConfigError(f"flush.sinks {self.label!r}: tiers must name at least one tier")
         if not (self.resync_interval == 0 or LEAST_RESYNC <= self.resync_interval <= MAX_RESYNC):
@@ -170,22 +183,22 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     replay_endpoint: str = ""
     bind: Literal["auto", "bind", "connect"] = "auto"
     numbers: Literal["rising", "from_zero"] = "rising"
-    heartbeat: float = 5.0
+    heartbeat: SecondsOrZero = 5.0
     topic: str = ""
     dialect: Literal["map", "array"] = "map"
     maps_for: Literal["all", "vllm"] = "all"
     arrays_for: Literal["vllm", "dynamo"] = "vllm"
     media: Literal["vllm", "sglang"] = "vllm"
     hashes: Literal["int", "bytes"] = "int"
-    dp_rank: int = 0
+    dp_rank: Port = 0
     replay: Literal["five_frames", "four_frames"] = "five_frames"
-    replay_window: int = 10_000
-    replay_bytes: int = 256 << 20
-    high_water_mark: int = 100_000
-    max_blocks: int = 256
+    replay_window: Count = 10_000
+    replay_bytes: Annotated[int, Meta(ge=1, le=1 << 40)] = 256 << 20
+    high_water_mark: Annotated[int, Meta(ge=1, le=MAX_HIGH_WATER_MARK)] = 100_000
+    max_blocks: SmallCount = 256
     detail_topic: str = ""
     detail_endpoint: str = ""
-    snapshot_interval: float = 0.0
+    snapshot_interval: SecondsOrZero = 0.0
 
     def check(self) -> None:
         """See `SinkConfig.check`."""
@@ -195,31 +208,9 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
             raise ConfigError(
                 f"{where}: KV events are sent for each tier: granularity must be 'per_tier'"
             )
-        if not 0 <= self.dp_rank <= LAST_PORT:
-            raise ConfigError(
-                f"{where}: dp_rank must be at least 0 and at most {LAST_PORT}, not {self.dp_rank}"
-            )
         self.endpoints()
         for name in ("topic", "detail_topic"):
             _check_topic(where, name, getattr(self, name))
-        least = {
-            "replay_window": 1,
-            "replay_bytes": 1,
-            "high_water_mark": 1,
-            "max_blocks": 1,
-            "snapshot_interval": 0,
-            "heartbeat": 0,
-        }
-        for name, low in least.items():
-            if not low <= getattr(self, name) < float("inf"):
-                raise ConfigError(
-                    f"{where}: {name} must be at least {low}, not {getattr(self, name)}"
-                )
-        if self.high_water_mark > MAX_HIGH_WATER_MARK:
-            raise ConfigError(
-                f"{where}: high_water_mark must be at most {MAX_HIGH_WATER_MARK}, not "
-                f"{self.high_water_mark}"
-            )
         if self.arrays_for != "vllm" and self.dialect != "array":
             raise ConfigError(
                 f"{where}: arrays_for is for dialect 'array' only: maps carry salts and media for "
@@ -346,20 +337,20 @@ class AttentionStoreConfig(
     namespace: str = ""
     pod_name: str = ""
     model_version: str = ""
-    shard_id: int | None = None
-    shard_num: int | None = None
-    layer_num: int = 0
-    bytes_per_shard_layer_per_block: int = 0
-    device_id: int | None = None
-    dp_id: int = 0
+    shard_id: Number | None = None
+    shard_num: Count | None = None
+    layer_num: Number = 0
+    bytes_per_shard_layer_per_block: ByteCount = 0
+    device_id: DeviceNumber | None = None
+    dp_id: Number = 0
     splitwise_role: str = "mixed"
     role_suffix: bool | None = None
     platform: Literal["cuda", "other"] | None = None
-    ready_timeout: float = 300.0
-    ready_interval: float = 5.0
-    write_slice_blocks: int | None = None
-    write_slice_timeout: float | None = None
-    write_total_timeout: float | None = None
+    ready_timeout: Seconds = 300.0
+    ready_interval: Seconds = 5.0
+    write_slice_blocks: Count | None = None
+    write_slice_timeout: Seconds | None = None
+    write_total_timeout: SecondsOrZero | None = None
 
     def check(self, tensor_parallel: int, ranks: int) -> None:
         """Check the values, alone and with the ranks.

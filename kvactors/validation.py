@@ -9,9 +9,9 @@ from typing import Any
 from kvactors.applicable import check_applicable
 from kvactors.config_tables import ConfigTables, StorageConfig
 from kvactors.errors import ConfigError
-from kvactors.mooncake_config import in_bytes
-from kvactors.ranges import check_values
+from kvactors.ranges import check_values, hints_of, value_fault
 from kvactors.sink_config import check_sinks
+from kvactors.sizes import in_bytes
 
 CONFIG_TABLES = (
     "cache",
@@ -33,6 +33,15 @@ def validate(config: ConfigTables, data: Mapping[str, Any] | None = None) -> Non
         check_values(getattr(config, name), name)
     check_applicable(config, data)
     check_agreement(config)
+
+
+def check_setting(name: str, value: Any) -> None:
+    """Raise ConfigError for the value of a setting (`table.field`) that is not allowed. None is."""
+    hint: Any = ConfigTables
+    for part in name.split("."):
+        hint = hints_of(hint)[part]
+    if value is not None and (fault := value_fault(name, value, hint)):
+        raise ConfigError(fault)
 
 
 def check_agreement(config: ConfigTables) -> None:

@@ -3,24 +3,18 @@ errors, however the config was made."""
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from kvactors.config import Config
 from kvactors.errors import ConfigError
-from kvactors.ranges import RANGES
+from kvactors.ranges import hints_of, value_fault
+from kvactors.sink_config import AnySinkConfig
 from kvactors.validation import CONFIG_TABLES, validate
-
-SIZES = {
-    "storage.mooncake.global_segment_size",
-    "storage.mooncake.local_buffer_size",
-    "storage.free_space_floor",
-    "storage.capacity_bytes",
-}
-"""Sizes in bytes, which have their own check."""
 
 
 def leaves(settings: msgspec.Struct, where: str) -> Iterator[tuple[str, Any]]:
@@ -32,10 +26,34 @@ def leaves(settings: msgspec.Struct, where: str) -> Iterator[tuple[str, Any]]:
             yield f"{where}.{name}", value
 
 
+def hint_of(name: str) -> Any:
+    hint: Any = Config
+    for part in name.split("."):
+        hint = hints_of(hint)[part]
+    return hint
+
+
+def ranges(struct: type[msgspec.Struct], where: str) -> Iterator[tuple[str, msgspec.Meta | None]]:
+    """The numbers of a table and their ranges, None for one that has none."""
+    for name, hint in hints_of(struct).items():
+        parts = (hint, *typing.get_args(hint))
+        metas = [m for part in parts for m in getattr(part, "__metadata__", ())]
+        metas = [m for m in metas if m.gt is not None or m.ge is not None]
+        kinds = {kind for part in parts for kind in (part, *typing.get_args(part))}
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            yield from ranges(hint, f"{where}.{name}")
+        elif metas or kinds & {int, float}:
+            yield f"{where}.{name}", metas[0] if metas else None
+
+
 LEAVES = [leaf for table in CONFIG_TABLES for leaf in leaves(getattr(Config(), table), table)]
-NUMBERS = [
-    name for name, value in LEAVES if isinstance(value, int | float) and not isinstance(value, bool)
-]
+RANGES = dict(
+    one for table in CONFIG_TABLES for one in ranges(type(getattr(Config(), table)), table)
+)
+SIZES = {name for name, value in LEAVES if value_fault(name, "8 GiB", hint_of(name)) == ""} & set(
+    RANGES
+)
+"""Sizes in bytes, which may be texts."""
 
 
 def changed(name: str, value: Any) -> Config:
@@ -53,25 +71,28 @@ def changed(name: str, value: Any) -> Config:
 
 
 def test_every_number_has_a_range():
-    assert set(NUMBERS) - SIZES <= set(RANGES)
-    assert all(name in dict(LEAVES) for name in RANGES)
+    assert [name for name, meta in RANGES.items() if meta is None] == []
+    assert len(RANGES) > 50
+    for sink in get_args(AnySinkConfig):
+        assert [name for name, meta in ranges(sink, "sink") if meta is None] == []
 
 
 @pytest.mark.parametrize("name", RANGES)
 def test_numbers_out_of_range_are_named(name):
-    bounds = RANGES[name]
+    meta = RANGES[name]
+    is_float = isinstance(dict(LEAVES)[name], float)
     beyond = [
-        bounds.low - 1,
-        bounds.high + 1 + bounds.high / 1000,
-        *([bounds.low] if bounds.open else []),
+        (meta.gt if meta.ge is None else meta.ge - 1),
+        meta.le + 1 + meta.le / 1000,
     ]
-    if isinstance(dict(LEAVES)[name], float):
+    if is_float:
         beyond += [float("nan"), float("inf"), -float("inf")]
     else:
         beyond = [int(value) for value in beyond]
     for value in beyond:
-        with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        with pytest.raises(ConfigError, match=name.replace(".", r"\.")) as error:
             validate(changed(name, value))
+        assert f"{meta.le:.0f}" in str(error.value), "the allowed range is named"
 
 
 @pytest.mark.parametrize(("name", "value"), LEAVES, ids=[name for name, _ in LEAVES])
@@ -103,3 +124,29 @@ def test_texts_that_no_file_system_or_key_takes_are_named(name):
 def test_a_store_namespace_is_a_plain_name(name):
     with pytest.raises(ConfigError, match=r"storage\.namespace"):
         Config.from_mapping({"storage": {"backend": "memory", "namespace": name}})
+
+
+@pytest.mark.parametrize(
+    ("tables", "complaint"),
+    [
+        (
+            {"device": {"kind": "cdua"}},
+            r"unknown device\.kind 'cdua'\. Did you mean 'cuda'\? There are host, paddle, cuda",
+        ),
+        ({"device": {"kind": "zzz"}}, r"unknown device\.kind 'zzz': there are host, paddle, cuda"),
+        ({"layout": {"kind": "mqa"}}, r"unknown layout\.kind 'mqa'\. Did you mean '...'\?"),
+        ({"storage": {"backend": "fiel"}}, r"storage\.backend 'fiel'\. Did you mean 'file'\?"),
+        ({"cache": {"block_size": 0}}, r"cache\.block_size must be at least 1.*1 to 1048576"),
+        ({"cache": {"block_size": "a"}}, r"block_size must be a whole number, 1 to 1048576, not"),
+        ({"cache": 5}, "cache must be a table, not 5"),
+        ({"flush": {"sinks": 5}}, r"flush\.sinks must be a list of tables"),
+        ({"flush": {"sinks": [5]}}, r"flush\.sinks must be a table, not 5"),
+        ({"flush": {"sinks": [{"name": "x"}]}}, r"flush\.sinks\.kind is missing"),
+        ({"storage": {"capacity_bytes": "much"}}, r"must be a size: bytes, or a text such as"),
+        ({"scenario": {}}, r"unknown key 'scenario': there are cache, device"),
+        ({"cache": {"model": True}}, r"cache\.model must be a text, not True"),
+    ],
+)
+def test_an_error_names_the_setting_and_what_is_allowed(tables, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        Config.from_mapping(tables)

@@ -710,5 +710,5 @@ async def test_no_empty_batch_while_there_is_traffic_or_if_it_is_off(tmp_path):
 
 @pytest.mark.parametrize("seconds", [-1, float("inf"), float("nan")])
 def test_a_heartbeat_that_cannot_be(seconds):
-    with pytest.raises(ConfigError, match="heartbeat must be at least 0"):
+    with pytest.raises(ConfigError, match=r"heartbeat must be at (least|most)"):
         Config.from_mapping({"flush": {"sinks": [{"kind": "kv_events", "heartbeat": seconds}]}})

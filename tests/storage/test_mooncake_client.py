@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvactors.errors import ConfigError, StoreError
-from kvactors.mooncake_config import MooncakeConfig, in_bytes, resolve
+from kvactors.mooncake_config import MooncakeConfig, resolve
+from kvactors.sizes import in_bytes
 from kvactors.storage.backends.mooncake_client import NOT_FOUND, OK, RPC_FAILED, MooncakeClient
 from tests.storage.pools import free_port, master
 
@@ -169,7 +170,7 @@ def test_toml_comes_before_the_file_and_the_file_before_variables(tmp_path):
         ({}, {}, "master_server_address is missing"),
         ({"master_server_address": "m:1", "local_hostname": "localhost"}, {}, "not 'localhost'"),
         ({"master_server_address": "m:1", "protocol": "udp"}, {}, "tcp or rdma"),
-        ({"master_server_address": "m:1", "timeout": 0.0}, {}, "timeout must be a positive"),
+        ({"master_server_address": "m:1", "timeout": 0.0}, {}, "timeout must be above 0"),
         (
             {"master_server_address": "m:1", "global_segment_size": "much"},
             {},

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvactors.errors import ConfigError
-from kvactors.mooncake_config import in_bytes
+from kvactors.sizes import in_bytes
 from kvactors.tier_cache import TierConfig, TierStorage
 from kvactors.tier_cache.settings import checked_config
 

@@ -201,7 +201,7 @@ def pages_of_each(storage: TierStorage, page_bytes: Mapping[str, int]) -> int | 
     Raises:
         ConfigError: several pools share a capacity that is not given, or is less than a page.
     """
-    from kvactors.mooncake_config import in_bytes
+    from kvactors.sizes import in_bytes
 
     if len(page_bytes) == 1:
         return None

@@ -7,8 +7,8 @@ from kvactors.config import Config, StorageConfig
 from kvactors.device.base import Device
 from kvactors.errors import ConfigError
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_config import in_bytes
 from kvactors.moved import moved
+from kvactors.sizes import in_bytes
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.storage.backends.file import FileBackend

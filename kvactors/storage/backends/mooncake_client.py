@@ -23,7 +23,8 @@ import anyio
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import StoreError
-from kvactors.mooncake_config import MooncakeConfig, in_bytes
+from kvactors.mooncake_config import MooncakeConfig
+from kvactors.sizes import in_bytes
 from kvactors.threads import Workers
 
 T = TypeVar("T")

@@ -1,0 +1,108 @@
+"""Finds every fault of a mapping of settings: unknown keys, missing ones, values of other types,
+out of range or none of the choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args, get_origin
+
+import msgspec
+
+from kvactors.ranges import hints_of, unknown, value_fault
+from kvactors.renamed_settings import modern_names
+
+
+def faults(data: Any, kind: Any, where: str = "") -> Iterator[str]:
+    """The faults of settings, which have their names of today.
+
+    Args:
+        data: the settings.
+        kind: a struct, a union of tagged ones, or a tuple of either.
+        where: the table's name.
+    """
+    kinds = list(structs_of(kind))
+    if isinstance(data, Mapping):
+        yield from _table_faults(data, kinds, where)
+    elif get_origin(kind) is not tuple:
+        yield f"{where or 'the settings'} must be a table, not {data!r:.80}"
+    elif not isinstance(data, list | tuple):
+        yield f"{where} must be a list of tables ([[{where}]]), not {data!r:.80}"
+    else:
+        for number, item in enumerate(data):
+            place = f"{where}[{number}]" if len(data) > 1 else where
+            yield from faults(item, get_args(kind)[0], place)
+
+
+def structs_of(kind: Any) -> Iterator[type[msgspec.Struct]]:
+    """The structs of a type."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind
+    for inner in () if get_origin(kind) is dict else get_args(kind):
+        yield from structs_of(inner)
+
+
+def modern_tables(data: Any, kind: Any, where: str = "") -> Any:
+    """Data for `kind` with the names that its settings have today. Each earlier name warns.
+
+    Raises:
+        ConfigError: a setting is given under both names.
+    """
+    kinds = list(structs_of(kind))
+    if isinstance(data, list | tuple):
+        return [modern_tables(item, kind, where) for item in data]
+    struct = struct_of(data, kinds) if isinstance(data, Mapping) else None
+    if struct is None:
+        return data
+    hints = hints_of(struct)
+    return {
+        key: modern_tables(value, hints[key], f"{where}.{key}" if where else key)
+        if key in hints
+        else value
+        for key, value in modern_names(data, struct, where, stacklevel=2).items()
+    }
+
+
+def struct_of(
+    data: Mapping[str, Any], kinds: list[type[msgspec.Struct]]
+) -> type[msgspec.Struct] | None:
+    """The struct of a union that the data's tag names, None if there is none."""
+    if not kinds:
+        return None
+    tag = kinds[0].__struct_config__.tag_field
+    if tag is None:
+        return kinds[0]
+    named = {kind.__struct_config__.tag: kind for kind in kinds}
+    value = data.get(tag)
+    return named.get(value) if isinstance(value, str) else None
+
+
+def _table_faults(
+    data: Mapping[str, Any], kinds: list[type[msgspec.Struct]], where: str
+) -> Iterator[str]:
+    struct = struct_of(data, kinds)
+    tag = kinds[0].__struct_config__.tag_field
+    if struct is None:
+        known = [str(kind.__struct_config__.tag) for kind in kinds]
+        if tag is None or tag not in data:
+            yield f"{where}.{tag} is missing: choose one of {', '.join(known)}"
+        else:
+            yield unknown(f"{where}.{tag}", str(data[tag]), known)
+        return
+    hints = hints_of(struct)
+    for key, value in data.items():
+        name = f"{where}.{key}" if where else str(key)
+        if key == tag:
+            continue
+        if key not in hints:
+            yield _unknown_key(name, str(key), list(hints))
+        elif any(structs_of(hints[key])):
+            yield from faults(value, hints[key], name)
+        elif fault := value_fault(name, value, hints[key]):
+            yield fault
+    for field in msgspec.structs.fields(struct):
+        if field.required and field.name not in data:
+            yield f"{where}.{field.name} is missing" if where else f"{field.name} is missing"
+
+
+def _unknown_key(name: str, key: str, known: list[str]) -> str:
+    return unknown("key", key, known).replace(repr(key), repr(name), 1)

@@ -1,0 +1,38 @@
+"""Types of settings with their ranges. `ranges` enforces them, the JSON schema and the reference of
+the settings show them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+"""At least one: blocks, ranks, heads."""
+
+Number = Annotated[int, Meta(ge=0, le=1 << 31)]
+"""A count that may be zero, or a number that counts from zero."""
+
+SmallCount = Annotated[int, Meta(ge=1, le=1 << 20)]
+SmallNumber = Annotated[int, Meta(ge=0, le=1 << 20)]
+Dimension = Annotated[int, Meta(ge=1, le=1 << 16)]
+LayerCount = Annotated[int, Meta(ge=0, le=1 << 16)]
+RankCount = Annotated[int, Meta(ge=1, le=1 << 10)]
+DeviceNumber = Annotated[int, Meta(ge=0, le=1023)]
+Threads = Annotated[int, Meta(ge=1, le=256)]
+Depth = Annotated[int, Meta(ge=1, le=1024)]
+ObjectCount = Annotated[int, Meta(ge=0, le=1 << 40)]
+ByteCount = Annotated[int, Meta(ge=0, le=1 << 40)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+"""A time limit or an interval, which may not be zero."""
+
+SecondsOrZero = Annotated[float, Meta(ge=0, le=1e9)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Multiple = Annotated[float, Meta(ge=1, le=1 << 10)]
+
+SIZE_PATTERN = r"^\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[iI]?[bB]?\s*$"
+
+ByteSize = ByteCount | Annotated[str, Meta(pattern=SIZE_PATTERN)]
+"""Bytes, or a text such as "8 GiB" (see `sizes`)."""
