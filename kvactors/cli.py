@@ -1,4 +1,4 @@
-"""The command line: run, replay, bench, store."""
+"""The command line: run, replay, sweep, bench, store."""
 
 from __future__ import annotations
 
@@ -128,6 +128,73 @@ def replay_command(
     if report.flush["divergence"]:
         failed.append(f"sinks diverge from the tiers on {report.flush['divergence']} blocks")
     return conclude(report, failed, json)
+
+
+@app.command(name="sweep")
+def sweep_command(
+    trace: Path,
+    *,
+    config: Path | None = None,
+    device: Annotated[list[int] | None, Parameter(negative="")] = None,
+    block_bytes: int | None = None,
+    coarse: int = 1,
+    limit: int = 0,
+    json: Path | None = None,
+    html: Path | None = None,
+    png: Path | None = None,
+) -> int:
+    """Compute the hit rates of caches of every size on a trace, to choose sizes. No cache is run:
+    least-recently-used tiers of all sizes follow from one pass over the trace.
+
+    Parameters
+    ----------
+    trace
+        JSON lines, plain or gzip.
+    config
+        A TOML file with a cache's settings and a [replay] table. The hits of its tiers are
+        reported, and its layout gives the bytes of a block.
+    device
+        A size of the device in blocks. May be repeated.
+    block_bytes
+        Bytes of a block on all layers.
+    coarse
+        Keep every so many-th block id, for blocks so many times as large. A config's if there is
+        one.
+    limit
+        Maximum number of requests, 0 for all.
+    json
+        Where to write the report.
+    html
+        Where to write a page with a chart. Needs the extra [report].
+    png
+        Where to write the chart. Needs the extra [report].
+    """
+    from kvactors.charts import check_charts, write_png
+    from kvactors.layout import make_layout
+    from kvactors.page import write_page
+    from kvactors.scenario.sweep_report import print_sweep, sweep, sweep_chart, sweep_page
+
+    if html is not None or png is not None:
+        check_charts()
+    settings = None if config is None else ReplayConfig.from_mapping(read_toml(config))
+    if settings is not None and block_bytes is None:
+        block_bytes = make_layout(settings.layout, settings.cache.block_size).block_bytes
+    report = sweep(
+        trace,
+        sizes=device or (),
+        coarse=coarse,
+        limit=limit,
+        block_bytes=block_bytes,
+        config=settings,
+    )
+    print_sweep(report, Console(stderr=str(json) == "-" or str(html) == "-"))
+    if json is not None:
+        write_json(report, json)
+    if html is not None:
+        write_page(sweep_page(report), html)
+    if png is not None:
+        write_png(sweep_chart(report), png)
+    return 0
 
 
 @app.command

@@ -1,0 +1,246 @@
+"""Hit rates of least-recently-used tiers of every size from one pass over a trace.
+
+The method is Mattson's (Mattson, Gecsei, Slutz, Traiger: Evaluation techniques for storage
+hierarchies, IBM Systems Journal 9(2), 1970): an LRU cache of C blocks hits an access if fewer than
+C other blocks were accessed since the block's last access (its stack distance is at most C). It
+holds for prefix caches too, because a request accesses a whole path: of a path, the blocks near the
+root are always the more recent ones, so the leaf-first victim is the least recent block.
+
+A request larger than the device is refused and accesses nothing. Sizes below the longest request
+therefore take a separate pass each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvactors.errors import ConfigError
+
+Blocks = NDArray[np.int64]
+"""Numbers of blocks [n], dense from 0."""
+
+ACCESSES = 1 << 28
+"""Accesses of one trace at most: 2 GiB of numbers."""
+
+
+class Paths(NamedTuple):
+    """The requests of a trace, each a path of blocks from the root.
+
+    Attributes:
+        blocks: the blocks of all requests, one request after another, int64 [accesses].
+        ends: the end of each request in `blocks`, int64 [requests].
+        distinct: number of distinct blocks.
+    """
+
+    blocks: Blocks
+    ends: Blocks
+    distinct: int
+
+    @property
+    def longest(self) -> int:
+        """Blocks of the largest request."""
+        return int(np.diff(self.ends, prepend=0).max(initial=0))
+
+
+class Curve(NamedTuple):
+    """Hits of an LRU cache by its size, for one size of the device.
+
+    Attributes:
+        hits: blocks hit by a cache of that many blocks, int64 [distinct + 1], rising.
+        looked_up: blocks of all requests, those of refused ones included.
+        refused: requests larger than the device.
+    """
+
+    hits: Blocks
+    looked_up: int
+    refused: int
+
+    def rate(self, size: int) -> float:
+        """Share of the looked-up blocks that a cache of `size` blocks hits."""
+        return int(self.hits[min(size, len(self.hits) - 1)]) / max(1, self.looked_up)
+
+
+class TierRates(NamedTuple):
+    """Share of the looked-up blocks that each tier hits, and the number of refused requests."""
+
+    device: float
+    host: float
+    storage: float
+    refused: int
+
+    @property
+    def total(self) -> float:
+        """Share that any tier hits."""
+        return self.device + self.host + self.storage
+
+
+def read_paths(requests: Iterable[NDArray[np.uint64]]) -> Paths:
+    """Number the blocks of a trace.
+
+    Args:
+        requests: the block ids of each request, in the order of arrival. Equal ids are the same
+            block after the same prefix.
+
+    Raises:
+        ConfigError: a block appears behind two different blocks, or the trace is too long.
+    """
+    ids = list(requests)
+    ends = np.cumsum([len(one) for one in ids], dtype=np.int64)
+    if len(ends) and ends[-1] > ACCESSES:
+        raise ConfigError(f"the trace has {ends[-1]} accesses, more than {ACCESSES}: set a limit")
+    together = np.concatenate(ids) if ids else np.empty(0, np.uint64)
+    names, blocks = np.unique(together, return_inverse=True)
+    paths = Paths(blocks.astype(np.int64), ends, len(names))
+    _check_chained(paths, names)
+    return paths
+
+
+def _check_chained(paths: Paths, names: NDArray[np.uint64]) -> None:
+    """Raise ConfigError unless every block has one parent."""
+    parents = np.empty_like(paths.blocks)
+    parents[1:] = paths.blocks[:-1]
+    starts = np.concatenate(([0], paths.ends[:-1])) if len(paths.ends) else paths.ends
+    parents[starts[starts < len(parents)]] = -1
+    first = np.empty(paths.distinct, np.int64)
+    first[paths.blocks[::-1]] = parents[::-1]  # of a block's accesses the first one is kept
+    wrong = np.flatnonzero(first[paths.blocks] != parents)
+    if len(wrong):
+        request = int(np.searchsorted(paths.ends, wrong[0], side="right"))
+        raise ConfigError(
+            f"request {request}: block {names[paths.blocks[wrong[0]]]} follows another block than "
+            "before. Ids must be chained: one id is one block after one prefix"
+        )
+
+
+class _RecencyStack:
+    """Blocks in the order of their last access.
+
+    Blocks of one request are in the order of its path, so the stack is kept as segments: the
+    request that accessed a block last, and of each request the depth of the first block that no
+    later request accessed. Blocks that only this request accessed last are the deepest ones of its
+    path. A Fenwick tree holds the number of blocks of each segment.
+    """
+
+    def __init__(self, paths: Paths) -> None:
+        self._last = np.full(paths.distinct, -1, np.int64)
+        self._first_left = [0] * len(paths.ends)
+        self._tree = [0] * (len(paths.ends) + 1)
+        self._total = 0
+
+    def access(self, request: int, path: Blocks) -> list[tuple[int, int, int]]:
+        """Bring a path to the top.
+
+        Returns:
+            Runs of known blocks (first depth, depth after the last, stack distance of the first):
+            within a run the distance rises by 1 a block.
+        """
+        seen = self._last[path]
+        known = int(np.count_nonzero(seen >= 0))  # a prefix, since ids are chained
+        bounds = [0, *(np.flatnonzero(np.diff(seen[:known])) + 1).tolist(), known]
+        runs = []
+        for low, high in pairwise(bounds if known else []):
+            segment = int(seen[low])
+            above = self._total - self._up_to(segment) + low - self._first_left[segment]
+            runs.append((low, high, above + 1))
+        for low, high, _ in runs:
+            segment = int(seen[low])
+            self._add(segment, low - high)
+            self._first_left[segment] = high
+        self._add(request, len(path))
+        self._total += len(path) - known
+        self._last[path] = request
+        return runs
+
+    def _add(self, request: int, blocks: int) -> None:
+        """Change the number of blocks in a segment."""
+        at = request + 1
+        while at < len(self._tree):
+            self._tree[at] += blocks
+            at += at & -at
+
+    def _up_to(self, request: int) -> int:
+        """Blocks in the segments of this request and of earlier ones."""
+        at, found = request + 1, 0
+        while at:
+            found += self._tree[at]
+            at &= at - 1
+        return found
+
+
+def hit_curve(paths: Paths, device: int | None = None, *, whole: bool = True) -> Curve:
+    """The hits of LRU caches of every size.
+
+    Args:
+        paths: the trace.
+        device: requests of more blocks are refused. None: none is refused.
+        whole: whether a request may hit all its blocks (`cache.recompute_last_token` is off). If
+            not, a real device of exactly one size may hit less: a prompt that is cached whole takes
+            one block more for its last token.
+    """
+    stack, begin, refused = _RecencyStack(paths), 0, 0
+    changes = np.zeros(paths.distinct + 2, np.int64)  # of the number of hits, by stack distance
+    for request, end in enumerate(paths.ends.tolist()):
+        path, begin = paths.blocks[begin:end], end
+        if device is not None and len(path) > device:
+            refused += 1
+            continue
+        most = len(path) if whole else len(path) - 1
+        for low, high, nearest in stack.access(request, path):
+            if low < most:
+                changes[nearest] += 1
+                changes[nearest + min(high, most) - low] -= 1
+    hits = np.cumsum(np.cumsum(changes[:-1]))
+    return Curve(hits, int(paths.ends[-1]) if len(paths.ends) else 0, refused)
+
+
+def tier_rates(curve: Curve, device: int, host: int, storage: int, *, exclusive: bool) -> TierRates:
+    """The hits of three LRU tiers.
+
+    Exclusive tiers hit together like one cache of all their blocks, inclusive ones like one cache
+    of the blocks of the largest.
+
+    Args:
+        curve: of this size of the device.
+        device: blocks.
+        host: blocks, 0 without.
+        storage: blocks, 0 without.
+        exclusive: whether a block is in one tier at a time.
+    """
+    upper = device + host if exclusive else max(device, host)
+    every = upper + storage if exclusive else max(upper, storage)
+    rates = curve.rate(device), curve.rate(upper), curve.rate(every)
+    return TierRates(rates[0], rates[1] - rates[0], rates[2] - rates[1], curve.refused)
+
+
+def sizes_to_show(distinct: int, points: int = 40) -> list[int]:
+    """Sizes from 1 block to the whole trace, rising by a constant factor."""
+    if distinct < 1:
+        return []
+    return sorted({round(size) for size in np.geomspace(1, distinct, points)})
+
+
+def device_rates(paths: Paths, sizes: Sequence[int], *, whole: bool = True) -> list[TierRates]:
+    """The hits of a device alone, for each size.
+
+    Sizes that hold every request share one pass.
+    """
+    longest, shared = paths.longest, None
+    found = []
+    for size in sizes:
+        if size >= longest:
+            shared = curve = shared or hit_curve(paths, whole=whole)
+        else:
+            curve = hit_curve(paths, size, whole=whole)
+        found.append(tier_rates(curve, size, 0, 0, exclusive=True))
+    return found
+
+
+def sizes_for(curve: Curve, shares: Iterable[float]) -> dict[float, int]:
+    """The smallest cache that has each share of the hits of an unlimited one, in blocks."""
+    most = int(curve.hits[-1])
+    return {share: int(np.searchsorted(curve.hits, share * most)) for share in shares}

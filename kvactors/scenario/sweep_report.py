@@ -1,0 +1,268 @@
+"""The report of `kvactors sweep`: hit rate against cache size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from kvactors.charts import Chart
+from kvactors.errors import ConfigError
+from kvactors.page import Section, Tile, make_page
+from kvactors.report import print_details, print_fields, print_rows
+from kvactors.scenario.replay import ReplayConfig
+from kvactors.scenario.sweep import (
+    Paths,
+    TierRates,
+    device_rates,
+    hit_curve,
+    read_paths,
+    sizes_for,
+    sizes_to_show,
+    tier_rates,
+)
+from kvactors.scenario.trace import read_trace
+
+SHARES = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
+"""Shares of the most hits possible, for which the smallest cache is reported."""
+
+ROWS = 12
+"""Sizes in the table on the terminal, unless sizes are given."""
+
+
+class SweepPoint(msgspec.Struct):
+    """A device of one size, without other tiers.
+
+    Attributes:
+        blocks: its size.
+        bytes: the same in bytes, None if the size of a block is not known.
+        hit_rate: share of all looked-up blocks.
+        refused: requests larger than it.
+    """
+
+    blocks: int
+    bytes: int | None
+    hit_rate: float
+    refused: int
+
+
+class SweepReport(msgspec.Struct):
+    """Hit rates of LRU tiers on a trace.
+
+    Attributes:
+        trace: the file's name.
+        requests: of the trace.
+        blocks_looked_up: of all requests.
+        distinct_blocks: the most blocks that a cache can hold of the trace.
+        longest_request: in blocks.
+        block_bytes: bytes of a block on all layers, None if not known.
+        most: the hit rate of an unlimited cache.
+        points: devices without other tiers, by size.
+        size_for: the blocks that have a share of the most hits, by share.
+        tiers: the hit rates of the tiers of a config, empty without one.
+    """
+
+    trace: str
+    requests: int
+    blocks_looked_up: int
+    distinct_blocks: int
+    longest_request: int
+    block_bytes: int | None
+    most: float
+    points: list[SweepPoint]
+    size_for: dict[str, int]
+    tiers: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+def sweep(
+    trace: str | Path,
+    *,
+    sizes: Sequence[int] = (),
+    coarse: int = 1,
+    limit: int = 0,
+    block_bytes: int | None = None,
+    config: ReplayConfig | None = None,
+) -> SweepReport:
+    """Hit rates of a trace by cache size.
+
+    Args:
+        trace: the file.
+        sizes: of the device, in blocks. Empty: from one block to the whole trace.
+        coarse: see `read_trace`. A config's if there is one.
+        limit: see `read_trace`. A config's if there is one and this is 0.
+        block_bytes: bytes of a block on all layers, None if not known.
+        config: of a cache whose tiers are reported too.
+
+    Raises:
+        ConfigError: the trace cannot be read, or a size is not positive.
+    """
+    if any(size < 1 for size in sizes):
+        raise ConfigError(f"a device has at least one block, not {min(sizes)}")
+    whole = True
+    if config is not None:
+        coarse, limit = config.replay.coarse, limit or config.replay.limit
+        whole = not config.cache.recompute_last_token
+    paths = read_paths(one.ids for one in read_trace(trace, coarse=coarse, limit=limit))
+    curve = hit_curve(paths, whole=whole)
+    chosen = sorted(set(sizes)) or sizes_to_show(paths.distinct)
+    points = [
+        SweepPoint(size, block_bytes and size * block_bytes, round(rates.device, 6), rates.refused)
+        for size, rates in zip(chosen, device_rates(paths, chosen, whole=whole), strict=True)
+    ]
+    return SweepReport(
+        Path(trace).name,
+        len(paths.ends),
+        curve.looked_up,
+        paths.distinct,
+        paths.longest,
+        block_bytes,
+        round(curve.rate(paths.distinct), 6),
+        points,
+        {f"{share:g}": size for share, size in sizes_for(curve, SHARES).items()},
+        {} if config is None else rates_by_name(rates_of(paths, config, whole=whole)),
+    )
+
+
+def rates_of(paths: Paths, config: ReplayConfig, *, whole: bool) -> TierRates:
+    """The hits of a config's tiers. A store without a limit holds every block."""
+    store = config.storage
+    stored = 0
+    if store.backend != "none":
+        stored = paths.distinct if store.capacity_blocks is None else store.capacity_blocks
+    curve = hit_curve(paths, config.device.num_blocks, whole=whole)
+    return tier_rates(
+        curve,
+        config.device.num_blocks,
+        config.host.slots,
+        stored,
+        exclusive=config.host.mode == "exclusive",
+    )
+
+
+def rates_by_name(rates: TierRates) -> dict[str, float]:
+    """For reports."""
+    return {
+        "device": round(rates.device, 6),
+        "host": round(rates.host, 6),
+        "storage": round(rates.storage, 6),
+        "total": round(rates.total, 6),
+        "refused": rates.refused,
+    }
+
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def unit_of(count: float) -> tuple[str, int]:
+    """The largest unit in which a number of bytes is at least 1, and its bytes."""
+    power = 0
+    while count >= 1024 ** (power + 1) and power < len(UNITS) - 1:
+        power += 1
+    return UNITS[power], 1024**power
+
+
+def bytes_text(count: int | None) -> str:
+    """A size in bytes for people, empty if it is not known."""
+    if count is None:
+        return ""
+    unit, size = unit_of(count)
+    value = count / size
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
+def rows_of(report: SweepReport, points: Sequence[SweepPoint]) -> list[tuple[str, ...]]:
+    """The cells of the table of sizes."""
+    return [
+        (
+            f"{point.blocks:,}",
+            bytes_text(point.bytes),
+            f"{point.hit_rate:.4f}",
+            f"{point.hit_rate / report.most if report.most else 0.0:.1%}",
+            f"{point.refused}",
+        )
+        for point in points
+    ]
+
+
+COLUMNS = ("device, blocks", "bytes", "hit rate", "of the most possible", "requests too large")
+
+
+def print_sweep(report: SweepReport, console: Console) -> None:
+    """Print the summary and a table of sizes."""
+    every = max(1, -(-len(report.points) // ROWS)) if len(report.points) > ROWS + 2 else 1
+    shown = report.points[::-1][::every][::-1]
+    print_fields(
+        report.trace,
+        [
+            ("requests", f"{report.requests:,}, the largest {report.longest_request:,} blocks"),
+            ("blocks looked up", f"{report.blocks_looked_up:,}"),
+            ("distinct blocks", f"{report.distinct_blocks:,}"),
+            ("most hits possible", f"{report.most:.4f}"),
+            *[
+                (
+                    f"{float(share):.0%} of them",
+                    f"{size:,} blocks  {bytes_text(_bytes(report, size))}",
+                )
+                for share, size in report.size_for.items()
+            ],
+        ],
+        console,
+    )
+    rows = [(row, None) for row in rows_of(report, shown)]
+    print_rows("one LRU tier", COLUMNS, rows, console, numbers=range(5))
+    if report.tiers:
+        rates = "  ".join(f"{name} {value:g}" for name, value in report.tiers.items())
+        print_details(f"the config's tiers: {rates}", console)
+
+
+def _bytes(report: SweepReport, blocks: int) -> int | None:
+    return None if report.block_bytes is None else blocks * report.block_bytes
+
+
+def sweep_chart(report: SweepReport) -> Chart:
+    """Hit rate against the size of one tier."""
+    unit, per_block = "blocks", 1.0
+    if report.block_bytes is not None:
+        unit, size = unit_of(report.block_bytes * report.distinct_blocks)
+        per_block = report.block_bytes / size
+    x = [point.blocks * per_block for point in report.points]
+    lines = {
+        "LRU": (x, [point.hit_rate for point in report.points]),
+        "most possible": (x, [report.most] * len(x)),
+    }
+    return Chart(f"Hit rate by cache size: {report.trace}", unit, "hit rate", lines, log_x=True)
+
+
+def sweep_page(report: SweepReport) -> str:
+    """The report as an HTML page."""
+    tiles = [
+        Tile("requests", f"{report.requests:,}"),
+        Tile("blocks looked up", f"{report.blocks_looked_up:,}"),
+        Tile("distinct blocks", f"{report.distinct_blocks:,}"),
+        Tile("most hits possible", f"{report.most:.1%}"),
+    ]
+    sizes = [
+        (f"{float(share):.0%}", f"{size:,}", bytes_text(_bytes(report, size)))
+        for share, size in report.size_for.items()
+    ]
+    sections = [
+        Section(
+            "Hit rate by size",
+            "Share of the looked-up blocks that one LRU cache of this size hits. Exclusive tiers "
+            "hit together like one cache of the sum of their sizes, inclusive tiers like one of "
+            "the largest.",
+            [sweep_chart(report)],
+        ),
+        Section(
+            "Size for a share of the hits",
+            columns=("share of the most hits", "blocks", "bytes"),
+            rows=sizes,
+        ),
+        Section("All sizes", columns=COLUMNS, rows=rows_of(report, report.points)),
+    ]
+    if report.tiers:
+        rows = [(name, f"{value:g}") for name, value in report.tiers.items()]
+        sections.insert(1, Section("Tiers of the config", columns=("tier", "hit rate"), rows=rows))
+    return make_page(f"Sweep of {report.trace}", "", tiles, sections)

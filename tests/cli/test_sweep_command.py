@@ -1,0 +1,90 @@
+"""`kvactors sweep`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import structlog
+
+from kvactors.cli import main
+
+TRACE = [[0, 1, 2], [0, 1, 3], [4], [0, 1, 2, 5]]
+CONFIG = """
+[cache]
+block_size = 4
+[device]
+num_blocks = 4
+[layout]
+num_layers = 1
+num_kv_heads = 1
+head_dim = 4
+dtype = "uint8"
+[replay]
+limit = 3
+"""
+
+
+@pytest.fixture
+def kvactors(capsys):
+    def call(*arguments):
+        with pytest.raises(SystemExit) as exit_:
+            main(["sweep", *map(str, arguments)])
+        out = capsys.readouterr()
+        return exit_.value.code, out.out, out.err
+
+    yield call
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        "".join(json.dumps({"timestamp": i, "hash_ids": ids}) + "\n" for i, ids in enumerate(TRACE))
+    )
+    return path
+
+
+def test_it_writes_what_it_is_asked_for(kvactors, trace, tmp_path):
+    (tmp_path / "c.toml").write_text(CONFIG)
+    names = {kind: tmp_path / f"r.{kind}" for kind in ("json", "html", "png")}
+    options = [word for kind, path in names.items() for word in (f"--{kind}", path)]
+    status, out, err = kvactors(trace, "--config", tmp_path / "c.toml", *options)
+    assert (status, err) == (0, "")
+    assert "most hits possible" in out
+    report = json.loads(names["json"].read_text())
+    assert report["requests"] == 3
+    assert report["block_bytes"] == 32
+    assert report["tiers"]["refused"] == 0
+    assert names["html"].read_text().startswith("<!doctype html>")
+    assert names["png"].stat().st_size > 1000
+
+
+def test_a_report_on_standard_output_is_alone_there(kvactors, trace):
+    status, out, err = kvactors(trace, "--device", 2, "--device", 4, "--json=-")
+    assert status == 0
+    assert [point["blocks"] for point in json.loads(out)["points"]] == [2, 4]
+    assert "most hits possible" in err
+    status, out, _ = kvactors(trace, "--html=-")
+    assert status == 0
+    assert out.startswith("<!doctype html>")
+
+
+def test_bad_input_is_one_line_and_status_2(kvactors, trace, tmp_path):
+    for arguments, words in (
+        ((tmp_path / "none.jsonl",), "none.jsonl"),
+        ((trace, "--device", 0), "at least one block"),
+        ((trace, "--coarse", 0), "coarse must be at least 1"),
+    ):
+        status, _, err = kvactors(*arguments)
+        assert (status, err.count("\n")) == (2, 1)
+        assert words in err
+
+
+def test_without_matplotlib_the_missing_extra_is_named_before_any_work(kvactors, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, _, err = kvactors("no_such_trace.jsonl", "--html", "r.html")
+    assert status == 2
+    assert "kvactors[report]" in err

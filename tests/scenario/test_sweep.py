@@ -1,0 +1,132 @@
+"""Hit rates from one pass over a trace: equal to a plain LRU cache of each size, and to replays."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvactors.errors import ConfigError
+from kvactors.scenario.replay import ReplayConfig, replay
+from kvactors.scenario.sweep import (
+    device_rates,
+    hit_curve,
+    read_paths,
+    sizes_for,
+    sizes_to_show,
+    tier_rates,
+)
+
+
+@st.composite
+def chained(draw):
+    """Requests whose ids are chained: each continues a beginning of an earlier one."""
+    made, trace = 0, [[]]
+    for _ in range(draw(st.integers(0, 25))):
+        base = draw(st.sampled_from(trace))
+        base = base[: draw(st.integers(0, len(base)))]
+        grow = draw(st.integers(0 if base else 1, 6))
+        trace.append([*base, *range(made, made + grow)])
+        made += grow
+    return trace[1:]
+
+
+def lru(trace, size, *, device=None, whole=True):
+    """Hits of a plain list in the order of use, and the refused requests."""
+    recent, hits, refused = [], 0, 0
+    for ids in trace:
+        if device is not None and len(ids) > device:
+            refused += 1
+            continue
+        kept = recent[:size]
+        found = next((depth for depth, block in enumerate(ids) if block not in kept), len(ids))
+        hits += found if whole else min(found, len(ids) - 1)
+        recent = ids + [block for block in recent if block not in ids]
+    return hits, refused
+
+
+def paths_of(trace):
+    # Ids far apart and in no order: they are names and no positions.
+    return read_paths(
+        np.array([(i * 0x9E3779B97F4A7C15) % 2**64 for i in ids], "u8") for ids in trace
+    )
+
+
+@given(trace=chained(), whole=st.booleans(), device=st.none() | st.integers(1, 12))
+def test_a_curve_equals_a_plain_lru_cache_of_every_size(trace, whole, device):
+    paths = paths_of(trace)
+    curve = hit_curve(paths, device, whole=whole)
+    assert curve.looked_up == sum(map(len, trace))
+    for size in range(1, paths.distinct + 2):
+        hits, refused = lru(trace, size, device=device, whole=whole)
+        assert curve.refused == refused
+        assert curve.rate(size) == hits / max(1, curve.looked_up)
+
+
+@given(trace=chained(), whole=st.booleans())
+def test_devices_of_every_size_refuse_what_does_not_fit(trace, whole):
+    sizes = list(range(1, 14))
+    found = device_rates(paths_of(trace), sizes, whole=whole)
+    for size, rates in zip(sizes, found, strict=True):
+        hits, refused = lru(trace, size, device=size, whole=whole)
+        assert (rates.device * max(1, sum(map(len, trace))), rates.refused) == (
+            pytest.approx(hits),
+            refused,
+        )
+
+
+TRACE = [[0, 1, 2], [0, 1, 3, 4], [5], [0, 1, 2, 6, 7, 8], [0, 1, 3, 4], [5, 9], [0, 1, 2, 6]] * 3
+
+
+@pytest.mark.parametrize("device", [4, 6, 9])
+@pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
+async def test_tiers_hit_as_in_a_replay(device, mode, tmp_path):
+    (tmp_path / "t.jsonl").write_text(
+        "".join(json.dumps({"timestamp": i, "hash_ids": ids}) + "\n" for i, ids in enumerate(TRACE))
+    )
+    config = ReplayConfig.from_mapping(
+        {
+            "cache": {"block_size": 4, "recompute_last_token": False},
+            "device": {"num_blocks": device},
+            "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "dtype": "uint8"},
+            "host": {"slots": device + 2, "mode": mode},
+        }
+    )
+    report = await replay(tmp_path / "t.jsonl", config)
+    paths = read_paths(np.array(ids, "u8") for ids in TRACE)
+    curve = hit_curve(paths, device)
+    rates = tier_rates(curve, device, device + 2, 0, exclusive=mode == "exclusive")
+    assert report.rejected == rates.refused
+    served = report.blocks_looked_up / curve.looked_up  # a replay does not count refused requests
+    for tier in ("device", "host"):
+        assert report.hit_rate[tier] * served == pytest.approx(getattr(rates, tier), abs=2e-6)
+
+
+def test_a_trace_that_is_not_chained_is_named():
+    with pytest.raises(ConfigError, match="request 1: block 7 follows another block"):
+        read_paths(np.array(ids, "u8") for ids in ([3, 7], [4, 7]))
+    with pytest.raises(ConfigError, match="request 2: block 3 follows"):
+        read_paths(np.array(ids, "u8") for ids in ([3, 7], [], [4, 3]))
+
+
+def test_no_requests_have_no_hits():
+    paths = read_paths([])
+    assert (paths.longest, hit_curve(paths).rate(10), sizes_to_show(0)) == (0, 0.0, [])
+    assert device_rates(paths, [5]) == [(0.0, 0.0, 0.0, 0)]
+
+
+def test_the_smallest_size_with_a_share_of_the_hits():
+    curve = hit_curve(read_paths(np.array(ids, "u8") for ids in TRACE))
+    for share, size in sizes_for(curve, (0.5, 0.9, 1.0)).items():
+        most = curve.rate(10**9)
+        assert curve.rate(size) >= share * most > curve.rate(size - 1)
+
+
+def test_sizes_rise_to_the_whole_trace():
+    assert sizes_to_show(1) == [1]
+    shown = sizes_to_show(182_790)
+    assert (shown[0], shown[-1]) == (1, 182_790)
+    assert shown == sorted(set(shown))

@@ -1,0 +1,159 @@
+"""The report of a sweep: its figures, its table, its chart, its page."""
+
+from __future__ import annotations
+
+import io
+import json
+from html.parser import HTMLParser
+from xml.etree import ElementTree as ET
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvactors.charts import svg_of, write_png
+from kvactors.errors import ConfigError
+from kvactors.scenario.replay import ReplayConfig, replay
+from kvactors.scenario.sweep_report import (
+    bytes_text,
+    print_sweep,
+    sweep,
+    sweep_chart,
+    sweep_page,
+    unit_of,
+)
+
+TRACE = [[0, 1, 2], [0, 1, 3, 4], [5], [0, 1, 2, 6, 7, 8], [0, 1, 3, 4], [5, 9], [0, 1, 2, 6]] * 3
+TABLES = {
+    "cache": {"block_size": 4, "model": "m", "recompute_last_token": False},
+    "device": {"num_blocks": 6},
+    "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "dtype": "uint8"},
+}
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "t<b>.jsonl"  # a name that a page must escape
+    path.write_text(
+        "".join(json.dumps({"timestamp": i, "hash_ids": ids}) + "\n" for i, ids in enumerate(TRACE))
+    )
+    return path
+
+
+def test_sizes_that_are_asked_for_and_the_whole_range(trace):
+    given = sweep(trace, sizes=[6, 4, 6])
+    assert [point.blocks for point in given.points] == [4, 6]
+    assert [point.refused for point in given.points] == [3, 0]
+    every = sweep(trace)
+    assert every.points[-1].blocks == every.distinct_blocks == 10
+    assert every.points[-1].hit_rate == every.most == given.most
+    assert (every.requests, every.blocks_looked_up, every.longest_request) == (21, 72, 6)
+    assert all(every.points[0].bytes is None for point in every.points)
+
+
+@pytest.mark.parametrize("store", [{"capacity_blocks": 3}, {}])
+@pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
+async def test_the_tiers_of_a_config_hit_as_its_replay(trace, store, mode):
+    policy = {"write_policy": "write_through"}
+    if mode == "exclusive":
+        policy = {"write_policy": "write_back", "exclusive": "capacity_blocks" in store}
+    config = ReplayConfig.from_mapping(
+        {
+            **TABLES,
+            "host": {"slots": 7 if mode == "inclusive" else 1, "mode": mode},
+            "storage": {"backend": "memory", **policy, **store},
+        }
+    )
+    report = sweep(trace, config=config)
+    real = await replay(trace, config)
+    assert {k: report.tiers[k] for k in real.hit_rate} == pytest.approx(real.hit_rate, abs=2e-6)
+    assert report.tiers["refused"] == real.rejected == 0
+
+
+def test_bytes_follow_from_the_block(trace):
+    report = sweep(trace, sizes=[4], block_bytes=1000)
+    assert report.points[0].bytes == 4000
+    assert sweep_chart(report).x_label == "KiB"
+    assert sweep_chart(sweep(trace, sizes=[4])).x_label == "blocks"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (None, ""),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (3 << 40, "3 TiB"),
+        (1 << 60, "1048576 TiB"),
+    ],
+)
+def test_bytes_for_people(count, text):
+    assert bytes_text(count) == text
+    assert unit_of(1) == ("B", 1)
+
+
+def test_the_table_has_every_size_that_is_asked_for(trace):
+    for sizes in ([], [1, 2, 3, 4], list(range(1, 40))):
+        report = sweep(trace, sizes=sizes, block_bytes=4096)
+        out = io.StringIO()
+        print_sweep(report, Console(file=out, width=160))
+        assert f"{report.points[-1].hit_rate:.4f}" in out.getvalue()
+
+
+class Tags(HTMLParser):
+    """Open tags, which must be closed in their order, and addresses."""
+
+    VOID = ("meta", "link", "path", "use", "rect", "br")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.addresses, self.text = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.addresses += [v for k, v in attributes if k in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_a_page_is_whole_escaped_and_needs_no_network(trace):
+    config = ReplayConfig.from_mapping(TABLES)
+    page = sweep_page(sweep(trace, config=config, block_bytes=64))
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert all(address.startswith(("#", "data:")) for address in tags.addresses)
+    assert "@import" not in page
+    assert "url(http" not in page
+    assert "t<b>.jsonl" not in page
+    assert "Sweep of t<b>.jsonl" in tags.text  # the parser unescapes it
+    assert "Tiers of the config" in tags.text
+
+
+def test_a_chart_is_an_element_and_a_png(trace, tmp_path):
+    chart = sweep_chart(sweep(trace))
+    assert ET.fromstring(svg_of(chart)).tag.endswith("svg")
+    assert svg_of(chart) == svg_of(chart)
+    write_png(chart, tmp_path / "c.png")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_empty_trace_has_a_report(tmp_path):
+    (tmp_path / "t.jsonl").write_text("")
+    report = sweep(tmp_path / "t.jsonl")
+    assert (report.requests, report.most, report.points) == (0, 0.0, [])
+    assert "Sweep of t.jsonl" in sweep_page(report)
+    assert msgspec.json.decode(msgspec.json.encode(report))["size_for"]["1"] == 0
+
+
+@pytest.mark.parametrize("sizes", [[0], [4, -1]])
+def test_sizes_below_one_block_are_refused(trace, sizes):
+    with pytest.raises(ConfigError, match="at least one block"):
+        sweep(trace, sizes=sizes)
