@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvactors import lookup as look
-from kvactors import steps, waits
+from kvactors import sizing, steps, waits
 from kvactors.arguments import (
     Media,
     check_flag,
@@ -109,6 +109,7 @@ class CacheCalls(OpenCache):
                 is of no use.
             DeadlineExceeded: no blocks became free in time.
             Paused: the cache did not resume in time.
+            NumBlocksUnset: the number of device blocks is not set yet.
             ActorFailed: PrefixIndex failed during the call.
         """
         at = self._client.deadline(deadline)
@@ -148,6 +149,7 @@ class CacheCalls(OpenCache):
             raise
         return Lease(self._client, lease, request_id, path, granted, at, media)
 
+    set_num_blocks = sizing.set_num_blocks
     step = steps.step
     lookup = look.lookup
     free_blocks = look.free_blocks
@@ -175,6 +177,7 @@ class CacheCalls(OpenCache):
 
         Raises:
             StoreUnsupported: the store moves device memory itself (AttentionStore).
+            NumBlocksUnset: the number of device blocks is not set yet.
         """
         at = self._client.deadline(deadline)
         scope = request_scope(salt, lora)

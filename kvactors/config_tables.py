@@ -84,7 +84,8 @@ class DeviceConfig(
         kind: host (numpy arrays standing in for device memory), paddle (Paddle's tensors, at
             `place`) or cuda (memory of the GPU numbered `ordinal`, without any framework).
         place: cpu, gpu:0, ..
-        num_blocks: device blocks.
+        num_blocks: device blocks. 0: `KVCache.set_num_blocks` sets the number after opening, when
+            the serving loop has measured how much device memory is left.
         low_watermark, high_watermark: fractions of `num_blocks`. When more than high are in use,
             evict until low are (both 0: evict on demand only).
         layerwise: load layer by layer (`Lease.wait_layer`).
@@ -93,7 +94,7 @@ class DeviceConfig(
     kind: Literal["host", "paddle", "cuda"] = "host"
     place: str = "cpu"
     ordinal: DeviceNumber = 0
-    num_blocks: Count = 1024
+    num_blocks: Number = 1024
     low_watermark: Share = 0.0
     high_watermark: Share = 0.0
     layerwise: bool = False

@@ -4,6 +4,7 @@ KVActorsError
 ├── ConfigError (ValueError)      a setting is unknown, malformed or contradicts another
 ├── NoRoom                        not enough device blocks, even after all possible evictions
 │   └── NeverFits                 the request needs more blocks than the device has
+├── NumBlocksUnset                the number of device blocks is not set yet
 ├── DeadlineExceeded (TimeoutError)  an operation was not answered in time
 ├── Paused                        the cache is paused and did not resume before the deadline
 ├── NotReady                      the lease still waits for loads: await wait_ready() first
@@ -62,6 +63,14 @@ class NeverFits(NoRoom):
         text = f"the device has {total} blocks in all, so the request can never be admitted"
         self.args = (f"{self}: {text}",)
         self.total = total
+
+
+class NumBlocksUnset(KVActorsError):
+    """The cache was opened with `device.num_blocks` 0, and its number of device blocks is not set
+    yet: call `set_num_blocks` first. Nothing was changed."""
+
+    def __init__(self) -> None:
+        super().__init__("device.num_blocks is 0: call set_num_blocks before the first request")
 
 
 class DeadlineExceeded(KVActorsError, TimeoutError):

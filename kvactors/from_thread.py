@@ -190,6 +190,7 @@ class FromThread:
 
     acquire = _leased(CacheCalls.acquire)
     prefetch = _blocking(CacheCalls.prefetch)
+    set_num_blocks = _blocking(CacheCalls.set_num_blocks)
     clear = _blocking(CacheCalls.clear)
     pause = _blocking(CacheCalls.pause)
     resume = _blocking(CacheCalls.resume)

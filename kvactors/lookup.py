@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from kvactors.arguments import Media, request_path, request_scope
+from kvactors.errors import NumBlocksUnset
 from kvactors.lease import Hits
 from kvactors.native import DEVICE, HOST, LOADING, Path
 from kvactors.open_cache import OpenCache
@@ -111,16 +112,22 @@ def lookup(
 
     Returns:
         The hits, by tier.
+
+    Raises:
+        NumBlocksUnset: the number of device blocks is not set yet.
     """
     self._client.check()
     system = self.system
+    if not system.plane.device.num_blocks:
+        raise NumBlocksUnset
     root = system.roots.root(request_scope(salt, lora))
     path, media = request_path(self.block_size, root, tokens, extra_keys)
     return hits_of(system, path, () if self._split_media else media)
 
 
 def free_blocks(self: OpenCache) -> FreeBlocks:
-    """The device blocks that a request could have now, in about a microsecond."""
+    """The device blocks that a request could have now, in about a microsecond. None, before the
+    number of device blocks is set."""
     self._client.check()
     core = self.system.index_actor.core
     index = core.index

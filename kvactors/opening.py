@@ -71,14 +71,18 @@ class Opening:
         task.result()
 
     async def _cancel(self, part: str, task: asyncio.Task[None]) -> None:
-        self.shutdown.begin()
         task.add_done_callback(_retrieve)
         task.cancel()
-        await asyncio.wait((task,), timeout=self.shutdown.left(STOP) + LEAST_STEP)
+        await asyncio.wait((task,), timeout=self._time_to_end())
         if not task.done():
             self.shutdown.unfinished.append(part)
             self.shutdown.arena.keep()
             log.error("opening did not end in time", part=part)
+
+    def _time_to_end(self) -> float:
+        """A part is late: the cache ends. Seconds until a cancelled part is abandoned."""
+        self.shutdown.begin()
+        return self.shutdown.left(STOP) + LEAST_STEP
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

@@ -47,6 +47,11 @@ class Shutdown:
         self._began: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def begun(self) -> bool:
+        """Whether the clock runs."""
+        return self._began is not None
+
     def begin(self) -> None:
         """Start the clock. Later calls have no effect."""
         if self._began is None:

@@ -17,6 +17,7 @@ from kvactors.flush_notifier.messages import (
     PathCached,
     PathsFound,
     Resync,
+    SetIdleLimit,
     TierCleared,
     WaitFlushed,
 )
@@ -66,6 +67,10 @@ class NoNotifier(Actor):
     @on(NamespaceChanged)
     def fact(self, fact: Fact) -> None:
         """Drop a fact."""
+
+    @on(SetIdleLimit)
+    def set_idle_limit(self, message: SetIdleLimit) -> None:
+        """The successor is made with the limit."""
 
     @on(WaitFlushed)
     def wait_flushed(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:

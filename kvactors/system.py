@@ -99,7 +99,7 @@ class System:
         self.backend, self.store = self.plane.backend, self.plane.store
         self.device_store = self.plane.device_store
         require_sinks(config, sinks)
-        made = [*make_sinks(config, self.layout, self.device), *sinks]
+        made = [*make_sinks(config, self.layout, self.device if self.sized else None), *sinks]
         self.sinks = {sink.name: sink for sink in made}
         if len(self.sinks) < len(made):
             raise ConfigError("flush sinks need different names")
@@ -111,6 +111,7 @@ class System:
         )
         self.shutdown = Shutdown(config.actors.drain_timeout_s, self.arena)
         self.forked = False
+        self.sizing: asyncio.Task[None] | None = None  # `set_num_blocks` at work
         self.last_status = "ok"  # the last logged health status
         # loop time at which each condition (component and reason) of the last `health` call began
         self.troubles: dict[tuple[str, str], float] = {}
@@ -121,6 +122,11 @@ class System:
         self.index, self.swapper, self.evictor = wiring.index, wiring.swapper, wiring.evictor
         self.readers, self.writers = wiring.readers, wiring.writers
         self.notifier = wiring.notifier
+
+    @property
+    def sized(self) -> bool:
+        """Whether the number of device blocks is set."""
+        return self.plane.device.num_blocks > 0
 
     def _groups(self) -> tuple[Group, Group]:
         return self.wiring.groups()
@@ -188,6 +194,7 @@ class System:
             Opening(self.config.actors.open_timeout_s, shutdown)
         ) as opened:
             await self._open_sinks(opened)
+            opened.push_async_callback(shutdown.step, "device", self._end_sizing)
             drain, unused = self.config.actors.drain_timeout_s, self.wiring.unused()
             async with self.supervisor.running(*self._groups(), drain=drain, outside=unused):
                 started.set_result(None)
@@ -198,6 +205,11 @@ class System:
                     shutdown.begin()
                     self.supervisor.end_by = shutdown.at(STOP)
                     self.plane.abandon_pending()
+
+    async def _end_sizing(self) -> None:
+        if self.sizing is not None and not self.sizing.done():
+            self.sizing.cancel()
+            await asyncio.wait((self.sizing,))
 
     async def _open_sinks(self, opened: AsyncExitStack) -> None:
         step = Opening(self.config.actors.open_timeout_s, self.shutdown).step

@@ -15,14 +15,14 @@ from kvactors.cpu_evictor.messages import HostReply, HostRequest
 from kvactors.data_plane.local import LocalPlane
 from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.messages import Report
+from kvactors.flush_notifier.messages import Report, SetIdleLimit
 from kvactors.flush_notifier.sinks import Sink
 from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.messages import Copy, CopyReply, DataPlaneStatus
 from kvactors.identity import CacheScope
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
-from kvactors.prefix_index.messages import IndexRequest
+from kvactors.prefix_index.messages import IndexRequest, SetNumBlocks
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.storage.device_store import StorageDirect
@@ -101,6 +101,18 @@ class Wiring:
             () if self.plane.backend is not None else (StorageReader, StorageWriter)
         )
         return unused if self.device_store is not None else (*unused, StorageDirect)
+
+    @property
+    def idle_limit(self) -> int:
+        """Blocks in no tier that the notifier's ledger keeps."""
+        return self.plane.device.num_blocks + self.plane.slots.num_slots + FORGOTTEN
+
+    def blocks_set(self) -> None:
+        """The plane's number of device blocks has been set. An actor that is
+        restarting is made with the number."""
+        blocks = self.plane.device.num_blocks
+        self.index.try_tell(SetNumBlocks(blocks, *self.config.device.free_blocks(blocks)))
+        self.notifier.try_tell(SetIdleLimit(self.idle_limit))
 
     # -- the factories, in flow order
 
@@ -198,7 +210,7 @@ class Wiring:
             sinks=list(self.sinks.values()),
             config=self.config.flush,
             epoch=self.epoch,
-            idle_limit=self.plane.device.num_blocks + self.plane.slots.num_slots + FORGOTTEN,
+            idle_limit=self.idle_limit,
             token_root=self.token_root,
             root_of=self.roots.of,
             namespace=self.roots.namespace,

@@ -91,6 +91,23 @@ class CopyEngine(ABC):
         return [range(first, min(count, first + step)) for first in range(0, count, step)]
 
 
+class NoCopies(CopyEngine):
+    """The engine of a plane whose device blocks are not set yet."""
+
+    def __init__(self) -> None:
+        """There is no device and no arena to copy between."""
+
+    async def run(
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        progress: Progress | None = None,
+    ) -> tuple[int, ...]:
+        """See `CopyEngine`: no pair arrives."""
+        return tuple(range(len(blocks)))
+
+
 class InlineCopies(CopyEngine):
     """Copies in the calling thread."""
 

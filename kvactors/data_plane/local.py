@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 from kvactors.config import Config, HostConfig, StorageConfig
 from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChanged
 from kvactors.data_plane.devices import make_device
-from kvactors.data_plane.engine import CopyEngine, InlineCopies, ThreadedCopies
+from kvactors.data_plane.engine import CopyEngine, InlineCopies, NoCopies, ThreadedCopies
 from kvactors.device.arena import Arena
-from kvactors.device.base import Device
+from kvactors.device.base import Device, DeviceBlocks
 from kvactors.errors import DeviceError, StoreError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
+from kvactors.sdk_settings import gpu_of
 from kvactors.storage.backends import Backend, DeviceStore, make_backend, make_device_store
 from kvactors.threads import in_thread
 
@@ -24,15 +25,18 @@ class LocalPlane(DataPlane):
     """Its memory is lost only with the process, or with the GPU's context: then it copies nothing
     any more. So its memory generation never changes.
 
+    Args:
+        make_engine: makes the copy engine for a device (see `set_device` for one of 0 blocks).
+
     Attributes:
         engine: carries out copies.
     """
 
     def __init__(
         self,
-        device: Device,
+        device: DeviceBlocks,
         arena: Arena,
-        engine: CopyEngine,
+        make_engine: Callable[[Device], CopyEngine],
         backend: Backend | None = None,
         device_store: DeviceStore | None = None,
         *,
@@ -42,9 +46,11 @@ class LocalPlane(DataPlane):
     ) -> None:
         super().__init__(device, arena, backend, device_store, store_timeout=store_timeout)
         self.arena = arena
-        self.engine = engine
+        self.make_engine = make_engine
+        self.engine = make_engine(device) if isinstance(device, Device) else NoCopies()
         self._inline = inline
         self._owns_device = owns_device
+        self._changed: StatusChanged | None = None
 
     @property
     def trouble(self) -> str:
@@ -53,6 +59,7 @@ class LocalPlane(DataPlane):
 
     def on_status(self, changed: StatusChanged) -> None:
         """See `DataPlane`."""
+        self._changed = changed
         self.engine.on_status(lambda available, lost: changed(available, lost, self.generation))
 
     def acknowledge_loss(self) -> None:
@@ -81,8 +88,15 @@ class LocalPlane(DataPlane):
         """See `DataPlane`."""
         return self.engine.make_stream_wait(stream, blocks, layer)
 
+    def set_device(self, device: Device, engine: CopyEngine, *, owned: bool) -> None:
+        """Take the device of a plane that was opened without one, and its open engine. owned: the
+        plane closes the device at its end."""
+        self.device, self.engine, self._owns_device = device, engine, owned
+        if self._changed is not None:
+            self.on_status(self._changed)
+
     async def _open(self, stack: AsyncExitStack, opening: Opening) -> None:
-        stack.push_async_callback(opening.shutdown.step, "copy engine", self.engine.close)
+        stack.push_async_callback(opening.shutdown.step, "copy engine", lambda: self.engine.close())
         await self._open_stores(stack, opening)
         if self._inline:
             self.arena.touch()
@@ -123,25 +137,30 @@ def make_local_plane(
         ConfigError, LayoutError, DeviceError, StoreError, SdkError: it cannot be made.
     """
     owned = device is None
-    if device is None:
-        device = make_device(config.device, layout)
+    blocks: DeviceBlocks
+    if device is not None:
+        blocks = device
+    elif config.device.num_blocks:
+        blocks = make_device(config.device, layout)
+    else:
+        blocks = DeviceBlocks("host" if gpu_of(config, None) is None else "cuda", layout, 0)
     size = layout.block_bytes
     if backend is None or config.flush.flush_only:
         # the first rank keeps lineages for all
         block_size = config.cache.block_size if shard is None or shard[0] == 0 else 0
         backend = make_backend(storage, config.cache.model, layout.fingerprint, size, block_size)
-    device_store = make_device_store(config, device, shard)
+    device_store = make_device_store(config, blocks, shard)
     arena = Arena(
         config.host.arena_slots(stored=backend is not None),
         size,
-        pinned=config.host.pinned and device.kind != "cuda",
+        pinned=config.host.pinned and blocks.kind != "cuda",
         trailer=0 if backend is None else backend.slot_trailer_bytes,
         numa_node=config.host.numa_node,
     )
     return LocalPlane(
-        device,
+        blocks,
         arena,
-        make_engine(device, arena, config.host, inline=inline),
+        lambda device: make_engine(device, arena, config.host, inline=inline),
         backend,
         device_store,
         store_timeout=config.storage.timeout,

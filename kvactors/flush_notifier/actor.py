@@ -27,6 +27,7 @@ from kvactors.flush_notifier.messages import (
     Resync,
     ResyncDue,
     RetryDue,
+    SetIdleLimit,
     TierCleared,
     WaitFlushed,
 )
@@ -100,6 +101,11 @@ class FlushNotifier(Actor):
         """Blocks are resident, left a tier, or have a path, or other blocks are due."""
         if self.sinks:
             self._work(self.ledger.apply(fact))
+
+    @on(SetIdleLimit)
+    def set_idle_limit(self, message: SetIdleLimit) -> None:
+        """The device blocks of the cache are set."""
+        self.ledger.tree.idle_limit = message.limit
 
     @on(Continue)
     def continue_work(self, message: Continue) -> None:

@@ -171,6 +171,13 @@ class Resync(Ask[bool], frozen=True, eq=False):
     sink: str
 
 
+class SetIdleLimit(Control, frozen=True, eq=False):
+    """The number of blocks in no tier that the ledger keeps, for a cache whose device blocks are
+    set after it was opened."""
+
+    limit: int
+
+
 class FlushTask(Message, frozen=True, eq=False):
     """A change sent to a sink: blocks [start_block_idx, start_block_idx + count) of a path are
     resident, or gone. It carries no KV data.
@@ -253,5 +260,13 @@ class RetryDue(Control, frozen=True, eq=False):
     sink: str
 
 
-Report = PathCached | BlocksAdded | BlocksRemoved | TierCleared | NamespaceChanged | PathsFound
-"""Messages to FlushNotifier: changes of residency, and the paths and scopes of blocks."""
+Report = (
+    PathCached
+    | BlocksAdded
+    | BlocksRemoved
+    | TierCleared
+    | NamespaceChanged
+    | PathsFound
+    | SetIdleLimit
+)
+"""Messages to FlushNotifier: changes of residency, paths and scopes of blocks, and a limit."""

@@ -92,7 +92,8 @@ def _reason(component: str, why: str, since: float | None) -> Reason:
 
 
 def troubles(system: System) -> Iterator[Trouble]:
-    """Every fault of an actor, sink, store, rank or copy engine."""
+    """Every fault of an actor, sink, store, rank or copy engine, and a number of device blocks that
+    is not set."""
     yield from _actors(system)
     stores: tuple[tuple[str, Any], ...] = (
         ("store", system.backend),
@@ -103,7 +104,7 @@ def troubles(system: System) -> Iterator[Trouble]:
         if store is not None:
             yield from _store(name, store)
     ranks: Any = getattr(system.ranks, "health", None)
-    if ranks is not None:
+    if ranks is not None and system.sized:
         for rank in ranks():
             if rank.state != "healthy":
                 yield Trouble(
@@ -111,6 +112,8 @@ def troubles(system: System) -> Iterator[Trouble]:
                     f"{rank.state}: {rank.reason}" if rank.reason else rank.state,
                     rank.since,
                 )
+    if not system.sized:
+        yield Trouble("device", "the number of device blocks is not set (set_num_blocks)", None)
     if system.plane.trouble:
         yield Trouble("copies", system.plane.trouble, None)
 

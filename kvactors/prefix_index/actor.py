@@ -47,6 +47,7 @@ from kvactors.prefix_index.messages import (
     Reserve,
     Resume,
     SetNamespace,
+    SetNumBlocks,
     StepLeases,
     StepResult,
     Sweep,
@@ -76,17 +77,14 @@ class PrefixIndex(Actor):
         settings: IndexSettings,
     ) -> None:
         super().__init__(ref)
-        self.index = index
         self.core = core = IndexCore(index, roots, settings, restarted=self.incarnation > 0)
-        self.runner = ActionRunner(self.context, evictor, notifier)
+        self.index, self.runner = index, ActionRunner(self.context, evictor, notifier)
         self._perform, self._requests = self.runner.perform, core.requests  # bound: hot
         self._commits, self._endings, self._tables = core.commits, core.endings, core.tables
 
     def started(self) -> None:
         """A restarted index begins with an empty device tier."""
         self._perform(self.core.started())
-
-    # -- requests
 
     @on(Acquire)
     def acquire(self, message: Acquire, envelope: Envelope[AcquireResult]) -> None:
@@ -175,6 +173,11 @@ class PrefixIndex(Actor):
     def set_namespace(self, message: SetNamespace, envelope: Envelope[Ack]) -> None:
         """Admit requests under another namespace."""
         self._perform(self.core.set_namespace(message.namespace, envelope))
+
+    @on(SetNumBlocks)
+    def set_num_blocks(self, message: SetNumBlocks) -> None:
+        """Take the device blocks of a cache that was opened without any."""
+        self.core.set_num_blocks(message)
 
     # -- completions, and messages to itself
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from kvactors.actor import Envelope
-from kvactors.errors import DeadlineExceeded, LeaseEnded, NeverFits, NoRoom
+from kvactors.errors import DeadlineExceeded, LeaseEnded, NeverFits, NoRoom, NumBlocksUnset
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action, Refusal, Reply, StartTimer, Timed, Work
 from kvactors.prefix_index.evictions import Evictions
@@ -100,6 +100,10 @@ class Admission:
         self._pausing: list[Envelope[Ack]] = []
         self._serving = self._proceeding = False
 
+    def set_watermarks(self, free_low: int, free_high: int) -> None:
+        """See `IndexSettings`. For an index whose device blocks are set after it was made."""
+        self.free_low, self._free_high = free_low, free_high
+
     # -- the queue
 
     @property
@@ -179,6 +183,8 @@ class Admission:
     def never_fits(self, envelope: Envelope[Any], needed: int) -> Refusal:
         """Refuse a request of `needed` blocks in all, more than the device has."""
         total = self._index.pool.total
+        if not total:
+            return Refusal(envelope, NumBlocksUnset())
         return self.count_refusal(envelope, NeverFits(needed, self.available(), total))
 
     def count_refusal(self, envelope: Envelope[Any], error: NoRoom) -> Refusal:

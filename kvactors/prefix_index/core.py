@@ -20,12 +20,12 @@ from kvactors.prefix_index.endings import Endings
 from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.grants import Grants
 from kvactors.prefix_index.held import HeldRequests
-from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.index import BlockIndex, set_num_blocks
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.loads import LoadTable
 from kvactors.prefix_index.long_requests import LongRequests
-from kvactors.prefix_index.messages import Ack
+from kvactors.prefix_index.messages import Ack, SetNumBlocks
 from kvactors.prefix_index.parts import next_part
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.prefix_index.requests import Requests
@@ -102,6 +102,12 @@ class IndexCore:
             self.roots.namespace = namespace
             actions = self.announcements.namespace_changed(namespace)
         return [*actions, Reply(envelope, Ack())]
+
+    def set_num_blocks(self, message: SetNumBlocks) -> None:
+        """Take the device blocks of a cache that was opened without any."""
+        if not self.index.pool.total:
+            set_num_blocks(self.index, message.num_blocks)
+            self.admission.set_watermarks(message.free_low, message.free_high)
 
     # -- completions
 

@@ -380,6 +380,15 @@ class BlockIndex:
         yield from self.pool.check_steps()
 
 
+def set_num_blocks(index: BlockIndex, num_blocks: int) -> None:
+    """Give device blocks to an index that was made without any, and that is empty."""
+    if index.pool.total or index.tree.statistics()["nodes"]:
+        raise RuntimeError("the number of device blocks is set once, in an empty index")
+    index.capacity += num_blocks
+    index.pool = BlockPool(num_blocks)
+    index.tree = BlockTree(index.block_size, index.capacity, touch=False)  # within a turn
+
+
 def pick_hashes(hashes: bytes, positions: list[int]) -> bytes:
     """The hashes at some positions of a buffer of hashes."""
     return b"".join(hashes[p * HASH_BYTES : (p + 1) * HASH_BYTES] for p in positions)

@@ -240,6 +240,19 @@ class SetNamespace(Ask[Ack], frozen=True, eq=False):
     namespace: str
 
 
+class SetNumBlocks(Control, frozen=True, eq=False):
+    """The number of device blocks, for an index that was made without any. An incarnation that was
+    made with the number ignores this.
+
+    Attributes:
+        free_low, free_high: see `IndexSettings`.
+    """
+
+    num_blocks: int
+    free_low: int
+    free_high: int
+
+
 class Abandon(Control, frozen=True, eq=False):
     """The holder of a lease has gone (cancelled or garbage collected): release the lease. Unknown
     leases are ignored."""
@@ -304,5 +317,6 @@ IndexRequest = (
     | Pause
     | Resume
     | SetNamespace
+    | SetNumBlocks
 )
 """Messages of the public API to PrefixIndex."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvactors.actor import Envelope
 from kvactors.cpu_evictor.messages import PrefetchToHost
-from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom, Paused
+from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom, NumBlocksUnset, Paused
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.admission import STEPS, Admission
 from kvactors.prefix_index.grants import Grants
@@ -154,6 +154,8 @@ class Requests:
     def prefetch(self, message: Prefetch, envelope: Envelope[Ack]) -> list[Action]:
         """Ask the host tier to fetch the blocks that the device lacks."""
         path, index = message.path, self._index
+        if not index.pool.total:
+            return [Refusal(envelope, NumBlocksUnset())]
         self._grants.set_root(path, message.scope)
         limit = index.match_limit(path)
         start = index.tree.peek(path, limit)[0]

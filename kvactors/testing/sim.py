@@ -194,10 +194,15 @@ class Sim:
         system = System(config, None, [faults.sink], faults.store, inline_copies=True)
         system.wiring.epoch = 1  # not the time of day
         plane = system.plane
-        if not isinstance(plane, LocalPlane) or not isinstance(plane.device, Device):
+        if not isinstance(plane, LocalPlane):
             raise ConfigError("simulated copies need a device of this process: ranks.count = 1")
-        plane.engine = faults.copies = SimExecutor(
-            plane.device, plane.arena, latency(self._lags, LAGS["copies"])
-        )
+
+        def make_engine(device: Device) -> SimExecutor:
+            faults.copies = SimExecutor(device, plane.arena, latency(self._lags, LAGS["copies"]))
+            return faults.copies
+
+        plane.make_engine = make_engine
+        if isinstance(plane.device, Device):
+            plane.engine = make_engine(plane.device)
         self.trace.attach(system)
         return system

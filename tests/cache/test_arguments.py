@@ -167,6 +167,7 @@ def kinds():
         ],
         "stream": [-1, 2**70, 0.5, True, "stream", b"stream", [], {}, object()],
         "event": [5, 0.5, True, "event", b"event", [], {}, object(), Odd()],
+        "device": [5, "cuda", b"cuda", [], {}, object(), Odd()],
         "steps": [None, 5, "x", b"x", [5], [None], {1}, (x for x in "a"), [Step(5)], Step(5)],
         "sink": [None, 5, b"memory", ["memory"], "nope", "", "\ud800", object()],
         "sinks": [
@@ -208,6 +209,10 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "step"): (
         {"steps": []},
         {"steps": "steps", "event": "event", "deadline": "seconds"},
+    ),
+    (KVCache, "set_num_blocks"): (
+        {"num_blocks": 8},
+        {"num_blocks": "int", "device": "device", "deadline": "seconds"},
     ),
     (KVCache, "clear"): ({}, {"storage": "flag", "deadline": "seconds"}),
     (KVCache, "pause"): ({}, {"deadline": "seconds"}),

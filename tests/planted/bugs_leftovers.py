@@ -19,7 +19,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "cancelled_open_waits_for_the_part",
         "opening.py",
-        "        await asyncio.wait((task,), timeout=self.shutdown.left(STOP) + LEAST_STEP)\n",
+        "        await asyncio.wait((task,), timeout=self._time_to_end())\n",
         "        await asyncio.wait((task,))\n",
         "a part that ignores its cancellation keeps a cancelled `open` without limit",
         (

@@ -88,18 +88,14 @@ class RankGroup:
         self.names: RankNames | None = None
         self.memory_generation = 0
         self.strangers = Strangers()
-        self.used = False
         self._ranks = [Rank(number) for number in range(config.count)]
         self._ops = count(1)
-        self._closing = False
+        self.used = self._closing = False
         self._entrance = Entrance(self, Secret(config.secret))
         self._joins = Joins()
         self._admission: asyncio.Future[None] | None = None
         self._silence = Silence(config.timeout, self._set)
-        self._listener = Listener(
-            self.accept,
-            lambda source, reason: self.strangers.refused(source, "another user", reason),
-        )
+        self._listener = listener_of(self)
 
     @property
     def healthy(self) -> bool:
@@ -107,7 +103,7 @@ class RankGroup:
         return not self._closing and all(rank.health is RankState.HEALTHY for rank in self._ranks)
 
     async def open(self) -> None:
-        """Listen, and wait until every rank was admitted.
+        """Listen, and wait until every rank was admitted. After a failure it can be called again.
 
         Raises:
             RankError: not all ranks came in `ranks.startup_timeout_s` seconds (a rank that sends
@@ -127,8 +123,14 @@ class RankGroup:
             if not self.healthy:
                 raise RankError(lacking(self._ranks, self.config, self.strangers))
         except BaseException:
-            await uncancelled(self.close())
+            await uncancelled(self._reset())
             raise
+
+    async def _reset(self) -> None:
+        """Close, and be as before `open`."""
+        await self.close()
+        self._ranks, self._joins = [Rank(rank.number) for rank in self._ranks], Joins()
+        self._listener, self._closing, self._silence.closing = listener_of(self), False, False
 
     def abandon_pending(self) -> None:
         """Nothing will be reused any more: operations that wait for a silent or lost rank need not
@@ -350,6 +352,12 @@ class RankGroup:
     def health(self) -> tuple[RankHealth, ...]:
         """For every rank: its state, why, and since when."""
         return tuple(rank.describe() for rank in self._ranks)
+
+
+def listener_of(group: RankGroup) -> Listener:
+    """A listener that refuses and counts connections of other users."""
+    refused = group.strangers.refused
+    return Listener(group.accept, lambda source, why: refused(source, "another user", why))
 
 
 def layer_progress(

@@ -14,6 +14,7 @@ from kvactors.data_plane.ranks.state import RankState, RankStatistics
 from kvactors.data_plane.ranks.store import RankStore
 from kvactors.device.arena import HostSlots
 from kvactors.device.base import DeviceBlocks
+from kvactors.errors import ConfigError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
 from kvactors.sdk_settings import store_identity
@@ -56,7 +57,7 @@ class RanksPlane(DataPlane):
             self._unacknowledged |= lost
             changed(self.group.healthy, lost, self.generation)
 
-        self.group.changed, self.group.used = note, True
+        self.group.changed, self.group.used = note, self.device.num_blocks > 0
         if self._unacknowledged or not self.group.healthy:
             changed(self.group.healthy, self._unacknowledged, self.generation)
 
@@ -95,8 +96,17 @@ class RanksPlane(DataPlane):
 
     async def _open(self, stack: AsyncExitStack, opening: Opening) -> None:
         stack.push_async_callback(opening.shutdown.step, "ranks", self.group.close)
-        await self.group.open()
+        if self.device.num_blocks:
+            await self.group.open()
         await self._open_stores(stack, opening)
+
+    async def set_num_blocks(self, num_blocks: int) -> None:
+        """Listen for ranks with so many device blocks, and wait until all have joined. RankError if
+        they do not in time: nothing was changed."""
+        self.group.blocks = num_blocks
+        await self.group.open()
+        self.group.used = True
+        self.device = DeviceBlocks("ranks", self.device.layout, num_blocks)
 
 
 def make_ranks_plane(config: Config, storage: StorageConfig, layout: Layout) -> RanksPlane:
@@ -111,6 +121,11 @@ def make_ranks_plane(config: Config, storage: StorageConfig, layout: Layout) -> 
         ConfigError, SdkError: it cannot be made.
     """
     token_addressed = has_device_store(config)
+    if token_addressed and not config.device.num_blocks:
+        raise ConfigError(
+            "device.num_blocks is 0, and attention_store registers the device memory when the "
+            "cache is opened: set the number of blocks"
+        )
     stored = storage.backend != "none" and not token_addressed
     num_slots = config.host.arena_slots(stored=stored)
     group = RankGroup(

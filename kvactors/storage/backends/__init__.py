@@ -4,7 +4,7 @@ from typing import Any
 
 from kvactors.class_path import class_at
 from kvactors.config import Config, StorageConfig
-from kvactors.device.base import Device
+from kvactors.device.base import Device, DeviceBlocks
 from kvactors.errors import ConfigError
 from kvactors.identity import StoreIdentity
 from kvactors.moved import moved
@@ -77,12 +77,17 @@ def has_device_store(config: Config) -> bool:
 
 
 def make_device_store(
-    config: Config, device: Device, shard: tuple[int, int] | None = None
+    config: Config, device: DeviceBlocks, shard: tuple[int, int] | None = None
 ) -> DeviceStore | None:
     """The store that moves device memory itself, if the config names one. ConfigError, LayoutError,
     SdkError. shard: rank and ranks, in a rank."""
     if not has_device_store(config):
         return None
+    if not isinstance(device, Device):
+        raise ConfigError(
+            "device.num_blocks is 0, and attention_store registers the device memory when the "
+            "cache is opened: set the number of blocks, or give the device to open"
+        )
     from kvactors.sdk_settings import sdk_settings
     from kvactors.storage.backends.attention_store import AttentionStoreBackend
 
