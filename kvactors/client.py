@@ -6,15 +6,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from kvactors.actor import ActorRef, Ask
+from kvactors.actor.log import get_logger
 from kvactors.arguments import check_seconds
 from kvactors.device_events import DeviceEvents
 from kvactors.errors import ActorFailed, CacheClosed, KVActorsError, WrongLoop
 from kvactors.prefix_index.messages import Abandon, IndexRequest, Withdrawn
 from kvactors.prefix_index.parts import part_of
 from kvactors.system import System
+
+log = get_logger()
 
 
 class Client:
@@ -28,6 +32,7 @@ class Client:
         part_tokens: tokens that a turn of PrefixIndex commits at most.
         events: events that calls wait for.
         is_open: whether new calls are accepted.
+        leaked: leases that were garbage-collected before their end.
         on_forgotten: called with each lease that is garbage-collected before its end, for tests.
     """
 
@@ -41,6 +46,7 @@ class Client:
         self.part_tokens = part_of(block_size) * block_size
         self.events = DeviceEvents(self.loop)
         self.is_open = True
+        self.leaked = 0
         self.on_forgotten: Callable[[int], None] | None = None
         self._supervisor = system.supervisor
         self._thread = threading.get_ident()
@@ -113,12 +119,19 @@ class Client:
             except KVActorsError:
                 return  # the cache is closing or has failed: no actor is left to release the lease
 
+    def _leaked(self, lease: int) -> None:
+        """Log and give back a lease that was garbage-collected before its end."""
+        self.leaked += 1
+        log.warning("lease leaked", lease=lease)
+        self.tell(Abandon(lease))
+
     def abandon(self, lease: int) -> None:
         """Give a lease back, from any thread."""
         if threading.get_ident() == self._thread:
             self.tell(Abandon(lease))
-        else:
-            self.abandon_unused(lease)
+        elif self.is_open and not self.loop.is_closed() and not self.system.forked:
+            with suppress(RuntimeError):  # the loop was closed by its own thread since
+                self.loop.call_soon_threadsafe(self.tell, Abandon(lease))
 
     def abandon_unused(self, lease: int) -> bool:
         """Give a lease back from a finaliser, which may run in any thread and at any point; False
@@ -128,7 +141,7 @@ class Client:
         if not self.is_open or self.loop.is_closed() or self.system.forked:
             return False
         try:
-            self.loop.call_soon_threadsafe(self.tell, Abandon(lease))
+            self.loop.call_soon_threadsafe(self._leaked, lease)
         except RuntimeError:  # the loop was closed by its own thread since
             return False
         return True

@@ -45,6 +45,8 @@ from kvactors.opening import Opening
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.shutdown import QUIET, STOP, Shutdown
 from kvactors.storage.backends import Backend
+from kvactors.summary import summarize
+from kvactors.totals import Totals
 from kvactors.wiring import Wiring
 
 log = get_logger()
@@ -109,6 +111,8 @@ class System:
             RestartBudget(config.actors.max_restarts_per_minute),
             lambda: CacheClosed("the cache is closed"),
         )
+        self.totals = Totals()
+        self.supervisor.on_replaced = self.totals.replaced
         self.shutdown = Shutdown(config.actors.drain_timeout_s, self.arena)
         self.forked = False
         self.sizing: asyncio.Task[None] | None = None  # `set_num_blocks` at work
@@ -197,11 +201,14 @@ class System:
             opened.push_async_callback(shutdown.step, "device", self._end_sizing)
             drain, unused = self.config.actors.drain_timeout_s, self.wiring.unused()
             async with self.supervisor.running(*self._groups(), drain=drain, outside=unused):
+                log.info("cache opened", **summarize(self)._asdict())
                 started.set_result(None)
                 try:
                     clean = await leave
                     await uncancelled(self._drain(clean))
                 finally:
+                    failed = self.supervisor.failed is not None
+                    log.info("cache closing", model=self.config.cache.model, failed=failed)
                     shutdown.begin()
                     self.supervisor.end_by = shutdown.at(STOP)
                     self.plane.abandon_pending()

@@ -11,6 +11,8 @@ import hypothesis
 import pytest
 import structlog
 
+from kvactors.actor.log import limit
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The option of the interop tests, unless kvactors' plugin has added it
@@ -93,6 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _structlog_as_imported() -> Iterator[None]:
     """`capture_logs` and commands configure structlog for the whole process, with streams that
-    pytest closes after the test."""
+    pytest closes after the test. No test leaves out lines that another one has logged."""
+    limit.reset()
     yield
     structlog.reset_defaults()

@@ -1,14 +1,14 @@
-"""The package's logger: events go where the application's logging sends them. Never writes to
-stdout by default, and never logs the values of local variables.
+"""The package's logger: every event goes to the standard library's logger `kvactors`.
 
-An application that has configured structlog receives the events there. Otherwise they go to the
-standard library's logger `kvactors`, whose warnings and errors appear on stderr unless the
-application has set handlers.
+The library is silent until the application sets a handler, and never writes to stdout. An
+application that has configured structlog receives the events there too. Values of local variables
+are never logged. An event that repeats is limited: see `RateLimit`.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,6 +17,56 @@ import structlog
 
 LONGEST_TEXT = 300
 """Characters of an error's text that are logged at most."""
+
+BURST = 10
+"""Lines of one event about one part that are logged within WINDOW."""
+
+WINDOW = 60.0
+"""Seconds after which BURST lines of an event are logged again."""
+
+MOST_EVENTS = 1024
+"""Events that are limited separately. With more, all begin anew."""
+
+PARTS = ("actor", "component", "part", "rank", "sink", "store", "call", "variable")
+"""Fields that name the part an event is about. Each part has its own limit."""
+
+STANDARD = logging.getLogger("kvactors")
+STANDARD.addHandler(logging.NullHandler())
+
+
+class RateLimit:
+    """Limits the lines of each event about each part to BURST in WINDOW seconds.
+
+    The first line after a window has the number of lines that were left out in it, in the field
+    `suppressed`.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[tuple[object, ...], tuple[float, int]] = {}
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._events.clear()
+
+    def admit(self, event: str, fields: dict[str, Any]) -> int | None:
+        """Count a line.
+
+        Returns:
+            Lines left out since the last one, None if this line is left out.
+        """
+        key = (event, *(str(fields[name]) for name in PARTS if name in fields))
+        at = time.monotonic()
+        since, count = self._events.get(key, (at, 0))
+        left_out = 0
+        if at - since >= WINDOW:
+            since, count, left_out = at, 0, max(0, count - BURST)
+        if len(self._events) >= MOST_EVENTS and key not in self._events:
+            self._events.clear()
+        self._events[key] = since, count + 1
+        return left_out if count < BURST else None
+
+
+limit = RateLimit()
 
 
 class Logger:
@@ -51,18 +101,50 @@ class Logger:
         with suppress(
             Exception
         ):  # a handler or a stream of the application that fails must not fail an actor
-            self._emit(method, level, event, fields)
+            if structlog.is_configured() or STANDARD.isEnabledFor(level):
+                self._emit(method, level, event, {**self._context, **fields})
 
     def _emit(self, method: str, level: int, event: str, fields: dict[str, Any]) -> None:
-        if structlog.is_configured():
-            getattr(structlog.get_logger(**self._context), method)(event, **fields)
+        left_out = limit.admit(event, fields)
+        if left_out is None:
             return
-        logger = logging.getLogger("kvactors")
-        if logger.isEnabledFor(level):
-            text = " ".join(
-                f"{name}={value!r}" for name, value in {**self._context, **fields}.items()
+        if left_out:
+            fields["suppressed"] = left_out
+        if structlog.is_configured():
+            # A structlog that writes to the standard library's loggers brings the event there.
+            over_standard = isinstance(
+                structlog.get_config()["logger_factory"], structlog.stdlib.LoggerFactory
             )
-            logger.log(level, "%s", f"{event} {text}".rstrip())
+            with suppress(Exception):
+                getattr(structlog.get_logger("kvactors"), method)(event, **fields)
+            if over_standard:
+                return
+        if STANDARD.isEnabledFor(level):
+            text = " ".join(f"{name}={value!r}" for name, value in fields.items())
+            STANDARD.log(
+                level,
+                "%s",
+                f"{event} {text}".rstrip(),
+                extra={"kvactors_event": event, "kvactors_fields": fields},
+            )
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (Unix seconds), level, logger, event and the event's fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.format`."""
+        import json
+
+        fields = getattr(record, "kvactors_fields", {})
+        line = {
+            **fields,
+            "time": record.created,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": getattr(record, "kvactors_event", None) or record.getMessage(),
+        }
+        return json.dumps(line, default=str)
 
 
 def get_logger(**context: Any) -> Logger:

@@ -125,6 +125,7 @@ class Supervisor:
     ) -> None:
         self.in_flight = in_flight
         self.instruments = Instruments()
+        self.on_replaced: Callable[[Actor], None] | None = None  # of an incarnation that has ended
         self._closed = closed
         self.failed: BaseException | None = None
         self.failed_actor = ""
@@ -249,7 +250,7 @@ class Supervisor:
                             tasks.start_soon(self._run_group, member, self._budget)
                         else:
                             member.ref.begin_restart()
-                            self._actors[member.ref.name] = self._make(member, switch)
+                            self._place(self._make(member, switch))
                             tasks.start_soon(self._run_actor, member)
                 cause: BaseException = RuntimeError("switched on again")
                 if not switch.due() or self._stopping:
@@ -290,6 +291,15 @@ class Supervisor:
             for other in self._root.specs()
         }
         return actor
+
+    def _place(self, actor: Actor) -> None:
+        name = actor.ref.name
+        before, self._actors[name] = self._actors.get(name), actor
+        if before is None:
+            return
+        log.warning("actor restarted", actor=name, incarnation=actor.incarnation)
+        if self.on_replaced is not None:
+            self.on_replaced(before)
 
     async def _run_actor(self, spec: ActorSpec) -> None:
         actor = self._actors[spec.ref.name]

@@ -60,6 +60,10 @@ class Health(NamedTuple):
     status: Literal["ok", "degraded", "failed"]
     reasons: tuple[Reason, ...]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Names and values, for JSON."""
+        return {"status": self.status, "reasons": [one._asdict() for one in self.reasons]}
+
 
 def health(system: System) -> Health:
     """The health as of now. A change since the last call is logged once."""
@@ -143,6 +147,8 @@ def _store(name: str, store: Any) -> Iterator[Trouble]:
     if getattr(store, "clear_pending", False):
         since = store.clears.pending_since if isinstance(store, CheckedBackend) else None
         yield Trouble(name, "a clear has not been completed", since)
+    if isinstance(store, CheckedBackend) and store.watch.full_since is not None:
+        yield Trouble(name, "writes find no space", store.watch.full_since)
     overdue = store.overdue() if isinstance(store, CheckedBackend) else None
     if overdue is not None:
         what, since = overdue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from kvactors.actor import ActorStatistics, SupervisorStatistics
 from kvactors.cpu_evictor.statistics import HostStatistics
@@ -30,7 +30,8 @@ CopyStatistics: TypeAlias = "CudaStatistics | tuple[RankStatistics, ...] | None"
 class CacheStatistics(NamedTuple):
     """Counters and gauges of a cache.
 
-    An actor's counters start at zero with each of its incarnations. Hits are in blocks.
+    Counters go on across restarts of an actor. The other fields describe the present. Hits are in
+    blocks.
     """
 
     requests: int
@@ -50,11 +51,28 @@ class CacheStatistics(NamedTuple):
     actors: tuple[ActorStatistics, ...]
     supervisor: SupervisorStatistics
 
+    def as_dict(self) -> dict[str, Any]:
+        """Nested dictionaries of names and values, for JSON."""
+        found: dict[str, Any] = with_names(self)
+        return found
+
+
+def with_names(value: Any) -> Any:
+    """A record with every record inside it as a dictionary, and sequences as lists."""
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: with_names(item) for name, item in value._asdict().items()}
+    if isinstance(value, (tuple, list)):
+        return [with_names(item) for item in value]
+    if isinstance(value, dict):
+        return {name: with_names(item) for name, item in value.items()}
+    return value
+
 
 def collect(system: System) -> CacheStatistics:
     """The statistics as of now."""
-    index = system.index_actor.core.statistics()
-    actors = tuple(actor.statistics() for actor in system.supervisor.actors())
+    sums = system.totals.over_incarnations
+    index = sums(system.index_actor.core.statistics())
+    actors = tuple(sums(actor.statistics(), actor.ref.name) for actor in system.supervisor.actors())
     return CacheStatistics(
         index.requests,
         index.blocks_looked_up,
@@ -65,10 +83,10 @@ def collect(system: System) -> CacheStatistics:
         sum(actor.told for actor in actors),
         sum(actor.late_replies for actor in actors),
         index,
-        system.evictor_actor.host_statistics(),
+        sums(system.evictor_actor.host_statistics()),
         store_of(system),
-        system.notifier_actor.sinks.statistics(),
-        system.swapper_actor.swapper_statistics(),
+        system.totals.of_sinks(system.notifier_actor.sinks.statistics(), system.sinks),
+        sums(system.swapper_actor.swapper_statistics()),
         system.plane.statistics(),
         actors,
         system.supervisor.statistics(),

@@ -24,6 +24,7 @@ class StoreStatistics(NamedTuple):
     evicted: int
     breaker: str
     faults: int = 0  # calls that raised, or returned something that the contract does not allow
+    capacity: int = 0  # objects at most, 0 without a limit or if the store does not tell
 
 
 class StoreCounters:
@@ -54,8 +55,9 @@ class StoreCounters:
         failed = outcomes.count(Outcome.UNAVAILABLE) >= max(1, len(outcomes))
         self.breaker.saw(not failed, trouble)
 
-    def statistics(self, objects: int, object_bytes: int) -> StoreStatistics:
-        """The counters, with the number and the size of the store's objects."""
+    def statistics(self, objects: int, object_bytes: int, capacity: int = 0) -> StoreStatistics:
+        """The counters, with the number and the size of the store's objects, and how many it
+        holds at most."""
         outcomes = self.outcomes
         return StoreStatistics(
             objects,
@@ -70,4 +72,5 @@ class StoreCounters:
             outcomes[Outcome.LATE],
             self.evicted,
             self.breaker.state(),
+            capacity=capacity,
         )

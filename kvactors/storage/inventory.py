@@ -20,6 +20,11 @@ class Inventory:
         """Whether `keys` returns every key of the store."""
         return type(self).keys is not Inventory.keys
 
+    @property
+    def capacity(self) -> int:
+        """Objects at most, 0 without a limit or if it is not known."""
+        return 0
+
     def keys(self) -> list[bytes]:
         """See `Backend.keys`."""
         return []
@@ -62,6 +67,11 @@ class OwnedInventory(Inventory):
         self.catalog = Catalog(capacity)
         self.pending: set[bytes] = set()
         self.answerable = answerable
+
+    @property
+    def capacity(self) -> int:
+        """See `Inventory.capacity`."""
+        return self.catalog.capacity
 
     @property
     def lists_keys(self) -> bool:

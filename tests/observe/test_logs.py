@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -54,16 +56,45 @@ def run(setup: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_settings_warnings_go_to_stderr_and_nothing_to_stdout():
+def test_without_settings_nothing_is_written():
     done = run()
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_handler_of_the_standard_library_sees_every_event():
+    done = run("logging.basicConfig(level=logging.DEBUG)")
     assert done.stdout == ""
-    assert "actor failed" in done.stderr
-    assert "system failed" in done.stderr
+    for event in ("cache opened", "actor failed", "actor restarted", "system failed"):
+        assert f"kvactors:{event}" in done.stderr
     assert "RuntimeError('broken')" in done.stderr
 
 
-def test_the_standard_librarys_settings_are_honoured():
-    assert run("logging.getLogger('kvactors').addHandler(logging.NullHandler())").stderr == ""
+def test_a_handler_sees_the_events_of_an_application_that_uses_structlog_too():
+    setup = (
+        "import sys, structlog; logging.basicConfig(level=logging.DEBUG); "
+        "structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))"
+    )
+    assert run(setup).stderr.count("system failed") == 2
+    bound = (
+        "import structlog; logging.basicConfig(level=logging.DEBUG); "
+        "structlog.configure(logger_factory=structlog.stdlib.LoggerFactory())"
+    )
+    done = run(bound)
+    assert done.stderr.count("system failed") == 1
+    assert "ERROR:kvactors:" in done.stderr
+
+
+def test_lines_of_json():
+    setup = (
+        "from kvactors.logs import JsonFormatter; handler = logging.StreamHandler(); "
+        "handler.setFormatter(JsonFormatter()); logging.getLogger('kvactors').addHandler(handler); "
+        "logging.getLogger('kvactors').setLevel(logging.INFO)"
+    )
+    lines = [json.loads(line) for line in run(setup).stderr.splitlines()]
+    opened = next(line for line in lines if line["event"] == "cache opened")
+    assert opened["level"] == "info"
+    assert opened["device_bytes"] == 8 * opened["block_bytes"] == 8 * 16 * 2 * 8 * 2
+    assert abs(opened["time"] - time.time()) < 300
 
 
 def test_structlogs_settings_are_honoured_and_local_variables_are_not_logged():
@@ -73,7 +104,7 @@ def test_structlogs_settings_are_honoured_and_local_variables_are_not_logged():
     )
     done = run(setup)
     assert "actor failed" in done.stderr
-    for text in (done.stderr, run().stderr):
+    for text in (done.stderr, run("logging.basicConfig(level=logging.DEBUG)").stderr):
         assert "987654321" not in text
         assert "tenant-secret" not in text
 

@@ -162,12 +162,12 @@ BUGS = (
     Mutation(
         "logs_go_to_stdout",
         "actor/log.py",
-        "        if structlog.is_configured():\n",
-        "        if structlog:\n",
+        "            if structlog.is_configured() or STANDARD.isEnabledFor(level):\n"
+        "                self._emit(",
+        "            if structlog.configure() is None or STANDARD.isEnabledFor(level):\n"
+        "                self._emit(",
         "warnings appear in the output of the embedding program",
-        (
-            "tests/observe/test_logs.py::test_without_settings_warnings_go_to_stderr_and_nothing_to_stdout",
-        ),
+        ("tests/observe/test_logs.py::test_without_settings_nothing_is_written",),
     ),
     Mutation(
         "instruments_fail_actors",

@@ -212,7 +212,7 @@ class Backend(ABC):
 
     def statistics(self) -> StoreStatistics:
         """Sizes and counters."""
-        return self.counters.statistics(self.count(), self.block_bytes)
+        return self.counters.statistics(self.count(), self.block_bytes, self.inventory.capacity)
 
     # Parts of `counters`, and names before a rename.
     breaker, counts = OldAttribute("counters.breaker"), OldAttribute("counters.outcomes")

@@ -24,6 +24,7 @@ from kvactors.storage.counters import StoreCounters, StoreStatistics
 from kvactors.storage.messages import Outcome
 from kvactors.storage.presence import ask_each
 from kvactors.storage.slot_store import SlotStore
+from kvactors.storage.watch import StoreWatch
 
 
 class CheckedBackend:
@@ -36,6 +37,7 @@ class CheckedBackend:
         fence: the last clear, as (incarnation of the actor that asked, number of its operation).
             Batches from before it are not written.
         inventory: the keys that it lists.
+        watch: logs corrupt objects and lack of space.
         clears: clears in progress, and whether one is pending.
 
     Args:
@@ -52,6 +54,7 @@ class CheckedBackend:
         self.stuck = False
         self.fence = (0, 0)
         self._calls = Containment(type(inner).__name__, timeout)
+        self.watch = StoreWatch(type(inner).__name__)
         self.clears = Clears()
         self.inventory = CheckedInventory(inner, self._calls, self.clears)
 
@@ -167,10 +170,9 @@ class CheckedBackend:
         begun = self.clears.begun
 
         def checked(report: ReadReport) -> ReadReport:
-            return ReadReport(
-                self._calls.outcomes("read", report, len(keys)),
-                self._calls.keys("read", getattr(report, "gone", None)),
-            )
+            outcomes = self._calls.outcomes("read", report, len(keys))
+            self.watch.read(outcomes)
+            return ReadReport(outcomes, self._calls.keys("read", getattr(report, "gone", None)))
 
         report = await self._calls.wait("read", call, unread, checked)
         if begun != self.clears.begun:  # the objects read may be from before the clear
@@ -219,9 +221,10 @@ class CheckedBackend:
                 return WriteReport(bytes([Outcome.LATE]) * len(keys), [])
 
         def checked(report: WriteReport) -> WriteReport:
+            outcomes = self._calls.outcomes("write", report, len(keys))
+            self.watch.written(outcomes)
             return WriteReport(
-                self._calls.outcomes("write", report, len(keys)),
-                self._calls.keys("write", getattr(report, "evicted", None)),
+                outcomes, self._calls.keys("write", getattr(report, "evicted", None))
             )
 
         with self.clears.writing():

@@ -1,0 +1,218 @@
+"""One line for each event that concerns an operator, limited when it repeats, without tokens."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import gc
+import logging
+from pathlib import Path
+
+import pytest
+
+from kvactors.actor import log as log_module
+from kvactors.actor.log import BURST, WINDOW, RateLimit, get_logger
+from kvactors.flush_notifier.sinks import MemorySink
+from kvactors.sink_config import MemorySinkConfig
+from kvactors.storage.backends.base import WriteReport
+from kvactors.storage.breaker import FAILURES
+from kvactors.storage.messages import Outcome
+from kvactors.testing.faults import FaultySink
+from kvactors.testing.loop import simulate
+from tests.cache.test_degraded import HOST, STORE, fail, requests
+from tests.support.cache import opened, prompt
+
+PACKAGE = Path(__file__).parents[2] / "kvactors"
+
+
+def events(caplog, name):
+    return [
+        record.kvactors_fields
+        for record in caplog.records
+        if getattr(record, "kvactors_event", "") == name
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _every_level(caplog):
+    caplog.set_level(logging.DEBUG, "kvactors")
+
+
+def test_a_cache_is_opened_with_its_sizes_in_bytes(caplog):
+    async def main():
+        async with opened(inline=True, host=HOST, storage=STORE) as cache:
+            block = cache.system.layout.block_bytes
+            (line,) = events(caplog, "cache opened")
+            assert line["device_bytes"] == 8 * block
+            assert line["host_bytes"] == cache.system.arena.num_slots * block
+            assert (line["store"], line["store_objects"]) == ("MemoryBackend", 0)
+        assert len(events(caplog, "cache closing")) == 1
+
+    simulate(main, 1)
+
+
+def test_a_store_that_is_unreachable_and_back(caplog):
+    async def main():
+        async with opened(inline=True, host=HOST, storage=STORE) as cache:
+            for _ in range(FAILURES + 3):
+                cache.system.store.breaker.saw(False, "no")
+            assert len(events(caplog, "store left alone")) == 1
+            cache.system.store.breaker.saw(True)
+            assert len(events(caplog, "store works again")) == 1
+
+    simulate(main, 1)
+
+
+def test_a_full_store_is_a_reason_of_health_until_a_write_finds_space(caplog):
+    async def main():
+        async with opened(inline=True, host=HOST, storage=STORE) as cache:
+            store = cache.system.backend
+            real = store.write_slots
+
+            async def full(keys, *rest):
+                return WriteReport(bytes([Outcome.NO_SPACE]) * len(keys), [])
+
+            store.write_slots = full
+            await requests(cache, 1, 2)
+            await cache.wait_idle()
+            assert len(events(caplog, "store is full")) == 1
+            assert cache.health().reasons[0][:2] == ("store", "writes find no space")
+            store.write_slots = real
+            await requests(cache, 3, 4)
+            await cache.wait_idle()
+            assert len(events(caplog, "store has space again")) == 1
+            assert cache.health() == ("ok", ())
+
+    simulate(main, 1)
+
+
+def test_a_corrupt_object(caplog):
+    async def main():
+        async with opened(inline=True, host={"slots": 0}, storage=STORE, device=8) as cache:
+            await requests(cache, 1)
+            await cache.wait_idle()
+            await cache.clear()
+            await cache.wait_idle()
+            objects = cache.system.backend.objects
+            assert objects
+            for key, (data, checksum) in list(objects.items()):
+                objects[key] = (data, checksum ^ 1)
+            await requests(cache, 1)
+            await cache.wait_idle()
+            assert sum(line["objects"] for line in events(caplog, "corrupt object")) > 0
+
+    simulate(main, 1)
+
+
+def test_a_sink_that_is_down_and_back(caplog):
+    sink = FaultySink(MemorySink(MemorySinkConfig(name="index"), 4))
+
+    async def main():
+        async with opened(inline=True, host=HOST, given=[sink]) as cache:
+            sink.fault_mode = "down"
+            await requests(cache, 1, 2)
+            await asyncio.sleep(3)
+            assert [line["sink"] for line in events(caplog, "sink fails")] == ["index"]
+            sink.fault_mode = ""
+            await cache.wait_flushed()
+            assert [line["sink"] for line in events(caplog, "sink works again")] == ["index"]
+
+    simulate(main, 1)
+
+
+def test_an_actor_that_is_restarted(caplog):
+    async def main():
+        async with opened(inline=True, host=HOST, storage=STORE) as cache:
+            await fail(cache, "reader", 1)
+            assert [line["actor"] for line in events(caplog, "actor failed")] == [
+                "storage_reader-0"
+            ]
+            assert [line["actor"] for line in events(caplog, "actor restarted")] == [
+                "storage_reader-0"
+            ]
+
+    simulate(main, 1)
+
+
+def test_a_lease_that_was_leaked(caplog):
+    async def main():
+        async with opened(inline=True) as cache:
+            lease = await cache.acquire("r", prompt(1, 2))
+            with pytest.warns(ResourceWarning):  # noqa: PT031
+                del lease
+                gc.collect()
+            await cache.wait_idle()
+            assert len(events(caplog, "lease leaked")) == 1
+            kept = await cache.acquire("r", prompt(1, 2))
+            kept.abandon()  # given back on purpose
+            await cache.wait_idle()
+            assert len(events(caplog, "lease leaked")) == 1
+
+    simulate(main, 1)
+
+
+# -- limits
+
+
+def test_an_event_that_repeats_is_limited_and_counted(caplog, monkeypatch):
+    at = 100.0
+    monkeypatch.setattr(log_module.time, "monotonic", lambda: at)
+    logger = get_logger()
+    for _ in range(1000):
+        logger.warning("noise", sink="a")
+    assert len(events(caplog, "noise")) == BURST
+    logger.warning("noise", sink="b")  # another part has its own limit
+    assert len(events(caplog, "noise")) == BURST + 1
+    at += WINDOW
+    logger.warning("noise", sink="a")
+    assert events(caplog, "noise")[-1] == {"sink": "a", "suppressed": 1000 - BURST}
+
+
+def test_the_limits_memory_is_bounded():
+    limit = RateLimit()
+    for number in range(10 * log_module.MOST_EVENTS):
+        assert limit.admit("event", {"sink": number}) == 0
+    assert len(limit._events) <= log_module.MOST_EVENTS
+
+
+# -- all calls
+
+
+LEVELS = {"debug", "info", "warning", "error"}
+SECRET = {"tokens", "token", "token_ids", "prompt", "salt", "message", "path", "extra_keys", "args"}
+ALLOWED = {("mooncake_config.py", "path"), ("worker.py", "message")}
+"""File and field: the path of a settings file, the type of a message."""
+
+
+def log_calls():
+    """Every call of a logger in the package: file, line, call."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in LEVELS
+            ):
+                owner = ast.unparse(node.func.value)
+                if owner.split(".")[-1] in ("log", "_log", "get_logger()"):
+                    yield file, node
+
+
+def test_every_log_call_has_a_fixed_phrase_and_no_field_of_a_prompt():
+    found = list(log_calls())
+    assert len(found) > 60
+    for file, call in found:
+        where = f"{file.name}:{call.lineno}"
+        event = call.args[0]
+        assert isinstance(event, ast.Constant), where
+        assert isinstance(event.value, str), where
+        assert event.value == event.value.strip().rstrip("."), where
+        for keyword in call.keywords:
+            secret = keyword.arg in SECRET and (file.name, keyword.arg) not in ALLOWED
+            assert not secret, f"{where}: {keyword.arg}"
+            names = {
+                one.attr if isinstance(one, ast.Attribute) else one.id
+                for one in ast.walk(keyword.value)
+                if isinstance(one, (ast.Attribute, ast.Name))
+            }
+            assert not names & (SECRET - {"message", "path", "args"}), where
