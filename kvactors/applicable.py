@@ -26,7 +26,7 @@ LAYOUT_COMMON = {
     "tensor_parallel",
 }
 
-STORE_COMMON = {"backend", "write_policy", "min_hits", "fetch", "timeout"}
+STORE_COMMON = {"backend", "write_policy", "min_hits", "fetch", "timeout_s"}
 SLOT_STORE = STORE_COMMON | {"exclusive", "min_fetch_blocks", "readers", "writers"}
 CAPACITY = {"capacity_blocks", "capacity_bytes"}
 PLACE = {"namespace", "rank", "ranks"}

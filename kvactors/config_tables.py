@@ -195,7 +195,13 @@ class HostConfig(
         return self.slots + self.transit_slots if self.slots or stored else 0
 
 
-class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class StorageConfig(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    metaclass=SettingsMeta,
+):
     """The storage tier. Sizes may be written "4GB".
 
     Attributes:
@@ -217,7 +223,7 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
             blocks used at least `min_hits` times), write_back (when the host tier evicts).
         fetch: whether acquire looks in storage beyond the blocks in the index. It takes the blocks
             it finds if they are at least min_fetch_blocks.
-        timeout: seconds one batch may take.
+        timeout_s: seconds one batch may take.
         mooncake: settings of that back end.
     """
 
@@ -242,8 +248,10 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     min_fetch_blocks: Count = 1
     readers: Threads = 2
     writers: Threads = 2
-    timeout: Seconds = 10.0
+    timeout_s: Seconds = 10.0
     mooncake: MooncakeConfig = MooncakeConfig()
+
+    timeout = Earlier("timeout_s")
 
 
 class FlushConfig(
@@ -258,20 +266,23 @@ class FlushConfig(
     Attributes:
         mode: normal, or flush_only, in which storage is neither read nor written, and which needs
             a sink. FD_AS_ONLY_FLUSH decides if it is left out.
-        timeout: seconds a sink may take for a batch.
-        retry_min, retry_max: back-off in seconds.
+        timeout_s: seconds a sink may take for a batch.
+        retry_min_s, retry_max_s: back-off in seconds.
         batch: blocks reported in one call, about: a path that has begun is completed.
         sinks: the indexes to inform, one table each.
     """
 
     sinks: tuple[AnySinkConfig, ...] = ()
     mode: Literal["normal", "flush_only"] | None = None
-    timeout: Seconds = 10.0
-    retry_min: Seconds = 0.05
-    retry_max: Seconds = 5.0
+    timeout_s: Seconds = 10.0
+    retry_min_s: Seconds = 0.05
+    retry_max_s: Seconds = 5.0
     batch: SmallCount = 512
 
     only = Earlier("mode", flush_mode, is_flush_only)
+    timeout = Earlier("timeout_s")
+    retry_min = Earlier("retry_min_s")
+    retry_max = Earlier("retry_max_s")
 
     @property
     def flush_only(self) -> bool:

@@ -39,9 +39,9 @@ TEXTS = {
     "AS_MODEL_VERSION": "model_version",
 }
 NUMBERS: dict[str, tuple[str, type[int | float]]] = {
-    "AS_WRITE_TOTAL_TIMEOUT": ("write_total_timeout", float),
+    "AS_WRITE_TOTAL_TIMEOUT": ("write_total_timeout_s", float),
     "AS_WRITE_SLICE_BLOCK_NUM": ("write_slice_blocks", int),
-    "AS_WRITE_SLICE_TIMEOUT": ("write_slice_timeout", float),
+    "AS_WRITE_SLICE_TIMEOUT": ("write_slice_timeout_s", float),
 }
 
 HONOURED = (

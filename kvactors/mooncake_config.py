@@ -13,6 +13,7 @@ from kvactors.actor.log import get_logger
 from kvactors.config_faults import faults
 from kvactors.errors import ConfigError
 from kvactors.ranges import check_values
+from kvactors.renamed_settings import Earlier, SettingsMeta, modern_names
 from kvactors.setting_types import ByteSize, Seconds
 
 log = get_logger()
@@ -31,7 +32,13 @@ SYNONYMS = {"device_name": "rdma_devices", "master_server_addr": "master_server_
 """Names that sample files of Mooncake and FastDeploy use."""
 
 
-class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class MooncakeConfig(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    metaclass=SettingsMeta,
+):
     """How a Mooncake pool is joined.
 
     Attributes:
@@ -43,8 +50,8 @@ class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         protocol: tcp or rdma.
         rdma_devices: names, comma-separated. With several, rank r takes the r-th (round robin).
             Sizes may be written "4gb".
-        timeout: seconds a call may take before the client gives it up.
-        connect_timeout: seconds to join.
+        timeout_s: seconds a call may take before the client gives it up.
+        connect_timeout_s: seconds to join.
     """
 
     master_server_address: str = ""
@@ -54,8 +61,11 @@ class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     local_buffer_size: ByteSize = 128 << 20
     protocol: str = "tcp"
     rdma_devices: str = ""
-    timeout: Seconds = 5.0
-    connect_timeout: Seconds = 15.0
+    timeout_s: Seconds = 5.0
+    connect_timeout_s: Seconds = 15.0
+
+    timeout = Earlier("timeout_s")
+    connect_timeout = Earlier("connect_timeout_s")
 
     def devices_of(self, rank: int) -> str:
         """The RDMA device of a rank."""
@@ -110,8 +120,13 @@ def _from_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path}: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path} must hold an object")
-    named = {SYNONYMS.get(name, name): value for name, value in data.items()}
-    strange = sorted(set(map(str, named)) - set(MooncakeConfig.__struct_fields__))
+    named = modern_names(
+        {SYNONYMS.get(str(name), str(name)): value for name, value in data.items()},
+        MooncakeConfig,
+        path,
+        stacklevel=1,
+    )
+    strange = sorted(set(named) - set(MooncakeConfig.__struct_fields__))
     if strange:
         log.warning("settings of a Mooncake file that mean nothing here", path=path, names=strange)
     return {

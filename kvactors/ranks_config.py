@@ -50,7 +50,7 @@ class RanksConfig(
         count: ranks. With more than one, each worker process runs `kvactors.serve_rank`, and
             layout.tensor_parallel must be the same number.
         endpoint: unix:///path or tcp://host:port, where the leader (this process) listens.
-        timeout: seconds an answer may take before a rank counts as silent.
+        timeout_s: seconds an answer may take before a rank counts as silent.
         startup_timeout_s: seconds all ranks together may take to join. A rank that is sending the
             keys of its stored objects gets additional time for that.
         secret: at least 16 characters that leader and ranks share, or the variable
@@ -59,15 +59,16 @@ class RanksConfig(
 
     count: RankCount = 1
     endpoint: str = ""
-    timeout: Seconds = 2.0
+    timeout_s: Seconds = 2.0
     startup_timeout_s: Seconds = 30.0
     secret: str = ""
 
     start = Earlier("startup_timeout_s")
+    timeout = Earlier("timeout_s")
 
     def __repr__(self) -> str:
         shown = (
-            f"count={self.count!r}, endpoint={self.endpoint!r}, timeout={self.timeout!r}, "
+            f"count={self.count!r}, endpoint={self.endpoint!r}, timeout_s={self.timeout_s!r}, "
             f"startup_timeout_s={self.startup_timeout_s!r}"
         )
         return f"RanksConfig({shown}, secret={'<set>' if self.secret else ''!r})"
@@ -75,7 +76,7 @@ class RanksConfig(
     def __rich_repr__(self):  # type: ignore[no-untyped-def]  # noqa: ANN204
         yield "count", self.count
         yield "endpoint", self.endpoint
-        yield "timeout", self.timeout
+        yield "timeout_s", self.timeout_s
         yield "startup_timeout_s", self.startup_timeout_s
         yield "secret", "<set>" if self.secret else ""
 

@@ -98,15 +98,15 @@ def complete(
         dp_id=store.dp_id,
         cuda=(gpu is not None) if store.platform is None else store.platform == "cuda",
         latent=[role.name for role in layout.roles] == ["key"],
-        ready_timeout=store.ready_timeout,
-        ready_interval=store.ready_interval,
+        ready_timeout=store.ready_timeout_s,
+        ready_interval=store.ready_interval_s,
         write_slice_blocks=SLICE_BLOCKS
         if store.write_slice_blocks is None
         else store.write_slice_blocks,
         write_slice_timeout=SLICE_TIMEOUT
-        if store.write_slice_timeout is None
-        else store.write_slice_timeout,
-        write_total_timeout=store.write_total_timeout or 0.0,
+        if store.write_slice_timeout_s is None
+        else store.write_slice_timeout_s,
+        write_total_timeout=store.write_total_timeout_s or 0.0,
     )
 
 

@@ -54,7 +54,7 @@ class SinkConfig(
         granularity: "per_tier" (a block is reported for each tier) or "node" (one report:
             resident while any of the tiers holds it).
         report_gains_at: when a new resident block is reported, at "commit" or at "request_finish".
-        resync_interval: seconds between complete repetitions of the state, for an index that may
+        resync_interval_s: seconds between complete repetitions of the state, for an index that may
             lose its own unnoticed (0: never). See `KVCache.resync`.
     """
 
@@ -62,10 +62,11 @@ class SinkConfig(
     tiers: tuple[TierName, ...] = ("device", "host")
     granularity: Literal["per_tier", "node"] = "per_tier"
     report_gains_at: Literal["commit", "request_finish"] = "commit"
-    resync_interval: SecondsOrZero = 0.0
+    resync_interval_s: SecondsOrZero = 0.0
 
     view = Earlier("granularity")
     gains = Earlier("report_gains_at")
+    resync_interval = Earlier("resync_interval_s")
 
     @property
     def kind(self) -> str:
@@ -82,11 +83,13 @@ class SinkConfig(
         check_values(self, f"flush.sinks {self.label!r}")
         if not self.tiers:
             raise ConfigError(f"flush.sinks {self.label!r}: tiers must name at least one tier")
-        if not (self.resync_interval == 0 or LEAST_RESYNC <= self.resync_interval <= MAX_RESYNC):
+        if not (
+            self.resync_interval_s == 0 or LEAST_RESYNC <= self.resync_interval_s <= MAX_RESYNC
+        ):
             raise ConfigError(
-                f"flush.sinks {self.label!r}: resync_interval must be 0 (never) or from "
+                f"flush.sinks {self.label!r}: resync_interval_s must be 0 (never) or from "
                 f"{LEAST_RESYNC} to {MAX_RESYNC:.0f} seconds, "
-                f"not {self.resync_interval}"
+                f"not {self.resync_interval_s}"
             )
 
 
@@ -154,7 +157,7 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
             lower numbers and request a replay after a jump. "from_zero": 0. For vLLM's router and
             llm-d routers that refuse a replay which does not begin at the requested number. They
             take a lower number for a restart.
-        heartbeat: seconds without a batch after which an empty one is published, so that a reader
+        heartbeat_s: seconds without a batch after which an empty one is published, so that a reader
             that missed batches or has just joined sees a gap (0: none).
         topic: of the events. In it and in detail_topic, {model} stands for cache.model, {host} for
             this machine's name (in Kubernetes the pod's) and {dp_rank} for dp_rank: llm-d expects
@@ -174,8 +177,8 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         max_blocks: blocks in one event batch.
         detail_topic: of the second stream (epochs, removal reasons, snapshots). Off if empty.
         detail_endpoint: of that stream's socket, the events' socket if empty.
-        snapshot_interval: seconds between snapshots on that stream (0: only when a reader requests
-            one through replay_endpoint).
+        snapshot_interval_s: seconds between snapshots on that stream (0: only when a reader
+            requests one through replay_endpoint).
     """
 
     tiers: tuple[TierName, ...] = ("device", "host", "storage")
@@ -183,7 +186,7 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     replay_endpoint: str = ""
     bind: Literal["auto", "bind", "connect"] = "auto"
     numbers: Literal["rising", "from_zero"] = "rising"
-    heartbeat: SecondsOrZero = 5.0
+    heartbeat_s: SecondsOrZero = 5.0
     topic: str = ""
     dialect: Literal["map", "array"] = "map"
     maps_for: Literal["all", "vllm"] = "all"
@@ -198,7 +201,10 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     max_blocks: SmallCount = 256
     detail_topic: str = ""
     detail_endpoint: str = ""
-    snapshot_interval: SecondsOrZero = 0.0
+    snapshot_interval_s: SecondsOrZero = 0.0
+
+    heartbeat = Earlier("heartbeat_s")
+    snapshot_interval = Earlier("snapshot_interval_s")
 
     def check(self) -> None:
         """See `SinkConfig.check`."""
@@ -218,8 +224,10 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
             )
         if self.maps_for != "all" and self.dialect != "map":
             raise ConfigError(f"{where}: maps_for is for dialect 'map' only: see arrays_for")
-        if (self.detail_endpoint or self.snapshot_interval) and not self.detail_topic:
-            raise ConfigError(f"{where}: detail_endpoint and snapshot_interval need a detail_topic")
+        if (self.detail_endpoint or self.snapshot_interval_s) and not self.detail_topic:
+            raise ConfigError(
+                f"{where}: detail_endpoint and snapshot_interval_s need a detail_topic"
+            )
         self._check_details()
 
     def _check_details(self) -> None:
@@ -308,7 +316,11 @@ NAMESPACE, POD_NAME, MODEL_VERSION = "default_ns", "default_pod", "v0"
 
 
 class AttentionStoreConfig(
-    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    metaclass=SettingsMeta,
 ):
     """Settings of AttentionStore's SDK. The sink and the storage back end share one SDK object. An
     unset value is taken from a variable, or else derived (see docs/attention_store.md).
@@ -326,11 +338,12 @@ class AttentionStoreConfig(
         splitwise_role: part of the role's suffix.
         role_suffix: append `_{splitwise_role}_{dp_id}` to the pod's name. None: yes.
         platform: "cuda" passes the constructor's longer argument list. None: depends on the device.
-        ready_timeout: seconds to wait while the SDK reports "cuda memory not ready".
-        ready_interval: seconds between the attempts.
+        ready_timeout_s: seconds to wait while the SDK reports "cuda memory not ready".
+        ready_interval_s: seconds between the attempts.
         write_slice_blocks: as storage, blocks of one write (100).
-        write_slice_timeout: as storage, seconds of one write (10).
-        write_total_timeout: seconds of all writes of a request (0: the rest of storage.timeout).
+        write_slice_timeout_s: as storage, seconds of one write (10).
+        write_total_timeout_s: seconds of all writes of a request (0: the rest of
+            `storage.timeout_s`).
     """
 
     sdk: str = "attentionstore_sdk"
@@ -346,11 +359,16 @@ class AttentionStoreConfig(
     splitwise_role: str = "mixed"
     role_suffix: bool | None = None
     platform: Literal["cuda", "other"] | None = None
-    ready_timeout: Seconds = 300.0
-    ready_interval: Seconds = 5.0
+    ready_timeout_s: Seconds = 300.0
+    ready_interval_s: Seconds = 5.0
     write_slice_blocks: Count | None = None
-    write_slice_timeout: Seconds | None = None
-    write_total_timeout: SecondsOrZero | None = None
+    write_slice_timeout_s: Seconds | None = None
+    write_total_timeout_s: SecondsOrZero | None = None
+
+    ready_timeout = Earlier("ready_timeout_s")
+    ready_interval = Earlier("ready_interval_s")
+    write_slice_timeout = Earlier("write_slice_timeout_s")
+    write_total_timeout = Earlier("write_total_timeout_s")
 
     def check(self, tensor_parallel: int, ranks: int) -> None:
         """Check the values, alone and with the ranks.

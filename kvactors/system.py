@@ -224,7 +224,7 @@ class System:
             opened.push_async_callback(
                 self.shutdown.step,
                 f"sink {sink.name}",
-                partial(close_sink, sink, self.config.flush.timeout),
+                partial(close_sink, sink, self.config.flush.timeout_s),
             )
             await step(
                 f"sink {sink.name!r}", partial(open_sink, sink), SinkError, sink.ready_timeout

@@ -58,8 +58,8 @@ def check_agreement(config: ConfigTables) -> None:
         "host.high_watermark",
         config.host.high_watermark,
     )
-    if config.flush.retry_max < config.flush.retry_min:
-        raise ConfigError("flush.retry_max must not be below flush.retry_min")
+    if config.flush.retry_max_s < config.flush.retry_min_s:
+        raise ConfigError("flush.retry_max_s must not be below flush.retry_min_s")
     validate_storage(config.storage)
     config.ranks.check(config.layout.tensor_parallel)
     config.attention_store.check(config.layout.tensor_parallel, config.ranks.count)

@@ -290,7 +290,7 @@ class RequestTable:
         hashes = join_hashes(block.hash for block in blocks)
         slots = tuple([block.slot for block in blocks])
         lineages = tuple([block.lineage for block in blocks])
-        deadline = self.clock() + self.storage.timeout
+        deadline = self.clock() + self.storage.timeout_s
         message = Write(
             op, hashes, slots, deadline, self.generation, lineages if any(lineages) else ()
         )
@@ -333,7 +333,7 @@ class RequestTable:
         """Have the device store write blocks `start`.. of a path from device blocks."""
         op, device_store = next(self._ops), self._device_store()
         self._table[op] = SaveRequest(device_store, len(device_blocks), job)
-        deadline = self.clock() + self.storage.timeout
+        deadline = self.clock() + self.storage.timeout_s
         message = SaveDevice(op, tokens, start, device_blocks, deadline, self.generation)
         return send(device_store, message)
 

@@ -12,7 +12,7 @@ from kvactors.lineage import lineage
 from kvactors.types import split_hashes
 
 ASK = 1.0
-"""Seconds, `storage.timeout` if that is less, that a store may take to answer which blocks of a
+"""Seconds, `storage.timeout_s` if that is less, that a store may take to answer which blocks of a
 finished request it has. The device blocks are held until then."""
 
 
@@ -40,7 +40,7 @@ class SaveJob:
         device_store = requests.peers.device_store is not None
         if not message.save or device_store or not requests.may_read:
             return self._copy(0)
-        limit = min(ASK, self._memory.storage.timeout)
+        limit = min(ASK, self._memory.storage.timeout_s)
         hashes = self._hashes[: message.save[-1] + 1]
         probe = requests.ask_stored(self, hashes, requests.clock() + limit)
         return [probe, StartTimer(self, limit, SaveUnanswered(probe.message.op))]

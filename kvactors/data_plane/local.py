@@ -163,7 +163,7 @@ def make_local_plane(
         lambda device: make_engine(device, arena, config.host, inline=inline),
         backend,
         device_store,
-        store_timeout=config.storage.timeout,
+        store_timeout=config.storage.timeout_s,
         inline=inline,
         owns_device=owned,
     )

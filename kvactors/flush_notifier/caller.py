@@ -44,7 +44,7 @@ class SinkCaller:
         )
         self._report_end(delivery.sink.name, call, delivery.number)
         late = CallLate(delivery.sink.name, delivery.number)
-        delivery.timer = self._notifier.after(self._config.timeout, late)
+        delivery.timer = self._notifier.after(self._config.timeout_s, late)
 
     def _report_end(self, name: str, call: asyncio.Task[str], number: int) -> None:
         def ended(call: asyncio.Task[str]) -> None:
@@ -57,7 +57,7 @@ class SinkCaller:
         delivery.stuck = True
         if delivery.sink.call is not None:
             delivery.sink.call.cancel()
-        return self.end(delivery, f"no answer within {self._config.timeout} s")
+        return self.end(delivery, f"no answer within {self._config.timeout_s} s")
 
     def end(self, delivery: SinkDelivery, error: str) -> Iterator[None]:
         """The call in flight ended: note the result, and start the back-off after an error.

@@ -91,7 +91,7 @@ class SinkDelivery:
         self.resync_asks: list[Envelope[bool]] = []
         self.repeat: Iterator[None] | None = None
         self.resyncs = 0
-        self.delay = config.retry_min
+        self.delay = config.retry_min_s
         self.failures = 0  # in a row
         self.failing_since: float | None = None
         self.last_error = ""
@@ -141,7 +141,7 @@ class SinkDelivery:
         self.backing_off = True
         if self.failing_since is None:
             self.failing_since = now()
-        delay, self.delay = self.delay, min(2 * self.delay, self._config.retry_max)
+        delay, self.delay = self.delay, min(2 * self.delay, self._config.retry_max_s)
         return delay
 
     def call_succeeded(self) -> float | None:
@@ -152,7 +152,7 @@ class SinkDelivery:
             succeeded as well.
         """
         since, self.failing_since = self.failing_since, None
-        self.begun, self.delay, self.failures = True, self._config.retry_min, 0
+        self.begun, self.delay, self.failures = True, self._config.retry_min_s, 0
         return None if since is None else now() - since
 
     def apply_result(self) -> Iterator[None]:

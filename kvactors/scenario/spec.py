@@ -92,7 +92,7 @@ class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         kind: of a sink: down (refuses every call), hang (never answers), fail_every (refuses every
             `every`-th call), lose_answers (carries out a call, then fails), loses_state (its index
-            is empty at once. At the end the run waits for a resync at its `resync_interval`, or
+            is empty at once. At the end the run waits for a resync at its `resync_interval_s`, or
             asks for one if that is 0). Of the store: down (refuses everything), full (refuses
             writes), slow (every call takes `delay` seconds more), bit_rot (a bit of every
             `every`-th slot of a file store is flipped, at once).

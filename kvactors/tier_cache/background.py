@@ -43,7 +43,7 @@ class Background:
             storage = make_storage(config, memory=memory, clock=clock)
         self.storage = storage
         self.stuck = False
-        self._limits = config.storage.open_timeout, config.storage.close_timeout
+        self._limits = config.storage.open_timeout_s, config.storage.close_timeout_s
         self._sinks = sinks
         self._call: Callable[..., bool] = _no_loop
         self._thread: LoopThread | None = None
@@ -72,7 +72,7 @@ class Background:
             self._thread.open(self._limits[0])
 
     def close(self) -> None:
-        """Let work in flight end and close everything, in about `storage.close_timeout` seconds."""
+        """Let work in flight end and close all, in about `storage.close_timeout_s` seconds."""
         limit = self._limits[1]
         if self.storage is not None:
             self.storage.close(limit)

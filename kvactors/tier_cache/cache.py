@@ -142,7 +142,7 @@ class TierCache:
 
         A key that only storage has is PENDING, and is fetched into a host slot once the step has
         ended, or the key is asked for again. If that fails, it is a MISS. While no slot is free it
-        is PENDING for `storage.slot_timeout` seconds at most, and a MISS then.
+        is PENDING for `storage.slot_timeout_s` seconds at most, and a MISS then.
 
         Args:
             key: the engine's name of a block.
@@ -307,9 +307,9 @@ class TierCache:
     def shutdown(self) -> None:
         """Write what is queued for storage, inform the sinks, close all and let go of the memory.
 
-        Takes `storage.close_timeout` seconds at most, and a few more if the disk hangs. Works from
-        any thread, any number of times. Later calls that answer raise CacheClosed, the others do
-        nothing.
+        Takes `storage.close_timeout_s` seconds at most, and a few more if the disk hangs. Works
+        from any thread, any number of times. Later calls that answer raise CacheClosed, the others
+        do nothing.
         """
         if get_ident() == self._owner.thread:
             self._enter()

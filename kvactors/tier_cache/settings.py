@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvactors.config_faults import modern_tables
 from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.errors import ConfigError
+from kvactors.renamed_settings import Earlier, SettingsMeta
 
 FINGERPRINT_DOMAIN = b"kvactors.tiers.v1"
 
@@ -22,7 +24,13 @@ UNSUPPORTED = {
 """Back ends of `StorageConfig` that a `TierCache` does not take, and why."""
 
 
-class TierStorage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class TierStorage(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    metaclass=SettingsMeta,
+):
     """Storage below the host tier. Sizes may be written "4GB".
 
     Attributes:
@@ -39,9 +47,9 @@ class TierStorage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         write_policy: none, write_through (once stored on the host), write_through_selective (once
             touched `min_hits` times), write_back (ahead of eviction from the host).
         mooncake: settings of that back end (`storage.mooncake` of a cache).
-        timeout: seconds one batch may take. A fetch that takes longer is a miss.
-        slot_timeout: seconds for which a stored key waits for a host slot. Then it is a miss.
-        open_timeout, close_timeout: seconds that opening and closing may take.
+        timeout_s: seconds one batch may take. A fetch that takes longer is a miss.
+        slot_timeout_s: seconds for which a stored key waits for a host slot. Then it is a miss.
+        open_timeout_s, close_timeout_s: seconds that opening and closing may take.
     """
 
     backend: str = "none"
@@ -59,10 +67,15 @@ class TierStorage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     )
     min_hits: int = 2
     mooncake: Mapping[str, Any] = {}
-    timeout: float = 10.0
-    slot_timeout: float = 1.0
-    open_timeout: float = 60.0
-    close_timeout: float = 5.0
+    timeout_s: float = 10.0
+    slot_timeout_s: float = 1.0
+    open_timeout_s: float = 60.0
+    close_timeout_s: float = 5.0
+
+    timeout = Earlier("timeout_s")
+    slot_timeout = Earlier("slot_timeout_s")
+    open_timeout = Earlier("open_timeout_s")
+    close_timeout = Earlier("close_timeout_s")
 
 
 class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -108,9 +121,8 @@ def checked_config(config: TierConfig | Mapping[str, Any]) -> TierConfig:
         ConfigError: names the first setting that is unknown, malformed or out of range.
     """
     try:
-        found = msgspec.convert(
-            msgspec.to_builtins(config) if isinstance(config, TierConfig) else config, TierConfig
-        )
+        data = msgspec.to_builtins(config) if isinstance(config, TierConfig) else config
+        found = msgspec.convert(modern_tables(data, TierConfig), TierConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from error
     if not found.model:
@@ -131,12 +143,12 @@ def _check_storage(storage: TierStorage) -> None:
         raise ConfigError("storage.directory is needed with storage.backend = 'file'")
     if storage.mooncake and storage.backend != "mooncake":
         raise ConfigError("storage.mooncake is for storage.backend = 'mooncake'")
-    for name in ("timeout", "open_timeout", "close_timeout", "min_hits", "io_depth", "ranks"):
+    for name in ("timeout_s", "open_timeout_s", "close_timeout_s", "min_hits", "io_depth", "ranks"):
         if not 0 < getattr(storage, name) < float("inf"):
             raise ConfigError(f"storage.{name} must be positive, not {getattr(storage, name)}")
-    if not 0 <= storage.slot_timeout < float("inf"):
+    if not 0 <= storage.slot_timeout_s < float("inf"):
         raise ConfigError(
-            f"storage.slot_timeout must be at least 0 and finite, not {storage.slot_timeout}"
+            f"storage.slot_timeout_s must be at least 0 and finite, not {storage.slot_timeout_s}"
         )
     if storage.capacity_blocks is not None and storage.capacity_blocks < 1:
         raise ConfigError(

@@ -70,7 +70,7 @@ class SinkService:
         spec = ActorSpec(FlushNotifier, self._make, self._notifier, self._make_substitute)
         try:
             for sink in self._sinks:
-                self._stack.push_async_callback(close_sink, sink, self._config.timeout)
+                self._stack.push_async_callback(close_sink, sink, self._config.timeout_s)
                 await open_sink(sink)
             await self._stack.enter_async_context(
                 supervisor.running(Group("notifier", (spec,)), drain=1.0)

@@ -11,6 +11,7 @@ import msgspec
 
 from kvactors.errors import ConfigError
 from kvactors.identity import StoreIdentity
+from kvactors.renamed_settings import modern_names
 from kvactors.tier_cache.settings import TierConfig, checked_config
 from kvactors.tier_cache.storage_tier import StorageTier
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from kvactors.storage.slot_store import SlotStore
     from kvactors.tier_cache.slot_memory import SlotMemory
 
-OWN = {"write_policy", "min_hits", "slot_timeout", "open_timeout", "close_timeout"}
+OWN = {"write_policy", "min_hits", "slot_timeout_s", "open_timeout_s", "close_timeout_s"}
 """Settings of `TierStorage` that a back end does not need."""
 
 
@@ -65,7 +66,7 @@ def make_storage(
         make,
         identity.digest,
         config.block_bytes,
-        storage.timeout,
+        storage.timeout_s,
         event_fd=event_fd,
         memory=memory if is_pool else None,
         clock=clock,
@@ -81,7 +82,8 @@ def _mooncake(table: Mapping[str, Any]) -> MooncakeConfig:
     from kvactors.mooncake_config import MooncakeConfig, resolve
 
     try:
-        config = msgspec.convert(dict(table), MooncakeConfig)
+        data = modern_names(table, MooncakeConfig, "storage.mooncake", stacklevel=1)
+        config = msgspec.convert(data, MooncakeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"storage.mooncake: {error}") from error
     found = resolve(config, os.environ)
@@ -114,5 +116,5 @@ def open_storage(
     checked = checked_config(config)
     known = None if memory is None else whole(memory)
     tier = make_storage(checked, event_fd=event_fd, memory=known)
-    tier.open(checked.storage.open_timeout)
+    tier.open(checked.storage.open_timeout_s)
     return tier

@@ -62,7 +62,7 @@ class Tiers:
                 saves,
                 self.events,
                 self._counters,
-                settings.slot_timeout,
+                settings.slot_timeout_s,
             )
 
     def end_step(self) -> None:

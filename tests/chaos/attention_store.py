@@ -78,16 +78,16 @@ async def run(setting: Setting, tally: Tally) -> None:
     mapping["storage"] = {
         "backend": "attention_store",
         "write_policy": "write_through",
-        "timeout": 2.0,
+        "timeout_s": 2.0,
     }
     mapping["flush"]["sinks"] = [
         {"kind": "attention_store", "tiers": ["device", "host"]},
         {"kind": "memory"},
     ]
-    mapping["flush"]["timeout"] = 2.0
+    mapping["flush"]["timeout_s"] = 2.0
     mapping["attention_store"] = {
         "sdk": stand_in.__name__,
-        "ready_interval": 0.05,
+        "ready_interval_s": 0.05,
         "write_slice_blocks": 3,
     }
     service = stand_in.service(mapping["cache"]["model"])

@@ -39,7 +39,7 @@ async def under_load(master: Master, setting: Setting, tally: Tally) -> None:
         "local_hostname": "127.0.0.1",
         "global_segment_size": "64MB",
         "local_buffer_size": "16MB",
-        "timeout": 1.0,
+        "timeout_s": 1.0,
     }
     mapping = settings(setting.folder)
     mapping["storage"] = {"backend": "mooncake", "write_policy": "write_through", "mooncake": pool}

@@ -50,7 +50,11 @@ def config_of(setting: Setting) -> Config:
                 "directory": str(setting.folder / "store"),
                 "capacity_blocks": 200,
             },
-            "ranks": {"count": RANKS, "endpoint": f"unix://{setting.folder}/ranks", "timeout": 0.3},
+            "ranks": {
+                "count": RANKS,
+                "endpoint": f"unix://{setting.folder}/ranks",
+                "timeout_s": 0.3,
+            },
             "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
         }
     )

@@ -48,7 +48,7 @@ def settings(store: Path, *sinks: dict[str, Any], **storage: Any) -> dict[str, A
             "free_space_floor": 0,
             **storage,
         },
-        "flush": {"sinks": list(sinks or [MEMORY]), "retry_max": 0.5},
+        "flush": {"sinks": list(sinks or [MEMORY]), "retry_max_s": 0.5},
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+import typing
 import warnings
 from operator import attrgetter
 from pathlib import Path
@@ -15,8 +16,18 @@ import pytest
 
 from kvactors.config import Config
 from kvactors.errors import ConfigError
+from kvactors.mooncake_config import MooncakeConfig, resolve
 from kvactors.renamed_settings import earlier_names
-from kvactors.sink_config import AttentionStoreSinkConfig, MemorySinkConfig
+from kvactors.setting_types import Seconds, SecondsOrZero
+from kvactors.sink_config import (
+    AnySinkConfig,
+    AttentionStoreSinkConfig,
+    KvEventsSinkConfig,
+    MemorySinkConfig,
+    SinkConfig,
+)
+from kvactors.tier_cache import TierStorage
+from kvactors.tier_cache.settings import checked_config
 from tests.config.test_settings_are_read import settings
 
 ROWS: tuple[tuple[str, str, Any, str, Any], ...] = (
@@ -24,24 +35,46 @@ ROWS: tuple[tuple[str, str, Any, str, Any], ...] = (
     ("device", "free_low", 0.25, "high_watermark", 0.75),
     ("device", "free_high", 0.5, "low_watermark", 0.5),
     ("host", "batch_from", 4096, "dma_min_bytes", 4096),
+    ("storage", "timeout", 3.0, "timeout_s", 3.0),
     ("flush", "only", True, "mode", "flush_only"),
     ("flush", "only", False, "mode", "normal"),
+    ("flush", "timeout", 3.0, "timeout_s", 3.0),
+    ("flush", "retry_min", 0.5, "retry_min_s", 0.5),
+    ("flush", "retry_max", 3.0, "retry_max_s", 3.0),
+    ("attention_store", "ready_timeout", 3.0, "ready_timeout_s", 3.0),
+    ("attention_store", "ready_interval", 3.0, "ready_interval_s", 3.0),
+    ("attention_store", "write_slice_timeout", 3.0, "write_slice_timeout_s", 3.0),
+    ("attention_store", "write_total_timeout", 3.0, "write_total_timeout_s", 3.0),
     ("actors", "start", 7.0, "open_timeout_s", 7.0),
     ("actors", "drain", 8.0, "drain_timeout_s", 8.0),
     ("actors", "restarts", 9, "max_restarts_per_minute", 9),
     ("ranks", "start", 6.0, "startup_timeout_s", 6.0),
+    ("ranks", "timeout", 3.0, "timeout_s", 3.0),
 )
 SINKS = (
     ("view", "node", "granularity"),
     ("gains", "request_finish", "report_gains_at"),
+    ("resync_interval", 5.0, "resync_interval_s"),
+)
+OTHER_TABLES: tuple[tuple[type, str, str], ...] = (
+    (MooncakeConfig, "timeout", "timeout_s"),
+    (MooncakeConfig, "connect_timeout", "connect_timeout_s"),
+    (KvEventsSinkConfig, "heartbeat", "heartbeat_s"),
+    (KvEventsSinkConfig, "snapshot_interval", "snapshot_interval_s"),
+    (TierStorage, "timeout", "timeout_s"),
+    (TierStorage, "slot_timeout", "slot_timeout_s"),
+    (TierStorage, "open_timeout", "open_timeout_s"),
+    (TierStorage, "close_timeout", "close_timeout_s"),
 )
 BOTH_WATERMARKS = {"free_low": 0.25, "free_high": 0.5}
+ATTENTION_STORE = {"flush": {"sinks": [{"kind": "attention_store"}]}}
 
 
 def given(table: str, earlier: str, value: Any) -> dict[str, Any]:
     """A mapping with one setting, and the other watermark, which must agree with it."""
     pair = BOTH_WATERMARKS if earlier in BOTH_WATERMARKS else {}
-    return {table: {**pair, earlier: value}}
+    more = ATTENTION_STORE if table == "attention_store" else {}
+    return {table: {**pair, earlier: value}, **more}
 
 
 @pytest.mark.parametrize(("table", "earlier", "value", "name", "now"), ROWS)
@@ -96,6 +129,52 @@ def test_every_earlier_name_has_a_row():
     assert found == rows
     assert {name for name, _ in earlier_names(MemorySinkConfig)} == {one for one, *_ in SINKS}
     assert not {f"{table}.{earlier}" for table, earlier in rows} & set(settings(Config))
+
+
+@pytest.mark.parametrize(("kind", "earlier", "name"), OTHER_TABLES)
+def test_a_nested_setting_under_its_earlier_name(kind, earlier, name):
+    with pytest.warns(DeprecationWarning, match=f"{earlier} .* {name}"):
+        made = kind(**{earlier: 3.0})
+    with pytest.warns(DeprecationWarning, match=f"{earlier} .* {name}"):
+        assert getattr(made, name) == getattr(made, earlier) == 3.0
+    rows = {one for each, one, _ in OTHER_TABLES if each is kind}
+    if issubclass(kind, SinkConfig):
+        rows |= {one for one, *_ in SINKS}
+    assert {one for one, _ in earlier_names(kind)} == rows
+
+
+def test_earlier_names_below_a_table():
+    pool = {"master_server_address": "pool:1", "timeout": 3.0}
+    storage = {"backend": "mooncake", "mooncake": pool}
+    with pytest.warns(DeprecationWarning, match=r"storage\.mooncake\.timeout .*\.timeout_s"):
+        config = Config.from_mapping({"storage": storage})
+    assert config.storage.mooncake.timeout_s == 3.0
+    tiers = {"model": "m", "block_bytes": 8, "num_slots": 1, "storage": {"slot_timeout": 3.0}}
+    with pytest.warns(DeprecationWarning, match=r"storage\.slot_timeout .*\.slot_timeout_s"):
+        assert checked_config(tiers).storage.slot_timeout_s == 3.0
+
+
+def test_earlier_names_in_a_mooncake_file(tmp_path):
+    file = tmp_path / "pool.json"
+    file.write_text('{"master_server_addr": "pool:1", "connect_timeout": 3.0}', "utf-8")
+    with pytest.warns(DeprecationWarning, match=r"\.connect_timeout .*\.connect_timeout_s"):
+        found = resolve(MooncakeConfig(), {"MOONCAKE_CONFIG_PATH": str(file)})
+    assert found.connect_timeout_s == 3.0
+
+
+def test_settings_of_seconds_name_their_unit():
+    kinds = [type(getattr(Config(), name)) for name in Config.__struct_fields__]
+    kinds += [kind for kind, *_ in OTHER_TABLES]
+    kinds += typing.get_args(AnySinkConfig)
+    timed = {
+        f"{kind.__name__}.{field.name}"
+        for kind in kinds
+        for field in msgspec.structs.fields(kind)
+        if re.search("timeout|interval|heartbeat|retry_", field.name)
+        or {Seconds, SecondsOrZero} & {field.type, *typing.get_args(field.type)}
+    }
+    assert {name for name in timed if not name.endswith("_s")} == set()
+    assert len(timed) > 20
 
 
 @pytest.mark.parametrize("value", ["", "yes", [1], {}, 3])

@@ -37,10 +37,10 @@ FILLED = [
     ("AS_MODEL_VERSION", "v7", "model_version", "v7", "mine"),
     ("ENABLE_EP_DP_IN_FD", "0", "role_suffix", False, True),
     ("ENABLE_EP_DP_IN_FD", "1", "role_suffix", True, False),
-    ("AS_WRITE_TOTAL_TIMEOUT", "9", "write_total_timeout", 9.0, 0.0),
-    ("AS_WRITE_TOTAL_TIMEOUT", "0", "write_total_timeout", 0.0, 9.0),
+    ("AS_WRITE_TOTAL_TIMEOUT", "9", "write_total_timeout_s", 9.0, 0.0),
+    ("AS_WRITE_TOTAL_TIMEOUT", "0", "write_total_timeout_s", 0.0, 9.0),
     ("AS_WRITE_SLICE_BLOCK_NUM", "7", "write_slice_blocks", 7, 100),
-    ("AS_WRITE_SLICE_TIMEOUT", "2.5", "write_slice_timeout", 2.5, 10.0),
+    ("AS_WRITE_SLICE_TIMEOUT", "2.5", "write_slice_timeout_s", 2.5, 10.0),
 ]
 
 
@@ -220,8 +220,8 @@ def test_a_variable_that_is_used_is_checked_as_the_setting_is(name, text):
     mine = {
         "attention_store": {
             "write_slice_blocks": 5,
-            "write_slice_timeout": 1.0,
-            "write_total_timeout": 2.0,
+            "write_slice_timeout_s": 1.0,
+            "write_total_timeout_s": 2.0,
             "namespace": "n",
         }
     }

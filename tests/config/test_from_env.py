@@ -110,11 +110,11 @@ def test_each_kind_of_sink_has_its_own_settings():
         (
             {
                 "kind": "kv_events",
-                "snapshot_interval": float("nan"),
+                "snapshot_interval_s": float("nan"),
                 "detail_topic": "x",
                 "topic": "y",
             },
-            "snapshot_interval",
+            "snapshot_interval_s",
         ),
     ],
 )
@@ -127,7 +127,7 @@ def test_settings_that_cannot_be_are_named(sink, complaint):
     ("table", "complaint"),
     [
         ({"shard_id": 2, "shard_num": 2}, r"shard_id must be in 0\.\.1"),
-        ({"ready_timeout": 0}, "ready_timeout"),
+        ({"ready_timeout_s": 0}, "ready_timeout_s"),
         ({"platform": "tpu"}, "tpu"),
         ({"pod": "x"}, "Did you mean 'pod_name'"),
     ],

@@ -59,7 +59,7 @@ def test_the_store_is_asked_only_about_blocks_to_save():
 
 
 def test_a_store_that_does_not_answer_in_time_is_not_waited_for():
-    host = Host(timeout=0.25)
+    host = Host(timeout_s=0.25)
     probe, timer = save(host, path(2)).begin()
     assert timer.seconds == 0.25
     actions = host.completions.handle(SaveUnanswered(probe.message.op))

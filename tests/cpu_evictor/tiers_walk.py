@@ -65,7 +65,7 @@ class TiersWalk:
         self.storage = StorageConfig(
             backend="memory" if d.stored else "none",
             write_policy=d.policy if d.stored else "none",
-            timeout=5.0,
+            timeout_s=5.0,
         )
         host = HostConfig(slots=d.slots, transit_slots=d.transit, mode=d.mode)
         exclusive = d.mode == "exclusive" or not d.slots

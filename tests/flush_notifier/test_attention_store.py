@@ -41,7 +41,7 @@ def fresh_services():
 
 def store(**changes) -> AttentionStoreConfig:
     return AttentionStoreConfig(
-        **{"sdk": STAND_IN, "ready_interval": 0.01, "ready_timeout": 1.0, **changes}
+        **{"sdk": STAND_IN, "ready_interval_s": 0.01, "ready_timeout_s": 1.0, **changes}
     )
 
 
@@ -162,7 +162,7 @@ async def test_it_waits_until_the_other_side_is_ready(not_ready, probes):
 async def test_opening_does_not_wait_without_end():
     stand_in.service().not_ready = 10**9
     with pytest.raises(DeadlineExceeded, match=r"not ready in 0\.1 s"):
-        await sink(ready_timeout=0.1).open()
+        await sink(ready_timeout_s=0.1).open()
 
 
 async def test_any_other_error_at_start_is_raised_at_once():
@@ -223,7 +223,7 @@ async def test_a_branch_that_goes_leaves_the_others():
 
 @pytest.mark.parametrize("blocks", [500, 1000, 2000])
 async def test_bytes_handed_over_for_an_evicted_run_grow_linearly(blocks):
-    wired = Running(sink(), timeout=10.0)
+    wired = Running(sink(), timeout_s=10.0)
     async with wired.running():
         await wired.tell(finished(*range(blocks)))
         await wired.settle()
@@ -292,7 +292,7 @@ async def test_an_index_that_fails_during_a_close_keeps_nothing(every):
 async def test_an_index_too_slow_for_a_batch_is_sent_it_piece_by_piece():
     """A batch takes ten times as long as a call may: tasks acknowledged before the deadline are not
     sent again."""
-    wired = Running(sink(), timeout=0.5)
+    wired = Running(sink(), timeout_s=0.5)
     async with wired.running():
         await wired.settle()
         stand_in.service().slow = 0.1
@@ -418,9 +418,9 @@ CACHE = Config.from_mapping(
         "flush": {
             "mode": "flush_only",
             "sinks": [{"kind": "attention_store"}],
-            "retry_min": 0.005,
-            "retry_max": 0.02,
-            "timeout": 0.2,
+            "retry_min_s": 0.005,
+            "retry_max_s": 0.02,
+            "timeout_s": 0.2,
         },
     }
 )

@@ -25,7 +25,7 @@ CONFIG = Config.from_mapping(
         "device": {"num_blocks": 16},
         "host": {"slots": 16},
         "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2},
-        "flush": {"retry_min": 0.01, "retry_max": 0.05},
+        "flush": {"retry_min_s": 0.01, "retry_max_s": 0.05},
         "actors": {"drain_timeout_s": 2.0},
     }
 )
@@ -115,7 +115,7 @@ async def test_the_barrier_covers_corrections_of_an_unfinished_call():
     """A block is evicted while its arrival is being sent: a barrier asked then ends after the
     correction."""
     slow = faulty("slow")
-    wired = Wired(slow, timeout=5.0)
+    wired = Wired(slow, timeout_s=5.0)
     async with wired.running():
         await wired.settle()
         slow.fault_mode, slow.delay = "slow", 0.1

@@ -244,7 +244,7 @@ CONFIG = Config.from_mapping(
         "device": {"num_blocks": 16},
         "host": {"slots": 16},
         "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2},
-        "flush": {"retry_min": 0.01, "retry_max": 0.05, "timeout": 0.2},
+        "flush": {"retry_min_s": 0.01, "retry_max_s": 0.05, "timeout_s": 0.2},
         "actors": {"drain_timeout_s": 2.0},
     }
 )

@@ -11,7 +11,7 @@ from kvactors.flush_notifier.steps import finish
 from tests.flush_notifier.helpers import announced, do, ledger, memory, names
 
 EPOCH = 1
-CONFIG = FlushConfig(batch=100, retry_min=1.0, retry_max=4.0)
+CONFIG = FlushConfig(batch=100, retry_min_s=1.0, retry_max_s=4.0)
 
 
 @pytest.fixture

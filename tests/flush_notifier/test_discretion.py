@@ -83,7 +83,7 @@ CONFIG = Config.from_mapping(
         "host": {"slots": 8, "transit_slots": 4},
         "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2},
         "storage": {"backend": "memory", "write_policy": "write_through", "capacity_blocks": 20},
-        "flush": {"retry_min": 0.01, "retry_max": 0.05, "timeout": 0.5},
+        "flush": {"retry_min_s": 0.01, "retry_max_s": 0.05, "timeout_s": 0.5},
         "actors": {"max_restarts_per_minute": 100},
     }
 )

@@ -216,7 +216,7 @@ def test_long_runs_are_cut_with_their_parents():
 @asynccontextmanager
 async def opened(tmp_path, **options):
     ends = {"endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r"}
-    options = {**ends, "numbers": "from_zero", "heartbeat": 0.0, **options}
+    options = {**ends, "numbers": "from_zero", "heartbeat_s": 0.0, **options}
     sink = KvEventsSink(KvEventsSinkConfig(**options), BLOCK)
     await sink.open()
     try:
@@ -410,7 +410,7 @@ async def test_a_snapshot_and_the_later_events_give_the_whole_state(tmp_path):
 async def test_snapshots_at_an_interval(tmp_path):
     own = f"ipc://{tmp_path}/d"
     async with (
-        opened(tmp_path, detail_topic="d", detail_endpoint=own, snapshot_interval=0.05) as sink,
+        opened(tmp_path, detail_topic="d", detail_endpoint=own, snapshot_interval_s=0.05) as sink,
         socket(zmq.SUB, own) as details,
     ):
         sink.set_snapshot_source(holdings)

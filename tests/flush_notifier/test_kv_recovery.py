@@ -587,7 +587,7 @@ async def test_strict_readers_over_the_messages_of_a_cache(tmp_path, host, max_b
         "kind": "kv_events",
         "endpoint": f"ipc://{tmp_path}/e",
         "replay_endpoint": f"ipc://{tmp_path}/r",
-        "heartbeat": 0,
+        "heartbeat_s": 0,
     }
     tables = {
         **WIRED,
@@ -687,7 +687,7 @@ async def test_a_state_is_dropped_when_no_reader_needs_it(tmp_path):
 
 async def test_an_idle_publisher_sends_heartbeats(tmp_path):
     """Without traffic a late reader and one that lost the last batch learn of the gap."""
-    async with opened(tmp_path, heartbeat=0.05) as sink:
+    async with opened(tmp_path, heartbeat_s=0.05) as sink:
         node = Node(sink, 2)
         await asyncio.sleep(0.2)
         assert sink.events.sequence == 0, "nothing is published before the beginning"
@@ -701,7 +701,7 @@ async def test_an_idle_publisher_sends_heartbeats(tmp_path):
 
 
 async def test_no_empty_batch_while_there_is_traffic_or_if_it_is_off(tmp_path):
-    async with opened(tmp_path, heartbeat=0.0) as sink:
+    async with opened(tmp_path, heartbeat_s=0.0) as sink:
         await sink.begin_epoch(7)
         await asyncio.sleep(0.1)
         assert sink.events.sequence == 1
@@ -710,5 +710,5 @@ async def test_no_empty_batch_while_there_is_traffic_or_if_it_is_off(tmp_path):
 
 @pytest.mark.parametrize("seconds", [-1, float("inf"), float("nan")])
 def test_a_heartbeat_that_cannot_be(seconds):
-    with pytest.raises(ConfigError, match=r"heartbeat must be at (least|most)"):
-        Config.from_mapping({"flush": {"sinks": [{"kind": "kv_events", "heartbeat": seconds}]}})
+    with pytest.raises(ConfigError, match=r"heartbeat_s must be at (least|most)"):
+        Config.from_mapping({"flush": {"sinks": [{"kind": "kv_events", "heartbeat_s": seconds}]}})

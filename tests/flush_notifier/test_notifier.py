@@ -43,7 +43,7 @@ async def until(condition):
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_misbehaving_sink_neither_delays_the_other_nor_loses_anything(fault):
     wired = Wired(
-        memory("good"), faulty("bad"), batch=8, timeout=0.5 if fault == "hang" else 10.0
+        memory("good"), faulty("bad"), batch=8, timeout_s=0.5 if fault == "hang" else 10.0
     )  # the good sink answers within it on a busy machine
     good, bad = wired.sinks
     bad.fault_mode = fault
@@ -100,7 +100,7 @@ async def test_a_batch_whose_answer_was_lost_is_corrected():
 async def test_a_failed_sink_is_tried_less_and_less_often():
     sink = faulty("one")
     sink.fault_mode = "down"
-    wired = Wired(sink, retry_min=0.01, retry_max=0.08)
+    wired = Wired(sink, retry_min_s=0.01, retry_max_s=0.08)
     async with wired.running():
         times: list[float] = []
         while len(times) < 6:
@@ -117,7 +117,7 @@ async def test_a_failed_sink_is_tried_less_and_less_often():
 async def test_a_failed_sink_does_not_make_the_system_look_busy():
     sink = faulty("one")
     sink.fault_mode = "hang"
-    wired = Wired(sink, timeout=5.0)
+    wired = Wired(sink, timeout_s=5.0)
     async with wired.running():
         await wired.tell(announced(1))
         assert await wired.supervisor.drain(1.0)

@@ -87,7 +87,7 @@ async def test_a_file_that_becomes_a_folder_fails_its_sink_alone(tmp_path):
     seen = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: seen.append(context))
     sink, good = lines(tmp_path), memory("good")
-    wired = Wired(good, sink, timeout=5.0)
+    wired = Wired(good, sink, timeout_s=5.0)
     await sink.open()
     sink.path.unlink()
     sink.path.mkdir()

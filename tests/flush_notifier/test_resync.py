@@ -58,7 +58,7 @@ class Book(Sink):
     """Keeps blocks by tier, and every call."""
 
     def __init__(self, *, repeats: bool, resync_interval: float = 0.0) -> None:
-        super().__init__(SinkConfig(name="book", resync_interval=resync_interval))
+        super().__init__(SinkConfig(name="book", resync_interval_s=resync_interval))
         self.repeats = repeats
         self.held: dict[Tier, set[bytes]] = defaultdict(set)
         self.calls: list[str] = []
@@ -125,7 +125,7 @@ async def resync(wired: Wired, name: str = "book", seconds: float = 10.0) -> Non
 @pytest.mark.parametrize("repeats", [True, False])
 async def test_an_index_that_lost_its_state_has_everything_after_a_resync(repeats):
     book = Book(repeats=repeats)
-    wired = Wired(book, timeout=5.0)
+    wired = Wired(book, timeout_s=5.0)
     async with wired.running():
         await wired.tell(
             announced(1, 2, 3), announced(1, 4), announced(1, 2, tier=Tier.HOST), announced(5)
@@ -144,7 +144,7 @@ async def test_an_index_that_lost_its_state_has_everything_after_a_resync(repeat
 
 async def test_a_sink_whose_index_keeps_sets_is_never_sent_gone_of_a_resident_block():
     book = Book(repeats=True)
-    wired = Wired(book, timeout=5.0, batch=1)
+    wired = Wired(book, timeout_s=5.0, batch=1)
     async with wired.running():
         await wired.tell(*(announced(i, i + 1, i + 2) for i in range(1, 20)))
         await wired.settle()
@@ -162,7 +162,7 @@ async def test_a_sink_whose_index_keeps_sets_is_never_sent_gone_of_a_resident_bl
 async def test_a_resync_during_a_call_counts_the_delivered_batch(repeats):
     """The batch in flight is in the index's past when the index forgets: it must be sent again."""
     book = Book(repeats=repeats)
-    wired = Wired(book, timeout=5.0)
+    wired = Wired(book, timeout_s=5.0)
     async with wired.running():
         await wired.tell(announced(1, 2))
         await wired.settle()
@@ -187,7 +187,7 @@ async def test_a_delivered_batch_may_be_lost_before_its_call_returns(repeats, in
     """The index takes a batch, loses its state, and a resync is asked for before the notifier has
     the answer to the batch."""
     book = Book(repeats=repeats, resync_interval=interval)
-    wired = Wired(book, timeout=60.0)
+    wired = Wired(book, timeout_s=60.0)
     async with wired.running():
         await wired.settle()
         book.slow = asyncio.Event()
@@ -213,7 +213,7 @@ async def test_a_delivered_batch_may_be_lost_before_its_call_returns(repeats, in
 @pytest.mark.parametrize("repeats", [True, False])
 async def test_a_resync_of_a_failing_sink_continues_after_its_deadline(repeats):
     book = Book(repeats=repeats)
-    wired = Wired(book, memory("other"), timeout=5.0)
+    wired = Wired(book, memory("other"), timeout_s=5.0)
     async with wired.running():
         await wired.tell(announced(1, 2, 3))
         await wired.settle()
@@ -232,7 +232,7 @@ async def test_a_resync_of_a_failing_sink_continues_after_its_deadline(repeats):
 @pytest.mark.parametrize("repeats", [True, False])
 async def test_an_interval_brings_everything_back_without_being_asked(repeats):
     book = Book(repeats=repeats, resync_interval=0.1)
-    wired = Wired(book, timeout=5.0)
+    wired = Wired(book, timeout_s=5.0)
     async with wired.running():
         await wired.tell(*(announced(i, i + 1) for i in range(1, 30)))
         await wired.settle()
@@ -248,7 +248,7 @@ async def test_a_slow_repetition_waits_until_the_sink_has_taken_a_batch():
     """Steps of one block, batches of two: while the sink takes nothing, no more than a batch and a
     step are repeated."""
     book = Book(repeats=True, resync_interval=0.1)
-    wired = Wired(book, timeout=60.0, batch=2)
+    wired = Wired(book, timeout_s=60.0, batch=2)
     async with wired.running():
         await wired.tell(*(announced(i, i + 1) for i in range(1, 30)))
         await wired.settle()
@@ -379,8 +379,8 @@ async def test_arguments_are_checked_in_the_caller():
 
 @pytest.mark.parametrize("interval", [-1, 0.01, float("inf"), float("nan")])
 def test_an_interval_that_cannot_be(interval):
-    with pytest.raises(ConfigError, match="resync_interval must be 0"):
-        config({"kind": "memory", "resync_interval": interval})
+    with pytest.raises(ConfigError, match="resync_interval_s must be 0"):
+        config({"kind": "memory", "resync_interval_s": interval})
 
 
 async def test_a_memory_sink_from_another_thread():
@@ -395,7 +395,7 @@ async def test_a_memory_sink_from_another_thread():
 
 
 async def test_attention_store_is_never_short_of_a_resident_block(tmp_path):
-    sdk = {"sdk": "kvactors.testing.attentionstore_sdk", "ready_interval": 0.01}
+    sdk = {"sdk": "kvactors.testing.attentionstore_sdk", "ready_interval_s": 0.01}
     sink = {"kind": "attention_store", "journal": str(tmp_path / "journal")}
     async with kvactors.open(config(sink, attention_store=sdk)) as cache:
         await serve(cache, range(6))
@@ -444,7 +444,7 @@ async def test_readers_of_kv_events_that_count_are_right_after_a_resync(tmp_path
         "replay_endpoint": f"ipc://{tmp_path}/r",
     }
     async with kvactors.open(
-        config({**sink, "numbers": "from_zero", "heartbeat": 0, "tiers": ["device"]})
+        config({**sink, "numbers": "from_zero", "heartbeat_s": 0, "tiers": ["device"]})
     ) as cache:
         publisher: Any = cache.sinks["kv_events"]
         model = LlmD()

@@ -95,7 +95,7 @@ async def test_a_path_of_many_chunks_is_one_list(tmp_path):
 
 
 async def test_the_file_matches_the_view_of_a_sink_that_got_the_same_tasks(tmp_path):
-    wired = Wired(memory("good"), lines(tmp_path), timeout=5.0)
+    wired = Wired(memory("good"), lines(tmp_path), timeout_s=5.0)
     async with wired.running():
         await wired.tell(announced(1, 2, 3), BlocksAdded(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD))
         await wired.settle()
@@ -230,7 +230,7 @@ SCRIPT = """
         global armed
         config = kvactors.Config.from_mapping({{
             "cache": {{"model": "m", "block_size": 4}}, "device": {{"num_blocks": 8}}, "actors": {{"drain_timeout_s": 0.5}},
-            "flush": {{"sinks": [{{"kind": "jsonl", "path": {path!r}}}], "timeout": 0.2}},
+            "flush": {{"sinks": [{{"kind": "jsonl", "path": {path!r}}}], "timeout_s": 0.2}},
         }})
         async with kvactors.open(config) as cache:
             armed = True

@@ -293,7 +293,7 @@ async def test_an_answer_while_the_end_of_its_call_is_settled_is_late():
     """The end of a call takes several steps. Further messages about that call between them change
     nothing."""
     one = memory("one")
-    wired = Wired(one, timeout=30.0)
+    wired = Wired(one, timeout_s=30.0)
     async with wired.running():
         await wired.settle()
         actor = wired.actor

@@ -96,7 +96,7 @@ def test_the_first_call_is_the_epoch_with_a_deadline(notifier):
     (timer,) = notifier.start.timers
     assert isinstance(timer.message, CallLate)
     assert (timer.message.sink, timer.message.number) == ("sink", 1)
-    assert timer.when == notifier.config.timeout
+    assert timer.when == notifier.config.timeout_s
 
 
 def test_facts_are_collected_into_one_call(notifier):
@@ -124,7 +124,7 @@ def test_a_failed_call_is_repeated_after_the_back_off(notifier):
     effects = notifier.whole(Delivered("sink", notifier.number, "OSError: down"))
     (timer,) = effects.timers
     assert isinstance(timer.message, RetryDue)
-    assert timer.when - notifier.stepper.now == notifier.config.retry_min
+    assert timer.when - notifier.stepper.now == notifier.config.retry_min_s
     notifier.whole(Deliver())
     assert len(notifier.calls.started) == 2, "not during the back-off"
     notifier.whole(timer.message)

@@ -34,7 +34,7 @@ HANG = 200.0
 """Seconds after which a wait counts as a hang, on any machine."""
 
 PATIENT, IMPATIENT = 60.0, 0.3
-"""`ranks.timeout` where no rank is to fall silent, and where ranks are to fall silent soon."""
+"""`ranks.timeout_s` where no rank is to fall silent, and where ranks are to fall silent soon."""
 
 
 def settings(tmp_path: Path, count: int = 2, **over) -> Config:
@@ -49,7 +49,7 @@ def settings(tmp_path: Path, count: int = 2, **over) -> Config:
             backend="file", directory=str(tmp_path / "store"), capacity_blocks=200
         ),
         "ranks": RanksConfig(
-            count, f"unix://{tmp_path}/ranks", timeout=PATIENT, startup_timeout_s=HANG
+            count, f"unix://{tmp_path}/ranks", timeout_s=PATIENT, startup_timeout_s=HANG
         ),
     }
     return Config(**{**parts, **over})

@@ -34,7 +34,9 @@ def impatient(tmp_path, **over):
     requests bear that."""
     return settings(
         tmp_path,
-        ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", timeout=IMPATIENT, startup_timeout_s=HANG),
+        ranks=RanksConfig(
+            2, f"unix://{tmp_path}/ranks", timeout_s=IMPATIENT, startup_timeout_s=HANG
+        ),
         **over,
     )
 
@@ -105,7 +107,7 @@ async def test_a_killed_rank_invalidates_its_blocks_and_is_admitted_again(tmp_pa
 
 
 async def test_a_stopped_rank_holds_no_request(tmp_path):
-    """Its loads become misses after ranks.timeout, not after the request's deadline: a request ends
+    """Its loads become misses after ranks.timeout_s, not after the request's deadline: a request ends
     while the rank is still stopped."""
     async with led(impatient(tmp_path)) as (cache, workers):
         engine = Clients(cache, workers)
@@ -228,7 +230,7 @@ async def test_each_rank_needs_its_own_number(tmp_path):
         ({"ranks": RanksConfig(2, "http://x")}, "endpoint"),
         ({"ranks": RanksConfig(0)}, "ranks.count"),
         ({"ranks": RanksConfig(3, "unix:///tmp/x")}, "tensor_parallel"),
-        ({"ranks": RanksConfig(2, "unix:///tmp/x", timeout=0.0)}, "ranks.timeout"),
+        ({"ranks": RanksConfig(2, "unix:///tmp/x", timeout_s=0.0)}, "ranks.timeout_s"),
     ],
 )
 async def test_settings_that_cannot_be(tmp_path, change, word):

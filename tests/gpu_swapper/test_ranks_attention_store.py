@@ -22,7 +22,7 @@ from tests.gpu_swapper.rank_processes import BLOCK, HANG, PATIENT, Clients, led,
 from tests.support.rank_model import ProcessModel
 from tests.support.rank_process import SILENT, RankProcess
 
-STORE = AttentionStoreConfig(sdk="kvactors.testing.attentionstore_sdk", ready_interval=0.05)
+STORE = AttentionStoreConfig(sdk="kvactors.testing.attentionstore_sdk", ready_interval_s=0.05)
 PROMPT = list(range(4 * BLOCK + 1))
 
 
@@ -31,17 +31,19 @@ def fresh_services():
     stand_in.reset()
 
 
-def config(tmp_path, *, timeout: float = PATIENT, host: int = 0, blocks: int = 60, **over):
+def config(tmp_path, *, timeout_s: float = PATIENT, host: int = 0, blocks: int = 60, **over):
     return settings(
         tmp_path,
         device=DeviceConfig(num_blocks=blocks),  # writes that the service delays hold device blocks
         host=HostConfig(slots=host),
         storage=StorageConfig(
-            backend="attention_store", write_policy="write_through", timeout=HANG
+            backend="attention_store", write_policy="write_through", timeout_s=HANG
         ),
-        ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", timeout=timeout, startup_timeout_s=HANG),
+        ranks=RanksConfig(
+            2, f"unix://{tmp_path}/ranks", timeout_s=timeout_s, startup_timeout_s=HANG
+        ),
         attention_store=STORE,
-        flush=FlushConfig(sinks=(AttentionStoreSinkConfig(),), timeout=HANG),
+        flush=FlushConfig(sinks=(AttentionStoreSinkConfig(),), timeout_s=HANG),
         **over,
     )
 
@@ -120,7 +122,7 @@ async def test_a_rank_whose_service_fails_costs_misses_and_is_shown(tmp_path, kn
 
 
 async def test_a_store_that_is_slow_on_one_rank_makes_no_rank_silent(tmp_path):
-    async with led(config(tmp_path, timeout=0.3, host=12)) as (cache, ranks):
+    async with led(config(tmp_path, timeout_s=0.3, host=12)) as (cache, ranks):
         await serve(cache, ranks)
         await cache.wait_idle(HANG)
         await ranks[1].service(stuck=1.5)
@@ -137,7 +139,7 @@ async def test_a_store_that_is_slow_on_one_rank_makes_no_rank_silent(tmp_path):
 
 async def test_a_rank_that_stops_during_a_move_is_silent_and_comes_back(tmp_path, monkeypatch):
     monkeypatch.setattr("kvactors.data_plane.ranks.link.PING_LIMIT", 0.3)
-    async with led(config(tmp_path, timeout=0.3)) as (cache, ranks):
+    async with led(config(tmp_path, timeout_s=0.3)) as (cache, ranks):
         await serve(cache, ranks)
         await cache.wait_idle(HANG)
         await cache.clear()

@@ -64,11 +64,11 @@ class Config(msgspec.Struct):
         ({"storage": FILE | {"path": "x"}}, "unknown field `path`"),
         ({"storage": {}}, "storage.backend is needed"),
         ({"storage": {"backend": "file"}}, "storage.directory is needed"),
-        ({"storage": FILE | {"timeout": 0}}, "storage.timeout must be positive"),
+        ({"storage": FILE | {"timeout_s": 0}}, "storage.timeout_s must be positive"),
         ({"storage": FILE | {"rank": 1, "ranks": 2}}, "those of SGLang's workers"),
         ({"storage": FILE | {"write_policy": "none"}}, "storage.write_policy has no effect"),
         ({"storage": FILE | {"min_hits": 3}}, "storage.min_hits has no effect"),
-        ({"storage": FILE | {"timeout": "long"}}, "Expected `float`"),
+        ({"storage": FILE | {"timeout_s": "long"}}, "Expected `float`"),
     ],
 )
 def test_a_bad_setting_is_named(extra: Any, error: str) -> None:
@@ -266,7 +266,7 @@ class Memory:
 
 
 def open_pages(cls: type, timeout: float = 5.0) -> PageStore:
-    storage = {"backend": f"{cls.__module__}:{cls.__name__}", "timeout": timeout}
+    storage = {"backend": f"{cls.__module__}:{cls.__name__}", "timeout_s": timeout}
     tier = open_storage({"model": "m", "block_bytes": PAGE, "num_slots": 1, "storage": storage})
     return PageStore(tier, PAGE, timeout)
 

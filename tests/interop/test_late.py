@@ -16,7 +16,7 @@ READERS = 24
 def test_joined_late_while_the_worker_is_idle(scene: Scene, window: int) -> None:
     """The heartbeat shows a gap, and the answer to the replay request is everything, however little
     of it is kept."""
-    node = scene.node(Workload(31), heartbeat=0.5, replay_window=window)
+    node = scene.node(Workload(31), heartbeat_s=0.5, replay_window=window)
     node.serve(100)
     node.truth()
     indexes = scene.dynamo(node.source)
@@ -42,7 +42,7 @@ def test_joined_late_under_load(scene: Scene, window: int) -> None:
 def test_cut_off_for_a_time(scene: Scene, window: int) -> None:
     """Nothing published during the cut reaches the indexes. Within the window and beyond it,
     the next batch they get makes them right."""
-    node = scene.node(Workload(33), heartbeat=0.5, replay_window=window)
+    node = scene.node(Workload(33), heartbeat_s=0.5, replay_window=window)
     link, source = scene.link(node)
     indexes = scene.dynamo(source)
     node.serve(80)
@@ -59,7 +59,7 @@ def test_cut_off_for_a_time(scene: Scene, window: int) -> None:
 def test_many_readers_at_once(scene: Scene) -> None:
     """24 readers of one publisher see the same gap in the same batch. All of them ask, and all are
     answered."""
-    node = scene.node(Workload(34), heartbeat=0.5)
+    node = scene.node(Workload(34), heartbeat_s=0.5)
     node.serve(100)
     indexes = scene.dynamo()
     indexer = indexes[1]

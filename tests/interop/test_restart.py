@@ -34,7 +34,7 @@ def test_killed_and_started_again(scene: Scene, store: str) -> None:
 def test_killed_and_idle_after_the_start(scene: Scene) -> None:
     """The first batch of the new process, which clears every block, is enough, or the next
     heartbeat."""
-    node = scene.node(Workload(22), heartbeat=0.5)
+    node = scene.node(Workload(22), heartbeat_s=0.5)
     indexes = scene.dynamo(node.source)
     node.serve(80)
     scene.compare(node, indexes, asked=50, requested=5)

@@ -55,7 +55,7 @@ def two_nodes(scene: Scene, first: Workload, second: Workload, **sink: object) -
     """Two workers with their own prompts, with the settings that the router needs: it takes the
     answer to a replay request only if that begins with the number asked for, and drops a batch with
     an unknown field."""
-    settings = {"numbers": "from_zero", "maps_for": "vllm", "heartbeat": 0.5} | sink
+    settings = {"numbers": "from_zero", "maps_for": "vllm", "heartbeat_s": 0.5} | sink
     return [scene.node(first, worker=7, **settings), scene.node(second, worker=8, **settings)]
 
 

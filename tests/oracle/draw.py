@@ -74,7 +74,7 @@ def draw(
         "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 32, "dtype": "uint8"},
         "host": _host(rng),
         "storage": _storage(rng, kind, folder),
-        "flush": {"batch": limit(rng), "retry_min": 0.01, "retry_max": 0.1, "timeout": 10.0},
+        "flush": {"batch": limit(rng), "retry_min_s": 0.01, "retry_max_s": 0.1, "timeout_s": 10.0},
         "actors": {
             "channel_bound": limit(rng),
             "drain_timeout_s": 20.0,
@@ -87,7 +87,7 @@ def draw(
     if kind == "attention_store" or "attention_store" in names:
         tables["attention_store"] = {
             "namespace": f"oracle-{seed}",
-            "ready_interval": 0.01,
+            "ready_interval_s": 0.01,
             "model_version": "v0",
         }
     return Draw(
@@ -161,7 +161,7 @@ def _storage(rng: random.Random, kind: str, folder: str) -> dict[str, Any]:
         "min_fetch_blocks": rng.choice((1, 1, 2, 5)),
         "readers": rng.randint(1, 3),
         "writers": rng.randint(1, 3),
-        "timeout": 10.0,
+        "timeout_s": 10.0,
     }
     if kind == "file":
         found |= {

@@ -94,7 +94,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "close_of_a_sink_raises",
         "system.py",
-        "partial(close_sink, sink, self.config.flush.timeout)",
+        "partial(close_sink, sink, self.config.flush.timeout_s)",
         "sink.close",
         "leaving the cache raises the error that a sink raises when it is closed",
         (

@@ -23,7 +23,7 @@ BUGS: tuple[Mutation, ...] = (
         "StartTimer(self, limit, SaveUn",
         "StartTimer(self, ASK, SaveUn",
         "a store that does not answer holds the device blocks of a finished request for longer "
-        "than storage.timeout",
+        "than storage.timeout_s",
         (
             f"{CHECKED}::test_a_store_that_does_not_answer_holds_finished_blocks_for_its_timeout_at_most",
         ),

@@ -214,7 +214,7 @@ def test_requests_to_a_silent_rank_stay_open_until_it_answers():
     end of the copy."""
 
     async def main() -> None:
-        group = RankGroup(RanksConfig(count=1, timeout=0.5), SCOPE, 4, 4)
+        group = RankGroup(RanksConfig(count=1, timeout_s=0.5), SCOPE, 4, 4)
         ours, theirs = MemoryConnection.pair()
         meeting = asyncio.create_task(group.accept(ours))
         await introduce(theirs)
@@ -241,7 +241,7 @@ def test_requests_to_a_failed_rank_have_ended_when_it_is_back():
     """It sends Hello when no earlier work is in flight, and no other component answers for it."""
 
     async def main() -> None:
-        group = RankGroup(RanksConfig(count=1, timeout=0.5), SCOPE, 4, 4)
+        group = RankGroup(RanksConfig(count=1, timeout_s=0.5), SCOPE, 4, 4)
         meetings, asked = [], None
         for life in range(2):
             ours, theirs = MemoryConnection.pair()

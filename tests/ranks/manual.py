@@ -38,7 +38,7 @@ def group_at(endpoint: str = ENDPOINT, **over) -> RankGroup:
     config = {
         "count": 2,
         "endpoint": endpoint,
-        "timeout": 0.3,
+        "timeout_s": 0.3,
         "startup_timeout_s": 5.0,
         "secret": SECRET,
         **over,

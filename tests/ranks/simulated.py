@@ -46,7 +46,7 @@ def settings(count: int = 2, **over) -> Config:
             num_layers=3, num_kv_heads=count, head_dim=4, dtype="uint8", tensor_parallel=count
         ),
         "storage": StorageConfig(backend="none", write_policy="none"),
-        "ranks": RanksConfig(count, ENDPOINT, timeout=0.3, startup_timeout_s=30.0),
+        "ranks": RanksConfig(count, ENDPOINT, timeout_s=0.3, startup_timeout_s=30.0),
     }
     return Config(**{**parts, **over})
 

@@ -242,7 +242,7 @@ async def test_two_hundred_thousand_names_over_a_socket(tmp_path):
     """Real sockets, two ranks. The second lacks every third name."""
     total = 200_000
     endpoint = f"unix://{tmp_path}/ranks"
-    group: RankGroup = group_at(endpoint, startup_timeout_s=300.0, timeout=60.0)
+    group: RankGroup = group_at(endpoint, startup_timeout_s=300.0, timeout_s=60.0)
     store = RankStore(group, 64, 1.0, exclusive=False)
     opening = asyncio.ensure_future(group.open())
     while not (tmp_path / "ranks").exists():

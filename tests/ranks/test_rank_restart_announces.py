@@ -37,7 +37,7 @@ def config(folder) -> kvactors.Config:
                 "capacity_blocks": 60,
                 "write_policy": "write_through",
             },
-            "ranks": {"count": 2, "endpoint": "memory://announces", "timeout": 20.0},
+            "ranks": {"count": 2, "endpoint": "memory://announces", "timeout_s": 20.0},
             "flush": {
                 "sinks": [
                     {"kind": "memory", "name": "index", "tiers": ["device", "host", "storage"]}

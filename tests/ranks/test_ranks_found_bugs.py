@@ -47,7 +47,7 @@ async def serve(cache, ranks, family: int, blocks: int) -> None:
 def test_closing_waits_for_no_silent_rank(after):
     async def main() -> None:
         config = settings(
-            actors=ActorsConfig(drain_timeout_s=0.1), ranks=RanksConfig(2, ENDPOINT, timeout=2.0)
+            actors=ActorsConfig(drain_timeout_s=0.1), ranks=RanksConfig(2, ENDPOINT, timeout_s=2.0)
         )
         async with led(config) as (cache, ranks):
             await Clients(cache, ranks, 0).run(60)

@@ -33,7 +33,7 @@ CONFIG = Config(
         write_policy="write_through",
         mooncake=MooncakeConfig(master_server_address="of.nobody:1"),
     ),
-    ranks=RanksConfig(2, "memory://pool", timeout=5.0),
+    ranks=RanksConfig(2, "memory://pool", timeout_s=5.0),
 )
 PROMPT = list(range(BLOCK * BLOCKS + 1))
 

@@ -131,7 +131,7 @@ class Hanging(MemoryBackend):
 
 def config(**over):
     return settings(
-        storage=stored(timeout=1.0),
+        storage=stored(timeout_s=1.0),
         actors=ActorsConfig(drain_timeout_s=2.0, open_timeout_s=3.0),
         **over,
     )

@@ -189,7 +189,7 @@ def slowly(seconds: float, *, settle: bool):
     workload = {**CHAT["workload"], "settle": settle, "turns": 4, "concurrency": 1}
     fault = [{"storage": True, "kind": "slow", "delay": seconds, "turn": 1}]
     slots = {"slots": 8, "transit_slots": 64}
-    storage = {"backend": "memory", "write_policy": "write_back", "timeout": 1000.0}
+    storage = {"backend": "memory", "write_policy": "write_back", "timeout_s": 1000.0}
     cache = {**CHAT["cache"], "default_deadline_s": 1000.0}
     data = {
         **CHAT,

@@ -84,16 +84,16 @@ def draw_run(seed: int) -> Draw:
         storage=_storage(rng, direct=direct) if stored else StorageConfig(),
         flush=FlushConfig(
             mode="flush_only" if rng.random() < 0.08 else "normal",
-            timeout=0.4,
-            retry_min=0.02,
-            retry_max=0.3,
+            timeout_s=0.4,
+            retry_min_s=0.02,
+            retry_max_s=0.3,
             batch=draw_limit(rng),
         ),
         actors=ActorsConfig(
             channel_bound=draw_limit(rng), drain_timeout_s=20.0, max_restarts_per_minute=restarts
         ),
         ranks=RanksConfig(
-            ranks, "memory://simulated", timeout=rng.choice((0.1, 0.3)), startup_timeout_s=30.0
+            ranks, "memory://simulated", timeout_s=rng.choice((0.1, 0.3)), startup_timeout_s=30.0
         ),
     )
     sinks = tuple(_sink(rng, number) for number in range(rng.choice((0, 1, 1, 2, 3))))
@@ -194,7 +194,7 @@ def _storage(rng: random.Random, *, direct: bool) -> StorageConfig:
     timeout = rng.choice((0.1, 1.0))
     if direct:  # it has no use for the others
         return StorageConfig(
-            backend="attention_store", write_policy=policy, fetch=fetch, timeout=timeout
+            backend="attention_store", write_policy=policy, fetch=fetch, timeout_s=timeout
         )
     return StorageConfig(
         backend="memory",
@@ -204,7 +204,7 @@ def _storage(rng: random.Random, *, direct: bool) -> StorageConfig:
         min_fetch_blocks=least,
         readers=readers,
         writers=writers,
-        timeout=timeout,
+        timeout_s=timeout,
     )
 
 

@@ -20,9 +20,9 @@ def with_shards(seed: int) -> Draw | None:
     config = drawn.config
     if config.ranks.count == 1 or config.flush.flush_only:
         return None
-    timeout = min(1.0, config.storage.timeout)
+    timeout = min(1.0, config.storage.timeout_s)
     storage = StorageConfig(
-        backend="attention_store", write_policy="write_through", timeout=timeout
+        backend="attention_store", write_policy="write_through", timeout_s=timeout
     )
     faults = [fault for fault in drawn.plan.fault if not fault.kind.startswith(ELSEWHERE)]
     plan = FaultPlan(

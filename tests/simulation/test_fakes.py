@@ -343,7 +343,7 @@ def two_ranks() -> Config:
         layout=LayoutConfig(
             num_layers=2, num_kv_heads=2, head_dim=4, dtype="uint8", tensor_parallel=2
         ),
-        ranks=RanksConfig(2, "memory://fakes", timeout=1.0, startup_timeout_s=10.0),
+        ranks=RanksConfig(2, "memory://fakes", timeout_s=1.0, startup_timeout_s=10.0),
     )
 
 

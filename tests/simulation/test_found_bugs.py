@@ -200,7 +200,7 @@ def test_writes_that_wait_when_a_rank_loses_its_memory_are_refused():
             num_layers=2, num_kv_heads=2, head_dim=4, dtype="uint8", tensor_parallel=2
         ),
         storage=StorageConfig(backend="memory", write_policy="write_through", writers=1),
-        ranks=RanksConfig(2, "memory://bugs", timeout=5.0),
+        ranks=RanksConfig(2, "memory://bugs", timeout_s=5.0),
     )
     layout = make_layout(config.layout, 4)
 

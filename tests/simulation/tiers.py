@@ -173,8 +173,8 @@ class SimEngine:
                 "storage": {
                     "backend": "memory",
                     "write_policy": noise.choice(policies),
-                    "timeout": TIMEOUT,
-                    "slot_timeout": SLOT_TIMEOUT,
+                    "timeout_s": TIMEOUT,
+                    "slot_timeout_s": SLOT_TIMEOUT,
                 },
             }
         )

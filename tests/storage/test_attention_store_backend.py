@@ -113,7 +113,7 @@ async def test_only_blocks_missing_in_the_store_are_written():
 
 
 async def test_a_total_time_out_ends_between_slices():
-    store = await backend(write_slice_blocks=2, write_total_timeout=0.5)
+    store = await backend(write_slice_blocks=2, write_total_timeout_s=0.5)
     stand_in.service().slow = 0.2
     assert 2 <= await store.save(path(10), 0, tuple(range(10)), 5.0) < 10
     await store.close()
@@ -236,7 +236,11 @@ async def test_a_call_that_does_not_return_is_shown_and_no_request_waits_for_it(
     tables = {
         "cache": {"model": "m", "block_size": BLOCK, "default_deadline_s": 3.0},
         "device": {"num_blocks": 64},
-        "storage": {"backend": "attention_store", "write_policy": "write_through", "timeout": 0.2},
+        "storage": {
+            "backend": "attention_store",
+            "write_policy": "write_through",
+            "timeout_s": 0.2,
+        },
     }
     async with kvactors.open(config(**tables)) as cache:
         await serve(cache, 3)
@@ -286,7 +290,7 @@ def test_slices_by_variables():
         "AS_WRITE_TOTAL_TIMEOUT": "9",
     }
     store = Config.from_env(environ).attention_store
-    assert (store.write_slice_blocks, store.write_slice_timeout, store.write_total_timeout) == (
+    assert (store.write_slice_blocks, store.write_slice_timeout_s, store.write_total_timeout_s) == (
         7,
         2.5,
         9.0,

@@ -86,7 +86,7 @@ async def test_two_caches_at_once_share_it_too():
 
 async def test_two_handles_that_are_opened_at_the_same_moment_make_one_object():
     stand_in.service().stuck = 0.2
-    settings = complete(AttentionStoreConfig(sdk=STAND_IN, ready_interval=0.01), LAYOUT)
+    settings = complete(AttentionStoreConfig(sdk=STAND_IN, ready_interval_s=0.01), LAYOUT)
     handles = [Sdk(settings, "index"), Sdk(settings, "storage"), Sdk(settings, "storage")]
     await asyncio.gather(*(one.open() for one in handles))
     assert inits() == 1
@@ -261,7 +261,9 @@ async def test_a_full_service_evicts_and_an_evicted_block_is_a_miss():
 async def test_time_outs_are_passed_and_end_a_call():
     store = AttentionStoreBackend(
         complete(
-            AttentionStoreConfig(sdk=STAND_IN, write_slice_timeout=0.1, write_total_timeout=0.5),
+            AttentionStoreConfig(
+                sdk=STAND_IN, write_slice_timeout_s=0.1, write_total_timeout_s=0.5
+            ),
             LAYOUT,
         ),
         HostDevice(LAYOUT, 8),

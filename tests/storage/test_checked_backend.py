@@ -268,7 +268,7 @@ def config(**storage):
             "storage": {
                 "backend": "memory",
                 "write_policy": "write_through",
-                "timeout": 2.0,
+                "timeout_s": 2.0,
                 **storage,
             },
         }
@@ -474,7 +474,7 @@ def test_a_store_whose_calls_do_not_return_costs_time_once_and_is_named(call):
                 "cache": {"model": "m", "block_size": 4},
                 "device": {"num_blocks": 4},
                 "host": {"slots": 1, "transit_slots": 2},
-                "storage": {"write_policy": "write_through", "timeout": 0.25},
+                "storage": {"write_policy": "write_through", "timeout_s": 0.25},
             }
         )
         layout = make_layout(config.layout, 4)
@@ -515,7 +515,7 @@ def test_a_store_that_does_not_answer_holds_finished_blocks_for_its_timeout_at_m
                 "cache": {"model": "m", "block_size": 4},
                 "device": {"num_blocks": 4},
                 "host": {"slots": 1, "transit_slots": 2},
-                "storage": {"write_policy": "write_through", "timeout": 0.25, "fetch": False},
+                "storage": {"write_policy": "write_through", "timeout_s": 0.25, "fetch": False},
             }
         )
         layout = make_layout(config.layout, 4)

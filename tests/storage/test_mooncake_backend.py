@@ -49,8 +49,8 @@ class Node:
             "global_segment_size": "64MB",
             "local_buffer_size": "16MB",
             "local_hostname": "127.0.0.1",
-            "timeout": 1.0,
-            "connect_timeout": 60.0,
+            "timeout_s": 1.0,
+            "connect_timeout_s": 60.0,
         }
         config = MooncakeConfig(master_server_address=address, **{**settings, **changes})
         self.backend = MooncakeBackend(config, identity or IDENTITY, SIZE)
@@ -219,7 +219,7 @@ def config(address: str) -> Config:
                     "local_hostname": "127.0.0.1",
                     "global_segment_size": "64MB",
                     "local_buffer_size": "16MB",
-                    "connect_timeout": 60.0,
+                    "connect_timeout_s": 60.0,
                 },
             },
             "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},

@@ -21,7 +21,7 @@ SMALL = {
     "global_segment_size": "64MB",
     "local_buffer_size": "16MB",
     "local_hostname": "127.0.0.1",
-    "connect_timeout": 60.0,
+    "connect_timeout_s": 60.0,
 }
 
 
@@ -94,7 +94,7 @@ async def test_closing_waits_for_calls_in_flight(running):
 async def test_a_master_that_is_not_there_is_an_error_within_its_time():
     client = MooncakeClient(
         MooncakeConfig(
-            master_server_address=f"127.0.0.1:{free_port()}", **{**SMALL, "connect_timeout": 0.5}
+            master_server_address=f"127.0.0.1:{free_port()}", **{**SMALL, "connect_timeout_s": 0.5}
         )
     )
     began = time.monotonic()
@@ -105,7 +105,7 @@ async def test_a_master_that_is_not_there_is_an_error_within_its_time():
 
 async def test_a_stopped_master_is_a_negative_code_not_an_exception():
     with master() as one:
-        client = await joined(one.address, timeout=1.0)
+        client = await joined(one.address, timeout_s=1.0)
         one.kill()
         codes = await client.exist(["a", "b"])
         assert len(codes) == 2
@@ -150,14 +150,14 @@ def test_toml_comes_before_the_file_and_the_file_before_variables(tmp_path):
         "MOONCAKE_METADATA_SERVER": "http://variable/metadata",
         "MOONCAKE_GLOBAL_SEGMENT_SIZE": "4gb",
     }
-    found = resolve(MooncakeConfig(protocol="tcp", timeout=2.0), environ)
+    found = resolve(MooncakeConfig(protocol="tcp", timeout_s=2.0), environ)
     assert (found.master_server_address, found.metadata_server) == (
         "file:1",
         "http://variable/metadata",
     )
     assert in_bytes(found.global_segment_size, "") == 4 << 30
     assert [found.devices_of(rank) for rank in range(3)] == ["mlx5_0", "mlx5_1", "mlx5_0"]
-    assert found.timeout == 2.0
+    assert found.timeout_s == 2.0
     assert (
         resolve(MooncakeConfig(master_server_address="toml:1"), environ).master_server_address
         == "toml:1"
@@ -170,7 +170,7 @@ def test_toml_comes_before_the_file_and_the_file_before_variables(tmp_path):
         ({}, {}, "master_server_address is missing"),
         ({"master_server_address": "m:1", "local_hostname": "localhost"}, {}, "not 'localhost'"),
         ({"master_server_address": "m:1", "protocol": "udp"}, {}, "tcp or rdma"),
-        ({"master_server_address": "m:1", "timeout": 0.0}, {}, "timeout must be above 0"),
+        ({"master_server_address": "m:1", "timeout_s": 0.0}, {}, "timeout_s must be above 0"),
         (
             {"master_server_address": "m:1", "global_segment_size": "much"},
             {},

@@ -34,7 +34,7 @@ class TestMooncake(StoreContract):
             local_hostname="127.0.0.1",
             global_segment_size="32MB",
             local_buffer_size="16MB",
-            connect_timeout=60.0,
+            connect_timeout_s=60.0,
         )
         return MooncakeBackend(
             config, StoreIdentity("m", "n", next(numbers).to_bytes(32, "big")), self.block_bytes

@@ -37,7 +37,7 @@ def config(folder, sinks=("index",), policy="write_through", **storage) -> kvact
                 "directory": str(folder),
                 "capacity_blocks": 500,
                 "write_policy": policy,
-                "timeout": 60.0,
+                "timeout_s": 60.0,
                 **storage,
             },
             "flush": {

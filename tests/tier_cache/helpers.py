@@ -43,7 +43,7 @@ def make(
 
 
 def on_disk(folder: Any, num_slots: int = 4, **storage: Any) -> TierCache:
-    table = {"backend": "file", "directory": str(folder), "free_space_floor": 0, "timeout": 20.0}
+    table = {"backend": "file", "directory": str(folder), "free_space_floor": 0, "timeout_s": 20.0}
     return make(
         num_slots, events=["host", "storage"], storage={**table, "capacity_blocks": 64, **storage}
     )

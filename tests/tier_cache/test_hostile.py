@@ -44,7 +44,7 @@ def with_sink(sink: MemorySink, **storage: object) -> TierCache:
         "block_bytes": BLOCK,
         "num_slots": 4,
         "tokens_per_block": 2,
-        "storage": {"close_timeout": 1.0, **storage},
+        "storage": {"close_timeout_s": 1.0, **storage},
     }
     return TierCache(checked_config(table), SlotMemory(4, BLOCK), sinks=[sink])
 
@@ -114,7 +114,7 @@ def serve_without_end(cache: TierCache) -> None:
 def test_shutdown_at_any_moment_of_a_busy_owner(tmp_path):
     """The owner gets CacheClosed from one call on, and nothing else."""
     for i in range(12):
-        cache = on_disk(tmp_path / str(i), num_slots=4, close_timeout=2.0)
+        cache = on_disk(tmp_path / str(i), num_slots=4, close_timeout_s=2.0)
         cache.start()
         closer = threading.Timer(0.002 * i, cache.shutdown)
         closer.start()

@@ -17,13 +17,13 @@ def pool():
     with master() as one:
         yield {
             "backend": "mooncake",
-            "timeout": 20.0,
+            "timeout_s": 20.0,
             "mooncake": {
                 "master_server_address": one.address,
                 "local_hostname": "127.0.0.1",
                 "global_segment_size": "32MB",
                 "local_buffer_size": "16MB",
-                "connect_timeout": 60.0,
+                "connect_timeout_s": 60.0,
             },
         }
 
@@ -74,7 +74,7 @@ def test_wrong_settings_are_named_before_anything_starts():
 
 
 def test_a_pool_without_a_master_is_an_os_error():
-    table = {"master_server_address": "127.0.0.1:1", "connect_timeout": 2.0}
+    table = {"master_server_address": "127.0.0.1:1", "connect_timeout_s": 2.0}
     cache = make(storage={"backend": "mooncake", "mooncake": table})
     with pytest.raises(StoreError, match="127"):
         cache.start()

@@ -82,7 +82,7 @@ def test_the_keys_of_a_step_are_asked_about_together_and_of_each_path():
 
 def test_a_store_that_does_not_answer_a_look_up_costs_a_miss():
     clock = Clock()
-    cache = shared(clock=clock, timeout=5.0, close_timeout=0.1)
+    cache = shared(clock=clock, timeout_s=5.0, close_timeout_s=0.1)
     cache.start()
     SharedStore.mode = "hang"
     assert cache.lookup(KEYS[0]) is Lookup.PENDING

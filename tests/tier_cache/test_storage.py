@@ -114,7 +114,7 @@ def test_blocks_of_another_identity_are_not_found(tmp_path):
 
 
 def test_a_stored_key_waits_for_a_free_slot_and_the_hit_is_kept(tmp_path):
-    cache = on_disk(tmp_path, num_slots=2, slot_timeout=1000.0)
+    cache = on_disk(tmp_path, num_slots=2, slot_timeout_s=1000.0)
     store(cache, KEYS[:2])
     settle(cache)
     store(cache, KEYS[2:4])
@@ -134,7 +134,7 @@ def test_a_look_up_without_a_free_slot_ends(held_by):
     """The engine keeps every slot in use: the request is not held up for longer than the limit,
     and not again and again."""
     clock = Clock()
-    cache = make(2, clock=clock, storage={"backend": "memory", "slot_timeout": 2.0})
+    cache = make(2, clock=clock, storage={"backend": "memory", "slot_timeout_s": 2.0})
     store(cache, KEYS[:1])
     settle(cache)
     assert store(cache, KEYS[1:3])
@@ -168,7 +168,7 @@ def test_a_look_up_without_a_free_slot_ends(held_by):
 
 
 def test_without_patience_a_look_up_without_a_free_slot_is_a_miss():
-    cache = make(1, storage={"backend": "memory", "slot_timeout": 0})
+    cache = make(1, storage={"backend": "memory", "slot_timeout_s": 0})
     for key in KEYS[:2]:
         store(cache, [key])
         settle(cache)

@@ -30,7 +30,7 @@ def ok():
 
 
 def test_a_fetch_that_hangs_is_a_miss_and_its_slot_stays_withheld(monkeypatch):
-    cache = faulty(timeout=0.1)
+    cache = faulty(timeout_s=0.1)
     store(cache, KEYS[:2])
     settle(cache)
     cache.reset()
@@ -213,7 +213,7 @@ def test_the_event_descriptor_becomes_readable(tmp_path):
 
 
 def test_close_lets_jobs_end_and_is_bounded():
-    cache = faulty(timeout=30.0, close_timeout=0.2)
+    cache = faulty(timeout_s=30.0, close_timeout_s=0.2)
     store(cache, KEYS[:1])
     settle(cache)
     cache.reset()
@@ -234,7 +234,7 @@ def test_close_lets_jobs_end_and_is_bounded():
         ({"backend": "mooncake"}, "master_server_address"),
         ({"backend": "attention_store"}, "tokens"),
         ({"backend": "memory", "rank": 1}, "rank"),
-        ({"backend": "memory", "timeout": 0}, "timeout"),
+        ({"backend": "memory", "timeout_s": 0}, "timeout"),
         ({"backend": "memory", "capacity_blocks": 0}, "capacity_blocks"),
         ({"backend": "memory", "exclusive": True}, "exclusive"),
         ({"backend": "memory", "write_policy": "later"}, "write_policy"),
@@ -246,7 +246,7 @@ def test_storage_settings_that_do_not_fit_are_named(storage, text):
 
 
 def test_nothing_grows_while_a_store_hangs_or_fails():
-    cache = faulty(timeout=30.0, close_timeout=0.1)
+    cache = faulty(timeout_s=30.0, close_timeout_s=0.1)
     cache.start()
     moves = cache._moves
     assert moves is not None

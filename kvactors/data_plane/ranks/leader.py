@@ -94,7 +94,7 @@ class RankGroup:
         self._entrance = Entrance(self, Secret(config.secret))
         self._joins = Joins()
         self._admission: asyncio.Future[None] | None = None
-        self._silence = Silence(config.timeout, self._set)
+        self._silence = Silence(config.timeout_s, self._set)
         self._listener = listener_of(self)
 
     @property
@@ -192,7 +192,7 @@ class RankGroup:
             ):
                 operation.over(None)
                 continue
-            operation.timer = loop.call_later(self.config.timeout, self._silence.late, rank, op)
+            operation.timer = loop.call_later(self.config.timeout_s, self._silence.late, rank, op)
             rank.open[op] = operation
             rank.operations += 1
             rank.link.connection.send(message)

@@ -141,7 +141,7 @@ def make_ranks_plane(config: Config, storage: StorageConfig, layout: Layout) -> 
         backend = RankStore(
             group,
             layout.block_bytes,
-            storage.timeout,
+            storage.timeout_s,
             exclusive=storage.exclusive,
             shared=storage.backend == "mooncake",
             keeps_lineages=storage.backend == "file" and storage.keep_tokens,
@@ -152,5 +152,5 @@ def make_ranks_plane(config: Config, storage: StorageConfig, layout: Layout) -> 
         HostSlots(num_slots, layout.block_bytes),
         backend,
         RanksDeviceStore(group, layout.block_bytes) if token_addressed else None,
-        store_timeout=config.storage.timeout,
+        store_timeout=config.storage.timeout_s,
     )

@@ -97,7 +97,7 @@ async def serve_rank(
         DeviceError: the copy engine cannot be opened, or not within `actors.open_timeout_s`
             seconds.
         SdkError: AttentionStore's SDK is not there, or refused a call.
-        DeadlineExceeded: AttentionStore is not ready in `attention_store.ready_timeout` seconds.
+        DeadlineExceeded: AttentionStore is not ready in `attention_store.ready_timeout_s` seconds.
         RankError: the leader refuses this rank (the message names the values that differ), does
             not have the same secret, or another process already serves this number and answers.
     """
@@ -150,7 +150,7 @@ class _Serving:
     ) -> None:
         self.identity = identity
         self.storage = storage.backend
-        self.limit = storage.timeout
+        self.limit = storage.timeout_s
         self.shutdown = shutdown
         self.rank = identity.rank
         self.plane = plane

@@ -92,7 +92,7 @@ class Sink(ABC):
             config = SinkConfig(name=config or type(self).__name__)
         self.name = config.label
         self.block_size = block_size
-        self.resync_interval = config.resync_interval
+        self.resync_interval = config.resync_interval_s
         tiers = sum({Tier[tier.upper()] for tier in config.tiers}, Tier(0))
         self.filter = SinkFilter(
             int(tiers),

@@ -129,10 +129,10 @@ class KvEventsSink(Sink):
                 sink=self.name,
                 endpoints=sockets.exposed,
             )
-        if config.heartbeat:
-            self._start(self._publish_heartbeats(config.heartbeat))
-        if config.snapshot_interval and self.details.topic:
-            self._start(self._publish_snapshots(config.snapshot_interval))
+        if config.heartbeat_s:
+            self._start(self._publish_heartbeats(config.heartbeat_s))
+        if config.snapshot_interval_s and self.details.topic:
+            self._start(self._publish_snapshots(config.snapshot_interval_s))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(work))

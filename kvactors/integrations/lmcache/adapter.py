@@ -65,12 +65,12 @@ class KVActorsL2(L2AdapterInterface):
         self._loads: dict[int, Any] = {}
         self._closed = False
         tier = make_storage(config, event_fd=True)
-        tier.open(settings.open_timeout)
+        tier.open(settings.open_timeout_s)
         self._tier = tier
         try:
             catalog, self._keys = read_keys(tier, config, settings)
         except BaseException:
-            tier.close(settings.close_timeout)
+            tier.close(settings.close_timeout_s)
             raise
         self._worker = Worker(tier, self._keys, catalog, self, settings.staging_pages)
         self._store_event, self._lookup_event, self._load_event = (
@@ -125,7 +125,7 @@ class KVActorsL2(L2AdapterInterface):
         if len(keys) != len(objects):
             raise ValueError(f"{len(objects)} objects for {len(keys)} keys")
         buffers = [buffer_of(each, writable=not save) for each in objects]
-        deadline = time.monotonic() + self.settings.timeout
+        deadline = time.monotonic() + self.settings.timeout_s
         task = Task(next(self._numbers), list(keys), buffers, deadline, save=save)
         self._hand_over(partial(self._worker.objects.begin, task), partial(self.task_ended, task))
         return task.number
@@ -201,7 +201,9 @@ class KVActorsL2(L2AdapterInterface):
 
     def delete(self, keys: list[Any]) -> None:
         """Delete objects. Locked ones stay."""
-        self._worker.ask(partial(self._worker.objects.delete, list(keys)), self.settings.timeout, 0)
+        self._worker.ask(
+            partial(self._worker.objects.delete, list(keys)), self.settings.timeout_s, 0
+        )
 
     def register_listener(self, listener: Any) -> None:
         """Register a listener, and report the objects of the store to it."""
@@ -213,7 +215,7 @@ class KVActorsL2(L2AdapterInterface):
                 keys = [key for key, _ in reversed(known)]  # the last one is evicted first
                 listener.on_l2_keys_stored(keys, [found.shape.size for _, found in reversed(known)])
 
-        self._worker.ask(register, self.settings.timeout, None)
+        self._worker.ask(register, self.settings.timeout_s, None)
 
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
@@ -229,7 +231,9 @@ class KVActorsL2(L2AdapterInterface):
             raise ValueError(f"malformed cursor {cursor!r}")
         start = int(cursor or 0)
         nothing: list[tuple[Any, StoredObject]] = []
-        known = self._worker.ask(self._worker.objects.catalog.items, self.settings.timeout, nothing)
+        known = self._worker.ask(
+            self._worker.objects.catalog.items, self.settings.timeout_s, nothing
+        )
         entries = sorted(
             (found.digest, key, found.shape.size)
             for key, found in known
@@ -267,7 +271,7 @@ class KVActorsL2(L2AdapterInterface):
             return
         self._closed = True
         stopped = self._worker.stop(STOP)
-        self._tier.close(self.settings.close_timeout)
+        self._tier.close(self.settings.close_timeout_s)
         if self._tier.stuck:
             self._worker.objects.keep_memory()
         self._keys.close()
@@ -316,7 +320,7 @@ def read_keys(
     removed.
 
     Raises:
-        StoreError: the file cannot be read or written within `settings.open_timeout`.
+        StoreError: the file cannot be read or written within `settings.open_timeout_s`.
     """
     storage = config.storage
     identity = StoreIdentity(config.model, storage.namespace, config.fingerprint)
@@ -325,7 +329,7 @@ def read_keys(
     disk = Workers(1, "kvactors-lmcache-open")
     catalog = Catalog(settings.pages)
     try:
-        for stored, shape in disk.submit(keys.read).result(settings.open_timeout):
+        for stored, shape in disk.submit(keys.read).result(settings.open_timeout_s):
             with suppress(ValueError):
                 key = ObjectKey(*stored)
                 found = stored_object(key, shape, tier.block_bytes)
@@ -334,9 +338,9 @@ def read_keys(
                     catalog.add(key, found)
         tier.retain(page for _, found in catalog.items() for page in found.page_keys())
         records = [(key, found.shape) for key, found in catalog.items()]
-        disk.submit(partial(keys.rewrite, records)).result(settings.open_timeout)
+        disk.submit(partial(keys.rewrite, records)).result(settings.open_timeout_s)
     except TimeoutError:
-        raise StoreError(f"{keys.path} was not read in {settings.open_timeout} seconds") from None
+        raise StoreError(f"{keys.path} was not read in {settings.open_timeout_s} seconds") from None
     except OSError as error:
         raise StoreError(f"{keys.path}: {error}") from error
     finally:

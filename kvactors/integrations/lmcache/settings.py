@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvactors.config_faults import modern_tables
 from kvactors.errors import ConfigError
+from kvactors.renamed_settings import Earlier, SettingsMeta
 from kvactors.sizes import in_bytes
 from kvactors.tier_cache import TierConfig, TierStorage
 from kvactors.tier_cache.settings import checked_config
@@ -18,7 +20,9 @@ MODEL = "lmcache"
 LEAST_PAGE = 4096
 
 
-class L2Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class L2Settings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, metaclass=SettingsMeta
+):
     """The keys of `adapter_params`. Sizes may be written "4GB".
 
     Attributes:
@@ -31,8 +35,8 @@ class L2Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         durability: an object counts as stored when the system has it (written) or the device has it
             (synced).
         io_depth: reads and writes at once.
-        timeout: seconds that a task may take. Objects that are not done by then fail.
-        open_timeout, close_timeout: seconds that opening and closing the store may take.
+        timeout_s: seconds that a task may take. Objects that are not done by then fail.
+        open_timeout_s, close_timeout_s: seconds that opening and closing the store may take.
     """
 
     directory: str
@@ -43,9 +47,13 @@ class L2Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     free_space_floor: int | str = "64MB"
     durability: Literal["written", "synced"] = "written"
     io_depth: int = 4
-    timeout: float = 10.0
-    open_timeout: float = 60.0
-    close_timeout: float = 5.0
+    timeout_s: float = 10.0
+    open_timeout_s: float = 60.0
+    close_timeout_s: float = 5.0
+
+    timeout = Earlier("timeout_s")
+    open_timeout = Earlier("open_timeout_s")
+    close_timeout = Earlier("close_timeout_s")
 
     @property
     def page(self) -> int:
@@ -70,7 +78,7 @@ def read_settings(adapter_params: Mapping[str, Any]) -> L2Settings:
         ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
     try:
-        settings = msgspec.convert(dict(adapter_params), L2Settings)
+        settings = msgspec.convert(modern_tables(adapter_params, L2Settings), L2Settings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{WHERE}: {error}") from error
     if not settings.directory:
@@ -112,9 +120,9 @@ def store_config(settings: L2Settings) -> TierConfig:
                 free_space_floor=settings.free_space_floor,
                 durability=settings.durability,
                 io_depth=settings.io_depth,
-                timeout=settings.timeout,
-                open_timeout=settings.open_timeout,
-                close_timeout=settings.close_timeout,
+                timeout_s=settings.timeout_s,
+                open_timeout_s=settings.open_timeout_s,
+                close_timeout_s=settings.close_timeout_s,
             ),
         )
     )

@@ -47,7 +47,7 @@ class Pool(NamedTuple):
 class KVActorsHiCache(HiCacheStorage):
     """kvactors' verified store below SGLang's host pool.
 
-    The calls of SGLang's storage threads end within `storage.timeout` seconds and do not raise: a
+    The calls of SGLang's storage threads end within `storage.timeout_s` seconds and do not raise: a
     fault is a page that is not there.
 
     Args:
@@ -122,7 +122,7 @@ class KVActorsHiCache(HiCacheStorage):
         pages = self._registered[name]
         earlier = self._pools.pop(name, None)
         if earlier is not None:
-            earlier.store.close(self.settings.storage.close_timeout)
+            earlier.store.close(self.settings.storage.close_timeout_s)
         config = tier_config(
             self.settings,
             self._config,
@@ -132,7 +132,7 @@ class KVActorsHiCache(HiCacheStorage):
             replica=_replica(self._config),
         )
         tier = open_storage(config)
-        self._pools[name] = Pool(pages, PageStore(tier, pages.page_bytes, config.storage.timeout))
+        self._pools[name] = Pool(pages, PageStore(tier, pages.page_bytes, config.storage.timeout_s))
         log.info("pool %s: %d pages of %d bytes stored", name, tier.objects, pages.page_bytes)
 
     # -- SGLang's storage threads: pages of the pool of keys and values
@@ -311,7 +311,7 @@ class KVActorsHiCache(HiCacheStorage):
         self._closed = True
         pools, self._pools = self._pools, {}
         for pool in pools.values():
-            pool.store.close(self.settings.storage.close_timeout)
+            pool.store.close(self.settings.storage.close_timeout_s)
 
 
 def _region(tensor: Any, page_bytes: int) -> list[Region]:

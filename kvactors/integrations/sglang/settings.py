@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvactors.config_faults import modern_tables
 from kvactors.errors import ConfigError
 from kvactors.tier_cache import TierConfig, TierStorage
 from kvactors.tier_cache.settings import checked_config
@@ -14,7 +15,7 @@ from kvactors.tier_cache.settings import checked_config
 WHERE = "--hicache-storage-backend-extra-config"
 KV = "kv"
 """SGLang's name of the pool that holds the keys and values of full attention."""
-NO_EFFECT = ("write_policy", "min_hits", "slot_timeout")
+NO_EFFECT = ("write_policy", "min_hits", "slot_timeout_s")
 """Settings of the storage below a host tier of kvactors."""
 PROCESS_STORES = ("file", "memory")
 """Back ends whose objects only one process can use."""
@@ -50,7 +51,9 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> HiCacheSettings:
         ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
     try:
-        settings = msgspec.convert(dict(extra_config or {}), HiCacheSettings)
+        settings = msgspec.convert(
+            modern_tables(extra_config or {}, HiCacheSettings), HiCacheSettings
+        )
     except msgspec.ValidationError as error:
         raise ConfigError(f"{WHERE}: {error}") from error
     storage = settings.storage

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvactors.config_faults import modern_tables
 from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.errors import ConfigError
 from kvactors.tier_cache import TierStorage
@@ -52,7 +53,9 @@ def read_settings(extra_config: Mapping[str, Any]) -> OffloadingSettings:
         ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
     try:
-        settings = msgspec.convert(dict(extra_config), OffloadingSettings)
+        settings = msgspec.convert(
+            modern_tables(extra_config, OffloadingSettings), OffloadingSettings
+        )
     except msgspec.ValidationError as error:
         raise ConfigError(f"{WHERE}: {error}") from error
     if settings.cpu_bytes_to_use < 1:

@@ -15,15 +15,19 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from kvactors.config_faults import modern_tables
 from kvactors.errors import ConfigError
 from kvactors.integrations.vllm.settings import identity, storage_of_replica
+from kvactors.renamed_settings import Earlier, SettingsMeta
 from kvactors.tier_cache import TierConfig, TierStorage, open_storage
 
 DRAIN = 60.0
 """Seconds that `drain_jobs` waits at most, beyond the time that every job has."""
 
 
-class TierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TierSettings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, metaclass=SettingsMeta
+):
     """The keys of an entry of `secondary_tiers`, beside those that vLLM reads.
 
     Attributes:
@@ -35,7 +39,7 @@ class TierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         durability: a chunk counts as stored when the system has it (written) or the device has it
             (synced).
         io_depth: reads and writes at once.
-        timeout: seconds that one job may take.
+        timeout_s: seconds that one job may take.
         model: name of the model in the identity of chunks. None: vLLM's name of it.
         enable_kv_events: whether chunks that are stored and removed become KV events.
         locality: LOCAL or REMOTE, for those events.
@@ -48,10 +52,12 @@ class TierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     free_space_floor: int | str = "64MB"
     durability: Literal["written", "synced"] = "written"
     io_depth: int = 4
-    timeout: float = 10.0
+    timeout_s: float = 10.0
     model: str | None = None
     enable_kv_events: bool = False
     locality: str | None = None
+
+    timeout = Earlier("timeout_s")
 
 
 STORE_FIELDS = set(TierStorage.__struct_fields__)
@@ -186,7 +192,7 @@ def read_tier_settings(settings: dict[str, Any]) -> TierSettings:
         ConfigError: names the setting that is unknown, missing or malformed.
     """
     try:
-        found = msgspec.convert(settings, TierSettings)
+        found = msgspec.convert(modern_tables(settings, TierSettings), TierSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"secondary_tiers: KVActorsTier: {error}") from error
     if found.locality not in {None, *(each.value for each in Locality)}:

@@ -43,7 +43,7 @@ well)."""
 
 class MooncakeClient:
     """One client of a pool. Pointers must stay valid until a call has returned. Calls are not cut
-    short: Mooncake's own time-outs end them (`timeout` of the config)."""
+    short: Mooncake's own time-outs end them (`timeout_s` of the config)."""
 
     def __init__(self, config: MooncakeConfig, rank: int = 0) -> None:
         self.config = config
@@ -58,12 +58,12 @@ class MooncakeClient:
         setting."""
         store = self._make()
         config = self.config
-        if not await self.reachable(config.connect_timeout):
+        if not await self.reachable(config.connect_timeout_s):
             raise StoreError(f"Mooncake's master at {config.master_server_address} does not answer")
         # Read by the client at setup. Values that the user has set take precedence.
-        os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(1000 * config.timeout)))
-        os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", str(int(1000 * config.timeout)))
-        os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", str(max(1, int(config.timeout))))
+        os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(1000 * config.timeout_s)))
+        os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", str(int(1000 * config.timeout_s)))
+        os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", str(max(1, int(config.timeout_s))))
         arguments = (
             config.local_hostname or own_address(config.master_server_address),
             config.metadata_server,
@@ -74,7 +74,7 @@ class MooncakeClient:
             config.master_server_address,
         )
         joining = self._workers.submit(lambda: store.setup(*arguments))
-        with anyio.move_on_after(config.connect_timeout):
+        with anyio.move_on_after(config.connect_timeout_s):
             code = await asyncio.shield(asyncio.wrap_future(joining))
             if code != OK:
                 raise StoreError(
@@ -86,7 +86,7 @@ class MooncakeClient:
         joining.add_done_callback(lambda done: _close_late(store, done))
         raise StoreError(
             f"Mooncake at {config.master_server_address} could not be joined in "
-            f"{config.connect_timeout} s"
+            f"{config.connect_timeout_s} s"
         )
 
     async def reachable(self, seconds: float) -> bool:

@@ -35,8 +35,8 @@ GOOD = {"directory": "/x", "capacity_bytes": "1GB"}
         ({"staging_bytes": "1MB"}, "staging_bytes.*holds no two pages"),
         ({"durability": "maybe"}, "durability"),
         ({"io_depth": 0}, "io_depth must be positive"),
-        ({"timeout": -1}, "timeout must be positive"),
-        ({"timeout": float("inf")}, "timeout must be positive"),
+        ({"timeout_s": -1}, "timeout_s must be positive"),
+        ({"timeout_s": float("inf")}, "timeout_s must be positive"),
     ],
 )
 def test_bad_settings_are_named(changes: dict[str, object], text: str) -> None:

@@ -180,7 +180,7 @@ def open_files(folder: Path, pages: int = 1000) -> StorageTier:
         "directory": str(folder),
         "capacity_blocks": pages,
         "free_space_floor": 0,
-        "timeout": LIMIT,
+        "timeout_s": LIMIT,
     }
     config = {"model": "lmcache", "block_bytes": PAGE, "num_slots": 1, "storage": storage}
     return open_storage(config, event_fd=True)
@@ -190,6 +190,6 @@ def open_faulty(timeout: float = LIMIT) -> StorageTier:
     """A store that hangs or fails on demand."""
     FaultyStore.mode = "ok"
     backend = f"{FaultyStore.__module__}:{FaultyStore.__name__}"
-    storage = {"backend": backend, "timeout": timeout}
+    storage = {"backend": backend, "timeout_s": timeout}
     config = {"model": "lmcache", "block_bytes": PAGE, "num_slots": 1, "storage": storage}
     return open_storage(config, event_fd=True)

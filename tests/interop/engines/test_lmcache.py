@@ -36,7 +36,7 @@ def adapter(directory: Path, **more: Any) -> dict[str, Any]:
         "capacity_bytes": "64MB",
         "page_bytes": 96 << 10,
         "staging_bytes": "2MB",
-        "timeout": 60,
+        "timeout_s": 60,
     }
     extra = {name: more.pop(name) for name in ("eviction", "serde") if name in more}
     return {
