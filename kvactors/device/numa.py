@@ -23,13 +23,14 @@ WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 Mask = ctypes.c_ulong * (MAX_NODES // WORD)
 
 
-def bind(address: int, size: int, node: int) -> None:
+def bind(address: int, size: int, node: int, setting: str = "host.numa_node") -> None:
     """Let the pages of a range, none of which was touched yet, come from one node.
 
     Args:
         address: of the range, page aligned.
         size: its bytes.
         node: number of the node.
+        setting: named in the error.
 
     Raises:
         ConfigError: this machine has no such node, or the system refuses the call.
@@ -40,7 +41,7 @@ def bind(address: int, size: int, node: int) -> None:
     error = _call(0, *where, ctypes.c_int(BIND), mask, ctypes.c_ulong(MAX_NODES), ctypes.c_uint(0))
     if error:
         raise ConfigError(
-            f"host.numa_node is {node}, and the host arena cannot be bound to it: {error}"
+            f"{setting} is {node}, and the host memory cannot be bound to it: {error}"
         )
 
 

@@ -8,7 +8,6 @@ unchanged.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,40 +17,10 @@ import numpy as np
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.device.regions import regions_to_device, regions_to_host
+from kvactors.device.tensor_memory import address_of, describe, is_contiguous
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
 from kvactors.native import check_blocks, fill_blocks
-
-HOST_DEVICES = {1, 3, 11}
-"""DLPack's device types whose memory the host can address: CPU, pinned for CUDA, pinned for
-ROCm."""
-
-DTYPES = {
-    (2, 32): "float32",
-    (2, 16): "float16",
-    (4, 16): "bfloat16",
-    (1, 8): "uint8",
-    (0, 8): "int8",
-}
-"""Dtypes by DLPack's type code and bits. Eight-bit floats count as bytes."""
-FIRST_FLOAT8, LAST_FLOAT8 = 7, 14
-
-
-class _DLTensor(ctypes.Structure):
-    """`DLTensor` of dlpack.h, which is the same in v0.8 and v1."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
 
 
 class Region(NamedTuple):
@@ -67,11 +36,6 @@ class Region(NamedTuple):
     host: bool
 
 
-_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_get_pointer.restype = ctypes.c_void_p
-_get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-
-
 class Rows(NamedTuple):
     """A tensor as rows of bytes, one for each index of its first axis.
 
@@ -81,6 +45,8 @@ class Rows(NamedTuple):
         nbytes: bytes of a row, without gaps.
         stride: bytes from one row to the next.
         host: whether the host can address the memory.
+        gpu: whether it is memory of a CUDA device.
+        ordinal: the GPU's number, None if it is unknown.
     """
 
     address: int
@@ -88,80 +54,41 @@ class Rows(NamedTuple):
     nbytes: int
     stride: int
     host: bool
-
-
-def _dl_tensor(tensor: Any) -> tuple[Any, _DLTensor]:
-    """A capsule that keeps the record alive, and the record. DeviceError."""
-    try:
-        capsule = tensor.__dlpack__()
-    except Exception as error:
-        raise DeviceError(f"{type(tensor).__name__} cannot be taken by DLPack: {error}") from error
-    return capsule, _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
+    gpu: bool = False
+    ordinal: int | None = None
 
 
 def rows_of(tensor: Any) -> Rows:
     """A tensor of any dtype as rows. Rows may have gaps between them, but none inside.
 
     Raises:
-        DeviceError: the object does not support DLPack, or its rows have gaps inside.
+        DeviceError: the object cannot be described, or its rows have gaps inside.
     """
-    _capsule, found = _dl_tensor(tensor)
-    shape = tuple(found.shape[i] for i in range(found.ndim))
-    item = found.bits * found.lanes // 8
+    found = describe(tensor)
+    shape, strides, item = found.shape, found.strides, found.item_bytes
     if not shape or item < 1:
         raise DeviceError(f"a tensor of shape {list(shape)} has no rows of whole bytes")
     elements = math.prod(shape[1:])
-    strides = tuple(found.strides[i] for i in range(found.ndim)) if found.strides else None
-    if strides is not None and not _contiguous(shape[1:], strides[1:]):
+    if strides is not None and not is_contiguous(shape[1:], strides[1:]):
         raise DeviceError(f"a tensor of shape {list(shape)} has gaps inside its rows")
     step = elements if strides is None or shape[0] == 1 else strides[0]
-    address = (found.data or 0) + found.byte_offset
-    host = found.device_type in HOST_DEVICES
-    return Rows(address, shape[0], elements * item, step * item, host)
+    return Rows(
+        found.address, shape[0], elements * item, step * item, found.host, found.gpu, found.ordinal
+    )
 
 
 def region_of(tensor: Any) -> Region:
     """A tensor's region.
 
     Raises:
-        DeviceError: the object does not support DLPack, is not contiguous or has an unsupported
-            dtype.
+        DeviceError: the object cannot be described, is not contiguous or has an unsupported dtype.
     """
-    _capsule, found = _dl_tensor(tensor)
-    shape = tuple(found.shape[i] for i in range(found.ndim))
-    if found.strides and not _contiguous(shape, tuple(found.strides[i] for i in range(found.ndim))):
-        raise DeviceError(f"a tensor of shape {list(shape)} is not contiguous")
-    dtype = (
-        "uint8"
-        if found.bits == 8 and FIRST_FLOAT8 <= found.code <= LAST_FLOAT8
-        else DTYPES.get((found.code, found.bits))
-    )
-    if dtype is None or found.lanes != 1:
-        raise DeviceError(
-            f"tensors of DLPack type {found.code}, {found.bits} bits, {found.lanes} lanes cannot "
-            "hold blocks"
-        )
-    return Region(
-        (found.data or 0) + found.byte_offset, shape, dtype, found.device_type in HOST_DEVICES
-    )
-
-
-def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def address_of(tensor: Any) -> int:
-    """A tensor's current address, fast enough for a check before every batch of copies."""
-    if hasattr(tensor, "data_ptr"):
-        return int(tensor.data_ptr())
-    if isinstance(tensor, np.ndarray):
-        return int(tensor.ctypes.data)
-    return region_of(tensor).address
+    found = describe(tensor)
+    if not is_contiguous(found.shape, found.strides):
+        raise DeviceError(f"a tensor of shape {list(found.shape)} is not contiguous")
+    if not found.dtype:
+        raise DeviceError(f"tensors of {found.type_text} cannot hold blocks")
+    return Region(found.address, found.shape, found.dtype, found.host)
 
 
 class TensorDevice(Device):

@@ -355,5 +355,7 @@ def open_tiers(
         LayoutError: the memory does not fit.
     """
     checked = checked_config(config)
-    slots = SlotMemory(checked.num_slots, checked.block_bytes, memory, stride)
+    slots = SlotMemory(
+        checked.num_slots, checked.block_bytes, memory, stride, numa_node=checked.numa_node
+    )
     return TierCache(checked, slots, sinks=sinks)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.device.tensors import Rows, address_of, rows_of
+from kvactors.device.tensor_memory import address_of
+from kvactors.device.tensors import Rows, rows_of
 from kvactors.errors import CacheClosed, DeviceError, LayoutError
 from kvactors.native import CopyQueue
 from kvactors.tier_cache.slot_memory import SlotMemory
+
+if TYPE_CHECKING:
+    from kvactors.data_plane.cuda.copy_queue import CudaCopyQueue
+    from kvactors.data_plane.cuda.driver import CudaDriver
+
+KEPT: list[object] = []
+"""Tensors that copies which never ended may still use. Never freed."""
 
 INLINE_BYTES = 256 << 10
 """A copy of so many bytes takes less time than its hand-off to a thread."""
@@ -25,37 +33,44 @@ class CopyResult(NamedTuple):
         job: the name that the caller gave it.
         stored: whether it was a store (device to host) or a load.
         nbytes: bytes copied.
-        seconds: from the submission to the end.
+        seconds: from the submission to the end. On a GPU, to the call that found the end.
+        error: why bytes did not arrive, empty if all of them did. Only copies of a GPU fail.
     """
 
     job: Hashable
     stored: bool
     nbytes: int
     seconds: float
+    error: str = ""
 
 
 class CopyWorker:
-    """Copies device blocks to host slots and back in native threads.
+    """Copies device blocks to host slots and back: on the CPU in native threads, on an NVIDIA GPU
+    on separate streams.
 
-    A block's bytes in a slot are those of its rows in every tensor, one after another. Threads
-    start with the first copy that is worth one, so a worker can be made before a fork. Calls come
-    from any thread, one at a time (`wait` excepted).
+    A block's bytes in a slot are those of its rows in every tensor, one after another. Calls come
+    from any thread, one at a time (`wait` excepted). On the CPU, threads start with the first copy
+    that is worth one, so a worker can be made before a fork. On a GPU, the host slots are pinned
+    when the worker is made.
 
     Args:
-        tensors: the engine's tensors in host memory (numpy, torch, paddle and others that support
-            DLPack). Block b is row b of each: first axis, of the same length in all.
+        tensors: the engine's tensors, all in host memory or all on one GPU (numpy, torch, paddle
+            and others with DLPack, the CUDA array interface or `data_ptr()`). Block b is row b of
+            each: first axis, of the same length in all.
         memory: the host slots.
         offset: bytes from the start of a slot's row to this worker's share, for several ranks that
             share rows.
         blocks_per_slot: device blocks in a slot. Slots of `submit_store` and `submit_load` are then
             counted in device blocks: slot * blocks_per_slot + index.
-        threads: copying threads, 1 to 64.
-        inline_bytes: smaller copies are made by the thread that submits them.
+        threads: copying threads on the CPU, 1 to 64.
+        inline_bytes: smaller copies on the CPU are made by the thread that submits them.
         event_fd: whether `fd` becomes readable when copies have ended.
+        driver: of CUDA, for tensors of a GPU. None: the system's.
 
     Raises:
-        DeviceError: a tensor is not in host memory, or has gaps inside its rows. CUDA tensors need
-            a worker of the engine.
+        DeviceError: a tensor is neither in host memory nor in the memory of the GPU that it names,
+            has gaps inside its rows, or is not on the GPU of the other tensors. CudaError, a
+            subclass: a call of the driver failed.
         LayoutError: the tensors have different numbers of rows, or a block does not fit.
     """
 
@@ -69,6 +84,7 @@ class CopyWorker:
         threads: int = 2,
         inline_bytes: int = INLINE_BYTES,
         event_fd: bool = False,
+        driver: CudaDriver | None = None,
     ) -> None:
         rows = [rows_of(tensor) for tensor in tensors]
         self.block_bytes = _block_bytes(rows)
@@ -82,19 +98,24 @@ class CopyWorker:
         self._tensors = list(tensors)
         self._addresses = [one.address for one in rows]
         self._memory = memory
-        self._queue: CopyQueue | None = CopyQueue(
-            _ints([one.address for one in rows]),
-            _ints([one.nbytes for one in rows]),
-            _ints([one.stride for one in rows]),
-            self.num_blocks,
-            memory.address + offset,
-            memory.stride,
-            blocks_per_slot,
-            memory.num_slots * blocks_per_slot,
-            threads,
-            inline_bytes,
-            event_fd,
-        )
+        self._on_gpu = rows[0].gpu and not rows[0].host
+        self._queue: CopyQueue | CudaCopyQueue | None
+        if self._on_gpu:
+            self._queue = _gpu_queue(rows, memory, offset, blocks_per_slot, driver, event_fd)
+        else:
+            self._queue = CopyQueue(
+                _ints([one.address for one in rows]),
+                _ints([one.nbytes for one in rows]),
+                _ints([one.stride for one in rows]),
+                self.num_blocks,
+                memory.address + offset,
+                memory.stride,
+                blocks_per_slot,
+                memory.num_slots * blocks_per_slot,
+                threads,
+                inline_bytes,
+                event_fd,
+            )
         self._names: dict[int, tuple[Hashable, bool]] = {}
         self._numbers: dict[Hashable, int] = {}
 
@@ -105,38 +126,78 @@ class CopyWorker:
         found = -1 if self._queue is None else self._queue.event_fd
         return None if found < 0 else found
 
-    def submit_store(self, job: Hashable, blocks: Sequence[int], slots: Sequence[int]) -> None:
+    def submit_store(
+        self,
+        job: Hashable,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        *,
+        stream: int | None = None,
+        event: int | None = None,
+    ) -> None:
         """Copy device blocks to host slots.
 
         Args:
             job: a name for the result, not that of another copy in flight.
             blocks: device blocks.
             slots: as many host slots.
+            stream: handle of a stream of the GPU. The copy begins after the work that the stream
+                has got so far: torch's `current_stream().cuda_stream`, or 0 for the default stream.
+            event: handle of an event that the engine has recorded. The copy begins after it.
 
         Raises:
-            ValueError: a number is out of range, the lengths differ, or the name is in use.
-                Nothing is copied.
-            DeviceError: a tensor has moved since the worker was made. Nothing is copied.
+            ValueError: a number is out of range, the lengths differ, or the name is in use. Or
+                neither a stream nor an event was given for tensors of a GPU, or one of them for
+                tensors in host memory. Nothing is copied.
+            DeviceError: a tensor has moved since the worker was made, or the GPU does not copy any
+                more. Nothing is copied.
             CacheClosed: the worker is shut down, or was used before a fork.
         """
-        self._submit(job, True, blocks, slots)
+        self._submit(job, True, blocks, slots, stream, event)
 
-    def submit_load(self, job: Hashable, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy host slots to device blocks. See `submit_store`."""
-        self._submit(job, False, blocks, slots)
+    def submit_load(
+        self,
+        job: Hashable,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        *,
+        stream: int | None = None,
+        event: int | None = None,
+    ) -> None:
+        """Copy host slots to device blocks, after the engine's work that reads or writes the
+        blocks. See `submit_store`."""
+        self._submit(job, False, blocks, slots, stream, event)
 
     def _submit(
-        self, job: Hashable, stored: bool, blocks: Sequence[int], slots: Sequence[int]
+        self,
+        job: Hashable,
+        stored: bool,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        stream: int | None,
+        event: int | None,
     ) -> None:
-        if self._queue is None:
+        queue = self._queue
+        if queue is None:
             raise CacheClosed("the copy worker is shut down")
         if job in self._numbers:
             raise ValueError(f"job {job!r} is in flight")
         for tensor, address in zip(self._tensors, self._addresses, strict=True):
             if address_of(tensor) != address:
                 raise DeviceError("a tensor has moved since the copy worker was made")
+        given = stream is not None or event is not None
+        if given != self._on_gpu:
+            raise ValueError(
+                "a copy of tensors in host memory takes neither a stream nor an event"
+                if given
+                else "a copy of a GPU's tensors needs the stream or the event that it comes after"
+            )
+        ids, places = _ints(blocks), _ints(slots)
         try:
-            number = self._queue.submit(stored, _ints(blocks), _ints(slots))
+            if isinstance(queue, CopyQueue):
+                number = queue.submit(stored, ids, places)
+            else:
+                number = queue.submit(stored, ids, places, stream, event)
         except RuntimeError as error:
             raise CacheClosed(str(error)) from error
         self._names[number] = (job, stored)
@@ -147,10 +208,10 @@ class CopyWorker:
         if self._queue is None:
             return []
         found = []
-        for number, nbytes, seconds in self._queue.take_ended():
+        for number, nbytes, seconds, *error in self._queue.take_ended():
             job, stored = self._names.pop(number)
             del self._numbers[job]
-            found.append(CopyResult(job, stored, nbytes, seconds))
+            found.append(CopyResult(job, stored, nbytes, seconds, *error))
         return found
 
     def wait(self, jobs: Iterable[Hashable], limit: float = 60.0) -> bool:
@@ -169,27 +230,57 @@ class CopyWorker:
         """Copies that `get_finished` has not returned."""
         return 0 if self._queue is None else self._queue.in_flight
 
-    def shutdown(self) -> None:
-        """Let the copies end and release tensors and memory, any number of times."""
+    def shutdown(self) -> bool:
+        """Let the copies end and release tensors and memory, any number of times.
+
+        Returns:
+            Whether all copies have ended. A GPU that has stopped may still use the host memory:
+            the owner must then keep it mapped.
+        """
         queue, self._queue = self._queue, None
-        if queue is not None:
-            queue.close()
+        ended = queue is None or queue.close() is not False
+        if not ended:
+            self._memory.keep()
+            KEPT.append(self._tensors)
         self._tensors = []
+        return ended
 
 
 def _block_bytes(rows: Sequence[Rows]) -> int:
     if not rows:
         raise LayoutError("a copy worker needs at least 1 tensor")
-    if not all(one.host for one in rows):
-        raise DeviceError(
-            "a tensor is not in host memory: this worker copies in the CPU's memory only, use the "
-            "engine's worker for a GPU"
-        )
+    if not all(one.host or one.gpu for one in rows):
+        raise DeviceError("a tensor is neither in host memory nor on an NVIDIA GPU")
+    if len({one.host for one in rows}) > 1:
+        raise DeviceError("some tensors are in host memory and some on a GPU")
     if len({one.rows for one in rows}) > 1:
         raise LayoutError(f"tensors of different lengths: {sorted({one.rows for one in rows})}")
     if not all(one.nbytes for one in rows):
         raise LayoutError("a tensor has empty rows")
     return sum(one.nbytes for one in rows)
+
+
+def _gpu_queue(
+    rows: Sequence[Rows],
+    memory: SlotMemory,
+    offset: int,
+    blocks_per_slot: int,
+    driver: CudaDriver | None,
+    event_fd: bool,
+) -> CudaCopyQueue:
+    """The queue of a GPU. A process without one imports no part of it."""
+    from kvactors.data_plane.cuda.copy_queue import CudaCopyQueue, HostSlotPlan
+    from kvactors.data_plane.cuda.driver import load_driver
+
+    plan = HostSlotPlan(
+        memory.address,
+        memory.nbytes,
+        offset,
+        memory.stride,
+        blocks_per_slot,
+        memory.num_slots * blocks_per_slot,
+    )
+    return CudaCopyQueue(rows, plan, driver=driver or load_driver(), event_fd=event_fd)
 
 
 def _ints(numbers: Sequence[int]) -> NDArray[np.int64]:

@@ -16,6 +16,9 @@ from kvactors.renamed_settings import Earlier, SettingsMeta
 
 FINGERPRINT_DOMAIN = b"kvactors.tiers.v1"
 
+LAST_NODE = 1023
+"""Largest number of a NUMA node, as for `host.numa_node`."""
+
 UNSUPPORTED = {
     "attention_store": (
         "moves device blocks that its SDK finds by tokens: it has no objects under an engine's keys"
@@ -94,6 +97,7 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         sinks: indexes that kvactors informs itself, as tables of `flush.sinks` (docs/kv_events.md).
             A tier is in `events` or in the `tiers` of sinks, not in both.
         tokens_per_block: needed with sinks.
+        numa_node: the NUMA node that the host slots come from, None for the system's choice.
     """
 
     model: str
@@ -105,6 +109,7 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     storage: TierStorage = TierStorage()
     sinks: tuple[Mapping[str, Any], ...] = ()
     tokens_per_block: int = 0
+    numa_node: int | None = None
 
     @property
     def fingerprint(self) -> bytes:
@@ -132,6 +137,8 @@ def checked_config(config: TierConfig | Mapping[str, Any]) -> TierConfig:
             raise ConfigError(f"{name} must be at least 1, not {getattr(found, name)}")
     if found.policy not in POLICIES:
         raise ConfigError(f"unknown policy {found.policy!r}, known are {', '.join(POLICIES)}")
+    if found.numa_node is not None and not 0 <= found.numa_node <= LAST_NODE:
+        raise ConfigError(f"numa_node must be between 0 and {LAST_NODE}, not {found.numa_node}")
     _check_storage(found.storage)
     return found
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvactors.errors import LayoutError
+from kvactors.errors import ConfigError, LayoutError
 
 PAGE = 4096
 
@@ -28,6 +28,8 @@ class SlotMemory:
         buffer: writable, contiguous memory of `num_slots` rows. None: new memory of this process.
         stride: bytes from one row to the next. None: `block_bytes` in given memory, else
             `block_bytes` rounded up to whole pages.
+        numa_node: the NUMA node that the pages come from, None for the system's choice. Pages of
+            given memory that were touched before stay where they are.
 
     Attributes:
         address: of the first row.
@@ -37,10 +39,17 @@ class SlotMemory:
 
     Raises:
         LayoutError: the memory is read-only, not contiguous or smaller than the rows.
+        ConfigError: the memory cannot be bound to this node.
     """
 
     def __init__(
-        self, num_slots: int, block_bytes: int, buffer: Any = None, stride: int | None = None
+        self,
+        num_slots: int,
+        block_bytes: int,
+        buffer: Any = None,
+        stride: int | None = None,
+        *,
+        numa_node: int | None = None,
     ) -> None:
         if num_slots < 1 or block_bytes < 1:
             raise LayoutError(f"memory of {num_slots} slots of {block_bytes} bytes")
@@ -62,6 +71,18 @@ class SlotMemory:
         self.trailer = 0 if self.given else self.stride - block_bytes
         self.nbytes = needed if self.given else size
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
+        if numa_node is not None:
+            self._bind(numa_node)
+
+    def _bind(self, node: int) -> None:
+        from kvactors.device.numa import bind  # imports numpy
+
+        if self.address % PAGE:
+            raise ConfigError(
+                f"numa_node is {node}, and the given memory does not begin at a page of {PAGE} "
+                "bytes"
+            )
+        bind(self.address, self.nbytes, node, "numa_node")
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one slot, writable.

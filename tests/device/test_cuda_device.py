@@ -10,12 +10,12 @@ import pytest
 from kvactors.data_plane.cuda.device import (
     CudaDevice,
     DeviceMemory,
-    cuda_address_of,
     cuda_region_of,
 )
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
+from kvactors.device.tensor_memory import address_of
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 from tests.support.cuda import GpuTensor, PointerTensor, stand_in
@@ -117,7 +117,7 @@ def interface(**changes):
         (interface(mask=interface()), "masked"),
         (np.zeros((2, 2), np.float32), "host memory"),
         (GpuTensor(4096, (2, 2), "float32", kind=1), "host memory"),
-        ("a tensor", "str is no GPU tensor"),
+        ("a tensor", "str is no tensor"),
     ],
 )
 def test_tensors_that_cannot_be_taken(tensor, complaint):
@@ -130,7 +130,7 @@ def test_regions_by_the_interface():
     assert cuda_region_of(interface(shape=(1, 8), strides=(99, 2), version=2)).shape == (1, 8)
     assert cuda_region_of(interface(typestr="|V1")).dtype == "uint8"
     assert cuda_region_of(interface(typestr="<V2")).dtype == "bfloat16"
-    assert cuda_address_of(interface()) == cuda_address_of(GpuTensor(4096, (2,), "int8")) == 4096
+    assert address_of(interface()) == address_of(GpuTensor(4096, (2,), "int8")) == 4096
 
 
 def test_memory_that_does_not_fit_the_layout_or_the_gpu_is_an_error(driver):

@@ -17,7 +17,8 @@ from kvactors.data_plane.devices import make_device
 from kvactors.device import HostDevice, TensorDevice
 from kvactors.device.arena import Arena
 from kvactors.device.paddle import PaddleDevice, allocator, gpus, import_paddle
-from kvactors.device.tensors import address_of, region_of
+from kvactors.device.tensor_memory import address_of
+from kvactors.device.tensors import region_of
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 
@@ -131,7 +132,7 @@ def test_tensors_may_be_given_by_layer_and_role():
             "not contiguous",
         ),
         (lambda t: [*t[:3], t[3].astype(np.float64)], DeviceError, "DLPack type 2, 64 bits"),
-        (lambda t: [*t[:3], "a tensor"], DeviceError, "str cannot be taken by DLPack"),
+        (lambda t: [*t[:3], "a tensor"], DeviceError, "str is no tensor"),
         (lambda t: [array[:0] for array in t], LayoutError, "at least 1 block"),
     ],
 )

@@ -8,6 +8,7 @@ HOST = "tests/tier_cache/test_host_tier.py::"
 STORAGE = "tests/tier_cache/test_storage.py::"
 TIER = "tests/tier_cache/test_storage_tier.py::"
 SINKS = "tests/tier_cache/test_sinks.py::"
+GPU = "tests/tier_cache/test_copy_worker_gpu.py::"
 SHARED = "tests/tier_cache/test_shared_store.py::"
 
 BUGS: tuple[Mutation, ...] = (
@@ -263,5 +264,61 @@ BUGS: tuple[Mutation, ...] = (
         (
             "tests/tier_cache/test_pace.py::test_each_empty_step_after_the_first_is_followed_by_a_pause",
         ),
+    ),
+    Mutation(
+        "copy_of_a_gpu_overtakes_its_compute",
+        "data_plane/cuda/copy_queue.py",
+        '            driver.call("cuStreamWaitEvent", gpu.stream, self._ordering, 0)\n',
+        "            pass\n",
+        "a block is stored before the model has written it",
+        (GPU + "test_a_copy_begins_after_the_engines_work",),
+    ),
+    Mutation(
+        "failed_copy_of_a_gpu_frees_its_slots_early",
+        "data_plane/cuda/copy_queue.py",
+        "            if code == 0 or (code in FATAL and code == job.code):\n",
+        "            if code == 0 or job.error:\n",
+        "slots are reused while a copy that was begun still writes to them",
+        (GPU + "test_a_copy_that_could_not_be_begun_whole_fails_when_nothing_of_it_runs",),
+    ),
+    Mutation(
+        "copies_of_a_gpu_that_was_reset_never_end",
+        "data_plane/cuda/copy_queue.py",
+        "            if code == 0 or (code in FATAL and code == job.code):\n",
+        "            if code == 0:\n",
+        "an engine waits for copies of a GPU that runs nothing any more",
+        (GPU + "test_copies_of_a_gpu_that_was_reset_fail_and_nothing_waits_for_it",),
+    ),
+    Mutation(
+        "slots_are_unpinned_under_another_worker",
+        "data_plane/cuda/host_pin.py",
+        "        if not pinned[1]:\n",
+        "        if True:\n",
+        "a GPU reads host memory that another worker of the process has unpinned",
+        (GPU + "test_strided_tensors_and_several_blocks_in_a_slot_of_two_ranks",),
+    ),
+    Mutation(
+        "memory_of_another_gpu_is_taken",
+        "data_plane/cuda/context.py",
+        "        if kind != ON_DEVICE or found != ordinal:\n",
+        "        if kind != ON_DEVICE:\n",
+        "blocks are copied from a GPU by the streams of another one",
+        (GPU + "test_tensors_of_other_memory_are_refused",),
+    ),
+    Mutation(
+        "kernel_takes_rows_with_gaps",
+        "data_plane/cuda/copies.py",
+        " & (device.strides == device.piece_bytes)",
+        "",
+        "blocks of strided tensors are taken from the wrong places",
+        (GPU + "test_strided_tensors_and_several_blocks_in_a_slot_of_two_ranks",),
+    ),
+    Mutation(
+        "tier_slots_ignore_their_node",
+        "tier_cache/slot_memory.py",
+        "            self._bind(numa_node)\n",
+        "            pass\n",
+        "host slots come from the memory of the wrong socket",
+        ("tests/tier_cache/test_numa.py::test_slots_are_bound_to_their_node_and_hold_bytes",),
     ),
 )

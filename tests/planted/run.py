@@ -32,7 +32,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 ROOT = Path(__file__).resolve().parents[2]
-TREE = ("kvactors", "tests", "docs", "scenarios", "pyproject.toml", "README.md")
+TREE = ("kvactors", "tests", "docs", "scenarios", "native/cuda", "pyproject.toml", "README.md")
 LIMIT = 200.0
 """Seconds for a mutation's tests, enough to detect a hang."""
 

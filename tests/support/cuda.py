@@ -51,24 +51,35 @@ class GpuTensor:
     `data_ptr`, as
     torch's and Paddle's."""
 
-    def __init__(self, address: int, shape: tuple[int, ...], dtype: str, kind: int = 2) -> None:
+    def __init__(
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        dtype: str,
+        kind: int = 2,
+        *,
+        gpu: int = 0,
+        strides: tuple[int, ...] | None = None,
+    ) -> None:
         self.address, self.shape, self.dtype, self.kind = address, shape, dtype, kind
+        self.gpu, self.strides = gpu, strides
 
     def __dlpack__(self) -> Any:
         code, bits = CODES[self.dtype]
         shape = (ctypes.c_int64 * len(self.shape))(*self.shape)
+        strides = self.strides and (ctypes.c_int64 * len(self.shape))(*self.strides)
         self.kept = (
-            shape,
+            (shape, strides),
             Managed(
                 self.address,
                 self.kind,
-                0,
+                self.gpu,
                 len(self.shape),
                 code,
                 bits,
                 1,
                 shape,
-                None,
+                strides,
                 0,
                 None,
                 None,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvactors.data_plane.cuda.context import quietly
 from kvactors.data_plane.cuda.copies import BATCH_FROM, Copies, Scratch
-from kvactors.data_plane.cuda.device import quietly
 from kvactors.data_plane.cuda.driver import DEVICE_MAP, NOT_SUPPORTED, PORTABLE, TIMED, CudaError
 
 SIZES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10)

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor.log import get_logger
-from kvactors.data_plane.cuda.device import CudaDevice, addresses, quietly
+from kvactors.data_plane.cuda.context import quietly
 from kvactors.data_plane.cuda.driver import DEVICE_MAP, NO_KERNEL, PORTABLE, CudaDriver, CudaError
-from kvactors.device.arena import Arena
+from kvactors.data_plane.cuda.pieces import GpuPieces, HostRows, addresses
 
 BATCH_FROM = 32 << 10
 """Bytes of a piece from which on it goes by the copy engines, unless measured otherwise."""
@@ -78,17 +78,18 @@ class Copies:
     """Puts copies on streams.
 
     Attributes:
-        slots: the arena's address as the GPU sees it.
+        device: the GPU's regions.
+        arena: the host slots.
+        slots: the arena's address as the GPU sees it. The arena is pinned.
         batch_from: bytes of a piece. The device's context must be current. `undo` receives the
             clean-up of each resource. Raises CudaError.
     """
 
-    def __init__(self, device: CudaDevice, arena: Arena, undo: ExitStack) -> None:
+    def __init__(self, device: GpuPieces, arena: HostRows, slots: int, undo: ExitStack) -> None:
         self.device = device
         self.arena = arena
         self.driver = device.driver
-        self.slots = device.register_arena(arena)
-        undo.callback(device.unregister_arena, arena)
+        self.slots = slots
         self.has_batch = self.driver.has_batch
         self.kernels = self._load_kernels(undo)
         self._table = Scratch(self.driver, 3 * len(device.piece_bytes))
@@ -111,13 +112,14 @@ class Copies:
         }
 
     def split(self, batch_from: int, stream: int) -> None:
-        """Have pieces of at least so many bytes go by the copy engines. Waits for the stream.
+        """Have pieces of at least so many bytes go by the copy engines, and those with gaps from
+        one block to the next, which the kernel has no number for. Waits for the stream.
         CudaError."""
         if self.kernels is None:
             batch_from = 0
         self.batch_from = batch_from
         device = self.device
-        by_kernel = device.piece_bytes < batch_from
+        by_kernel = (device.piece_bytes < batch_from) & (device.strides == device.piece_bytes)
         self._small, self._large = np.flatnonzero(by_kernel), np.flatnonzero(~by_kernel)
         rows = np.stack([device.regions, device.piece_bytes, device.offsets], axis=1)[self._small]
         if rows.size:

@@ -109,10 +109,13 @@ class CudaCopyEngine(CopyEngine):
     def _open(self) -> None:
         with self.device.current():
             try:
-                copies = self._copies = Copies(self.device, self.arena, self._undo)
+                slots = self.device.register_arena(self.arena)
+                self._undo.callback(self.device.unregister_arena, self.arena)
+                copies = self._copies = Copies(self.device, self.arena, slots, self._undo)
                 lanes = {}
                 for direction in Direction:
-                    lanes[direction] = Lane(copies, direction is Direction.TO_DEVICE)
+                    to_device = direction is Direction.TO_DEVICE
+                    lanes[direction] = Lane(copies, self.device, self.arena, to_device)
                     self._undo.callback(lanes[direction].close)
                 stream = lanes[Direction.TO_DEVICE].stream
                 measured, self._timings = calibrate(copies, stream)

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.data_plane.base import Progress
 from kvactors.data_plane.cuda.copies import Copies, LaneCounts, Scratch
-from kvactors.data_plane.cuda.device import checked_ids, quietly
-from kvactors.data_plane.cuda.driver import NON_BLOCKING, UNTIMED, CudaError
+from kvactors.data_plane.cuda.device import CudaDevice, checked_ids
+from kvactors.data_plane.cuda.driver import CudaError
+from kvactors.data_plane.cuda.gpu_stream import GpuStream
+from kvactors.device.arena import Arena
 from kvactors.threads import Workers
-
-FIRST_PAIRS = 1024
-"""Pairs for which scratch memory is allocated at start. A larger operation replaces it with a
-larger one."""
 
 
 class Op:
@@ -60,31 +57,24 @@ class Lane:
     """A stream with its thread. Made and closed with the device's context current. `submit`,
     `settle` and `teardown` run on that thread, all other methods on the loop. Raises CudaError."""
 
-    def __init__(self, copies: Copies, to_device: bool) -> None:
+    def __init__(self, copies: Copies, device: CudaDevice, arena: Arena, to_device: bool) -> None:
         self.copies = copies
+        self.device = device
+        self.arena = arena
         self.driver = copies.driver
         self.to_device = to_device
         self.counts = LaneCounts()
         self.workers = Workers(1, f"kvactors-cuda-{'load' if to_device else 'store'}")
-        self._undo = ExitStack()
-        self._events: list[int] = []
-        self._scratches: list[Scratch] = []
         self._entered = False
-        try:
-            self.stream = self.driver.read("cuStreamCreate", NON_BLOCKING)
-            self._undo.callback(quietly, self.driver, "cuStreamDestroy", self.stream)
-            self._scratches.append(Scratch(self.driver, 2 * FIRST_PAIRS))
-        except BaseException:
-            self.close()
-            raise
+        self._gpu = GpuStream(self.driver)
+        self.stream = self._gpu.stream
 
     def submit(self, op: Op) -> None:
         """Put an operation on the stream. When it raises (ValueError, DeviceError, CudaError),
         nothing of the operation runs."""
         self._enter()
-        device = self.copies.device
-        blocks, slots = checked_ids(device, self.copies.arena, op.blocks, op.slots)
-        device.ensure_in_place()
+        blocks, slots = checked_ids(self.device, self.arena, op.blocks, op.slots)
+        self.device.ensure_in_place()
         try:
             self._enqueue(op, blocks, slots)
         except BaseException:
@@ -93,60 +83,38 @@ class Lane:
         op.submitted = True
 
     def _enqueue(self, op: Op, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        ids, n = 0, len(blocks)
+        ids = 0
         if self.copies.by_kernel:
-            op.scratch = scratch = self._take_scratch(2 * n)
-            scratch.host[:n], scratch.host[n : 2 * n] = blocks, slots
-            scratch.push(2 * n, self.stream)
-            ids = scratch.device
-        roles = len(self.copies.device.layout.roles)
+            op.scratch = self._gpu.take_scratch(2 * len(blocks))
+            self._gpu.push_ids(op.scratch, blocks, slots)
+            ids = op.scratch.device
+        roles = len(self.device.layout.roles)
         for group in op.groups:
             pieces = range(group.start * roles, group.stop * roles)
             self.copies.enqueue(
                 self.to_device, blocks, slots, pieces, ids, self.stream, self.counts
             )
-            op.events.append(self._take_event())
+            op.events.append(self._gpu.take_event())
             self.driver.call("cuEventRecord", op.events[-1], self.stream)
 
     def _enter(self) -> None:
         if not self._entered:
-            self.driver.call("cuCtxSetCurrent", self.copies.device.context)
+            self.driver.call("cuCtxSetCurrent", self.device.context)
             self._entered = True
 
     def settle(self) -> bool:
         """Wait without limit until no work on the stream runs any more. Returns whether the context
         is usable."""
-        return self.driver.settle(self.copies.device.context, self.stream)
-
-    # -- resources of operations
-
-    def _take_event(self) -> int:
-        if self._events:
-            return self._events.pop()
-        event = self.driver.read("cuEventCreate", UNTIMED)
-        self._undo.callback(quietly, self.driver, "cuEventDestroy", event)
-        return event
-
-    def _take_scratch(self, count: int) -> Scratch:
-        found = self._scratches.pop() if self._scratches else None
-        if found is not None and found.count >= count:
-            return found
-        if found is not None:
-            found.close()
-        return Scratch(self.driver, max(2 * FIRST_PAIRS, 1 << (count - 1).bit_length()))
+        return self._gpu.settle(self.device.context)
 
     def give_back(self, op: Op) -> None:
         """No part of an operation runs any more: release its resources."""
-        self._events += op.events
-        if op.scratch is not None:
-            self._scratches.append(op.scratch)
-            op.scratch = None
+        self._gpu.give_back(op.events, op.scratch)
+        op.scratch = None
 
     def close(self) -> None:
         """Release every resource. No work may be running. Never raises."""
-        while self._scratches:
-            self._scratches.pop().close()
-        self._undo.close()
+        self._gpu.close()
 
     def failed(self, error: BaseException) -> bool:
         """Record a failure. Returns whether it is the driver's, after which no further operation

@@ -68,7 +68,8 @@ class FakeCuda:
         self._library.fake_reset()
 
     def set(self, name: str, value: int) -> None:
-        """A setting: version (of the driver, 13000), devices (1), delay_us (before every copy and
+        """A setting: version (of the driver, 13000), devices (1), allocate_on (0: the GPU that
+        memory is from now on), delay_us (before every copy and
         kernel), still (1: clocks that stand), "no cuName" (1: the driver lacks that function)."""
         self._library.fake_set(name.encode(), value)
 

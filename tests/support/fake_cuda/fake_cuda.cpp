@@ -64,6 +64,8 @@ struct World {
     std::mutex mutex;
     std::condition_variable changed;
     std::map<u64, u64> device, pinned;  // address -> bytes
+    std::map<u64, int> owner;           // address of device memory -> the GPU it is on
+    Stream* standard = nullptr;         // the default stream, by the handle 0
     std::set<u64> allocated;            // those of pinned that cuMemHostAlloc made
     std::set<Stream*> streams;
     std::map<Event*, std::shared_ptr<Event>> events;
@@ -153,7 +155,18 @@ void enqueue(Stream* stream, bool data, std::function<Result()> work) {
     world().changed.notify_all();
 }
 
-bool known(Stream* stream) { return world().streams.count(stream) != 0; }
+bool known(Stream* stream) { return world().streams.count(stream) != 0 || (stream != nullptr && stream == world().standard); }
+
+// The stream of a handle: 0 is the default one, made on first use. Under the mutex.
+Stream* stream_of(Stream* handle) {
+    World& w = world();
+    if (handle != nullptr) return handle;
+    if (w.standard == nullptr) {
+        w.standard = new Stream;
+        w.standard->worker = std::thread(run_stream, w.standard);
+    }
+    return w.standard;
+}
 
 // What a copy does when its turn has come: the device's side may have been freed meanwhile.
 Result copy_now(u64 to, u64 from, u64 bytes, u64 device) {
@@ -281,6 +294,35 @@ API void fake_sticky(int code) {
     world().sticky = code;
     world().changed.notify_all();
 }
+// A device that is reset frees whatever its context had: streams, events, modules and memory.
+API void fake_forget() {
+    World& w = world();
+    std::vector<Stream*> ended;
+    {
+        Guard guard(w.mutex);
+        for (Stream* stream : w.streams) {
+            stream->ending = true;
+            ended.push_back(stream);
+        }
+        w.streams.clear();
+        w.events.clear();
+        w.functions.clear();
+        for (Module* module : w.modules) delete module;
+        w.modules.clear();
+        for (const auto& range : w.device) std::free(reinterpret_cast<void*>(range.first));
+        w.device.clear();
+        w.owner.clear();
+        for (const u64 address : w.allocated) std::free(reinterpret_cast<void*>(address));
+        w.allocated.clear();
+        w.pinned.clear();
+        w.retained = 0;
+        w.changed.notify_all();
+    }
+    for (Stream* stream : ended) {
+        stream->worker.join();
+        delete stream;
+    }
+}
 API long fake_calls(const char* name) {
     Guard guard(world().mutex);
     return world().calls[name];
@@ -378,11 +420,13 @@ API Result cuMemAlloc_v2(u64* address, std::size_t bytes) {
     std::memset(memory, 0xcd, bytes);
     *address = reinterpret_cast<u64>(memory);
     world().device[*address] = bytes;
+    world().owner[*address] = int(setting("allocate_on", 0));
     return OK;
 }
 API Result cuMemFree_v2(u64 address) {
     ENTER("cuMemFree");
     if (world().device.erase(address) == 0) return INVALID_VALUE;
+    world().owner.erase(address);
     std::free(reinterpret_cast<void*>(address));
     return OK;
 }
@@ -427,7 +471,10 @@ API Result cuPointerGetAttribute(void* value, int attribute, u64 address) {
     ENTER("cuPointerGetAttribute");
     const bool device = inside(world().device, address, 1);
     if (!device && !inside(world().pinned, address, 1)) return INVALID_VALUE;
-    *static_cast<int*>(value) = attribute == 2 ? (device ? 2 : 1) : 0;  // the kind of memory, else the device's number
+    if (attribute == 2)  // the kind of memory
+        *static_cast<int*>(value) = device ? 2 : 1;
+    else  // the device's number
+        *static_cast<int*>(value) = device ? std::prev(world().owner.upper_bound(address))->second : 0;
     return OK;
 }
 
@@ -451,6 +498,7 @@ API Result cuStreamDestroy_v2(Stream* stream) {
 }
 API Result cuStreamSynchronize(Stream* stream) {
     ENTER("cuStreamSynchronize");
+    stream = stream_of(stream);
     World& w = world();
     if (!known(stream)) return INVALID_HANDLE;
     const u64 target = stream->submitted;
@@ -464,6 +512,7 @@ API Result cuStreamQuery(Stream* stream) {
 }
 API Result cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
     ENTER("cuStreamWaitEvent");
+    stream = stream_of(stream);
     World& w = world();
     const auto found = w.events.find(event);
     if (!known(stream) || found == w.events.end()) return INVALID_HANDLE;
@@ -479,6 +528,7 @@ API Result cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
 }
 API Result cuLaunchHostFunc(Stream* stream, void (*function)(void*), void* data) {
     ENTER("cuLaunchHostFunc");
+    stream = stream_of(stream);
     if (!known(stream)) return INVALID_HANDLE;
     enqueue(stream, true, [=] {
         function(data);
@@ -500,6 +550,7 @@ API Result cuEventDestroy_v2(Event* event) {
 }
 API Result cuEventRecord(Event* event, Stream* stream) {
     ENTER("cuEventRecord");
+    stream = stream_of(stream);
     const auto found = world().events.find(event);
     if (!known(stream) || found == world().events.end()) return INVALID_HANDLE;
     const std::shared_ptr<Event> kept = found->second;

@@ -1,0 +1,402 @@
+"""Copies between tensors of a GPU and host slots, for threads without an event loop.
+
+The calling thread puts copies on a stream of this queue and asks the driver's events how far they
+are. No thread waits for the GPU, except one for each direction if a file descriptor is to become
+readable.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvactors.actor.log import get_logger
+from kvactors.data_plane.base import CLOSE_LIMIT
+from kvactors.data_plane.cuda.calibrate import calibrate
+from kvactors.data_plane.cuda.context import quietly
+from kvactors.data_plane.cuda.copies import Copies, LaneCounts, Scratch
+from kvactors.data_plane.cuda.driver import FATAL, NOT_READY, UNTIMED, CudaDriver, CudaError
+from kvactors.data_plane.cuda.gpu_stream import GpuStream
+from kvactors.data_plane.cuda.host_pin import HostPin
+from kvactors.data_plane.cuda.tensors import CudaTensors
+from kvactors.device.tensors import Rows
+from kvactors.errors import CacheClosed, DeviceError
+from kvactors.threads import Workers
+
+BLOCKING = 1
+"""CU_EVENT_BLOCKING_SYNC: a thread that waits for the event sleeps."""
+
+FIRST_PAUSE, LAST_PAUSE = 50e-6, 1e-3
+"""Seconds between two questions of `wait`: they double."""
+
+ABANDONED: list[Any] = []
+"""Memory that copies which never ended may still use. Never freed."""
+
+log = get_logger()
+
+
+class SlotBytes(NamedTuple):
+    """Host slots counted in bytes, so that a slot may begin anywhere in a row.
+
+    Attributes:
+        address: of the first slot.
+        stride: 1.
+    """
+
+    address: int
+    stride: int = 1
+
+
+class HostSlotPlan(NamedTuple):
+    """Where the blocks of a worker are in host memory.
+
+    Attributes:
+        address: of the memory.
+        nbytes: of the memory.
+        offset: bytes from the start of a row to the worker's share.
+        row_stride: bytes from one row to the next.
+        slots_per_row: blocks in a row.
+        num_slots: blocks in all rows.
+    """
+
+    address: int
+    nbytes: int
+    offset: int
+    row_stride: int
+    slots_per_row: int
+    num_slots: int
+
+
+class CudaJob:
+    """A copy in flight.
+
+    Attributes:
+        number: counts the copies of a queue.
+        to_host: the direction.
+        event: reached when the copy has ended.
+        recorded: whether the event is on the stream.
+        error: why bytes did not arrive, empty if they did.
+        ended: whether no part of it runs any more.
+    """
+
+    def __init__(self, number: int, to_host: bool, pairs: int) -> None:
+        self.number = number
+        self.to_host = to_host
+        self.pairs = pairs
+        self.began = time.monotonic()
+        self.seconds = 0.0
+        self.event = 0
+        self.scratch: Scratch | None = None
+        self.recorded = self.ended = False
+        self.error = ""
+        self.code = 0  # of the driver, when it was last asked
+
+
+class CudaCopyQueue:
+    """Copies of a GPU's blocks in the order of their submission, one stream for each direction.
+
+    One thread at a time calls the methods. `wait` is the exception.
+
+    Args:
+        rows: the tensors. Block b is row b of each.
+        plan: the host slots.
+        driver: the system's, or a stand-in.
+        event_fd: whether `event_fd` becomes readable when copies have ended.
+        batch_from: bytes from which on a piece goes by the copy engines. None: measured.
+
+    Raises:
+        DeviceError: a tensor is not memory of the GPU that it names, or the tensors are on several
+            GPUs, or the host memory cannot be pinned.
+        CudaError: a call of the driver failed.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Rows],
+        plan: HostSlotPlan,
+        *,
+        driver: CudaDriver,
+        event_fd: bool = False,
+        batch_from: int | None = None,
+    ) -> None:
+        self._plan = plan
+        self._process = os.getpid()
+        self._jobs: dict[int, CudaJob] = {}
+        self._last = 0
+        self._broken = ""
+        self._counts = LaneCounts()
+        self._undo = ExitStack()
+        self._watchers: dict[bool, Workers] = {}
+        self.event_fd = -1
+        self._device = CudaTensors(rows, driver)
+        self._undo.callback(self._device.close)
+        self.block_bytes = int(self._device.piece_bytes.sum())
+        with self._device.current():
+            try:
+                self._open(batch_from, UNTIMED | BLOCKING if event_fd else UNTIMED)
+            except BaseException:
+                self._undo.close()
+                raise
+        if event_fd:
+            self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._watchers = {
+                way: Workers(1, f"kvactors-cuda-{'store' if way else 'load'}-watch")
+                for way in (True, False)
+            }
+
+    def _open(self, batch_from: int | None, flags: int) -> None:
+        plan, driver = self._plan, self._device.driver
+        pin = HostPin(self._device, plan.address, plan.nbytes)
+        self._undo.callback(pin.release)
+        slots = SlotBytes(plan.address + plan.offset)
+        self._copies = Copies(self._device, slots, pin.on_device + plan.offset, self._undo)
+        self._streams: dict[bool, GpuStream] = {}
+        self._queues: dict[bool, deque[CudaJob]] = {}
+        for to_host in (True, False):
+            self._streams[to_host] = GpuStream(driver, flags)
+            self._undo.callback(self._streams[to_host].close)
+            self._queues[to_host] = deque()
+        self._ordering = driver.read("cuEventCreate", UNTIMED)
+        self._undo.callback(quietly, driver, "cuEventDestroy", self._ordering)
+        stream = self._streams[False].stream
+        measured = calibrate(self._copies, stream)[0] if batch_from is None else batch_from
+        self._copies.split(measured, stream)
+
+    # -- submission
+
+    def submit(
+        self,
+        to_host: bool,
+        blocks: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        stream: int | None,
+        event: int | None,
+    ) -> int:
+        """Begin copies after the engine's work.
+
+        An error of the driver after the first copy was begun is the copy's result, since some
+        bytes may be on their way.
+
+        Args:
+            to_host: the direction.
+            blocks: of the device.
+            slots: as many.
+            stream: copies begin after the work that this stream has got so far. 0: the default
+                stream.
+            event: copies begin after this event, as it was last recorded.
+
+        Returns:
+            The number of the copy.
+
+        Raises:
+            ValueError: a number is out of range, or the lengths differ.
+            CacheClosed: the queue was made before a fork.
+            DeviceError: the GPU's context is broken, or the stream or event is none of the GPU's.
+        """
+        if os.getpid() != self._process:
+            raise CacheClosed(
+                "the copy queue was made before a fork: make another one in the child"
+            )
+        self._check(blocks, slots)
+        if self._broken:
+            raise DeviceError(f"no more copies of this GPU's memory: {self._broken}")
+        job = CudaJob(self._last + 1, to_host, len(blocks))
+        gpu = self._streams[to_host]
+        try:
+            with self._device.current():
+                job.event = gpu.take_event()
+                try:
+                    self._order(gpu, stream, event)
+                    self._enqueue(job, blocks, slots)
+                except BaseException:
+                    if not job.error:  # nothing was begun
+                        gpu.give_back((job.event,), job.scratch)
+                    raise
+        except CudaError as error:
+            if error.code in FATAL:
+                self._break(error)
+            if not job.error:
+                raise
+        self._last = job.number
+        self._jobs[job.number] = job
+        self._queues[to_host].append(job)
+        if self._watchers:
+            self._watchers[to_host].submit(partial(self._watch, job))
+        return job.number
+
+    def _check(self, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        if len(blocks) != len(slots):
+            raise ValueError("blocks and slots differ in length")
+        limits = ((blocks, self._device.num_blocks, "block"), (slots, self._plan.num_slots, "slot"))
+        for numbers, limit, name in limits:
+            if numbers.size and not (numbers.min() >= 0 and numbers.max() < limit):
+                raise ValueError(f"{name} id out of range: there are {limit}")
+
+    def _order(self, gpu: GpuStream, stream: int | None, event: int | None) -> None:
+        """Let the stream wait for the engine's work."""
+        driver = self._device.driver
+        if stream is not None:
+            driver.call("cuEventRecord", self._ordering, stream)
+            driver.call("cuStreamWaitEvent", gpu.stream, self._ordering, 0)
+        if event is not None:
+            driver.call("cuStreamWaitEvent", gpu.stream, event, 0)
+
+    def _enqueue(self, job: CudaJob, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        gpu, plan = self._streams[job.to_host], self._plan
+        rows, inside = slots // plan.slots_per_row, slots % plan.slots_per_row
+        places = rows * plan.row_stride + inside * self.block_bytes
+        if self._copies.by_kernel:
+            job.scratch = gpu.take_scratch(2 * len(blocks))
+        try:
+            if len(blocks):
+                ids = 0
+                if job.scratch is not None:
+                    gpu.push_ids(job.scratch, blocks, places)
+                    ids = job.scratch.device
+                pieces = range(len(self._device.piece_bytes))
+                self._copies.enqueue(
+                    not job.to_host, blocks, places, pieces, ids, gpu.stream, self._counts
+                )
+            self._device.driver.call("cuEventRecord", job.event, gpu.stream)
+            job.recorded = True
+        except CudaError as error:
+            job.error = str(error)
+            self._break(error)
+            raise
+
+    def _break(self, error: CudaError) -> None:
+        """Copy nothing more. Copies in flight end."""
+        if not self._broken:
+            self._broken = str(error)
+            log.error(
+                "no more copies of this GPU's memory", gpu=self._device.name, error=str(error)
+            )
+
+    # -- progress
+
+    def _ask(self, job: CudaJob) -> bool:
+        """Ask the driver whether a copy has ended. Any thread."""
+        if not job.ended:
+            driver = self._device.driver
+            function, code = "cuCtxPushCurrent", 0
+            try:
+                with self._device.current():
+                    function, code = self._query(job)
+            except CudaError as error:
+                function, code = error.function, error.code
+            if code not in (0, NOT_READY):
+                fault = driver.error(function, code)
+                job.error = job.error or str(fault)
+                self._break(fault)
+            # a code that persists is that of a context which runs nothing any more
+            if code == 0 or (code in FATAL and code == job.code):
+                job.seconds = time.monotonic() - job.began
+                job.ended = True
+            job.code = code
+        return job.ended
+
+    def _query(self, job: CudaJob) -> tuple[str, int]:
+        driver = self._device.driver
+        if not job.recorded:  # copies that were begun before an error end before this event
+            code = driver.status("cuEventRecord", job.event, self._streams[job.to_host].stream)
+            if code:
+                return "cuEventRecord", code
+            job.recorded = True
+        return "cuEventQuery", driver.status("cuEventQuery", job.event)
+
+    def _watch(self, job: CudaJob) -> None:
+        """In a thread: make the descriptor readable when a copy has ended."""
+        driver, pause = self._device.driver, FIRST_PAUSE
+        with ExitStack() as entered:
+            if not driver.status("cuCtxPushCurrent", self._device.context):
+                entered.callback(driver.read, "cuCtxPopCurrent")
+                if job.recorded:
+                    driver.status("cuEventSynchronize", job.event)
+            while not self._ask(job):
+                time.sleep(pause)
+                pause = min(2 * pause, LAST_PAUSE)
+        os.eventfd_write(self.event_fd, 1)
+
+    def _has_ended(self, job: CudaJob) -> bool:
+        """A watcher reads the event until it has ended the job, so nothing else ends it."""
+        return job.ended if self._watchers else self._ask(job)
+
+    def take_ended(self) -> list[tuple[int, int, float, str]]:
+        """Number, bytes, seconds and error of the copies that have ended and were not returned
+        before."""
+        found: list[CudaJob] = []
+        for to_host, jobs in self._queues.items():
+            while jobs and self._has_ended(jobs[0]):
+                job = jobs.popleft()
+                self._streams[to_host].give_back((job.event,), job.scratch)
+                del self._jobs[job.number]
+                found.append(job)
+        return [
+            (job.number, 0 if job.error else job.pairs * self.block_bytes, job.seconds, job.error)
+            for job in found
+        ]
+
+    def wait(self, number: int, seconds: float) -> bool:
+        """Whether a copy has ended, after `seconds` at most. One that was returned has."""
+        job = self._jobs.get(number)
+        if job is None:
+            return True
+        until, pause = time.monotonic() + seconds, FIRST_PAUSE
+        while not self._has_ended(job):
+            if (left := until - time.monotonic()) <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LAST_PAUSE)
+        return True
+
+    @property
+    def in_flight(self) -> int:
+        """Copies that `take_ended` has not returned."""
+        return len(self._jobs)
+
+    def close(self) -> bool:
+        """Let the copies end and release every resource.
+
+        Returns:
+            Whether all copies have ended. Otherwise the host memory and the tensors must be kept.
+        """
+        if os.getpid() != self._process:
+            self._undo.pop_all()  # the parent's
+            self._close_fd()
+            return True
+        until = time.monotonic() + CLOSE_LIMIT
+        jobs = list(self._jobs)
+        ended = all(self.wait(number, until - time.monotonic()) for number in jobs)
+        for workers in self._watchers.values():
+            workers.close()
+            ended &= not _still_busy(workers, until)
+        if ended:
+            with ExitStack() as entered:
+                if not self._device.driver.status("cuCtxPushCurrent", self._device.context):
+                    entered.callback(self._device.driver.status, "cuCtxPopCurrent", None)
+                self._undo.close()
+            self._close_fd()
+        else:
+            log.error("copies of a GPU did not end, keeping their memory", gpu=self._device.name)
+            ABANDONED.append((self._undo.pop_all(), self._device, self._copies, self._streams))
+            self._device.abandon()
+        return ended
+
+    def _close_fd(self) -> None:
+        number, self.event_fd = self.event_fd, -1
+        if number >= 0:
+            os.close(number)
+
+
+def _still_busy(workers: Workers, until: float) -> bool:
+    while workers.busy and time.monotonic() < until:
+        time.sleep(FIRST_PAUSE)
+    return bool(workers.busy)

@@ -1,0 +1,509 @@
+"""Copies between tensors of a GPU and host slots, on the stand-in driver."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvactors import CacheClosed, DeviceError, LayoutError
+from kvactors.data_plane.cuda import copy_queue
+from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
+from kvactors.tier_cache import CopyWorker, SlotMemory
+from tests.support.cuda import GpuTensor, PointerTensor, stand_in
+
+LIMIT = 60.0
+SHORT = 0.05
+EVERYTHING = ("device", "pinned", "streams", "events", "modules", "contexts", "current", "running")
+ILLEGAL, INVALID_HANDLE, OUT_OF_MEMORY, DESTROYED = 700, 400, 2, 709
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Gpu:
+    """An engine on the stand-in: tensors of its memory, a stream, and work on it."""
+
+    def __init__(self) -> None:
+        self.fake = stand_in()
+        self.fake.reset()
+        self.driver = CudaDriver(self.fake.path)
+        self.context = self.driver.read("cuDevicePrimaryCtxRetain", 0)
+        self._memory: list[int] = []
+        self._kept: list[Any] = []
+        self.forgotten = False
+        with self.driver.current(self.context):
+            self.stream = self.driver.read("cuStreamCreate", 1)
+        self._library = ctypes.CDLL(self.fake.path)
+
+    def allocate(self, size: int) -> int:
+        with self.driver.current(self.context):
+            self._memory.append(self.driver.read("cuMemAlloc", size))
+        ctypes.memset(self._memory[-1], 0, size)
+        return self._memory[-1]
+
+    def tensors(self, rows: int, *widths: int, kind: Any = PointerTensor) -> list[Any]:
+        noise = np.random.default_rng(0)
+        found = []
+        for width in widths:
+            content = noise.integers(1, 255, (rows, width), np.uint8)
+            found.append(kind(self.allocate(content.nbytes), (rows, width), "uint8"))
+            ctypes.memmove(found[-1].address, content.ctypes.data, content.nbytes)
+        return found
+
+    def work(self, stream: int, call: Any) -> None:
+        """Have a stream call a function when its turn comes, as a kernel."""
+        function = HOST_FUNCTION(lambda _: call())
+        self._kept.append(function)
+        with self.driver.current(self.context):
+            code = self._library.cuLaunchHostFunc(ctypes.c_void_p(stream), function, None)
+        assert code == 0
+
+    def record(self, stream: int) -> int:
+        """An event on a stream."""
+        with self.driver.current(self.context):
+            event = self.driver.read("cuEventCreate", 2)
+            self.driver.call("cuEventRecord", event, stream)
+        self._kept.append(event)
+        return event
+
+    def forget(self) -> None:
+        """The device is reset: everything in its context is freed."""
+        self._library.fake_forget()
+        self.forgotten = True
+
+    def close(self) -> None:
+        self.fake.reset()
+        if self.forgotten:
+            return
+        with self.driver.current(self.context):
+            for address in self._memory:
+                self.driver.call("cuMemFree", address)
+            for one in self._kept:
+                if isinstance(one, int):
+                    self.driver.call("cuEventDestroy", one)
+            self.driver.call("cuStreamDestroy", self.stream)
+        self.driver.call("cuDevicePrimaryCtxRelease", 0)
+
+
+@pytest.fixture
+def gpu():
+    gpu = Gpu()
+    yield gpu
+    gpu.close()
+    left = {what: gpu.fake.live(what) for what in EVERYTHING}
+    assert left == dict.fromkeys(EVERYTHING, 0), "leaked"
+
+
+def block(tensors: list[Any], number: int) -> bytes:
+    return b"".join(ctypes.string_at(t.address + number * t.shape[1], t.shape[1]) for t in tensors)
+
+
+def ended(worker: CopyWorker, *jobs: str) -> dict[Any, str]:
+    """The errors of jobs, by name."""
+    assert worker.wait(jobs, LIMIT)
+    return {one.job: one.error for one in worker.get_finished()}
+
+
+@pytest.mark.parametrize("batch_from", [0, 64, 1 << 20], ids=["engines", "both", "kernel"])
+@pytest.mark.parametrize("batched", [True, False], ids=["batches", "singles"])
+def test_stores_and_loads_move_every_byte(gpu, batch_from, batched, monkeypatch):
+    gpu.fake.set("no cuMemcpyBatchAsync", not batched)
+    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: (batch_from, ()))
+    driver = CudaDriver(gpu.fake.path)
+    tensors = gpu.tensors(16, 100, 7, 4096)
+    memory = SlotMemory(8, 5000)
+    worker = CopyWorker(tensors, memory, driver=driver)
+    worker.submit_store("store", [3, 15, 0], [1, 7, 2], stream=gpu.stream)
+    assert worker.wait(["store"], LIMIT)
+    (done,) = worker.get_finished()
+    assert (done.job, done.stored, done.nbytes, done.error) == ("store", True, 3 * 4203, "")
+    assert bytes(memory.view(7)[:4203]) == block(tensors, 15)
+    assert bytes(memory.view(7)[4203:]) == bytes(797), "bytes behind the block were written"
+    worker.submit_load("load", [4, 5], [2, 1], stream=0)
+    assert ended(worker, "load") == {"load": ""}
+    assert block(tensors, 4) == block(tensors, 0)
+    assert block(tensors, 5) == block(tensors, 3)
+    assert worker.in_flight == 0
+    assert gpu.fake.calls("pageable") == 0, "the slots are not pinned"
+    assert worker.shutdown()
+    assert worker.shutdown()
+    with pytest.raises(CacheClosed):
+        worker.submit_store("store", [0], [0], stream=0)
+
+
+@pytest.mark.parametrize("batch_from", [0, 1 << 20])
+def test_strided_tensors_and_several_blocks_in_a_slot_of_two_ranks(gpu, batch_from, monkeypatch):
+    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: (batch_from, ()))
+    (packed,) = gpu.tensors(8, 300)
+    strided = [
+        GpuTensor(packed.address + start, (8, 100), "uint8", strides=(300, 1)) for start in (0, 150)
+    ]
+    memory = SlotMemory(4, 2 * 3 * 200)
+    ranks = [
+        CopyWorker(strided, memory, offset=600 * rank, blocks_per_slot=3, driver=gpu.driver)
+        for rank in range(2)
+    ]
+    before = ctypes.string_at(packed.address, 2400)
+    ranks[1].submit_store("store", [2, 7], [3 * 2 + 1, 3 * 2 + 2], stream=gpu.stream)
+    assert ended(ranks[1], "store") == {"store": ""}
+    row = bytes(memory.view(2))
+    assert row[:800] == bytes(800)
+    assert row[800:1000] == before[600:700] + before[750:850]
+    assert row[1000:1200] == before[2100:2200] + before[2250:2350]
+    ranks[0].shutdown()  # the other one's slots remain pinned
+    ranks[1].submit_load("load", [0], [3 * 2 + 2], stream=gpu.stream)
+    assert ended(ranks[1], "load") == {"load": ""}
+    after = ctypes.string_at(packed.address, 2400)
+    assert after[:100] + after[150:250] == before[2100:2200] + before[2250:2350]
+    assert after[100:150] + after[250:] == before[100:150] + before[250:]
+    assert gpu.fake.calls("pageable") == 0
+    ranks[1].shutdown()
+
+
+@pytest.mark.parametrize("by", ["stream", "default stream", "event"])
+@pytest.mark.parametrize("way", ["store", "load"])
+def test_a_copy_begins_after_the_engines_work(gpu, by, way):
+    tensors = gpu.tensors(2, 64)
+    memory = SlotMemory(2, 64)
+    worker = CopyWorker(tensors, memory, driver=gpu.driver)
+    stream = 0 if by == "default stream" else gpu.stream
+    computed = threading.Event()
+
+    def compute() -> None:
+        computed.wait(LIMIT)
+        if way == "store":
+            ctypes.memset(tensors[0].address, 7, 64)
+        else:
+            seen.append(block(tensors, 0))
+
+    seen: list[bytes] = []
+    before = block(tensors, 0)
+    memory.view(1)[:] = b"n" * 64
+    gpu.work(stream, compute)
+    where = {"event": gpu.record(stream)} if by == "event" else {"stream": stream}
+    if way == "store":
+        worker.submit_store("copy", [0], [0], **where)
+    else:
+        worker.submit_load("copy", [0], [1], **where)
+    assert not worker.wait(["copy"], SHORT)
+    assert worker.get_finished() == []
+    computed.set()
+    assert ended(worker, "copy") == {"copy": ""}
+    if way == "store":
+        assert bytes(memory.view(0)) == b"\x07" * 64
+    else:
+        assert seen == [before], "a block was overwritten while it was read"
+        assert block(tensors, 0) == b"n" * 64
+    worker.shutdown()
+
+
+def test_a_stream_or_an_event_is_needed_on_a_gpu_and_only_there(gpu):
+    worker = CopyWorker(gpu.tensors(2, 64), SlotMemory(2, 64), driver=gpu.driver)
+    with pytest.raises(ValueError, match="needs the stream or the event"):
+        worker.submit_store("job", [0], [0])
+    assert worker.in_flight == 0
+    worker.shutdown()
+    host = CopyWorker([np.zeros((2, 64), np.uint8)], SlotMemory(2, 64))
+    for where in ({"stream": 0}, {"event": 5}):
+        with pytest.raises(ValueError, match="neither a stream nor an event"):
+            host.submit_load("job", [0], [0], **where)
+    host.shutdown()
+
+
+def test_numbers_out_of_range_copy_nothing(gpu):
+    memory = SlotMemory(2, 64)
+    worker = CopyWorker(gpu.tensors(4, 64), memory, driver=gpu.driver)
+    for blocks, slots in (([4], [0]), ([-1], [0]), ([0], [2]), ([0], [-1]), ([0, 1], [0])):
+        with pytest.raises(ValueError, match=r"range|length"):
+            worker.submit_store("job", blocks, slots, stream=gpu.stream)
+    assert bytes(memory.view(0)) == bytes(64)
+    worker.submit_store("job", [], [], stream=gpu.stream)
+    with pytest.raises(ValueError, match="in flight"):
+        worker.submit_store("job", [0], [0], stream=gpu.stream)
+    assert ended(worker, "job") == {"job": ""}
+    worker.shutdown()
+
+
+def test_tensors_of_other_memory_are_refused(gpu):
+    good, other = gpu.tensors(4, 32, 32)
+    memory = SlotMemory(2, 96)
+    host = np.zeros((4, 32), np.uint8)
+    gpu.fake.set("devices", 2)
+    gpu.fake.set("allocate_on", 1)
+    (second,) = gpu.tensors(4, 32)
+    pinned = np.zeros((4, 32), np.uint8)
+    cases = (
+        ([good, host], "some tensors are in host memory"),
+        ([good, PointerTensor(host.ctypes.data, (4, 32), "uint8")], "tensor 1, .* not in CUDA's"),
+        ([good, PointerTensor(other.address, (5, 32), "uint8")], None),
+        ([PointerTensor(good.address, (400, 32), "uint8")], "tensor 0, .* not in CUDA's"),
+        ([good, second], "tensor 1, .* not in the memory of GPU 0"),
+        ([good, PointerTensor(second.address, (4, 32), "uint8", gpu=1)], "several GPUs: .0, 1."),
+        ([PointerTensor(good.address, (4, 32), "uint8", gpu=1)], "not in the memory of GPU 1"),
+        ([PointerTensor(good.address, (4, 32), "uint8", gpu=2)], "no GPU 2: the driver lists 2"),
+        ([PointerTensor(good.address, (4, 32), "uint8", kind=10)], "nor on an NVIDIA GPU"),
+        ([PointerTensor(pinned.ctypes.data, (4, 32), "uint8", kind=2)], "not in CUDA's memory"),
+    )
+    for tensors, complaint in cases:
+        with pytest.raises(DeviceError if complaint else LayoutError, match=complaint):
+            CopyWorker(tensors, memory, driver=gpu.driver)
+    worker = CopyWorker(
+        [PointerTensor(second.address, (4, 32), "uint8", gpu=1)], memory, driver=gpu.driver
+    )
+    worker.shutdown()
+
+
+def test_a_tensor_that_moved_is_noticed(gpu):
+    tensors = gpu.tensors(4, 64)
+    worker = CopyWorker(tensors, SlotMemory(2, 64), driver=gpu.driver)
+    tensors[0].address += 64
+    with pytest.raises(DeviceError, match="moved"):
+        worker.submit_store("job", [0], [0], stream=gpu.stream)
+    assert worker.in_flight == 0
+    worker.shutdown()
+
+
+class Method:
+    """A tensor without DLPack. `place` is Paddle's, `device` torch's."""
+
+    def __init__(self, tensor: Any, style: str) -> None:
+        self._tensor = tensor
+        self.shape = list(tensor.shape)
+        self.dtype = f"{style}.uint8"
+        if style == "paddle":
+            self.place = SimpleNamespace(
+                is_gpu_place=lambda: True, gpu_device_id=lambda: 0, is_cpu_place=lambda: False
+            )
+            self.strides = [self.shape[1], 1]
+        else:
+            self.device = SimpleNamespace(type="cuda", index=0)
+            self.stride = lambda: (self.shape[1], 1)
+
+    def data_ptr(self) -> int:
+        return int(self._tensor.address)
+
+    def element_size(self) -> int:
+        return 1
+
+
+class Cupy:
+    """A tensor with the CUDA array interface alone."""
+
+    def __init__(self, tensor: Any, _style: str) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tensor.shape,
+            "typestr": "|u1",
+            "data": (tensor.address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "style"), [(Method, "paddle"), (Method, "torch"), (Cupy, "cupy")]
+)
+def test_tensors_are_taken_by_every_interface(gpu, wrapper, style):
+    tensors = gpu.tensors(4, 64, 32)
+    memory = SlotMemory(2, 96)
+    worker = CopyWorker([wrapper(one, style) for one in tensors], memory, driver=gpu.driver)
+    worker.submit_store("job", [3], [1], stream=gpu.stream)
+    assert ended(worker, "job") == {"job": ""}
+    assert bytes(memory.view(1)) == block(tensors, 3)
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("function", ["cuMemcpyBatchAsync", "cuEventRecord", "cuLaunchKernel"])
+def test_a_copy_that_could_not_be_begun_whole_fails_when_nothing_of_it_runs(
+    gpu, function, monkeypatch
+):
+    """The slots may be reused after the result, so it must not come before the last copy."""
+    small = function == "cuLaunchKernel"
+    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: (1 << 20 if small else 0, ()))
+    memory = SlotMemory(4, 64)
+    worker = CopyWorker(gpu.tensors(4, 64), memory, driver=gpu.driver)
+    gpu.fake.gate(0)
+    gpu.fake.fail(function, OUT_OF_MEMORY, 2 if function == "cuEventRecord" else 1)
+    worker.submit_store("bad", [0, 1, 2, 3], [0, 1, 2, 3], stream=gpu.stream)
+    running = gpu.fake.live("running")
+    if running:
+        assert not worker.wait(["bad"], SHORT), "copies of it are still in flight"
+    gpu.fake.gate(-1)
+    (error,) = ended(worker, "bad").values()
+    assert function in error
+    assert gpu.fake.live("running") == 0
+    with pytest.raises(DeviceError, match=f"no more copies of this GPU's memory: {function}"):
+        worker.submit_store("next", [0], [0], stream=gpu.stream)
+    assert worker.in_flight == 0
+    assert worker.shutdown()
+
+
+def test_a_bad_stream_or_lack_of_memory_copies_nothing_and_later_copies_work(gpu, monkeypatch):
+    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: (1 << 20, ()))
+    memory = SlotMemory(2, 64)
+    tensors = gpu.tensors(2048, 64)
+    worker = CopyWorker(tensors, memory, driver=gpu.driver)
+    with pytest.raises(CudaError, match=f"cuEventRecord.*{INVALID_HANDLE}"):
+        worker.submit_store("job", [0], [0], stream=12345)
+    with pytest.raises(CudaError, match=f"cuStreamWaitEvent.*{INVALID_HANDLE}"):
+        worker.submit_store("job", [0], [0], event=12345)
+    gpu.fake.fail("cuMemAlloc", OUT_OF_MEMORY)
+    many = list(range(2048))
+    with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+        worker.submit_load("job", many, [0] * 2048, stream=gpu.stream)
+    assert worker.in_flight == 0
+    assert bytes(memory.view(0)) == bytes(64)
+    worker.submit_store("job", [1], [0], stream=gpu.stream)
+    assert ended(worker, "job") == {"job": ""}
+    assert bytes(memory.view(0)) == block(tensors, 1)
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("event_fd", [False, True])
+def test_copies_of_a_gpu_that_was_reset_fail_and_nothing_waits_for_it(gpu, event_fd):
+    worker = CopyWorker(gpu.tensors(2, 64), SlotMemory(2, 64), driver=gpu.driver, event_fd=event_fd)
+    gpu.fake.gate(0)
+    worker.submit_store("store", [0], [0], stream=gpu.stream)
+    worker.submit_load("load", [1], [1], stream=gpu.stream)
+    gpu.fake.sticky(DESTROYED)
+    if event_fd:
+        assert select.select([worker.fd], [], [], LIMIT)[0] == [worker.fd]
+    errors = ended(worker, "store", "load")
+    assert set(errors) == {"store", "load"}
+    assert all(str(DESTROYED) in error for error in errors.values())
+    with pytest.raises(DeviceError, match="no more copies"):
+        worker.submit_store("next", [0], [0], stream=gpu.stream)
+    assert worker.shutdown()
+    gpu.fake.reset()
+    fresh = CopyWorker(gpu.tensors(2, 64), SlotMemory(2, 64), driver=gpu.driver)
+    fresh.submit_store("job", [0], [0], stream=gpu.stream)
+    assert ended(fresh, "job") == {"job": ""}
+    fresh.shutdown()
+    forget_what_a_dead_context_kept(gpu)
+
+
+def forget_what_a_dead_context_kept(gpu: Gpu) -> None:
+    """Resources that a worker gave back while every call failed: a real reset frees them."""
+    found = {what: gpu.fake.live(what) for what in EVERYTHING}
+    gpu.forget()
+    assert found["running"] == 0
+
+
+def test_an_illegal_address_while_copying_fails_the_copy(gpu):
+    tensors = gpu.tensors(2, 64)
+    worker = CopyWorker(tensors, SlotMemory(2, 64), driver=gpu.driver)
+    gpu.fake.gate(0)
+    worker.submit_store("store", [0], [0], stream=gpu.stream)
+    with gpu.driver.current(gpu.context):
+        gpu.driver.call("cuMemFree", gpu._memory.pop())
+    gpu.fake.gate(-1)
+    assert str(ILLEGAL) in ended(worker, "store")["store"]
+    worker.shutdown()
+    gpu.fake.reset()
+    forget_what_a_dead_context_kept(gpu)
+
+
+def test_a_worker_that_cannot_be_made_leaves_nothing(gpu):
+    tensors = gpu.tensors(2, 64)
+    for function in (
+        "cuDevicePrimaryCtxRetain",
+        "cuPointerGetAttribute",
+        "cuMemHostRegister",
+        "cuMemHostGetDevicePointer",
+        "cuModuleLoadData",
+        "cuModuleGetFunction",
+        "cuStreamCreate",
+        "cuEventCreate",
+        "cuMemHostAlloc",
+        "cuMemAlloc",
+        "cuLaunchKernel",
+        "cuEventSynchronize",
+    ):
+        before = {what: gpu.fake.live(what) for what in EVERYTHING}
+        for nth in (1, 2):
+            gpu.fake.reset()
+            gpu.fake.fail(function, OUT_OF_MEMORY, nth)
+            try:
+                worker = CopyWorker(tensors, SlotMemory(2, 64), driver=gpu.driver)
+            except DeviceError:
+                pass
+            else:
+                assert nth == 2, f"{function} was not called"
+                gpu.fake.reset()
+                worker.shutdown()
+            gpu.fake.reset()
+            assert {what: gpu.fake.live(what) for what in EVERYTHING} == before, function
+
+
+def test_memory_that_its_owner_has_pinned_stays_pinned(gpu):
+    memory = SlotMemory(4, 4096)
+    tensors = gpu.tensors(2, 64)
+    with gpu.driver.current(gpu.context):
+        gpu.driver.call("cuMemHostRegister", memory.address, 4 * 4096, 3)
+    worker = CopyWorker(tensors, memory, driver=gpu.driver)
+    worker.submit_store("job", [1], [3], stream=gpu.stream)
+    assert ended(worker, "job") == {"job": ""}
+    worker.shutdown()
+    with gpu.driver.current(gpu.context):
+        gpu.driver.call("cuMemHostUnregister", memory.address)
+        gpu.driver.call("cuMemHostRegister", memory.address, 2 * 4096, 3)
+    with pytest.raises(DeviceError, match="pinned in part"):
+        CopyWorker(tensors, memory, driver=gpu.driver)
+    with gpu.driver.current(gpu.context):
+        gpu.driver.call("cuMemHostUnregister", memory.address)
+
+
+def test_the_event_descriptor_becomes_readable_once_a_copy(gpu):
+    worker = CopyWorker(gpu.tensors(4, 64), SlotMemory(4, 64), driver=gpu.driver, event_fd=True)
+    assert worker.fd is not None
+    gpu.fake.gate(0)
+    for job in range(3):
+        worker.submit_store(job, [job], [job], stream=gpu.stream)
+    assert select.select([worker.fd], [], [], SHORT)[0] == []
+    gpu.fake.gate(-1)
+    count, found = 0, []
+    while count < 3:
+        assert select.select([worker.fd], [], [], LIMIT)[0] == [worker.fd]
+        count += os.eventfd_read(worker.fd)
+        found += worker.get_finished()
+    assert [one.job for one in found] == [0, 1, 2]
+    worker.shutdown()
+    assert worker.fd is None
+
+
+def test_copies_that_do_not_end_keep_their_memory(gpu, monkeypatch):
+    monkeypatch.setattr(copy_queue, "CLOSE_LIMIT", SHORT)
+    memory, tensors = SlotMemory(2, 64), gpu.tensors(2, 64)
+    worker = CopyWorker(tensors, memory, driver=gpu.driver)
+    gpu.fake.gate(0)
+    worker.submit_store("job", [0], [0], stream=gpu.stream)
+    assert not worker.shutdown()
+    assert gpu.fake.live("pinned") > 0, "the GPU may still write to it"
+    gpu.fake.gate(-1)
+    (undo, *_) = copy_queue.ABANDONED.pop()
+    with gpu.driver.current(gpu.context):
+        gpu.driver.call("cuStreamSynchronize", 0)
+        undo.close()
+    forget_what_a_dead_context_kept(gpu)
+
+
+def test_a_child_of_a_process_with_a_worker_gets_an_error_and_leaves_the_gpu_alone(gpu):
+    worker = CopyWorker(gpu.tensors(4, 64), SlotMemory(2, 64), driver=gpu.driver)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            worker.submit_store("other", [0], [0], stream=0)
+        except CacheClosed:
+            worker.shutdown()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    worker.submit_store("job", [0], [0], stream=0)
+    assert ended(worker, "job") == {"job": ""}
+    worker.shutdown()
