@@ -51,6 +51,7 @@ class Options(NamedTuple):
     seed: int
     restart: bool
     speculate: bool
+    chunk_tokens: int
     json: str
     breaking: str
 
@@ -163,6 +164,7 @@ async def cached_run(
                 workload.sample,
                 totals,
                 drafts=DRAFTS if options.speculate else 0,
+                chunk=options.chunk_tokens,
                 running=RUNNING,
                 after_load=breaker(options, trunk.attention),
             )
@@ -226,7 +228,9 @@ async def model(
         yield Trunk(options.seed, ranks), None
 
 
-def complaints(plain: Result, cached: Result, *, speculate: bool = False) -> list[str]:
+def complaints(
+    plain: Result, cached: Result, *, speculate: bool = False, chunked: bool = False
+) -> list[str]:
     """The violations found."""
     wanted, found = plain.totals, cached.totals
     differing = [key for key, row in wanted.logits.items() if not same(row, found.logits.get(key))]
@@ -257,6 +261,8 @@ def complaints(plain: Result, cached: Result, *, speculate: bool = False) -> lis
         said.append("nobody was preempted")
     if speculate and not 0 < found.accepted < found.drafted:
         said.append(f"{found.accepted} of {found.drafted} drafts were accepted")
+    if chunked and not found.continued:
+        said.append("no prompt was computed in chunks")
     return said
 
 
@@ -285,6 +291,7 @@ def table(plain: Result, cached: Result) -> Table:
     for tier in ("device", "host", "storage"):
         row(f"blocks reused from {tier}", partial(_hits, tier))
     row("drafts accepted", lambda r: f"{r.totals.accepted} of {r.totals.drafted}")
+    row("chunks that took blocks later", lambda r: r.totals.continued)
     row("preemptions", lambda r: r.totals.preemptions)
     row("admissions put off", lambda r: r.totals.refused)
     row("blocks evicted from device", lambda r: r.device_evictions)
@@ -330,7 +337,12 @@ def main(options: Options) -> int:
     except ExceptionGroup as group:
         print(f"FAILED: a run ended early: {first_fault(group)!r}", file=sys.stderr)
         return 1
-    said = complaints(plain, cached, speculate=options.speculate)
+    said = complaints(
+        plain,
+        cached,
+        speculate=options.speculate,
+        chunked=options.chunk_tokens > 0 and options.ranks == 1,
+    )
     console = Console()
     console.print(table(plain, cached))
     if options.json:
@@ -364,6 +376,13 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--speculate", action="store_true", help="decode with n-gram drafts, and sample greedily"
     )
+    parser.add_argument(
+        "--chunk-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="chunked prefill: blocks for N tokens of a prompt at once (0: for all)",
+    )
     parser.add_argument("--json", default="", metavar="OUT", help="write what was counted there")
     parser.add_argument(
         "--break",
@@ -372,7 +391,10 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         default="",
         help="must fail",
     )
-    return Options(**vars(parser.parse_args(arguments)))
+    options = Options(**vars(parser.parse_args(arguments)))
+    if options.chunk_tokens < 0:
+        parser.error(f"--chunk-tokens must be at least 0, not {options.chunk_tokens}")
+    return options
 
 
 if __name__ == "__main__":

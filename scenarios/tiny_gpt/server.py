@@ -32,7 +32,11 @@ class LeaseLike(Protocol):
 
     block_table: tuple[int, ...]
     cached_tokens: int
+    covered_tokens: int
     hits: Hits
+
+    async def next_chunk(self, num_tokens: int) -> tuple[int, ...]:
+        """Blocks for the next tokens of the prompt, or NoRoom."""
 
     async def wait_ready(self) -> None:
         """Loads have landed."""
@@ -63,9 +67,16 @@ class CacheLike(Protocol):
     """The part of `kvactors.KVCache` that the loop uses."""
 
     async def acquire(
-        self, request_id: str, tokens: Any, *, wait_for_room: bool, deadline: float
+        self,
+        request_id: str,
+        tokens: Any,
+        *,
+        wait_for_room: bool,
+        chunk_tokens: int | None,
+        deadline: float,
     ) -> LeaseLike:
-        """Blocks for a request, as soon as there are enough, or NoRoom."""
+        """Blocks for a request, or for its cached tokens and a chunk, as soon as there are enough,
+        or NoRoom."""
 
 
 class PlainCache:
@@ -75,9 +86,15 @@ class PlainCache:
         self.free = list(range(num_blocks))
 
     async def acquire(
-        self, request_id: str, tokens: Any, *, wait_for_room: bool, deadline: float
+        self,
+        request_id: str,
+        tokens: Any,
+        *,
+        wait_for_room: bool,
+        chunk_tokens: int | None,
+        deadline: float,
     ) -> PlainLease:
-        """See `CacheLike`. It never waits."""
+        """See `CacheLike`. It never waits, and takes all blocks."""
         return PlainLease(self, self.take(-(-len(tokens) // BLOCK)), len(tokens))
 
     def take(self, needed: int) -> tuple[int, ...]:
@@ -93,6 +110,15 @@ class PlainLease:
     def __init__(self, cache: PlainCache, blocks: tuple[int, ...], tokens: int) -> None:
         self.block_table, self.cached_tokens, self.hits = blocks, 0, Hits(0, 0, 0)
         self._cache, self._tokens = cache, tokens
+
+    @property
+    def covered_tokens(self) -> int:
+        """See `LeaseLike`."""
+        return self._tokens
+
+    async def next_chunk(self, num_tokens: int) -> tuple[int, ...]:
+        """See `LeaseLike`. There are blocks for all tokens."""
+        return ()
 
     async def wait_ready(self) -> None:
         """See `LeaseLike`."""
@@ -221,13 +247,15 @@ def _outcomes(work: Sequence[Callable[[], Any]]) -> list[tuple[Any, Exception | 
 
 
 class Totals:
-    """The counts of a run. logits: by request and position. text, bytes (digests of the full blocks
+    """The counts of a run. continued: chunks of prompts that took blocks after the first ones.
+
+    logits: by request and position. text, bytes (digests of the full blocks
     at the end): by request."""
 
     def __init__(self) -> None:
         self.chunks = self.computed = self.reused = self.preemptions = self.refused = 0
         self.device = self.host = self.storage = 0
-        self.drafted = self.accepted = 0
+        self.drafted = self.accepted = self.continued = 0
         self.logits: dict[tuple[str, int], np.ndarray] = {}
         self.text: dict[str, list[int]] = {}
         self.bytes: dict[str, list[bytes]] = {}
@@ -236,7 +264,8 @@ class Totals:
 class Server:
     """Serves requests on a cache. running: how many at once. deadline: seconds any wait may take.
 
-    drafts: tokens that a speculation proposes at most, 0 for none. sample: (request, position,
+    drafts: tokens that a speculation proposes at most, 0 for none. chunk: tokens of a prompt that
+    take blocks at once, 0 for all. sample: (request, position,
     logits) -> token. after_load: called with the device blocks that a
     request got from lower tiers (a test's way in).
     """
@@ -249,6 +278,7 @@ class Server:
         totals: Totals,
         *,
         drafts: int = 0,
+        chunk: int = 0,
         running: int = 6,
         width: int = 4,
         deadline: float = 60.0,
@@ -256,6 +286,7 @@ class Server:
     ) -> None:
         self.cache, self.trunk, self.sample, self.totals = cache, trunk, sample, totals
         self.deadline, self.after_load, self.drafts = deadline, after_load, drafts
+        self.chunk = chunk
         self.steps = Steps(width, deadline)
         self._slots = self._all = running
         self._numbers = count()
@@ -339,6 +370,7 @@ class Server:
                 ticket.name,
                 ticket.tokens,
                 wait_for_room=True,  # behind the requests that wait already
+                chunk_tokens=self.chunk or None,
                 deadline=self.deadline,
             )
         except NoRoom:
@@ -368,11 +400,16 @@ class Server:
 
     async def _serve(self, lease: LeaseLike, name: str, tokens: list[int], goal: int) -> None:
         """Compute the missing rows and sample, until the goal, or until there is no block for the
-        next token."""
+        next chunk or token."""
         at = lease.cached_tokens
         while True:
             drafts = await self._propose(lease, tokens, goal)
-            rows = await self._compute(lease, tokens, drafts, at)
+            try:
+                rows = await self._compute(lease, tokens, drafts, at)
+            except NoRoom:
+                self.totals.preemptions += 1
+                await lease.preempt(at)  # the blocks that were computed are committed already
+                return
             at = self._accept(name, tokens, drafts, rows, goal)
             if drafts:
                 await lease.truncate(at)  # the rejected ones, and blocks that only they need
@@ -395,6 +432,8 @@ class Server:
         """Drafts of the next tokens, appended to the lease. None without blocks for them: a
         speculation never takes the place of another request."""
         drafts = ngram_drafts(tokens, min(self.drafts, goal - len(tokens) - 1))
+        if lease.covered_tokens < len(tokens):
+            return []  # blocks for the prompt come chunk by chunk
         if drafts:
             try:
                 await lease.reserve(len(drafts))
@@ -425,12 +464,16 @@ class Server:
         self, lease: LeaseLike, tokens: list[int], drafts: list[int], at: int
     ) -> np.ndarray:
         """Rows from `at` to the end of the drafts, block by block. Returns the logits of the last
-        token and of each draft. Only blocks without drafts are committed."""
+        token and of each draft. Only blocks without drafts are committed. NoRoom if there are no
+        blocks for the next chunk."""
         decode, found = len(tokens) - at == 1, list[np.ndarray]()
         sure, every = len(tokens), tokens + drafts
         while at < len(every):
             block = at // BLOCK
             start, end = block * BLOCK, min(len(every), (block + 1) * BLOCK)
+            if end > lease.covered_tokens:
+                await lease.next_chunk(self.chunk)
+                self.totals.continued += 1
             first = max(start, sure - 1)
             rows = slice(first - start, end - start) if first < end else None
             chunk = Chunk(lease.block_table, block, tuple(every[start:end]), rows)

@@ -74,6 +74,14 @@ def test_the_same_bits_with_speculation(tmp_path, layout):
     assert counted["plain"]["drafted"] == 0
 
 
+@pytest.mark.parametrize("options", [(), ("--speculate",)])
+def test_the_same_bits_with_chunked_prefill(tmp_path, options):
+    code, said, counted = serve(tmp_path, "--chunk-tokens", "32", *options)
+    assert_same_bits(code, said, counted)
+    assert counted["kvactors"]["continued"] > 0
+    assert counted["plain"]["continued"] == 0
+
+
 def test_the_same_bits_after_a_restart(tmp_path):
     assert_same_bits(*serve(tmp_path, "--restart"))
 
