@@ -3,7 +3,7 @@ error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -46,21 +46,66 @@ separate error."""
 DEVICE_ONLY = {"place": "paddle", "ordinal": "cuda"}
 TIER_ONLY = ("low_watermark", "high_watermark")
 
+ALTERNATIVES = (
+    ("device", "num_blocks", "capacity_bytes"),
+    ("host", "slots", "capacity_bytes"),
+    ("host", "transit_slots", "transit_bytes"),
+)
+"""Sizes that are given in blocks or in bytes."""
+
 
 def check_applicable(config: ConfigTables, data: Mapping[str, Any] | None = None) -> None:
-    """Raise ConfigError for a setting that is given and has no use. data: the mapping that the
-    config was made from. A setting counts as given if it is in the mapping or differs from its
-    default."""
-    for table, reason in _rules(config):
+    """Raise ConfigError for a setting that is given and has no use, or a size that is given in
+    blocks and in bytes. See `contradictions`."""
+    for text in contradictions(config, data):
+        raise ConfigError(text)
+
+
+def contradictions(config: ConfigTables, data: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """Settings that are given and have no use, and sizes that are given in blocks and in bytes.
+
+    Args:
+        config: the settings.
+        data: the mapping that the config was made from. A setting counts as given if it is in the
+            mapping or differs from its default.
+    """
+    for name, blocks, size in ALTERNATIVES:
+        table = getattr(config, name)
+        written = {} if data is None else data.get(name, {})
+        if getattr(table, size) is not None and blocks in given_in(table, written):
+            yield (
+                f"{name}.{blocks} = {getattr(table, blocks)} and {name}.{size} = "
+                f"{getattr(table, size)!r} are the same size in blocks and in bytes: remove one"
+            )
+    yield from _unknown_classes(config)
+    for name, reason in _rules(config):
         written = (
-            {} if table == "host" or data is None else data.get(table, {})
+            {} if name == "host" or data is None else data.get(name, {})
         )  # watermarks of 0 are off, which is no contradiction
-        given = given_in(getattr(config, table), written)
-        for name, why in reason:
-            if name in given:
-                raise ConfigError(
-                    f"{table}.{name} has no use {why}: remove it, or choose what uses it"
-                )
+        given = given_in(getattr(config, name), written)
+        for setting, why in reason:
+            if setting in given:
+                yield f"{name}.{setting} has no use {why}: remove it, or choose what uses it"
+
+
+def unused(config: ConfigTables) -> set[str]:
+    """The settings (`table.name`) that must not be given beside those of a config."""
+    found = {f"{table}.{name}" for table, reasons in _rules(config) for name, _ in reasons}
+    return found | {
+        f"{table}.{blocks}"
+        for table, blocks, size in ALTERNATIVES
+        if getattr(getattr(config, table), size) is not None
+    }
+
+
+def _unknown_classes(config: ConfigTables) -> Iterator[str]:
+    """Values that are neither one of those known nor a class by its path."""
+    for name, value, known in (
+        ("layout.kind", config.layout.kind, LAYOUT_USES),
+        ("storage.backend", config.storage.backend, STORAGE_USES),
+    ):
+        if value not in known and ":" not in value:
+            yield f"{unknown(name, value, list(known))}, or package.module:Class"
 
 
 def given_in(table: msgspec.Struct, data: Mapping[str, Any]) -> set[str]:
@@ -85,7 +130,7 @@ def _rules(config: ConfigTables) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     yield (
         "host",
         []
-        if config.host.slots
+        if config.host.slots or config.host.capacity_bytes is not None
         else [(name, "without a host tier (host.slots = 0)") for name in TIER_ONLY],
     )
     yield "storage", list(_storage(config))
@@ -96,7 +141,6 @@ def _layout(config: ConfigTables) -> Iterator[tuple[str, str]]:
     layout = config.layout
     used = LAYOUT_USES.get(layout.kind)
     if used is None:  # of another package
-        _check_class("layout.kind", layout.kind, LAYOUT_USES)
         return
     for name in layout.__struct_fields__:
         if name not in used | LAYOUT_COMMON:
@@ -111,17 +155,10 @@ def _storage(config: ConfigTables) -> Iterator[tuple[str, str]]:
     storage = config.storage
     used = STORAGE_USES.get(storage.backend)
     if used is None:  # of another package
-        _check_class("storage.backend", storage.backend, STORAGE_USES)
         return
     for name in storage.__struct_fields__:
         if name not in used:
             yield name, f"with storage.backend {storage.backend!r}"
-
-
-def _check_class(name: str, value: str, known: Iterable[str]) -> None:
-    """Raise ConfigError for a value that is neither one of those known nor a class by its path."""
-    if ":" not in value:
-        raise ConfigError(f"{unknown(name, value, list(known))}, or package.module:Class")
 
 
 def _attention_store(config: ConfigTables) -> Iterator[tuple[str, str]]:

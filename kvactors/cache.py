@@ -9,8 +9,11 @@ its event loop.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
 from kvactors.arguments import (
     check_flag,
@@ -35,7 +38,7 @@ class KVCache(CacheCalls):
 
 
 def open_cache(
-    config: Config | None = None,
+    config: Config | Mapping[str, Any] | str | PathLike[str] | None = None,
     device: Device | None = None,
     *,
     sinks: Sequence[Sink] = (),
@@ -45,8 +48,8 @@ def open_cache(
     """Open a cache: `async with kvactors.open(config) as cache`.
 
     Args:
-        config: the settings, the defaults if None. Environment variables fill unset values (see
-            `Config.from_env`).
+        config: the settings, as a `Config`, a mapping or the path of a TOML file. None: the
+            defaults. Environment variables fill unset values (see `Config.from_env`).
         device: the device blocks of the engine. None: a device is made from the config.
         sinks: sinks supplied by the caller, beside those of the config.
         backend: a store supplied by the caller, in place of the config's (not used in flush-only
@@ -59,6 +62,7 @@ def open_cache(
     Raises:
         TypeError: an argument has a wrong type.
         ConfigError: at entry, a setting is invalid.
+        OSError: at entry, the file of the settings cannot be read.
         LayoutError: at entry, the device does not match the layout.
         DeviceError: at entry, the device cannot be used.
         StoreError: at entry, the store cannot be opened.
@@ -68,13 +72,15 @@ def open_cache(
             passes instead, with a note.
     """
     for name, value, wanted in (
-        ("config", config, Config),
         ("device", device, Device),
         ("backend", backend, Backend),
     ):
         if value is not None and not isinstance(value, wanted):
-            hint = ": see Config.from_mapping and Config.from_toml" if name == "config" else ""
-            raise TypeError(f"{name} must be a {wanted.__name__}, not {kind(value)}{hint}")
+            raise TypeError(f"{name} must be a {wanted.__name__}, not {kind(value)}")
+    if config is not None and not isinstance(config, Config | Mapping | str | PathLike):
+        raise TypeError(
+            f"config must be a Config, a mapping or the path of a TOML file, not {kind(config)}"
+        )
     if not isinstance(sinks, (list, tuple)):
         raise TypeError(f"sinks must be a list or tuple of Sink, not {kind(sinks)}")
     for position, sink in enumerate(sinks):
@@ -87,12 +93,16 @@ def open_cache(
 
 @asynccontextmanager
 async def _opened(
-    config: Config | None,
+    config: Config | Mapping[str, Any] | str | PathLike[str] | None,
     device: Device | None,
     sinks: Sequence[Sink],
     backend: Backend | None,
     inline_copies: bool,
 ) -> AsyncIterator[KVCache]:
+    if isinstance(config, str | PathLike):
+        config = Config.from_toml(Path(config))
+    elif isinstance(config, Mapping):
+        config = Config.from_mapping(config)
     system = System(
         Config.from_env(base=config), device, sinks, backend, inline_copies=inline_copies
     )

@@ -16,11 +16,13 @@ from rich.console import Console
 from kvactors.actor.log import structlog_settings
 from kvactors.config import read_toml
 from kvactors.errors import ConfigError, KVActorsError
-from kvactors.report import live_line, write_json
+from kvactors.report import Output, live_line, to_stdout, write_json
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Report, print_report, totals_line
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
+from kvactors.settings_commands import config as config_app
+from kvactors.settings_commands import size
 from kvactors.terminable import run_terminable, sigterm_ends, temporary_folder
 
 
@@ -37,6 +39,8 @@ app = App(
     help="A tiered KV cache of asyncio actors: scenarios, trace replay, benchmarks.",
     version=version,
 )
+app.command(config_app)
+app.command(size)
 MOVED = {
     ("simulate",): "python -m tests.simulation",
     ("chaos",): "python -m tests.chaos",
@@ -51,7 +55,7 @@ BENCHES = Literal["index", "acquire", "lag", "copy", "flush", "store", "tiers", 
 def run(
     scenario: Path,
     *,
-    json: Path | None = None,
+    json: Output | None = None,
     seed: int | None = None,
     virtual: Annotated[bool, Parameter(negative="--real")] = False,
 ) -> int:
@@ -87,7 +91,7 @@ def replay_command(
     timed: Annotated[bool, Parameter(negative="")] = False,
     speed: float | None = None,
     limit: int | None = None,
-    json: Path | None = None,
+    json: Output | None = None,
 ) -> int:
     """Replay a request trace with real bytes, verifying every loaded block. The exit status is 0
     only if nothing is wrong.
@@ -139,9 +143,9 @@ def sweep_command(
     block_bytes: int | None = None,
     coarse: int = 1,
     limit: int = 0,
-    json: Path | None = None,
-    html: Path | None = None,
-    png: Path | None = None,
+    json: Output | None = None,
+    html: Output | None = None,
+    png: Output | None = None,
 ) -> int:
     """Compute the hit rates of caches of every size on a trace, to choose sizes. No cache is run:
     least-recently-used tiers of all sizes follow from one pass over the trace.
@@ -187,7 +191,7 @@ def sweep_command(
         block_bytes=block_bytes,
         config=settings,
     )
-    print_sweep(report, Console(stderr=str(json) == "-" or str(html) == "-"))
+    print_sweep(report, Console(stderr=to_stdout(json) or to_stdout(html)))
     if json is not None:
         write_json(report, json)
     if html is not None:
@@ -199,7 +203,11 @@ def sweep_command(
 
 @app.command
 def bench(
-    name: BENCHES, *, json: Path | None = None, quick: bool = False, vllm_python: Path | None = None
+    name: BENCHES,
+    *,
+    json: Output | None = None,
+    quick: bool = False,
+    vllm_python: Path | None = None,
 ) -> int:
     """Measure kvactors, and the limit beside it in the same run.
 
@@ -223,7 +231,7 @@ def bench(
             raise ConfigError(f"vllm_python is for the benchmarks flush and engine, not {name}")
         options["vllm_python"] = str(vllm_python)
     result = import_module(f"kvactors.bench.{name}").run(**options)
-    print_bench(result, Console())
+    print_bench(result, Console(stderr=to_stdout(json)))
     if json is not None:
         write_json(result, json)
     return 0
@@ -238,7 +246,7 @@ app.command(store)
 
 
 @store.command(name="list")
-def store_list(directory: Path, *, json: Path | None = None) -> int:
+def store_list(directory: Path, *, json: Output | None = None) -> int:
     """List the file stores under a directory. Nothing is changed.
 
     Parameters
@@ -252,7 +260,7 @@ def store_list(directory: Path, *, json: Path | None = None) -> int:
 
 
 @store.command(name="verify")
-def store_verify(directory: Path, *, json: Path | None = None) -> int:
+def store_verify(directory: Path, *, json: Output | None = None) -> int:
     """Read and check every object of the file stores under a directory. The exit status is 1 if any
     object or table is bad.
 
@@ -272,7 +280,7 @@ def store_prune(
     *,
     keep: int = 1,
     dry_run: Annotated[bool, Parameter(negative="")] = False,
-    json: Path | None = None,
+    json: Output | None = None,
 ) -> int:
     """Remove file stores of other layouts, of other format versions, and damaged ones. The exit
     status is 1 if one was refused.
@@ -292,14 +300,14 @@ def store_prune(
 
     done = prune(directory, keep=keep, dry_run=dry_run)
     for line in lines(done, dry_run=dry_run):
-        print(line)
+        print(line, file=sys.stderr if to_stdout(json) else None)
     if json is not None:
         write_json(done, json)
     return 1 if any(one.refused for one in done) else 0
 
 
 @app.command(name="inspect")
-def inspect_command(directory: Path, *, verify: bool = False, json: Path | None = None) -> int:
+def inspect_command(directory: Path, *, verify: bool = False, json: Output | None = None) -> int:
     """Another name of `store list`, and with --verify of `store verify`.
 
     Parameters
@@ -320,7 +328,7 @@ def show_stores(directory: Path, json: Path | None, *, verify: bool) -> int:
 
     found = inspect(directory, verify=verify)
     for line in lines(found):
-        print(line)
+        print(line, file=sys.stderr if to_stdout(json) else None)
     if json is not None:
         write_json(found, json)
     return 1 if any(one.bad or (verify and one.state == "damaged") for one in found) else 0
@@ -328,12 +336,23 @@ def show_stores(directory: Path, json: Path | None, *, verify: bool) -> int:
 
 def conclude(report: Report, failed: list[str], json: Path | None) -> int:
     """Print and write the report. Returns the exit status: 1 if anything failed."""
-    print_report(report, Console())
+    print_report(report, Console(stderr=to_stdout(json)))
     if json is not None:
         write_json(report, json)
     for what in failed:
         print(f"not as expected: {what}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def joined_outputs(words: list[str]) -> list[str]:
+    """The arguments with `--json -` as `--json=-`: a lone `-` is no value for the parser."""
+    joined: list[str] = []
+    for word in words:
+        if word == "-" and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
+            joined[-1] += "=-"
+        else:
+            joined.append(word)
+    return joined
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -358,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ),
         ):
             status = app(
-                words,
+                joined_outputs(words),
                 result_action="return_value",
                 exit_on_error=False,
                 print_error=False,

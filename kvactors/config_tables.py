@@ -1,4 +1,9 @@
-"""The tables of the settings, as frozen structs. Sizes are in blocks or bytes, times in seconds."""
+"""The tables of the settings, as frozen structs. Times are in seconds.
+
+A size is a number of blocks, or in the setting whose name ends in `_bytes` a number of bytes or a
+text with a unit ("8 GiB", see `sizes`). For device and host one of the two is given. The sizes are
+those of one rank.
+"""
 
 from __future__ import annotations
 
@@ -83,9 +88,11 @@ class DeviceConfig(
     Attributes:
         kind: host (numpy arrays standing in for device memory), paddle (Paddle's tensors, at
             `place`) or cuda (memory of the GPU numbered `ordinal`, without any framework).
-        place: cpu, gpu:0, ..
+        place: where Paddle's tensors are: cpu, gpu:0, ..
+        ordinal: number of the GPU, for cuda.
         num_blocks: device blocks. 0: `KVCache.set_num_blocks` sets the number after opening, when
             the serving loop has measured how much device memory is left.
+        capacity_bytes: bytes of the device blocks, in place of num_blocks.
         low_watermark, high_watermark: fractions of `num_blocks`. When more than high are in use,
             evict until low are (both 0: evict on demand only).
         layerwise: load layer by layer (`Lease.wait_layer`).
@@ -95,6 +102,7 @@ class DeviceConfig(
     place: str = "cpu"
     ordinal: DeviceNumber = 0
     num_blocks: Number = 1024
+    capacity_bytes: ByteSize | None = None
     low_watermark: Share = 0.0
     high_watermark: Share = 0.0
     layerwise: bool = False
@@ -124,6 +132,15 @@ class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
         kind: gqa (num_kv_heads, head_dim, dtype, quantization, scale_dtype), mla (kv_lora_rank,
             qk_rope_head_dim, dtype), dsa (kv_lora_rank, qk_rope_head_dim, index_head_dim), or
             package.module:Class.
+        num_kv_heads: KV heads of all ranks together.
+        head_dim: elements of a head.
+        dtype: of an element. uint8 for fp8.
+        quantization: block_wise_fp8 keeps a byte an element, and a scale for each token of each
+            head.
+        scale_dtype: of these scales.
+        kv_lora_rank: elements of the latent.
+        qk_rope_head_dim: elements with rotary positions.
+        index_head_dim: elements of the indexer.
         num_layers, layer_offset: main layers, and the number of the first.
         extra_layers, extra_block_ratio: MTP or draft layers after the main ones, and their blocks
             for each main block.
@@ -159,7 +176,10 @@ class HostConfig(
 
     Attributes:
         slots: blocks it may hold (0: no host tier).
+        capacity_bytes: bytes of those blocks, in place of slots.
         transit_slots: extra slots for blocks in transit between device and storage.
+        transit_bytes: bytes of these slots, in place of transit_slots.
+        policy: order of eviction.
         mode: exclusive (a loaded block leaves the host) or inclusive (blocks are copied to the
             host at request finish and stay).
         low_watermark, high_watermark: fractions of `slots`. Above high, evict down to low (both 0:
@@ -173,7 +193,9 @@ class HostConfig(
     """
 
     slots: Number = 0
+    capacity_bytes: ByteSize | None = None
     transit_slots: Count = 256
+    transit_bytes: ByteSize | None = None
     mode: Literal["exclusive", "inclusive"] = "exclusive"
     policy: Literal["lru"] = "lru"
     low_watermark: Share = 0.0
@@ -221,8 +243,10 @@ class StorageConfig(
         exclusive: a block loaded from storage leaves it.
         write_policy: none, write_through (at request finish), write_through_selective (at finish,
             blocks used at least `min_hits` times), write_back (when the host tier evicts).
-        fetch: whether acquire looks in storage beyond the blocks in the index. It takes the blocks
-            it finds if they are at least min_fetch_blocks.
+        min_hits: uses of a block from which on write_through_selective writes it.
+        fetch: whether acquire looks in storage beyond the blocks in the index.
+        min_fetch_blocks: blocks at least that a fetch must find. Fewer are not fetched.
+        readers, writers: actors that read and that write, each with one batch at a time.
         timeout_s: seconds one batch may take.
         mooncake: settings of that back end.
     """

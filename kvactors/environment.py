@@ -19,6 +19,7 @@ from kvactors.actor.log import get_logger
 from kvactors.config_tables import ConfigTables
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import VARIABLES, resolve
+from kvactors.ranks_config import SECRET_VARIABLE
 from kvactors.renamed_settings import flush_mode
 from kvactors.sink_config import (
     MODEL_VERSION,
@@ -84,6 +85,25 @@ OURS = ("KVACTORS_", "FD_", "AS_")
 SIMILAR = 0.8
 
 _logged: set[str] = set()  # each name once a process
+
+
+def variables_of(setting: str) -> tuple[str, ...]:
+    """The variables that may set a setting (`table.name`)."""
+    found: dict[str, tuple[str, ...]] = {
+        f"attention_store.{field}": (name,) for name, field in TEXTS.items()
+    }
+    found |= {f"attention_store.{field}": (name,) for name, (field, _) in NUMBERS.items()}
+    found |= {
+        "attention_store.role_suffix": ("ENABLE_EP_DP_IN_FD",),
+        "flush.mode": ("FD_AS_ONLY_FLUSH",),
+        "storage.directory": ("FILE_BACKEND_STORAGE_DIR",),
+        "cache.model": ("KVACTORS_MODEL", "AS_NAMESPACE", "AS_MODEL_VERSION"),
+        "ranks.secret": (SECRET_VARIABLE,),
+    }
+    mooncake = [name for name, field in VARIABLES.items() if setting == f"storage.mooncake.{field}"]
+    if setting.startswith("storage.mooncake."):
+        return (*mooncake, "MOONCAKE_CONFIG_PATH")
+    return found.get(setting, ())
 
 
 def from_environment(config: C, environ: Mapping[str, str]) -> C:

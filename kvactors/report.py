@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -18,6 +20,32 @@ WIDTH = 160
 
 Cells = Sequence[str]
 StyledRow = tuple[Cells, str | None]
+
+
+def check_output(_kind: Any, path: Path | None) -> None:
+    """Check that a file can be written, before the work whose result it is to hold.
+
+    Raises:
+        ValueError: names what is wrong with the path.
+    """
+    if path is None or to_stdout(path):
+        return
+    folder = path.parent
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder")
+    if not folder.is_dir():
+        raise ValueError(f"{path} cannot be written: there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{path} cannot be written: permission denied")
+
+
+Output = Annotated[Path, Parameter(validator=check_output)]
+"""A file that a command writes, `-` for standard output."""
+
+
+def to_stdout(path: Path | None) -> bool:
+    """Whether an output is standard output, so that nothing else may be printed there."""
+    return str(path) == "-"
 
 
 def write_json(data: Any, path: str | Path) -> None:

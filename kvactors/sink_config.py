@@ -327,7 +327,7 @@ class AttentionStoreConfig(
 
     Attributes:
         sdk: the package to import.
-        namespace: as FastDeploy passes it, as are pod_name and model_version.
+        namespace, pod_name, model_version: as FastDeploy passes them.
         shard_id: tensor-parallel rank, derived from `[ranks]` or `layout.tensor_parallel`. Rank 0
             alone reports to the index.
         shard_num: number of ranks, derived in the same way.

@@ -22,6 +22,7 @@ from kvactors.actor import ActorRef, Group, InFlight, RestartBudget, Supervisor
 from kvactors.actor.log import get_logger
 from kvactors.actor.supervisor import brief
 from kvactors.actor.uncancelled import ended, uncancelled
+from kvactors.capacity import in_blocks
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.data_plane.local import LocalPlane, make_local_plane
@@ -77,12 +78,14 @@ class System:
         inline_copies: bool = False,
     ) -> None:
         self.layout = layout_for(config, device)
-        self.config = config = config_for(config, device)
+        config = config_for(config, device)
         self.storage = (
             StorageConfig(backend="none", write_policy="none")
             if config.flush.flush_only
             else config.storage
         )
+        given = None if config.flush.flush_only else backend
+        self.config = config = in_blocks(config, self.layout, self.storage, given)
         self.plane: LocalPlane | RanksPlane
         if config.ranks.count > 1:
             if device is not None or backend is not None:

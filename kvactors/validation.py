@@ -3,7 +3,8 @@ remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from kvactors.applicable import check_applicable
@@ -46,24 +47,44 @@ def check_setting(name: str, value: Any) -> None:
 
 def check_agreement(config: ConfigTables) -> None:
     """Raise ConfigError for settings that contradict each other."""
-    _validate_pair(
-        "device.low_watermark",
-        config.device.low_watermark,
-        "device.high_watermark",
-        config.device.high_watermark,
-    )
-    _validate_pair(
-        "host.low_watermark",
-        config.host.low_watermark,
-        "host.high_watermark",
-        config.host.high_watermark,
-    )
+    for check in _agreements(config):
+        check()
+
+
+def disagreements(config: ConfigTables) -> Iterator[str]:
+    """Every error of `check_agreement`, not only the first."""
+    for check in _agreements(config):
+        try:
+            check()
+        except ConfigError as error:
+            yield str(error)
+
+
+def _agreements(config: ConfigTables) -> Iterator[Callable[[], None]]:
+    for name, table in (("device", config.device), ("host", config.host)):
+        low, high = table.low_watermark, table.high_watermark
+        yield partial(_validate_pair, f"{name}.low_watermark", low, f"{name}.high_watermark", high)
+    yield partial(_validate_retries, config)
+    for name, size in (
+        ("device.capacity_bytes", config.device.capacity_bytes),
+        ("host.capacity_bytes", config.host.capacity_bytes),
+        ("host.transit_bytes", config.host.transit_bytes),
+    ):
+        yield partial(_validate_size, name, size)
+    yield partial(validate_storage, config.storage)
+    yield partial(config.ranks.check, config.layout.tensor_parallel)
+    yield partial(config.attention_store.check, config.layout.tensor_parallel, config.ranks.count)
+    yield partial(check_sinks, config.flush.sinks)
+
+
+def _validate_retries(config: ConfigTables) -> None:
     if config.flush.retry_max_s < config.flush.retry_min_s:
         raise ConfigError("flush.retry_max_s must not be below flush.retry_min_s")
-    validate_storage(config.storage)
-    config.ranks.check(config.layout.tensor_parallel)
-    config.attention_store.check(config.layout.tensor_parallel, config.ranks.count)
-    check_sinks(config.flush.sinks)
+
+
+def _validate_size(name: str, size: int | str | None) -> None:
+    if size is not None and in_bytes(size, name) == 0:
+        raise ConfigError(f"{name} must be at least 1, not {size!r}")
 
 
 def validate_storage(storage: StorageConfig) -> None:

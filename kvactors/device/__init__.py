@@ -9,6 +9,7 @@ from kvactors.device.tensors import TensorDevice
 from kvactors.errors import ConfigError, LayoutError
 from kvactors.layout import Layout, make_layout
 from kvactors.moved import moved
+from kvactors.sizes import in_bytes
 
 __all__ = ["Device", "HostDevice", "TensorDevice", "config_for", "layout_for"]
 
@@ -42,9 +43,20 @@ def config_for(config: Config, device: Device | None) -> Config:
     """The config with the given device's number of blocks.
 
     Raises:
-        ConfigError: `device.num_blocks` is set to another number.
+        ConfigError: `device.num_blocks` or `device.capacity_bytes` is set to another size.
     """
-    if device is None or config.device.num_blocks == device.num_blocks:
+    if device is None:
+        return config
+    if (size := config.device.capacity_bytes) is not None:
+        blocks = device.layout.blocks_in(in_bytes(size, "device.capacity_bytes"))
+        if blocks != device.num_blocks:
+            raise ConfigError(
+                f"device.capacity_bytes is {size!r}, that is {blocks} blocks, and the given device "
+                f"has {device.num_blocks}: leave it out, or make them agree"
+            )
+        sized = replace(config.device, num_blocks=blocks, capacity_bytes=None)
+        return replace(config, device=sized)
+    if config.device.num_blocks == device.num_blocks:
         return config
     if config.device.num_blocks != DeviceConfig().num_blocks:
         raise ConfigError(

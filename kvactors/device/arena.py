@@ -23,6 +23,11 @@ TOUCH_PIECE = 64 << 20
 log = get_logger()
 
 
+def slot_stride(block_bytes: int, trailer: int) -> int:
+    """Bytes that a slot takes: a block and its trailer, in whole pages."""
+    return -(-(block_bytes + trailer) // PAGE) * PAGE
+
+
 class HostSlots:
     """Host slots by number, in the memory of this process or of others.
 
@@ -89,7 +94,7 @@ class Arena(HostSlots):
     ) -> None:
         super().__init__(num_slots, block_bytes)
         self.trailer = trailer
-        self.stride = -(-(block_bytes + trailer) // PAGE) * PAGE
+        self.stride = slot_stride(block_bytes, trailer)
         self.pinned = pinned
         self.locked = False
         self._stopped = self._touching = self._closed = False

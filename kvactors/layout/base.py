@@ -194,6 +194,21 @@ class Layout(ABC):
         """The shape of the region of `piece` for `num_blocks`: [blocks, *piece shape]."""
         return (self.region_blocks(piece, num_blocks), *piece.shape)
 
+    def device_bytes(self, num_blocks: int) -> int:
+        """Bytes of all regions for `num_blocks`."""
+        return sum(self.region_blocks(piece, num_blocks) * piece.nbytes for piece in self.pieces)
+
+    def blocks_in(self, nbytes: int) -> int:
+        """The most blocks whose regions take at most `nbytes`, 0 if not one fits."""
+        least, most = 0, nbytes // self.block_bytes  # extra layers have at least as many blocks
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self.device_bytes(middle) <= nbytes:
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
     def allocate(self, make: Callable[[tuple[int, ...], str], T], num_blocks: int) -> list[T]:
         """Allocate all regions in contract order.
 

@@ -8,13 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
+import typing
 from pathlib import Path
 
 import pytest
 import structlog
 
 import kvactors as kvactors_package
+from kvactors import cli
 from kvactors.cli import main
+from kvactors.config import Config
+from kvactors.layout import make_layout
+from kvactors.report import Output
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {
@@ -164,6 +170,100 @@ def test_bench_prints_rows_and_writes_them(kvactors, tmp_path, name):
     for row in report["rows"]:
         assert set(row) == {"case", "ours", "limit", "ratio", "unit", "limit_name"}
         assert row["ratio"] > 0
+
+
+def test_a_report_on_standard_output_is_alone_there(kvactors, tmp_path):
+    path = write(tmp_path / "s.toml", SCENARIO.format(4))
+    for words in (("--json", "-"), ("--json=-",)):
+        status, out, err = kvactors("run", path, *words)
+        assert (status, json.loads(out)["requests"]) == (0, 4)
+        assert "small" in err
+    for command in (("config", "check", path), ("size", path)):
+        status, out, _ = kvactors(*command, "--json", "-")
+        json.loads(out)
+        assert status == 0
+
+
+def every_command(app=None, path=()):
+    """The commands and their functions."""
+    from cyclopts import App
+
+    app = cli.app if app is None else app
+    for name in app:
+        if name.startswith("-"):
+            continue
+        command = app[name]
+        assert isinstance(command, App)
+        if command.default_command is not None:
+            yield (*path, name), command.default_command
+        yield from every_command(command, (*path, name))
+
+
+COMMANDS = dict(every_command())
+
+
+def test_every_output_of_every_command_is_checked_before_the_work():
+    assert len(COMMANDS) > 10
+    for path, function in COMMANDS.items():
+        for name, hint in typing.get_type_hints(function, include_extras=True).items():
+            if name not in ("json", "html", "png", "trace_out"):
+                continue
+            (inner,) = (part for part in typing.get_args(hint) if part is not type(None))
+            assert inner == Output, (path, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("none/r.json", "there is no folder"), ("", "is a folder"), ("file/r.json", "no folder")],
+)
+def test_a_report_that_cannot_be_written_is_an_error_before_the_work(
+    kvactors, tmp_path, name, complaint, monkeypatch
+):
+    monkeypatch.setattr(cli, "run_scenario", lambda *_, **__: pytest.fail("it ran"))
+    (tmp_path / "file").write_text("")
+    path = write(tmp_path / "s.toml", SCENARIO.format(4))
+    status, out, err = kvactors("run", path, "--json", tmp_path / name)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert complaint in err
+
+
+def test_config_and_size(kvactors, tmp_path):
+    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
+    good.write_text("[cache]\nblock_size = 16\n")
+    bad.write_text("[cache]\nblok_size = 16\n[device]\nkind = 'x'\n")
+    status, out, _ = kvactors("config", "check", good)
+    assert (status, "ok" in out, "1,024 blocks, 16,384 tokens" in out) == (0, True, True)
+    status, out, _ = kvactors("config", "check", good, bad)
+    assert (status, "Did you mean 'block_size'" in out, "unknown device.kind" in out) == (1, 1, 1)
+    assert kvactors("config", "check", tmp_path / "none.toml")[0] == 2
+    assert kvactors("config", "check")[0] == 2
+    status, out, _ = kvactors("config", "show", good)
+    assert (status, "block_size = 16  # file" in out) == (0, True)
+    assert json.loads(kvactors("config", "schema")[1])["title"] == "Settings of kvactors"
+    model = tmp_path / "config.json"
+    model.write_text(
+        '{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "dtype": "float16"}'
+    )
+    status, out, _ = kvactors(
+        "size", tmp_path, "--device", "1MiB", "--host", "8 MiB", "--disk", "1g"
+    )
+    assert status == 0
+    settings = out[out.index("[cache]") :].replace("NAME AND VERSION", "m")
+    report = json.loads(
+        kvactors("size", model, "--device", "1MiB", "--host", "8 MiB", "--disk", "1g", "--json=-")[
+            1
+        ]
+    )
+    found = Config.from_mapping(tomllib.loads(settings))
+    layout = make_layout(found.layout, found.cache.block_size)
+    assert layout.block_bytes == report["device_bytes"] == 64 * 2 * 2 * 4 * 16 * 2
+    assert found.device.num_blocks == (1 << 20) // layout.block_bytes
+    assert (found.host.slots + found.host.transit_slots) == (8 << 20) // layout.block_bytes
+    assert found.storage.capacity_blocks == (1 << 30) // layout.block_bytes
+    for options in (("--device", "1KB"), ("--host", "x"), ("--block-size", 0)):
+        status, _, err = kvactors("size", model, *options)
+        assert (status, err.count("\n")) == (2, 1)
+    assert "--dtype is for a model" in kvactors("size", good, "--dtype", "uint8")[2]
 
 
 def test_as_a_module(tmp_path):

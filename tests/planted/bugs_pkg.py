@@ -5,14 +5,98 @@ from __future__ import annotations
 from mutation import Mutation
 
 RANGES = "tests/config/test_ranges.py::"
+SIZES = "tests/config/test_sizes.py::"
+REPORT = "tests/config/test_settings_report.py::"
+MODELS = "tests/config/test_model_config.py::"
+CLI = "tests/cli/test_command_line.py::"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "unknown_kinds_pass",
         "applicable.py",
-        '    if ":" not in value:\n',
-        "    if False:\n",
+        'if value not in known and ":" not in value:',
+        "if False:",
         "a misspelt back end is found when a cache is opened, not when the file is checked",
         (RANGES + "test_an_error_names_the_setting_and_what_is_allowed",),
+    ),
+    Mutation(
+        "slots_without_their_pages",
+        "capacity.py",
+        "        slot_stride(layout.block_bytes, trailer),",
+        "        layout.block_bytes,",
+        "host.capacity_bytes = 1 MiB takes more than 1 MiB of memory",
+        (SIZES + "test_sizes_in_bytes_are_those_that_an_open_cache_allocates",),
+    ),
+    Mutation(
+        "file_store_larger_than_its_bytes",
+        "storage/backends/__init__.py",
+        "capacity_of(config, object_stride(block_bytes))",
+        "capacity_of(config, block_bytes)",
+        "storage.capacity_bytes is exceeded by a store whose blocks are no whole pages",
+        (SIZES + "test_sizes_in_bytes_are_those_that_an_open_cache_allocates",),
+    ),
+    Mutation(
+        "blocks_beside_bytes",
+        "applicable.py",
+        "if getattr(table, size) is not None and blocks in given_in(table, written):",
+        "if False:",
+        "a size in blocks is ignored beside one in bytes",
+        (SIZES + "test_sizes_that_contradict_each_other_are_named",),
+    ),
+    Mutation(
+        "given_device_of_other_bytes",
+        "device/__init__.py",
+        "        if blocks != device.num_blocks:\n",
+        "        if False:\n",
+        "device.capacity_bytes is ignored when a device is given",
+        (SIZES + "test_a_given_device_has_its_own_size",),
+    ),
+    Mutation(
+        "check_stops_at_the_first_fault",
+        "settings_report.py",
+        "    if found := list(faults(modern, kind)):\n",
+        "    if found := list(faults(modern, kind))[:1]:\n",
+        "config check shows one fault of a file at a time",
+        (REPORT + "test_every_fault_of_a_file_is_found",),
+    ),
+    Mutation(
+        "secret_shown",
+        "settings_report.py",
+        "HIDDEN if full in SECRETS and plain else plain",
+        "plain",
+        "config show prints the secret of the ranks",
+        (REPORT + "test_a_secret_is_not_shown",),
+    ),
+    Mutation(
+        "heads_of_all_ranks",
+        "model_config.py",
+        '            "tensor_parallel": tensor_parallel,\n',
+        "",
+        "kvactors size counts the KV heads of all ranks on each",
+        (MODELS + "test_the_layout_of_a_model",),
+    ),
+    Mutation(
+        "state_layers_counted_as_attention",
+        "model_config.py",
+        "        if strange or state:\n",
+        "        if False:\n",
+        "the size of a model with linear attention is wrong",
+        (MODELS + "test_a_config_that_is_wrong_or_unknown_is_named",),
+    ),
+    Mutation(
+        "output_found_bad_after_the_work",
+        "report.py",
+        "    if path is None or to_stdout(path):\n        return\n",
+        "    return\n",
+        "minutes of work are lost if the report cannot be written",
+        (CLI + "test_a_report_that_cannot_be_written_is_an_error_before_the_work",),
+    ),
+    Mutation(
+        "table_between_the_json",
+        "cli.py",
+        "    print_report(report, Console(stderr=to_stdout(json)))\n",
+        "    print_report(report, Console())\n",
+        "--json - mixes a table into the JSON",
+        (CLI + "test_a_report_on_standard_output_is_alone_there",),
     ),
 )

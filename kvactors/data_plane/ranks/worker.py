@@ -15,6 +15,7 @@ from kvactors.actor.clock import now
 from kvactors.actor.log import described, get_logger
 from kvactors.actor.supervisor import LEAST_STEP
 from kvactors.actor.uncancelled import ended, uncancelled
+from kvactors.capacity import in_blocks
 from kvactors.config import Config, StorageConfig
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.local import LocalPlane, make_local_plane
@@ -116,6 +117,8 @@ async def serve_rank(
         if config.flush.flush_only
         else replace(config.storage, rank=rank, ranks=ranks)
     )
+    given = None if config.flush.flush_only else backend
+    config = in_blocks(config, device.layout, storage, given)
     plane = make_local_plane(
         config, storage, device.layout, device, backend, shard=(rank, ranks), inline=inline_copies
     )

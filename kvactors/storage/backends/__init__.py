@@ -11,7 +11,8 @@ from kvactors.moved import moved
 from kvactors.sizes import in_bytes
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.backends.device_store import DeviceStore
-from kvactors.storage.backends.file import FileBackend
+from kvactors.storage.backends.file import FileBackend, object_stride
+from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.storage.backends.owned import OwnedBackend
 
@@ -25,6 +26,8 @@ __all__ = [
     "has_device_store",
     "make_backend",
     "make_device_store",
+    "object_bytes",
+    "slot_trailer_bytes",
 ]
 
 DIRECT = "attention_store"
@@ -107,7 +110,7 @@ def make_file_backend(
         identity.folder(config.directory),
         identity.digest,
         block_bytes,
-        capacity_of(config, block_bytes),
+        capacity_of(config, object_stride(block_bytes)),
         floor=in_bytes(config.free_space_floor, "storage.free_space_floor"),
         durability=config.durability,
         read_only=config.read_only,
@@ -117,8 +120,27 @@ def make_file_backend(
     )
 
 
+def object_bytes(config: StorageConfig, block_bytes: int) -> int:
+    """Bytes that a block takes in the store that a config describes."""
+    return object_stride(block_bytes) if config.backend == "file" else block_bytes
+
+
+def slot_trailer_bytes(config: StorageConfig) -> int:
+    """Bytes behind each slot of the arena that the store needs. ConfigError for an unknown
+    class."""
+    if config.backend == "mooncake":
+        return HEADER.size
+    if ":" not in config.backend:
+        return 0
+    kind: type[Backend] = class_at(config.backend, Backend, "storage.backend", KINDS, ConfigError)
+    return kind.slot_trailer_bytes
+
+
 def capacity_of(config: StorageConfig, block_bytes: int) -> int:
-    """Objects a store may hold, 0 if neither is set. ConfigError if not even one fits the bytes."""
+    """Objects a store may hold, 0 if neither is set. ConfigError if not even one fits the bytes.
+
+    block_bytes: that an object takes.
+    """
     blocks = config.capacity_blocks or 0
     if config.capacity_bytes is None:
         return blocks

@@ -147,10 +147,15 @@ class FileBackend(Backend):
         return self.files.trouble
 
 
+def object_stride(block_bytes: int) -> int:
+    """Bytes that an object takes in a slab: a block, in whole pages."""
+    return -(-block_bytes // PAGE) * PAGE
+
+
 def _meta(
     names: StoreIdentity, digest: bytes, block_bytes: int, capacity: int, entry_bytes: int
 ) -> Meta:
-    stride = -(-block_bytes // PAGE) * PAGE
+    stride = object_stride(block_bytes)
     per_slab = max(1, SLAB_BYTES // stride)
     return Meta(
         digest.hex(),

@@ -1,0 +1,93 @@
+"""Sizes of the tiers in blocks: resolves the sizes that settings give in bytes, and tells the bytes
+that a block takes in each tier."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from kvactors.config import Config, StorageConfig
+from kvactors.device.arena import slot_stride
+from kvactors.errors import ConfigError
+from kvactors.layout.base import Layout
+from kvactors.sizes import human, in_bytes
+from kvactors.storage.backends import Backend, object_bytes, slot_trailer_bytes
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of one block on one rank.
+
+    Attributes:
+        device: in the device's regions, those of extra layers included.
+        host: a slot of the arena, whole pages.
+        storage: an object of the store, whole pages in a file store.
+        trailer: bytes behind each slot that the store needs.
+    """
+
+    device: float
+    host: int
+    storage: int
+    trailer: int
+
+
+def block_bytes(
+    layout: Layout, storage: StorageConfig, backend: Backend | None = None
+) -> BlockBytes:
+    """The bytes that a block of a layout takes.
+
+    Args:
+        layout: of one rank's blocks.
+        storage: settings of the store.
+        backend: the store, in place of the one that the settings name.
+    """
+    trailer = slot_trailer_bytes(storage) if backend is None else backend.slot_trailer_bytes
+    blocks = 1 << 20  # so many that the share of extra layers is not rounded away
+    return BlockBytes(
+        layout.device_bytes(blocks) / blocks,
+        slot_stride(layout.block_bytes, trailer),
+        object_bytes(storage, layout.block_bytes),
+        trailer,
+    )
+
+
+def in_blocks(
+    config: Config, layout: Layout, storage: StorageConfig, backend: Backend | None = None
+) -> Config:
+    """The config with the sizes of device and host in blocks.
+
+    Args:
+        config: settings that have been validated.
+        layout: of one rank's blocks.
+        storage: settings of the store that is used.
+        backend: a store in place of the one that the settings name.
+
+    Raises:
+        ConfigError: a size holds no block.
+    """
+    device, host = config.device, config.host
+    if device.capacity_bytes is not None:
+        size = in_bytes(device.capacity_bytes, "device.capacity_bytes")
+        blocks = layout.blocks_in(size)
+        _check_one("device.capacity_bytes", blocks, size, layout.device_bytes(1))
+        device = replace(device, num_blocks=blocks, capacity_bytes=None)
+    if host.capacity_bytes is not None or host.transit_bytes is not None:
+        slot = block_bytes(layout, storage, backend).host
+        if host.capacity_bytes is not None:
+            slots = _slots("host.capacity_bytes", host.capacity_bytes, slot)
+            host = replace(host, slots=slots, capacity_bytes=None)
+        if host.transit_bytes is not None:
+            slots = _slots("host.transit_bytes", host.transit_bytes, slot)
+            host = replace(host, transit_slots=slots, transit_bytes=None)
+    return replace(config, device=device, host=host)
+
+
+def _slots(name: str, size: int | str, slot: int) -> int:
+    found = in_bytes(size, name)
+    _check_one(name, found // slot, found, slot)
+    return found // slot
+
+
+def _check_one(name: str, blocks: int, size: int, least: int) -> None:
+    if not blocks:
+        raise ConfigError(f"{name} is {human(size)}, and one block takes {human(least)}")

@@ -1,0 +1,89 @@
+"""Descriptions of the settings, from the docstrings of their tables, and the JSON schema that has
+them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import msgspec
+
+from kvactors.config import Config
+from kvactors.config_faults import structs_of
+from kvactors.ranges import hints_of
+from kvactors.renamed_settings import earlier_names
+
+SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+SECTIONS = r"\n(?:Attributes|Args|Returns|Raises):\n"
+
+ENTRY = re.compile(r"    ([a-z_, ]+): (.*)")
+"""The first line of an entry of a docstring's section, as `inspect.cleandoc` gives it."""
+
+
+def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """The description of each field of a table, from the section Attributes of its docstring and of
+    its bases."""
+    found: dict[str, str] = {}
+    for owner in reversed(struct.__mro__):
+        if issubclass(owner, msgspec.Struct) and owner.__doc__:
+            found |= _attributes(owner.__doc__)
+    return {name: found.get(name, "") for name in struct.__struct_fields__}
+
+
+def summary(struct: type) -> str:
+    """The paragraphs of a docstring before its sections, each on one line."""
+    text = re.split(
+        r"\n(?:Attributes|Args|Returns|Raises):\n", inspect.cleandoc(struct.__doc__ or "")
+    )
+    return "\n\n".join(" ".join(part.split()) for part in text[0].strip().split("\n\n"))
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a file of settings, with the descriptions and the earlier names."""
+    schema = msgspec.json.schema(Config)
+    for struct in _tables():
+        table = schema["$defs"][struct.__name__]
+        table["description"] = summary(struct)
+        docs = field_docs(struct)
+        for name, prop in table["properties"].items():
+            if docs.get(name):
+                prop["description"] = docs[name]
+        for earlier, setting in earlier_names(struct):
+            if setting.name in struct.__struct_fields__:
+                table["properties"].setdefault(
+                    earlier,
+                    {"deprecated": True, "description": f"Earlier name of {setting.name}."},
+                )
+    return {"$schema": SCHEMA_DIALECT, "title": "Settings of kvactors", **schema}
+
+
+def _tables() -> list[type[msgspec.Struct]]:
+    """All tables, each once."""
+    found: dict[type[msgspec.Struct], None] = {Config: None}
+    waiting: list[type[msgspec.Struct]] = [Config]
+    while waiting:
+        for hint in hints_of(waiting.pop()).values():
+            for struct in structs_of(hint):
+                if struct not in found:
+                    found[struct] = None
+                    waiting.append(struct)
+    return list(found)
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    """The entries of the section Attributes."""
+    _, _, section = inspect.cleandoc(docstring).partition("\nAttributes:\n")
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in section.splitlines():
+        if line and not line.startswith("    "):
+            break
+        if match := ENTRY.fullmatch(line):
+            names = [name.strip() for name in match[1].split(",")]
+            found |= dict.fromkeys(names, match[2])
+        else:
+            for name in names:
+                found[name] = f"{found[name]} {line.strip()}".strip()
+    return found

@@ -1,0 +1,201 @@
+"""`config check`, `config show` and `config schema`."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import jsonschema
+import msgspec
+import pytest
+
+import kvactors
+from kvactors.config import Config
+from kvactors.errors import ConfigError
+from kvactors.ranges import bounds, choices, hints_of
+from kvactors.settings_docs import _tables, field_docs, json_schema
+from kvactors.settings_report import as_toml, check_file, effective
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted([*(ROOT / "scenarios").glob("*.toml"), *(ROOT / "scenarios").glob("*/*.toml")])
+
+WRONG = """
+[cache]
+block_size = 0
+modle = "x"
+[device]
+kind = "cdua"
+low_watermark = 2
+[layuot]
+[host]
+slots = "8 GiB"
+[flush]
+sinks = [{ kind = "memory", view = "node" }, { kind = "kvevents" }, { kind = "jsonl", path = 5 }]
+"""
+CONTRADICTING = """
+[device]
+num_blocks = 4
+capacity_bytes = "1 MB"
+low_watermark = 0.9
+high_watermark = 0.5
+place = "gpu:0"
+[layout]
+kind = "mqa"
+[storage]
+rank = 3
+"""
+
+
+def write(folder, text):
+    path = folder / "c.toml"
+    path.write_text(text)
+    return path
+
+
+def test_every_fault_of_a_file_is_found(tmp_path):
+    found = check_file(write(tmp_path, WRONG), {})
+    expected = (
+        "cache.block_size must be at least 1, not 0 (allowed: 1 to 1048576)",
+        "unknown key 'cache.modle'. Did you mean 'model'? There are block_size, model",
+        "unknown device.kind 'cdua'. Did you mean 'cuda'? There are host, paddle, cuda",
+        "device.low_watermark must be at most 1, not 2 (allowed: 0 to 1)",
+        "unknown key 'layuot'. Did you mean 'layout'?",
+        "host.slots must be a whole number, 0 to 2147483648, not '8 GiB'",
+        "unknown flush.sinks[1].kind 'kvevents'. Did you mean 'kv_events'?",
+        "flush.sinks[2].path must be a text, not 5",
+    )
+    assert len(found.faults) == len(expected)
+    for fault, text in zip(sorted(found.faults), sorted(expected), strict=True):
+        assert fault.startswith(text)
+    assert found.notes == [
+        "the setting flush.sinks.view is deprecated: it is called flush.sinks.granularity now"
+    ]
+
+
+def test_every_contradiction_of_a_file_is_found(tmp_path):
+    found = check_file(write(tmp_path, CONTRADICTING), {}).faults
+    starts = (
+        "device.num_blocks = 4 and device.capacity_bytes",
+        "unknown layout.kind 'mqa'",
+        "device.place has no use with device.kind 'host'",
+        "0 <= device.low_watermark <= device.high_watermark",
+        "storage.rank must be below storage.ranks (1)",
+    )
+    assert len(found) == len(starts)
+    assert all(fault.startswith(text) for fault, text in zip(found, starts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "fault"),
+    [
+        ("[storage]\nbackend = 'file'\ndirectory = '/x'", {}, "cache.model is needed"),
+        ("", {"AS_WRITE_SLICE_BLOCK_NUM": "0"}, "AS_WRITE_SLICE_BLOCK_NUM"),
+        ("[layout]\nnum_kv_heads = 3\ntensor_parallel = 2", {}, "3 KV heads cannot be shared"),
+        ("[device]\ncapacity_bytes = 5", {}, "device.capacity_bytes is 5 B"),
+        ("[cache", {}, "at end of document"),
+        ("[cache]\ndeadline = 3\ndefault_deadline_s = 3", {}, "is given twice"),
+        ("[scenario]\nname = 's'\n[workload]\nturns = 0", {}, "turns"),
+        ("[workload]\nturns = 2", {}, "scenario is missing"),
+        ("[replay]\nspeed = -1.0", {}, "replay.speed"),
+    ],
+)
+def test_faults_that_the_file_shows_only_as_a_whole(tmp_path, text, environ, fault):
+    (found,) = check_file(write(tmp_path, text), environ).faults
+    assert fault in found
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.name for path in FILES])
+def test_the_files_of_this_repository_are_right(path):
+    assert check_file(path, {}).faults == []
+
+
+def test_each_setting_is_shown_with_its_origin(tmp_path):
+    data = tomllib.loads("[cache]\nblock_size = 16\n[storage]\nbackend = 'file'\n")
+    environ = {
+        "KVACTORS_MODEL": "m",
+        "FILE_BACKEND_STORAGE_DIR": "/x",
+        "FD_AS_ONLY_FLUSH": "0",
+        "AS_POD_NAME": "",
+    }
+    found = {one.name: (one.value, one.origin) for one in effective(data, environ)}
+    assert found["cache.block_size"] == (16, "file")
+    assert found["cache.namespace"] == ("default", "default")
+    assert found["cache.model"] == ("m", "KVACTORS_MODEL")
+    assert found["storage.directory"] == ("/x", "FILE_BACKEND_STORAGE_DIR")
+    assert found["flush.mode"] == ("normal", "FD_AS_ONLY_FLUSH")
+    assert found["storage.mooncake.protocol"][1] == "", "no use with a file store"
+    assert found["storage.readers"][1] == "default"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"device": {"capacity_bytes": "8 GiB"}, "host": {"capacity_bytes": 1 << 20}},
+        {
+            "cache": {"model": 'a "quoted" \\ name\n'},
+            "layout": {"kind": "mla"},
+            "storage": {"backend": "file", "directory": "/x", "capacity_bytes": "4GB"},
+            "flush": {"sinks": [{"kind": "memory"}, {"kind": "kv_events", "topic": "kv"}]},
+        },
+        {
+            "cache": {"model": "m"},
+            "storage": {"backend": "mooncake", "mooncake": {"master_server_address": "m:1"}},
+        },
+    ],
+)
+def test_shown_settings_can_be_read_again(data):
+    config = Config.from_env({}, Config.from_mapping(data))
+    assert Config.from_mapping(tomllib.loads(as_toml(effective(data, {})))) == config
+
+
+def test_a_secret_is_not_shown():
+    data = {
+        "layout": {"tensor_parallel": 2},
+        "ranks": {"count": 2, "endpoint": "tcp://127.0.0.1:5", "secret": "x" * 20},
+    }
+    text = as_toml(effective(data, {}))
+    assert "x" * 20 not in text
+    assert 'secret = "<set>"  # file' in text
+
+
+def test_the_schema_has_every_setting_with_its_description_and_range():
+    schema = json_schema()
+    tables = _tables()
+    assert len(tables) > 12
+    for struct in tables:
+        docs, hints = field_docs(struct), hints_of(struct)
+        properties = schema["$defs"][struct.__name__]["properties"]
+        if struct is Config:
+            continue
+        assert [name for name, text in docs.items() if not text] == [], struct.__name__
+        for name, text in docs.items():
+            prop = properties[name]
+            assert prop["description"] == text
+            plain = json.dumps(prop)
+            assert bool(bounds(hints[name])) == ("aximum" in plain), name
+            assert all(f'"{choice}"' in plain for choice in choices(hints[name]))
+        assert schema["$defs"][struct.__name__]["additionalProperties"] is False
+    assert schema["$defs"]["CacheConfig"]["properties"]["deadline"]["deprecated"] is True
+
+
+def test_the_schema_is_one_that_validators_take():
+    schema = msgspec.json.decode(msgspec.json.encode(json_schema()))
+    jsonschema.Draft202012Validator.check_schema(schema)
+
+
+async def test_open_takes_a_mapping_and_a_path(tmp_path):
+    path = write(tmp_path, "[cache]\nblock_size = 4\n[device]\nnum_blocks = 9\n")
+    for given in (path, str(path), tomllib.loads(path.read_text())):
+        async with kvactors.open(given) as cache:
+            assert (cache.block_size, cache.device.num_blocks) == (4, 9)
+    with pytest.raises(ConfigError, match="unknown key 'cash'"):
+        async with kvactors.open({"cash": {}}):
+            pass
+    with pytest.raises(FileNotFoundError):
+        async with kvactors.open(tmp_path / "none.toml"):
+            pass
+    for wrong in (5, [("cache", {})], b"c.toml"):
+        with pytest.raises(TypeError, match="config must be a Config, a mapping or the path"):
+            kvactors.open(wrong)

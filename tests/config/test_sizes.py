@@ -1,0 +1,180 @@
+"""Sizes in blocks and in bytes: the same numbers as an open cache allocates."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvactors
+from kvactors.capacity import block_bytes, in_blocks
+from kvactors.config import Config, LayoutConfig
+from kvactors.device.host import HostDevice
+from kvactors.errors import ConfigError
+from kvactors.layout import GQALayout, make_layout
+from kvactors.size_report import size_report
+from kvactors.sizes import human, in_bytes
+
+TINY = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 40}
+"""Blocks of 2,560 bytes at 8 tokens, so that a slot and an object are larger than a block."""
+
+PAGE = 4096
+
+
+def config(**tables) -> Config:
+    return Config.from_mapping({"cache": {"block_size": 8}, "layout": TINY, **tables})
+
+
+def memory(device: HostDevice) -> int:
+    """Bytes of the arrays of a device."""
+    return sum(device.region(p.layer, p.role).nbytes for p in device.layout.pieces)
+
+
+def stored(folder, **storage):
+    table = {"backend": "file", "directory": str(folder), "free_space_floor": 0, **storage}
+    return {"cache": {"block_size": 8, "model": "m"}, "storage": table}
+
+
+async def test_sizes_in_bytes_are_those_that_an_open_cache_allocates(tmp_path):
+    tables = {
+        "device": {"capacity_bytes": "100 KiB"},
+        "host": {"capacity_bytes": "1 MiB", "transit_bytes": 5 * PAGE + 1},
+        **stored(tmp_path, capacity_bytes="200KB"),
+    }
+    async with kvactors.open({**tables, "layout": TINY}) as cache:
+        system = cache.system
+        device = memory(system.device)
+        block = system.layout.block_bytes
+        assert device <= 100 << 10 < device + block
+        assert cache.config.device.num_blocks == system.device.num_blocks == (100 << 10) // block
+        assert cache.config.host.slots == (1 << 20) // system.arena.stride
+        assert cache.config.host.transit_slots == 5
+        assert system.arena.num_slots == cache.config.host.slots + 5
+        assert system.arena.nbytes <= (1 << 20) + 5 * PAGE + 1
+        each = block_bytes(system.layout, cache.config.storage)
+        assert (each.device, each.host) == (block, system.arena.stride)
+        store = system.backend.medium.supply
+        assert each.storage == PAGE, "an object takes whole pages of the disk"
+        assert store.capacity * PAGE <= 200 << 10 < (store.capacity + 1) * PAGE
+
+
+async def test_the_report_has_the_numbers_of_an_open_cache(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text(
+        "[cache]\nblock_size = 8\nmodel = 'm'\n[layout]\nnum_layers = 2\nnum_kv_heads = 1\n"
+        "head_dim = 40\n[device]\ncapacity_bytes = '64 KiB'\n[host]\nslots = 7\n"
+        f"[storage]\nbackend = 'file'\ndirectory = '{tmp_path}/store'\ncapacity_bytes = '1MB'\n"
+    )
+    report = size_report(file)
+    async with kvactors.open(file) as cache:
+        tiers = {one.tier: one for one in report.tiers}
+        assert tiers["device"].blocks == cache.system.device.num_blocks
+        assert tiers["device"].bytes == memory(cache.system.device)
+        assert tiers["host"].blocks + tiers["transit"].blocks == cache.system.arena.num_slots
+        assert tiers["host"].bytes + tiers["transit"].bytes == cache.system.arena.nbytes
+        assert tiers["storage"].blocks == cache.system.backend.medium.supply.capacity
+        assert report.token_bytes * 8 == cache.system.layout.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("tables", "complaint"),
+    [
+        (
+            {"device": {"num_blocks": 9, "capacity_bytes": "1MB"}},
+            r"device\.num_blocks = 9 and device\.capacity_bytes = '1MB' are the same size",
+        ),
+        (
+            {"device": {"num_blocks": 1024, "capacity_bytes": "1MB"}},
+            r"device\.num_blocks = 1024 and",
+        ),
+        ({"host": {"slots": 3, "capacity_bytes": 9}}, r"host\.slots = 3 and host\.capacity_bytes"),
+        (
+            {"host": {"transit_slots": 256, "transit_bytes": 9}},
+            r"host\.transit_slots = 256 and host\.transit_bytes",
+        ),
+        ({"device": {"capacity_bytes": "eight"}}, r"device\.capacity_bytes must be a size"),
+        ({"device": {"num_blocks": "8 GiB"}}, r"device\.num_blocks must be a whole number"),
+        ({"host": {"capacity_bytes": 0}}, r"host\.capacity_bytes must be at least 1"),
+        ({"host": {"transit_bytes": "0 MB"}}, r"host\.transit_bytes must be at least 1"),
+        ({"host": {"capacity_bytes": -1}}, r"host\.capacity_bytes must be at least 0, not -1"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_named(tables, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        config(**tables)
+
+
+@pytest.mark.parametrize(
+    ("tables", "complaint"),
+    [
+        ({"device": {"capacity_bytes": 2559}}, r"device\.capacity_bytes is 2.5 KiB, and one block"),
+        ({"host": {"capacity_bytes": PAGE - 1}}, r"host\.capacity_bytes is .*takes 4 KiB"),
+        (
+            {"host": {"slots": 1, "transit_bytes": PAGE - 1}},
+            r"host\.transit_bytes is .*takes 4 KiB",
+        ),
+    ],
+)
+async def test_a_size_that_holds_no_block_is_named(tables, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        async with kvactors.open(config(**tables)):
+            pass
+
+
+async def test_a_given_device_has_its_own_size():
+    layout = GQALayout(2, 1, 40, 8)
+    fitting = config(device={"capacity_bytes": 7 * layout.block_bytes + 1})
+    async with kvactors.open(fitting, HostDevice(layout, 7)) as cache:
+        assert cache.config.device.num_blocks == 7
+    with pytest.raises(
+        ConfigError, match=r"capacity_bytes is '1 MiB', that is 409 blocks, and .* 7"
+    ):
+        async with kvactors.open(config(device={"capacity_bytes": "1 MiB"}), HostDevice(layout, 7)):
+            pass
+
+
+def test_a_resolved_config_can_be_dumped_and_read_again():
+    given_ = config(device={"capacity_bytes": "1 MiB"}, host={"capacity_bytes": "1 MiB"})
+    layout = make_layout(given_.layout, 8)
+    found = in_blocks(given_, layout, given_.storage)
+    assert found.device.capacity_bytes is found.host.capacity_bytes is None
+    assert in_blocks(found, layout, found.storage) == found
+    assert kvactors.Config(**{n: getattr(found, n) for n in found.__struct_fields__}) == found
+
+
+@given(
+    layers=st.integers(1, 5),
+    extra=st.integers(0, 3),
+    ratio=st.floats(1, 4),
+    nbytes=st.integers(0, 1 << 22),
+)
+def test_the_most_blocks_that_fit_some_bytes(layers, extra, ratio, nbytes):
+    layout = GQALayout(layers, 1, 8, 4, extra_layers=extra, extra_block_ratio=ratio)
+    blocks = layout.blocks_in(nbytes)
+    assert layout.device_bytes(blocks) <= nbytes < layout.device_bytes(blocks + 1)
+    if blocks:
+        device = HostDevice(layout, blocks)
+        assert memory(device) == layout.device_bytes(blocks)
+
+
+@given(st.integers(0, 1 << 45))
+def test_a_size_as_a_text_is_read_as_nearly_the_same_size(size):
+    assert in_bytes(human(size), "x") == pytest.approx(size, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8 GiB", 8 << 30), ("8GB", 8 << 30), ("1.5m", 3 << 19), (" 7 ", 7), ("2 tb", 2 << 40)],
+)
+def test_units(text, size):
+    assert in_bytes(text, "x") == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "8 XB", "1e9", "8 GiBs", True, 1.5])
+def test_texts_that_are_no_size(text):
+    with pytest.raises(ConfigError, match="x must be a size"):
+        in_bytes(text, "x")
+
+
+def test_a_layout_is_not_needed_to_check_a_file():
+    assert config(layout={"kind": "mla"}).layout == LayoutConfig(kind="mla")
