@@ -4,6 +4,9 @@ vLLM's region names the file by the engine's id, which is new in every start, an
 orderly shutdown. After a kill -9 the file would keep its memory until a reboot. So every process
 that maps a region holds a shared lock on a small file beside it, and the next engine on the machine
 removes regions whose lock is free.
+
+Two engines with one id would map the same rows and overwrite each other's chunks. So the process of
+an engine's scheduler also holds a lock on the id, which a second engine does not get.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+from kvactors.errors import ConfigError
 
 FOLDER = Path("/dev/shm")  # noqa: S108, the folder that vLLM's region uses
 PREFIX = "kvactors_"
@@ -35,6 +40,9 @@ class TierRegion:
 
     Attributes:
         shared: vLLM's region.
+
+    Raises:
+        ConfigError: another engine on this machine has the id.
     """
 
     def __init__(
@@ -43,12 +51,25 @@ class TierRegion:
         name = PREFIX + engine_id
         remove_stale_regions()
         self._lock_path = FOLDER / f"{name}.lock"
-        self._lock = _hold(self._lock_path)
+        self._claim_path = FOLDER / f"{name}.engine"
+        self._claim = -1
+        self._lock = _hold(self._lock_path, fcntl.LOCK_SH)
         try:
+            if rank is None:
+                self._claim = self._claim_id(engine_id)
             self.shared: Any = SharedOffloadRegion(name, num_chunks, rank, row_bytes, worker_bytes)
         except BaseException:
             self._release()
             raise
+
+    def _claim_id(self, engine_id: str) -> int:
+        try:
+            return _hold(self._claim_path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"engine_id {engine_id!r} of kv_transfer_config is that of a running engine on "
+                "this machine: give each engine another one, or leave it out"
+            ) from None
 
     def view(self) -> memoryview:
         """All rows, writable."""
@@ -62,6 +83,10 @@ class TierRegion:
         self._release()
 
     def _release(self) -> None:
+        if self._claim >= 0:
+            claim, self._claim = self._claim, -1
+            self._claim_path.unlink(missing_ok=True)
+            os.close(claim)
         lock, self._lock = self._lock, -1
         _remove_unused(lock, self._lock_path)
         os.close(lock)
@@ -86,11 +111,23 @@ def remove_stale_regions() -> int:
     return count
 
 
-def _hold(path: Path) -> int:
-    """Hold a shared lock on a file, and return its descriptor."""
+def _hold(path: Path, kind: int) -> int:
+    """Hold a lock on a file, and return its descriptor.
+
+    Args:
+        path: of the file, made if it is not there.
+        kind: of the lock, as `flock` takes it.
+
+    Raises:
+        BlockingIOError: another process holds the lock, and `kind` does not wait.
+    """
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        try:
+            fcntl.flock(lock, kind)
+        except OSError:
+            os.close(lock)
+            raise
         if _is_current(lock, path):
             return lock
         os.close(lock)  # another process removed it before the lock was taken
@@ -115,7 +152,8 @@ def _remove_unused(lock: int, path: Path) -> bool:
         return False
     if not _is_current(lock, path):
         return False
-    for file in FOLDER.glob(f"vllm_offload_{path.stem}.mmap*"):
+    name = path.name.removesuffix(".lock")
+    for file in (FOLDER / f"vllm_offload_{name}.mmap", FOLDER / f"{name}.engine"):
         with contextlib.suppress(OSError):
             file.unlink()
     path.unlink()

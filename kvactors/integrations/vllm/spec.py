@@ -23,6 +23,7 @@ from kvactors.integrations.vllm.settings import (
 )
 from kvactors.integrations.vllm.worker import KVActorsWorker
 from kvactors.tier_cache import CopyWorker, SlotMemory, TierConfig, open_tiers
+from kvactors.tier_cache.settings import checked_config
 
 
 class KVActorsOffloadingSpec(OffloadingSpec):
@@ -50,6 +51,8 @@ class KVActorsOffloadingSpec(OffloadingSpec):
                 f"{WHERE}: cpu_bytes_to_use = {self.settings.cpu_bytes_to_use} holds no chunk of "
                 f"{self._row_bytes} bytes"
             )
+        # before any memory is taken, and in every process
+        self._tier_config = checked_config(self._tiers_of(config))
         self._manager: KVActorsManager | None = None
         self._worker: OffloadingWorker | None = None
 
@@ -71,20 +74,23 @@ class KVActorsOffloadingSpec(OffloadingSpec):
             self._manager = self._make_manager()
         return self._manager
 
-    def _make_manager(self) -> KVActorsManager:
-        copied_by = "kvactors" if current_platform.is_cpu() else "vllm"
-        tier_config = TierConfig(
-            model=self.settings.model or self.config.model.name,
+    def _tiers_of(self, config: Any) -> TierConfig:
+        return TierConfig(
+            model=self.settings.model or config.model.name,
             block_bytes=self._row_bytes,
             num_slots=self.num_chunks,
-            identity=identity(self.config, copied_by=copied_by),
+            identity=identity(
+                config, copied_by="kvactors" if current_platform.is_cpu() else "vllm"
+            ),
             policy=self.settings.eviction_policy,
             events=("host", "storage") if self.kv_events_config.enable_kv_cache_events else (),
-            storage=storage_of_replica(self.settings.storage, self.config),
+            storage=storage_of_replica(self.settings.storage, config),
         )
+
+    def _make_manager(self) -> KVActorsManager:
         region = self._region(None)
         try:
-            tiers = open_tiers(tier_config, memory=region.view(), stride=self._row_bytes)
+            tiers = open_tiers(self._tier_config, memory=region.view(), stride=self._row_bytes)
             tiers.start()
         except BaseException:
             region.close()

@@ -18,14 +18,33 @@ from tests.interop.environments import Environments
 from tests.interop.network import raise_loopback
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def environments(request: pytest.FixtureRequest) -> Environments:
     """The engines' environments."""
     return Environments(Path(request.config.getoption("--interop") or "."))
 
 
+@pytest.fixture(scope="session")
+def hosts(
+    environments: Environments, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str | None], VllmHost]]:
+    """Processes that have imported vLLM, by the `version` of `VllmHost`."""
+    made: dict[str | None, VllmHost] = {}
+
+    def host(version: str | None) -> VllmHost:
+        if version not in made:
+            made[version] = VllmHost(environments, tmp_path_factory.mktemp("host"), version)
+        return made[version]
+
+    yield host
+    for each in made.values():
+        each.close()
+
+
 @pytest.fixture
-def start(environments: Environments, tmp_path: Path) -> Iterator[Callable[..., VllmEngine] | None]:
+def start(
+    hosts: Callable[[str | None], VllmHost], tmp_path: Path
+) -> Iterator[Callable[..., VllmEngine] | None]:
     """Starts vLLM engines with the tiny model. The arguments are those of `VllmEngine`, and the
     `version` of `VllmHost`."""
     if not INSIDE_NETWORK:
@@ -33,16 +52,13 @@ def start(environments: Environments, tmp_path: Path) -> Iterator[Callable[..., 
         return
     raise_loopback()
     model = write_model(tmp_path / "model")
-    hosts: dict[str | None, VllmHost] = {}
     made: list[VllmEngine] = []
 
     def start_one(
         extra: dict[str, Any] | None = None, *, version: str | None = None, **options: Any
     ) -> VllmEngine:
-        if version not in hosts:
-            hosts[version] = VllmHost(environments, tmp_path, version)
         log = tmp_path / f"engine-{len(made)}.log"
-        made.append(VllmEngine(hosts[version], model, log, extra, **options))
+        made.append(VllmEngine(hosts(version), model, log, extra, **options))
         return made[-1]
 
     try:
@@ -50,8 +66,6 @@ def start(environments: Environments, tmp_path: Path) -> Iterator[Callable[..., 
     finally:
         for engine in made:
             engine.discard()
-        for host in hosts.values():
-            host.close()
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 CHUNK_BYTES = 64 << 10
 """Bytes of a chunk of the tiny model: 32 tokens, 4 layers, keys and values, 2 heads of 32 floats."""
@@ -45,6 +46,25 @@ def tier(host_chunks: int, directory: Path, **settings: Any) -> dict[str, Any]:
         "capacity_blocks": 400,
     }
     return tiering(host_chunks, below | settings)
+
+
+class Adapter(NamedTuple):
+    """One of the adapters of vLLM.
+
+    Attributes:
+        make: `kv_connector_extra_config`, of the host tier's chunks, the folder, and settings of
+            the storage.
+        small: chunks of a host tier from which prompts are evicted. vLLM's own host tier must hold
+            the prompts that the engine has at once, twice.
+        keeps_storage: whether vLLM's reset of the connector leaves storage as it is.
+    """
+
+    make: Callable[..., dict[str, Any]]
+    small: int
+    keeps_storage: bool
+
+
+ADAPTERS = {"spec": Adapter(offloading, 32, False), "tier": Adapter(tier, 64, True)}
 
 
 def vllm_files(host_chunks: int, directory: Path) -> dict[str, Any]:

@@ -3,12 +3,13 @@ preempted and requests that are cancelled."""
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 import pytest
 
-from tests.interop.engines.stores import offloading
+from tests.interop.engines.stores import ADAPTERS
 from tests.interop.engines.test_offloading import READ, Alone, Start
 from tests.interop.engines.vllm_engine import Prompt
 
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.engines_full
 
 SETTINGS = {"max_num_seqs": 6}
 TOKENS = 24
+SEED = int(os.environ.get("ENGINES_SEED", "3"))
 
 
 def conversations(count: int, seed: int) -> list[list[Prompt]]:
@@ -33,14 +35,16 @@ def conversations(count: int, seed: int) -> list[list[Prompt]]:
 
 
 @pytest.mark.parametrize("one_process", [True, False])
+@pytest.mark.parametrize("adapter", ADAPTERS)
 def test_random_conversations_with_preemption_and_cancelled_requests(
-    start: Start, alone: Alone, tmp_path: Path, one_process: bool
+    start: Start, alone: Alone, tmp_path: Path, adapter: str, one_process: bool
 ) -> None:
-    rounds = conversations(40, seed=3)
+    rounds = conversations(40, seed=SEED)
     wanted = alone(rounds, max_tokens=TOKENS, **SETTINGS)
-    store = offloading(64, tmp_path / "store", capacity_blocks=300)
-    engine = start(store, one_process=one_process, **SETTINGS)
-    draw = random.Random(4)
+    make, host, _ = ADAPTERS[adapter]
+    extra = make(2 * host, tmp_path / "store", capacity_blocks=300)
+    engine = start(extra, one_process=one_process, **SETTINGS)
+    draw = random.Random(SEED + 1)
     cancelled = 0
     for each, tokens in zip(rounds, wanted, strict=True):
         cancel = {i: draw.randrange(1, 60) for i in draw.sample(range(len(each)), 8)}

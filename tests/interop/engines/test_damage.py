@@ -1,20 +1,21 @@
-"""kvactors as vLLM's host tier over damaged and full stores: vLLM computes what cannot be read."""
+"""Damaged, full and missing stores below both adapters: vLLM computes the chunks that cannot be read."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.interop.conftest import SHARED
 from tests.interop.engines import stores
-from tests.interop.engines.stores import offloading
+from tests.interop.engines.stores import ADAPTERS, Adapter
 from tests.interop.engines.test_offloading import (
     FAILED,
     LARGE,
     PROMPTS,
-    SMALL,
     WHOLE,
     Alone,
     Start,
@@ -23,14 +24,24 @@ from tests.interop.engines.test_offloading import (
 pytestmark = pytest.mark.engines_full
 
 
+@pytest.fixture(params=ADAPTERS)
+def adapter(request: pytest.FixtureRequest) -> Adapter:
+    return ADAPTERS[request.param]
+
+
 @pytest.fixture
-def whole_store(start: Start, tmp_path: Path) -> Path:
-    """The store of an engine that served the prompts and was shut down."""
+def whole_store(start: Start, adapter: Adapter, tmp_path: Path) -> Path:
+    """The store of an engine that served the prompts and was shut down. The tests of a session
+    damage copies of one store."""
     folder = tmp_path / "store"
     if start is not None:
-        engine = start(offloading(LARGE, folder))
-        engine.serve(PROMPTS)
-        engine.close()
+        made = Path(os.environ[SHARED]) / f"store-{adapter.make.__name__}"
+        if not made.is_dir():
+            engine = start(adapter.make(LARGE, folder))
+            engine.serve(PROMPTS)
+            engine.close()
+            folder.rename(made)
+        shutil.copytree(made, folder)
     return folder
 
 
@@ -52,11 +63,11 @@ def check_recovery(start: Start, wanted: object, extra: dict) -> tuple[dict[str,
 
 @pytest.mark.parametrize("damage", [stores.flip, stores.cut, stores.delete])
 def test_damaged_objects_are_computed_again_and_stored_again(
-    start: Start, alone: Alone, whole_store: Path, damage: Callable[[Path], None]
+    start: Start, alone: Alone, adapter: Adapter, whole_store: Path, damage: Callable[[Path], None]
 ) -> None:
     (wanted,) = alone([PROMPTS])
     damage(whole_store)
-    metrics, cached = check_recovery(start, wanted, offloading(LARGE, whole_store))
+    metrics, cached = check_recovery(start, wanted, adapter.make(LARGE, whole_store))
     assert min(cached) < WHOLE
     if damage is stores.flip:
         assert metrics[FAILED] > 0
@@ -65,40 +76,40 @@ def test_damaged_objects_are_computed_again_and_stored_again(
 
 
 def test_a_full_store_keeps_its_limit_and_gives_the_right_tokens(
-    start: Start, alone: Alone, tmp_path: Path
+    start: Start, alone: Alone, adapter: Adapter, tmp_path: Path
 ) -> None:
     (wanted,) = alone([PROMPTS])
     store = tmp_path / "store"
-    engine = start(offloading(SMALL, store, capacity_blocks=8))
+    engine = start(adapter.make(adapter.small, store, capacity_blocks=8))
     for _ in range(3):
         assert engine.serve(PROMPTS, at_once=2).tokens == wanted
-        assert engine.reset()
+        assert engine.reset(connector=adapter.keeps_storage)
     engine.close()
     assert sum(path.stat().st_size for path in stores.slabs(store)) <= 16 * stores.CHUNK_BYTES
 
 
 def test_a_full_file_system_gives_the_right_tokens(
-    start: Start, alone: Alone, tmp_path: Path
+    start: Start, alone: Alone, adapter: Adapter, tmp_path: Path
 ) -> None:
     (wanted,) = alone([PROMPTS])
     store = stores.small_file_system(tmp_path / "small", mebibytes=3)
-    engine = start(offloading(SMALL, store, capacity_blocks=40, free_space_floor=0))
+    engine = start(adapter.make(adapter.small, store, capacity_blocks=40, free_space_floor=0))
     (store / "other").write_bytes(bytes(stores.free_bytes(store)))
     for _ in range(3):
         assert engine.serve(PROMPTS, at_once=2).tokens == wanted
-        assert engine.reset()
+        assert engine.reset(connector=adapter.keeps_storage)
     engine.close()
 
 
 def test_a_store_that_disappears_gives_the_right_tokens(
-    start: Start, alone: Alone, tmp_path: Path
+    start: Start, alone: Alone, adapter: Adapter, tmp_path: Path
 ) -> None:
     (wanted,) = alone([PROMPTS])
     store = tmp_path / "store"
-    engine = start(offloading(SMALL, store))
+    engine = start(adapter.make(adapter.small, store))
     assert engine.serve(PROMPTS, at_once=2).tokens == wanted
     shutil.rmtree(store)
     for _ in range(2):
-        assert engine.reset()
+        assert engine.reset(connector=adapter.keeps_storage)
         assert engine.serve(PROMPTS, at_once=2).tokens == wanted
     engine.close()

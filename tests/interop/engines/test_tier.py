@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,35 +61,4 @@ def test_flipped_bits_reach_the_tokens_through_a_tier_that_does_not_verify(
     flipped = serve(engine)
     assert min(flipped.cached) >= WHOLE
     assert flipped.tokens != wanted
-    engine.close()
-
-
-@pytest.mark.engines_full
-@pytest.mark.parametrize("damage", [stores.cut, stores.delete])
-def test_damaged_objects_are_computed_again(
-    start: Start, alone: Alone, tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
-    (wanted,) = alone([PROMPTS])
-    extra = stores.tier(HOST, tmp_path / "store")
-    engine = start(extra)
-    assert serve(engine).tokens == wanted
-    engine.close()
-    damage(tmp_path / "store")
-    cached = []
-    for _ in range(2):
-        engine = start(extra)
-        served = serve(engine)
-        assert served.tokens == wanted
-        cached.append(min(served.cached))
-        engine.close()
-    assert cached[0] < WHOLE <= cached[1]
-
-
-@pytest.mark.engines_full
-def test_a_full_store_gives_the_right_tokens(start: Start, alone: Alone, tmp_path: Path) -> None:
-    (wanted,) = alone([PROMPTS])
-    engine = start(stores.tier(HOST, tmp_path / "store", capacity_blocks=8))
-    for _ in range(3):
-        assert serve(engine).tokens == wanted
-        assert engine.reset(connector=True)
     engine.close()

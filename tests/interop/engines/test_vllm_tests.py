@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engines
 
 HERE = Path(__file__).parent
 PLUGINS = ("vllm_tests_plugin", "fs_tier_plugin")
-LIMIT = 1400
+LIMIT = 2900
 """Seconds that the inner pytest may take. Only a hang takes as long."""
 CONNECTOR = "tests/v1/kv_connector/unit/offloading_connector"
 OFFLOADING = "tests/v1/kv_offload"
@@ -84,7 +84,7 @@ def run_inside(environments: Environments, folder: Path, *arguments: str) -> str
     python = environments.program(ENVIRONMENT)
     plain = ["-q", "-p", "no:cacheprovider", "-p", "vllm_tests_plugin", f"--rootdir={folder}"]
     done = subprocess.run(
-        [python, "-m", "pytest", "-c", os.devnull, "-x", *plain, *arguments],
+        [python, "-m", "pytest", "-c", os.devnull, *plain, *arguments],
         cwd=folder,
         env=os.environ | VARIABLES | variables,
         capture_output=True,

@@ -67,6 +67,9 @@ def keys(count: int, first: int = 0) -> list[bytes]:
         ({"store_threshold": 2}, "unknown field `store_threshold`"),
         ({"storage": {"dir": "/x"}}, "unknown field `dir`"),
         ({"storage": {"backend": "file", "directory": "/x", "rank": 1}}, "storage.rank"),
+        ({"storage": {"backend": "file"}}, "storage.directory is needed"),
+        ({"storage": {"timeout": 0}}, "storage.timeout must be positive, not 0"),
+        ({"storage": {"capacity_blocks": -1}}, "storage.capacity_blocks must be at least 1"),
     ],
 )
 def test_bad_settings_are_named(extra: dict, error: str) -> None:
@@ -183,6 +186,29 @@ def test_a_region_goes_with_its_last_process() -> None:
     assert remove_stale_regions() == 0
     second.close()
     assert not list(FOLDER.glob("*kvactors_pair*"))
+
+
+def test_a_second_engine_with_the_same_id_is_refused() -> None:
+    """It would map the rows of the first."""
+    same = config()
+    first = KVActorsOffloadingSpec(same).get_manager()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"engine_id '{same.engine_id}' .* running engine"):
+            KVActorsOffloadingSpec(same).get_manager()
+    wanted = keys(2)
+    first.prepare_store(wanted, CONTEXT)
+    first.shutdown()
+    KVActorsOffloadingSpec(same).get_manager().shutdown()
+    assert not list(FOLDER.glob(f"*{same.engine_id}*"))
+
+
+def test_a_name_with_a_wildcard_removes_no_other_region() -> None:
+    region = TierRegion("held", 4, ROW, ROW, None)
+    (FOLDER / "kvactors_*.lock").touch()
+    assert remove_stale_regions() == 1
+    assert (FOLDER / "vllm_offload_kvactors_held.mmap").exists()
+    region.close()
+    assert not list(FOLDER.glob("*kvactors_held*"))
 
 
 def test_the_region_of_a_killed_process_is_removed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -106,6 +107,55 @@ class Engine:
             "steps": step,
         }
 
+    def storm(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        seed: int,
+        resets: list[tuple[bool, bool]],
+    ) -> dict[str, Any]:
+        """Serve prompts that come at random steps, and cancel some at random steps, with resets of
+        the caches between steps.
+
+        resets: pairs of `reset_running_requests` and `reset_connector`.
+        """
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        engine = self.llm.llm_engine
+        draw = random.Random(seed)
+        waiting = list(enumerate(prompts))[::-1]
+        running: dict[str, int] = {}
+        tokens: list[list[int] | None] = [None] * len(prompts)
+        counts = {"resets": 0, "cancelled": 0, "steps": 0}
+        while waiting or engine.has_unfinished_requests():
+            while waiting and (not running or draw.random() < 0.3):
+                index, ids = waiting.pop()
+                name = f"storm-{self.requests}"
+                self.requests += 1
+                engine.add_request(name, {"prompt_token_ids": ids}, greedy)
+                running[name] = index
+            if running and draw.random() < 0.03:
+                name = draw.choice(sorted(running))
+                del running[name]
+                engine.abort_request([name])
+                counts["cancelled"] += 1
+            if resets and draw.random() < 0.04:
+                requests, connector = draw.choice(resets)
+                try:
+                    engine.reset_prefix_cache(requests, connector)
+                    counts["resets"] += 1
+                except RuntimeError as error:  # vLLM does not reset while a request is loading
+                    if "Failed to reset KV cache" not in str(error):
+                        raise
+            for output in engine.step():
+                if output.finished and output.request_id in running:
+                    tokens[running.pop(output.request_id)] = list(output.outputs[0].token_ids)
+            counts["steps"] += 1
+        return {"tokens": tokens} | counts
+
     def reset(self, *, connector: bool = False) -> dict[str, Any]:
         """Drop the device's prefix cache. connector: and the cache of the plug-in."""
         return {"reset": bool(self.llm.reset_prefix_cache(reset_connector=connector))}
@@ -142,6 +192,7 @@ def answer(connection: socket.socket) -> None:
         for call in (
             engine.open,
             engine.generate,
+            engine.storm,
             engine.reset,
             engine.zero_device,
             engine.metrics,

@@ -234,6 +234,30 @@ class VllmEngine:
             )
         return served
 
+    def storm(
+        self,
+        wanted: Sequence[Prompt],
+        *,
+        seed: int,
+        resets: Sequence[tuple[bool, bool]],
+        max_tokens: int = 8,
+    ) -> dict[str, Any]:
+        """Serve prompts that come and are cancelled at random steps, between resets at random
+        steps.
+
+        Args:
+            wanted: prompts.
+            seed: of the random steps.
+            resets: what a reset may do: pairs of `reset_running_requests` and `reset_connector`.
+            max_tokens: to sample for each.
+
+        Returns:
+            `tokens` of each prompt, None if it was cancelled, and how many `resets`, `cancelled`
+            requests and `steps` there were.
+        """
+        message = {"prompts": list(wanted), "max_tokens": max_tokens, "seed": seed}
+        return self._ask(SERVE, do="storm", resets=list(resets), **message)
+
     def reset(self, *, connector: bool = False) -> bool:
         """Drop the device's prefix cache (and the connector's). Returns whether vLLM did."""
         return bool(self._ask(SERVE, do="reset", connector=connector)["reset"])
