@@ -68,7 +68,7 @@ def keys(count: int, first: int = 0) -> list[bytes]:
         ({"storage": {"dir": "/x"}}, "unknown field `dir`"),
         ({"storage": {"backend": "file", "directory": "/x", "rank": 1}}, "storage.rank"),
         ({"storage": {"backend": "file"}}, "storage.directory is needed"),
-        ({"storage": {"timeout": 0}}, "storage.timeout must be positive, not 0"),
+        ({"storage": {"timeout_s": 0}}, "storage.timeout_s must be positive, not 0"),
         ({"storage": {"capacity_blocks": -1}}, "storage.capacity_blocks must be at least 1"),
     ],
 )
