@@ -23,6 +23,7 @@ class OpenCache:
         self._client = Client(system)
         self._leases = count(1)
         self._split_media = system.config.cache.split_media
+        self._stated_to = 0  # the incarnation of the notifier that has had the whole state
 
     @property
     def namespace(self) -> str:

@@ -42,19 +42,27 @@ async def wait_flushed(
         deadline: seconds from now.
         at_rest: first wait until the cache is idle. Without it, under load, the barrier covers
             residency as of this call: later changes, transfers now in flight included, may or
-            may not have been delivered.
+            may not have been delivered. The first wait after a failure of the notifier is one at
+            rest in any case.
         sinks: names of the sinks to wait for, all if None. ValueError for an unknown one.
     """
     at = self._client.deadline(deadline)
     check_flag("at_rest", at_rest)
     names = self._sink_names(sinks)
-    if at_rest:
-        await wait_idle(self, max(at - now(), 1e-9))
-    with anyio.CancelScope(deadline=at) as scope:
-        for actor in self.system.supervisor.actors():
-            await actor.sent()
-    if scope.cancelled_caught:
-        raise DeadlineExceeded(
-            f"the actors' messages to the notifier were not taken in {deadline} s"
-        )
-    await self.system.notifier.ask(WaitFlushed(names), deadline=at)
+    notifier = self.system.notifier
+    while True:
+        # after a restart the notifier's ledger is empty until the other actors have filled it
+        if at_rest or notifier.incarnation != self._stated_to:
+            await wait_idle(self, max(at - now(), 1e-9))
+            self._stated_to = notifier.incarnation
+        incarnation = self._stated_to
+        with anyio.CancelScope(deadline=at) as scope:
+            for actor in self.system.supervisor.actors():
+                await actor.sent()
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(
+                f"the actors' messages to the notifier were not taken in {deadline} s"
+            )
+        await notifier.ask(WaitFlushed(names), deadline=at)
+        if notifier.incarnation == incarnation:
+            return

@@ -95,13 +95,13 @@ class Background:
         sinks = () if self._sinks is None else self._sinks.service.troubles
         return ((f"storage: {storage}",) if storage else ()) + sinks
 
-    def flushed(self, limit: float) -> bool:
+    def flushed(self, limit: float) -> bool | None:
         """Wait until every sink that works has acknowledged what was handed over, at most `limit`
-        seconds. Returns whether they have."""
+        seconds. Returns whether they have, None if the owner has to send its state again first."""
         sinks = self._sinks
         if sinks is None:
             return True
-        answer: Future[bool] = Future()
+        answer: Future[bool | None] = Future()
         try:
             return self._call(sinks.service.ask, limit, answer) and answer.result(limit + 1.0)
         except TimeoutError:

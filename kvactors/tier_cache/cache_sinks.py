@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +11,9 @@ from kvactors.tier_cache.background import Background
 from kvactors.tier_cache.checks import checked_keys
 from kvactors.tier_cache.paths import checked_path
 from kvactors.tier_cache.sinks import TierSinks
+
+PAUSE = 0.005
+"""Seconds between two looks whether the owner has sent its state."""
 
 
 class CacheSinks:
@@ -67,7 +71,18 @@ class CacheSinks:
         """Wait until every sink that works has acknowledged the changes of the steps that have
         ended, `limit` seconds at most.
 
+        After a failure of FlushNotifier the thread that owns the cache sends the state again: this
+        call if it is the owner's, otherwise the owner's next call.
+
         Returns:
             Whether they have.
         """
-        return self._background.flushed(limit)
+        until = time.monotonic() + limit
+        while True:
+            done = self._background.flushed(max(0.0, until - time.monotonic()))
+            if done is not None:
+                return done
+            self._call(self._feed.flush)
+            if time.monotonic() >= until:
+                return False
+            time.sleep(min(PAUSE, max(0.0, until - time.monotonic())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvactors.identity import CacheScope
 from kvactors.tier_cache.paths import DescribedBlock, DescribedPath, PathBook, block_name
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 OUTBOX = 16_384
 """Messages at most that wait for the event loop. Beyond that all are dropped, and the whole state
 is sent when the loop works again."""
+
+
+class StateSent(NamedTuple):
+    """Mark in the outbox: the messages before it are the whole state.
+
+    Attributes:
+        incarnation: of FlushNotifier, for which the state was sent.
+    """
+
+    incarnation: int
 
 
 class SinkFeed:
@@ -33,7 +43,8 @@ class SinkFeed:
 
     Attributes:
         outbox: messages that the event loop has not taken.
-        resend: set by the event loop if FlushNotifier lost its state.
+        resend: the state is to be sent again: FlushNotifier lost it, or messages were dropped.
+        wanted: the incarnation of FlushNotifier that is to have the state. Set by the event loop.
     """
 
     def __init__(
@@ -47,8 +58,9 @@ class SinkFeed:
         self.tiers = frozenset(tiers)
         self.block_size = block_size
         self.idle_limit = 4 * num_slots + 1024
-        self.outbox: deque[Report] = deque()
+        self.outbox: deque[Report | StateSent] = deque()
         self.resend = False
+        self.wanted = 0
         self.wake: Callable[[], object] = lambda: None
         self._scope = scope
         self._fingerprint = fingerprint
@@ -126,6 +138,7 @@ class SinkFeed:
     def _send_everything(self) -> None:
         from kvactors.flush_notifier.messages import BlocksAdded, TierCleared
 
+        incarnation = self.wanted
         self.resend = False
         self.outbox.clear()
         for tier, held in self._held.items():
@@ -133,3 +146,4 @@ class SinkFeed:
             if held:
                 self.outbox.append(BlocksAdded(b"".join(held), tier, Reason.RESTART))
         self._name(None)
+        self.outbox.append(StateSent(incarnation))

@@ -20,7 +20,7 @@ from kvactors.flush_notifier.messages import Report, WaitFlushed
 from kvactors.flush_notifier.sink_calls import close_sink, open_sink
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.substitutes import NoNotifier
-from kvactors.tier_cache.sink_feed import SinkFeed
+from kvactors.tier_cache.sink_feed import SinkFeed, StateSent
 
 BOUND = 1024
 """Messages in FlushNotifier's channel."""
@@ -53,7 +53,7 @@ class SinkService:
         self._stack = AsyncExitStack()
         self._supervisor: Supervisor | None = None
         self._notifier: ActorRef[Report] | None = None
-        self._incarnation = 0
+        self._stated = 0  # the incarnation that has been told the whole state
         self._pump: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -109,20 +109,33 @@ class SinkService:
 
     async def _send(self) -> None:
         assert self._notifier is not None
-        outbox: deque[Report] = self._feed.outbox
+        outbox: deque[Report | StateSent] = self._feed.outbox
         with suppress(KVActorsError):  # the system stops
             while outbox:
                 with suppress(IndexError):  # the owner has dropped everything
-                    await self._notifier.tell(outbox.popleft())
+                    message = outbox.popleft()
+                    if not isinstance(message, StateSent):
+                        await self._notifier.tell(message)
+                    elif message.incarnation == self._notifier.incarnation:
+                        self._stated = message.incarnation
 
     async def _look(self) -> None:
         """Notice sinks that fail, and a notifier that has lost its state."""
         while True:
             self.troubles = tuple(self._find_troubles())
-            if self._notifier is not None and self._notifier.incarnation != self._incarnation:
-                self._incarnation = self._notifier.incarnation
-                self._feed.resend = True  # with the owner's next step
+            self._has_state()
             await anyio.sleep(WATCH)
+
+    def _has_state(self) -> bool:
+        """Whether FlushNotifier's present incarnation has been told the whole state. Otherwise the
+        owner sends it with its next step."""
+        if self._notifier is None:
+            return False
+        incarnation, feed = self._notifier.incarnation, self._feed
+        if incarnation not in (self._stated, feed.wanted):
+            feed.wanted = incarnation
+            feed.resend = True
+        return incarnation == self._stated and not feed.resend
 
     def _find_troubles(self) -> list[str]:
         supervisor = self._supervisor
@@ -138,17 +151,21 @@ class SinkService:
             ]
         return found
 
-    async def flushed(self, limit: float) -> bool:
+    async def flushed(self, limit: float) -> bool | None:
         """Whether every sink that works has acknowledged what was handed over, within `limit`
-        seconds."""
+        seconds. None: the owner has to send the state again first."""
         loop = asyncio.get_running_loop()
         until = loop.time() + limit
-        self.take()
-        if self._pump is not None:
-            await asyncio.wait([self._pump], timeout=limit)
         while self._notifier is not None and loop.time() < until:
+            self.take()
+            if self._pump is not None:
+                await asyncio.wait([self._pump], timeout=until - loop.time())
+            if not self._has_state():
+                return None
             try:
-                return await self._notifier.ask(WaitFlushed(healthy=True), deadline=until)
+                done = await self._notifier.ask(WaitFlushed(healthy=True), deadline=until)
+                if self._has_state():  # else the answer may be that of an empty ledger
+                    return done
             except ActorFailed:  # FlushNotifier restarts: the call is for its next incarnation
                 if self._supervisor is None or self._supervisor.failed is not None:
                     return False
@@ -157,11 +174,11 @@ class SinkService:
                 return False
         return False
 
-    def ask(self, limit: float, answer: Future[bool]) -> None:
+    def ask(self, limit: float, answer: Future[bool | None]) -> None:
         """Set `answer` to the result of `flushed`."""
         task = asyncio.ensure_future(self.flushed(limit))
         task.add_done_callback(
-            lambda done: answer.set_result(not done.cancelled() and done.result())
+            lambda done: answer.set_result(False if done.cancelled() else done.result())
         )
 
     async def close(self, limit: float) -> None:

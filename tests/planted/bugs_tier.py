@@ -8,6 +8,7 @@ HOST = "tests/tier_cache/test_host_tier.py::"
 STORAGE = "tests/tier_cache/test_storage.py::"
 TIER = "tests/tier_cache/test_storage_tier.py::"
 SINKS = "tests/tier_cache/test_sinks.py::"
+RESTARTED = "tests/cache/test_flushed_after_restart.py::"
 GPU = "tests/tier_cache/test_copy_worker_gpu.py::"
 SHARED = "tests/tier_cache/test_shared_store.py::"
 
@@ -320,5 +321,21 @@ BUGS: tuple[Mutation, ...] = (
         "            pass\n",
         "host slots come from the memory of the wrong socket",
         ("tests/tier_cache/test_numa.py::test_slots_are_bound_to_their_node_and_hold_bytes",),
+    ),
+    Mutation(
+        "wait_is_answered_by_an_empty_ledger",
+        "tier_cache/sink_service.py",
+        "return incarnation == self._stated and not feed.resend",
+        "return True",
+        "a wait for sinks ends before a restarted notifier has the state of the tiers",
+        (SINKS + "test_a_wait_ends_only_when_the_state_was_sent_after_a_restart",),
+    ),
+    Mutation(
+        "wait_of_a_cache_is_answered_by_an_empty_ledger",
+        "waits.py",
+        "        if at_rest or notifier.incarnation != self._stated_to:\n",
+        "        self._stated_to = notifier.incarnation\n        if at_rest:\n",
+        "a wait for sinks ends before a restarted notifier has the state of the tiers",
+        (RESTARTED + "test_a_wait_after_a_restart_of_the_notifier_covers_what_was_held",),
     ),
 )

@@ -147,6 +147,77 @@ def test_a_wait_outlasts_a_restart_of_the_notifier(monkeypatch):
     cache.shutdown()
 
 
+@pytest.mark.parametrize("waiter", ["owner", "other thread"])
+@pytest.mark.parametrize("where", ["wait", "apply"])
+@pytest.mark.parametrize("limit", ["roomy", "overflow"])
+def test_a_wait_ends_only_when_the_state_was_sent_after_a_restart(
+    monkeypatch, waiter, where, limit
+):
+    """A new incarnation of FlushNotifier has nothing that could be due, so it answers at once."""
+    monkeypatch.setattr(sink_service, "WATCH", 600.0)  # only the wait notices the restart
+    sink = TreeSink()
+    cache = open_with(sink)
+    describe(cache, 0)
+    store(cache, [TREE[0]], [None])
+    flushed(cache)
+    assert sink.view()[Tier.HOST] == named([0])
+    fail_once(monkeypatch, *((SinkSet, "wait") if where == "wait" else (Ledger, "apply")))
+    if limit == "overflow":
+        monkeypatch.setattr(sink_feed, "OUTBOX", 1)
+    describe(cache, 1)
+    store(cache, [TREE[1]], [TREE[0]])
+    if waiter == "owner":
+        assert cache.sinks.wait_flushed(LIMIT)
+        seen = set(sink.view()[Tier.HOST])
+    else:
+        views: list[set[bytes]] = []
+
+        def wait() -> None:
+            if cache.sinks.wait_flushed(LIMIT):
+                views.append(set(sink.view()[Tier.HOST]))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while thread.is_alive():
+            cache.end_step()
+            thread.join(0.001)
+        (seen,) = views
+    assert seen == named([0, 1])
+    assert sink.torn == []
+    cache.shutdown()
+
+
+def test_a_wait_of_another_thread_ends_unflushed_while_the_owner_does_nothing(monkeypatch):
+    monkeypatch.setattr(sink_service, "WATCH", 600.0)
+    sink = TreeSink()
+    cache = open_with(sink)
+    describe(cache, 0)
+    store(cache, [TREE[0]], [None])
+    flushed(cache)
+    fail_once(monkeypatch, SinkSet, "wait")
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(cache.sinks.wait_flushed(0.3)))
+    thread.start()
+    thread.join(LIMIT)
+    assert answers == [False]
+    flushed(cache)
+    assert sink.view()[Tier.HOST] == named([0])
+    cache.shutdown()
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    """The next call of a method of FlushNotifier's fails, and with it the incarnation."""
+    whole, left = getattr(owner, name), [1]
+
+    def failing(self: Any, *arguments: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("a planted fault of the notifier")
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
 @pytest.mark.parametrize("num_slots", [1, 3, 16])
 @pytest.mark.parametrize("capacity", [0, 2, 8])
 @pytest.mark.parametrize("trouble", ["none", "overflow", "restarts"])
