@@ -53,7 +53,7 @@ class SinkService:
         self._stack = AsyncExitStack()
         self._supervisor: Supervisor | None = None
         self._notifier: ActorRef[Report] | None = None
-        self._stated = 0  # the incarnation that has been told the whole state
+        self._stated = 0  # the incarnation that has the whole state
         self._pump: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -127,7 +127,7 @@ class SinkService:
             await anyio.sleep(WATCH)
 
     def _has_state(self) -> bool:
-        """Whether FlushNotifier's present incarnation has been told the whole state. Otherwise the
+        """Whether FlushNotifier's present incarnation has the whole state. Otherwise the
         owner sends it with its next step."""
         if self._notifier is None:
             return False

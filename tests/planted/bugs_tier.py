@@ -201,8 +201,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "notifier_that_lost_its_state_is_not_noticed",
         "tier_cache/sink_service.py",
-        "                self._feed.resend = True  # with the owner's next step\n",
-        "                pass\n",
+        "            feed.resend = True\n",
+        "            pass\n",
         "after a failure of FlushNotifier sinks have nothing of what the tiers hold",
         (SINKS + "test_what_sinks_are_sent_is_a_tree_and_exact",),
     ),
