@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -76,8 +77,11 @@ def svg_of(chart: Chart) -> str:
 
 
 def write_png(chart: Chart, path: str | Path) -> None:
-    """Write the chart as a PNG."""
-    Path(path).write_bytes(_drawn(chart, "png"))
+    """Write the chart as a PNG, to standard output if the path is `-`."""
+    if str(path) == "-":
+        sys.stdout.buffer.write(_drawn(chart, "png"))
+    else:
+        Path(path).write_bytes(_drawn(chart, "png"))
 
 
 def _drawn(chart: Chart, form: str) -> bytes:

@@ -14,11 +14,16 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from kvactors.actor.log import structlog_settings
-from kvactors.config import read_toml
+from kvactors.charts import check_charts
+from kvactors.config import Config, read_toml
 from kvactors.errors import ConfigError, KVActorsError
+from kvactors.page import write_page
 from kvactors.report import Output, live_line, to_stdout, write_json
+from kvactors.scenario.observe import unobserved
+from kvactors.scenario.recorder import Recorder
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Report, print_report, totals_line
+from kvactors.scenario.report_page import run_page
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
 from kvactors.settings_commands import config as config_app
@@ -56,6 +61,7 @@ def run(
     scenario: Path,
     *,
     json: Output | None = None,
+    html: Output | None = None,
     seed: int | None = None,
     virtual: Annotated[bool, Parameter(negative="--real")] = False,
 ) -> int:
@@ -67,20 +73,25 @@ def run(
         A TOML file.
     json
         Where to write the report.
+    html
+        Where to write a page with charts. Needs the extra [report].
     seed
         Replaces the scenario's seed.
     virtual
         Run on a seeded loop of virtual time instead of the real clock.
     """
+    recorder = make_recorder(html)
     with live_line() as show:
         spec, report = run_scenario(
             read_toml(scenario),
             seed=seed,
             virtual=virtual,
             progress=lambda totals: show(totals_line(totals)),
+            observe=recorder.observing if recorder else unobserved,
         )
     failed = disappointments(spec.expect, report) + report.errors
-    return conclude(report, failed, json)
+    write_html(report, recorder, spec, html)
+    return conclude(report, failed, json, html)
 
 
 @app.command(name="replay")
@@ -92,6 +103,7 @@ def replay_command(
     speed: float | None = None,
     limit: int | None = None,
     json: Output | None = None,
+    html: Output | None = None,
 ) -> int:
     """Replay a request trace with real bytes, verifying every loaded block. The exit status is 0
     only if nothing is wrong.
@@ -110,9 +122,12 @@ def replay_command(
         Maximum number of requests.
     json
         Where to write the report.
+    html
+        Where to write a page with charts. Needs the extra [report].
     """
     if speed is not None and not timed:
         print("--speed without --timed is deprecated: add --timed", file=sys.stderr)
+    recorder = make_recorder(html)
     with temporary_folder() as folder, live_line() as show:
         settings = ReplayConfig.from_mapping(
             with_temporary(read_toml(config) if config else {}, folder)
@@ -125,13 +140,21 @@ def replay_command(
             "replay": {**msgspec.to_builtins(settings.replay), **changes},
         }
         config_ = ReplayConfig.from_mapping(mapping)
-        report = run_terminable(replay(trace, config_, lambda totals: show(totals_line(totals))))
+        report = run_terminable(
+            replay(
+                trace,
+                config_,
+                lambda totals: show(totals_line(totals)),
+                recorder.observing if recorder else unobserved,
+            )
+        )
+    write_html(report, recorder, config_, html)
     failed = list(report.errors)
     if report.corrupt_blocks_served:
         failed.append(f"{report.corrupt_blocks_served} corrupt blocks served")
     if report.flush["divergence"]:
         failed.append(f"sinks diverge from the tiers on {report.flush['divergence']} blocks")
-    return conclude(report, failed, json)
+    return conclude(report, failed, json, html)
 
 
 @app.command(name="sweep")
@@ -173,9 +196,8 @@ def sweep_command(
     png
         Where to write the chart. Needs the extra [report].
     """
-    from kvactors.charts import check_charts, write_png
+    from kvactors.charts import write_png
     from kvactors.layout import make_layout
-    from kvactors.page import write_page
     from kvactors.scenario.sweep_report import print_sweep, sweep, sweep_chart, sweep_page
 
     if html is not None or png is not None:
@@ -191,7 +213,7 @@ def sweep_command(
         block_bytes=block_bytes,
         config=settings,
     )
-    print_sweep(report, Console(stderr=to_stdout(json) or to_stdout(html)))
+    print_sweep(report, Console(stderr=any(map(to_stdout, (json, html, png)))))
     if json is not None:
         write_json(report, json)
     if html is not None:
@@ -334,9 +356,26 @@ def show_stores(directory: Path, json: Path | None, *, verify: bool) -> int:
     return 1 if any(one.bad or (verify and one.state == "damaged") for one in found) else 0
 
 
-def conclude(report: Report, failed: list[str], json: Path | None) -> int:
+def make_recorder(html: Path | None) -> Recorder | None:
+    """A recorder for the page of a report, None if there is no page. ConfigError without the extra
+    [report]."""
+    if html is None:
+        return None
+    check_charts()
+    return Recorder()
+
+
+def write_html(
+    report: Report, recorder: Recorder | None, settings: Config, html: Path | None
+) -> None:
+    """Write the page of a report, if there is to be one."""
+    if html is not None and recorder is not None:
+        write_page(run_page(report, recorder.recording, msgspec.to_builtins(settings)), html)
+
+
+def conclude(report: Report, failed: list[str], json: Path | None, html: Path | None) -> int:
     """Print and write the report. Returns the exit status: 1 if anything failed."""
-    print_report(report, Console(stderr=to_stdout(json)))
+    print_report(report, Console(stderr=to_stdout(json) or to_stdout(html)))
     if json is not None:
         write_json(report, json)
     for what in failed:

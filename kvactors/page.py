@@ -16,8 +16,9 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); margin: 2rem aut
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 p { color: var(--dim); margin: .2rem 0 .8rem; max-width: 60rem; }
 .charts { display: grid; gap: 1rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 44rem)); }
-figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: .5rem; }
+  grid-template-columns: repeat(auto-fit, minmax(min(32rem, 100%), 1fr)); }
+figure { margin: 0; max-width: 46rem; border: 1px solid var(--line); border-radius: 6px;
+  padding: .5rem; }
 figure svg { width: 100%; height: auto; }
 .tiles { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; }
 .tile { border: 1px solid var(--line); border-radius: 6px; padding: .5rem .9rem; }
@@ -25,7 +26,7 @@ figure svg { width: 100%; height: auto; }
 .tile.bad b { color: #b42318; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .8rem .25rem 0; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child, .text td { text-align: left; white-space: pre-line; }
 pre { background: #f6f8fa; border-radius: 6px; overflow: auto; padding: .8rem; }
 @media print { figure { break-inside: avoid; } }
 """
@@ -48,6 +49,7 @@ class Section(NamedTuple):
         charts: drawn beside each other.
         columns: headings of the table, empty without one.
         rows: cells of the table.
+        text_cells: whether the cells are text, which is aligned to the left.
         code: shown as it is, in a fixed width, empty for none.
     """
 
@@ -56,6 +58,7 @@ class Section(NamedTuple):
     charts: Sequence[Chart] = ()
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
+    text_cells: bool = False
     code: str = ""
 
 
@@ -97,16 +100,17 @@ def _section(section: Section) -> str:
     if section.charts:
         figures = "".join(f"<figure>{svg_of(chart)}</figure>" for chart in section.charts)
         parts.append(f'<div class="charts">{figures}</div>')
-    if section.columns:
-        parts.append(_table(section.columns, section.rows))
+    if section.rows:
+        parts.append(_table(section))
     if section.code:
         parts.append(f"<pre>{escape(section.code)}</pre>")
     return "".join([*parts, "</section>"])
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+def _table(section: Section) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in section.columns)
     body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in section.rows
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    kind = ' class="text"' if section.text_cells else ""
+    return f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

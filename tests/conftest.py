@@ -52,6 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "engines_full: as `engines`, for cases that take too long for every change",
     )
+    config.addinivalue_line(
+        "markers",
+        "programs: runs programs of Debian packages (docs/contributing.md)",
+    )
 
 
 def needs_everything(file: Path) -> bool:
@@ -78,12 +82,13 @@ def pytest_terminal_summary(
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Interop tests run only when they are asked for, by their marker or by --interop. Tests
-    inside engines need their marker."""
+    inside engines, and those of Debian's programs, need their marker."""
     markers = config.getoption("-m")
     asked_for = {
         "interop": config.getoption("--interop") is not None or "interop" in markers,
         "engines": "engines" in markers,
         "engines_full": "engines_full" in markers,
+        "programs": "programs" in markers,
     }
     unasked = [marker for marker, asked in asked_for.items() if not asked]
     left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]

@@ -23,13 +23,19 @@ class Counts(msgspec.Struct, eq=False):
 
 
 class HostStatistics(NamedTuple):
-    """The host tier at one moment. The fields from `evicted` on count blocks of this
-    incarnation, see `Counts`."""
+    """The host tier at one moment. The fields from `evicted` on count blocks, see `Counts`.
+
+    Attributes:
+        slots: slots of the arena, those for blocks in transit included.
+        resident: blocks that count against the capacity.
+        capacity: resident blocks at most.
+    """
 
     slots: int
     resident: int
     free_slots: int
     pinned: int
+    capacity: int
     evicted: int
     offloaded: int
     loaded: int
@@ -43,5 +49,10 @@ class HostStatistics(NamedTuple):
 def host_statistics(host: HostTier, counts: Counts) -> HostStatistics:
     """Statistics of a host tier and of the blocks moved through it."""
     return HostStatistics(
-        host.num_slots, host.resident, host.free, host.pinned, *msgspec.structs.astuple(counts)
+        host.num_slots,
+        host.resident,
+        host.free,
+        host.pinned,
+        host.capacity,
+        *msgspec.structs.astuple(counts),
     )

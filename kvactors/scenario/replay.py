@@ -17,6 +17,7 @@ from kvactors.config import Config, convert
 from kvactors.errors import ConfigError, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
 from kvactors.scenario.engine import Engine
+from kvactors.scenario.observe import Observe, unobserved
 from kvactors.scenario.report import Report, Totals, make_report
 from kvactors.scenario.trace import TraceRequest, check_range, read_trace, tokens_of
 from kvactors.validation import validate
@@ -72,12 +73,29 @@ def cache_config(config: Config) -> Config:
 
 
 async def replay(
-    trace: str | Path, config: ReplayConfig, progress: Progress = lambda _: None
+    trace: str | Path,
+    config: ReplayConfig,
+    progress: Progress = lambda _: None,
+    observe: Observe = unobserved,
 ) -> Report:
-    """Replay a trace. Raises ConfigError for a trace that cannot be read."""
+    """Replay a trace.
+
+    Args:
+        trace: the file.
+        config: of the cache and the replay.
+        progress: called with the totals after each request.
+        observe: entered with the open cache.
+
+    Raises:
+        ConfigError: the trace cannot be read.
+    """
     settings, totals = config.replay, Totals()
     requests = read_trace(trace, coarse=settings.coarse, limit=settings.limit)
-    async with open_cache(cache_config(config)) as cache, LagMonitor().running() as lag:
+    async with (
+        open_cache(cache_config(config)) as cache,
+        LagMonitor().running() as lag,
+        observe(cache),
+    ):
         began = time.monotonic()
         engine = Engine(cache, totals)
         if settings.mode == "sequential":

@@ -175,12 +175,12 @@ def storage_row(storage: dict[str, float]) -> str:
     return "  ".join(shown)
 
 
-def print_report(report: Report, console: Console) -> None:
-    """The summary table."""
+def report_rows(report: Report) -> list[tuple[str, str]]:
+    """Names and values of the summary."""
     rates = "  ".join(f"{tier} {rate:.4f}" for tier, rate in report.hit_rate.items())
     flush = "  ".join(f"{name} {value}" for name, value in report.flush.items())
     lag = "  ".join(f"{name} {value:.2f}" for name, value in report.loop_lag_ms.items())
-    rows: tuple[tuple[str, str], ...] = (
+    rows = [
         ("requests", f"{report.requests}  (no room {report.no_room}, rejected {report.rejected})"),
         ("blocks looked up", f"{report.blocks_looked_up}"),
         ("hit rate", rates),
@@ -190,15 +190,20 @@ def print_report(report: Report, console: Console) -> None:
         ("messages", f"{report.messages}"),
         ("wall, s", f"{report.wall_s:.2f}"),
         ("errors", "; ".join(report.errors) or "none"),
-    )
+    ]
     if len(report.sinks) > 1 or any(sink["retried"] for sink in report.sinks.values()):
         told = (
             f"{name}: " + ", ".join(f"{key} {value:g}" for key, value in sink.items())
             for name, sink in report.sinks.items()
         )
-        rows += (("sinks", "\n".join(told)),)
+        rows.append(("sinks", "\n".join(told)))
     if report.router:
-        rows += (("router", "  ".join(f"{key} {value}" for key, value in report.router.items())),)
+        rows.append(("router", "  ".join(f"{key} {value}" for key, value in report.router.items())))
     if report.storage:
-        rows += (("storage", storage_row(report.storage)),)
-    print_fields(report.name, rows, console)
+        rows.append(("storage", storage_row(report.storage)))
+    return rows
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The summary table."""
+    print_fields(report.name, report_rows(report), console)

@@ -13,6 +13,7 @@ import msgspec
 
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.lives import run_lives
+from kvactors.scenario.observe import Observe, unobserved
 from kvactors.scenario.report import Report
 from kvactors.scenario.router import compare, routing
 from kvactors.scenario.session import Progress, Session, beside, session
@@ -30,8 +31,17 @@ def run_scenario(
     seed: int | None = None,
     virtual: bool = False,
     progress: Progress = lambda _: None,
+    observe: Observe = unobserved,
 ) -> tuple[Scenario, Report]:
     """Run the scenario of a file.
+
+    Args:
+        data: the file's mapping.
+        seed: in place of the scenario's.
+        virtual: whether it runs on a loop of virtual time.
+        progress: called with the totals a few times a second.
+        observe: entered with the open cache of the run that counts. Not called if the run has
+            several processes.
 
     Raises:
         ConfigError: a setting of the scenario is invalid.
@@ -46,11 +56,13 @@ def run_scenario(
 
             check_virtual(scenario)
             return scenario, simulate(
-                lambda: run_session(scenario, seed, progress, virtual=True), seed
+                lambda: run_session(scenario, seed, progress, virtual=True, observe=observe), seed
             )
         if scenario.lives.kills:
             return scenario, run_terminable(run_lives(scenario, data, seed))
-        return scenario, run_terminable(run_session(scenario, seed, progress, virtual=False))
+        return scenario, run_terminable(
+            run_session(scenario, seed, progress, virtual=False, observe=observe)
+        )
 
 
 def check_virtual(scenario: Scenario) -> None:
@@ -70,33 +82,37 @@ def check_virtual(scenario: Scenario) -> None:
 
 
 async def run_session(
-    scenario: Scenario, seed: int, progress: Progress, *, virtual: bool
+    scenario: Scenario, seed: int, progress: Progress, *, virtual: bool, observe: Observe
 ) -> Report:
     """Run the scenario in this process, after its `lives.restarts` earlier runs, with the processes
     beside it: a router, a pool's master and another node."""
     if scenario.mooncake.enabled:
         async with pool(scenario.mooncake) as address:
-            return await run_in_pool(with_master(scenario, address), seed, progress)
+            return await run_in_pool(with_master(scenario, address), seed, progress, observe)
     for _ in range(scenario.lives.restarts):
         async with session(scenario, virtual=virtual) as one:
             await one.run(seed, progress)
-    return await run_once(scenario, seed, progress, virtual=virtual)
+    return await run_once(scenario, seed, progress, virtual=virtual, observe=observe)
 
 
-async def run_in_pool(scenario: Scenario, seed: int, progress: Progress) -> Report:
+async def run_in_pool(
+    scenario: Scenario, seed: int, progress: Progress, observe: Observe
+) -> Report:
     """With another node of the pool that has run the workload already, if there is to be one."""
     if not scenario.mooncake.first_node:
-        return await run_once(scenario, seed, progress, virtual=False)
+        return await run_once(scenario, seed, progress, virtual=False, observe=observe)
     async with session(scenario, virtual=False) as first:
         before = await first.run(seed, progress)
-        report = await run_once(scenario, seed, progress, virtual=False)
+        report = await run_once(scenario, seed, progress, virtual=False, observe=observe)
         report.errors += before.errors
         return report
 
 
-async def run_once(scenario: Scenario, seed: int, progress: Progress, *, virtual: bool) -> Report:
+async def run_once(
+    scenario: Scenario, seed: int, progress: Progress, *, virtual: bool, observe: Observe
+) -> Report:
     """The run that counts."""
-    async with session(scenario, virtual=virtual) as one:
+    async with session(scenario, virtual=virtual, observe=observe) as one:
         if not scenario.router.enabled:
             return await one.run(seed, progress)
         return await run_routed(one, seed, progress)

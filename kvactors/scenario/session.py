@@ -20,6 +20,7 @@ from kvactors.layout import make_layout
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine
+from kvactors.scenario.observe import Observe, unobserved
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Report, Totals, make_report
 from kvactors.scenario.spec import FaultSpec, Scenario
@@ -174,7 +175,9 @@ class Session:
 
 
 @asynccontextmanager
-async def session(scenario: Scenario, *, virtual: bool) -> AsyncIterator[Session]:
+async def session(
+    scenario: Scenario, *, virtual: bool, observe: Observe = unobserved
+) -> AsyncIterator[Session]:
     """A scenario's cache, open, its sinks wrapped so that they can misbehave."""
     config = Config.from_env(base=cache_config(scenario))
     layout = make_layout(config.layout, config.cache.block_size)
@@ -194,9 +197,12 @@ async def session(scenario: Scenario, *, virtual: bool) -> AsyncIterator[Session
         bare.storage.backend != "attention_store"
     ):  # then only the sinks, which are open already, use its settings
         bare = msgspec.structs.replace(bare, attention_store=AttentionStoreConfig())
-    async with open_cache(
-        bare, sinks=list(sinks.values()), backend=backend, inline_copies=virtual
-    ) as cache:
+    async with (
+        open_cache(
+            bare, sinks=list(sinks.values()), backend=backend, inline_copies=virtual
+        ) as cache,
+        observe(cache),
+    ):
         yield Session(scenario, cache, sinks, virtual=virtual)
 
 

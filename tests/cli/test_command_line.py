@@ -81,6 +81,27 @@ def test_run_prints_a_table_and_writes_the_report(kvactors, tmp_path):
     assert set(report["loop_lag_ms"]) == {"p50", "p99", "p999"}
 
 
+def test_a_run_and_a_replay_write_pages(kvactors, tmp_path):
+    scenario, page = write(tmp_path / "s.toml", SCENARIO.format(4)), tmp_path / "r.html"
+    assert kvactors("run", scenario, "--html", page)[0] == 0
+    assert "Course of the run" in page.read_text()
+    trace = write(
+        tmp_path / "t.jsonl",
+        "".join(f'{{"timestamp": {i}, "hash_ids": [{i % 3}]}}\n' for i in range(9)),
+    )
+    page.unlink()
+    assert kvactors("replay", trace, "--html", page)[0] == 0
+    assert "&quot;patience&quot;" in page.read_text()
+
+
+@pytest.mark.parametrize("command", ["run", "replay"])
+def test_a_page_without_its_extra_is_refused_before_any_work(kvactors, monkeypatch, command):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, out, err = kvactors(command, "/nowhere", "--html", "r.html")
+    assert (status, out) == (2, "")
+    assert "kvactors[report]" in err
+
+
 def test_run_fails_when_an_expectation_does_not_hold(kvactors, tmp_path):
     status, _, err = kvactors("run", write(tmp_path / "s.toml", SCENARIO.format(5)))
     assert status == 1

@@ -1,0 +1,196 @@
+"""Time series of a run: what the page of a report draws.
+
+The recorder reads `KVCache.statistics()` at a fixed interval of the loop's time. It keeps at most
+`POINTS` samples: when they are full, every second one is dropped and the interval doubles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvactors.cache import KVCache
+from kvactors.observe.lag import LagMonitor
+from kvactors.observe.statistics import CacheStatistics
+
+POINTS = 400
+"""Samples kept at most."""
+
+WINDOWS = 60
+"""Windows of time for which rates are computed, at most. Shorter ones show mostly noise."""
+
+INTERVAL = 0.05
+"""Seconds between samples at the start."""
+
+COUNTERS = (
+    "looked_up",
+    "device_hits",
+    "host_hits",
+    "storage_hits",
+    "bytes_to_host",
+    "bytes_to_device",
+    "bytes_written",
+    "bytes_read",
+    "messages",
+    "tasks",
+)
+"""Series that only rise."""
+
+GAUGES = (
+    "device_used",
+    "host_used",
+    "stored",
+    "leases",
+    "waiting",
+    "pending",
+    "pending_age_s",
+    "lag_ms",
+)
+"""Series of values at one moment. lag_ms is the worst lag of the loop since the sample before."""
+
+
+class Recording(msgspec.Struct):
+    """Samples of a run.
+
+    Attributes:
+        seconds: of each sample, since the start.
+        series: the values of each counter and gauge by name, one for each sample.
+        device_blocks: size of the device.
+        host_slots: size of the host tier, without slots for blocks in transit.
+    """
+
+    seconds: list[float]
+    series: dict[str, list[float]]
+    device_blocks: int = 0
+    host_slots: int = 0
+
+    def rates(self, name: str) -> tuple[list[float], list[float]]:
+        """Increase of a counter a second, in windows of about equal length.
+
+        Returns:
+            The end of each window in seconds, and the rate in it.
+        """
+        count = len(self.seconds)
+        ends = _distinct(np.linspace(0, count - 1, min(count, WINDOWS + 1)).astype(np.int64))
+        seconds = np.asarray(self.seconds)[ends]
+        rates = np.diff(np.asarray(self.series[name])[ends]) / np.diff(seconds)
+        return _listed(seconds[1:]), _listed(rates)
+
+    def shares(self, name: str, of: str) -> tuple[list[float], list[float]]:
+        """Increase of a counter divided by that of another, in windows of about equal increase of
+        the other.
+
+        Returns:
+            The end of each window in seconds, and the share in it.
+        """
+        whole = np.asarray(self.series[of])
+        steps = np.linspace(whole[0], whole[-1], min(len(whole), WINDOWS // 2 + 1))
+        ends = _distinct(np.searchsorted(whole, steps))
+        below = np.diff(whole[ends])
+        shares = np.diff(np.asarray(self.series[name])[ends]) / np.maximum(below, 1)
+        return _listed(np.asarray(self.seconds)[ends[1:]]), _listed(shares)
+
+
+def _distinct(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The positions in their order, each once."""
+    kept: NDArray[np.int64] = np.unique(positions)
+    return kept
+
+
+def _listed(values: NDArray[np.float64]) -> list[float]:
+    return [float(value) for value in values]
+
+
+class Recorder:
+    """Samples a cache while `observing`.
+
+    Attributes:
+        recording: what was sampled so far.
+
+    Args:
+        interval: seconds between samples at the start.
+    """
+
+    def __init__(self, interval: float = INTERVAL) -> None:
+        self.recording = Recording([], {name: [] for name in (*COUNTERS, *GAUGES)})
+        self._interval = interval
+        self._lag = LagMonitor()
+        self._begin = 0.0
+
+    @asynccontextmanager
+    async def observing(self, cache: KVCache) -> AsyncIterator[Recorder]:
+        """Sample a cache until the block ends, and once more then."""
+        loop = asyncio.get_running_loop()
+        self._begin = loop.time()
+        self._sample(cache)
+        async with self._lag.running():
+            task = loop.create_task(self._run(cache))
+            try:
+                yield self
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                self._lag.lags.clear()  # what came last is the lag of making the report
+                self._sample(cache)
+
+    async def _run(self, cache: KVCache) -> None:
+        while True:
+            await asyncio.sleep(self._interval)
+            self._sample(cache)
+
+    def _sample(self, cache: KVCache) -> None:
+        statistics, recording = cache.statistics(), self.recording
+        recording.seconds.append(asyncio.get_running_loop().time() - self._begin)
+        recording.device_blocks = statistics.prefix.blocks_total
+        recording.host_slots = statistics.host.capacity
+        values = self._gauges(statistics) | counters_of(statistics)
+        for name, value in values.items():
+            recording.series[name].append(value)
+        if len(recording.seconds) >= POINTS:
+            self._thin_out()
+
+    def _gauges(self, statistics: CacheStatistics) -> dict[str, float]:
+        lags, self._lag.lags = self._lag.lags, []
+        prefix, store = statistics.prefix, statistics.store
+        return {
+            "device_used": prefix.blocks_total - prefix.blocks_free,
+            "host_used": statistics.host.resident,
+            "stored": store.objects if store is not None else 0,
+            "leases": prefix.leases,
+            "waiting": prefix.waiting,
+            "pending": sum(sink.pending for sink in statistics.flush),
+            "pending_age_s": max((s.oldest_pending_age for s in statistics.flush), default=0.0),
+            "lag_ms": max(lags, default=0.0) * 1e3,
+        }
+
+    def _thin_out(self) -> None:
+        recording = self.recording
+        recording.seconds = recording.seconds[::2]
+        lags = recording.series["lag_ms"]
+        worst = [max(lags[i : i + 2]) for i in range(0, len(lags), 2)]
+        recording.series = {name: values[::2] for name, values in recording.series.items()}
+        recording.series["lag_ms"] = worst
+        self._interval *= 2
+
+
+def counters_of(statistics: CacheStatistics) -> dict[str, float]:
+    """The counters of `COUNTERS` as they are now."""
+    swapper, store = statistics.swapper, statistics.store
+    size = store.object_bytes if store is not None else 0
+    return {
+        "looked_up": statistics.blocks_looked_up,
+        "device_hits": statistics.device_hits,
+        "host_hits": statistics.host_hits,
+        "storage_hits": statistics.storage_hits,
+        "bytes_to_host": swapper.bytes_to_host,
+        "bytes_to_device": swapper.bytes_to_device,
+        "bytes_written": store.writes * size if store is not None else 0,
+        "bytes_read": store.reads * size if store is not None else 0,
+        "messages": statistics.messages,
+        "tasks": sum(sink.delivered for sink in statistics.flush),
+    }

@@ -1,0 +1,103 @@
+"""The page of a run or a replay: its figures, its course, its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from kvactors.charts import Chart
+from kvactors.page import Section, Tile, make_page
+from kvactors.scenario.recorder import Recording
+from kvactors.scenario.report import Report, report_rows
+
+TIERS = ("device", "host", "storage")
+MEGABYTE = 1e6
+
+Lines: TypeAlias = dict[str, tuple[Sequence[float], Sequence[float]]]
+
+
+def run_page(report: Report, recording: Recording | None, settings: Mapping[str, Any]) -> str:
+    """The page as HTML.
+
+    Args:
+        report: of the run.
+        recording: the course of the run, None if it was not recorded: a run in several processes.
+        settings: of the cache and the run.
+    """
+    hits = report.hit_rate
+    tiles = [
+        Tile("requests", f"{report.requests:,}"),
+        Tile("hit rate", f"{hits['total']:.1%}"),
+        *[Tile(f"{tier} hits", f"{hits[tier]:.1%}") for tier in TIERS],
+        Tile("blocks verified", f"{report.verified_blocks:,}"),
+        Tile(
+            "wrong blocks", f"{report.corrupt_blocks_served}", bad=report.corrupt_blocks_served > 0
+        ),
+        Tile("errors", f"{len(report.errors)}", bad=bool(report.errors)),
+        Tile("seconds", f"{report.wall_s:.1f}"),
+    ]
+    sections = [Section("Summary", rows=report_rows(report), text_cells=True)]
+    if recording is not None and len(recording.seconds) > 1:
+        sections.append(Section("Course of the run", charts=course(recording)))
+    else:
+        sections.append(
+            Section("Course of the run", "Not recorded: the run had several processes.")
+        )
+    text = msgspec.json.format(msgspec.json.encode(settings), indent=2).decode()
+    sections.append(
+        Section("Settings", "Settings that have their defaults are left out.", code=text)
+    )
+    return make_page(report.name, "A report of kvactors.", tiles, sections)
+
+
+def course(recording: Recording) -> list[Chart]:
+    """The charts over time."""
+    time = recording.seconds
+    series = recording.series
+
+    def at(**names: str) -> Lines:
+        return {label.replace("_", " "): (time, series[name]) for label, name in names.items()}
+
+    def rate(scale: float = 1.0, **names: str) -> Lines:
+        found: Lines = {}
+        for label, name in names.items():
+            ends, rates = recording.rates(name)
+            found[label.replace("_", " ")] = (ends, [one / scale for one in rates])
+        return found
+
+    hits = {tier: recording.shares(f"{tier}_hits", "looked_up") for tier in TIERS}
+    full = {
+        "device": (time, shares_of(series["device_used"], recording.device_blocks)),
+        "host": (time, shares_of(series["host_used"], recording.host_slots)),
+    }
+    seconds = "seconds"
+    return [
+        Chart("Hit rate by tier", seconds, "share of blocks", hits, stacked=True, top=1.0),
+        Chart("Occupancy", seconds, "share of the tier", full, top=1.05),
+        Chart("Objects in the store", seconds, "blocks", at(store="stored")),
+        Chart("Requests", seconds, "requests", at(running="leases", waiting="waiting"), steps=True),
+        Chart(
+            "Bandwidth",
+            seconds,
+            "MB/s",
+            rate(
+                MEGABYTE,
+                device_to_host="bytes_to_host",
+                host_to_device="bytes_to_device",
+                written="bytes_written",
+                read="bytes_read",
+            ),
+        ),
+        Chart("Changes not yet taken by sinks", seconds, "blocks", at(pending="pending")),
+        Chart("Age of the oldest such change", seconds, "seconds", at(age="pending_age_s")),
+        Chart("Flush tasks delivered", seconds, "tasks/s", rate(delivered="tasks")),
+        Chart("Messages between actors", seconds, "messages/s", rate(messages="messages")),
+        Chart("Worst lag of the event loop", seconds, "ms", at(lag="lag_ms")),
+    ]
+
+
+def shares_of(values: Sequence[float], size: float) -> list[float]:
+    """The values as shares of a size. All 0 if the size is 0."""
+    return [value / size if size else 0.0 for value in values]
