@@ -203,7 +203,7 @@ BUGS: tuple[Mutation, ...] = (
         "host.touch(reversed(self._hashes))",
         "host.touch(self._hashes)",
         "a finished request makes the end of its prefix younger than its beginning",
-        ("tests/e2e/test_replay_oracle.py::test_hits_of_every_tier_equal_the_models[inclusive]",),
+        ("tests/cpu_evictor/test_save.py::test_an_inclusive_host_keeps_a_copy_of_the_path",),
     ),
     Mutation(
         "exclusive_host_keeps_its_copy",

@@ -25,7 +25,7 @@ BUGS: tuple[Mutation, ...] = (
         "            if sent < self.backend.fence:\n",
         "            if sent < (0, 0):\n",
         "batches that waited in a writer's queue are written after the store was cleared",
-        (f"{CLEAR}::test_batches_that_wait_in_any_writer_are_not_written_after_the_clear",),
+        ("tests/storage/test_writer.py::test_a_batch_that_waited_during_a_clear_is_not_written",),
     ),
     Mutation(
         "write_goes_on_after_a_clear_that_it_did_not_see",

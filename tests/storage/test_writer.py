@@ -13,6 +13,7 @@ from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.storage import reports
 from kvactors.storage.backends import MemoryBackend
+from kvactors.storage.batches import IN_FLIGHT
 from kvactors.storage.messages import (
     ClearStore,
     NextPage,
@@ -86,6 +87,26 @@ def test_a_gain_is_reported_before_the_evictor_frees_the_slot():
             Written,
         ]
         assert effects.to("flush_notifier")[0].hashes == A
+
+
+def test_a_batch_that_waited_during_a_clear_is_not_written():
+    """Whichever comes first after the clear, the end of a batch in flight or the clear's: the
+    order depends on the loop."""
+    inner = memory(A)
+    with stepped(inner) as writer:
+        running = [writer.turn(Write(op, A, (0,), NEVER)).jobs[0] for op in range(IN_FLIGHT)]
+        assert writer.turn(Write(8, B, (1,), NEVER)).jobs == ()
+        (clear,) = writer.turn(ClearStore(9)).jobs
+        assert writer.turn(Write(10, C, (2,), NEVER)).jobs == ()
+        (cleared,) = end(writer, clear).to("cpu_evictor")
+        assert (cleared.op, cleared.error) == (9, "")
+        (before,) = end(writer, running[0]).jobs
+        (after,) = end(writer, running[1]).jobs
+        (late,) = end(writer, before).to("cpu_evictor")
+        assert (late.op, list(late.outcomes)) == (8, [Outcome.LATE])
+        (written,) = end(writer, after).to("cpu_evictor")
+        assert (written.op, list(written.outcomes)) == (10, [Outcome.OK])
+        assert inner.keys() == [C]
 
 
 def test_the_first_writer_reports_the_stored_objects(monkeypatch):
