@@ -121,6 +121,10 @@ class CacheCalls(OpenCache):
         path, media = request_path(
             self.block_size, self.system.roots.root(scope), tokens, extra_keys
         )
+        if wait_for_evictions is not True:
+            wait_for_evictions = check_flag("wait_for_evictions", wait_for_evictions)
+        if wait_for_room is not False:
+            wait_for_room = check_flag("wait_for_room", wait_for_room)
         stored = None
         chunk = 0 if chunk_tokens is None else check_int("chunk_tokens", chunk_tokens, 1)
         if chunk and self.system.store is not None:
@@ -131,10 +135,10 @@ class CacheCalls(OpenCache):
             request_id,
             path,
             at,
-            check_flag("wait_for_evictions", wait_for_evictions),
+            wait_for_evictions,
             scope,
             () if self._split_media else media,
-            check_flag("wait_for_room", wait_for_room),
+            wait_for_room,
             chunk,
             stored,
         )

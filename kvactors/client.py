@@ -55,8 +55,7 @@ class Client:
     def check(self) -> None:
         """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a
         forked process, CacheFailed if it has failed."""
-        if self.system.forked or asyncio._get_running_loop() is not self.loop:
-            self.check_loop()
+        self.check_loop()
         if not self.is_open:
             raise CacheClosed("the cache is closed")
         if self._supervisor.failed is not None:
@@ -92,7 +91,13 @@ class Client:
         Args:
             deadline: seconds, those of the settings if None.
         """
-        self.check()
+        if (
+            self.system.forked
+            or asyncio._get_running_loop() is not self.loop
+            or not self.is_open
+            or self._supervisor.failed is not None
+        ):
+            self.check()
         seconds = (
             self._default_deadline if deadline is None else check_seconds("deadline", deadline)
         )

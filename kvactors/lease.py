@@ -49,7 +49,6 @@ class Lease:
             prefill from here on. Before, an upper bound: it includes loads in flight and blocks
             that storage is still asked for.
         pending: whether loads are in flight.
-        hits: blocks that were cached, by tier. Final once `wait_ready` has returned.
         num_tokens: tokens of the request, those of `extend` included.
     """
 
@@ -67,11 +66,16 @@ class Lease:
         self._table: Sequence[int] = granted.blocks
         self.cached_tokens = granted.cached_tokens
         self.pending = granted.pending
-        self.hits = Hits(granted.device_hits, 0, 0)
+        self._hits = (granted.device_hits, 0, 0)
         self.num_tokens = path.num_tokens
         self._hold = LeaseHold(client, lease, request_id, loads_end)
         self._path = path
         self._media = media  # (offset, length) of the media items
+
+    @property
+    def hits(self) -> Hits:
+        """Blocks that were cached, by tier. Final once `wait_ready` has returned."""
+        return Hits(*self._hits)
 
     @property
     def block_table(self) -> tuple[int, ...]:
@@ -101,7 +105,7 @@ class Lease:
             *self._table[len(landed.blocks) :],
         )  # an extend may have been answered since
         self.cached_tokens, self.pending = landed.cached_tokens, False
-        self.hits = Hits(landed.device_hits, landed.host_hits, landed.storage_hits)
+        self._hits = (landed.device_hits, landed.host_hits, landed.storage_hits)
 
     async def wait_layer(
         self, layer: int, *, stream: Stream | None = None, deadline: float | None = None
@@ -133,7 +137,7 @@ class Lease:
         if not self.pending:
             return self.cached_tokens
         if handle is not None:
-            loading = self._table[self.hits.device : self.cached_tokens // self._path.block_size]
+            loading = self._table[self._hits[0] : self.cached_tokens // self._path.block_size]
             if self._hold.client.system.plane.make_stream_wait(handle, loading, number):
                 return self.cached_tokens
         return int(await self._hold.ask(LayerReady(self._hold.id, number), at))
@@ -264,7 +268,8 @@ class Lease:
         computed = (
             None if computed_tokens is None else check_int("computed_tokens", computed_tokens)
         )
-        await self._end(Finish(self._hold.id, computed), computed or 0, event, deadline)
+        message = Finish(self._hold.id, computed)
+        await self._hold.end(message, self._path, self.num_tokens, event, deadline)
 
     async def preempt(
         self,
@@ -284,21 +289,8 @@ class Lease:
         Raises:
             NotReady, DeviceError: as in `finish`.
         """
-        computed = check_int("computed_tokens", computed_tokens)
-        await self._end(Preempt(self._hold.id, computed), computed, event, deadline)
-
-    async def _end(
-        self,
-        message: Finish | Preempt,
-        computed: int,
-        event: Completion | None,
-        deadline: float | None,
-    ) -> None:
-        hold = self._hold
-        at = hold.deadline(deadline)
-        if event is not None:
-            await hold.wait_event(event, computed, self.num_tokens, at)
-        await hold.end(message, self._path, computed, self.num_tokens, at)
+        message = Preempt(self._hold.id, check_int("computed_tokens", computed_tokens))
+        await self._hold.end(message, self._path, self.num_tokens, event, deadline)
 
     def hashes(self, start: int, stop: int) -> bytes:
         """Hashes of the full blocks from `start` to before `stop`, 32 bytes each."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
+
 from kvactors.actor import Ask
 from kvactors.client import Client
 from kvactors.device_events import Completion
@@ -26,29 +28,27 @@ AFTER_LOADS = 2.0
 index gives loads up `GRACE` seconds after their deadline. They are misses then, not an error."""
 
 
-class LeaseHold:
+class LeaseHold(msgspec.Struct, eq=False):
     """The number of a lease at the index, and whether the lease can still be used.
 
     Attributes:
         client: of the lease's cache.
         id: the lease's number.
         request_id: for messages.
+        loads_end: the deadline of the loads.
         ended: whether the lease has ended for its caller.
         changing: the call in progress that changes the block table, "" if there is none.
         committing: tokens of the commits in progress that take several steps. They must stay until
             the commits are answered.
     """
 
-    __slots__ = ("_loads_end", "changing", "client", "committing", "ended", "id", "request_id")
-
-    def __init__(self, client: Client, lease: int, request_id: str, loads_end: float) -> None:
-        self.client = client
-        self.id = lease
-        self.request_id = request_id
-        self.ended = False
-        self.changing = ""
-        self.committing: list[int] = []
-        self._loads_end = loads_end
+    client: Client
+    id: int
+    request_id: str
+    loads_end: float
+    ended: bool = False
+    changing: str = ""
+    committing: list[int] = []
 
     def deadline(self, deadline: float | None) -> float:
         """Check that the lease can be used here and now. Returns the absolute deadline."""
@@ -60,7 +60,7 @@ class LeaseHold:
     def loads_deadline(self, deadline: float | None) -> float:
         """The same, by default late enough for every load to complete or to be given up."""
         at = self.deadline(deadline)
-        return max(at, self._loads_end + AFTER_LOADS) if deadline is None else at
+        return max(at, self.loads_end + AFTER_LOADS) if deadline is None else at
 
     def check_ended(self) -> None:
         """LeaseEnded once the lease has ended."""
@@ -168,10 +168,18 @@ class LeaseHold:
         return True
 
     async def end(
-        self, message: Finish | Preempt, path: Path, computed: int, num_tokens: int, at: float
+        self,
+        message: Finish | Preempt,
+        path: Path,
+        num_tokens: int,
+        event: Completion | None,
+        deadline: float | None,
     ) -> None:
-        """End the lease with a message that commits `computed` tokens. The lease stays open only if
-        the message is refused."""
+        """End the lease with a message, which may commit tokens. The lease stays open only if the
+        event fails or the message is refused."""
+        at, computed = self.deadline(deadline), message.computed_tokens or 0
+        if event is not None:
+            await self.wait_event(event, computed, num_tokens, at)
         try:
             if computed > self.client.part_tokens:
                 await self._commit_parts(path, computed, num_tokens, at)

@@ -133,7 +133,8 @@ class Channel(Generic[T]):
     async def wait_for_item(self) -> None:
         """Wait until an item was put or the channel is closed, in the step in which `get_nowait`
         returned None. Only one task may wait. ChannelClosed if it is closed already."""
-        self._check_open()
+        if self._closed is not None:
+            raise self._closed()
         if self._receiver is not None and not self._receiver.done():
             raise RuntimeError(f"channel {self.name!r} has a receiver already")
         self._receiver = asyncio.get_running_loop().create_future()
@@ -193,8 +194,9 @@ class Channel(Generic[T]):
         self._data.append(item)
         if len(self._data) > self._peak:
             self._peak = len(self._data)
-        if self._receiver is not None:
-            self._wake_receiver()
+        receiver = self._receiver
+        if receiver is not None and not receiver.done():  # `_wake_receiver` without a call
+            receiver.set_result(None)
 
     def _wake_receiver(self) -> None:
         if self._receiver is not None and not self._receiver.done():

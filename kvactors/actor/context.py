@@ -95,12 +95,14 @@ class Context:
     def answer(self, envelope: Envelope[T], value: T) -> bool:
         """Answer an ask. False, and counted as late, if its asker no longer waits."""
         self.unanswered.pop(envelope, None)
-        if envelope.answer(value):
-            if self._instruments.active:
-                self._instruments.notify("answered", self.ref, envelope, value, None)
-            return True
-        self.late += 1
-        return False
+        reply = envelope.reply
+        if reply is None or reply.done():
+            self.late += 1
+            return False
+        reply.set_result(value)
+        if self._instruments.active:
+            self._instruments.notify("answered", self.ref, envelope, value, None)
+        return True
 
     def refuse(self, envelope: Envelope[Any], error: Exception) -> bool:
         """Answer an ask with an error. False, and counted as late, if its asker no longer waits."""

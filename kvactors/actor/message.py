@@ -52,7 +52,7 @@ class PeerRestarted(Control, frozen=True, eq=False):
     incarnation: int = -1
 
 
-class Envelope(Generic[R]):
+class Envelope(msgspec.Struct, Generic[R], eq=False):
     """A message in flight, and for an ask the port of its answer.
 
     Attributes:
@@ -60,19 +60,13 @@ class Envelope(Generic[R]):
         incarnation: the receiver's incarnation that this is addressed to. A later one drops it.
     """
 
-    __slots__ = ("deadline", "incarnation", "message", "reply")
+    message: Message
+    reply: asyncio.Future[R] | None = None
+    deadline: float | None = None
+    incarnation: int = 0
 
-    def __init__(
-        self,
-        message: Message,
-        reply: asyncio.Future[R] | None = None,
-        deadline: float | None = None,
-        incarnation: int = 0,
-    ) -> None:
-        self.message = message
-        self.reply = reply
-        self.deadline = deadline
-        self.incarnation = incarnation
+    __repr__ = discreet
+    __rich_repr__ = discreet_rich
 
     @property
     def abandoned(self) -> bool:

@@ -33,45 +33,45 @@ an ask."""
 
 
 class OpenAsks(Generic[R]):
-    """The unanswered asks of one ref, ended at their deadlines (to within two sweeps)."""
+    """The unanswered asks of one ref, ended at their deadlines (to within two sweeps).
 
-    __slots__ = ("_actor", "_open", "_overdue", "_timer")
+    Attributes:
+        open: the envelopes by reply. An ask adds itself and removes itself.
+        timer: of the next sweep.
+    """
+
+    __slots__ = ("_actor", "_overdue", "open", "timer")
 
     def __init__(self, actor: str) -> None:
         self._actor = actor
-        self._open: dict[asyncio.Future[Any], Envelope[Any]] = {}
+        self.open: dict[asyncio.Future[Any], Envelope[Any]] = {}
         self._overdue: dict[
             asyncio.Future[Any], None
         ] = {}  # in the order they were asked: a run must repeat from its seed
-        self._timer: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None
 
-    def add(self, reply: asyncio.Future[Any], envelope: Envelope[Any]) -> None:
-        """Watch an ask until it is discarded. reply: the envelope's."""
-        self._open[reply] = envelope
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(SWEEP, self._sweep)
-
-    def discard(self, reply: asyncio.Future[Any]) -> None:
-        """Watch it no longer."""
-        self._open.pop(reply, None)
+    def start_timer(self) -> None:
+        """Begin to sweep."""
+        self.timer = asyncio.get_running_loop().call_later(SWEEP, self._sweep)
 
     def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(SWEEP, self._sweep) if self._open else None
-        now = loop.time()
+        self.timer = None
+        if self.open:
+            self.start_timer()
+        now = asyncio.get_running_loop().time()
         overdue = [
             reply
-            for reply, envelope in self._open.items()
+            for reply, envelope in self.open.items()
             if envelope.deadline is not None and envelope.deadline <= now
         ]
         twice = [reply for reply in overdue if reply in self._overdue]
         for reply in twice:  # until the second look the actor may still refuse in better words
-            fail_with_deadline(reply, self._actor, type(self._open[reply].message).__name__)
+            fail_with_deadline(reply, self._actor, type(self.open[reply].message).__name__)
         self._overdue = dict.fromkeys(overdue)
 
     def __len__(self) -> int:
         """Asks without an answer. One whose asker has not taken its answer yet is not counted."""
-        return sum(not reply.done() for reply in self._open)
+        return sum(not reply.done() for reply in self.open)
 
 
 class ActorRef(Generic[M_contra]):
@@ -154,16 +154,21 @@ class ActorRef(Generic[M_contra]):
         """
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         envelope: Envelope[R] = Envelope(message, reply, deadline, self.incarnation)
+        asks = self._asks
         try:
             if not self.try_send(envelope):
                 with anyio.CancelScope(deadline=deadline):
                     await self.send(envelope)
-                    self._asks.add(reply, envelope)
+                    asks.open[reply] = envelope
+                    if asks.timer is None:
+                        asks.start_timer()
                     return await reply
                 if reply.done() and not reply.cancelled():
                     return reply.result()  # answered in the step in which the deadline passed
                 raise DeadlineExceeded(f"{self.name} did not take {type(message).__name__} in time")
-            self._asks.add(reply, envelope)
+            asks.open[reply] = envelope
+            if asks.timer is None:
+                asks.start_timer()
             return await reply
         except asyncio.CancelledError:
             if (
@@ -175,7 +180,7 @@ class ActorRef(Generic[M_contra]):
                 lost(reply.result())
             raise
         finally:
-            self._asks.discard(reply)
+            asks.open.pop(reply, None)
 
     def try_send(self, envelope: Envelope[Any]) -> bool:
         """`try_tell` for a message that has its envelope already."""

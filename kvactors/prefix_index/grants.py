@@ -72,10 +72,16 @@ class Grants:
         ):
             return [admission.no_room_refusal(envelope, needed)]
         match = index.match(path, fetch=fetch, media=message.media, chunk=message.chunk_tokens)
-        lease = LeaseState(message.lease, message.request_id, path, index.tree, message.deadline)
-        lease.media = message.media
-        lease.device_hits = match.num_device_blocks
-        lease.expected_blocks = match.expected_blocks
+        lease = LeaseState(
+            message.lease,
+            message.request_id,
+            path,
+            index.tree,
+            message.deadline,
+            message.media,
+            match.num_device_blocks,
+            match.expected_blocks,
+        )
         if not admission.waiting and free >= match.new_blocks:
             return self._grant(lease, match, index.take(match.new_blocks), envelope)
         actions = self._loads.begin(lease, match.segments, placed=False)

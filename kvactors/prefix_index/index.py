@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,7 +40,7 @@ class Segment(NamedTuple):
     joined: LoadState | None
 
 
-class Match(NamedTuple):
+class Match(msgspec.Struct, frozen=True):
     """The cached part of a pinned path.
 
     Attributes:
@@ -192,18 +193,19 @@ class BlockIndex:
                 last whole one.
             chunk: tokens after the cached ones that the request needs blocks for, 0 for all.
         """
-        match = self._match_whole(path, fetch=fetch, media=media)
+        limit = self.match_limit(path)
+        if media:
+            match = self._match_whole_items(path, limit, fetch=fetch, media=media)
+        else:
+            match = self._match(path, limit, fetch=fetch)
         if not chunk:
             return match
         # Positions of known blocks that cannot be hit are in the table already.
         chunked = max(path.num_blocks, self.chunk_blocks(path, match.expected_blocks, chunk))
         later = self.blocks_for(path.num_tokens) - chunked
-        return match._replace(new_blocks=match.new_blocks - later)
+        return msgspec.structs.replace(match, new_blocks=match.new_blocks - later)
 
-    def _match_whole(self, path: Path, *, fetch: int, media: Media) -> Match:
-        limit = self.match_limit(path)
-        if not media:
-            return self._match(path, limit, fetch=fetch)
+    def _match_whole_items(self, path: Path, limit: int, *, fetch: int, media: Media) -> Match:
         limit = self.before_media(self._reach(path, limit, fetch=fetch), media)
         while True:
             match = self._match(path, limit, fetch=fetch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,7 +29,7 @@ class LeaseFault(NamedTuple):
         return self.kind(*self.arguments)
 
 
-class LeaseState:
+class LeaseState(msgspec.Struct, eq=False):
     """A request's hold on its device blocks.
 
     Attributes:
@@ -44,42 +45,22 @@ class LeaseState:
         fault: why it can no longer be used.
     """
 
-    __slots__ = (
-        "counted",
-        "deadline",
-        "device_hits",
-        "expected_blocks",
-        "fault",
-        "granted",
-        "host_hits",
-        "id",
-        "layers",
-        "loads",
-        "media",
-        "path",
-        "ready",
-        "request_id",
-        "storage_hits",
-        "tree",
-    )
-
-    def __init__(
-        self, lease: int, request_id: str, path: Path, tree: BlockTree, deadline: float
-    ) -> None:
-        self.id = lease
-        self.request_id = request_id
-        self.path = path
-        self.tree = tree
-        self.deadline = deadline
-        self.loads: list[LoadState] = []
-        self.ready: list[Envelope[Any]] = []
-        self.layers: list[tuple[int, Envelope[int]]] = []
-        self.expected_blocks = 0
-        self.device_hits = self.host_hits = self.storage_hits = 0
-        self.granted = False
-        self.fault: LeaseFault | None = None
-        self.media: tuple[tuple[int, int], ...] = ()
-        self.counted = True
+    id: int
+    request_id: str
+    path: Path
+    tree: BlockTree
+    deadline: float
+    media: tuple[tuple[int, int], ...] = ()
+    device_hits: int = 0
+    expected_blocks: int = 0
+    host_hits: int = 0
+    storage_hits: int = 0
+    loads: list[LoadState] = []
+    ready: list[Envelope[Any]] = []
+    layers: list[tuple[int, Envelope[int]]] = []
+    granted: bool = False
+    counted: bool = True
+    fault: LeaseFault | None = None
 
 
 class LoadState(Timed):

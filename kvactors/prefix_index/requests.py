@@ -52,17 +52,17 @@ class Requests:
         if needed > self._index.pool.total:
             return [admission.never_fits(envelope, needed)]
         if not admission.space.is_busy:
-            return self.admit(message, envelope)
+            return self._admit(message, needed, envelope)
         if message.wait_for_room:
             return [admission.space.hold(message, envelope)]
         return [admission.count_refusal(envelope, NoRoom(needed, 0))]
 
-    def admit(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
-        """Admit a request under the present namespace, or begin to."""
-        path, index = message.path, self._index
-        self._grants.set_root(path, message.scope)
-        needed = index.blocks_for(path.num_tokens)
-        if needed > index.part:
+    def _admit(
+        self, message: Acquire, needed: int, envelope: Envelope[AcquireResult]
+    ) -> list[Action]:
+        """Admit a request of `needed` blocks under the present namespace, or begin to."""
+        self._grants.set_root(message.path, message.scope)
+        if needed > self._index.part:
             return self._long.admit(message, needed, envelope)
         return self._grants.admit(message, needed, envelope)
 
@@ -106,8 +106,9 @@ class Requests:
             if not self._index.fits(path, needed, admission.unpromised(), message.media):
                 return actions
             space.retry(message.lease)
-            actions += self.admit(message, envelope)
-            if self._index.blocks_for(path.num_tokens) <= self._index.part:
+            whole = self._index.blocks_for(path.num_tokens)
+            actions += self._admit(message, whole, envelope)
+            if whole <= self._index.part:
                 space.retried.discard(message.lease)
             if message.lease in space.requests:
                 return actions  # it fitted no more, and is the first again

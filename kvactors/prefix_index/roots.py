@@ -26,7 +26,7 @@ class Roots:
 
     def root(self, scope: RequestScope) -> bytes:
         """The root hash of requests with this adapter and salt that are admitted now."""
-        return self.of(self.namespace, scope)
+        return self._root(self.namespace, scope.lora, scope.salt)
 
     def of(self, namespace: str, scope: RequestScope) -> bytes:
         """The root hash of such requests under any namespace."""

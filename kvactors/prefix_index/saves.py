@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from kvactors.cpu_evictor.messages import Save
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action
@@ -14,7 +16,7 @@ from kvactors.prefix_index.parts import parts
 from kvactors.prefix_index.settings import IndexSettings
 
 
-class SavedPath:
+class SavedPath(msgspec.Struct, eq=False):
     """The path of a finished request while it is being saved.
 
     Attributes:
@@ -22,12 +24,9 @@ class SavedPath:
             after a restart of the host tier.
     """
 
-    __slots__ = ("parts", "path", "tree")
-
-    def __init__(self, tree: BlockTree, path: Path, parts: int) -> None:
-        self.tree = tree
-        self.path = path
-        self.parts = parts
+    tree: BlockTree
+    path: Path
+    parts: int
 
     def answered(self) -> bool:
         """A message is answered, or all are sent. Returns whether nothing is left to wait for: then

@@ -228,7 +228,7 @@ def is_idle(timer: asyncio.TimerHandle) -> bool:
     asks = getattr(timer._callback, "__self__", None)  # type: ignore[attr-defined]
     if not isinstance(asks, OpenAsks):
         return False
-    return all(envelope.deadline in (None, float("inf")) for envelope in asks._open.values())
+    return all(envelope.deadline in (None, float("inf")) for envelope in asks.open.values())
 
 
 def is_timeout(timer: asyncio.TimerHandle) -> bool:

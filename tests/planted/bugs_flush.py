@@ -181,8 +181,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "tokens_in_the_text_of_messages",
         "actor/message.py",
-        "    __repr__ = discreet\n    __rich_repr__ = discreet_rich\n",
-        "",
+        "    __repr__ = discreet\n    __rich_repr__ = discreet_rich\n\n\nclass Control",
+        "\n\nclass Control",
         "the token ids of prompts are in logs and in error texts",
         ("tests/flush_notifier/test_discretion.py",),
     ),

@@ -89,8 +89,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "an_answered_call_counts_until_its_caller_has_run",
         "actor/ref.py",
-        "        return sum(not reply.done() for reply in self._open)\n",
-        "        return len(self._open)\n",
+        "        return sum(not reply.done() for reply in self.open)\n",
+        "        return len(self.open)\n",
         "check() reports an unanswered call that has its answer, on a cache that works",
         (
             "tests/observe/test_invariants.py::test_nothing_is_reported_in_any_iteration_of_the_loop",

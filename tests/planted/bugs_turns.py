@@ -145,7 +145,7 @@ BUGS: tuple[Mutation, ...] = (
         "long_request_is_admitted_in_one_turn",
         "prefix_index/requests.py",
         """\
-        if needed > index.part:
+        if needed > self._index.part:
 """,
         """\
         if False:

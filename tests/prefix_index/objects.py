@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
+import msgspec
+
 from kvactors.actor import Envelope, Message
 from kvactors.flush_notifier.messages import PLAIN
 from kvactors.native import Path
@@ -36,12 +38,13 @@ class ReplyPort:
 class Request(Envelope[Any]):
     """A request without a loop. `cancel` stands for its caller."""
 
-    def __init__(self, message: Message | None = None) -> None:
-        self.port = ReplyPort()
-        super().__init__(message or Message(), self.port)  # type: ignore[arg-type]
+    message: Message = msgspec.field(default_factory=Message)
+    reply: Any = msgspec.field(default_factory=ReplyPort)
+    deadline: float | None = None
+    incarnation: int = 0
 
     def cancel(self) -> None:
-        self.port.cancelled = True
+        self.reply.cancelled = True
 
 
 def block_index(blocks: int = 8, *, part: int = 100) -> BlockIndex:

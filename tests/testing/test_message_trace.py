@@ -21,7 +21,6 @@ from kvactors.actor import (
     Ask,
     Channel,
     Control,
-    Envelope,
     Group,
     InFlight,
     Message,
@@ -348,7 +347,7 @@ def test_words_of_values():
         describe(CopyFinished(7, Direction.TO_HOST, (), 2, 0.123))
         == "CopyFinished(op=7 direction=to_host failed=[] pairs=2)"
     )
-    assert describe(Envelope(note)) == "<Envelope>"
+    assert describe(InFlight()) == "<InFlight>"
 
 
 def test_a_failing_seed_fails_again_with_the_same_trace():
