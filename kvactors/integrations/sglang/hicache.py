@@ -14,12 +14,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_parallel
 
 from kvactors.errors import ConfigError
 from kvactors.integrations.sglang.host_pages import HostPages, Region
 from kvactors.integrations.sglang.page_store import PageCounters, PageStore
 from kvactors.integrations.sglang.prefixes import Need, PoolNeed, find_prefixes, leading
+from kvactors.integrations.sglang.replicas import replica_of
 from kvactors.integrations.sglang.settings import (
     KV,
     check_shared,
@@ -129,7 +129,7 @@ class KVActorsHiCache(HiCacheStorage):
             pages.facts,
             page_bytes=pages.page_bytes,
             pages=self._capacity,
-            replica=_replica(self._config),
+            replica=replica_of(self._config.dp_rank),
         )
         tier = open_storage(config)
         self._pools[name] = Pool(pages, PageStore(tier, pages.page_bytes, config.storage.timeout_s))
@@ -325,13 +325,3 @@ def _region(tensor: Any, page_bytes: int) -> list[Region]:
     if tensor.nbytes != page_bytes:
         raise ConfigError(f"a tensor of {tensor.nbytes} bytes for a page of {page_bytes}")
     return [Region(tensor.data_ptr(), tensor.nbytes)]
-
-
-def _replica(config: HiCacheStorageConfig) -> int:
-    """The number of the data parallel replica: its own processes, or its part of one worker
-    group."""
-    try:
-        own = get_parallel().dp_rank
-    except (AttributeError, RuntimeError, ValueError):
-        own = None
-    return config.dp_rank or own or 0

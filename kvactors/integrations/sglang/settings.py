@@ -13,6 +13,7 @@ from kvactors.tier_cache import TierConfig, TierStorage
 from kvactors.tier_cache.settings import checked_config
 
 WHERE = "--hicache-storage-backend-extra-config"
+LINKER_WHERE = "--unified-cache-external-linker-config: linker_extra_config"
 KV = "kv"
 """SGLang's name of the pool that holds the keys and values of full attention."""
 NO_EFFECT = ("write_policy", "min_hits", "slot_timeout_s")
@@ -42,6 +43,59 @@ class HiCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     module_path: str | None = None
     class_name: str | None = None
     interface_v1: bool | int = False
+
+
+class LinkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The keys of `linker_extra_config` in `--unified-cache-external-linker-config`.
+
+    Attributes:
+        host_bytes: host memory of one SGLang worker. A number, or "8GB".
+        model: name of the model in the identity of pages. None: SGLang's name of it.
+        eviction_policy: order of eviction from host memory.
+        fetch_wait_s: seconds that SGLang's scheduler waits for the pages of a request from storage.
+            Pages that arrive later serve later requests.
+        storage: the tier below, none by default.
+    """
+
+    host_bytes: int | str
+    model: str | None = None
+    eviction_policy: str = "lru"
+    fetch_wait_s: float = 1.0
+    storage: TierStorage = TierStorage()
+
+
+def read_linker_settings(extra_config: Mapping[str, Any] | None) -> LinkerSettings:
+    """Check `linker_extra_config`.
+
+    Raises:
+        ConfigError: names the setting that is unknown, missing, malformed or out of range.
+    """
+    from kvactors.mooncake_config import in_bytes
+
+    try:
+        settings = msgspec.convert(dict(extra_config or {}), LinkerSettings)
+        checked_config(
+            TierConfig(
+                model="any",
+                block_bytes=1,
+                num_slots=1,
+                policy=settings.eviction_policy,
+                storage=settings.storage,
+            )
+        )
+        in_bytes(settings.host_bytes, "host_bytes")
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(f"{LINKER_WHERE}: {error}") from error
+    if (settings.storage.rank, settings.storage.ranks) != (0, 1):
+        raise ConfigError(
+            f"{LINKER_WHERE}: storage.rank and storage.ranks are those of SGLang's workers"
+        )
+    if not 0 <= settings.fetch_wait_s < float("inf"):
+        raise ConfigError(
+            f"{LINKER_WHERE}: fetch_wait_s must be at least 0 and finite, not "
+            f"{settings.fetch_wait_s}"
+        )
+    return settings
 
 
 def read_settings(extra_config: Mapping[str, Any] | None) -> HiCacheSettings:
@@ -190,6 +244,52 @@ def tier_config(
         block_bytes=page_bytes,
         num_slots=1,
         identity=identity(config, pool, direct=bool(settings.interface_v1), replicated=replicated),
+        storage=storage,
+    )
+
+
+def linker_tier_config(
+    settings: LinkerSettings,
+    config: Any,
+    pool: Mapping[str, str | int | None],
+    *,
+    page_bytes: int,
+    replica: int,
+) -> TierConfig:
+    """Settings of the host tier and the storage below SGLang's device pool.
+
+    Args:
+        settings: as configured.
+        config: a `HiCacheStorageConfig` of SGLang for this worker.
+        pool: description of the device pool (`DevicePages.facts`).
+        page_bytes: bytes of a page.
+        replica: number of the data parallel replica. Each has its own folder.
+
+    Raises:
+        ConfigError: the model has no name, or the host memory holds no page.
+    """
+    from kvactors.mooncake_config import in_bytes
+
+    model = settings.model or config.model_name
+    if not model:
+        raise ConfigError(f"{LINKER_WHERE}: model is needed: SGLang gives the model no name")
+    num_slots = in_bytes(settings.host_bytes, "host_bytes") // page_bytes
+    if num_slots < 1:
+        raise ConfigError(
+            f"{LINKER_WHERE}: host_bytes = {settings.host_bytes} holds no page of {page_bytes} "
+            "bytes"
+        )
+    storage = settings.storage
+    if storage.directory and replica:
+        storage = msgspec.structs.replace(
+            storage, directory=f"{storage.directory}/replica-{replica}"
+        )
+    return TierConfig(
+        model=model,
+        block_bytes=page_bytes,
+        num_slots=num_slots,
+        identity=identity(config, pool, direct=True, replicated=False),
+        policy=settings.eviction_policy,
         storage=storage,
     )
 

@@ -34,8 +34,10 @@ TINY = {
 """Settings of the engine, which those of `open` override. The device pool is small, so that prompts
 are evicted."""
 
-FLUSHED = 300.0
+IDLE = 300.0
 """Seconds within which an engine must have nothing to do. Only a hang takes as long."""
+NOT_IDLE = "not idle"
+"""In SGLang's answer to a call that it makes only when it has nothing to do, if it has a reason."""
 
 
 class Engine:
@@ -108,32 +110,43 @@ class Engine:
             "sources": {name: details.get(name, 0) for name in ("device", "host", "storage")},
         }
 
-    def flush(self) -> dict[str, Any]:
-        """Drop the device pool and the host pool. SGLang refuses until it has nothing to do, which
-        it has for a moment after the last token."""
-        until = time.monotonic() + FLUSHED
-        while not (done := bool(self.sglang.flush_cache().success)) and time.monotonic() < until:
+    def _when_idle(self, call: Callable[[], Any]) -> Any:
+        """The answer of SGLang to a call that it refuses until it has nothing to do, which it has
+        for a moment after the last token."""
+        until = time.monotonic() + IDLE
+        while True:
+            found = call()
+            reason = getattr(found, "message", "")
+            refused = not found.success and (not reason or NOT_IDLE in reason)
+            if not refused or time.monotonic() >= until:
+                return found
             time.sleep(0.05)
-        return {"flushed": done}
+
+    def flush(self) -> dict[str, Any]:
+        """Drop the device pool and the host pool."""
+        return {"flushed": bool(self._when_idle(self.sglang.flush_cache).success)}
 
     def clear_storage(self) -> dict[str, Any]:
         """Empty the storage."""
-        return {"cleared": self._run(self.sglang.tokenizer_manager.clear_hicache_storage()).success}
+        manager = self.sglang.tokenizer_manager
+        found = self._when_idle(lambda: self._run(manager.clear_hicache_storage()))
+        return {"cleared": found.success}
 
     def detach(self) -> dict[str, Any]:
         """Close the storage."""
-        return _outcome(self._run(self.sglang.tokenizer_manager.detach_hicache_storage()))
+        manager = self.sglang.tokenizer_manager
+        return _outcome(self._when_idle(lambda: self._run(manager.detach_hicache_storage())))
 
     def attach(self, backend: str, extra: dict[str, Any]) -> dict[str, Any]:
         """Open a storage."""
+        manager = self.sglang.tokenizer_manager
+        settings = {
+            "hicache_storage_backend": backend,
+            "hicache_storage_backend_extra_config_json": json.dumps(extra),
+            "hicache_storage_prefetch_policy": "wait_complete",
+        }
         return _outcome(
-            self._run(
-                self.sglang.tokenizer_manager.attach_hicache_storage(
-                    hicache_storage_backend=backend,
-                    hicache_storage_backend_extra_config_json=json.dumps(extra),
-                    hicache_storage_prefetch_policy="wait_complete",
-                )
-            )
+            self._when_idle(lambda: self._run(manager.attach_hicache_storage(**settings)))
         )
 
     def close(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tests.interop.environments import Environments, InteropError
 from tests.interop.processes import Child
 
 CHILD = Path(__file__).with_name("sglang_child.py")
+UNITS = Path(__file__).with_name("sglang_units_inner.py")
 SITE = Path(__file__).with_name("sglang_site")
 ENVIRONMENT = "sglang_cpu"
 OPEN, SERVE = 900.0, 900.0
@@ -24,7 +25,7 @@ PAGE_BYTES = 64 << 10
 
 VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    "OMP_NUM_THREADS": "2",
+    "OMP_NUM_THREADS": "1",  # threads that wait for each other are slow on a busy machine
     "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": str(SITE),
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "tiny_models",
@@ -55,6 +56,30 @@ def kvactors(directory: Path | None, **storage: Any) -> dict[str, Any]:
         "interface_v1": 1,
         "prefetch_threshold": 32,
         "storage": place | storage,
+    }
+
+
+def linker(host_pages: int, directory: Path | None = None, **more: Any) -> dict[str, Any]:
+    """Settings of an engine with `KVActorsLinker`.
+
+    Args:
+        host_pages: pages of the host tier.
+        directory: of the file store below it, if there is one.
+        more: other keys of `linker_extra_config`.
+    """
+    extra: dict[str, Any] = {"host_bytes": host_pages * PAGE_BYTES}
+    if directory is not None:
+        file = {"backend": "file", "directory": str(directory), "capacity_blocks": 400}
+        extra["storage"] = file
+    return {
+        "hicache": False,
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": "dynamic",
+        "unified_cache_external_linker_config": {
+            "linker": "KVActorsLinker",
+            "linker_module_path": "kvactors.integrations.sglang",
+            "linker_extra_config": extra | more,
+        },
     }
 
 
@@ -172,6 +197,10 @@ class SglangEngine:
         found = self._ask(SERVE, **message)
         if not found["success"]:
             raise InteropError(f"SGLang: {found['message']}\n{self._child.end_of_log()}")
+
+    def logged(self, text: str) -> int:
+        """How often a text is in SGLang's output."""
+        return self.log.read_text(errors="replace").count(text)
 
     def close(self) -> None:
         """Shut the engine down in good order and end its processes."""

@@ -1,5 +1,5 @@
-"""kvactors as HiCache storage inside the whole SGLang engine: the tokens are those that SGLang
-computes without it.
+"""kvactors inside the whole SGLang engine, as HiCache storage and as linker: the tokens are those
+that SGLang computes without it.
 
 The storage is attached to running engines and detached again, since most of a case's time is the
 start of the engine.
@@ -7,15 +7,29 @@ start of the engine.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import random
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.interop.conftest import INSIDE_NETWORK
-from tests.interop.engines.sglang_engine import PAGE_BYTES, SglangEngine, kvactors
+from tests.interop.conftest import INSIDE_NETWORK, SHARED
+from tests.interop.engines import stores
+from tests.interop.engines.sglang_engine import (
+    ENVIRONMENT,
+    PAGE_BYTES,
+    UNITS,
+    VARIABLES,
+    SglangEngine,
+    kvactors,
+    linker,
+)
 from tests.interop.engines.tiny_llama import write_model
 from tests.interop.engines.vllm_engine import Prompt, prompts
 from tests.interop.environments import Environments, InteropError
@@ -53,6 +67,35 @@ def start_sglang(environments: Environments, tmp_path: Path) -> Iterator[Start |
             one.discard()
 
 
+def computed(
+    start: Start,
+    engine: SglangEngine | None,
+    wanted: list[Prompt] = PROMPTS,
+    settings: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """The tokens that SGLang computes for prompts. The tests of a session share them, as they
+    depend on the machine only.
+
+    Args:
+        start: starts engines.
+        engine: one without kvactors, with empty caches. None: a new one, if it is needed.
+        wanted: prompts.
+        settings: of the new engine.
+        options: of `SglangEngine.serve`.
+    """
+    question = json.dumps([wanted, options], sort_keys=True)
+    digest = hashlib.sha256(question.encode()).hexdigest()[:16]
+    known = Path(os.environ[SHARED]) / f"sglang-{digest}.json"
+    if not known.is_file():
+        plain = engine or start(hicache=False, **(settings or {}))
+        known.write_text(json.dumps(plain.serve(wanted, **options).tokens))
+        assert plain.flush()
+        if engine is None:
+            plain.close()
+    return json.loads(known.read_text())
+
+
 def flip(folder: Path, pattern: str) -> int:
     """Flip bits in every page of the files that match. Returns the number of pages."""
     pages = 0
@@ -68,6 +111,29 @@ def flip(folder: Path, pattern: str) -> int:
     return pages
 
 
+def refuses_wrong_settings(engine: SglangEngine, folder: Path) -> None:
+    """Settings and stores that cannot be used are named, and leave SGLang without a storage."""
+    (folder / "file").write_text("no store")
+    (folder / "read-only").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "ro", "kvactors-test", str(folder / "read-only")]
+    subprocess.run(mount, check=True)
+    good = kvactors(folder / "refused")
+    for wrong, error in (
+        ({"directory": str(folder)}, "unknown field `directory`"),
+        ({"storage": {"backend": "file"}}, "storage.directory is needed"),
+        ({"storage": {"backend": "fil"}}, "unknown storage backend 'fil'"),
+        ({"storage": good["storage"] | {"io_depth": -3}}, "storage.io_depth must be positive"),
+        ({"storage": good["storage"] | {"capacity_blocks": 0}}, "capacity_blocks must be at least"),
+        ({"storage": good["storage"] | {"capacity_bytes": "1 apple"}}, "must be a size in bytes"),
+        ({"storage": good["storage"] | {"write_policy": "none"}}, "write_policy has no effect"),
+        ({"storage": good["storage"] | {"directory": str(folder / "file")}}, "file"),
+        ({"storage": good["storage"] | {"directory": str(folder / "read-only")}}, "read-only"),
+        ({"storage": [1]}, "Expected `object`, got `array`"),
+    ):
+        with pytest.raises(InteropError, match=error):
+            engine.attach(good | wrong)
+
+
 def test_hits_from_every_tier_and_a_store_without_checksums(
     start_sglang: Start, tmp_path: Path
 ) -> None:
@@ -78,12 +144,8 @@ def test_hits_from_every_tier_and_a_store_without_checksums(
     assert max(plain.cached) <= 64  # computed: only the common prefix was cached
     assert len({tuple(tokens or ()) for tokens in plain.tokens}) == len(PROMPTS)
     assert engine.flush()
-    for wrong, error in (
-        ({"directory": str(tmp_path)}, "unknown field `directory`"),
-        ({"storage": {"backend": "file"}}, "storage.directory is needed"),
-    ):
-        with pytest.raises(InteropError, match=error):
-            engine.attach(kvactors(None) | wrong)
+    assert computed(start_sglang, engine) == plain.tokens
+    refuses_wrong_settings(engine, tmp_path)
     extra = kvactors(tmp_path / "store")
     engine.attach(extra)
     assert engine.serve(PROMPTS).digest == wanted
@@ -130,22 +192,72 @@ def test_hits_from_every_tier_and_a_store_without_checksums(
     engine.close()
 
 
-def test_hits_after_kill_9_and_after_an_orderly_end(start_sglang: Start, tmp_path: Path) -> None:
-    plain = start_sglang(hicache=False)
-    wanted = plain.serve(PROMPTS).digest
-    plain.close()
+def test_hits_after_kill_9(start_sglang: Start, tmp_path: Path) -> None:
     extra = kvactors(tmp_path / "store")
-    engine = start_sglang(extra)
-    assert engine.serve(PROMPTS).digest == wanted
+    engine = start_sglang()
+    wanted = computed(start_sglang, engine)
+    engine.attach(extra)
+    assert engine.serve(PROMPTS).tokens == wanted
     assert engine.flush()
     assert engine.serve(PROMPTS).total("storage") > 0
     engine.kill()
-    for _ in range(2):
-        engine = start_sglang(extra)
-        first = engine.serve(PROMPTS)
-        assert (first.digest, min(first.cached)) == (wanted, WHOLE)
-        assert first.total("storage") >= 5 * (WHOLE - 64)
-        engine.close()
+    engine = start_sglang(extra)
+    first = engine.serve(PROMPTS)
+    assert (first.tokens, min(first.cached)) == (wanted, WHOLE)
+    assert first.total("storage") >= 5 * (WHOLE - 64)
+    engine.close()
+
+
+def test_the_linker_brings_pages_from_host_and_storage(start_sglang: Start, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    wanted = computed(start_sglang, None)
+    engine = start_sglang(**linker(100, store))
+    assert engine.serve(PROMPTS).tokens == wanted
+    host = engine.serve(PROMPTS)
+    assert (host.tokens, min(host.cached)) == (wanted, WHOLE)
+    assert engine.flush()  # the host tier too
+    stored = engine.serve(PROMPTS)
+    assert (stored.tokens, min(stored.cached)) == (wanted, WHOLE)
+    engine.kill()
+    engine = start_sglang(**linker(100, store))
+    again = engine.serve(PROMPTS)
+    assert (again.tokens, min(again.cached)) == (wanted, WHOLE)
+    assert engine.flush()
+    # flipped bits are misses, and those pages are stored again
+    stores.flip(store)
+    flipped = engine.serve(PROMPTS)
+    assert (flipped.tokens, max(flipped.cached) <= 64) == (wanted, True)
+    assert engine.flush()
+    repaired = engine.serve(PROMPTS)
+    assert (repaired.tokens, min(repaired.cached)) == (wanted, WHOLE)
+    engine.close()
+
+
+def run_units(environments: Environments, folder: Path, *chosen: str) -> str:
+    """Run `sglang_units_inner.py` in SGLang's environment. Returns the last line of pytest."""
+    shutil.copy(UNITS, folder / "test_units.py")
+    python = environments.program(ENVIRONMENT)
+    plain = ["-q", "-x", "-c", os.devnull, f"--rootdir={folder}", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [python, "-m", "pytest", *plain, *chosen, "test_units.py"],
+        cwd=folder,
+        env=os.environ | VARIABLES | {"TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=1400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.engines_full
+def test_the_trees_and_host_pools_of_sglangs_test_kit(
+    environments: Environments, tmp_path: Path
+) -> None:
+    last = run_units(environments, tmp_path)
+    print(last)
+    assert last.startswith("51 passed")
 
 
 @pytest.mark.engines_full
@@ -155,9 +267,9 @@ def test_damaged_deleted_and_full_stores_give_the_right_tokens(
     engine = start_sglang()
     wanted = engine.serve(PROMPTS).digest
 
-    def served(name: str, **storage: Any) -> Any:
+    def served(name: str, model: str = "tiny", **storage: Any) -> Any:
         assert engine.flush()
-        engine.attach(kvactors(tmp_path / name, **storage))
+        engine.attach(kvactors(tmp_path / name, **storage) | {"model": model})
         engine.serve(PROMPTS)
         assert engine.flush()
         found = engine.serve(PROMPTS)
@@ -191,6 +303,22 @@ def test_damaged_deleted_and_full_stores_give_the_right_tokens(
     assert small.digest == wanted
     full = served("full", free_space_floor=1 << 60)
     assert (full.digest, full.total("storage")) == (wanted, 0)
+    # a store whose file system is full
+    small_disk = stores.small_file_system(tmp_path / "disk", mebibytes=3)
+    assert engine.flush()
+    engine.attach(kvactors(small_disk, capacity_blocks=40, free_space_floor=0))
+    (small_disk / "other").write_bytes(bytes(stores.free_bytes(small_disk)))
+    for _ in range(2):
+        assert engine.serve(PROMPTS).digest == wanted
+        assert engine.flush()
+    engine.detach()
+    # the store of another model, which has pages of the same tokens
+    assert served("model", "other").total("storage") > 0
+    engine.attach(kvactors(tmp_path / "model") | {"model": "tiny"})
+    assert engine.flush()
+    other = engine.serve(PROMPTS)
+    assert (other.digest, other.total("storage")) == (wanted, 0)
+    engine.detach()
     # a store in memory
     in_memory = kvactors(None)
     assert engine.flush()
@@ -213,13 +341,42 @@ def test_failures_and_delays_that_sglang_injects(start_sglang: Start, tmp_path: 
     assert engine.flush()
     engine.attach(kvactors(tmp_path / "store"))
     stored = 0
-    for _ in range(8):
+    for i in range(8):
         found = engine.serve(PROMPTS)
         assert found.digest == wanted
         stored += found.total("storage")
         assert engine.flush()
+        # requests that end while their pages are read, and a flush at that time
+        cancelled = engine.serve(PROMPTS, cancel={i % 6: 0, (i + 3) % 6: 0}, at_once=2)
+        assert None in cancelled.tokens
+        assert engine.flush()
     assert stored > 0
     engine.close()
+
+
+@pytest.mark.engines_full
+def test_two_engines_and_one_store(start_sglang: Start, tmp_path: Path) -> None:
+    extra = kvactors(tmp_path / "store")
+    one, other = start_sglang(extra), start_sglang()
+    wanted = one.serve(PROMPTS).tokens
+    assert other.serve(PROMPTS).tokens == wanted
+    assert other.flush()
+    with pytest.raises(InteropError, match="is in use by process"):
+        other.attach(extra)
+    other.attach(kvactors(tmp_path / "other"))  # the first engine's folder is left alone
+    assert other.serve(PROMPTS).tokens == wanted
+    assert one.flush()
+    assert one.serve(PROMPTS).total("storage") > 0
+    one.close()
+    assert other.flush()
+    other.detach()
+    other.attach(extra)
+    found = other.serve(PROMPTS)
+    assert (found.tokens, min(found.cached)) == (wanted, WHOLE)
+    assert found.total("storage") >= 5 * (WHOLE - 64)
+    other.close()
+    with pytest.raises(InteropError, match=r"storage.directory is needed"):
+        start_sglang(kvactors(None) | {"storage": {"backend": "file"}})
 
 
 def conversations(count: int, turns: int, seed: int) -> list[list[Prompt]]:
@@ -235,27 +392,40 @@ def conversations(count: int, turns: int, seed: int) -> list[list[Prompt]]:
     return made
 
 
+RETRACTED = "#retracted_reqs: 1"
+"""In SGLang's output when it takes back requests to have space for others."""
+PRESSURE = {"max_running_requests": 4, "max_total_tokens": 1600}
+"""Settings of engines whose requests are retracted."""
+RETRACTION = {
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_TEST_RETRACT_INTERVAL": "20",
+}
+
+
 @pytest.mark.engines_full
-@pytest.mark.parametrize("interface", [1, 0])
-def test_random_conversations_and_cancelled_requests(
-    start_sglang: Start, tmp_path: Path, interface: int
+@pytest.mark.parametrize("interface", [1, 0, "linker"])
+def test_random_conversations_with_retraction_and_cancelled_requests(
+    start_sglang: Start, tmp_path: Path, interface: int | str
 ) -> None:
-    engine = start_sglang()
-    wanted = [turn for one in conversations(20, 5, seed=4) for turn in one]
+    wanted = [turn for one in conversations(40, 5, seed=4) for turn in one]
     random.Random(5).shuffle(wanted)
-    plain = engine.serve(wanted, at_once=2).tokens
-    assert engine.flush()
-    engine.attach(kvactors(tmp_path / "store") | {"interface_v1": interface})
+    plain = computed(start_sglang, None, wanted, PRESSURE, at_once=4, max_tokens=16)
+    more = linker(60, tmp_path / "store") if interface == "linker" else {}
+    engine = start_sglang(variables=RETRACTION, **PRESSURE, **more)
+    if interface != "linker":
+        engine.attach(kvactors(tmp_path / "store") | {"interface_v1": interface})
     draw = random.Random(6)
     sources = {"host": 0, "storage": 0}
     for _ in range(2):
-        cancel = {i: draw.randrange(4) for i in draw.sample(range(len(wanted)), 20)}
-        found = engine.serve(wanted, at_once=2, cancel=cancel)
+        cancel = {i: draw.randrange(12) for i in draw.sample(range(len(wanted)), 40)}
+        found = engine.serve(wanted, at_once=4, max_tokens=16, cancel=cancel)
         for i, tokens in enumerate(found.tokens):
             assert tokens == plain[i] or (tokens is None and i in cancel)
         assert None in found.tokens
         for source in sources:
             sources[source] += found.total(source)
         assert engine.flush()
-    assert min(sources.values()) > 0
+    assert sources["host"] > 0
+    assert interface == "linker" or sources["storage"] > 0
+    assert engine.logged(RETRACTED) > 0
     engine.close()

@@ -93,33 +93,46 @@ def prepare_kernels(module: ModuleType) -> None:
 
     module.MHATokenToKVPoolHost.get_dummy_flat_data_page = make_unpinned_page
 
-    def to_pages(
-        src_ptrs: Sequence[Any],
-        dst_ptrs: Sequence[Any],
-        src_indices: Any,
-        dst_indices: Any,
-        page_size: int,
-    ) -> None:
-        half = len(src_ptrs) // 2
-        for layers, pages in ((src_ptrs[:half], dst_ptrs[0]), (src_ptrs[half:], dst_ptrs[1])):
-            for layer, tensor in enumerate(layers):
-                for i, page in enumerate((dst_indices[::page_size] // page_size).tolist()):
-                    pages[page, layer] = tensor[src_indices[i * page_size : (i + 1) * page_size]]
-
-    def to_layer(
-        src_ptrs: Sequence[Any],
-        dst_ptrs: Sequence[Any],
-        src_indices: Any,
-        dst_indices: Any,
-        layer_id: int,
-        page_size: int,
-    ) -> None:
-        for pages, tensor in zip(src_ptrs, dst_ptrs, strict=True):
-            for i, page in enumerate((src_indices[::page_size] // page_size).tolist()):
-                tensor[dst_indices[i * page_size : (i + 1) * page_size]] = pages[page, layer_id]
-
     module.transfer_kv_all_layer_direct_lf_pf = to_pages
     module.transfer_kv_per_layer_direct_pf_lf = to_layer
+
+
+def prepare_states(module: ModuleType) -> None:
+    """The same copies for the states of Mamba layers."""
+    module.transfer_kv_all_layer_direct_lf_pf = to_pages
+    module.transfer_kv_per_layer_direct_pf_lf = to_layer
+
+
+def to_pages(
+    src_ptrs: Sequence[Any],
+    dst_ptrs: Sequence[Any],
+    src_indices: Any,
+    dst_indices: Any,
+    page_size: int,
+) -> None:
+    """Copy all layers of the device pool to pages of the host pool. src_ptrs: for each tensor of
+    dst_ptrs, all of its layers."""
+    count = len(src_ptrs) // len(dst_ptrs)
+    for group, pages in enumerate(dst_ptrs):
+        for layer, tensor in enumerate(src_ptrs[group * count : (group + 1) * count]):
+            for i, page in enumerate((dst_indices[::page_size] // page_size).tolist()):
+                found = tensor[src_indices[i * page_size : (i + 1) * page_size]]
+                pages[page, layer] = found.reshape(pages[page, layer].shape)
+
+
+def to_layer(
+    src_ptrs: Sequence[Any],
+    dst_ptrs: Sequence[Any],
+    src_indices: Any,
+    dst_indices: Any,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """Copy one layer of pages of the host pool to the device pool."""
+    for pages, tensor in zip(src_ptrs, dst_ptrs, strict=True):
+        for i, page in enumerate((src_indices[::page_size] // page_size).tolist()):
+            places = dst_indices[i * page_size : (i + 1) * page_size]
+            tensor[places] = pages[page, layer_id].reshape(tensor[places].shape)
 
 
 def prepare_streams(module: ModuleType) -> None:
@@ -154,6 +167,7 @@ BEFORE: dict[str, Callable[[ModuleType], None]] = {
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.mem_cache.pool_host.common": prepare_host_pool,
     "sglang.srt.mem_cache.pool_host.mha": prepare_kernels,
+    "sglang.srt.mem_cache.pool_host.mamba": prepare_states,
 }
 
 

@@ -1,0 +1,268 @@
+"""Loads and stores of an engine's device pages, over a `TierCache`, in the scheduler's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvactors.errors import CacheClosed, DeviceError
+from kvactors.tier_cache import CopyWorker, Lookup, TierCache
+
+WAIT = 600.0
+"""Seconds within which a copy must end. Only a hang takes as long."""
+NOTHING = -1
+"""The number of a batch without loads."""
+
+
+class _Load(NamedTuple):
+    """The pages of one request.
+
+    Attributes:
+        keys: of the pages, pinned.
+        pages: their places on the device.
+        slots: their host slots.
+    """
+
+    keys: Sequence[bytes]
+    pages: Sequence[int]
+    slots: Sequence[int]
+
+
+@dataclass
+class _Batch:
+    """Loads that were started together.
+
+    Attributes:
+        jobs: their copies.
+        keys: their pages.
+        ok: whether every copy was submitted.
+        ended: whether every copy has ended.
+    """
+
+    jobs: list[Hashable]
+    keys: list[Sequence[bytes]]
+    ok: bool = True
+    ended: bool = False
+
+
+@dataclass
+class _Store:
+    """A store.
+
+    Attributes:
+        keys: of the pages that are copied.
+        whole: whether all pages of the call have a slot.
+        in_flight: whether the copy has not ended.
+    """
+
+    keys: Sequence[bytes]
+    whole: bool
+    in_flight: bool
+
+
+class PageMoves:
+    """Loads and stores of device pages. All calls come from one thread.
+
+    A page is answered as found when its bytes are in host memory, verified. So a load is a copy
+    within memory and does not fail.
+
+    Args:
+        tiers: host slots and storage, open.
+        copies: copies between device pages and the slots of `tiers`.
+        fetch_wait_s: seconds that `find` waits for pages from storage.
+    """
+
+    def __init__(self, tiers: TierCache, copies: CopyWorker, fetch_wait_s: float) -> None:
+        self._tiers = tiers
+        self._copies = copies
+        self._fetch_wait_s = fetch_wait_s
+        self._queued: dict[str, _Load] = {}
+        self._batches: dict[int, _Batch] = {}
+        self._next_batch = 0
+        self._stores: dict[Hashable, _Store] = {}  # by job, in the order of the calls
+        self._next_store = 0
+        self._closed = False
+
+    # -- look-up
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Pages from the start that can be loaded, until `end_step`.
+
+        Waits while pages are on their way from storage. Those that arrive later serve later
+        look-ups.
+        """
+        if self._closed:
+            return 0
+        keys = keys[: self._tiers.config.num_slots]
+        until = time.monotonic() + self._fetch_wait_s
+        while True:
+            self._collect()
+            found, waits = self._look_up(keys)
+            if not waits or time.monotonic() >= until:
+                return found
+            self._tiers.end_step()  # begins fetches, and pauses
+
+    def _look_up(self, keys: Sequence[bytes]) -> tuple[int, bool]:
+        """Pages from the start that are in host memory, and whether the next one is on its way."""
+        found, waits = 0, False
+        for key in keys:
+            answer = self._tiers.lookup(key)
+            if answer is Lookup.MISS:
+                break
+            waits = waits or answer is Lookup.PENDING
+            found += not waits
+        return found, waits
+
+    # -- loads
+
+    def queue_load(self, request: str, keys: Sequence[bytes], pages: Sequence[int]) -> bool:
+        """Have pages loaded by the next `start_loads`.
+
+        Returns:
+            Whether they will be. If not, nothing has changed.
+        """
+        if self._closed or request in self._queued:
+            return False
+        try:
+            slots = self._tiers.prepare_load(keys)
+        except ValueError:  # a page was evicted after its look-up
+            return False
+        self._queued[request] = _Load(keys, pages, slots)
+        return True
+
+    def cancel_load(self, request: str) -> bool:
+        """Forget a queued load. Returns whether there was one."""
+        load = self._queued.pop(request, None)
+        if load is not None:
+            self._tiers.complete_load(load.keys)
+        return load is not None
+
+    def start_loads(self) -> int:
+        """Begin the queued loads. Returns the number of their batch, `NOTHING` without any."""
+        if not self._queued:
+            return NOTHING
+        number, self._next_batch = self._next_batch, self._next_batch + 1
+        loads, self._queued = self._queued, {}
+        batch = _Batch([], [load.keys for load in loads.values()])
+        for request, load in loads.items():
+            job = ("load", number, request)
+            try:
+                self._copies.submit_load(job, load.pages, load.slots)
+                batch.jobs.append(job)
+            except (DeviceError, CacheClosed, ValueError):
+                batch.ok = False
+        self._batches[number] = batch
+        return number
+
+    def wait_for_batch(self, number: int) -> None:
+        """Return when the copies of a batch have ended.
+
+        Raises:
+            DeviceError: a copy hangs. The engine would compute with a page that is not there.
+        """
+        batch = self._batches.get(number)
+        if batch is not None and not batch.ended:
+            if not self._copies.wait(batch.jobs, WAIT):
+                raise DeviceError(f"a copy has not ended in {WAIT} s")
+            batch.ended = True
+
+    def finish_loads(self, number: int) -> bool:
+        """Wait for a batch and let go of its pages. Returns whether all of them were loaded."""
+        self.wait_for_batch(number)
+        batch = self._batches.pop(number, None)
+        if batch is None:
+            return True
+        self._collect()
+        for keys in batch.keys:
+            self._tiers.complete_load(keys)
+        return batch.ok
+
+    # -- stores
+
+    def queue_store(self, keys: Sequence[bytes], pages: Sequence[int]) -> bool:
+        """Copy device pages to the host tier. As many from the start as have space.
+
+        Returns:
+            Whether a store has begun, which `stored` counts when it has ended.
+        """
+        if self._closed:
+            return False
+        parents = [None, *keys[:-1]]
+        count = len(keys)
+        while (found := self._tiers.prepare_store(keys[:count], parents[:count])) is None:
+            count //= 2
+        if not count:
+            return False
+        job, self._next_store = ("store", self._next_store), self._next_store + 1
+        places = dict(zip(keys, pages, strict=True))
+        if found.keys:
+            try:
+                self._copies.submit_store(job, [places[key] for key in found.keys], found.slots)
+            except (DeviceError, CacheClosed, ValueError):
+                self._tiers.complete_store(found.keys, success=False)
+                return False
+        self._stores[job] = _Store(found.keys, count == len(keys), bool(found.keys))
+        return True
+
+    def stored(self) -> int:
+        """Stores that have ended, up to the oldest that has not."""
+        self._collect()
+        return next(
+            (i for i, store in enumerate(self._stores.values()) if store.in_flight),
+            len(self._stores),
+        )
+
+    def take_stored(self) -> bool:
+        """Forget the oldest store, which has ended. Returns whether all of its pages were stored.
+
+        Raises:
+            LookupError: none has ended.
+        """
+        if not self.stored():
+            raise LookupError("no store has ended")
+        return self._stores.pop(next(iter(self._stores))).whole
+
+    # -- the rest
+
+    def end_step(self) -> None:
+        """A step of the scheduler has ended: pages that `find` counted may be evicted."""
+        if not self._closed:
+            self._tiers.end_step()
+
+    def _collect(self) -> None:
+        for ended in self._copies.get_finished():
+            if ended.stored:
+                store = self._stores[ended.job]
+                self._tiers.complete_store(store.keys)
+                store.in_flight = False
+
+    def reset(self) -> None:
+        """End all moves and forget the pages of the host tier. Stored objects stay."""
+        self._end_moves()
+        if not self._closed:
+            self._tiers.reset()
+
+    def _end_moves(self) -> None:
+        """Wait for every copy, and let go of its pages.
+
+        Raises:
+            DeviceError: a copy hangs. The engine would reuse its pages.
+        """
+        for request in list(self._queued):
+            self.cancel_load(request)
+        for number in list(self._batches):
+            self.finish_loads(number)
+        if not self._copies.wait(self._stores, WAIT):
+            raise DeviceError(f"a copy has not ended in {WAIT} s")
+        self._collect()
+        self._stores.clear()
+
+    def close(self) -> None:
+        """End all moves and close the tiers, any number of times."""
+        if not self._closed:
+            self._end_moves()
+            self._closed = True
+            self._copies.shutdown()
+            self._tiers.shutdown()
