@@ -291,6 +291,30 @@ def test_a_copy_that_cannot_begin_is_a_failed_load_and_no_store() -> None:
     engine.moves.close()
 
 
+def test_a_copy_that_fails_is_a_failed_load_and_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    engine.fill()
+    assert engine.store(keys(0), [0])
+    finished = engine.copies.get_finished
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            engine.copies,
+            "get_finished",
+            lambda: [ended._replace(error="the GPU is gone") for ended in finished()],
+        )
+        assert engine.moves.find(keys(0)) == 1
+        assert engine.moves.queue_load("r", keys(0), [1])
+        number = engine.moves.start_loads()
+        engine.moves.wait_for_batch(number)
+        assert not engine.moves.finish_loads(number)
+        assert not engine.store(keys(1), [1])
+    assert engine.moves.find(keys(1)) == 0
+    assert engine.store(keys(1), [1])
+    engine.load(keys(0, 1), [2, 3])
+    engine.tiers.check()
+    engine.moves.close()
+
+
 def test_a_copy_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     engine.fill()

@@ -63,7 +63,7 @@ class KVActorsLinker(UnifiedCacheLinker):
         ConfigError: a setting is unknown, missing or out of range, or the model or its parallel
             sizes are not supported (a ValueError).
         StoreError: the store cannot be used (an OSError).
-        DeviceError: the device pool is not in host memory.
+        DeviceError: the device pool is in no memory that kvactors can copy.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class KVActorsLinker(UnifiedCacheLinker):
         except BaseException:
             tiers.shutdown()
             raise
-        self._moves = PageMoves(tiers, copies, settings.fetch_wait_s)
+        self._moves = PageMoves(tiers, copies, settings.fetch_wait_s, self._stream)
         self.layer_done_counter = LayerCounter(self._moves)
         log.info(
             "linker: %d host pages of %d bytes", tiers.config.num_slots, self._pages.page_bytes
@@ -136,7 +136,6 @@ class KVActorsLinker(UnifiedCacheLinker):
 
     def start_layer_wise_loading(self) -> int:
         """Begin the loads of a batch. Returns its number."""
-        self._wait_for_device()
         return self._moves.start_loads()
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -150,7 +149,6 @@ class KVActorsLinker(UnifiedCacheLinker):
         transfer = _kv(transfers)
         keys = _keys(transfer)
         pages = self._pages.numbers(transfer.device_indices, len(keys))
-        self._wait_for_device()
         return self._moves.queue_store(keys, pages)
 
     def num_completed_offloads(self) -> int:
@@ -162,10 +160,15 @@ class KVActorsLinker(UnifiedCacheLinker):
         """Forget the oldest store. Returns whether all of its pages were stored."""
         return self._moves.take_stored()
 
-    def _wait_for_device(self) -> None:
-        """Return when SGLang's forward pass has written the pages that it has queued."""
-        for event in self.record_offload_ready():
-            event.synchronize()
+    def _stream(self) -> int | None:
+        """The stream that a copy comes after, with SGLang's forward pass, which reads and writes
+        the pages."""
+        if not self._pages.tensors[0].is_cuda:
+            return None
+        current = torch.cuda.current_stream()
+        if self.forward_stream is not None:
+            current.wait_stream(self.forward_stream)
+        return int(current.cuda_stream)
 
     # -- control
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class _Store:
 
     Attributes:
         keys: of the pages that are copied.
-        whole: whether all pages of the call have a slot.
+        whole: whether all pages of the call have a slot, and their copies have not failed.
         in_flight: whether the copy has not ended.
     """
 
@@ -66,20 +66,30 @@ class PageMoves:
     """Loads and stores of device pages. All calls come from one thread.
 
     A page is answered as found when its bytes are in host memory, verified. So a load is a copy
-    within memory and does not fail.
+    from memory, which does not fail while the device works.
 
     Args:
         tiers: host slots and storage, open.
         copies: copies between device pages and the slots of `tiers`.
         fetch_wait_s: seconds that `find` waits for pages from storage.
+        stream: gives the handle of the stream of a GPU that a copy comes after, None for pages in
+            host memory.
     """
 
-    def __init__(self, tiers: TierCache, copies: CopyWorker, fetch_wait_s: float) -> None:
+    def __init__(
+        self,
+        tiers: TierCache,
+        copies: CopyWorker,
+        fetch_wait_s: float,
+        stream: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self._tiers = tiers
         self._copies = copies
         self._fetch_wait_s = fetch_wait_s
+        self._stream = stream
         self._queued: dict[str, _Load] = {}
         self._batches: dict[int, _Batch] = {}
+        self._failed_loads: set[Hashable] = set()
         self._next_batch = 0
         self._stores: dict[Hashable, _Store] = {}  # by job, in the order of the calls
         self._next_store = 0
@@ -149,7 +159,7 @@ class PageMoves:
         for request, load in loads.items():
             job = ("load", number, request)
             try:
-                self._copies.submit_load(job, load.pages, load.slots)
+                self._copies.submit_load(job, load.pages, load.slots, stream=self._stream())
                 batch.jobs.append(job)
             except (DeviceError, CacheClosed, ValueError):
                 batch.ok = False
@@ -171,13 +181,15 @@ class PageMoves:
     def finish_loads(self, number: int) -> bool:
         """Wait for a batch and let go of its pages. Returns whether all of them were loaded."""
         self.wait_for_batch(number)
+        self._collect()
         batch = self._batches.pop(number, None)
         if batch is None:
             return True
-        self._collect()
         for keys in batch.keys:
             self._tiers.complete_load(keys)
-        return batch.ok
+        failed = self._failed_loads.intersection(batch.jobs)
+        self._failed_loads -= failed
+        return batch.ok and not failed
 
     # -- stores
 
@@ -199,7 +211,9 @@ class PageMoves:
         places = dict(zip(keys, pages, strict=True))
         if found.keys:
             try:
-                self._copies.submit_store(job, [places[key] for key in found.keys], found.slots)
+                self._copies.submit_store(
+                    job, [places[key] for key in found.keys], found.slots, stream=self._stream()
+                )
             except (DeviceError, CacheClosed, ValueError):
                 self._tiers.complete_store(found.keys, success=False)
                 return False
@@ -235,8 +249,10 @@ class PageMoves:
         for ended in self._copies.get_finished():
             if ended.stored:
                 store = self._stores[ended.job]
-                self._tiers.complete_store(store.keys)
-                store.in_flight = False
+                self._tiers.complete_store(store.keys, success=not ended.error)
+                store.whole, store.in_flight = store.whole and not ended.error, False
+            elif ended.error:
+                self._failed_loads.add(ended.job)
 
     def reset(self) -> None:
         """End all moves and forget the pages of the host tier. Stored objects stay."""

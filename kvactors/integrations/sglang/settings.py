@@ -70,10 +70,12 @@ def read_linker_settings(extra_config: Mapping[str, Any] | None) -> LinkerSettin
     Raises:
         ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
-    from kvactors.mooncake_config import in_bytes
+    from kvactors.sizes import in_bytes
 
     try:
-        settings = msgspec.convert(dict(extra_config or {}), LinkerSettings)
+        settings = msgspec.convert(
+            modern_tables(extra_config or {}, LinkerSettings), LinkerSettings
+        )
         checked_config(
             TierConfig(
                 model="any",
@@ -268,7 +270,7 @@ def linker_tier_config(
     Raises:
         ConfigError: the model has no name, or the host memory holds no page.
     """
-    from kvactors.mooncake_config import in_bytes
+    from kvactors.sizes import in_bytes
 
     model = settings.model or config.model_name
     if not model:

@@ -1,0 +1,60 @@
+"""Planted bugs of SGLang's linker. See `catalogue`."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+TESTS = "tests/integrations/test_sglang_linker.py::"
+MOVES = "integrations/sglang/page_moves.py"
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "linker_counts_a_page_on_its_way",
+        MOVES,
+        "            found += not waits\n",
+        "            found += 1\n",
+        "a request waits for a load that SGLang has begun before the page is verified",
+        (TESTS + "test_a_look_up_does_not_wait_longer_than_it_may",),
+    ),
+    Mutation(
+        "linker_lets_go_of_a_page_before_its_load",
+        MOVES,
+        "        self._queued[request] = _Load(keys, pages, slots)\n",
+        "        self._queued[request] = _Load(keys, pages, slots)\n"
+        "        self._tiers.complete_load(keys)\n",
+        "the slot of a load is given to another page, whose bytes the request gets",
+        (TESTS + "test_pages_of_a_load_are_not_evicted_before_its_end",),
+    ),
+    Mutation(
+        "linker_keeps_the_pages_of_a_cancelled_load",
+        MOVES,
+        "        if load is not None:\n            self._tiers.complete_load(load.keys)\n",
+        "        if load is not None:\n            pass\n",
+        "a host slot is lost with each cancelled request",
+        (TESTS + "test_a_cancelled_load_copies_nothing_and_lets_go_of_its_pages",),
+    ),
+    Mutation(
+        "linker_reports_a_failed_copy_as_loaded",
+        MOVES,
+        "        return batch.ok and not failed\n",
+        "        return True\n",
+        "SGLang computes with pages that never came",
+        (TESTS + "test_a_copy_that_fails_is_a_failed_load_and_no_store",),
+    ),
+    Mutation(
+        "linker_reports_a_part_as_a_whole_store",
+        MOVES,
+        "self._stores[job] = _Store(found.keys, count == len(keys), bool(found.keys))",
+        "self._stores[job] = _Store(found.keys, True, bool(found.keys))",
+        "SGLang never offers again the pages that had no slot",
+        (TESTS + "test_more_pages_than_host_slots_are_stored_in_part",),
+    ),
+    Mutation(
+        "linker_takes_scattered_tokens_for_a_page",
+        "integrations/sglang/device_pages.py",
+        "if page[0] % size or page != list(range(page[0], page[0] + size)):",
+        "if page[0] % size:",
+        "the bytes of other tokens are stored under a page's hash",
+        (TESTS + "test_pages_of_a_device_pool",),
+    ),
+)
