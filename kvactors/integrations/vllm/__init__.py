@@ -5,7 +5,18 @@ vLLM owns device blocks, block hashes and scheduling. `KVActorsOffloadingSpec` i
 vLLM: kvactors owns storage below vLLM's own host tier.
 """
 
-from kvactors.integrations.vllm.spec import KVActorsOffloadingSpec
-from kvactors.integrations.vllm.tier import KVActorsTier
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvactors.integrations.vllm.spec import KVActorsOffloadingSpec
+    from kvactors.integrations.vllm.tier import KVActorsTier
 
 __all__ = ["KVActorsOffloadingSpec", "KVActorsTier"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvactors.integrations.vllm import spec, tier  # they import vLLM
+
+    return getattr(spec if name == "KVActorsOffloadingSpec" else tier, name)

@@ -112,12 +112,11 @@ class Engine:
         prompts: list[list[int]],
         max_tokens: int,
         seed: int,
-        resets: list[tuple[bool, bool]],
+        resets: bool,
     ) -> dict[str, Any]:
-        """Serve prompts that come at random steps, and cancel some at random steps, with resets of
-        the caches between steps.
+        """Serve prompts that come at random steps, and cancel some at random steps.
 
-        resets: pairs of `reset_running_requests` and `reset_connector`.
+        resets: whether the caches are reset at random steps too.
         """
         from vllm import SamplingParams
 
@@ -143,13 +142,10 @@ class Engine:
                 engine.abort_request([name])
                 counts["cancelled"] += 1
             if resets and draw.random() < 0.04:
-                requests, connector = draw.choice(resets)
-                try:
-                    engine.reset_prefix_cache(requests, connector)
-                    counts["resets"] += 1
-                except RuntimeError as error:  # vLLM does not reset while a request is loading
-                    if "Failed to reset KV cache" not in str(error):
-                        raise
+                # not with reset_running_requests: vLLM does not expect a request that it has
+                # preempted to load in the next step, and ends with an AssertionError
+                engine.reset_prefix_cache(reset_connector=draw.random() < 0.5)
+                counts["resets"] += 1
             for output in engine.step():
                 if output.finished and output.request_id in running:
                     tokens[running.pop(output.request_id)] = list(output.outputs[0].token_ids)

@@ -239,16 +239,16 @@ class VllmEngine:
         wanted: Sequence[Prompt],
         *,
         seed: int,
-        resets: Sequence[tuple[bool, bool]],
+        resets: bool,
         max_tokens: int = 8,
     ) -> dict[str, Any]:
-        """Serve prompts that come and are cancelled at random steps, between resets at random
-        steps.
+        """Serve prompts that come and are cancelled at random steps, with resets of the caches at
+        random steps.
 
         Args:
             wanted: prompts.
             seed: of the random steps.
-            resets: what a reset may do: pairs of `reset_running_requests` and `reset_connector`.
+            resets: whether there are resets, half of them of the connector too.
             max_tokens: to sample for each.
 
         Returns:
@@ -256,7 +256,7 @@ class VllmEngine:
             requests and `steps` there were.
         """
         message = {"prompts": list(wanted), "max_tokens": max_tokens, "seed": seed}
-        return self._ask(SERVE, do="storm", resets=list(resets), **message)
+        return self._ask(SERVE, do="storm", resets=resets, **message)
 
     def reset(self, *, connector: bool = False) -> bool:
         """Drop the device's prefix cache (and the connector's). Returns whether vLLM did."""

@@ -1,0 +1,225 @@
+"""The parts of the vLLM adapter that need no vLLM: settings, identity, and the files of the host
+tier."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvactors import ConfigError
+from kvactors.integrations.vllm.settings import (
+    check_groups,
+    identity,
+    read_settings,
+    storage_of_replica,
+)
+from kvactors.tier_cache import TierStorage
+
+SHARED_REGION = "vllm.v1.kv_offload.cpu.shared_offload_region"
+ROW = mmap.PAGESIZE
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("extra", "error"),
+    [
+        ({}, "missing required field `cpu_bytes_to_use`"),
+        ({"cpu_bytes_to_use": "8GB"}, r"Expected `int`.*cpu_bytes_to_use"),
+        ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use must be at least 1, not 0"),
+        ({"cpu_bytes_to_use": 1, "cpu_bytes": 1}, "unknown field `cpu_bytes`"),
+        ({"cpu_bytes_to_use": 1, "eviction_policy": "arc"}, "unknown eviction_policy 'arc'"),
+        ({"cpu_bytes_to_use": 1, "storage": {"dir": "/x"}}, "unknown field `dir`"),
+        ({"cpu_bytes_to_use": 1, "storage": {"ranks": 2}}, "vLLM's data parallel replicas"),
+    ],
+)
+def test_a_bad_setting_is_named(extra: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error) as found:
+        read_settings(extra)
+    assert isinstance(found.value, ValueError)
+    assert "kv_connector_extra_config" in str(found.value)
+
+
+class Config(SimpleNamespace):
+    """vLLM's `OffloadingConfig`, as far as it is read."""
+
+    def __init__(self, **changes: Any) -> None:
+        parallel = {
+            "world_size": 1,
+            "tp_size": 1,
+            "pp_size": 1,
+            "pcp_size": 1,
+            "dcp_size": 1,
+            "data_parallel_index": 0,
+            "data_parallel_size": 1,
+        }
+        facts: dict[str, Any] = {
+            "groups": [self.group("layer.0", "layer.1")],
+            "dtype": "float32",
+            "worker_kv_bytes_per_block": ROW,
+            "canonical_layout": False,
+            "replicated_layout": False,
+            "kv_cache_layout": "NHD",
+            "blocks_per_chunk": 1,
+        }
+        for name, value in changes.items():
+            (parallel if name in parallel else facts)[name] = value
+        super().__init__(
+            **facts,
+            parallel=SimpleNamespace(**parallel),
+            model=SimpleNamespace(name="tiny", dtype=facts["dtype"]),
+            cache=SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=facts["blocks_per_chunk"]),
+        )
+
+    @staticmethod
+    def group(*layers: str, number: int = 0, tokens: int = 32) -> SimpleNamespace:
+        return SimpleNamespace(group_id=number, layer_names=layers, tokens_per_block=tokens)
+
+
+def test_a_hybrid_model_is_refused_by_its_groups() -> None:
+    check_groups(Config())
+    two = [Config.group("full.0"), Config.group("mamba.0", number=1, tokens=64)]
+    with pytest.raises(ConfigError, match=r"tiny is a hybrid model with 2 .*full.0.*mamba.0"):
+        check_groups(Config(groups=two))
+    with pytest.raises(ConfigError, match="canonical_layout"):
+        check_groups(Config(canonical_layout=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "bfloat16"},
+        {"kv_cache_layout": "HND"},
+        {"blocks_per_chunk": 2},
+        {"worker_kv_bytes_per_block": 2 * ROW},
+        {"groups": [Config.group("layer.0")]},
+        {"groups": [Config.group("layer.0", "layer.1", tokens=16)]},
+        {"world_size": 2},
+        {"tp_size": 2},
+        {"pp_size": 2},
+        {"pcp_size": 2},
+        {"dcp_size": 2},
+        {"replicated_layout": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_blocks_of_engines_that_differ_are_apart(change: dict[str, Any]) -> None:
+    plain = identity(Config(), copied_by="vllm")
+    assert identity(Config(), copied_by="vllm") == plain
+    assert identity(Config(**change), copied_by="vllm") != plain
+    assert identity(Config(), copied_by="kvactors") != plain
+
+
+def test_each_replica_has_its_part_of_the_folder() -> None:
+    storage = TierStorage(backend="file", directory="x")
+    found = storage_of_replica(storage, Config(data_parallel_index=1, data_parallel_size=3))
+    assert (found.rank, found.ranks, found.directory) == (1, 3, "x")
+
+
+# -- the files of the host tier
+
+
+class Region:
+    """vLLM's `SharedOffloadRegion`, as far as it is used: a mapped file."""
+
+    folder: Path
+
+    def __init__(
+        self, engine_id: str, num_chunks: int, rank: int | None, row: int, worker: int
+    ) -> None:
+        path = self.folder / f"vllm_offload_{engine_id}.mmap"
+        with path.open("a+b") as file:
+            file.truncate(num_chunks * row)
+            self.memory = mmap.mmap(file.fileno(), num_chunks * row)
+
+    def create_kv_memoryview(self) -> memoryview:
+        return memoryview(self.memory)
+
+    def cleanup(self) -> None:
+        self.memory.close()
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def region_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """The module of the regions, with files in a folder of the test."""
+    names = SHARED_REGION.split(".")
+    for count in range(1, len(names) + 1):
+        name = ".".join(names[:count])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    Region.folder = tmp_path
+    monkeypatch.setattr(sys.modules[SHARED_REGION], "SharedOffloadRegion", Region, raising=False)
+    found = importlib.import_module("kvactors.integrations.vllm.region")
+    monkeypatch.setattr(found, "FOLDER", tmp_path)
+    yield found
+    monkeypatch.delitem(sys.modules, found.__name__)
+
+
+@pytest.fixture
+def open_region(region_module: Any) -> Iterator[Open]:
+    made = []
+
+    def open_one(engine_id: str = "one", rank: int | None = None) -> Any:
+        made.append(region_module.TierRegion(engine_id, 4, ROW, ROW, rank))
+        return made[-1]
+
+    yield open_one
+    for region in made:
+        region.close()
+
+
+def test_a_region_goes_with_its_last_process(
+    region_module: Any, open_region: Open, tmp_path: Path
+) -> None:
+    scheduler, worker = open_region(), open_region(rank=0)
+    scheduler.view()[5] = 7
+    assert worker.view()[5] == 7
+    assert region_module.remove_stale_regions() == 0
+    scheduler.close()
+    assert (tmp_path / "vllm_offload_kvactors_one.mmap").exists()
+    worker.close()
+    worker.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_engine_with_the_same_id_is_refused(open_region: Open, tmp_path: Path) -> None:
+    """It would map the rows of the first and overwrite its chunks."""
+    first = open_region()
+    first.view()[0] = 7
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"engine_id 'one' .* running engine"):
+            open_region()
+    assert first.view()[0] == 7
+    open_region("other").close()
+    first.close()
+    open_region().close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_regions_without_a_process_are_removed_and_no_others(
+    region_module: Any, open_region: Open, tmp_path: Path
+) -> None:
+    for name in ("gone", "*"):  # a name with a wildcard is that of one region
+        (tmp_path / f"kvactors_{name}.lock").touch()
+    (tmp_path / "vllm_offload_kvactors_gone.mmap").write_bytes(bytes(ROW))
+    (tmp_path / "vllm_offload_other.mmap").write_bytes(bytes(ROW))
+    held = open_region()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "kvactors_one.engine",
+        "kvactors_one.lock",
+        "vllm_offload_kvactors_one.mmap",
+        "vllm_offload_other.mmap",
+    ]
+    assert region_module.remove_stale_regions() == 0
+    held.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["vllm_offload_other.mmap"]
