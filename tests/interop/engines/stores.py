@@ -65,6 +65,9 @@ class Adapter(NamedTuple):
 
 
 ADAPTERS = {"spec": Adapter(offloading, 32, False), "tier": Adapter(tier, 64, True)}
+PROCESSES = [("spec", True), ("spec", False), ("tier", True)]
+"""Adapters, and whether scheduler and worker are one process. `KVActorsTier` works in the process of
+the scheduler only."""
 
 
 def vllm_files(host_chunks: int, directory: Path) -> dict[str, Any]:

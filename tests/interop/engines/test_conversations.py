@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interop.engines.stores import ADAPTERS
+from tests.interop.engines.stores import ADAPTERS, PROCESSES
 from tests.interop.engines.test_offloading import READ, Alone, Start
 from tests.interop.engines.vllm_engine import Prompt
 
@@ -34,8 +34,7 @@ def conversations(count: int, seed: int) -> list[list[Prompt]]:
     return rounds
 
 
-@pytest.mark.parametrize("one_process", [True, False])
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize(("adapter", "one_process"), PROCESSES)
 def test_random_conversations_with_preemption_and_cancelled_requests(
     start: Start, alone: Alone, tmp_path: Path, adapter: str, one_process: bool
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.interop.engines import stores
-from tests.interop.engines.stores import ADAPTERS, offloading
+from tests.interop.engines.stores import ADAPTERS, PROCESSES, offloading
 from tests.interop.engines.test_offloading import SMALL, WHOLE, Alone, Start
 from tests.interop.engines.vllm_engine import prompts
 from tests.interop.environments import InteropError
@@ -37,8 +37,7 @@ def drawn(seed: int) -> list[list[int]]:
     return [wanted[(turn * 7 + i * 5) % len(wanted)] for turn in range(TURNS) for i in range(12)]
 
 
-@pytest.mark.parametrize("one_process", [True, False])
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize(("adapter", "one_process"), PROCESSES)
 def test_requests_cancelled_and_caches_reset_at_any_step(
     start: Start, alone: Alone, tmp_path: Path, adapter: str, one_process: bool
 ) -> None:
