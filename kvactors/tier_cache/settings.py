@@ -13,11 +13,18 @@ from kvactors.config_faults import modern_tables
 from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.errors import ConfigError
 from kvactors.renamed_settings import Earlier, SettingsMeta
+from kvactors.setting_types import (
+    ByteSize,
+    Count,
+    Depth,
+    DeviceNumber,
+    Number,
+    ObjectCount,
+    Seconds,
+    SecondsOrZero,
+)
 
 FINGERPRINT_DOMAIN = b"kvactors.tiers.v1"
-
-LAST_NODE = 1023
-"""Largest number of a NUMA node, as for `host.numa_node`."""
 
 UNSUPPORTED = {
     "attention_store": (
@@ -58,22 +65,22 @@ class TierStorage(
     backend: str = "none"
     directory: str = ""
     namespace: str = "default"
-    rank: int = 0
-    ranks: int = 1
-    capacity_blocks: int | None = None
-    capacity_bytes: int | str | None = None
-    free_space_floor: int | str = "64MB"
+    rank: Number = 0
+    ranks: Count = 1
+    capacity_blocks: ObjectCount | None = None
+    capacity_bytes: ByteSize | None = None
+    free_space_floor: ByteSize = "64MB"
     durability: Literal["written", "synced"] = "written"
-    io_depth: int = 4
+    io_depth: Depth = 4
     write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = (
         "write_through"
     )
-    min_hits: int = 2
+    min_hits: Count = 2
     mooncake: Mapping[str, Any] = {}
-    timeout_s: float = 10.0
-    slot_timeout_s: float = 1.0
-    open_timeout_s: float = 60.0
-    close_timeout_s: float = 5.0
+    timeout_s: Seconds = 10.0
+    slot_timeout_s: SecondsOrZero = 1.0
+    open_timeout_s: Seconds = 60.0
+    close_timeout_s: Seconds = 5.0
 
     timeout = Earlier("timeout_s")
     slot_timeout = Earlier("slot_timeout_s")
@@ -109,7 +116,7 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     storage: TierStorage = TierStorage()
     sinks: tuple[Mapping[str, Any], ...] = ()
     tokens_per_block: int = 0
-    numa_node: int | None = None
+    numa_node: DeviceNumber | None = None
 
     @property
     def fingerprint(self) -> bytes:
@@ -137,8 +144,6 @@ def checked_config(config: TierConfig | Mapping[str, Any]) -> TierConfig:
             raise ConfigError(f"{name} must be at least 1, not {getattr(found, name)}")
     if found.policy not in POLICIES:
         raise ConfigError(f"unknown policy {found.policy!r}, known are {', '.join(POLICIES)}")
-    if found.numa_node is not None and not 0 <= found.numa_node <= LAST_NODE:
-        raise ConfigError(f"numa_node must be between 0 and {LAST_NODE}, not {found.numa_node}")
     _check_storage(found.storage)
     return found
 
@@ -150,13 +155,8 @@ def _check_storage(storage: TierStorage) -> None:
         raise ConfigError("storage.directory is needed with storage.backend = 'file'")
     if storage.mooncake and storage.backend != "mooncake":
         raise ConfigError("storage.mooncake is for storage.backend = 'mooncake'")
-    for name in ("timeout_s", "open_timeout_s", "close_timeout_s", "min_hits", "io_depth", "ranks"):
-        if not 0 < getattr(storage, name) < float("inf"):
-            raise ConfigError(f"storage.{name} must be positive, not {getattr(storage, name)}")
-    if not 0 <= storage.slot_timeout_s < float("inf"):
-        raise ConfigError(
-            f"storage.slot_timeout_s must be at least 0 and finite, not {storage.slot_timeout_s}"
-        )
+    if "\0" in storage.directory:
+        raise ConfigError(f"storage.directory {storage.directory!r} contains a NUL character")
     if storage.capacity_blocks is not None and storage.capacity_blocks < 1:
         raise ConfigError(
             f"storage.capacity_blocks must be at least 1, not {storage.capacity_blocks}"

@@ -54,7 +54,10 @@ BUGS: tuple[Mutation, ...] = (
         "failed = frozenset(i for i, ok in enumerate(result.ok) if not ok)",
         "failed = frozenset[int]()",
         "a corrupt object becomes a HIT, and the engine computes with its bytes",
-        (STORAGE + "test_damaged_objects_are_misses_and_can_be_stored_again",),
+        (
+            STORAGE + "test_damaged_objects_are_misses_and_can_be_stored_again",
+            "tests/tier_cache/test_storage_model.py",
+        ),
     ),
     Mutation(
         "failed_fetch_is_tried_again_and_again",
