@@ -220,6 +220,24 @@ def test_a_look_up_does_not_wait_longer_than_it_may(faulty: Any) -> None:
     engine.moves.close()
 
 
+def test_all_look_ups_of_a_step_share_its_wait(faulty: Any) -> None:
+    engine = Engine(slots=4, storage=faulty, fetch_wait_s=0.05)
+    engine.fill()
+    assert engine.store(keys(0, 1), [0, 1])
+    engine.drain()
+    engine.moves.reset()
+    FaultyStore.mode = "hang"
+    assert engine.moves.find(keys(0)) == 0
+    assert engine.moves._wait_left_s == 0.0
+    assert engine.moves.find(keys(1)) == 0
+    engine.moves.end_step()
+    assert engine.moves._wait_left_s == 0.05
+    FaultyStore.mode = "ok"
+    engine.drain()
+    assert engine.moves.find(keys(0, 1)) == 2
+    engine.moves.close()
+
+
 def test_a_page_evicted_after_its_look_up_is_not_loaded() -> None:
     engine = Engine(slots=2)
     engine.fill()

@@ -17,6 +17,14 @@ BUGS: tuple[Mutation, ...] = (
         (TESTS + "test_a_look_up_does_not_wait_longer_than_it_may",),
     ),
     Mutation(
+        "linker_waits_for_each_request",
+        MOVES,
+        "                self._wait_left_s = max(0.0, until - now)\n",
+        "",
+        "a slow store stops SGLang's scheduler for each of a hundred waiting requests",
+        (TESTS + "test_all_look_ups_of_a_step_share_its_wait",),
+    ),
+    Mutation(
         "linker_lets_go_of_a_page_before_its_load",
         MOVES,
         "        self._queued[request] = _Load(keys, pages, slots)\n",

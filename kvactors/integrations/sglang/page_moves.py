@@ -71,7 +71,7 @@ class PageMoves:
     Args:
         tiers: host slots and storage, open.
         copies: copies between device pages and the slots of `tiers`.
-        fetch_wait_s: seconds that `find` waits for pages from storage.
+        fetch_wait_s: seconds that all calls of `find` in a step wait for pages from storage.
         stream: gives the handle of the stream of a GPU that a copy comes after, None for pages in
             host memory.
     """
@@ -85,7 +85,7 @@ class PageMoves:
     ) -> None:
         self._tiers = tiers
         self._copies = copies
-        self._fetch_wait_s = fetch_wait_s
+        self._fetch_wait_s = self._wait_left_s = fetch_wait_s
         self._stream = stream
         self._queued: dict[str, _Load] = {}
         self._batches: dict[int, _Batch] = {}
@@ -106,11 +106,13 @@ class PageMoves:
         if self._closed:
             return 0
         keys = keys[: self._tiers.config.num_slots]
-        until = time.monotonic() + self._fetch_wait_s
+        until = time.monotonic() + self._wait_left_s
         while True:
             self._collect()
             found, waits = self._look_up(keys)
-            if not waits or time.monotonic() >= until:
+            now = time.monotonic()
+            if not waits or now >= until:
+                self._wait_left_s = max(0.0, until - now)
                 return found
             self._tiers.end_step()  # begins fetches, and pauses
 
@@ -242,6 +244,7 @@ class PageMoves:
 
     def end_step(self) -> None:
         """A step of the scheduler has ended: pages that `find` counted may be evicted."""
+        self._wait_left_s = self._fetch_wait_s
         if not self._closed:
             self._tiers.end_step()
 

@@ -52,8 +52,8 @@ class LinkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         host_bytes: host memory of one SGLang worker. A number, or "8GB".
         model: name of the model in the identity of pages. None: SGLang's name of it.
         eviction_policy: order of eviction from host memory.
-        fetch_wait_s: seconds that SGLang's scheduler waits for the pages of a request from storage.
-            Pages that arrive later serve later requests.
+        fetch_wait_s: seconds that SGLang's scheduler waits in a step for pages from storage. Pages
+            that arrive later serve later requests.
         storage: the tier below, none by default.
     """
 
