@@ -340,6 +340,7 @@ class Admission:
         """Drop the references of a path. Blocks that no other path uses are free, those of a path
         longer than a part in later turns."""
         if max(path.num_blocks, path.num_held) <= self._index.part:
+            self._index.pool.note_release(path)
             self._index.pool.give(tree.release(path))
             return []
         return next_part(self._release(tree, path))

@@ -146,6 +146,8 @@ class Grants:
     ) -> list[Action]:
         """A request has its blocks. table: the block table, if the caller has made it."""
         actions = self._leases.grant(lease)
+        if self._index.pool.ages is not None and lease.device_hits:
+            self._index.pool.ages.matched(lease.path.blocks(0, lease.device_hits))
         expected = lease.expected_blocks
         if lease.media:
             expected = self._index.before_media(expected, lease.media)

@@ -293,6 +293,7 @@ class BlockIndex:
     def release_parts(self, tree: BlockTree, path: Path) -> Iterator[None]:
         """Drop all references of a path, the deepest blocks first, a part at a time. Blocks that no
         other path uses are free after the step that drops them."""
+        self.pool.note_release(path)
         blocks = max(path.num_blocks, path.num_held)
         for keep in range(blocks - self.part, 0, -self.part):
             self.pool.give(tree.release(path, keep))
@@ -317,6 +318,8 @@ class BlockIndex:
         """
         freed, stayed = op.tree.finish_offload(op.nodes, on_host)
         self.pool.give(freed)
+        if self.pool.ages is not None and freed:
+            self.pool.ages.evicted(freed)
         kept = set(stayed)
         return [j for j in range(op.total) if j not in kept], stayed
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvactors.invariant import ensure
+from kvactors.native import Path
+from kvactors.prefix_index.ages import BlockAges
 
 STEP = 2048
 """Blocks that a step of a check covers."""
@@ -14,11 +16,12 @@ class BlockPool:
     """Free device block ids 0 .. total - 1. A new pool hands out the lowest first, and later the
     block that was returned last."""
 
-    __slots__ = ("_free", "_is_free", "changes", "total")
+    __slots__ = ("_free", "_is_free", "ages", "changes", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.changes = 0  # calls that changed something
+        self.ages: BlockAges | None = None  # while a metric asks for them
         self._free = list(range(total - 1, -1, -1))
         self._is_free = bytearray(b"\x01" * total)
 
@@ -39,7 +42,14 @@ class BlockPool:
         taken.reverse()
         for block in taken:
             self._is_free[block] = 0
+        if self.ages is not None:
+            self.ages.took(taken)
         return taken
+
+    def note_release(self, path: Path) -> None:
+        """The request of a path has ended."""
+        if self.ages is not None:
+            self.ages.released(path.blocks())
 
     def give(self, blocks: Iterable[int]) -> None:
         """Take blocks back. RuntimeError for one that is free already or not of this pool: a block

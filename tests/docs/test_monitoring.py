@@ -24,3 +24,5 @@ def test_the_page_runs_as_one_program(tmp_path):
     assert done.returncode == 0, done.stderr
     assert '"requests": 1' in done.stdout
     assert '"status": "ok"' in done.stdout
+    assert "lines of kvactors" in done.stdout
+    assert 'health: {"status": "ok", "reasons": []}' in done.stdout

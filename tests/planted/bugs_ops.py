@@ -5,6 +5,8 @@ from __future__ import annotations
 from mutation import Mutation
 
 TOTALS = "tests/observe/test_totals.py::"
+METRICS = "tests/observe/test_metrics.py::"
+HTTP = "tests/observe/test_monitoring.py::"
 LINES = "tests/observe/test_log_lines.py::"
 
 BUGS: tuple[Mutation, ...] = (
@@ -81,5 +83,64 @@ BUGS: tuple[Mutation, ...] = (
         (
             "tests/observe/test_logs.py::test_a_handler_sees_the_events_of_an_application_that_uses_structlog_too",
         ),
+    ),
+    Mutation(
+        "endpoint_without_a_limit_of_connections",
+        "monitoring.py",
+        "        if task is None or len(self._connections) >= MOST_CONNECTIONS:\n",
+        "        if task is None:\n",
+        "clients that open connections without end use up the descriptors of the process",
+        (HTTP + "test_more_connections_than_allowed_are_closed_at_once",),
+    ),
+    Mutation(
+        "endpoint_renders_for_every_request",
+        "monitoring.py",
+        "        if self._rendered is None or now() - self._rendered[0] >= FRESH:\n",
+        "        if self._rendered is None or self._caches:\n",
+        "a client that scrapes without pause keeps the loop busy",
+        (HTTP + "test_many_scrapes_render_once",),
+    ),
+    Mutation(
+        "health_is_200_although_the_cache_has_failed",
+        "monitoring.py",
+        '503 if health.status == "failed" else 200',
+        '503 if health.status == "closed" else 200',
+        "a load balancer keeps sending requests to a cache that has failed",
+        (HTTP + "test_health_is_503_when_the_cache_has_failed_and_when_it_is_closed",),
+    ),
+    Mutation(
+        "endpoint_on_every_address",
+        "monitoring.py",
+        'LOOPBACK = "127.0.0.1"\n',
+        'LOOPBACK = "0.0.0.0"\n',
+        "the endpoint, which has no authentication, can be reached from other machines",
+        (
+            HTTP
+            + "test_it_listens_on_the_loopback_by_default_and_names_an_address_that_it_cannot_bind",
+        ),
+    ),
+    Mutation(
+        "breaker_gauge_not_cleared",
+        "observe/families.py",
+        '    return float(store is not None and store.breaker != "closed")\n',
+        '    return float(store is not None and (s.leaked == 0) != (store.breaker == "never"))\n',
+        "the gauge of the circuit breaker stays at 1 when the store works again",
+        (METRICS + "test_gauges_of_a_condition_disappear_with_it",),
+    ),
+    Mutation(
+        "ages_of_blocks_lost_at_a_restart",
+        "observe/operations.py",
+        "        elif isinstance(actor, PrefixIndex) and self._index_started is not None:\n",
+        "        elif isinstance(actor, PrefixIndex) and self._index_started is None:\n",
+        "there are no ages of blocks",
+        (METRICS + "test_values_agree_with_what_happened",),
+    ),
+    Mutation(
+        "metrics_stay_attached",
+        "observe/metrics.py",
+        "            self._index.core.index.pool.ages = None\n",
+        "            pass\n",
+        "a cache whose metrics were closed pays for the ages of its blocks",
+        (METRICS + "test_without_metrics_no_function_of_them_is_called",),
     ),
 )

@@ -1,0 +1,129 @@
+"""Metrics of a cache for Prometheus, which need the extra `metrics`. Register a `CacheMetrics` with
+a registry of `prometheus_client`, or serve it with `kvactors.monitoring`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from kvactors.calls import CacheCalls
+from kvactors.errors import KVActorsError
+from kvactors.histogram import Histogram
+from kvactors.observe.families import FAMILIES, FASTDEPLOY, FASTDEPLOY_FAMILIES, PREFIX, Family
+from kvactors.observe.metrics import Snapshot, take_snapshot, watch_of
+
+WAIT = 5.0
+"""Seconds that a scrape from another thread waits for the loop."""
+
+NO_CACHE = (
+    b"# HELP kvactors:up 1 while the cache serves requests.\n"
+    b"# TYPE kvactors:up gauge\n"
+    b"kvactors:up 0.0\n"
+)
+"""The metrics while no cache is open."""
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class CacheMetrics(Collector):
+    """A collector over one open cache, for any registry.
+
+    `collect` may be called in any thread: the values are read on the cache's loop. If the loop does
+    not respond within WAIT seconds, and once the cache is closed, there is only `kvactors:up 0`.
+
+    Args:
+        cache: an open cache.
+        fastdeploy_names: expose the metrics of FastDeploy's names as well.
+    """
+
+    def __init__(self, cache: CacheCalls, *, fastdeploy_names: bool = False) -> None:
+        self._cache = cache
+        self._fastdeploy = fastdeploy_names
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._watch, self._summary = watch_of(cache.system)
+        self._watch.attach(cache.system)
+
+    def close(self) -> None:
+        """Observe the cache no longer. The histograms stay as they are."""
+        self._watch.detach(self._cache.system)
+
+    def collect(self) -> Iterator[Metric]:
+        """See `prometheus_client.registry.Collector`."""
+        snapshot = self._snapshot()
+        up = snapshot is not None and snapshot.health.status != "failed"
+        yield GaugeMetricFamily(f"{PREFIX}up", "1 while the cache serves requests.", float(up))
+        if snapshot is None:
+            return
+        yield from _exposed(PREFIX, FAMILIES, snapshot)
+        if self._fastdeploy:
+            yield from _exposed(FASTDEPLOY, FASTDEPLOY_FAMILIES, snapshot)
+
+    def describe(self) -> Iterable[Metric]:
+        """See `prometheus_client.registry.Collector`. Nothing is read."""
+        return []
+
+    def render(self) -> bytes:
+        """The metrics of this cache in the text format of Prometheus."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)
+
+    def _snapshot(self) -> Snapshot | None:
+        try:
+            if threading.get_ident() == self._thread:
+                return self._read()
+            answer: Future[Snapshot | None] = Future()
+            self._loop.call_soon_threadsafe(self._answer, answer)
+            return answer.result(WAIT)
+        except (KVActorsError, RuntimeError, TimeoutError):
+            return None
+
+    def _answer(self, answer: Future[Snapshot | None]) -> None:
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(self._read())
+            except Exception as error:
+                answer.set_exception(error)
+
+    def _read(self) -> Snapshot | None:
+        client, system = self._cache._client, self._cache.system
+        if not client.is_open or system.forked:
+            return None
+        return take_snapshot(system, self._watch, self._summary, client.leaked)
+
+
+def _exposed(prefix: str, families: Iterable[Family], snapshot: Snapshot) -> Iterator[Metric]:
+    for family in families:
+        yield _metric(prefix, family, snapshot)
+
+
+def _metric(prefix: str, family: Family, snapshot: Snapshot) -> Metric:
+    name, labels = prefix + family.name, family.labels
+    if family.kind == "histogram":
+        found = HistogramMetricFamily(name, family.text, labels=labels)
+        for values, histogram in family.read(snapshot):
+            if not isinstance(histogram, Histogram):
+                raise TypeError(f"{name} has a value that is no histogram")
+            found.add_metric(values, buckets=histogram.buckets(), sum_value=histogram.total)
+        return found
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = kind(name, family.text, labels=labels)
+    for values, value in family.read(snapshot):
+        if isinstance(value, Histogram):
+            raise TypeError(f"{name} has a histogram for a value")
+        metric.add_metric(values, float(value))
+    return metric

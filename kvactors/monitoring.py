@@ -1,0 +1,236 @@
+"""HTTP endpoint of a cache: `/metrics` for Prometheus and `/health` for load balancers.
+
+The endpoint runs on the cache's event loop. Everything that a client can make it do is bounded:
+connections, bytes and seconds of a request, seconds of the answer, and renderings a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+import anyio
+
+from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
+from kvactors.calls import CacheCalls
+from kvactors.errors import ConfigError, KVActorsError
+
+if TYPE_CHECKING:
+    from kvactors.metrics import CacheMetrics
+
+log = get_logger()
+
+LOOPBACK = "127.0.0.1"
+
+MOST_CONNECTIONS = 32
+"""Connections at a time. Further ones are closed at once."""
+
+MOST_BYTES = 8192
+"""Bytes of a request's head."""
+
+SECONDS = 5.0
+"""Seconds in which a request must arrive, and in which its answer must be taken."""
+
+FRESH = 0.25
+"""Seconds for which one rendering of the metrics answers every request."""
+
+REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+class Answer(NamedTuple):
+    """An HTTP answer."""
+
+    status: int
+    body: bytes
+    kind: str = "text/plain; charset=utf-8"
+
+    def head(self) -> bytes:
+        """The status line and the headers."""
+        return (
+            f"HTTP/1.1 {self.status} {REASONS[self.status]}\r\n"
+            f"Content-Type: {self.kind}\r\nContent-Length: {len(self.body)}\r\n"
+            "Cache-Control: no-store\r\nConnection: close\r\n\r\n"
+        ).encode()
+
+
+class Endpoint:
+    """Answers for the cache that was opened last, of those that are open.
+
+    Args:
+        fastdeploy_names: expose the metrics of FastDeploy's names as well.
+
+    Attributes:
+        port: that it listens on, once it serves.
+    """
+
+    def __init__(self, *, fastdeploy_names: bool = False) -> None:
+        self.port = 0
+        self._fastdeploy = fastdeploy_names
+        self._caches: list[tuple[CacheCalls, CacheMetrics]] = []
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._rendered: tuple[float, bytes] | None = None
+
+    # -- which cache
+
+    @asynccontextmanager
+    async def observing(self, cache: CacheCalls) -> AsyncIterator[None]:
+        """Answer for a cache while the block runs."""
+        from kvactors.metrics import CacheMetrics
+
+        metrics = CacheMetrics(cache, fastdeploy_names=self._fastdeploy)
+        entry = (cache, metrics)
+        self._caches.append(entry)
+        self._rendered = None
+        try:
+            yield
+        finally:
+            self._caches.remove(entry)
+            self._rendered = None
+            metrics.close()
+
+    # -- the server
+
+    @asynccontextmanager
+    async def serving(self, host: str, port: int) -> AsyncIterator[Endpoint]:
+        """Listen while the block runs.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        try:
+            self._server = await asyncio.start_server(
+                self._connected, host, port, limit=MOST_BYTES, backlog=MOST_CONNECTIONS
+            )
+        except OSError as error:
+            raise ConfigError(f"the metrics endpoint cannot bind {host}:{port}: {error}") from error
+        self.port = self._server.sockets[0].getsockname()[1]
+        log.info("metrics endpoint open", host=host, port=self.port)
+        try:
+            yield self
+        finally:
+            self._server.close()
+            for task in list(self._connections):
+                task.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
+            with suppress(Exception):
+                await self._server.wait_closed()
+            self._server = None
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is None or len(self._connections) >= MOST_CONNECTIONS:
+            writer.transport.abort()
+            return
+        self._connections.add(task)
+        try:
+            with suppress(OSError, EOFError):
+                await self._exchange(reader, writer)
+        except asyncio.CancelledError:
+            pass  # the endpoint closes: asyncio would log the cancellation of this callback
+        except Exception as error:
+            log.error("metrics endpoint failed", error=type(error).__name__)
+        finally:
+            self._connections.discard(task)
+            writer.transport.abort()  # everything that is sent was taken, or is late
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request and its answer."""
+        head = b""
+        answer: Answer | None = None
+        with anyio.move_on_after(SECONDS) as scope:
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+            except asyncio.LimitOverrunError:
+                answer = Answer(431, b"the request is too large\n")
+        if scope.cancelled_caught:
+            answer = Answer(408, b"the request did not arrive in time\n")
+        only_head, answer = (False, answer) if answer is not None else self.answer(head)
+        writer.write(answer.head() if only_head else answer.head() + answer.body)
+        with anyio.move_on_after(SECONDS):
+            writer.transport.set_write_buffer_limits(high=0)
+            await writer.drain()  # until the client has taken all
+            writer.write_eof()
+            # A socket that is closed with unread bytes resets the connection, and the client loses
+            # the answer.
+            await reader.read(MOST_BYTES)
+
+    @asynccontextmanager
+    async def attached(self, host: str, port: int, cache: CacheCalls) -> AsyncIterator[None]:
+        """Answer for a cache, and listen while the first of the caches is open."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.observing(cache))
+            if self._server is None:
+                await stack.enter_async_context(self.serving(host, port))
+            yield
+
+    # -- answers
+
+    def answer(self, head: bytes) -> tuple[bool, Answer]:
+        """The answer to a request, and whether only its head is wanted."""
+        words = head.split(b"\r\n", 1)[0].split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+            return False, Answer(400, b"not an HTTP/1 request\n")
+        method, target = words[0], words[1].split(b"?", 1)[0]
+        if method not in (b"GET", b"HEAD"):
+            return False, Answer(405, b"only GET and HEAD\n")
+        only_head = method == b"HEAD"
+        if target == b"/metrics":
+            return only_head, self.metrics()
+        if target == b"/health":
+            return only_head, self.health()
+        return only_head, Answer(404, b"/metrics or /health\n")
+
+    def metrics(self) -> Answer:
+        """The metrics, at most FRESH seconds old."""
+        from kvactors.metrics import CONTENT_TYPE, NO_CACHE
+
+        if not self._caches:
+            return Answer(200, NO_CACHE, CONTENT_TYPE)
+        if self._rendered is None or now() - self._rendered[0] >= FRESH:
+            body = self._caches[-1][1].render()
+            self._rendered = now(), body
+        return Answer(200, self._rendered[1], CONTENT_TYPE)
+
+    def health(self) -> Answer:
+        """200 while requests are served, also without some parts; 503 otherwise."""
+        status = 503
+        found: dict[str, object] = {"status": "closed", "reasons": []}
+        if self._caches:
+            with suppress(KVActorsError):
+                health = self._caches[-1][0].health()
+                found, status = health.as_dict(), 503 if health.status == "failed" else 200
+        return Answer(status, json.dumps(found).encode() + b"\n", "application/json")
+
+
+@asynccontextmanager
+async def serve_metrics(
+    cache: CacheCalls, port: int = 9464, host: str = LOOPBACK, *, fastdeploy_names: bool = False
+) -> AsyncIterator[Endpoint]:
+    """Serve `/metrics` and `/health` of a cache while the block runs. Needs the extra `metrics`.
+
+    Args:
+        cache: an open cache.
+        port: 0 for any free one (see `Endpoint.port`).
+        host: the address to listen on. There is no authentication: give another address than the
+            loopback's only on a network that you trust.
+        fastdeploy_names: expose the metrics of FastDeploy's names as well.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    endpoint = Endpoint(fastdeploy_names=fastdeploy_names)
+    async with endpoint.observing(cache), endpoint.serving(host, port):
+        yield endpoint

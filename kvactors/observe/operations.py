@@ -1,0 +1,296 @@
+"""Operations of a cache as intervals: acquires, waits for loads, loads, offloads, saves, copies,
+reads and writes of the store, and deliveries to sinks.
+
+`OperationWatch` finds the beginning and the end of each in the messages between the actors, for
+metrics, traces and spans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from kvactors.actor import Actor, ActorRef, Envelope, Instrument, Turn
+from kvactors.actor.clock import now
+from kvactors.cpu_evictor.messages import (
+    Cancel,
+    Load,
+    Loaded,
+    Offload,
+    Offloaded,
+    Save,
+    Saved,
+)
+from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.messages import Delivered
+from kvactors.gpu_swapper.messages import CopyFinished, Direction
+from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.prefix_index.messages import (
+    Abandon,
+    Acquire,
+    AcquireResult,
+    Finish,
+    Preempt,
+    Ready,
+    ReadyResult,
+)
+from kvactors.storage.messages import (
+    DeviceFetched,
+    DeviceSaved,
+    FetchDevice,
+    Outcome,
+    Read,
+    ReadDone,
+    SaveDevice,
+    Write,
+    Written,
+)
+from kvactors.system import System
+from kvactors.types import HASH_BYTES
+
+MOST_OPEN = 100_000
+"""Operations in flight that are followed. Beyond them all are forgotten."""
+
+Key = tuple[Any, ...]
+
+
+class Operation(NamedTuple):
+    """An operation that has ended. Times are of the loop's clock.
+
+    Attributes:
+        kind: acquire, ready, request, load, offload, save, copy, read, write or flush.
+        where: the actor that carried it out, or the sink.
+        number: of the lease, the operation or the call.
+        tier: of acquire: `none`, `device`, or `pending` while blocks are being loaded. Of ready and
+            load: the lowest tier that blocks came from. Of copy: `host` or `device`, the target.
+        blocks: that were cached, moved or delivered.
+        ok: it was not refused and did not fail as a whole.
+        request: the request's id, of acquire and request.
+    """
+
+    kind: str
+    where: str
+    number: int
+    began: float
+    ended: float
+    tier: str = ""
+    blocks: int = 0
+    ok: bool = True
+    request: str = ""
+
+
+BEGINNINGS: Mapping[type[Any], tuple[str, Callable[[Any], int]]] = {
+    Load: ("load", lambda m: len(m.hashes) // HASH_BYTES - m.start),
+    Offload: ("offload", lambda m: len(m.blocks)),
+    Save: ("save", lambda m: len(m.save)),
+}
+"""Requests of PrefixIndex: kind and blocks."""
+
+BATCHES: Mapping[type[Any], str] = {
+    Read: "read",
+    FetchDevice: "read",
+    Write: "write",
+    SaveDevice: "write",
+}
+"""Requests to actors of the store, of which there may be several."""
+
+ANSWERS: Mapping[type[Any], tuple[str, Callable[[Any], tuple[str, int, bool]]]] = {
+    Loaded: ("load", lambda m: (_lowest(m), m.num_loaded, m.num_loaded > 0)),
+    Offloaded: ("offload", lambda m: ("", len(m.kept_mask) - m.kept_mask.count(0), True)),
+    Saved: ("save", lambda _: ("", -1, True)),
+}
+"""Answers to PrefixIndex: kind, tier, blocks (-1: those of the request) and success."""
+
+BATCH_ANSWERS: Mapping[type[Any], tuple[str, Callable[[Any], tuple[int, bool]]]] = {
+    ReadDone: ("read", lambda m: _of_outcomes(m.outcomes)),
+    Written: ("write", lambda m: _of_outcomes(m.outcomes)),
+    DeviceFetched: ("read", lambda m: (m.num_blocks, m.num_blocks > 0)),
+    DeviceSaved: ("write", lambda m: (m.num_blocks, m.num_blocks > 0)),
+}
+"""Answers of the store's actors: kind, blocks and success."""
+
+
+def _lowest(message: Loaded) -> str:
+    if not message.num_loaded:
+        return "none"
+    return "storage" if message.num_loaded > message.from_host else "host"
+
+
+def _of_outcomes(outcomes: bytes) -> tuple[int, bool]:
+    good = outcomes.count(Outcome.OK)
+    return good, good > 0 or Outcome.EXISTS in outcomes
+
+
+class OperationWatch(Instrument):
+    """Finds the operations of one system.
+
+    Args:
+        operation: called with each operation that has ended.
+        index_started: called with each incarnation of PrefixIndex, the present one included.
+    """
+
+    def __init__(
+        self,
+        operation: Callable[[Operation], None],
+        index_started: Callable[[PrefixIndex], None] | None = None,
+    ) -> None:
+        self._operation = operation
+        self._index_started = index_started
+        self._open: dict[Key, tuple[float, int]] = {}  # start, and blocks
+        self._requests: dict[int, tuple[float, str]] = {}  # by lease: start, id
+        self._notifier: FlushNotifier | None = None
+
+    def attach(self, system: System) -> None:
+        """Observe a system from now on."""
+        self._notice(system.notifier_actor)
+        self._notice(system.index_actor)
+        system.supervisor.instruments.add(self)
+
+    def detach(self, system: System) -> None:
+        """Observe it no longer."""
+        system.supervisor.instruments.remove(self)
+
+    # -- see `Instrument`
+
+    def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
+        """A message is queued in a channel."""
+        message: Any = envelope.message
+        kind = type(message)
+        if envelope.reply is not None:
+            self._asked(message, envelope.reply)
+        elif kind in BEGINNINGS:
+            name, blocks = BEGINNINGS[kind]
+            self._begin((name, message.op), blocks(message))
+        elif kind in ANSWERS:
+            name, result = ANSWERS[kind]
+            tier, moved, ok = result(message)
+            self._end((name, message.op), "cpu_evictor", message.op, tier, moved, ok)
+        elif kind in BATCHES:
+            self._begin((BATCHES[kind], receiver.name, message.op), 0)
+        elif kind in BATCH_ANSWERS and turn is not None:
+            name, counts = BATCH_ANSWERS[kind]
+            where = turn.actor.name
+            self._end((name, where, message.op), where, message.op, "storage", *counts(message))
+        elif kind is CopyFinished:
+            self._copied(receiver.name, message)
+        elif kind is Cancel:
+            self._open.pop(("load", message.op), None)
+        elif kind is Abandon:
+            self._request_over(message.lease)
+
+    def taken(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
+        """An actor takes a message."""
+        message = envelope.message
+        if isinstance(message, Delivered) and self._notifier is not None:
+            self._delivered(message, self._notifier)
+
+    def failed(self, actor: ActorRef, error: BaseException) -> None:
+        """Operations in flight may never end."""
+        self._open = {key: begun for key, begun in self._open.items() if key[0] == "acquire"}
+        if actor.role == PrefixIndex.ROLE:
+            self._requests.clear()
+
+    def started(self, actor: Actor) -> None:
+        """An incarnation begins."""
+        self._notice(actor)
+
+    # -- inner parts
+
+    def _notice(self, actor: Actor) -> None:
+        if isinstance(actor, FlushNotifier):
+            self._notifier = actor
+        elif isinstance(actor, PrefixIndex) and self._index_started is not None:
+            self._index_started(actor)
+
+    def _begin(self, key: Key, blocks: int) -> None:
+        if len(self._open) >= MOST_OPEN:
+            self._open.clear()
+        self._open[key] = now(), blocks
+
+    def _end(
+        self,
+        key: Key,
+        where: str,
+        number: int,
+        tier: str,
+        blocks: int,
+        ok: bool,
+        request: str = "",
+    ) -> None:
+        begun = self._open.pop(key, None)
+        if begun is not None:
+            moved = begun[1] if blocks < 0 else blocks
+            self._operation(
+                Operation(key[0], where, number, begun[0], now(), tier, moved, ok, request)
+            )
+
+    def _asked(self, message: Any, reply: asyncio.Future[Any]) -> None:
+        if isinstance(message, Acquire):
+            self._begin(("acquire", message.lease), 0)
+            lease, request = message.lease, message.request_id
+            reply.add_done_callback(lambda reply: self._acquired(lease, request, reply))
+        elif isinstance(message, Ready):
+            lease = message.lease
+            reply.add_done_callback(lambda reply: self._waited(lease, reply))
+        elif isinstance(message, (Finish, Preempt)):
+            lease = message.lease
+            reply.add_done_callback(lambda _: self._request_over(lease))
+
+    def _acquired(self, lease: int, request: str, reply: asyncio.Future[Any]) -> None:
+        granted = result_of(reply)
+        tier, blocks = "none", 0
+        if isinstance(granted, AcquireResult):
+            blocks = granted.device_hits
+            tier = "pending" if granted.pending else "device" if blocks else "none"
+        key: Key = ("acquire", lease)
+        began = self._open.get(key, (now(), 0))[0]
+        self._end(key, PrefixIndex.ROLE, lease, tier, blocks, granted is not None, request)
+        if isinstance(granted, AcquireResult) and len(self._requests) < MOST_OPEN:
+            self._requests[lease] = began, request
+            if not granted.pending:
+                self._ready(lease, began, tier, blocks)
+
+    def _waited(self, lease: int, reply: asyncio.Future[Any]) -> None:
+        result, known = result_of(reply), self._requests.get(lease)
+        if isinstance(result, ReadyResult) and known is not None:
+            hits = {
+                "storage": result.storage_hits,
+                "host": result.host_hits,
+                "device": result.device_hits,
+            }
+            tier = next((tier for tier, blocks in hits.items() if blocks), "none")
+            self._ready(lease, known[0], tier, sum(hits.values()))
+
+    def _ready(self, lease: int, began: float, tier: str, blocks: int) -> None:
+        self._operation(Operation("ready", PrefixIndex.ROLE, lease, began, now(), tier, blocks))
+
+    def _request_over(self, lease: int) -> None:
+        known = self._requests.pop(lease, None)
+        if known is not None:
+            began, request = known
+            done = Operation("request", PrefixIndex.ROLE, lease, began, now(), request=request)
+            self._operation(done)
+
+    def _copied(self, where: str, message: CopyFinished) -> None:
+        ended, moved = now(), message.pairs - len(message.failed)
+        tier = "host" if message.direction is Direction.TO_HOST else "device"
+        began = ended - message.seconds
+        self._operation(Operation("copy", where, message.op, began, ended, tier, moved, moved > 0))
+
+    def _delivered(self, message: Delivered, notifier: FlushNotifier) -> None:
+        delivery = notifier.sinks[message.sink]
+        if not delivery.is_current(message.number):
+            return
+        blocks = sum(task.count for task in delivery.batch.tasks)
+        ended = now()
+        began = ended if delivery.since is None else delivery.since
+        ok = not message.error
+        self._operation(
+            Operation("flush", message.sink, message.number, began, ended, "", blocks, ok)
+        )
+
+
+def result_of(reply: asyncio.Future[Any]) -> Any:
+    """The result of a future that is done, None if it has none."""
+    return None if reply.cancelled() or reply.exception() is not None else reply.result()

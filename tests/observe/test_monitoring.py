@@ -1,0 +1,167 @@
+"""The HTTP endpoint: its answers, and clients that are slow or hostile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvactors import monitoring
+from kvactors.errors import ConfigError
+from kvactors.monitoring import Endpoint, serve_metrics
+from tests.cache.test_degraded import HOST, STORE, fail, requests
+from tests.support.cache import opened, settings
+
+
+async def call(port, request):
+    """Send bytes and read the whole answer: status, headers and body."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    await writer.drain()
+    answer = await reader.read()
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.decode().split("\r\n")
+    return int(lines[0].split(" ")[1]), dict(x.split(": ", 1) for x in lines[1:]), body
+
+
+def get(path, method="GET"):
+    return f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+
+
+async def test_metrics_and_health():
+    async with opened(host=HOST) as cache, serve_metrics(cache, 0) as endpoint:
+        await requests(cache, 1)
+        status, headers, body = await call(endpoint.port, get("/metrics"))
+        assert status == 200
+        assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert int(headers["Content-Length"]) == len(body)
+        found = {family.name for family in text_string_to_metric_families(body.decode())}
+        assert "kvactors:requests" in found
+        status, headers, body = await call(endpoint.port, get("/health?full=1"))
+        assert (status, json.loads(body)) == (200, {"status": "ok", "reasons": []})
+        status, headers, body = await call(endpoint.port, get("/health", "HEAD"))
+        assert (status, body) == (200, b"")
+        assert int(headers["Content-Length"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (get("/"), 404),
+        (get("/metrics", "POST"), 405),
+        (b"\r\n\r\n", 400),
+        (b"\xff\x00 / HTTP/1.1\r\n\r\n", 405),
+        (b"GET /metrics SPDY/3\r\n\r\n", 400),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 4000, 431),
+    ],
+)
+async def test_requests_that_are_refused(request_, status):
+    async with opened() as cache, serve_metrics(cache, 0) as endpoint:
+        assert (await call(endpoint.port, request_))[0] == status
+
+
+async def test_health_is_503_when_the_cache_has_failed_and_when_it_is_closed():
+    import kvactors
+
+    endpoint = Endpoint()
+    with pytest.raises(kvactors.CacheFailed):  # noqa: PT012
+        async with (
+            endpoint.serving("127.0.0.1", 0),
+            kvactors.open(settings(actors={"max_restarts_per_minute": 0})) as cache,
+            endpoint.observing(cache),
+        ):
+            await fail(cache, "index", 1)
+            while cache.system.supervisor.failed is None:
+                await asyncio.sleep(0.001)
+            status, _, body = await call(endpoint.port, get("/health"))
+            assert (status, json.loads(body)["status"]) == (503, "failed")
+            assert b"kvactors:up 0.0" in (await call(endpoint.port, get("/metrics")))[2]
+    _, answer = endpoint.answer(get("/health"))
+    assert (answer.status, json.loads(answer.body)["status"]) == (503, "closed")
+    assert b"kvactors:up 0.0" in endpoint.answer(get("/metrics"))[1].body
+
+
+async def test_half_open_and_slow_clients_end_after_their_time_and_block_nothing(monkeypatch):
+    monkeypatch.setattr(monitoring, "SECONDS", 0.2)
+    async with opened(host=HOST, storage=STORE) as cache, serve_metrics(cache, 0) as endpoint:
+        silent = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(5)]
+        for _, writer in silent:
+            writer.write(b"GET /metrics HT")  # and nothing more
+        await requests(cache, 1, 2)
+        assert (await call(endpoint.port, get("/health")))[0] == 200
+        for reader, writer in silent:
+            assert b" 408 " in await reader.read()
+            writer.close()
+        assert not endpoint._connections
+
+
+async def test_a_client_that_never_reads_its_answer_is_dropped(monkeypatch):
+    monkeypatch.setattr(monitoring, "SECONDS", 0.2)
+    monkeypatch.setattr(Endpoint, "metrics", lambda self: monitoring.Answer(200, b"x" * 50_000_000))
+    async with opened(host=HOST) as cache, serve_metrics(cache, 0) as endpoint:
+        with socket.create_connection(("127.0.0.1", endpoint.port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.sendall(get("/metrics"))
+            while not endpoint._connections:
+                await asyncio.sleep(0.001)
+            await requests(cache, 1)
+            while endpoint._connections:
+                await asyncio.sleep(0.001)
+
+
+async def test_more_connections_than_allowed_are_closed_at_once(monkeypatch):
+    monkeypatch.setattr(monitoring, "MOST_CONNECTIONS", 4)
+    async with opened() as cache, serve_metrics(cache, 0) as endpoint:
+        held = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(4)]
+        while len(endpoint._connections) < 4:
+            await asyncio.sleep(0.001)
+        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+        writer.close()
+        assert len(endpoint._connections) == 4
+        held[0][1].close()
+        while len(endpoint._connections) == 4:
+            await asyncio.sleep(0.001)
+        assert (await call(endpoint.port, get("/health")))[0] == 200
+        for _, writer in held:
+            writer.close()
+
+
+async def test_many_scrapes_render_once(monkeypatch):
+    monkeypatch.setattr(monitoring, "FRESH", 3600.0)
+    from kvactors.metrics import CacheMetrics
+
+    rendered = []
+    real = CacheMetrics.render
+    monkeypatch.setattr(CacheMetrics, "render", lambda self: rendered.append(1) or real(self))
+    async with opened() as cache, serve_metrics(cache, 0) as endpoint:
+        for _ in range(5):
+            assert (await call(endpoint.port, get("/metrics")))[0] == 200
+    assert len(rendered) == 1
+
+
+async def test_it_listens_on_the_loopback_by_default_and_names_an_address_that_it_cannot_bind():
+    async with opened() as cache, serve_metrics(cache, 0) as endpoint:
+        assert endpoint._server.sockets[0].getsockname()[0] == "127.0.0.1"
+        with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{endpoint.port}"):
+            async with serve_metrics(cache, endpoint.port):
+                pass
+
+
+async def test_one_endpoint_answers_for_caches_that_are_opened_one_after_another_or_at_once():
+    endpoint = Endpoint()
+    for number in range(2):
+        async with opened() as cache, endpoint.attached("127.0.0.1", 0, cache):
+            await requests(cache, number)
+            body = (await call(endpoint.port, get("/metrics")))[2]
+            assert b"kvactors:requests_total 1.0" in body
+            async with opened() as other, endpoint.attached("127.0.0.1", 0, other):
+                body = (await call(endpoint.port, get("/metrics")))[2]
+                assert b"kvactors:requests_total 0.0" in body
+        assert not cache.system.supervisor.instruments.active
