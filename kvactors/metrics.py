@@ -54,7 +54,7 @@ class CacheMetrics(Collector):
         self._fastdeploy = fastdeploy_names
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._watch, self._summary = watch_of(cache.system)
+        self._watch = watch_of(cache.system)
         self._watch.attach(cache.system)
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class CacheMetrics(Collector):
         client, system = self._cache._client, self._cache.system
         if not client.is_open or system.forked:
             return None
-        return take_snapshot(system, self._watch, self._summary, client.leaked)
+        return take_snapshot(system, self._watch, client.leaked)
 
 
 def _exposed(prefix: str, families: Iterable[Family], snapshot: Snapshot) -> Iterator[Metric]:

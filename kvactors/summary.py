@@ -37,7 +37,7 @@ class Summary(NamedTuple):
 def summarize(system: Any) -> Summary:
     """The summary of an open `System`."""
     config, storage = system.config, system.storage
-    block_bytes, blocks = system.layout.block_bytes, system.device.num_blocks
+    block_bytes, blocks = system.layout.block_bytes, system.plane.device.num_blocks
     slots = system.arena.num_slots
     store = system.store
     found = store.statistics() if store is not None else None

@@ -40,7 +40,6 @@ class MetricsWatch:
 
     Args:
         block_bytes: of the cache's layout.
-        num_blocks: device blocks.
         sinks: names of the sinks.
 
     Attributes:
@@ -49,21 +48,18 @@ class MetricsWatch:
         hit: requests whose blocks are ready, and some of them were cached.
     """
 
-    def __init__(self, block_bytes: int, num_blocks: int, sinks: tuple[str, ...]) -> None:
+    def __init__(self, block_bytes: int, sinks: tuple[str, ...]) -> None:
         self.operations = OperationWatch(self.operation, self.index_started)
         self.histograms = histograms = Histograms()
         histograms.flush = {sink: Histogram(SECONDS) for sink in sinks}
         self.refused = self.hit = 0
         self._block_bytes = block_bytes
-        self._num_blocks = num_blocks
         self._index: PrefixIndex | None = None
 
     def index_started(self, index: PrefixIndex) -> None:
         """Follow the ages of the blocks of an incarnation of PrefixIndex."""
         found = self.histograms
-        index.core.index.pool.ages = BlockAges(
-            self._num_blocks, found.lifetime, found.idle, found.gap
-        )
+        index.core.index.pool.ages = BlockAges(found.lifetime, found.idle, found.gap)
         self._index = index
 
     def attach(self, system: System) -> None:
@@ -127,21 +123,19 @@ class Snapshot(NamedTuple):
     ranks: tuple[tuple[int, str, int, int, int], ...]
 
 
-def take_snapshot(system: System, watch: MetricsWatch, summary: Summary, leaked: int) -> Snapshot:
+def take_snapshot(system: System, watch: MetricsWatch, leaked: int) -> Snapshot:
     """The values as of now. From the loop's thread."""
     ranks = () if system.ranks is None else system.ranks.statistics()
     return Snapshot(
         collect(system),
         health(system),
-        summary,
+        summarize(system),
         watch,
         leaked,
         tuple((one.rank, one.health, one.operations, one.losses, one.silences) for one in ranks),
     )
 
 
-def watch_of(system: System) -> tuple[MetricsWatch, Summary]:
-    """A watch for a system, not attached, and the system's summary."""
-    summary = summarize(system)
-    watch = MetricsWatch(summary.block_bytes, summary.device_blocks, summary.sinks)
-    return watch, summary
+def watch_of(system: System) -> MetricsWatch:
+    """A watch for a system, not attached."""
+    return MetricsWatch(system.layout.block_bytes, tuple(system.sinks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import typing
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -119,4 +120,4 @@ def written(hint: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(render(), end="")
+    sys.stdout.write(render())

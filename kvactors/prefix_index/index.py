@@ -390,7 +390,7 @@ def set_num_blocks(index: BlockIndex, num_blocks: int) -> None:
     if index.pool.total or index.tree.statistics()["nodes"]:
         raise RuntimeError("the number of device blocks is set once, in an empty index")
     index.capacity += num_blocks
-    index.pool = BlockPool(num_blocks)
+    index.pool = BlockPool(num_blocks, index.pool.ages)
     index.tree = BlockTree(index.block_size, index.capacity, touch=False)  # within a turn
 
 

@@ -18,10 +18,10 @@ class BlockPool:
 
     __slots__ = ("_free", "_is_free", "ages", "changes", "total")
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, ages: BlockAges | None = None) -> None:
         self.total = total
         self.changes = 0  # calls that changed something
-        self.ages: BlockAges | None = None  # while a metric asks for them
+        self.ages = ages  # while a metric asks for them
         self._free = list(range(total - 1, -1, -1))
         self._is_free = bytearray(b"\x01" * total)
 
