@@ -318,8 +318,7 @@ class BlockIndex:
         """
         freed, stayed = op.tree.finish_offload(op.nodes, on_host)
         self.pool.give(freed)
-        if self.pool.ages is not None and freed:
-            self.pool.ages.evicted(freed)
+        self.pool.note_eviction(freed)
         kept = set(stayed)
         return [j for j in range(op.total) if j not in kept], stayed
 

@@ -51,6 +51,11 @@ class BlockPool:
         if self.ages is not None:
             self.ages.released(path.blocks())
 
+    def note_eviction(self, blocks: list[int]) -> None:
+        """These blocks have left the device for others."""
+        if self.ages is not None and blocks:
+            self.ages.evicted(blocks)
+
     def give(self, blocks: Iterable[int]) -> None:
         """Take blocks back. RuntimeError for one that is free already or not of this pool: a block
         with two owners means wrong bytes."""

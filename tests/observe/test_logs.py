@@ -117,6 +117,7 @@ def test_no_module_logs_past_the_packages_logger():
         "bench",
         "cli.py",
         "docsgen.py",
+        "page.py",
         "report.py",
         "settings_commands.py",
     }
