@@ -90,7 +90,7 @@ def test_a_gain_is_reported_before_the_evictor_frees_the_slot():
 
 
 def test_a_batch_that_waited_during_a_clear_is_not_written():
-    """Whichever comes first after the clear, the end of a batch in flight or the clear's: the
+    """The end of a batch in flight and the end of the clear come in any order: the
     order depends on the loop."""
     inner = memory(A)
     with stepped(inner) as writer:
