@@ -1,5 +1,14 @@
 """`python -m kvactors`."""
 
-from kvactors.cli import main
+import sys
 
-main()
+from kvactors.unbuilt import explain
+
+try:
+    from kvactors.cli import main
+except ImportError as error:
+    print(explain(error), file=sys.stderr)
+    sys.exit(2)
+
+if __name__ == "__main__":
+    main()

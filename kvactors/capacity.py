@@ -3,7 +3,7 @@ that a block takes in each tier."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -13,6 +13,8 @@ from kvactors.errors import ConfigError
 from kvactors.layout.base import Layout
 from kvactors.sizes import human, in_bytes
 from kvactors.storage.backends import Backend, object_bytes, slot_trailer_bytes
+
+C = TypeVar("C", bound=Config)
 
 
 class BlockBytes(NamedTuple):
@@ -52,8 +54,8 @@ def block_bytes(
 
 
 def in_blocks(
-    config: Config, layout: Layout, storage: StorageConfig, backend: Backend | None = None
-) -> Config:
+    config: C, layout: Layout, storage: StorageConfig, backend: Backend | None = None
+) -> C:
     """The config with the sizes of device and host in blocks.
 
     Args:

@@ -14,6 +14,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from kvactors.actor.log import structlog_settings
+from kvactors.capacity import in_blocks
 from kvactors.charts import check_charts
 from kvactors.config import Config, read_toml
 from kvactors.errors import ConfigError, KVActorsError
@@ -25,6 +26,7 @@ from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Report, print_report, totals_line
 from kvactors.scenario.report_page import run_page
 from kvactors.scenario.runner import run_scenario, with_temporary
+from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import disappointments
 from kvactors.settings_commands import config as config_app
 from kvactors.settings_commands import size
@@ -70,7 +72,7 @@ def run(
     Parameters
     ----------
     scenario
-        A TOML file.
+        A TOML file, or the name of a scenario of the package such as quickstart.
     json
         Where to write the report.
     html
@@ -83,7 +85,7 @@ def run(
     recorder = make_recorder(html)
     with live_line() as show:
         spec, report = run_scenario(
-            read_toml(scenario),
+            read_toml(find_file(scenario, "scenario")),
             seed=seed,
             virtual=virtual,
             progress=lambda totals: show(totals_line(totals)),
@@ -111,9 +113,9 @@ def replay_command(
     Parameters
     ----------
     trace
-        JSON lines, plain or gzip.
+        JSON lines, plain or gzip, or small_chat, a trace of the package.
     config
-        A TOML file with a cache's settings and a [replay] table.
+        A TOML file with a cache's settings and a [replay] table, or the name of one of the package.
     timed
         Send the requests at the times of the trace.
     speed
@@ -128,9 +130,10 @@ def replay_command(
     if speed is not None and not timed:
         print("--speed without --timed is deprecated: add --timed", file=sys.stderr)
     recorder = make_recorder(html)
+    trace = find_file(trace, "trace")
     with temporary_folder() as folder, live_line() as show:
         settings = ReplayConfig.from_mapping(
-            with_temporary(read_toml(config) if config else {}, folder)
+            with_temporary(read_toml(find_file(config, "settings")) if config else {}, folder)
         )
         changes: dict[str, Any] = {"mode": "timed"} if timed or speed is not None else {}
         changes |= {} if speed is None else {"speed": speed}
@@ -202,9 +205,13 @@ def sweep_command(
 
     if html is not None or png is not None:
         check_charts()
-    settings = None if config is None else ReplayConfig.from_mapping(read_toml(config))
-    if settings is not None and block_bytes is None:
-        block_bytes = make_layout(settings.layout, settings.cache.block_size).block_bytes
+    trace = find_file(trace, "trace")
+    settings = None
+    if config is not None:
+        settings = ReplayConfig.from_mapping(read_toml(find_file(config, "settings")))
+        layout = make_layout(settings.layout, settings.cache.block_size)
+        settings = in_blocks(settings, layout, settings.storage)
+        block_bytes = layout.block_bytes if block_bytes is None else block_bytes
     report = sweep(
         trace,
         sizes=device or (),

@@ -4,11 +4,12 @@ followed to them."""
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import time
 from pathlib import Path
+
+from kvactors.linux import fcntl
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700

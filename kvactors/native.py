@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import kvactors.linux  # noqa: F401  (names the reason on another system)
+from kvactors.unbuilt import native_missing
+
 try:
     from kvactors._native import (
         DEVICE,
@@ -26,11 +29,7 @@ try:
         touch,
     )
 except ImportError as error:
-    raise ImportError(
-        "kvactors' native module is missing or was built for another Python. In a clone run `pip "
-        "install -e .` (needs a C++17 "
-        f"compiler). The source tree alone does not contain it: {error}"
-    ) from error
+    raise ImportError(native_missing(str(error))) from error
 
 __all__ = [
     "DEVICE",

@@ -19,6 +19,7 @@ import anyio
 
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import as_exception
+from kvactors.linux import register_at_fork
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,7 +66,7 @@ def _end_all() -> None:
 
 
 atexit.register(_end_all)
-os.register_at_fork(after_in_child=_ending.clear)  # a child has none of these threads
+register_at_fork(after_in_child=_ending.clear)  # a child has none of these threads
 
 
 class Workers:

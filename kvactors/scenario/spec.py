@@ -263,6 +263,8 @@ def validate_workload(work: Workload) -> None:
 
 def validate_faults(scenario: Scenario) -> None:
     """Raise ConfigError for a fault that cannot occur in this scenario."""
+    if not scenario.device.num_blocks:
+        raise ConfigError("device.num_blocks must be at least 1: a scenario sets it nowhere else")
     for number, fault in enumerate(scenario.fault, 1):
         complaint = misfit(fault, scenario)
         if complaint:

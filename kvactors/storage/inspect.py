@@ -3,7 +3,6 @@ is not disturbed."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import msgspec
 import xxhash
 
 from kvactors.errors import StoreError
+from kvactors.linux import fcntl
 from kvactors.storage.backends.slab_table import (
     PAGE,
     VERSION,

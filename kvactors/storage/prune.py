@@ -3,7 +3,6 @@ versions'."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import msgspec
 
 from kvactors.errors import StoreError
 from kvactors.files import open_folder, open_private
+from kvactors.linux import fcntl
 from kvactors.storage.inspect import Inspection, inspect
 
 

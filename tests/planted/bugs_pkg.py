@@ -8,6 +8,7 @@ RANGES = "tests/config/test_ranges.py::"
 SIZES = "tests/config/test_sizes.py::"
 REPORT = "tests/config/test_settings_report.py::"
 MODELS = "tests/config/test_model_config.py::"
+SHIPPED = "tests/cli/test_shipped.py::"
 CLI = "tests/cli/test_command_line.py::"
 
 BUGS: tuple[Mutation, ...] = (
@@ -98,5 +99,29 @@ BUGS: tuple[Mutation, ...] = (
         "    print_report(report, Console())\n",
         "--json - mixes a table into the JSON",
         (CLI + "test_a_report_on_standard_output_is_alone_there",),
+    ),
+    Mutation(
+        "scenarios_of_a_clone_alone",
+        "scenario/shipped.py",
+        "return INSTALLED if INSTALLED.is_dir() else IN_A_CLONE",
+        "return IN_A_CLONE",
+        "kvactors run quickstart does not work from an installed wheel",
+        (SHIPPED + "test_files_of_an_installed_package_are_found",),
+    ),
+    Mutation(
+        "traceback_of_an_unbuilt_clone",
+        "__main__.py",
+        "    print(explain(error), file=sys.stderr)\n    sys.exit(2)\n",
+        "    raise\n",
+        "python -m kvactors in a clone prints a traceback",
+        (SHIPPED + "test_the_command_line_of_an_unbuilt_clone_names_the_remedy",),
+    ),
+    Mutation(
+        "other_systems_unnamed",
+        "linux.py",
+        'if sys.platform != "linux":',
+        "if False:",
+        "on Windows the import fails with a missing fcntl, on macOS at the first use",
+        (SHIPPED + "test_other_systems_have_settings_and_sizes_and_a_named_error_for_the_rest",),
     ),
 )

@@ -141,7 +141,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "child_keeps_the_lock",
         "storage/backends/slab_files.py",
-        "os.register_at_fork(after_in_child=after_fork)\n",
+        "register_at_fork(after_in_child=after_fork)\n",
         "",
         "a forked child keeps the store's lock after its parent was killed",
         (f"{HEALS}::test_a_forked_child_does_not_keep_the_lock",),

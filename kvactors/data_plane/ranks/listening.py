@@ -8,7 +8,6 @@ once one gets an error.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import socket
 import stat
@@ -21,6 +20,7 @@ from kvactors.actor.log import get_logger
 from kvactors.data_plane.ranks.connection import Connection, MemoryConnection, StreamConnection
 from kvactors.endpoint import split_endpoint
 from kvactors.errors import RankError
+from kvactors.linux import fcntl
 
 log = get_logger()
 

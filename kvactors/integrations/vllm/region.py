@@ -12,7 +12,6 @@ an engine's scheduler also holds a lock on the id, which a second engine does no
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from kvactors.errors import ConfigError
+from kvactors.linux import fcntl
 
 FOLDER = Path("/dev/shm")  # noqa: S108, the folder that vLLM's region uses
 PREFIX = "kvactors_"

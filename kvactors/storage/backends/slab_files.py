@@ -14,7 +14,6 @@ allows it, straight from and to memory that is aligned.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import weakref
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ import msgspec
 from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
 from kvactors.files import FOLDER_MODE, open_folder, open_private, private_folder, read_all
+from kvactors.linux import fcntl, register_at_fork
 from kvactors.storage.backends.slab_lock import inode, take_lock
 from kvactors.storage.backends.slab_table import PAGE, Damaged, Meta, meta_of
 from kvactors.storage.backends.slab_transfers import Transfers
@@ -353,7 +353,7 @@ def after_fork() -> None:
             files.drop()
 
 
-os.register_at_fork(after_in_child=after_fork)
+register_at_fork(after_in_child=after_fork)
 
 
 def outcome_of(error: OSError) -> Outcome:

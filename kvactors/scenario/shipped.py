@@ -1,0 +1,51 @@
+"""Scenarios, settings of replays and a small trace that are part of the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvactors.errors import ConfigError
+from kvactors.ranges import unknown
+
+INSTALLED = Path(__file__).resolve().parents[1] / "scenarios"
+"""The files in an installed package."""
+
+IN_A_CLONE = Path(__file__).resolve().parents[2] / "scenarios"
+"""The same in a clone, also if kvactors is installed from there as editable."""
+
+SUFFIXES = {
+    "scenario": (".toml", ""),
+    "settings": (".toml", "replay/"),
+    "trace": (".jsonl", "traces/"),
+}
+"""Suffix and folder of each kind of file."""
+
+
+def names_of(kind: str) -> list[str]:
+    """The names of the files of a kind."""
+    suffix, folder = SUFFIXES[kind]
+    return sorted(path.stem for path in (_root() / folder).glob(f"*{suffix}"))
+
+
+def find_file(path: Path, kind: str) -> Path:
+    """A file of the caller, or the one of that name that is part of the package.
+
+    Args:
+        path: of a file, or the name of a file of the package.
+        kind: a key of `SUFFIXES`.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if path.exists():
+        return path
+    suffix, folder = SUFFIXES[kind]
+    if len(path.parts) == 1 and path.suffix in ("", suffix):
+        shipped = _root() / folder / f"{path.stem}{suffix}"
+        if shipped.exists():
+            return shipped
+    raise ConfigError(f"there is no file {path}: {unknown(kind, path.stem, names_of(kind))}")
+
+
+def _root() -> Path:
+    return INSTALLED if INSTALLED.is_dir() else IN_A_CLONE

@@ -1,0 +1,206 @@
+"""Scenarios and a trace by name, a source tree that is not built, systems other than Linux."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import kvactors
+from kvactors.errors import ConfigError
+from kvactors.scenario import shipped
+from kvactors.scenario.shipped import SUFFIXES, find_file, names_of
+from tests.scenario.small_chat import FILE, text
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(kvactors.__file__).parent
+
+
+def test_names_of_the_package_are_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for kind in SUFFIXES:
+        names = names_of(kind)
+        assert names
+        for name in names:
+            assert find_file(Path(name), kind).stem == name
+    assert "quickstart" in names_of("scenario")
+    assert find_file(Path("quickstart.toml"), "scenario").name == "quickstart.toml"
+    (tmp_path / "quickstart").write_text("")
+    assert find_file(Path("quickstart"), "scenario") == Path("quickstart"), (
+        "the caller's comes first"
+    )
+    for wrong in ("quickstat", "no/quickstart", "quickstart.json"):
+        with pytest.raises(ConfigError, match=f"there is no file {wrong}: .*quickstart"):
+            find_file(Path(wrong), "scenario")
+
+
+def test_files_of_an_installed_package_are_found(tmp_path, monkeypatch):
+    (tmp_path / "replay").mkdir()
+    (tmp_path / "replay" / "mine.toml").write_text("")
+    monkeypatch.setattr(shipped, "INSTALLED", tmp_path)
+    monkeypatch.chdir("/")
+    assert find_file(Path("mine"), "settings") == tmp_path / "replay" / "mine.toml"
+
+
+def test_the_small_trace_is_what_its_generator_writes():
+    assert FILE.read_text("utf-8") == text(), "run: python -m tests.scenario.small_chat"
+
+
+def unbuilt(tmp_path: Path) -> Path:
+    """A clone whose native module has not been built."""
+    ignore = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "clone" / "kvactors", ignore=ignore)
+    (tmp_path / "clone" / "native").mkdir()
+    (tmp_path / "clone" / "native" / "CMakeLists.txt").write_text("")
+    return tmp_path / "clone"
+
+
+def python(clone: Path, *arguments: str, before: str = "", flags: tuple[str, ...] = ()):
+    """Python in a folder, whose kvactors comes first and which has no editable install of it."""
+    hidden = (
+        textwrap.dedent(
+            """
+        import sys
+        sys.meta_path[:] = [f for f in sys.meta_path if "kvactors" not in repr(type(f))]
+        sys.path[:] = [p for p in sys.path if p != SITE] if SITE else sys.path
+        sys.path.insert(0, CLONE)
+        """
+        )
+        .replace("CLONE", repr(str(clone)))
+        .replace("SITE", "''")
+    )
+    script = f"{hidden}\n{before}\n" + "\n".join(arguments)
+    return subprocess.run(
+        [sys.executable, *flags, "-c", script],
+        cwd=clone,
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+RUN = "import runpy; sys.argv = ['kvactors', '--version']; runpy.run_module('kvactors', None, '__main__')"
+
+
+def test_the_command_line_of_an_unbuilt_clone_names_the_remedy(tmp_path):
+    clone = unbuilt(tmp_path)
+    done = python(clone, RUN)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("kvactors: kvactors' native module is missing")
+    assert f"{clone} is a source tree" in done.stderr
+    assert "pip install -e ." in done.stderr
+
+
+def test_the_command_line_without_a_dependency_names_it(tmp_path):
+    done = python(unbuilt(tmp_path), RUN, before="sys.modules['cyclopts'] = None")
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvactors: the package 'cyclopts' is not installed for")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_source_tree_that_hides_the_installed_package_is_named(tmp_path, monkeypatch):
+    from kvactors import unbuilt as messages
+
+    class Installed:
+        def locate_file(self, name):
+            return PACKAGE.parent / name
+
+    monkeypatch.setattr(messages, "TREE", unbuilt(tmp_path))
+    monkeypatch.setattr(messages.metadata, "distribution", lambda _: Installed())
+    assert "which hides the installed kvactors. Run from another folder" in (
+        messages.native_missing("x")
+    )
+    monkeypatch.setattr(messages, "TREE", PACKAGE.parent)
+    assert not messages.installed_elsewhere()
+
+
+ELSEWHERE = """
+import sys, os, asyncio, ctypes, logging, mmap, multiprocessing, subprocess, tempfile
+import aiofiles, anyio, cyclopts, msgspec, numpy, rich.console, rich.progress, structlog, xxhash
+sys.platform = {system!r}
+sys.modules["kvactors._native"] = None
+if {system!r} == "win32":
+    sys.modules["fcntl"] = None
+    for name in ("register_at_fork", "O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC"):
+        delattr(os, name)
+for name in ("eventfd", "posix_fallocate", "O_DIRECT", "fdatasync", "preadv"):
+    delattr(os, name)
+"""
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_have_settings_and_sizes_and_a_named_error_for_the_rest(tmp_path, system):
+    """The functions that these systems lack are removed, since none of them is at hand."""
+    works = ("kvactors", "kvactors.config", "kvactors.layout", "kvactors.errors", "kvactors.sizes")
+    needs = (
+        "kvactors.cache",
+        "kvactors.tier_cache",
+        "kvactors.cli",
+        "kvactors.storage.backends.file",
+        "kvactors.storage.inspect",
+        "kvactors.files",
+        "kvactors.threads",
+        "kvactors.native",
+    )
+    script = f"""
+import importlib, json
+found = {{}}
+for name in {works + needs!r}:
+    try:
+        importlib.import_module(name)
+        found[name] = ""
+    except ImportError as error:
+        found[name] = str(error)
+import kvactors
+try:
+    kvactors.open
+except ImportError as error:
+    found["open"] = str(error)
+print(json.dumps(found))
+"""
+    done = python(unbuilt(tmp_path), script, before=ELSEWHERE.format(system=system))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {name: found[name] for name in works} == dict.fromkeys(works, "")
+    for name in (*needs, "open"):
+        assert (
+            f"needs Linux (file locks, O_DIRECT, futexes), and this system is {system}"
+            in (found[name])
+        ), name
+
+
+LINUX_ONLY = {
+    "eventfd",
+    "posix_fallocate",
+    "O_DIRECT",
+    "fdatasync",
+    "preadv",
+    "pwritev",
+    "register_at_fork",
+    "O_DIRECTORY",
+    "O_NOFOLLOW",
+}
+"""Names of `os` that macOS or Windows lacks."""
+
+
+def test_settings_and_layouts_use_no_function_of_linux_alone():
+    """fcntl is imported by `kvactors.linux` alone, whose import names the reason elsewhere."""
+    free = {"config", "layout", "errors", "sizes", "types", "settings_docs"}
+    wrong = []
+    for file in PACKAGE.rglob("*.py"):
+        tree = ast.parse(file.read_text("utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import) and any(one.name == "fcntl" for one in node.names):
+                wrong += [file.name] if file.name != "linux.py" else []
+            if isinstance(node, ast.Attribute) and node.attr in LINUX_ONLY and file.stem in free:
+                wrong.append(file.name)
+    assert wrong == []
