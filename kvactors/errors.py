@@ -49,7 +49,7 @@ class NoRoom(KVActorsError):
     time."""
 
     def __init__(self, needed: int, available: int) -> None:
-        super().__init__(f"{needed} device blocks needed, {available} available")
+        super().__init__(f"{_counted(needed, 'device block')} needed, {available} available")
         self.needed = needed
         self.available = available
 
@@ -60,8 +60,9 @@ class NeverFits(NoRoom):
 
     def __init__(self, needed: int, available: int, total: int) -> None:
         super().__init__(needed, available)
-        text = f"the device has {total} blocks in all, so the request can never be admitted"
-        self.args = (f"{self}: {text}",)
+        blocks = _counted(total, "block")
+        text = f"{self}: the device has {blocks} in all, so the request can never be admitted"
+        self.args = (text,)
         self.total = total
 
 
@@ -195,3 +196,7 @@ def as_exception(error: BaseException) -> Exception:
     leaked = LeakedError(f"{type(error).__name__}: {error}")
     leaked.__cause__ = error
     return leaked
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

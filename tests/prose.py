@@ -80,7 +80,7 @@ RULES = (
 )
 
 ALLOWED = re.compile(
-    r"ghost entr(?:y|ies)|ghost (?:list|queue|cache)s?|life tables?|free room|\blives\.\w+|\[lives\]",
+    r"ghost entr(?:y|ies)|ghost (?:list|queue|cache)s?|life tables?|free room",
     re.IGNORECASE,
 )
 """Phrases of the field in which a listed word has its own meaning."""

@@ -12,8 +12,8 @@ import anyio.to_thread
 import msgspec
 
 from kvactors.errors import ConfigError, KVActorsError
-from kvactors.scenario.lives import run_lives
 from kvactors.scenario.observe import Observe, unobserved
+from kvactors.scenario.processes import run_processes
 from kvactors.scenario.report import Report
 from kvactors.scenario.router import compare, routing
 from kvactors.scenario.session import Progress, Session, beside, session
@@ -58,8 +58,8 @@ def run_scenario(
             return scenario, simulate(
                 lambda: run_session(scenario, seed, progress, virtual=True, observe=observe), seed
             )
-        if scenario.lives.kills:
-            return scenario, run_terminable(run_lives(scenario, data, seed))
+        if scenario.process.kills:
+            return scenario, run_terminable(run_processes(scenario, data, seed))
         return scenario, run_terminable(
             run_session(scenario, seed, progress, virtual=False, observe=observe)
         )
@@ -75,21 +75,21 @@ def check_virtual(scenario: Scenario) -> None:
             "a run in virtual time has no threads: storage.backend = 'file' and sinks other than "
             "memory need them"
         )
-    if scenario.router.enabled or scenario.lives.kills or scenario.storage.backend == "mooncake":
+    if scenario.router.enabled or scenario.process.kills or scenario.storage.backend == "mooncake":
         raise ConfigError(
-            "a run in virtual time has no processes: router, [lives] and mooncake need them"
+            "a run in virtual time has no processes: router, [process] and mooncake need them"
         )
 
 
 async def run_session(
     scenario: Scenario, seed: int, progress: Progress, *, virtual: bool, observe: Observe
 ) -> Report:
-    """Run the scenario in this process, after its `lives.restarts` earlier runs, with the processes
-    beside it: a router, a pool's master and another node."""
+    """Run the scenario in this process, after its `process.restarts` earlier runs, with the
+    processes beside it: a router, a pool's master and another node."""
     if scenario.mooncake.enabled:
         async with pool(scenario.mooncake) as address:
             return await run_in_pool(with_master(scenario, address), seed, progress, observe)
-    for _ in range(scenario.lives.restarts):
+    for _ in range(scenario.process.restarts):
         async with session(scenario, virtual=virtual) as one:
             await one.run(seed, progress)
     return await run_once(scenario, seed, progress, virtual=virtual, observe=observe)

@@ -8,6 +8,7 @@ import msgspec
 
 from kvactors.config import Config, convert
 from kvactors.errors import ConfigError
+from kvactors.renamed_settings import Earlier
 from kvactors.scenario.report import Report, lookup
 from kvactors.sink_config import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 from kvactors.testing.fault import Fault, Kind
@@ -162,8 +163,8 @@ class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     follow: Literal["snapshots", "numbers"] = "snapshots"
 
 
-class Lives(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Kills and restarts of the cache.
+class ProcessSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Kills of the process that the cache runs in, and restarts of the cache.
 
     Attributes:
         kills: seconds after which each process but the last is killed (SIGKILL). With any the
@@ -201,9 +202,11 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     workload: Workload = Workload()
     fault: tuple[FaultSpec, ...] = ()
     router: RouterSpec = RouterSpec()
-    lives: Lives = Lives()
+    process: ProcessSpec = ProcessSpec()
     mooncake: Pool = Pool()
     expect: dict[str, float | Bound] = msgspec.field(default_factory=dict)
+
+    lives = Earlier("process")
 
     @classmethod
     def from_mapping(cls, data: Any) -> Scenario:
@@ -273,16 +276,16 @@ def validate_faults(scenario: Scenario) -> None:
         raise ConfigError(f"router.lose must be in 0..1, not {scenario.router.lose}")
     if scenario.router.enabled and events_of(scenario) is None:
         raise ConfigError("router needs a sink of kind 'kv_events' with a replay_endpoint")
-    if any(not 0 < seconds < float("inf") for seconds in scenario.lives.kills):
-        raise ConfigError("lives.kills must be positive numbers of seconds")
-    if scenario.lives.restarts < 0:
-        raise ConfigError(f"lives.restarts must be at least 0, not {scenario.lives.restarts}")
+    if any(not 0 < seconds < float("inf") for seconds in scenario.process.kills):
+        raise ConfigError("process.kills must be positive numbers of seconds")
+    if scenario.process.restarts < 0:
+        raise ConfigError(f"process.restarts must be at least 0, not {scenario.process.restarts}")
     if scenario.mooncake.enabled and scenario.storage.backend != "mooncake":
         raise ConfigError("mooncake needs storage.backend = 'mooncake'")
     if not (scenario.mooncake.down_at >= 0 and scenario.mooncake.down_for >= 0):
         raise ConfigError("mooncake.down_at and down_for must not be negative")
-    if scenario.lives.kills and scenario.workload.kind != "chat":
-        raise ConfigError("lives.kills belongs to workload.kind = 'chat'")
+    if scenario.process.kills and scenario.workload.kind != "chat":
+        raise ConfigError("process.kills belongs to workload.kind = 'chat'")
 
 
 def misfit(fault: FaultSpec, scenario: Scenario) -> str:

@@ -206,6 +206,8 @@ def test_not_now_and_never_are_different_errors() -> None:
         assert "5 device blocks needed, 1 available" in str(never)
         assert "4 blocks in all" in str(never)
     assert state.statistics().no_room == 3
+    assert "has 1 block in all" in str(NeverFits(2, 1, 1))
+    assert str(NoRoom(1, 0)) == "1 device block needed, 0 available"
 
 
 def test_a_request_that_waits_is_counted_and_holds_nothing() -> None:

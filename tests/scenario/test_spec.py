@@ -93,14 +93,17 @@ def report(**changes):
             "bit_rot needs",
         ),
         ({"mooncake": {"enabled": True}}, "mooncake needs storage.backend = 'mooncake'"),
-        ({"lives": {"restarts": -1}}, "lives.restarts"),
+        ({"process": {"restarts": -1}}, "process.restarts"),
         ({"fault": [{"sink": "memory", "kind": "explode"}], **MEMORY}, "explode"),
         ({"router": {"enabled": True}, **MEMORY}, "router needs a sink of kind 'kv_events'"),
         ({"router": {"lose": 1.0}}, r"router\.lose"),
-        ({"lives": {"kills": [0.0]}}, r"lives\.kills"),
+        ({"process": {"kills": [0.0]}}, r"process\.kills"),
         (
-            {"lives": {"kills": [1.0]}, "workload": {"kind": "script", "step": [{"do": "settle"}]}},
-            r"lives\.kills belongs",
+            {
+                "process": {"kills": [1.0]},
+                "workload": {"kind": "script", "step": [{"do": "settle"}]},
+            },
+            r"process\.kills belongs",
         ),
     ],
 )
@@ -158,3 +161,9 @@ def test_lookup_by_dotted_name():
     assert lookup(report(), "flush.delivered") == 4
     with pytest.raises(KeyError):
         lookup(report(), "flush.nothing")
+
+
+def test_the_table_of_processes_under_its_earlier_name():
+    with pytest.warns(DeprecationWarning, match="lives .* process"):
+        scenario = Scenario.from_mapping({**BASE, "lives": {"restarts": 2}})
+    assert scenario.process.restarts == 2

@@ -1,7 +1,7 @@
 """A scenario whose cache runs in a separate process that is killed (SIGKILL) and restarted,
 while a router and files receive its events.
 
-`python -m kvactors.scenario.lives` is one such process. It reads the scenario as one JSON line,
+`python -m kvactors.scenario.processes` is one such process. It reads the scenario as one JSON line,
 prints "started", runs the scenario, prints the report and the contents of its tiers, and stays
 until its input ends.
 """
@@ -49,8 +49,8 @@ class FinalReport(msgspec.Struct):
     sequence: int
 
 
-async def run_lives(scenario: Scenario, data: dict[str, Any], seed: int) -> Report:
-    """Run the workload in one process after another, and kill all but the last as `lives.kills`
+async def run_processes(scenario: Scenario, data: dict[str, Any], seed: int) -> Report:
+    """Run the workload in one process after another, and kill all but the last as `process.kills`
     sets. Compare the router, and files of JSON lines, with the tiers of the last process."""
     orders = msgspec.json.encode({"data": data, "seed": seed}).decode()
     events = events_of(scenario) if scenario.router.enabled else None
@@ -64,17 +64,17 @@ async def run_lives(scenario: Scenario, data: dict[str, Any], seed: int) -> Repo
             )
             router = await stack.enter_async_context(routing(scenario.router, *ends, seed))
         missing = 0
-        for seconds in scenario.lives.kills:
-            async with child("-m", "kvactors.scenario.lives") as life:
+        for seconds in scenario.process.kills:
+            async with child("-m", "kvactors.scenario.processes") as life:
                 await start(life, orders)
                 await anyio.sleep(seconds)
                 await life.kill()
             missing += missing_of(scenario)
-        last = await stack.enter_async_context(child("-m", "kvactors.scenario.lives"))
+        last = await stack.enter_async_context(child("-m", "kvactors.scenario.processes"))
         await start(last, orders)
         rest = msgspec.json.decode(await last.receive(PATIENCE), type=FinalReport)
         report = rest.report
-        report.lives = 1 + len(scenario.lives.kills)
+        report.lives = 1 + len(scenario.process.kills)
         report.storage["missing"] = missing
         if router is not None:
             held = {medium: set(hashes) for medium, hashes in rest.held.items()}
@@ -123,7 +123,7 @@ def differing(sink: JsonLinesSinkConfig, names: dict[str, list[str]]) -> int:
 
 
 async def live() -> None:
-    """Run one process of the scenario: the code of `python -m kvactors.scenario.lives`."""
+    """Run one process of the scenario: the code of `python -m kvactors.scenario.processes`."""
     orders = msgspec.json.decode(await anyio.to_thread.run_sync(sys.stdin.readline))
     scenario = Scenario.from_mapping(orders["data"])
     async with session(scenario, virtual=False) as one:
