@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvactors.cache import KVCache
 from kvactors.observe.lag import LagMonitor
+from kvactors.observe.metrics import Histograms, watch_of
 from kvactors.observe.statistics import CacheStatistics
 
 POINTS = 400
@@ -62,12 +63,14 @@ class Recording(msgspec.Struct):
         series: the values of each counter and gauge by name, one for each sample.
         device_blocks: size of the device.
         host_slots: size of the host tier, without slots for blocks in transit.
+        histograms: durations of the run's operations and ages of its blocks, None before a run.
     """
 
     seconds: list[float]
     series: dict[str, list[float]]
     device_blocks: int = 0
     host_slots: int = 0
+    histograms: Histograms | None = None
 
     def rates(self, name: str) -> tuple[list[float], list[float]]:
         """Increase of a counter a second, in windows of about equal length.
@@ -128,6 +131,9 @@ class Recorder:
         loop = asyncio.get_running_loop()
         self._begin = loop.time()
         self._sample(cache)
+        watch = watch_of(cache.system)
+        self.recording.histograms = watch.histograms
+        watch.attach(cache.system)
         async with self._lag.running():
             task = loop.create_task(self._run(cache))
             try:
@@ -135,6 +141,7 @@ class Recorder:
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+                watch.detach(cache.system)
                 self._lag.lags.clear()  # what came last is the lag of making the report
                 self._sample(cache)
 

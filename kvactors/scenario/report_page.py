@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 from kvactors.charts import Chart
+from kvactors.histogram import Histogram
 from kvactors.page import Section, Tile, make_page
 from kvactors.scenario.recorder import Recording
 from kvactors.scenario.report import Report, report_rows
@@ -41,6 +43,13 @@ def run_page(report: Report, recording: Recording | None, settings: Mapping[str,
     sections = [Section("Summary", rows=report_rows(report), text_cells=True)]
     if recording is not None and len(recording.seconds) > 1:
         sections.append(Section("Course of the run", charts=course(recording)))
+        sections.append(
+            Section(
+                "Durations and ages",
+                "Each line is the share of the operations that took at most so long.",
+                charts=durations(recording),
+            )
+        )
     else:
         sections.append(
             Section("Course of the run", "Not recorded: the run had several processes.")
@@ -96,6 +105,46 @@ def course(recording: Recording) -> list[Chart]:
         Chart("Messages between actors", seconds, "messages/s", rate(messages="messages")),
         Chart("Worst lag of the event loop", seconds, "ms", at(lag="lag_ms")),
     ]
+
+
+def durations(recording: Recording) -> list[Chart]:
+    """The charts of durations of operations and ages of blocks, without those that have no
+    values."""
+    found = recording.histograms
+    if found is None:
+        return []
+    groups: list[tuple[str, Mapping[str, Histogram], float, str]] = [
+        ("Acquire, by the tier of the deepest hit", found.acquire, 1e3, "ms"),
+        ("From acquire until ready, by tier", found.ready, 1e3, "ms"),
+        ("Loads, by tier", found.load, 1e3, "ms"),
+        ("Copies", found.transfer_seconds, 1e3, "ms"),
+        ("Offloads and saves", {"offload": found.offload, "save": found.save}, 1e3, "ms"),
+        ("Flush, by sink", found.flush, 1e3, "ms"),
+        (
+            "Ages of device blocks",
+            {
+                "lifetime": found.lifetime,
+                "idle before eviction": found.idle,
+                "reuse gap": found.gap,
+            },
+            1.0,
+            "seconds",
+        ),
+    ]
+    charts = []
+    for title, histograms, scale, unit in groups:
+        lines = {name: shares_below(one, scale) for name, one in histograms.items() if one.count}
+        if lines:
+            share = "share of operations" if unit == "ms" else "share of blocks"
+            charts.append(Chart(title, unit, share, lines, log_x=True, top=1.02))
+    return charts
+
+
+def shares_below(histogram: Histogram, scale: float) -> tuple[list[float], list[float]]:
+    """The bounds, scaled, and the share of the values up to each. Values above the last bound are
+    missing from the end."""
+    shares = np.cumsum(histogram.counts[:-1]) / histogram.count
+    return [bound * scale for bound in histogram.bounds], [float(share) for share in shares]
 
 
 def shares_of(values: Sequence[float], size: float) -> list[float]:

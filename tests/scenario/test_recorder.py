@@ -7,9 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from kvactors.histogram import Histogram
 from kvactors.scenario.recorder import COUNTERS, GAUGES, POINTS, WINDOWS, Recorder, Recording
 from kvactors.scenario.report import Report
-from kvactors.scenario.report_page import course, run_page
+from kvactors.scenario.report_page import course, durations, run_page, shares_below
 from kvactors.testing.loop import simulate
 from tests.support.cache import opened, prompt, serve
 
@@ -68,6 +69,8 @@ def test_samples_are_the_statistics():
     assert last["host_used"] == statistics.host.resident
     assert last["leases"] == last["pending"] == 0
     assert (recording.device_blocks, recording.host_slots) == (8, 8)
+    assert sum(one.count for one in recording.histograms.ready.values()) == 20
+    assert recording.histograms.load["host"].count > 0
 
 
 def test_a_long_run_keeps_a_bounded_number_of_samples():
@@ -112,12 +115,21 @@ def test_nothing_looked_up_has_no_shares():
 def test_a_page_has_the_figures_the_charts_and_the_settings():
     recording, _ = recorded(20)
     page = run_page(report(), recording, {"device": {"num_blocks": 77}})
-    assert page.count("<svg") == len(course(recording)) == 10
+    assert len(course(recording)) == 10
+    assert page.count("<svg") == 10 + len(durations(recording))
+    assert {chart.title.split(",")[0] for chart in durations(recording)} >= {"Acquire", "Loads"}
     assert "&lt;run&gt;" in page
     assert "<run>" not in page
     assert "1,234" in page
     assert "num_blocks" in page
     assert 'class="tile bad"' not in page
+
+
+def test_durations_are_shares_of_the_operations():
+    histogram = Histogram((0.001, 0.01, 0.1))
+    for seconds in (0.0005, 0.001, 0.05, 3.0):
+        histogram.observe(seconds)
+    assert shares_below(histogram, 1e3) == ([1.0, 10.0, 100.0], [0.5, 0.5, 0.75])
 
 
 def test_wrong_blocks_and_errors_are_marked():
