@@ -20,7 +20,6 @@ from kvactors.config import Config, read_toml
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.page import write_page
 from kvactors.report import Output, live_line, to_stdout, write_json
-from kvactors.scenario.observe import unobserved
 from kvactors.scenario.recorder import Recorder
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Report, print_report, totals_line
@@ -28,6 +27,7 @@ from kvactors.scenario.report_page import run_page
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import disappointments
+from kvactors.scenario.watching import Watching
 from kvactors.settings_commands import config as config_app
 from kvactors.settings_commands import size
 from kvactors.terminable import run_terminable, sigterm_ends, temporary_folder
@@ -64,6 +64,9 @@ def run(
     *,
     json: Output | None = None,
     html: Output | None = None,
+    trace: Output | None = None,
+    metrics_port: int | None = None,
+    metrics_host: str = "127.0.0.1",
     seed: int | None = None,
     virtual: Annotated[bool, Parameter(negative="--real")] = False,
 ) -> int:
@@ -77,20 +80,34 @@ def run(
         Where to write the report.
     html
         Where to write a page with charts. Needs the extra [report].
+    trace
+        Where to write a trace of messages and transfers, for ui.perfetto.dev.
+    metrics_port
+        Serve /metrics and /health on this port during the run. Needs the extra [metrics].
+    metrics_host
+        The address to serve them on.
     seed
         Replaces the scenario's seed.
     virtual
         Run on a seeded loop of virtual time instead of the real clock.
     """
     recorder = make_recorder(html)
+    watching = Watching(
+        *([recorder.observing] if recorder else []),
+        trace=trace,
+        port=metrics_port,
+        host=metrics_host,
+        virtual=virtual,
+    )
     with live_line() as show:
         spec, report = run_scenario(
             read_toml(find_file(scenario, "scenario")),
             seed=seed,
             virtual=virtual,
             progress=lambda totals: show(totals_line(totals)),
-            observe=recorder.observing if recorder else unobserved,
+            observe=watching.observing,
         )
+    watching.write()
     failed = disappointments(spec.expect, report) + report.errors
     write_html(report, recorder, spec, html)
     return conclude(report, failed, json, html)
@@ -106,6 +123,9 @@ def replay_command(
     limit: int | None = None,
     json: Output | None = None,
     html: Output | None = None,
+    trace_out: Output | None = None,
+    metrics_port: int | None = None,
+    metrics_host: str = "127.0.0.1",
 ) -> int:
     """Replay a request trace with real bytes, verifying every loaded block. The exit status is 0
     only if nothing is wrong.
@@ -126,11 +146,23 @@ def replay_command(
         Where to write the report.
     html
         Where to write a page with charts. Needs the extra [report].
+    trace_out
+        Where to write a trace of messages and transfers, for ui.perfetto.dev.
+    metrics_port
+        Serve /metrics and /health on this port during the run. Needs the extra [metrics].
+    metrics_host
+        The address to serve them on.
     """
     if speed is not None and not timed:
         print("--speed without --timed is deprecated: add --timed", file=sys.stderr)
     recorder = make_recorder(html)
     trace = find_file(trace, "trace")
+    watching = Watching(
+        *([recorder.observing] if recorder else []),
+        trace=trace_out,
+        port=metrics_port,
+        host=metrics_host,
+    )
     with temporary_folder() as folder, live_line() as show:
         settings = ReplayConfig.from_mapping(
             with_temporary(read_toml(find_file(config, "settings")) if config else {}, folder)
@@ -148,9 +180,10 @@ def replay_command(
                 trace,
                 config_,
                 lambda totals: show(totals_line(totals)),
-                recorder.observing if recorder else unobserved,
+                watching.observing,
             )
         )
+    watching.write()
     write_html(report, recorder, config_, html)
     failed = list(report.errors)
     if report.corrupt_blocks_served:

@@ -6,6 +6,7 @@ from mutation import Mutation
 
 TOTALS = "tests/observe/test_totals.py::"
 METRICS = "tests/observe/test_metrics.py::"
+TRACE = "tests/observe/test_chrome_trace.py::"
 HTTP = "tests/observe/test_monitoring.py::"
 LINES = "tests/observe/test_log_lines.py::"
 
@@ -142,5 +143,21 @@ BUGS: tuple[Mutation, ...] = (
         "            pass\n",
         "a cache whose metrics were closed pays for the ages of its blocks",
         (METRICS + "test_without_metrics_no_function_of_them_is_called",),
+    ),
+    Mutation(
+        "arrows_outside_of_slices",
+        "observe/chrome_trace.py",
+        "        if turn is not None and self._turn is not None:\n",
+        "        if turn is None or self._turn is not None:\n",
+        "Perfetto drops the arrows of messages from outside, since no slice encloses them",
+        (TRACE + "test_a_trace_has_a_track_for_each_actor_arrows_and_nested_requests",),
+    ),
+    Mutation(
+        "trace_without_bound",
+        "observe/chrome_trace.py",
+        "        if len(self._events) >= self._limit:\n",
+        "        if len(self._events) < 0:\n",
+        "a trace of a long run takes all memory",
+        (TRACE + "test_a_trace_is_bounded",),
     ),
 )

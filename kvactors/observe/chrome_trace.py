@@ -1,0 +1,201 @@
+"""Traces for Perfetto and chrome://tracing: the Trace Event Format (JSON object form).
+
+One track for each actor has its turns, with flow arrows from the turn that sent a message to the
+turn that handled it. Copies, I/O of the store and deliveries to sinks are slices on tracks of their
+kind. Each request is a slice, the parent of its acquire and of its loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvactors.actor import ActorRef, Envelope, Instrument, Turn
+from kvactors.actor.clock import now
+from kvactors.observe.operations import Operation, OperationWatch
+from kvactors.open_cache import OpenCache
+
+MOST_EVENTS = 1_000_000
+"""Events of a trace. Later ones are counted only."""
+
+ACTORS, CALLERS = 1, 0
+"""Process of every track, and the track of messages from outside."""
+
+Event = dict[str, Any]
+
+
+class ChromeTrace(Instrument):
+    """Records the messages and operations of the systems that it observes.
+
+    Attributes:
+        left_out: events beyond MOST_EVENTS.
+    """
+
+    def __init__(self, limit: int = MOST_EVENTS) -> None:
+        self.left_out = 0
+        self._limit = limit
+        self._events: list[Event] = []
+        self._tracks: dict[str, int] = {}
+        self._flows: dict[int, int] = {}  # by id of the envelope, which exists while it is queued
+        self._count = 0
+        self._turn: tuple[str, str, float, dict[str, int]] | None = None
+        self._requests: dict[int, tuple[list[list[Event]], float]] = {}  # spans, end of the acquire
+        self._watch = OperationWatch(self._operation)
+
+    @asynccontextmanager
+    async def observing(self, cache: OpenCache) -> AsyncIterator[ChromeTrace]:
+        """Record a cache until the block ends."""
+        instruments = cache.system.supervisor.instruments
+        self._watch.attach(cache.system)
+        instruments.add(self)
+        try:
+            yield self
+        finally:
+            instruments.remove(self)
+            self._watch.detach(cache.system)
+
+    def events(self) -> list[Event]:
+        """The events, in the order of their times."""
+        named = [
+            _metadata("process_name", 0, "kvactors"),
+            _metadata("thread_name", CALLERS, "callers"),
+            *(_metadata("thread_name", track, name) for name, track in self._tracks.items()),
+        ]
+        return [*named, *sorted(self._events, key=lambda event: int(event["ts"]))]
+
+    def write(self, path: Path) -> None:
+        """Write the trace to a file."""
+        page = {
+            "traceEvents": self.events(),
+            "displayTimeUnit": "ms",
+            "otherData": {"left_out": self.left_out},
+        }
+        path.write_bytes(msgspec.json.encode(page))
+
+    # -- see `Instrument`
+
+    def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
+        """A message is queued in a channel."""
+        self._count += 1
+        self._flows[id(envelope)] = self._count
+        at = _us(now())
+        kind = type(envelope.message).__name__
+        track = CALLERS
+        if turn is not None and self._turn is not None:
+            track = self._track(turn.actor.name)
+        else:  # an arrow begins in a slice
+            self._add({"ph": "X", "name": kind, "ts": at, "dur": 0, "tid": CALLERS, "cat": "call"})
+        self._add(
+            {"ph": "s", "name": kind, "ts": at, "tid": track, "cat": "message", "id": self._count}
+        )
+
+    def dropped(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
+        """A message is never taken."""
+        self._flows.pop(id(envelope), None)
+
+    def taken(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
+        """An actor begins a turn."""
+        at, message = now(), envelope.message
+        numbers = {
+            name: value
+            for name in ("lease", "op")
+            if isinstance(value := getattr(message, name, None), int)
+        }
+        self._turn = (receiver.name, type(message).__name__, at, numbers)
+        number = self._flows.pop(id(envelope), None)
+        if number is not None:
+            arrow = {"ph": "f", "bp": "e", "name": self._turn[1], "ts": _us(at)}
+            self._add({**arrow, "tid": self._track(receiver.name), "cat": "message", "id": number})
+
+    def finished(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
+        """The turn has ended."""
+        self._end_turn()
+
+    def failed(self, actor: ActorRef, error: BaseException) -> None:
+        """An incarnation ends with an error."""
+        self._end_turn()
+        at, track = _us(now()), self._track(actor.name)
+        name = f"failed: {type(error).__name__}"
+        self._add({"ph": "i", "name": name, "ts": at, "tid": track, "cat": "failure", "s": "t"})
+
+    # -- inner parts
+
+    def _end_turn(self) -> None:
+        if self._turn is None:
+            return
+        (name, kind, began, numbers), self._turn = self._turn, None
+        slice_ = {"ph": "X", "name": kind, "ts": _us(began), "dur": _us(now()) - _us(began)}
+        self._add({**slice_, "tid": self._track(name), "cat": "turn", "args": numbers})
+
+    def _operation(self, done: Operation) -> None:
+        args: dict[str, Any] = {"blocks": done.blocks, "ok": done.ok}
+        if done.tier:
+            args["tier"] = done.tier
+        if done.kind == "acquire":
+            if done.ok:
+                span = _span("acquire", "request", done.number, done.began, done.ended, args)
+                self._requests[done.number] = [span], done.ended
+        elif done.kind in ("ready", "request"):
+            self._of_request(done, args)
+        else:
+            self._count += 1
+            names = {"copy": f"copy to {done.tier}", "flush": f"flush {done.where}"}
+            name = names.get(done.kind, done.kind)
+            self._add_all(_span(name, done.kind, self._count, done.began, done.ended, args))
+
+    def _of_request(self, done: Operation, args: dict[str, Any]) -> None:
+        """A request's loads, or the request itself, have ended. Its events are kept in order:
+        those of one time stay so when they are sorted."""
+        spans, granted = self._requests.pop(done.number, ([], None))
+        if granted is None:
+            return
+        if done.kind == "ready":
+            load = _span("load", "request", done.number, granted, done.ended, args)
+            loaded = spans[0][0]["args"]["tier"] == "pending"
+            spans += [load] if loaded and len(spans) == 1 else []
+            self._requests[done.number] = spans, granted
+            return
+        name = f"request {done.request}"
+        begin, end = _span(name, "request", done.number, done.began, done.ended, {})
+        self._add_all([begin, *(event for span in spans for event in span), end])
+
+    def _add_all(self, events: list[Event]) -> None:
+        """Add all events or none: each end needs its beginning."""
+        if len(self._events) + len(events) > self._limit:
+            self.left_out += len(events)
+            return
+        for event in events:
+            self._add(event)
+
+    def _add(self, event: Event) -> None:
+        if len(self._events) >= self._limit:
+            self.left_out += 1
+            return
+        event["pid"] = ACTORS
+        self._events.append(event)
+
+    def _track(self, name: str) -> int:
+        return self._tracks.setdefault(name, len(self._tracks) + 1)
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _span(
+    name: str, category: str, number: int, began: float, ended: float, args: dict[str, Any]
+) -> list[Event]:
+    """The beginning and the end of a span."""
+    shared = {"name": name, "cat": category, "id": f"0x{number:x}", "tid": CALLERS}
+    return [
+        {"ph": "b", "ts": _us(began), "args": args, **shared},
+        {"ph": "e", "ts": _us(ended), **shared},
+    ]
+
+
+def _metadata(name: str, track: int, value: str) -> Event:
+    return {"ph": "M", "name": name, "pid": ACTORS, "tid": track, "args": {"name": value}}

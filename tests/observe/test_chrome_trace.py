@@ -1,0 +1,161 @@
+"""Traces keep the rules of the Trace Event Format, as a reader of such files depends on them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter, defaultdict
+
+import pytest
+
+from kvactors.cli import main
+from kvactors.observe.chrome_trace import ChromeTrace
+from kvactors.testing.loop import simulate
+from tests.cache.test_degraded import HOST, STORE, fail, requests
+from tests.support.cache import opened
+
+SCENARIO = """
+[cache]
+block_size = 4
+[device]
+num_blocks = 16
+[layout]
+num_layers = 1
+num_kv_heads = 1
+head_dim = 8
+[host]
+slots = 16
+[workload]
+requests = 8
+"""
+
+
+def check(page):
+    """Raise AssertionError for the first rule that is broken. Returns events by phase."""
+    found = defaultdict(list)
+    assert page["displayTimeUnit"] in ("ms", "ns")
+    stacks = defaultdict(list)
+    slices = defaultdict(list)
+    last = 0
+    for event in page["traceEvents"]:
+        found[event["ph"]].append(event)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["name"]
+        if event["ph"] == "M":
+            assert event["args"]["name"]
+            continue
+        assert isinstance(event["ts"], int)
+        assert event["ts"] >= last
+        last = event["ts"]
+        match event["ph"]:
+            case "X":
+                assert event["dur"] >= 0
+                slices[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+            case "b":
+                stacks[event["cat"], event["id"]].append(event["name"])
+            case "e":
+                assert stacks[event["cat"], event["id"]].pop() == event["name"]
+            case "s" | "f":
+                assert isinstance(event["id"], int)
+            case "i":
+                assert event["s"] in ("g", "p", "t")
+            case other:
+                raise AssertionError(f"phase {other}")
+        assert not set(event) - {
+            *("ph", "pid", "tid", "ts", "dur", "name", "cat", "id", "args", "bp", "s")
+        }
+    assert not any(stacks.values())
+    for track, spans in slices.items():
+        for (_, end), (begin, _) in itertools.pairwise(spans):
+            assert begin >= end, track  # slices of a track do not overlap
+    starts = Counter(event["id"] for event in found["s"])
+    assert max(starts.values()) == 1
+    for event in found["f"]:
+        assert starts[event["id"]] == 1  # an arrow that ends has begun
+    for arrow in (*found["s"], *found["f"]):  # and both ends are in a slice
+        assert any(b <= arrow["ts"] <= e for b, e in slices[arrow["tid"]]), arrow
+    named = {e["tid"] for e in found["M"] if e["name"] == "thread_name"}
+    assert {e["tid"] for e in page["traceEvents"]} <= named
+    return found
+
+
+def recorded(tmp_path, work, **options):
+    trace = ChromeTrace(**options)
+
+    async def run():
+        async with (
+            opened(inline=True, host=HOST, storage=STORE) as cache,
+            trace.observing(cache),
+        ):
+            await work(cache)
+            await cache.wait_idle()
+
+    simulate(run, 1)
+    file = tmp_path / "trace.json"
+    trace.write(file)
+    return json.loads(file.read_text())
+
+
+def test_a_trace_has_a_track_for_each_actor_arrows_and_nested_requests(tmp_path):
+    async def work(cache):
+        await requests(cache, 1, 2, 1)
+
+    page = recorded(tmp_path, work)
+    found = check(page)
+    tracks = {e["args"]["name"] for e in found["M"] if e["name"] == "thread_name"}
+    assert tracks >= {"callers", "prefix_index", "cpu_evictor", "gpu_swapper", "flush_notifier"}
+    kinds = {e["cat"] for e in found["b"]}
+    assert kinds >= {"request", "copy", "write", "offload", "save", "flush", "load"}
+    names = Counter(e["name"] for e in found["b"] if e["cat"] == "request")
+    assert names["request request 1"] == 2
+    assert names["acquire"] == 3
+    assert names["load"] > 0
+    assert len(found["s"]) >= len(found["f"]) > 50
+    assert any(e["args"].get("lease") for e in found["X"] if e["cat"] == "turn")
+
+
+def test_a_failure_is_marked_and_leaves_the_trace_whole(tmp_path):
+    async def work(cache):
+        for victim in ("index", "evictor", "notifier"):
+            await requests(cache, 1, 2)
+            await fail(cache, victim, 1)
+        await requests(cache, 3)
+
+    found = check(recorded(tmp_path, work))
+    assert len(found["i"]) == 3
+
+
+def test_a_trace_is_bounded(tmp_path):
+    async def work(cache):
+        await requests(cache, 1, 2, 3)
+
+    page = recorded(tmp_path, work, limit=100)
+    assert len([e for e in page["traceEvents"] if e["ph"] != "M"]) <= 100
+    assert page["otherData"]["left_out"] > 100
+
+
+def test_a_trace_holds_no_tokens_and_no_salts(tmp_path):
+    token, salt = 987_654_321, "tenant-secret"
+
+    async def work(cache):
+        lease = await cache.acquire("r", [token] * 20, salt=salt)
+        await lease.wait_ready()
+        await lease.commit(20)
+        await lease.finish()
+
+    text = json.dumps(recorded(tmp_path, work))
+    assert str(token) not in text
+    assert salt not in text
+
+
+@pytest.mark.parametrize("options", [[], ["--virtual"]])
+def test_the_command_writes_a_trace(tmp_path, options, capsys):
+    scenario, out = tmp_path / "s.toml", tmp_path / "trace.json"
+    scenario.write_text(SCENARIO)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(scenario), "--trace", str(out), *options])
+    assert ended.value.code == 0, capsys.readouterr()
+    found = check(json.loads(out.read_text()))
+    requests_ = [e for e in found["b"] if e["name"].startswith("request ")]
+    assert len(requests_) == 8
