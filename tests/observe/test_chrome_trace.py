@@ -26,7 +26,8 @@ head_dim = 8
 [host]
 slots = 16
 [workload]
-requests = 8
+sessions = 4
+turns = 2
 """
 
 
