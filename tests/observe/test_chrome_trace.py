@@ -15,10 +15,12 @@ from tests.cache.test_degraded import HOST, STORE, fail, requests
 from tests.support.cache import opened
 
 SCENARIO = """
+[scenario]
+name = "traced"
 [cache]
-block_size = 4
+block_size = 16
 [device]
-num_blocks = 16
+num_blocks = 256
 [layout]
 num_layers = 1
 num_kv_heads = 1
