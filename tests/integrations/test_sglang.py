@@ -64,7 +64,7 @@ class Config(msgspec.Struct):
         ({"storage": FILE | {"path": "x"}}, "unknown field `path`"),
         ({"storage": {}}, "storage.backend is needed"),
         ({"storage": {"backend": "file"}}, "storage.directory is needed"),
-        ({"storage": FILE | {"timeout_s": 0}}, "storage.timeout_s must be positive"),
+        ({"storage": FILE | {"timeout_s": 0}}, r"storage.timeout_s"),
         ({"storage": FILE | {"rank": 1, "ranks": 2}}, "those of SGLang's workers"),
         ({"storage": FILE | {"write_policy": "none"}}, "storage.write_policy has no effect"),
         ({"storage": FILE | {"min_hits": 3}}, "storage.min_hits has no effect"),
