@@ -60,8 +60,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "linker_takes_scattered_tokens_for_a_page",
         "integrations/sglang/device_pages.py",
-        "if page[0] % size or page != list(range(page[0], page[0] + size)):",
-        "if page[0] % size:",
+        "        whole = (tokens == starts[:, None] + np.arange(self.page_tokens)).all(axis=1)\n",
+        "        whole = np.ones(count, np.bool_)\n",
         "the bytes of other tokens are stored under a page's hash",
         (TESTS + "test_pages_of_a_device_pool",),
     ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from kvactors.errors import ConfigError
 
 POOL = "MHATokenToKVPool"
@@ -71,12 +73,16 @@ class DevicePages:
         if indices is None or len(indices) != count * self.page_tokens:
             found = None if indices is None else len(indices)
             raise ValueError(f"{found} indices of {count} pages with {self.page_tokens} each")
-        tokens = indices.reshape(count, self.page_tokens).tolist()
-        size = self.page_tokens
-        for page in tokens:
-            if page[0] % size or page != list(range(page[0], page[0] + size)):
-                raise ValueError(f"indices {page[0]} to {page[-1]} are not a page of {size}")
-        return [page[0] // size for page in tokens]
+        tokens = np.array(indices.tolist(), np.int64).reshape(count, self.page_tokens)
+        starts = tokens[:, 0]
+        whole = (tokens == starts[:, None] + np.arange(self.page_tokens)).all(axis=1)
+        whole &= starts % self.page_tokens == 0
+        if not whole.all():
+            wrong = tokens[int(np.argmin(whole))]
+            raise ValueError(
+                f"indices {wrong[0]} to {wrong[-1]} are not a page of {self.page_tokens}"
+            )
+        return [int(page) for page in starts // self.page_tokens]
 
     @property
     def facts(self) -> dict[str, str | int | None]:
