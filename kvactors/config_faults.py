@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from kvactors.ranges import hints_of, unknown, value_fault
-from kvactors.renamed_settings import modern_names
+from kvactors.renamed_settings import CLASS_KIND, modern_names
 
 
 def faults(data: Any, kind: Any, where: str = "") -> Iterator[str]:
@@ -50,6 +50,8 @@ def modern_tables(data: Any, kind: Any, where: str = "") -> Any:
     kinds = list(structs_of(kind))
     if isinstance(data, list | tuple):
         return [modern_tables(item, kind, where) for item in data]
+    if isinstance(data, Mapping):
+        data = with_class_path(data, kinds)
     struct = struct_of(data, kinds) if isinstance(data, Mapping) else None
     if struct is None:
         return data
@@ -60,6 +62,19 @@ def modern_tables(data: Any, kind: Any, where: str = "") -> Any:
         else value
         for key, value in modern_names(data, struct, where, stacklevel=2).items()
     }
+
+
+def with_class_path(
+    data: Mapping[str, Any], kinds: list[type[msgspec.Struct]]
+) -> Mapping[str, Any]:
+    """A table whose kind is `package.module:Class`, as the struct of a union that holds such a
+    path. Other tables are returned as they are."""
+    tags = {kind.__struct_config__.tag for kind in kinds}
+    field = kinds[0].__struct_config__.tag_field if kinds else None
+    kind = None if field is None else data.get(field)
+    if CLASS_KIND not in tags or not isinstance(kind, str) or ":" not in kind:
+        return data
+    return {**data, str(field): CLASS_KIND, "class_path": kind}
 
 
 def struct_of(
@@ -82,7 +97,8 @@ def _table_faults(
     struct = struct_of(data, kinds)
     tag = kinds[0].__struct_config__.tag_field
     if struct is None:
-        known = [str(kind.__struct_config__.tag) for kind in kinds]
+        tags = [str(kind.__struct_config__.tag) for kind in kinds]
+        known = ["package.module:Class" if one == CLASS_KIND else one for one in tags]
         if tag is None or tag not in data:
             yield f"{where}.{tag} is missing: choose one of {', '.join(known)}"
         else:

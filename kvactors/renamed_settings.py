@@ -18,6 +18,10 @@ def _same(value: Any) -> Any:
     return value
 
 
+CLASS_KIND = "class"
+"""Tag of the struct whose `class_path` names a class of another package."""
+
+
 class Earlier:
     """The earlier name of a setting, as an attribute of its table.
 

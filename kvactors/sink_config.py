@@ -5,14 +5,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from string import Formatter
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvactors.errors import ConfigError
 from kvactors.ranges import check_values
-from kvactors.renamed_settings import Earlier, SettingsMeta
+from kvactors.renamed_settings import CLASS_KIND, Earlier, SettingsMeta
 from kvactors.setting_types import (
     ByteCount,
     Count,
@@ -111,6 +111,33 @@ class JsonLinesSinkConfig(SinkConfig, frozen=True, tag="jsonl"):
         super().check()
         if not self.path:
             raise ConfigError(f"flush.sinks {self.label!r}: path is missing")
+
+
+class ClassSinkConfig(SinkConfig, frozen=True, tag=CLASS_KIND):
+    """A sink of another package: `kind = "package.module:Class"` in TOML.
+
+    Attributes:
+        class_path: `package.module:Class`, a subclass of `Sink`. It is called with these settings
+            and the tokens of a block.
+        options: settings of the sink itself.
+    """
+
+    class_path: str = ""
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The sink's name."""
+        return self.name or self.class_path.rpartition(":")[2]
+
+    def check(self) -> None:
+        """See `SinkConfig.check`."""
+        super().check()
+        module, _, name = self.class_path.partition(":")
+        if not (module and name):
+            raise ConfigError(
+                f"flush.sinks: class_path {self.class_path!r} must be package.module:Class"
+            )
 
 
 class AttentionStoreSinkConfig(SinkConfig, frozen=True, tag="attention_store"):
@@ -308,7 +335,11 @@ def check_sinks(sinks: Sequence[SinkConfig]) -> None:
 
 
 AnySinkConfig = (
-    MemorySinkConfig | JsonLinesSinkConfig | AttentionStoreSinkConfig | KvEventsSinkConfig
+    MemorySinkConfig
+    | JsonLinesSinkConfig
+    | AttentionStoreSinkConfig
+    | KvEventsSinkConfig
+    | ClassSinkConfig
 )
 
 NAMESPACE, POD_NAME, MODEL_VERSION = "default_ns", "default_pod", "v0"

@@ -10,6 +10,8 @@ The parts are documented where they are defined (and by example in docs/testing_
   settings for tests.
 - `Trace`, `minimal`, `render`: every message between the actors.
 - `Probe`, `Unexpected`: an actor that the test plays. `Stepper`: one actor, turn by turn.
+- `SinkContract`, `StoreContract`, `LayoutContract`: conformance suites of sinks, back ends and
+  layouts of other packages.
 - The pytest plugin `kvactors.testing.plugin`: fixtures `kv_sim`, `kv_cache`, `kv_faults`, options
   `--kv-seeds`, `--kv-seed`. It is loaded where kvactors is installed. `pytest -p kvactors.testing`
   loads it from a checkout. Nothing else in this package needs pytest.
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     import pytest
 
     from kvactors.testing.fault import Fault as Fault
+    from kvactors.testing.layout_contract import LayoutContract as LayoutContract
     from kvactors.testing.loop import Deadlock as Deadlock
     from kvactors.testing.loop import Livelock as Livelock
     from kvactors.testing.loop import SimLoop as SimLoop
@@ -37,20 +40,25 @@ if TYPE_CHECKING:
     from kvactors.testing.sim import Unclean as Unclean
     from kvactors.testing.sim import small_config as small_config
     from kvactors.testing.sim_faults import SimFaults as SimFaults
+    from kvactors.testing.sink_contract import SinkContract as SinkContract
     from kvactors.testing.stepper import Effects as Effects
     from kvactors.testing.stepper import Stepper as Stepper
+    from kvactors.testing.store_contract import StoreContract as StoreContract
     from kvactors.testing.trace import Trace as Trace
     from kvactors.testing.trace import minimal as minimal
     from kvactors.testing.trace import render as render
 
 HOMES = {
     "fault": ("Fault",),
+    "layout_contract": ("LayoutContract",),
     "loop": ("Deadlock", "Livelock", "SimLoop", "loop_factory", "simulate"),
     "plan": ("FaultPlan",),
     "probe": ("Probe", "Unexpected"),
     "sim": ("SMALL", "Sim", "Unclean", "small_config"),
     "sim_faults": ("SimFaults",),
+    "sink_contract": ("SinkContract",),
     "stepper": ("Effects", "Stepper"),
+    "store_contract": ("StoreContract",),
     "trace": ("Trace", "minimal", "render"),
 }
 """Public names by the module that has them. They are imported when they are first used: parts of
@@ -62,12 +70,15 @@ __all__ = [
     "Effects",
     "Fault",
     "FaultPlan",
+    "LayoutContract",
     "Livelock",
     "Probe",
     "Sim",
     "SimFaults",
     "SimLoop",
+    "SinkContract",
     "Stepper",
+    "StoreContract",
     "Trace",
     "Unclean",
     "Unexpected",

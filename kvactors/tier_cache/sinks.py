@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from kvactors.config_faults import modern_tables
 from kvactors.errors import ConfigError
 from kvactors.identity import CacheScope
 from kvactors.tier_cache.sink_feed import SinkFeed
@@ -65,13 +66,15 @@ def _from_table(table: Mapping[str, Any], config: TierConfig) -> Sink:
     from kvactors.sink_config import (
         AnySinkConfig,
         AttentionStoreSinkConfig,
+        ClassSinkConfig,
         JsonLinesSinkConfig,
         KvEventsSinkConfig,
         check_sinks,
     )
 
     try:
-        settings = msgspec.convert({"tiers": BELOW, **table}, AnySinkConfig)
+        data = modern_tables({"tiers": BELOW, **table}, AnySinkConfig, "sinks")
+        settings = msgspec.convert(data, AnySinkConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"sinks: {error}") from error
     check_sinks([settings])
@@ -80,6 +83,10 @@ def _from_table(table: Mapping[str, Any], config: TierConfig) -> Sink:
             f"sink {settings.label!r}: AttentionStore's index finds blocks by the hashes that "
             "kvactors computes from tokens, and here the engine computes the hashes"
         )
+    if isinstance(settings, ClassSinkConfig):
+        from kvactors.flush_notifier.sinks import make_class_sink
+
+        return make_class_sink(settings, config.tokens_per_block)
     if isinstance(settings, KvEventsSinkConfig):
         from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 

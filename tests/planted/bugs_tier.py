@@ -341,4 +341,28 @@ BUGS: tuple[Mutation, ...] = (
         "a wait for sinks ends before a restarted notifier has the state of the tiers",
         (RESTARTED + "test_a_wait_after_a_restart_of_the_notifier_covers_what_was_held",),
     ),
+    Mutation(
+        "sink_of_another_package_is_no_kind",
+        "config_faults.py",
+        '    return {**data, str(field): CLASS_KIND, "class_path": kind}\n',
+        "    return data\n",
+        "a sink cannot be named by its module path in TOML",
+        ("tests/flush_notifier/test_class_sinks.py",),
+    ),
+    Mutation(
+        "suite_of_sinks_overlooks_blocks_that_are_gone",
+        "testing/sink_contract.py",
+        "lacking, wrong = expected - held, held - expected",
+        "lacking, wrong = expected - held, set[bytes]()",
+        "an author's sink that ignores losses passes the conformance suite",
+        ("tests/testing/test_contracts.py::test_a_broken_sink_fails",),
+    ),
+    Mutation(
+        "suite_of_layouts_overlooks_a_shared_fingerprint",
+        "testing/layout_contract.py",
+        "        assert len(set(prints)) == len(prints)",
+        "        assert len(set(prints)) > 0",
+        "an author's layout whose blocks mix with others passes the conformance suite",
+        ("tests/testing/test_contracts.py::test_a_broken_layout_fails",),
+    ),
 )

@@ -50,7 +50,7 @@ class StoreModel:
 
 
 class StorageMachine(RuleBasedStateMachine):
-    """Whatever the store does, a HIT has the right bytes, and events add up to the tiers."""
+    """A HIT has the right bytes with every fault, and events add up to the tiers."""
 
     kind = "memory"
     cache: TierCache
@@ -200,7 +200,7 @@ class StorageMachine(RuleBasedStateMachine):
 
     @rule()
     def settles(self):
-        """Work in flight ends whatever the store does, and no look-up is pending without end."""
+        """Work in flight ends with every fault, and no look-up is pending without end."""
         model = self.model
         until = time.monotonic() + LIMIT
         self.cache.end_step()

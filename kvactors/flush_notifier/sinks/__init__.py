@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kvactors.class_path import class_at
 from kvactors.config import Config
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import ConfigError
@@ -12,6 +13,7 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout.base import Layout
 from kvactors.sink_config import (
     AttentionStoreSinkConfig,
+    ClassSinkConfig,
     JsonLinesSinkConfig,
     KvEventsSinkConfig,
     MemorySinkConfig,
@@ -35,10 +37,29 @@ def make_sink(
         from kvactors.sdk_settings import sdk_settings
 
         return AttentionStoreSink(settings, sdk_settings(config, layout, device))
+    if isinstance(settings, ClassSinkConfig):
+        return make_class_sink(settings, layout.block_size)
     assert isinstance(settings, KvEventsSinkConfig)
     from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 
     return KvEventsSink(settings.for_model(config.cache.model), layout.block_size)
+
+
+def make_class_sink(settings: ClassSinkConfig, block_size: int) -> Sink:
+    """A sink of another package.
+
+    Raises:
+        ConfigError: there is no such class, or it cannot be made from these settings.
+    """
+    where = f"flush.sinks {settings.label!r}: kind"
+    known = ("memory", "jsonl", "attention_store", "kv_events")
+    kind = class_at(settings.class_path, Sink, where, known, ConfigError)
+    try:
+        made: Sink = kind(settings, block_size)
+    except TypeError as error:
+        raise ConfigError(f"{where} {settings.class_path!r} cannot be made: {error}") from error
+    require_sink(made)
+    return made
 
 
 def require_sinks(config: Config, sinks: Sequence[Sink]) -> None:
@@ -51,18 +72,22 @@ def require_sinks(config: Config, sinks: Sequence[Sink]) -> None:
             "'attention_store', whose index is the sink then"
         )
     for sink in sinks:
-        kind = type(sink).__name__
-        if not isinstance(sink, Sink):
-            raise TypeError(
-                "a sink must be an instance of a subclass of kvactors.flush_notifier.sinks.Sink, "
-                f"not {kind}"
-            )
-        name, wanted = getattr(sink, "name", None), getattr(sink, "filter", None)
-        if not isinstance(name, str) or not name or not isinstance(wanted, SinkFilter):
-            raise TypeError(
-                f"sink {kind} has no name or no filter: its __init__ must call "
-                "super().__init__(name)"
-            )
+        require_sink(sink)
+
+
+def require_sink(sink: Sink) -> None:
+    """Raise TypeError for a given sink that is none, or has not called its base class."""
+    kind = type(sink).__name__
+    if not isinstance(sink, Sink):
+        raise TypeError(
+            "a sink must be an instance of a subclass of kvactors.flush_notifier.sinks.Sink, "
+            f"not {kind}"
+        )
+    name, wanted = getattr(sink, "name", None), getattr(sink, "filter", None)
+    if not isinstance(name, str) or not name or not isinstance(wanted, SinkFilter):
+        raise TypeError(
+            f"sink {kind} has no name or no filter: its __init__ must call super().__init__(name)"
+        )
 
 
 def make_sinks(config: Config, layout: Layout, device: DeviceBlocks | None = None) -> list[Sink]:
