@@ -317,7 +317,7 @@ def test_ranks_join_when_the_number_is_set():
                 with pytest.raises(RankError, match="device blocks"):
                     await cache.set_num_blocks(15, deadline=60.0)
                 for rank in ranks:
-                    await rank.kill()
+                    await rank.stop()
                     await rank.start()
                 with pytest.raises(NumBlocksUnset):
                     await cache.acquire("a", [1])

@@ -1,5 +1,4 @@
-"""Ranks on the loop of virtual time: each behind a relay that can hold, cut and delay messages
-between it and its leader."""
+"""A cache and its ranks on the loop of virtual time, and requests of engines."""
 
 from __future__ import annotations
 
@@ -18,8 +17,6 @@ from kvactors.config import (
     LayoutConfig,
     StorageConfig,
 )
-from kvactors.data_plane.ranks.listening import Listener, connect
-from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
@@ -30,6 +27,7 @@ from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.testing.rest import problems_at_rest
 from tests.support.rank_model import RankModel
 from tests.support.rank_process import keys_on_rank
+from tests.support.sim_rank import SimRank
 
 BLOCK = 4
 ENDPOINT = "memory://leader"
@@ -62,85 +60,19 @@ class Disk(MemoryBackend):
         pass
 
 
-class Rank:
-    """One rank. Its store outlives a restart, its device and arena do not. held: no message goes
-    through. lag: seconds a message takes."""
+class Rank(SimRank):
+    """One rank with a plain device. Its store outlives a restart, its device and arena do not."""
 
     def __init__(self, config: Config, number: int) -> None:
-        self.config = config
-        self.number = number
         self.layout = make_layout(config.layout, BLOCK)
-        self.store = None
+        store = None
         if config.storage.backend != "none":
-            self.store = Disk(
-                self.layout.fingerprint,
-                self.layout.block_bytes,
-                config.storage.capacity_blocks or 0,
-            )
-        self.lag = lambda: 0.0
-        self.flows = asyncio.Event()
-        self.flows.set()
-        self.wires = []
-        self.serving = None
-        self.listener = None
-        self.device = None
+            capacity = config.storage.capacity_blocks or 0
+            store = Disk(self.layout.fingerprint, self.layout.block_bytes, capacity)
+        super().__init__(config, number, store=store)
 
-    async def start(self) -> None:
-        """Start the process, with empty memory."""
-        if self.listener is None:
-            self.listener = Listener(self._relay)
-            await self.listener.start(f"{ENDPOINT}-{self.number}")
-        self.device = HostDevice(self.layout, self.config.device.num_blocks)
-        self.serving = asyncio.ensure_future(
-            serve_rank(
-                f"{ENDPOINT}-{self.number}",
-                self.device,
-                rank=self.number,
-                ranks=self.config.ranks.count,
-                config=self.config,
-                backend=self.store,
-                inline_copies=True,
-            )
-        )
-
-    async def kill(self) -> None:
-        """The process is killed."""
-        if self.serving is not None:
-            self.serving.cancel()
-            await asyncio.gather(self.serving, return_exceptions=True)
-            self.serving = None
-
-    async def close(self) -> None:
-        await self.kill()
-        self.flows.set()
-        self.cut()
-        if self.listener is not None:
-            await self.listener.stop()
-
-    def cut(self) -> None:
-        """The connection breaks."""
-        wires, self.wires = self.wires, []
-        for wire in wires:
-            wire.close()
-
-    async def _relay(self, wire) -> None:
-        try:
-            leader = await connect(ENDPOINT)
-        except OSError:
-            wire.close()
-            return
-        self.wires = [wire, leader]
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._pump, wire, leader)
-            tasks.start_soon(self._pump, leader, wire)
-
-    async def _pump(self, source, target) -> None:
-        while (message := await source.receive()) is not None:
-            await asyncio.sleep(self.lag())
-            await self.flows.wait()
-            target.send(message)
-        source.close()
-        target.close()
+    def _new_device(self) -> HostDevice:
+        return HostDevice(self.layout, self.config.device.num_blocks)
 
 
 @asynccontextmanager
@@ -169,7 +101,7 @@ def compute(lease, ranks, first: int, full: int) -> None:
     """Compute blocks [first, full) on every rank, as an engine does."""
     keys = lease.hashes(first, full)
     for rank in ranks:
-        rank.device.fill(lease.block_table[first:full], keys_on_rank(keys, rank.number))
+        rank.device.fill(lease.block_table[first:full], keys_on_rank(keys, rank.rank))
 
 
 def wrong(lease, ranks, count: int) -> list[int]:
@@ -178,7 +110,7 @@ def wrong(lease, ranks, count: int) -> list[int]:
     return [
         j
         for rank in ranks
-        for j in rank.device.check(lease.block_table[:count], keys_on_rank(keys, rank.number))
+        for j in rank.device.check(lease.block_table[:count], keys_on_rank(keys, rank.rank))
     ]
 
 

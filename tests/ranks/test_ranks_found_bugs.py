@@ -51,7 +51,7 @@ def test_closing_waits_for_no_silent_rank(after):
         )
         async with led(config) as (cache, ranks):
             await Clients(cache, ranks, 0).run(60)
-            ranks[0].flows.clear()
+            ranks[0].gate.close()
             for family in range(8):
                 with contextlib.suppress(kvactors.NoRoom):
                     (
@@ -119,17 +119,17 @@ def test_blocks_computed_before_an_unseen_restart_of_a_rank_do_not_count():
     async def main() -> None:
         async with led(settings()) as (cache, ranks):
             await Clients(cache, ranks, 0).run(10)
-            await ranks[1].kill()
+            await ranks[1].stop()
             await asyncio.sleep(1.0)
-            ranks[1].flows.clear()  # its Hello is in flight
+            ranks[1].gate.close()  # its Hello is in flight
             await ranks[1].start()
             await asyncio.sleep(1.0)
             lease = await cache.acquire("a", prompt(50, 3))
             await lease.wait_ready()
             compute(lease, ranks, 0, 3)
-            await ranks[1].kill()
+            await ranks[1].stop()
             await ranks[1].start()
-            ranks[1].flows.set()
+            ranks[1].gate.open()
             await all_there(cache)
             with pytest.raises(kvactors.RankLost):
                 await lease.commit(3 * BLOCK)
@@ -145,12 +145,12 @@ def test_an_offload_pending_at_a_stopped_rank_leaves_other_blocks_usable():
             for family in range(3):
                 await serve(cache, ranks, family, 5)
             await cache.wait_idle()
-            ranks[0].flows.clear()
+            ranks[0].gate.close()
             for family in range(10, 14):
                 lease = await cache.acquire("x", prompt(family, 3), deadline=5.0)
                 await lease.finish()
             assert asyncio.get_running_loop().time() < 2.0
-            ranks[0].flows.set()
+            ranks[0].gate.open()
             await all_there(cache)
             await at_rest(cache)
 
@@ -167,7 +167,7 @@ def test_a_block_that_leaves_later_than_its_parent_is_not_loaded():
             for family in (0, 1):
                 await serve(cache, ranks, family, 6)
             await cache.wait_idle()
-            ranks[0].flows.clear()
+            ranks[0].gate.close()
             asked = [asyncio.ensure_future(cache.acquire("x", prompt(10, 7, 0), deadline=60.0))]
             await asyncio.sleep(1.0)  # three of family 0 stay in flight
             asked.append(asyncio.ensure_future(cache.acquire("y", prompt(11, 3, 0), deadline=60.0)))
@@ -175,7 +175,7 @@ def test_a_block_that_leaves_later_than_its_parent_is_not_loaded():
             for task in asked:
                 await (await task).finish()
             lease = await cache.acquire("z", prompt(0, 6), deadline=60.0)
-            ranks[0].flows.set()
+            ranks[0].gate.open()
             await lease.wait_ready()
             assert wrong(lease, ranks, lease.cached_tokens // BLOCK) == []
             await lease.finish()
@@ -195,7 +195,7 @@ def test_a_clear_that_did_not_reach_every_rank_is_repeated():
         ):
             await serve(cache, ranks, 0, 3)
             await cache.wait_idle()
-            await ranks[1].kill()
+            await ranks[1].stop()
             await asyncio.sleep(0.1)
             await cache.clear(storage=True)
             await ranks[1].start()

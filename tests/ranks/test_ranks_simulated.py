@@ -56,17 +56,17 @@ TIERS = {
 async def inject(cache, ranks, kind: str, rng: random.Random) -> None:
     victim = rng.choice(ranks)
     if kind == "kill":
-        await victim.kill()
+        await victim.stop()
         await asyncio.sleep(rng.choice([0.0, 0.5]) * rng.random())
         await victim.start()
     elif kind == "hold":
-        victim.flows.clear()
+        victim.gate.close()
         await asyncio.sleep(rng.random() * 0.8)
-        victim.flows.set()
+        victim.gate.open()
     elif kind == "cut":
         victim.cut()
     elif kind == "hang up":
-        cache.system.ranks.disconnect(victim.number)
+        cache.system.ranks.disconnect(victim.rank)
     elif kind.startswith("clear"):
         await cache.clear(storage="all" in kind)
     elif kind == "prefetch":
@@ -81,7 +81,7 @@ async def weather(seed: int, tiers: dict) -> Clients:
     rng, mirror = random.Random(seed), sink()
     async with led(settings(rng.choice([2, 2, 3]), **tiers), [mirror]) as (cache, ranks):
         for rank in ranks:
-            rank.lag = lambda: rng.random() * 0.005
+            rank.latency = lambda: rng.random() * 0.005
         engine, kinds = Clients(cache, ranks, seed), rng.sample(FAULTS, 4)
 
         async def faults() -> None:
@@ -134,9 +134,9 @@ def test_a_lease_granted_before_a_loss_raises_and_leaks_nothing(end):
             await engine.run(40)
             held = [await cache.acquire(f"h{f}", prompt(f, 2), deadline=60.0) for f in range(2)]
             for rank in ranks:
-                rank.lag = lambda: 0.05  # the loads of this request stay in flight
+                rank.latency = lambda: 0.05  # the loads of this request stay in flight
             pending = await cache.acquire("pending", prompt(0, 3), deadline=60.0)
-            ranks[1].flows.clear()
+            ranks[1].gate.close()
             waits = (
                 [asyncio.ensure_future(pending.wait_layer(layer)) for layer in (0, 2)]
                 if pending.pending
@@ -156,7 +156,7 @@ def test_a_lease_granted_before_a_loss_raises_and_leaks_nothing(end):
                     lease.abandon()
                 else:
                     await getattr(lease, end)()
-            ranks[1].flows.set()
+            ranks[1].gate.open()
             await all_there(cache)
             await engine.run(20)
             assert engine.bad == []
@@ -170,14 +170,14 @@ def test_requests_that_wait_when_a_rank_is_lost_are_matched_again():
         async with led(settings(device=DeviceConfig(num_blocks=10))) as (cache, ranks):
             engine = Clients(cache, ranks, seed)
             await engine.run(20)
-            ranks[0].flows.clear()
+            ranks[0].gate.close()
             asked = [
                 asyncio.ensure_future(cache.acquire(f"w{f}", prompt(f, 4), deadline=20.0))
                 for f in range(5)
             ]
             await asyncio.sleep(0.05)
             ranks[0].cut()
-            ranks[0].flows.set()
+            ranks[0].gate.open()
             while asked:
                 await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
                 for task in [one for one in asked if one.done()]:
@@ -201,7 +201,7 @@ def test_a_rank_that_connects_and_fails_before_the_others_connect():
         async def come() -> None:
             await ranks[0].start()
             await asyncio.sleep(0.1)
-            await ranks[0].kill()
+            await ranks[0].stop()
             await asyncio.sleep(0.1)
             await ranks[1].start()
             await asyncio.sleep(0.1)

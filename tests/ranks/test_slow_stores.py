@@ -156,7 +156,7 @@ async def test_a_store_that_hangs_in_one_rank_costs_misses_and_no_copy():
             for family in range(12):  # more than device and host hold
                 await served(cache, ranks, prompt(family, 4))
             await cache.wait_idle()
-            await ranks[0].kill()
+            await ranks[0].stop()
             hanging = Hanging(layout.fingerprint, layout.block_bytes, 60, what="read")
             for key in list(ranks[0].store.iter_keys()):
                 view = memoryview(bytearray(layout.block_bytes))

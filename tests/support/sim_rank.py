@@ -12,8 +12,8 @@ from kvactors.data_plane.ranks.connection import Connection
 from kvactors.data_plane.ranks.listening import Listener, connect
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.layout import make_layout
+from kvactors.storage.backends.base import Backend
 from kvactors.testing.fakes.copies import SimDevice
-from kvactors.testing.fakes.store import SimBackend
 from kvactors.testing.fault import Fault
 from kvactors.testing.gate import Gate, Latency, instant
 
@@ -28,7 +28,7 @@ class SimRank:
         config: Config,
         rank: int,
         *,
-        store: SimBackend | None = None,
+        store: Backend | None = None,
         latency: Latency = instant,
     ) -> None:
         self.config = config
