@@ -174,29 +174,15 @@ class Ledger:
 
     def gain(self, hashes: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
         """These blocks are resident on `tier`."""
-        tree, bit, looked = self.tree, int(tier), 0
-        tree.version += 1
-        for i in range(count_hashes(hashes)):
-            if looked >= tree.step:
-                looked = 0
-                yield from tree.trim()
-                yield
-                tree.version += 1
-            looked += 1
-            block_hash = hash_at(hashes, i)
-            block = tree.blocks.get(block_hash)
-            if block is None:
-                self.unnamed.gain(block_hash, bit)
-            else:
-                block.tiers |= bit
-                block.reasons[LAST] = block.reasons[bit] = reason
-                if self.update(block) and block.child is not None:
-                    looked = yield from self._spread(block, looked)
-        yield from tree.trim()
+        return self._change(hashes, int(tier), reason, gained=True)
 
     def lose(self, hashes: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
         """These blocks left `tier`."""
-        tree, bit, looked = self.tree, int(tier), 0
+        return self._change(hashes, int(tier), reason, gained=False)
+
+    def _change(self, hashes: bytes, bit: int, reason: Reason, *, gained: bool) -> Iterator[None]:
+        tree, looked = self.tree, 0
+        unnamed = self.unnamed.gain if gained else self.unnamed.lose
         tree.version += 1
         for i in range(count_hashes(hashes)):
             if looked >= tree.step:
@@ -208,9 +194,9 @@ class Ledger:
             block_hash = hash_at(hashes, i)
             block = tree.blocks.get(block_hash)
             if block is None:
-                self.unnamed.lose(block_hash, bit)
-            elif block.tiers & bit:
-                block.tiers &= ~bit
+                unnamed(block_hash, bit)
+            elif gained or block.tiers & bit:
+                block.tiers = block.tiers | bit if gained else block.tiers & ~bit
                 block.reasons[LAST] = block.reasons[bit] = reason
                 if self.update(block) and block.child is not None:
                     looked = yield from self._spread(block, looked)

@@ -39,8 +39,8 @@ BUGS: tuple[Mutation, ...] = (
         "                    looked = yield from self._spread(block, looked)\n"
         "        yield from tree.trim()\n"
         "\n"
-        "    def lose(",
-        "                    looked += 1\n        yield from tree.trim()\n\n    def lose(",
+        "    def clear(",
+        "                    looked += 1\n        yield from tree.trim()\n\n    def clear(",
         "blocks whose path was interrupted are never announced again",
         (f"{TESTS}::test_a_block_on_the_device_waits_for_the_block_above_it_on_the_device",),
     ),
