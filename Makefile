@@ -44,8 +44,9 @@ bench:  ## quick benchmarks of the index and of acquire
 	$(PYTHON) -m kvactors bench index --quick
 	$(PYTHON) -m kvactors bench acquire --quick
 
-messages:  ## write docs/messages.md from the message classes
+messages:  ## write the generated pages: messages, settings, command line, errors
 	$(PYTHON) -m kvactors.docsgen > docs/messages.md
+	$(PYTHON) -m kvactors.reference docs/reference
 
 docs:  ## build the documentation into build/site, with strict links
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet

@@ -19,14 +19,15 @@ from kvactors.charts import check_charts
 from kvactors.config import Config, read_toml
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.page import write_page
-from kvactors.report import Output, live_line, to_stdout, write_json
+from kvactors.report import Output, live_line, shows_progress, to_stdout, write_json
 from kvactors.scenario.recorder import Recorder
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Report, print_report, totals_line
 from kvactors.scenario.report_page import run_page
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.shipped import find_file
-from kvactors.scenario.spec import disappointments
+from kvactors.scenario.spec import disappointments, requests_of
+from kvactors.scenario.trace import count_requests
 from kvactors.scenario.watching import Watching
 from kvactors.settings_commands import config as config_app
 from kvactors.settings_commands import size
@@ -46,6 +47,7 @@ app = App(
     help="A tiered KV cache of asyncio actors: scenarios, trace replay, benchmarks.",
     version=version,
 )
+app.register_install_completion_command(add_to_startup=True)
 app.command(config_app)
 app.command(size)
 MOVED = {
@@ -99,12 +101,13 @@ def run(
         host=metrics_host,
         virtual=virtual,
     )
-    with live_line() as show:
+    data = read_toml(find_file(scenario, "scenario"))
+    with live_line(requests_of(data)) as show:
         spec, report = run_scenario(
-            read_toml(find_file(scenario, "scenario")),
+            data,
             seed=seed,
             virtual=virtual,
-            progress=lambda totals: show(totals_line(totals)),
+            progress=lambda totals: show(totals_line(totals), totals.requests),
             observe=watching.observing,
         )
     watching.write()
@@ -163,7 +166,7 @@ def replay_command(
         port=metrics_port,
         host=metrics_host,
     )
-    with temporary_folder() as folder, live_line() as show:
+    with temporary_folder() as folder:
         settings = ReplayConfig.from_mapping(
             with_temporary(read_toml(find_file(config, "settings")) if config else {}, folder)
         )
@@ -175,14 +178,16 @@ def replay_command(
             "replay": {**msgspec.to_builtins(settings.replay), **changes},
         }
         config_ = ReplayConfig.from_mapping(mapping)
-        report = run_terminable(
-            replay(
-                trace,
-                config_,
-                lambda totals: show(totals_line(totals)),
-                watching.observing,
+        bounds = {"coarse": config_.replay.coarse, "limit": config_.replay.limit}
+        with live_line(count_requests(trace, **bounds) if shows_progress() else None) as show:
+            report = run_terminable(
+                replay(
+                    trace,
+                    config_,
+                    lambda totals: show(totals_line(totals), totals.requests),
+                    watching.observing,
+                )
             )
-        )
     watching.write()
     write_html(report, recorder, config_, html)
     failed = list(report.errors)

@@ -137,7 +137,7 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 
 
 def _metas(part: Any) -> tuple[msgspec.Meta, ...]:
-    return tuple(getattr(part, "__metadata__", ()))
+    return tuple(m for m in getattr(part, "__metadata__", ()) if isinstance(m, msgspec.Meta))
 
 
 def _mismatch(name: str, value: Any, hint: Any, error: Exception) -> str:

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 WIDTH = 160
 """Columns of `wide_console` in a file or a pipe."""
+
+BAR = 20
+"""Columns of the bar of progress."""
 
 Cells = Sequence[str]
 StyledRow = tuple[Cells, str | None]
@@ -107,14 +119,37 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=WIDTH)
 
 
+class ShowProgress(Protocol):
+    """Sets the text of a line of progress, and the number of steps done."""
+
+    def __call__(self, text: str, done: int = 0) -> None:
+        """Set both."""
+
+
+def shows_progress() -> bool:
+    """Whether standard error is a terminal."""
+    return Console(stderr=True).is_terminal
+
+
 @contextmanager
-def live_line() -> Iterator[Callable[[str], None]]:
-    """A line of progress on a terminal's standard error, and nothing elsewhere. The block is given
-    a function that sets its text."""
+def live_line(total: int | None = None) -> Iterator[ShowProgress]:
+    """A line of progress on a terminal's standard error, and nothing elsewhere.
+
+    Args:
+        total: steps in all, for the share done and the time left. None if it is not known.
+
+    """
     console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns: list[ProgressColumn] = [SpinnerColumn(), TextColumn("{task.description}")]
+    if total is not None:
+        columns += [BarColumn(BAR), TaskProgressColumn(), TimeRemainingColumn(compact=True)]
+    columns.append(TimeElapsedColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        line = progress.add_task("starting")
-        yield lambda text: progress.update(line, description=text)
+        line = progress.add_task("starting", total=total)
+
+        def show(text: str, done: int = 0) -> None:
+            progress.update(line, description=text, completed=done)
+
+        yield show

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -343,6 +344,18 @@ def events_of(config: Config) -> KvEventsSinkConfig | None:
         s for s in config.flush.sinks if isinstance(s, KvEventsSinkConfig) and s.replay_endpoint
     ]
     return found[0] if found else None
+
+
+def requests_of(data: Mapping[str, Any]) -> int | None:
+    """The requests that the workload of a scenario's file has, None if that is not known before its
+    check or its run."""
+    work = data.get("workload", {})
+    if not isinstance(work, dict) or work.get("kind", "chat") != "chat":
+        return None
+    default = Workload()
+    sessions = work.get("sessions", default.sessions)
+    turns = work.get("turns", default.turns)
+    return sessions * turns if isinstance(sessions, int) and isinstance(turns, int) else None
 
 
 def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

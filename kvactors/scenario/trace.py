@@ -70,6 +70,11 @@ def read_trace(path: str | Path, *, coarse: int = 1, limit: int = 0) -> Iterator
             return
 
 
+def count_requests(path: str | Path, *, coarse: int = 1, limit: int = 0) -> int:
+    """The requests that `read_trace` yields, at most `limit` unless it is 0."""
+    return sum(1 for _ in read_trace(path, coarse=coarse, limit=limit))
+
+
 def check_range(coarse: int, limit: int) -> None:
     """Raise ConfigError for values that `read_trace` does not take."""
     if coarse < 1:

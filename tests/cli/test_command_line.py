@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -354,3 +356,56 @@ def test_a_former_command_names_the_tool_that_replaces_it(words, command, capsys
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert command in said
+
+
+MODULE = (sys.executable, "-m", "kvactors")
+
+
+def on_a_terminal(*arguments: str) -> str:
+    """The standard error of a command that has a terminal there."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [*MODULE, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=follower,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+    )
+    os.close(follower)
+    shown = b""
+    try:
+        while part := os.read(leader, 65536):
+            shown += part
+    except OSError:  # the last process has closed the terminal
+        pass
+    os.close(leader)
+    assert process.wait(60) == 0
+    return shown.decode()
+
+
+def test_a_terminal_shows_the_share_done_and_a_pipe_shows_nothing(tmp_path):
+    shown = on_a_terminal("replay", "small_chat", "--limit", "60")
+    assert re.search(r"\d+ requests", shown)
+    assert "100%" in shown
+    shown = on_a_terminal("run", str(write(tmp_path / "s.toml", SCENARIO.format(4))))
+    assert "100%" in shown
+
+
+def test_colours_are_for_terminals(kvactors, tmp_path):
+    good = write(tmp_path / "good.toml", "")
+    assert "\x1b" not in kvactors("config", "check", good)[1]
+
+
+def test_completion_is_installed(tmp_path):
+    output = tmp_path / "completion"
+    done = subprocess.run(
+        [*MODULE, "--install-completion", "--shell", "bash", "--output", str(output)],
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    script = f"source {output}; complete -p kvactors"
+    assert subprocess.run(["bash", "-c", script], capture_output=True).returncode == 0
+    text = output.read_text()
+    assert all(word in text for word in ("replay", "--limit", "config", "quick"))

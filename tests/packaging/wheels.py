@@ -150,7 +150,7 @@ def build(folder: Path, pythons: dict[str, Path]) -> list[Path]:
 
 def _check(archive: Path, lacks: list[str], has: list[str]) -> None:
     if lacks or has:
-        raise RuntimeError(f"{archive.name} lacks {lacks} and must not have {has}")
+        raise RuntimeError(f"{archive.name} lacks {lacks[:9]} and must not have {has[:9]}")
 
 
 def try_out(folder: Path, python: Path, wheel: Path) -> None:

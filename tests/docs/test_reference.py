@@ -1,0 +1,59 @@
+"""The generated reference pages agree with the code."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvactors import errors
+from kvactors.config import Config
+from kvactors.ranges import hints_of
+from kvactors.reference import commands, described_parameters, error_classes, pages, raisers
+from kvactors.settings_docs import _tables
+
+FOLDER = Path(__file__).parents[2] / "docs" / "reference"
+PAGES = pages()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_up_to_date(name):
+    assert (FOLDER / name).read_text("utf-8") == PAGES[name], (
+        "run: python -m kvactors.reference docs/reference"
+    )
+
+
+def test_no_page_is_left_over():
+    assert {path.name for path in FOLDER.iterdir()} == set(PAGES)
+
+
+def test_every_setting_is_on_the_page():
+    text = PAGES["settings.md"]
+    for table in _tables():
+        for field in msgspec.structs.fields(table):
+            if table is Config:
+                assert f"## `[{field.name}]`" in text
+            elif "Config" not in str(hints_of(table)[field.name]):
+                assert f"| `{field.name}` |" in text
+
+
+def test_every_argument_of_every_command_is_described():
+    found = dict(commands())
+    assert len(found) > 10
+    for name, function in found.items():
+        text, described = described_parameters(function)
+        assert text.endswith("."), name
+        assert set(described) == set(inspect.signature(function).parameters), name
+        assert all(text.endswith(".") for text in described.values()), name
+        assert f"## `{name}`" in PAGES["cli.md"]
+
+
+def test_every_error_is_on_the_page_and_in_the_tree_of_its_module():
+    for error in error_classes():
+        assert f"| `{error.__name__}` |" in PAGES["errors.md"]
+        assert error.__name__ in errors.__doc__
+    known = {error.__name__ for error in error_classes()}
+    strange = set(raisers()) - known
+    assert all(hasattr(__builtins__, n) or n in __builtins__ for n in strange), strange
