@@ -123,6 +123,9 @@ def replay_command(
     config: Path | None = None,
     timed: Annotated[bool, Parameter(negative="")] = False,
     speed: float | None = None,
+    prefill_tokens_per_s: float | None = None,
+    decode_tokens_per_s: float | None = None,
+    step_tokens: int | None = None,
     limit: int | None = None,
     json: Output | None = None,
     html: Output | None = None,
@@ -131,7 +134,8 @@ def replay_command(
     metrics_host: str = "127.0.0.1",
 ) -> int:
     """Replay a request trace with real bytes, verifying every loaded block. The exit status is 0
-    only if nothing is wrong.
+    only if nothing is wrong. With --timed a serving loop with continuous batching serves it, and
+    its latencies are reported beside those without a cache and with an exact LRU.
 
     Parameters
     ----------
@@ -143,6 +147,12 @@ def replay_command(
         Send the requests at the times of the trace.
     speed
         Factor on the trace's clock, with --timed. Without --timed it selects that too (deprecated).
+    prefill_tokens_per_s
+        Tokens of prompts that the modelled engine computes in a second, with --timed.
+    decode_tokens_per_s
+        Its decode steps in a second.
+    step_tokens
+        Tokens of prompts that it computes in one step at most.
     limit
         Maximum number of requests.
     json
@@ -171,8 +181,14 @@ def replay_command(
             with_temporary(read_toml(find_file(config, "settings")) if config else {}, folder)
         )
         changes: dict[str, Any] = {"mode": "timed"} if timed or speed is not None else {}
-        changes |= {} if speed is None else {"speed": speed}
-        changes |= {} if limit is None else {"limit": limit}
+        given = {
+            "speed": speed,
+            "prefill_tokens_per_s": prefill_tokens_per_s,
+            "decode_tokens_per_s": decode_tokens_per_s,
+            "step_tokens": step_tokens,
+            "limit": limit,
+        }
+        changes |= {name: value for name, value in given.items() if value is not None}
         mapping = {
             **msgspec.to_builtins(settings),
             "replay": {**msgspec.to_builtins(settings.replay), **changes},

@@ -158,17 +158,19 @@ class Engine:
         """The state of a request that was granted a lease."""
         return Request(lease, self.cache.block_size, self.model)
 
-    async def begin(self, request: Request) -> None:
-        """Wait for the loads, count the hits, verify the blocks."""
+    async def begin(self, request: Request, *, resumed: bool = False) -> None:
+        """Wait for the loads, count the hits, verify the blocks. A resumed request is not counted
+        again."""
         lease, totals = request.lease, self.totals
         await lease.wait_ready()
         request.landed()
         hits = lease.hits
-        totals.requests += 1
-        totals.blocks_looked_up += lease.num_tokens // self.cache.block_size
-        totals.device += hits.device
-        totals.host += hits.host
-        totals.storage += hits.storage
+        if not resumed:
+            totals.requests += 1
+            totals.blocks_looked_up += lease.num_tokens // self.cache.block_size
+            totals.device += hits.device
+            totals.host += hits.host
+            totals.storage += hits.storage
         if lease.cached_tokens > lease.num_tokens:
             totals.complain("cached_tokens exceeds the tokens of the request")
         if self._thorough:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import anyio
 import msgspec
 
 from kvactors.cache import open_cache
 from kvactors.config import Config, convert
+from kvactors.deprecated import warn
 from kvactors.errors import ConfigError, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
+from kvactors.scenario.baseline import Baseline, serve_on_model, sizes_of
+from kvactors.scenario.batching import Pace
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.observe import Observe, unobserved
 from kvactors.scenario.report import Report, Totals, make_report
+from kvactors.scenario.serving import Serving, ThreadModel
 from kvactors.scenario.trace import TraceRequest, check_range, read_trace, tokens_of
+from kvactors.threads import in_thread
 from kvactors.validation import validate
+
+RETRY = 0.05
 
 Progress = Callable[[Totals], None]
 
@@ -33,9 +39,15 @@ class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             timed (arrivals by their time stamps).
         coarse, limit: see `read_trace`.
         speed: factor on the trace's clock.
-        prefill_tokens_per_s, decode_tokens_per_s: the model's pace, in timed mode.
-        retry: seconds between attempts of a request that found too few free blocks.
-        patience: seconds after which such a request is given up.
+        prefill_tokens_per_s: tokens of prompts that the model computes in a second, in timed mode.
+        decode_tokens_per_s: decode steps in a second. Each running request gets a token a step.
+        step_tokens: tokens of prompts computed in one step at most (chunked prefill).
+        most_running: requests with device blocks at most.
+        patience: seconds after which the earliest request that waits for blocks is given up.
+        baselines: caches that the same requests are served on, as models, for comparison: none
+            (every prompt is computed) and lru (an exact LRU of the same sizes whose loads take no
+            time).
+        retry: deprecated, without effect: a request waits for blocks, and does not try again.
     """
 
     mode: Literal["sequential", "timed"] = "sequential"
@@ -44,8 +56,11 @@ class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speed: float = 1.0
     prefill_tokens_per_s: float = 50_000.0
     decode_tokens_per_s: float = 50.0
-    retry: float = 0.05
+    step_tokens: int = 8192
+    most_running: int = 256
     patience: float = 120.0
+    baselines: tuple[Baseline, ...] = ("none", "lru")
+    retry: float = RETRY
 
 
 class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
@@ -63,6 +78,13 @@ class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(
                     f"replay.{name} must be positive and finite, not {getattr(config.replay, name)}"
                 )
+        for name in ("step_tokens", "most_running"):
+            if getattr(config.replay, name) < 1:
+                raise ConfigError(
+                    f"replay.{name} must be at least 1, not {getattr(config.replay, name)}"
+                )
+        if config.replay.retry != RETRY:
+            warn("replay.retry is deprecated, and has no effect", stacklevel=3)
         check_range(config.replay.coarse, config.replay.limit)
         return config
 
@@ -90,21 +112,28 @@ async def replay(
         ConfigError: the trace cannot be read.
     """
     settings, totals = config.replay, Totals()
-    requests = read_trace(trace, coarse=settings.coarse, limit=settings.limit)
-    async with (
-        open_cache(cache_config(config)) as cache,
-        LagMonitor().running() as lag,
-        observe(cache),
-    ):
-        began = time.monotonic()
-        engine = Engine(cache, totals)
-        if settings.mode == "sequential":
-            await replay_in_order(engine, requests, progress)
-        else:
-            await replay_timed(engine, requests, settings, progress)
-        await engine.settle()
-        wall = time.monotonic() - began
-        return make_report(Path(trace).name, totals, cache, lag.result(), wall)
+    read = partial(read_trace, trace, coarse=settings.coarse, limit=settings.limit)
+    timed = settings.mode == "timed"
+    arrivals = await in_thread(lambda: list(read()), "kvactors-trace") if timed else []
+    async with open_cache(cache_config(config)) as cache:
+        engine = Engine(cache, totals, ThreadModel(cache.device) if timed else None)
+        figures: dict[str, dict[str, Any]] = {}
+        async with LagMonitor().running() as lag, observe(cache):
+            began = time.monotonic()
+            if timed:
+                figures["cache"] = await replay_timed(engine, arrivals, settings, progress)
+            else:
+                await replay_in_order(engine, read(), progress)
+            await engine.settle()
+            wall = time.monotonic() - began
+        report = make_report(Path(trace).name, totals, cache, lag.result(), wall)
+        used = cache.config
+    if timed:
+        figures |= await in_thread(
+            lambda: serve_baselines(arrivals, settings, used), "kvactors-baselines"
+        )
+    report.serving = figures
+    return report
 
 
 async def replay_in_order(
@@ -123,26 +152,35 @@ async def replay_in_order(
         progress(engine.totals)
 
 
+def pace_of(settings: ReplaySettings) -> Pace:
+    """The model's step times."""
+    return Pace(
+        settings.prefill_tokens_per_s, 1.0 / settings.decode_tokens_per_s, settings.step_tokens
+    )
+
+
 async def replay_timed(
-    engine: Engine, requests: Iterable[TraceRequest], settings: ReplaySettings, progress: Progress
-) -> None:
-    """Arrivals by the trace's clock, many requests in flight."""
-    start: float | None = None
-    began = anyio.current_time()
-    async with anyio.create_task_group() as tasks:
-        for number, request in enumerate(requests):
-            start = request.timestamp if start is None else start
-            due = began + (request.timestamp - start) / settings.speed
-            await anyio.sleep(max(0.0, due - anyio.current_time()))
-            work = partial(
-                engine.serve_patiently,
-                str(number),
-                tokens_of(request.ids, engine.cache.block_size),
-                retry=settings.retry,
-                patience=settings.patience,
-                tokens_per_s=settings.prefill_tokens_per_s * settings.speed,
-                think=request.output_length / settings.decode_tokens_per_s / settings.speed,
-            )
-            tasks.start_soon(work)
-            progress(engine.totals)
-    progress(engine.totals)
+    engine: Engine, requests: Sequence[TraceRequest], settings: ReplaySettings, progress: Progress
+) -> dict[str, Any]:
+    """Arrivals by the trace's clock, many requests in flight. Returns the figures of the loop."""
+    serving = Serving(
+        engine,
+        requests,
+        pace_of(settings),
+        speed=settings.speed,
+        most_running=settings.most_running,
+        patience=settings.patience,
+        progress=progress,
+    )
+    return (await serving.run()).as_dict()
+
+
+def serve_baselines(
+    requests: Sequence[TraceRequest], settings: ReplaySettings, config: Config
+) -> dict[str, dict[str, Any]]:
+    """The figures of a serving loop on each baseline."""
+    pace, most = pace_of(settings), settings.most_running
+    return {
+        name: serve_on_model(requests, sizes_of(config, name), pace, most).as_dict()
+        for name in settings.baselines
+    }

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvactors.cache import KVCache
 from kvactors.observe.lag import Lag
-from kvactors.report import print_fields
+from kvactors.report import print_fields, print_rows
 from kvactors.types import Residency
 
 MAX_ERRORS = 50
@@ -50,6 +50,8 @@ class Report(msgspec.Struct):
         router: the router process's report, and the number of blocks on which it differs.
         `lives`: number of starts of the cache's process.
         storage: the store's counts.
+        serving: of a timed replay, the figures of the serving loop on the cache (`cache`) and on
+            each baseline (see `Figures`).
         errors: errors of the run, violated invariants included.
     """
 
@@ -70,6 +72,7 @@ class Report(msgspec.Struct):
     router: dict[str, int] = msgspec.field(default_factory=dict)
     lives: int = 1
     storage: dict[str, float] = msgspec.field(default_factory=dict)
+    serving: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
 
 
 def make_report(
@@ -207,3 +210,38 @@ def report_rows(report: Report) -> list[tuple[str, str]]:
 def print_report(report: Report, console: Console) -> None:
     """The summary table."""
     print_fields(report.name, report_rows(report), console)
+    if report.serving:
+        print_serving(report.serving, console)
+
+
+FIGURES = (
+    ("first token, s (p50 / p90 / p99)", "first_token_s"),
+    ("in the queue, s (p50 / p90 / p99)", "queue_s"),
+    ("whole request, s (p50 / p90 / p99)", "request_s"),
+    ("requests served", "requests"),
+    ("requests per s", "requests_per_s"),
+    ("output tokens per s", "output_tokens_per_s"),
+    ("prompt tokens", "prompt_tokens"),
+    ("prompt tokens saved", "saved_tokens"),
+    ("tokens computed", "computed_tokens"),
+    ("preemptions", "preemptions"),
+    ("seconds of the trace's clock", "seconds"),
+)
+"""The figures of a serving loop, and how they are labelled."""
+
+
+def serving_rows(serving: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """The figures of a serving loop as text: a row each, with a cell for each cache."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, dict):
+            return " / ".join(f"{one:.3g}" for one in value.values())
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+    return [[name, *(cell(one[field]) for one in serving.values())] for name, field in FIGURES]
+
+
+def print_serving(serving: dict[str, dict[str, Any]], console: Console) -> None:
+    """The figures of a serving loop."""
+    rows = [(cells, None) for cells in serving_rows(serving)]
+    print_rows("serving loop", ["", *serving], rows, console, numbers=range(1, len(serving) + 1))

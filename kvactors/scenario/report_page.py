@@ -12,7 +12,7 @@ from kvactors.charts import Chart
 from kvactors.histogram import Histogram
 from kvactors.page import Section, Tile, make_page
 from kvactors.scenario.recorder import Recording
-from kvactors.scenario.report import Report, report_rows
+from kvactors.scenario.report import Report, report_rows, serving_rows
 
 TIERS = ("device", "host", "storage")
 MEGABYTE = 1e6
@@ -41,6 +41,16 @@ def run_page(report: Report, recording: Recording | None, settings: Mapping[str,
         Tile("seconds", f"{report.wall_s:.1f}"),
     ]
     sections = [Section("Summary", rows=report_rows(report), text_cells=True)]
+    if report.serving:
+        sections.append(
+            Section(
+                "Serving loop",
+                "On the cache, without a cache, and with an exact LRU of the same sizes whose "
+                "loads take no time. Seconds are those of the trace's clock.",
+                columns=["", *report.serving],
+                rows=serving_rows(report.serving),
+            )
+        )
     if recording is not None and len(recording.seconds) > 1:
         sections.append(Section("Course of the run", charts=course(recording)))
         sections.append(

@@ -72,4 +72,65 @@ BUGS: tuple[Mutation, ...] = (
         "a request before the number of blocks is set is refused as one that is too large",
         ("tests/cache/test_num_blocks.py::test_requests_are_refused_until_the_number_is_set",),
     ),
+    Mutation(
+        "decode_without_a_block_is_an_error",
+        "scenario/serving.py",
+        """\
+            if full:
+                await self._preempt(self._scheduler.victim())
+""",
+        """\
+            for job in full:
+                self._drop(job, NoRoom(1, 0))
+            full = []
+""",
+        "a request of a replay whose decode step finds no free block ends with NoRoom",
+        (
+            "tests/scenario/test_serving.py::test_a_decode_step_without_a_free_block_preempts_the_last_arrival",
+        ),
+    ),
+    Mutation(
+        "failed_load_without_blocks_ends_the_request",
+        "scenario/serving.py",
+        """\
+        except NoRoom:  # blocks of a load that failed could not be replaced
+""",
+        """\
+        except ZeroDivisionError:
+""",
+        "a request of a replay whose load failed ends with NoRoom although it fits the device",
+        ("tests/scenario/test_serving.py::test_every_request_that_fits_is_served",),
+    ),
+    Mutation(
+        "slow_process_spoils_the_figures",
+        "scenario/serving.py",
+        """\
+        self._began += max(0.0, self._wall() - time) / self._speed
+""",
+        "        return\n",
+        "a replay on a busy machine reports latencies of the machine, not of the serving loop",
+        ("tests/scenario/test_serving.py::test_a_process_that_is_too_slow_changes_no_figure",),
+    ),
+    Mutation(
+        "blocks_verified_on_the_loop",
+        "scenario/replay.py",
+        "ThreadModel(cache.device) if timed else None",
+        "None",
+        "a timed replay verifies blocks in the loop's thread and blocks it",
+        ("tests/scenario/test_serving.py::test_blocks_are_computed_and_verified_beside_the_loop",),
+    ),
+    Mutation(
+        "earliest_request_is_preempted",
+        "scenario/batching.py",
+        """\
+        return max(self.decoding.values())
+""",
+        """\
+        return min(self.decoding.values())
+""",
+        "the request that has waited longest gives way to later ones",
+        (
+            "tests/scenario/test_serving.py::test_a_decode_step_without_a_free_block_preempts_the_last_arrival",
+        ),
+    ),
 )

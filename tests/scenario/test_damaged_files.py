@@ -164,6 +164,7 @@ def test_a_trace_line_that_cannot_be_is_named(tmp_path, line):
 REPLAY = b'[cache]\nmodel = "m"\nblock_size = 4\n[replay]\nmode = "timed"\nspeed = 2.0\ncoarse = 2\nlimit = 3\nretry = 0.1\n'
 
 
+@pytest.mark.filterwarnings("ignore:replay.retry is deprecated")
 @given(data=damaged(REPLAY))
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_replay_config_is_named_or_read(tmp_path_factory, data):
