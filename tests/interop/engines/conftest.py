@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -53,11 +54,12 @@ def start(
     raise_loopback()
     model = write_model(tmp_path / "model")
     made: list[VllmEngine] = []
+    logs = itertools.count()
 
     def start_one(
         extra: dict[str, Any] | None = None, *, version: str | None = None, **options: Any
     ) -> VllmEngine:
-        log = tmp_path / f"engine-{len(made)}.log"
+        log = tmp_path / f"engine-{next(logs)}.log"
         made.append(VllmEngine(hosts(version), model, log, extra, **options))
         return made[-1]
 

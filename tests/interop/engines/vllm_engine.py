@@ -195,7 +195,11 @@ class VllmEngine:
             }
         self.log = log
         self._fork = host.fork(log, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1"})
-        self.opened = self._ask(OPEN, do="open", settings={"model": str(model)} | settings)
+        try:
+            self.opened = self._ask(OPEN, do="open", settings={"model": str(model)} | settings)
+        except InteropError:
+            self._fork.close()
+            raise
 
     def _ask(self, limit: float, **message: Any) -> dict[str, Any]:
         return self._fork.ask(message, limit)
