@@ -18,6 +18,7 @@ from kvactors.integrations.vllm.settings import (
     check_groups,
     identity,
     read_settings,
+    read_tier_settings,
     storage_of_replica,
 )
 from kvactors.tier_cache import TierStorage
@@ -46,6 +47,33 @@ def test_a_bad_setting_is_named(extra: dict[str, Any], error: str) -> None:
         read_settings(extra)
     assert isinstance(found.value, ValueError)
     assert "kv_connector_extra_config" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "error"),
+    [
+        ({}, "missing required field `directory`"),
+        ({"directory": ""}, "directory is empty"),
+        ({"directory": "x", "root_dir": "y"}, "unknown field `root_dir`"),
+        ({"directory": "x", "locality": "NEAR"}, "locality 'NEAR' is unknown"),
+        ({"directory": "x", "io_depth": 0}, "io_depth"),
+        ({"directory": "x", "io_depth": 1_000_000}, "io_depth"),
+        ({"directory": "x", "timeout_s": float("nan")}, "timeout_s"),
+        ({"directory": "x", "capacity_blocks": -1}, "capacity_blocks"),
+        ({"directory": "x", "durability": "maybe"}, "durability"),
+    ],
+)
+def test_a_bad_setting_of_the_tier_is_named(entry: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error) as found:
+        read_tier_settings(entry)
+    assert "KVActorsTier" in str(found.value)
+
+
+def test_settings_of_the_tier_are_those_of_its_store() -> None:
+    entry = {"directory": "x", "io_depth": 8, "namespace": "n", "capacity_blocks": 5}
+    found, storage = read_tier_settings(entry | {"enable_kv_events": True})
+    assert found.enable_kv_events
+    assert storage == TierStorage(backend="file", **entry)
 
 
 class Config(SimpleNamespace):

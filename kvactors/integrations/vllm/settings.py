@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from kvactors.config_faults import modern_tables
 from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.errors import ConfigError
+from kvactors.renamed_settings import Earlier, SettingsMeta
 from kvactors.tier_cache import TierStorage
 
 WHERE = "kv_connector_extra_config"
+TIER = "secondary_tiers: KVActorsTier"
 
 
 class OffloadingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -46,6 +48,44 @@ class OffloadingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     sync_load_budget_bytes: int | None = None
 
 
+class TierSettings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, metaclass=SettingsMeta
+):
+    """The keys of an entry of `secondary_tiers`, beside those that vLLM reads.
+
+    Attributes:
+        directory: of the file store.
+        namespace: objects of different ones never mix.
+        capacity_blocks, capacity_bytes: chunks and bytes it may hold. With neither 80 % of the
+            space that the file system can give.
+        free_space_floor: bytes of the file system to leave free.
+        durability: a chunk counts as stored when the system has it (written) or the device has it
+            (synced).
+        io_depth: reads and writes at once.
+        timeout_s: seconds that one job may take.
+        model: name of the model in the identity of chunks. None: vLLM's name of it.
+        enable_kv_events: whether chunks that are stored and removed become KV events.
+        locality: LOCAL or REMOTE, for those events.
+    """
+
+    directory: str
+    namespace: str = "default"
+    capacity_blocks: int | None = None
+    capacity_bytes: int | str | None = None
+    free_space_floor: int | str = "64MB"
+    durability: Literal["written", "synced"] = "written"
+    io_depth: int = 4
+    timeout_s: float = 10.0
+    model: str | None = None
+    enable_kv_events: bool = False
+    locality: str | None = None
+
+    timeout = Earlier("timeout_s")
+
+
+STORE_FIELDS = set(TierStorage.__struct_fields__)
+
+
 def read_settings(extra_config: Mapping[str, Any]) -> OffloadingSettings:
     """Check `kv_connector_extra_config`.
 
@@ -69,6 +109,29 @@ def read_settings(extra_config: Mapping[str, Any]) -> OffloadingSettings:
         )
     check_ranks(settings.storage)
     return settings
+
+
+def read_tier_settings(settings: Mapping[str, Any]) -> tuple[TierSettings, TierStorage]:
+    """Check an entry of `secondary_tiers`.
+
+    Returns:
+        The settings, and those of them that the store has.
+
+    Raises:
+        ConfigError: names the setting that is unknown, missing, malformed or out of range.
+    """
+    try:
+        found = msgspec.convert(modern_tables(dict(settings), TierSettings), TierSettings)
+        fields = msgspec.structs.asdict(found)
+        given = {name: value for name, value in fields.items() if name in STORE_FIELDS}
+        storage = msgspec.convert(given | {"backend": "file"}, TierStorage)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{TIER}: {error}") from error
+    if found.locality not in (None, "LOCAL", "REMOTE"):
+        raise ConfigError(f"{TIER}: locality {found.locality!r} is unknown: use LOCAL or REMOTE")
+    if not found.directory:
+        raise ConfigError(f"{TIER}: directory is empty")
+    return found, storage
 
 
 def check_ranks(storage: TierStorage) -> None:

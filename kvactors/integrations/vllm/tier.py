@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -15,52 +14,15 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvactors.config_faults import modern_tables
-from kvactors.errors import ConfigError
-from kvactors.integrations.vllm.settings import identity, storage_of_replica
-from kvactors.renamed_settings import Earlier, SettingsMeta
-from kvactors.tier_cache import TierConfig, TierStorage, open_storage
+from kvactors.integrations.vllm.settings import (
+    identity,
+    read_tier_settings,
+    storage_of_replica,
+)
+from kvactors.tier_cache import TierConfig, open_storage
 
 DRAIN = 60.0
 """Seconds that `drain_jobs` waits at most, beyond the time that every job has."""
-
-
-class TierSettings(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, metaclass=SettingsMeta
-):
-    """The keys of an entry of `secondary_tiers`, beside those that vLLM reads.
-
-    Attributes:
-        directory: of the file store.
-        namespace: objects of different ones never mix.
-        capacity_blocks, capacity_bytes: chunks and bytes it may hold. With neither 80 % of the
-            space that the file system can give.
-        free_space_floor: bytes of the file system to leave free.
-        durability: a chunk counts as stored when the system has it (written) or the device has it
-            (synced).
-        io_depth: reads and writes at once.
-        timeout_s: seconds that one job may take.
-        model: name of the model in the identity of chunks. None: vLLM's name of it.
-        enable_kv_events: whether chunks that are stored and removed become KV events.
-        locality: LOCAL or REMOTE, for those events.
-    """
-
-    directory: str
-    namespace: str = "default"
-    capacity_blocks: int | None = None
-    capacity_bytes: int | str | None = None
-    free_space_floor: int | str = "64MB"
-    durability: Literal["written", "synced"] = "written"
-    io_depth: int = 4
-    timeout_s: float = 10.0
-    model: str | None = None
-    enable_kv_events: bool = False
-    locality: str | None = None
-
-    timeout = Earlier("timeout_s")
-
-
-STORE_FIELDS = set(TierStorage.__struct_fields__)
 
 
 class KVActorsTier(SecondaryTierManager):
@@ -75,7 +37,7 @@ class KVActorsTier(SecondaryTierManager):
         primary_kv_view: vLLM's host memory, one row a chunk.
         tier_type: given by vLLM.
         backpressure_detector: given by vLLM.
-        settings: see `TierSettings`.
+        settings: see `settings.TierSettings`.
 
     Raises:
         ConfigError: a setting is unknown, missing or out of range.
@@ -93,16 +55,10 @@ class KVActorsTier(SecondaryTierManager):
         **settings: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        found = read_tier_settings(settings)
+        found, storage = read_tier_settings(settings)
         config = offloading_spec.config
         self.locality = None if found.locality is None else Locality(found.locality)
         self._rows = primary_kv_view.cast("B")
-        fields = msgspec.structs.asdict(found)
-        storage = msgspec.convert(
-            {name: value for name, value in fields.items() if name in STORE_FIELDS}
-            | {"backend": "file"},
-            TierStorage,
-        )
         self._store = open_storage(
             TierConfig(
                 model=found.model or config.model.name,
@@ -183,23 +139,3 @@ class KVActorsTier(SecondaryTierManager):
         self._store.close()
         self._store.poll()
         self._rows = memoryview(b"")
-
-
-def read_tier_settings(settings: dict[str, Any]) -> TierSettings:
-    """Check an entry of `secondary_tiers`.
-
-    Raises:
-        ConfigError: names the setting that is unknown, missing or malformed.
-    """
-    try:
-        found = msgspec.convert(modern_tables(settings, TierSettings), TierSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"secondary_tiers: KVActorsTier: {error}") from error
-    if found.locality not in {None, *(each.value for each in Locality)}:
-        raise ConfigError(
-            f"secondary_tiers: KVActorsTier: {found.locality!r} is not a Locality: use LOCAL or "
-            "REMOTE"
-        )
-    if not found.directory:
-        raise ConfigError("secondary_tiers: KVActorsTier: directory is empty")
-    return found
