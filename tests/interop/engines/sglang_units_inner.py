@@ -29,6 +29,8 @@ from sglang.test.kits.unified_radix_cache.storage import (  # noqa: E402
 
 PAGES = 4
 MARKER = 7
+ROUNDS = 60
+"""Rounds of which one must fail and one must not."""
 
 
 def server_args(**given: Any) -> Any:
@@ -54,6 +56,12 @@ real_server_args = mixins.ServerArgs
 mixins.ServerArgs = server_args
 
 
+def kvactors_of(cache: Any) -> Any:
+    """The storage of a tree, which SGLang's failure injector may wrap."""
+    storage = cache.cache_controller.storage_backend
+    return getattr(storage, "_backend", storage)
+
+
 class Storage(UnifiedRadixCacheStorageFixtures):
     """A tree that writes pages to the store, and another one that reads them."""
 
@@ -66,11 +74,12 @@ class Storage(UnifiedRadixCacheStorageFixtures):
         """A tree with the store."""
         cache, allocator, requests = build_fixture(self.cfg)
         self._init_hicache(cache, storage_backend="file", storage_dir=folder, prefetch_threshold=1)
-        self.addCleanup(cache.cache_controller.storage_backend.close)
+        self.addCleanup(kvactors_of(cache).close)
         return cache, allocator, requests
 
-    def write(self, folder: str, tokens: list[int]) -> Any:
-        """Store the pages of some tokens. Returns their keys and values."""
+    def write(self, folder: str, tokens: list[int], *, whole: bool = True) -> Any:
+        """Store the pages of some tokens. Returns their keys and values. whole: whether every pool
+        must take some."""
         cache, allocator, requests = self.open(folder)
         self._insert(cache, allocator, requests, tokens)
         leaf = match_prefix(cache, tokens).last_device_node
@@ -80,10 +89,10 @@ class Storage(UnifiedRadixCacheStorageFixtures):
         self._backup_node(cache, leaf)
         self._write_path_to_l3(cache, leaf)
         self._flush_l3_backups(cache)
-        counters = cache.cache_controller.storage_backend.counters()
-        assert all(pool.saved for pool in counters.values()), counters
+        counters = kvactors_of(cache).counters()
+        assert whole is False or all(pool.saved for pool in counters.values()), counters
         assert set(counters) == self.pools()
-        cache.cache_controller.storage_backend.close()
+        kvactors_of(cache).close()
         return written
 
     def pools(self) -> set[str]:
@@ -99,7 +108,8 @@ class Storage(UnifiedRadixCacheStorageFixtures):
         and values, and the counters of the store."""
         cache, allocator, requests = self.open(folder)
         self._consume_prefetch(cache, tokens, CacheRequestHandle("request", 0))
-        counters = cache.cache_controller.storage_backend.counters()
+        counters = kvactors_of(cache).counters()
+        kvactors_of(cache).close()
         match = match_prefix(cache, tokens)
         assert match.device_prefix_len == 0
         if not match.host_hit_length:
@@ -146,6 +156,24 @@ class Storage(UnifiedRadixCacheStorageFixtures):
         count, _, counters = self.read(folder, tokens)
         assert count == (0 if others else len(tokens))
         assert not any(counters[pool].loaded for pool in others), counters
+
+    def test_failures_and_delays_that_sglang_injects(self) -> None:
+        folder, tokens = self._make_storage_dir(), self.sequence()
+        whole = failed = 0
+        with (
+            envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.override(0.3),
+            envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY.override(0.005),
+        ):
+            for _ in range(ROUNDS):
+                written = self.write(folder, tokens, whole=False)
+                count, found, _ = self.read(folder, tokens)
+                for one, other in zip(found or (), written, strict=bool(found)):
+                    assert (one == other[:count]).all()
+                whole += count == len(tokens)
+                failed += count < len(tokens)
+                if whole and failed:
+                    return
+        raise AssertionError(f"{whole} whole and {failed} failed of {ROUNDS}")
 
 
 for _cfg in CONFIGS:
