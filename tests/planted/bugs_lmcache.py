@@ -7,6 +7,7 @@ from mutation import Mutation
 WORKER = "tests/integrations/lmcache/test_worker.py::"
 PARTS = "tests/integrations/lmcache/test_parts.py::"
 TIER = "tests/tier_cache/test_storage_tier.py::"
+FILES = "tests/storage/test_file_store.py"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
@@ -64,5 +65,21 @@ BUGS: tuple[Mutation, ...] = (
         "            pass\n",
         "objects that were removed are found again by the next process",
         (TIER + "test_removed_objects_are_gone_at_once_and_after_a_restart",),
+    ),
+    Mutation(
+        "store_group_read_takes_long_for_large_objects",
+        "storage/backends/slab_medium.py",
+        "return max(1, min(share, GROUP_BYTES // self._files.meta.stride))",
+        "return max(1, share)",
+        "large objects of a batch share a call of a thread, and fail together at a deadline",
+        (f"{FILES}::test_small_objects_share_calls_of_threads_and_large_ones_do_not",),
+    ),
+    Mutation(
+        "store_group_read_mixes_outcomes_up",
+        "storage/backends/slab_medium.py",
+        "            outcomes[i] = await self._settled(keys[i], one, outcome, generation)\n",
+        "            outcomes[i] = await self._settled(keys[-1], one, outcome, generation)\n",
+        "a damaged object is given up under the key of another object of its group",
+        (f"{FILES}::test_a_damaged_object_fails_alone_in_its_group",),
     ),
 )

@@ -155,6 +155,29 @@ async def test_a_damaged_object_is_a_counted_miss_and_its_slot_is_left_alone(tmp
             assert await bench.get(4) == [OK] or fault in ("cut in half", "empty")
 
 
+async def test_small_objects_share_calls_of_threads_and_large_ones_do_not(tmp_path):
+    for size, calls in ((SIZE, 4), (512 << 10, 4), (3 << 20, 16)):
+        async with opened(tmp_path / str(size), size=size, depth=4) as bench:
+            await bench.put(*range(16))
+            run, made = bench.store.threads.run, []
+
+            async def counted(function, *args, run=run, made=made):
+                made.append(function)
+                return await run(function, *args)
+
+            bench.store.threads.run = counted
+            assert await bench.get(*range(16)) == [OK] * 16
+            assert len(made) == calls, size
+
+
+async def test_a_damaged_object_fails_alone_in_its_group(tmp_path):
+    async with opened(tmp_path) as bench:
+        await bench.put(*range(8))
+        change(slab(bench), slot_of(bench, 2) * bench.store.files.meta.stride + 7, b"\xff\x00\xff")
+        assert await bench.get(*range(8)) == [OK, OK, CORRUPT, OK, OK, OK, OK, OK]
+        assert await bench.get(*range(8)) == [OK, OK, MISS, OK, OK, OK, OK, OK]
+
+
 async def test_a_folder_deleted_during_use_is_misses_and_no_exception(tmp_path):
     async with opened(tmp_path / "store") as bench:
         await bench.put(1, 2)

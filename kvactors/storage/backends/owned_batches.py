@@ -47,6 +47,18 @@ class Medium(Protocol):
         """Await the coroutines that `work` makes, as many concurrently as suits the medium."""
 
 
+class GroupReads(Protocol):
+    """A medium that reads several objects in one call, which costs less than a call for each."""
+
+    def group_size(self, count: int) -> int:
+        """Objects of one call, of `count` objects in all. At least 1."""
+
+    async def load_group(
+        self, keys: Sequence[bytes], into: Sequence[memoryview]
+    ) -> Sequence[Outcome]:
+        """Read objects. Each outcome is that of `Medium.load`."""
+
+
 class OwnedBatches:
     """Runs batches. Keys change hands synchronously: admission and removal take effect before
     anything else runs on the loop."""
@@ -58,9 +70,12 @@ class OwnedBatches:
         counters: StoreCounters,
         record: Callable[[bytes], None],
         block_bytes: int,
+        groups: GroupReads | None = None,
     ) -> None:
-        """record: called with the outcomes of each batch. block_bytes: of an object."""
+        """record: called with the outcomes of each batch. block_bytes: of an object. groups: reads
+        in place of `medium`."""
         self._medium = medium
+        self._groups = groups
         self._block_bytes = block_bytes
         self._inventory = inventory
         self._catalog = inventory.catalog
@@ -82,13 +97,27 @@ class OwnedBatches:
         unfit = unfit_views(views, len(keys), self._block_bytes, writable=True)
 
         async def one(i: int) -> None:
-            if i in unfit:
-                outcomes[i] = Outcome.UNAVAILABLE
-            elif not expired():
+            if not expired():
                 outcomes[i] = await self._medium.load(keys[i], views[i])
 
+        async def several(some: Sequence[int], groups: GroupReads) -> None:
+            if not expired():
+                found = await groups.load_group([keys[i] for i in some], [views[i] for i in some])
+                for i, outcome in zip(some, found, strict=True):
+                    outcomes[i] = outcome
+
+        fit = [i for i in range(len(keys)) if i not in unfit]
+        for i in unfit:
+            outcomes[i] = Outcome.UNAVAILABLE
         if self._counters.breaker.closed():
-            await self._medium.each([partial(one, i) for i in range(len(keys))])
+            size = 1 if self._groups is None else self._groups.group_size(len(fit))
+            work = [
+                partial(one, fit[first])
+                if self._groups is None
+                else partial(several, fit[first : first + size], self._groups)
+                for first in range(0, len(fit), size)
+            ]
+            await self._medium.each(work)
         else:
             outcomes[:] = bytes([Outcome.UNAVAILABLE]) * len(keys)
         self._record_fitting(outcomes, unfit)

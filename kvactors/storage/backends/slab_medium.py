@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-import anyio
 import xxhash
 
 from kvactors.actor.clock import now
@@ -21,7 +20,7 @@ from kvactors.storage.backends.slab_lineage import (
     room_beside,
 )
 from kvactors.storage.backends.slab_memory import extent
-from kvactors.storage.backends.slab_objects import load, proved
+from kvactors.storage.backends.slab_objects import load_all, proved
 from kvactors.storage.backends.slab_steps import GROW_AGAIN, Generations
 from kvactors.storage.backends.slab_table import WRITTEN_AT, entry_of, mark_of
 from kvactors.storage.backends.slab_threads import SlabThreads
@@ -29,6 +28,10 @@ from kvactors.storage.backends.slot_supply import SlotSupply
 from kvactors.storage.counters import StoreCounters
 from kvactors.storage.inventory import OwnedInventory
 from kvactors.storage.messages import Outcome
+
+GROUP_BYTES = 2 << 20
+"""Bytes that one call of a thread reads, unless a single object is larger. The hand-over to a
+thread and back takes as long as reading a small object."""
 
 
 class SlabMedium:
@@ -131,15 +134,42 @@ class SlabMedium:
 
     async def load(self, key: bytes, into: memoryview) -> Outcome:
         """See `Medium.load`."""
-        found = self.objects.get(key)
-        if found is None:
-            return Outcome.MISS
-        (slot, mark), generation = found, self.generation
-        self._slots.begin_read(slot)
-        try:
-            outcome = await self._threads.run(load, self._files, slot, mark, into, self.arena)
-        finally:
-            self._slots.end_read(slot)
+        return (await self.load_group([key], [into]))[0]
+
+    def group_size(self, count: int) -> int:
+        """See `GroupReads.group_size`: every thread has work, and a call reads `GROUP_BYTES` at
+        most."""
+        share = -(-count // self._threads.depth)
+        return max(1, min(share, GROUP_BYTES // self._files.meta.stride))
+
+    async def load_group(
+        self, keys: Sequence[bytes], into: Sequence[memoryview]
+    ) -> Sequence[Outcome]:
+        """See `GroupReads.load_group`."""
+        outcomes = [Outcome.MISS] * len(keys)
+        generation = self.generation
+        found = {i: self.objects[key] for i, key in enumerate(keys) if key in self.objects}
+        if not found:
+            return outcomes
+        wanted = [(slot, mark, into[i]) for i, (slot, mark) in found.items()]
+        with self._slots.reading([slot for slot, _, _ in wanted]):
+            read = await self._threads.run(load_all, self._files, wanted, self.arena)
+        for (i, one), outcome in zip(found.items(), read, strict=True):
+            outcomes[i] = await self._settled(keys[i], one, outcome, generation)
+        return outcomes
+
+    async def _settled(
+        self, key: bytes, found: tuple[int, bytes], outcome: Outcome, generation: int
+    ) -> Outcome:
+        """The outcome of a read that has ended. An object that is corrupt or missing is given up.
+
+        Args:
+            key: of the object.
+            found: its slot and mark when the read began.
+            outcome: of the read.
+            generation: of the store when the read began.
+        """
+        slot, _ = found
         if outcome not in (Outcome.CORRUPT, Outcome.MISS):
             return outcome if generation == self.generation else Outcome.MISS
         if self._files.read_only or self.objects.get(key) != found:
@@ -294,15 +324,7 @@ class SlabMedium:
 
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """See `Medium.each`: as many concurrently as there are threads."""
-        queue = iter(work)
-
-        async def worker() -> None:
-            for item in queue:
-                await item()
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(min(self._threads.depth, len(work))):
-                tasks.start_soon(worker)
+        await self._threads.each(work)
 
     def statistics(self) -> FileStatistics:
         """Sizes of the files."""

@@ -3,6 +3,8 @@ thread."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
 
 from kvactors.device.arena import Arena
@@ -32,6 +34,13 @@ def load(
         return outcome
     whole = is_marked(there, mark) and xxhash.xxh3_64_intdigest(into) == checksum_of(mark)
     return Outcome.OK if whole else Outcome.CORRUPT
+
+
+def load_all(
+    files: SlabFiles, wanted: Sequence[tuple[int, bytes, memoryview]], arena: Arena | None
+) -> list[Outcome]:
+    """The outcomes of `load` for several slots, marks and views, one after another."""
+    return [load(files, slot, mark, into, arena) for slot, mark, into in wanted]
 
 
 def proved(files: SlabFiles, slot: int, checksum: int) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
+
+import anyio
 
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
@@ -34,6 +36,18 @@ class SlabThreads:
         return await wait_uncancelled(
             asyncio.wrap_future(self.workers.submit(lambda: function(*args)))
         )
+
+    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """Await the coroutines that `work` makes, as many concurrently as there are threads."""
+        queue = iter(work)
+
+        async def worker() -> None:
+            for item in queue:
+                await item()
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(min(self.depth, len(work))):
+                tasks.start_soon(worker)
 
     async def close(self, files: SlabFiles, limit: float) -> bool:
         """End the threads and close the files, which gives up the lock.

@@ -4,7 +4,8 @@ on the event loop only."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 PAUSE = 60.0
 """Seconds in quarantine after the first corrupt object of a slot, doubled with each further one."""
@@ -25,6 +26,17 @@ class Slots:
         self._strikes: Counter[int] = Counter()
 
     # -- use
+
+    @contextmanager
+    def reading(self, slots: Sequence[int]) -> Iterator[None]:
+        """Reads of slots are in flight inside."""
+        for slot in slots:
+            self.begin_read(slot)
+        try:
+            yield
+        finally:
+            for slot in slots:
+                self.end_read(slot)
 
     def begin_read(self, slot: int) -> None:
         """A read is in flight: the slot is not written."""
