@@ -1,14 +1,23 @@
-"""Benchmark inside vLLM on a CPU: kvactors' tiers beside vLLM's own and beside none, in one run."""
+"""Benchmark inside vLLM on a CPU: kvactors' tiers beside vLLM's own and beside none.
+
+The engines run in processes of their own, all in one run, and take turns: a round of each, then
+the next round in another order. Each figure is the median of the rounds.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from kvactors.bench.report import Row, bench_report, rate_row, time_row
@@ -16,7 +25,11 @@ from kvactors.errors import ConfigError
 
 KINDS = ("none", "vllm", "ours")
 LIMIT = 900.0
-"""Seconds that one engine may take, its start included. Only a hang takes as long."""
+"""Seconds that an engine may take for an answer, its start included. Only a hang takes as long."""
+ENDING = 30.0
+"""Seconds that an engine may take to end."""
+PAUSE = 0.3
+"""Seconds between two turns, in which the threads of the engine before fall asleep."""
 
 HOW = (
     "`python -m tests.interop.setup DIR engines` in a clone makes an environment, then run "
@@ -35,69 +48,160 @@ VARIABLES = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
+PLACES = {"new": "that is new", "host": "from host", "storage": "from storage"}
+"""Where the tokens of a prompt come from."""
+
 PEER = "vLLM's host tier and its fs tier, same run"
 NONE = "vLLM without tiers, which computes the prompt, same run"
 
 
-def measured(python: str, kind: str, rounds: int) -> dict[str, Any]:
-    """The figures of one engine.
+class EngineProcess:
+    """A vLLM engine that answers lines of JSON. See `engine_child`.
 
     Raises:
-        ConfigError: the Python has no vLLM or no kvactors, or the engine fails.
+        ConfigError: the Python does not start.
     """
-    script = str(Path(__file__).with_name("engine_child.py"))
-    with tempfile.TemporaryFile() as log:
+
+    def __init__(self, python: str, kind: str) -> None:
+        self._python, self._kind = python, kind
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
+        self._unread = b""
+        script = str(Path(__file__).with_name("engine_child.py"))
         try:
-            done = subprocess.run(  # noqa: S603, the caller names the Python
-                [python, "-P", script, kind, str(rounds)],
+            self._process = subprocess.Popen(  # noqa: S603, the caller names the Python
+                [python, "-P", script, kind],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=log,
-                timeout=LIMIT,
-                check=False,
+                stderr=self._log,
+                bufsize=0,
                 env=os.environ | VARIABLES,
             )
         except OSError as error:
+            self._log.close()
             raise ConfigError(f"{python} does not start: {error}. {HOW}") from error
-        except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"vLLM with {kind} was not done in {LIMIT:g} s") from error
-        log.seek(0)
-        end = log.read().decode(errors="replace")[-2000:]
-    if done.returncode:
+
+    def ask(self, do: str, **message: Any) -> dict[str, Any]:
+        """The answer to a line.
+
+        Raises:
+            ConfigError: the Python has no vLLM or no kvactors, or the engine fails.
+        """
+        sender, receiver = self._process.stdin, self._process.stdout
+        if sender is None or receiver is None:
+            raise RuntimeError("an engine without pipes")
+        with suppress(OSError):  # it has ended, which the next read finds
+            sender.write(json.dumps({"do": do} | message).encode() + b"\n")
+        until = time.monotonic() + LIMIT
+        while b"\n" not in self._unread:
+            left = until - time.monotonic()
+            if left <= 0 or not select.select([receiver], [], [], left)[0]:
+                raise ConfigError(f"vLLM with {self._kind} was not done in {LIMIT:g} s")
+            data = os.read(receiver.fileno(), 1 << 20)
+            if not data:
+                raise ConfigError(self._failure())
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _failure(self) -> str:
+        self._log.seek(0)
+        end = self._log.read().decode(errors="replace")[-2000:]
         hint = f". {HOW}" if "ModuleNotFoundError" in end else ""
-        raise ConfigError(f"{python} cannot run vLLM with {kind}{hint}:\n{end}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+        return f"{self._python} cannot run vLLM with {self._kind}{hint}:\n{end}"
+
+    def close(self) -> None:
+        """End the process."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        try:
+            self._process.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
 
 
-def rows_of(found: dict[str, dict[str, Any]]) -> list[Row]:
-    """The rows of a report, of the figures of every kind."""
+def measured(python: str, rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """The rounds of every kind of engine.
+
+    Raises:
+        ConfigError: the Python has no vLLM or no kvactors, or an engine fails.
+    """
+    with ExitStack() as stack:
+        engines = {}
+        for kind in KINDS:
+            engines[kind] = EngineProcess(python, kind)
+            stack.callback(engines[kind].close)
+            engines[kind].ask("prepare")
+        found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+        for number in range(rounds):
+            first = number % len(KINDS)
+            for kind in KINDS[first:] + KINDS[:first]:
+                time.sleep(PAUSE)
+                found[kind].append(engines[kind].ask("round", number=number))
+        for engine in engines.values():
+            engine.ask("close")
+        return found
+
+
+def middle(rounds: Sequence[Mapping[str, Any]], *path: str) -> float:
+    """The median of a figure over rounds, without those that had none of it.
+
+    Raises:
+        ConfigError: no round had any.
+    """
+    found = []
+    for figures in rounds:
+        value: Any = figures
+        for name in path:
+            value = value[name]
+        if value is not None:
+            found.append(value)
+    if not found:
+        raise ConfigError(f"no round of vLLM has a figure for {' '.join(path)}")
+    return float(median(found))
+
+
+def rows_of(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]:
+    """The rows of a report, of the rounds of every kind."""
     none, vllm, ours = (found[kind] for kind in KINDS)
-    rows = [
-        time_row("look-up, per call", ours["lookup_us"], vllm["lookup_us"], "us", PEER),
-        time_row("load, submitted to done", ours["load_ms"], vllm["load_ms"], "ms", PEER),
-        time_row("store, submitted to done", ours["store_ms"], vllm["store_ms"], "ms", PEER),
-    ]
-    for place in ("host", "storage"):
-        case = f"first token of a prompt from {place}"
-        mine, theirs, computed = (one["first_token_ms"][place] for one in (ours, vllm, none))
-        rows += [
-            time_row(case, mine, theirs, "ms", PEER),
-            time_row(f"{case}, without tiers", mine, computed, "ms", NONE),
-        ]
+
+    def timed(
+        case: str, path: Sequence[str], unit: str, scale: float, *, computed: bool = False
+    ) -> list[Row]:
+        mine = scale * middle(ours, *path)
+        rows = [time_row(case, mine, scale * middle(vllm, *path), unit, PEER)]
+        if computed:
+            theirs = scale * middle(none, *path)
+            rows.append(time_row(f"{case}, without tiers", mine, theirs, unit, NONE))
+        return rows
+
+    rows = timed("look-up, per call", ["lookup_us"], "us", 1)
+    rows += timed("load, submitted to done", ["load_ms"], "ms", 1)
+    rows += timed("store, submitted to done", ["store_ms"], "ms", 1)
+    for place, what in PLACES.items():
+        case = f"first token of a prompt {what}"
+        rows += timed(case, [place, "seconds"], "ms", 1e3, computed=True)
+        rows += timed(f"{case}, processor time", [place, "processor"], "ms", 1e3)
     case = "steps with transfers in flight"
-    mine, theirs, computed = (one["steps_per_second"] for one in (ours, vllm, none))
-    return [
-        *rows,
-        rate_row(case, mine, theirs, "steps/s", PEER),
-        rate_row(f"{case}, without tiers", mine, computed, "steps/s", NONE),
+    path = "steps_per_second"
+    mine = middle(ours, path)
+    rows += [
+        rate_row(case, mine, middle(vllm, path), "steps/s", PEER),
+        rate_row(f"{case}, without tiers", mine, middle(none, path), "steps/s", NONE),
     ]
+    case = "the same requests"
+    rows += timed(f"{case}, all done", ["beside", "seconds"], "s", 1, computed=True)
+    return [*rows, *timed(f"{case}, processor time", ["beside", "processor"], "s", 1)]
 
 
 def run(*, quick: bool = False, vllm_python: str = "") -> dict[str, Any]:
     """All rows.
 
     Args:
-        quick: few prompts.
+        quick: few rounds.
         vllm_python: a Python that has vLLM and kvactors. By default this one, if it has vLLM.
 
     Raises:
@@ -107,9 +211,13 @@ def run(*, quick: bool = False, vllm_python: str = "") -> dict[str, Any]:
         if find_spec("vllm") is None:
             raise ConfigError(f"bench engine needs a Python that has vLLM and kvactors: {HOW}")
         vllm_python = sys.executable
-    rounds = 2 if quick else 16
-    found = {kind: measured(vllm_python, kind, rounds) for kind in KINDS}
-    settings = {"rounds": rounds, "quick": quick, "vllm": vllm_python}
-    settings |= {f"cached tokens, {kind}": found[kind]["cached"] for kind in KINDS}
-    settings["look-ups"] = {kind: found[kind]["lookups"] for kind in KINDS[1:]}
+    rounds = 2 if quick else 12
+    found = measured(vllm_python, rounds)
+    settings: dict[str, Any] = {"rounds": rounds, "quick": quick, "vllm": vllm_python}
+    for place in (*PLACES, "beside"):
+        for what in ("cached", "steps", "switches", "preemptions"):
+            counts = {kind: middle(found[kind], place, what) for kind in KINDS}
+            settings[f"{what}, {place}"] = counts
+    for name in ("lookup_us of", "load_ms of", "store_ms of"):
+        settings[name] = {kind: middle(found[kind], name) for kind in KINDS[1:]}
     return bench_report("engine", rows_of(found), settings)

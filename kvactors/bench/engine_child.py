@@ -1,19 +1,21 @@
 """One vLLM engine for `bench engine`: a script for a Python that has vLLM and kvactors.
 
-It serves made-up prompts with a model of random weights, and prints one line of JSON.
+It serves made-up prompts with a model of random weights. Each line of its input asks for something,
+and is answered with a line of JSON: `prepare`, `round`, `close`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,10 +28,14 @@ CHUNK_BYTES = BLOCK * 8 * 2 * 4 * 64 * 4
 HOST_CHUNKS = 40
 """Two and a half prompts."""
 PROMPTS = 8
-LONG = 160
+LONG = 48
 """Tokens that are sampled while other prompts come and go."""
 EVERY = 4
-"""Steps between two of those prompts."""
+"""Of those tokens, between two of those prompts."""
+RETURNING = 10
+"""Those prompts."""
+SHORT = 8
+"""Tokens of the prompt of the long request."""
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -61,6 +67,42 @@ def tiers(kind: str, folder: Path) -> dict[str, Any]:
         return common | {"spec_name": "Ours", "storage": storage}
     fs = {"type": "fs", "root_dir": str(folder / "fs")}
     return common | {"spec_name": "VllmTiers", "secondary_tiers": [fs]}
+
+
+class Cost(NamedTuple):
+    """What a request has taken.
+
+    Attributes:
+        seconds: on the clock.
+        processor: seconds of the processor, of all threads of the engine.
+        switches: of threads that waited for something.
+        preemptions: of threads that another thread took the processor from.
+        cached: tokens of the prompt that were not computed.
+        steps: of the engine.
+    """
+
+    seconds: float
+    processor: float
+    switches: int
+    preemptions: int
+    cached: int
+    steps: int
+
+
+class Meter:
+    """Clock, processor time and context switches since it was made."""
+
+    def __init__(self) -> None:
+        self._usage = resource.getrusage(resource.RUSAGE_SELF)
+        self._began = time.perf_counter()
+
+    def cost(self, cached: int, steps: int) -> Cost:
+        """The cost since then."""
+        seconds = time.perf_counter() - self._began
+        was, now = self._usage, resource.getrusage(resource.RUSAGE_SELF)
+        processor = now.ru_utime - was.ru_utime + now.ru_stime - was.ru_stime
+        switches = now.ru_nvcsw - was.ru_nvcsw
+        return Cost(seconds, processor, switches, now.ru_nivcsw - was.ru_nivcsw, cached, steps)
 
 
 class Engine:
@@ -95,8 +137,8 @@ class Engine:
         self._engine = self._llm.llm_engine
         self._requests = 0
 
-    def add(self, prompt: list[int], max_tokens: int) -> str:
-        """Add a request. Returns its name in outputs."""
+    def add(self, prompt: list[int], max_tokens: int) -> set[str]:
+        """Add a request. Returns the names that it may have in outputs."""
         from vllm import SamplingParams
 
         self._requests += 1
@@ -104,21 +146,41 @@ class Engine:
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
         name = f"request-{self._requests}"
-        return str(self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling) or name)
+        internal = self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        return {name, str(internal)}
 
     def steps(self) -> Iterator[list[Any]]:
         """Run the engine until no request is left. The outputs of each step."""
         while self._engine.has_unfinished_requests():
             yield self._engine.step()
 
-    def first_token(self, prompt: list[int]) -> tuple[float, int]:
-        """Seconds to the first token of a prompt, and the tokens of it that were cached."""
-        began = time.perf_counter()
+    def first_token(self, prompt: list[int]) -> Cost:
+        """The cost of the first token of a prompt."""
+        meter = Meter()
         self.add(prompt, 1)
-        cached = 0
+        cached = steps = 0
         for outputs in self.steps():
             cached = sum(output.num_cached_tokens or 0 for output in outputs) or cached
-        return time.perf_counter() - began, cached
+            steps += 1
+        return meter.cost(cached, steps)
+
+    def tokens_beside(self, number: int, returning: list[list[int]]) -> tuple[Cost, int]:
+        """The cost of a long request and of prompts that come while its tokens are sampled. The
+        second value is the number of steps that computed something."""
+        meter = Meter()
+        long = self.add([3 + number % 900] * SHORT, LONG)
+        waiting = list(returning)
+        sampled = computed = steps = cached = 0
+        for outputs in self.steps():
+            steps += 1
+            computed += bool(outputs)
+            sampled += sum(output.request_id in long for output in outputs)
+            cached += sum(output.num_cached_tokens or 0 for output in outputs if output.finished)
+            if waiting and sampled >= EVERY * (len(returning) - len(waiting) + 1):
+                self.add(waiting.pop(), 1)
+        if waiting:
+            raise RuntimeError(f"{len(waiting)} prompts of {len(returning)} were not added")
+        return meter.cost(cached, steps), computed
 
     def settle(self) -> None:
         """Run short requests until copies and writes have ended, and forget the device's blocks."""
@@ -135,58 +197,77 @@ class Engine:
         self._engine.engine_core.shutdown()
 
 
-def make_prompts(count: int) -> list[list[int]]:
-    """Prompts without a common prefix."""
-    drawn = np.random.default_rng(1).integers(3, 1000, (count, LENGTH))
-    return [[int(token) for token in prompt] for prompt in drawn]
+def make_prompt(number: int) -> list[int]:
+    """A prompt. Those of different numbers have no common prefix."""
+    drawn = np.random.default_rng(number).integers(3, 1000, LENGTH)
+    return [int(token) for token in drawn]
 
 
-def measure(kind: str, rounds: int, folder: Path) -> dict[str, Any]:
-    """Every figure of one engine."""
-    engine = Engine(kind, folder)
-    prompts = make_prompts(PROMPTS)
-    for prompt in prompts:  # computed, offloaded, and written to storage
-        engine.first_token(prompt)
+class Bench:
+    """An engine, and the lines that it answers."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self._kind = kind
+        self._engine = Engine(kind, folder)
+        self._prompts = [make_prompt(number) for number in range(PROMPTS)]
+
+    def prepare(self) -> dict[str, Any]:
+        """Compute, offload and write every prompt to storage."""
+        for prompt in self._prompts:
+            self._engine.first_token(prompt)
+            self._engine.settle()
+        self._tier_times()
+        return {}
+
+    def round(self, number: int) -> dict[str, Any]:
+        """The figures of a round."""
+        engine = self._engine
+        costs = {"new": engine.first_token(make_prompt(PROMPTS + number))}
         engine.settle()
-    found: dict[str, list[tuple[float, int]]] = {"storage": [], "host": []}
-    for number in range(rounds):
-        prompt = prompts[number % PROMPTS]  # the host tier has evicted it since its last use
+        prompt = self._prompts[number % PROMPTS]  # the host tier has evicted it
         for place in ("storage", "host"):
-            found[place].append(engine.first_token(prompt))
+            costs[place] = engine.first_token(prompt)
             engine.settle()
-    began, count = time.perf_counter(), 0
-    engine.add(make_prompts(PROMPTS + 1)[-1], LONG)
-    for count, _ in enumerate(engine.steps(), 1):
-        if count % EVERY == 0 and count < LONG:
-            engine.add(prompts[count // EVERY % PROMPTS], 1)
-    seconds = time.perf_counter() - began
-    result: dict[str, Any] = {
-        "first_token_ms": {
-            place: 1e3 * median(s for s, _ in times) for place, times in found.items()
-        },
-        "cached": {place: min(cached for _, cached in times) for place, times in found.items()},
-        "steps_per_second": count / seconds,
-    }
-    if kind != "none":
+        found: dict[str, Any] = self._tier_times()
+        following = [self._prompts[(number + 1 + i) % PROMPTS] for i in range(RETURNING)]
+        costs["beside"], computed = engine.tokens_beside(number, following)
+        engine.settle()
+        found |= {place: cost._asdict() for place, cost in costs.items()}
+        return found | {"steps_per_second": computed / costs["beside"].seconds}
+
+    def _tier_times(self) -> dict[str, Any]:
+        """Times of look-ups and copies since the last call, empty without tiers."""
+        if self._kind == "none":
+            return {}
         from kvactors.bench.engine_specs import TIMES
 
-        result |= {
-            "lookup_us": 1e6 * mean(TIMES.lookups),
-            "lookups": len(TIMES.lookups),
-            "load_ms": 1e3 * median(TIMES.loads),
-            "store_ms": 1e3 * median(TIMES.stores),
-        }
-    engine.close()
-    return result
+        found, scale = {}, {"lookup_us": 1e6, "load_ms": 1e3, "store_ms": 1e3}
+        for name, times in zip(scale, TIMES.take(), strict=True):
+            middle = mean if name == "lookup_us" else median
+            found[name] = scale[name] * middle(times) if times else None
+            found[f"{name} of"] = len(times)
+        return found
+
+    def close(self) -> dict[str, Any]:
+        """Shut the engine down."""
+        self._engine.close()
+        return {}
 
 
 def main() -> None:
-    """Measure the engine that the command line names."""
-    kind, rounds = sys.argv[1], int(sys.argv[2])
+    """Answer lines for the kind of engine that the command line names."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM's output
     with tempfile.TemporaryDirectory(prefix="kvactors-bench-engine-") as folder:
-        answers.write(json.dumps(measure(kind, rounds, Path(folder))) + "\n")
+        bench = Bench(sys.argv[1], Path(folder))
+        calls: dict[str, Callable[..., dict[str, Any]]] = {
+            "prepare": bench.prepare,
+            "round": bench.round,
+            "close": bench.close,
+        }
+        for line in sys.stdin:
+            message = json.loads(line)
+            answers.write(json.dumps(calls[message.pop("do")](**message)) + "\n")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,13 @@ class Times:
         self.stores: list[float] = []
         self._begun: dict[int, tuple[list[float], float]] = {}
 
+    def take(self) -> tuple[list[float], list[float], list[float]]:
+        """Look-ups, loads and stores since the last call."""
+        found = (self.lookups[:], self.loads[:], self.stores[:])
+        for times in (self.lookups, self.loads, self.stores):
+            times.clear()
+        return found
+
     def lookup(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """A look-up with a clock around it."""
 

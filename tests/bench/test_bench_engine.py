@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +13,73 @@ from kvactors import ConfigError
 from kvactors.bench import engine
 from kvactors.cli import main
 
-FIGURES: dict[str, Any] = {
-    "first_token_ms": {"host": 10.0, "storage": 20.0},
-    "cached": {"host": 480, "storage": 480},
-    "steps_per_second": 50.0,
-    "lookup_us": 2.0,
-    "lookups": 100,
-    "load_ms": 3.0,
-    "store_ms": 4.0,
-}
+STAND_IN = """#!{python}
+import json, os, sys
+figures, kind = json.loads({figures!r}), sys.argv[-1]
+assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+for line in sys.stdin:
+    message = json.loads(line)
+    with open({log!r}, "a") as log:
+        log.write(f"{{kind}} {{message['do']}} {{message.get('number', '')}}\\n")
+    answer = figures[kind] if message["do"] == "round" else {{}}
+    if answer:
+        for place in ("new", "host", "storage", "beside"):
+            answer[place]["seconds"] *= 1 + message["number"]
+    print(json.dumps(answer), flush=True)
+"""
+"""A program in the place of a Python that has vLLM. Its rounds take longer and longer."""
+
+
+def figures(seconds: float, **tiers: float) -> dict[str, Any]:
+    """A round."""
+    cost = {"seconds": seconds, "processor": 2 * seconds, "cached": 480}
+    cost |= {"steps": 5, "switches": 6, "preemptions": 7}
+    places = {place: dict(cost) for place in ("new", "host", "storage", "beside")}
+    return places | {"steps_per_second": 1 / seconds} | tiers
 
 
 def stand_in(folder: Path, script: str) -> str:
     """A program in the place of a Python that has vLLM."""
     path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return str(path)
 
 
-def test_ours_is_beside_vllms_tiers_and_beside_none(tmp_path: Path) -> None:
-    slower = FIGURES | {"first_token_ms": {"host": 30.0, "storage": 40.0}, "lookup_us": 4.0}
-    slower |= {"steps_per_second": 25.0}
-    lines = {"none": slower, "vllm": slower, "ours": FIGURES}
-    cases = "".join(f"{kind}) echo '{json.dumps(figures)}';;" for kind, figures in lines.items())
-    python = stand_in(tmp_path, f'[ "$VLLM_NO_USAGE_STATS" = 1 ] && case "$3" in {cases} esac')
-    report = engine.run(quick=True, vllm_python=python)
+def test_ours_is_beside_vllms_tiers_and_beside_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "PAUSE", 0.0)
+    tiers: dict[str, float] = {"lookup_us": 2.0, "load_ms": 3.0, "store_ms": 4.0}
+    tiers |= {f"{name} of": 10 for name in list(tiers)}
+    rounds = {
+        "none": figures(0.8),
+        "vllm": figures(0.2, **(tiers | {"lookup_us": 4.0})),
+        "ours": figures(0.1, **tiers),
+    }
+    log = tmp_path / "log"
+    script = STAND_IN.format(python=sys.executable, figures=json.dumps(rounds), log=str(log))
+    report = engine.run(quick=True, vllm_python=stand_in(tmp_path, script))
     assert (report["name"], report["settings"]["rounds"]) == ("engine", 2)
+    assert report["settings"]["cached, host"] == {"none": 480, "vllm": 480, "ours": 480}
     rows = {(row["case"], row["limit_name"]): row for row in report["rows"]}
-    assert len(rows) == 9
+    assert len(rows) == len(report["rows"]) == 17
     assert rows["look-up, per call", engine.PEER]["ratio"] == 2.0
-    assert rows["first token of a prompt from host", engine.PEER]["ratio"] == 3.0
+    from_host = rows["first token of a prompt from host", engine.PEER]
+    assert (from_host["ours"], from_host["limit"], from_host["ratio"]) == (150.0, 300.0, 2.0)
     assert rows["steps with transfers in flight", engine.PEER]["ratio"] == 2.0
-    assert rows["steps with transfers in flight, without tiers", engine.NONE]["ratio"] == 2.0
+    assert rows["steps with transfers in flight, without tiers", engine.NONE]["ratio"] == 8.0
+    prepared = [f"{kind} prepare " for kind in engine.KINDS]
+    first = [f"{kind} round 0" for kind in ("none", "vllm", "ours")]
+    second = [f"{kind} round 1" for kind in ("vllm", "ours", "none")]
+    closed = [f"{kind} close " for kind in engine.KINDS]
+    assert log.read_text().splitlines() == [*prepared, *first, *second, *closed]
+
+
+def test_a_figure_that_no_round_has_is_named() -> None:
+    with pytest.raises(ConfigError, match="store_ms"):
+        engine.middle([{"store_ms": None}, {"store_ms": None}], "store_ms")
+    assert engine.middle([{"store_ms": None}, {"store_ms": 3}], "store_ms") == 3.0
 
 
 @pytest.mark.parametrize(
@@ -60,6 +95,15 @@ def test_ours_is_beside_vllms_tiers_and_beside_none(tmp_path: Path) -> None:
 def test_an_engine_that_does_not_run_is_named(tmp_path: Path, script: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         engine.run(quick=True, vllm_python=stand_in(tmp_path, script))
+
+
+def test_an_engine_that_hangs_is_named_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "LIMIT", 0.05)
+    monkeypatch.setattr(engine, "ENDING", 0.05)
+    with pytest.raises(ConfigError, match="vLLM with none was not done in"):
+        engine.run(quick=True, vllm_python=stand_in(tmp_path, "exec sleep 600"))
 
 
 def test_a_python_that_does_not_exist_is_named(tmp_path: Path) -> None:
