@@ -1,4 +1,4 @@
-"""Paddle tensors as a device.
+"""Paddle tensors as a device, of Paddle 2.6 and later.
 
 The module guards Paddle calls that kill the process instead of raising. It also restores the signal
 handlers that Paddle's import takes over.
@@ -9,11 +9,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 from kvactors.device.tensors import TensorDevice
 from kvactors.errors import DeviceError
 from kvactors.layout.base import Layout
+
+OLDEST = (2, 6)
+"""The first version whose tensors have `data_ptr`, `strides` and `element_size`."""
+
+PACKAGES = ("paddlepaddle-gpu", "paddlepaddle")
+
+GPU_NEEDS = (
+    "paddlepaddle-gpu 2.6.2 is the last GPU build on PyPI, for Python up to 3.12, and needs the "
+    "CUDA and cuDNN libraries that it was built for on the machine. GPU builds of Paddle 3 come "
+    "from Paddle's own package index (see Paddle's installation page)"
+)
 
 
 @cache
@@ -27,19 +39,43 @@ def import_paddle() -> Any:
         The module `paddle`.
 
     Raises:
-        DeviceError: Paddle is not installed. The text names the extra to install.
+        DeviceError: Paddle is not installed, too old, or cannot be imported. The text names the
+            version and what is needed.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Paddle warns of unused build tools
             import paddle
-    except ImportError as error:
-        raise DeviceError(
-            "a paddle device needs Paddle: pip install 'kvactors[paddle]' (CPU) or "
-            "'kvactors[paddle-gpu]'"
-        ) from error
+    except Exception as error:
+        found = installed()
+        if not found:
+            raise DeviceError(
+                "a paddle device needs Paddle: pip install 'kvactors[paddle]' (CPU) or "
+                f"'kvactors[paddle-gpu]'. {GPU_NEEDS}"
+            ) from error
+        needs = f". {GPU_NEEDS}" if "gpu" in found else ""
+        raise DeviceError(f"{found} cannot be imported: {error}{needs}") from error
+    version = str(getattr(paddle, "__version__", "0.0.0"))
+    if _numbers(version) < OLDEST and _numbers(version) != (0, 0):  # 0.0.0: built from source
+        raise DeviceError(f"Paddle {version} is too old: a paddle device needs 2.6 or later")
     paddle.disable_signal_handler()
     return paddle
+
+
+def installed() -> str:
+    """The Paddle package that is installed, with its version. Empty if there is none."""
+    for name in PACKAGES:
+        try:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    parts = version.split(".")[:2]
+    return tuple(int(part) if part.isdigit() else 0 for part in parts)
 
 
 def gpus() -> int:
@@ -68,7 +104,15 @@ def allocator(place: str = "cpu") -> Callable[[tuple[int, ...], str], Any]:
     elif kind == "gpu" and (number or "0").isdigit() and int(number or 0) < gpus():
         target = paddle.CUDAPlace(int(number or 0))
     else:
-        raise DeviceError(f"Paddle has no place {place!r}, only cpu and {gpus()} GPUs")
+        why = ""
+        if kind == "gpu" and not paddle.is_compiled_with_cuda():
+            why = f". Paddle {paddle.__version__} here is a CPU build. {GPU_NEEDS}"
+        elif kind == "gpu" and not gpus():
+            why = (
+                f". Paddle {paddle.__version__} is a build for CUDA {paddle.version.cuda()}, and "
+                "finds no GPU that its driver can use"
+            )
+        raise DeviceError(f"Paddle has no place {place!r}, only cpu and {gpus()} GPUs{why}")
 
     def make(shape: tuple[int, ...], dtype: str) -> Any:
         tensor = paddle.zeros(shape, dtype=dtype)

@@ -14,7 +14,7 @@ import pytest
 import kvactors
 from kvactors.config import Config, DeviceConfig
 from kvactors.data_plane.devices import make_device
-from kvactors.device import HostDevice, TensorDevice
+from kvactors.device import HostDevice, TensorDevice, paddle
 from kvactors.device.arena import Arena
 from kvactors.device.paddle import PaddleDevice, allocator, gpus, import_paddle
 from kvactors.device.tensor_memory import address_of
@@ -178,6 +178,7 @@ def test_places_that_are_not_there(place):
 
 def test_a_missing_paddle_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "paddle", None)
+    monkeypatch.setattr(paddle, "installed", lambda: "")
     import_paddle.cache_clear()
     with pytest.raises(DeviceError, match=r"kvactors\[paddle\]"):
         make_device(DeviceConfig(kind="paddle"), LAYOUTS["float16"])

@@ -365,4 +365,20 @@ BUGS: tuple[Mutation, ...] = (
         "an author's layout whose blocks mix with others passes the conformance suite",
         ("tests/testing/test_contracts.py::test_a_broken_layout_fails",),
     ),
+    Mutation(
+        "tensors_without_dlpack_are_refused",
+        "device/tensor_memory.py",
+        '    if hasattr(tensor, "data_ptr"):\n        return _by_methods(tensor)\n',
+        "",
+        "Paddle 2.6, the newest GPU build on PyPI, cannot be used",
+        ("tests/device/test_paddle_gpu.py::test_tensors_on_a_gpu_become_a_device",),
+    ),
+    Mutation(
+        "old_paddle_is_taken",
+        "device/paddle.py",
+        "    if _numbers(version) < OLDEST and",
+        "    if False and",
+        "a Paddle without data_ptr() fails at the first copy, without a name",
+        ("tests/device/test_paddle_gpu.py::test_a_version_that_is_too_old_is_named",),
+    ),
 )
