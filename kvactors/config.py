@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvactors.config_faults import faults, modern_tables
+from kvactors.config_faults import check_keys, convert, modern_tables
 from kvactors.config_tables import (
     ActorsConfig,
     CacheConfig,
@@ -101,24 +101,3 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-def convert(data: Mapping[str, Any], kind: type[S]) -> S:
-    """A mapping as a struct.
-
-    Raises:
-        ConfigError: names the first fault, with the choices or the range, or the nearest name.
-    """
-    data = modern_tables(data, kind)
-    check_keys(data, kind, "")
-    try:
-        return msgspec.convert(data, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from error
-
-
-def check_keys(data: Any, kind: Any, where: str) -> None:
-    """Raise ConfigError for the first fault of data for `kind` (a struct, a union of tagged ones,
-    or a tuple of either)."""
-    for fault in faults(data, kind, where):
-        raise ConfigError(fault)

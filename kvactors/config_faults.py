@@ -4,12 +4,15 @@ out of range or none of the choices."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 
+from kvactors.errors import ConfigError
 from kvactors.ranges import hints_of, unknown, value_fault
 from kvactors.renamed_settings import CLASS_KIND, modern_names
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def faults(data: Any, kind: Any, where: str = "") -> Iterator[str]:
@@ -122,3 +125,24 @@ def _table_faults(
 
 def _unknown_key(name: str, key: str, known: list[str]) -> str:
     return unknown("key", key, known).replace(repr(key), repr(name), 1)
+
+
+def convert(data: Mapping[str, Any], kind: type[S]) -> S:
+    """A mapping as a struct.
+
+    Raises:
+        ConfigError: names the first fault, with the choices or the range, or the nearest name.
+    """
+    data = modern_tables(data, kind)
+    check_keys(data, kind, "")
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_keys(data: Any, kind: Any, where: str) -> None:
+    """Raise ConfigError for the first fault of data for `kind` (a struct, a union of tagged ones,
+    or a tuple of either)."""
+    for fault in faults(data, kind, where):
+        raise ConfigError(fault)

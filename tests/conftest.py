@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,10 @@ hypothesis.settings.register_profile(
     "kvactors", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("kvactors")
+
+ROOT = Path(__file__).parents[1]
+ENTRIES = pytest.StashKey[set[str]]()
+CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "build"}
 
 WHOLE_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.full\b", re.MULTILINE)
 
@@ -100,6 +105,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def entries() -> set[str]:
+    """Names of the entries of the clone."""
+    return {entry.name for entry in ROOT.iterdir()} - CACHES
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Remember the entries of the clone."""
+    session.config.stash[ENTRIES] = entries()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if tests have left entries in the clone: a test writes into its temporary folder."""
+    left = entries() - session.config.stash[ENTRIES]
+    if left and not hasattr(session.config, "workerinput"):
+        print(f"\ntests have written into the clone: {', '.join(sorted(left))}", file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvactors.config_faults import modern_tables
+from kvactors.config_faults import convert
 from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.errors import ConfigError
 from kvactors.renamed_settings import Earlier, SettingsMeta
@@ -132,11 +132,8 @@ def checked_config(config: TierConfig | Mapping[str, Any]) -> TierConfig:
     Raises:
         ConfigError: names the first setting that is unknown, malformed or out of range.
     """
-    try:
-        data = msgspec.to_builtins(config) if isinstance(config, TierConfig) else config
-        found = msgspec.convert(modern_tables(data, TierConfig), TierConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from error
+    data = msgspec.to_builtins(config) if isinstance(config, TierConfig) else config
+    found = convert(data, TierConfig)
     if not found.model:
         raise ConfigError("model is needed: blocks of different models must not mix")
     for name in ("block_bytes", "num_slots"):

@@ -34,8 +34,8 @@ def keys(*numbers: int) -> list[bytes]:
 @pytest.mark.parametrize(
     ("extra", "error"),
     [
-        (None, "missing required field `host_bytes`"),
-        ({"host_bytes": 100, "directory": "x"}, "unknown field `directory`"),
+        (None, "host_bytes is missing"),
+        ({"host_bytes": 100, "directory": "x"}, "unknown key 'directory'"),
         ({"host_bytes": "many"}, "host_bytes must be a size"),
         ({"host_bytes": -1}, "host_bytes must be a size"),
         ({"host_bytes": 100, "storage": {"backend": "file"}}, "storage.directory is needed"),

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvactors.config_faults import modern_tables
+from kvactors.config_faults import convert
 from kvactors.errors import ConfigError
 from kvactors.renamed_settings import Earlier, SettingsMeta
 from kvactors.sizes import in_bytes
@@ -78,8 +78,8 @@ def read_settings(adapter_params: Mapping[str, Any]) -> L2Settings:
         ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
     try:
-        settings = msgspec.convert(modern_tables(adapter_params, L2Settings), L2Settings)
-    except msgspec.ValidationError as error:
+        settings = convert(adapter_params, L2Settings)
+    except ConfigError as error:
         raise ConfigError(f"{WHERE}: {error}") from error
     if not settings.directory:
         raise ConfigError(f"{WHERE}: directory is empty")

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvactors.config_faults import modern_tables
+from kvactors.config_faults import convert
 from kvactors.errors import ConfigError
 from kvactors.tier_cache import TierConfig, TierStorage
 from kvactors.tier_cache.settings import checked_config
@@ -73,9 +73,7 @@ def read_linker_settings(extra_config: Mapping[str, Any] | None) -> LinkerSettin
     from kvactors.sizes import in_bytes
 
     try:
-        settings = msgspec.convert(
-            modern_tables(extra_config or {}, LinkerSettings), LinkerSettings
-        )
+        settings = convert(extra_config or {}, LinkerSettings)
         checked_config(
             TierConfig(
                 model="any",
@@ -86,7 +84,7 @@ def read_linker_settings(extra_config: Mapping[str, Any] | None) -> LinkerSettin
             )
         )
         in_bytes(settings.host_bytes, "host_bytes")
-    except (msgspec.ValidationError, ConfigError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{LINKER_WHERE}: {error}") from error
     if (settings.storage.rank, settings.storage.ranks) != (0, 1):
         raise ConfigError(
@@ -107,10 +105,8 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> HiCacheSettings:
         ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
     try:
-        settings = msgspec.convert(
-            modern_tables(extra_config or {}, HiCacheSettings), HiCacheSettings
-        )
-    except msgspec.ValidationError as error:
+        settings = convert(extra_config or {}, HiCacheSettings)
+    except ConfigError as error:
         raise ConfigError(f"{WHERE}: {error}") from error
     storage = settings.storage
     try:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvactors.config_faults import modern_tables
+from kvactors.config_faults import convert
 from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.errors import ConfigError
 from kvactors.renamed_settings import Earlier, SettingsMeta
@@ -93,10 +93,8 @@ def read_settings(extra_config: Mapping[str, Any]) -> OffloadingSettings:
         ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
     try:
-        settings = msgspec.convert(
-            modern_tables(extra_config, OffloadingSettings), OffloadingSettings
-        )
-    except msgspec.ValidationError as error:
+        settings = convert(extra_config, OffloadingSettings)
+    except ConfigError as error:
         raise ConfigError(f"{WHERE}: {error}") from error
     if settings.cpu_bytes_to_use < 1:
         raise ConfigError(
@@ -121,11 +119,11 @@ def read_tier_settings(settings: Mapping[str, Any]) -> tuple[TierSettings, TierS
         ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
     try:
-        found = msgspec.convert(modern_tables(dict(settings), TierSettings), TierSettings)
+        found = convert(dict(settings), TierSettings)
         fields = msgspec.structs.asdict(found)
         given = {name: value for name, value in fields.items() if name in STORE_FIELDS}
-        storage = msgspec.convert(given | {"backend": "file"}, TierStorage)
-    except msgspec.ValidationError as error:
+        storage = convert(given | {"backend": "file"}, TierStorage)
+    except ConfigError as error:
         raise ConfigError(f"{TIER}: {error}") from error
     if found.locality not in (None, "LOCAL", "REMOTE"):
         raise ConfigError(f"{TIER}: locality {found.locality!r} is unknown: use LOCAL or REMOTE")

@@ -59,7 +59,7 @@ def test_the_next_version_of_vllm(
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"cpu_bytes": 5}, "unknown field `cpu_bytes`"),
+        ({"cpu_bytes": 5}, "unknown key 'cpu_bytes'"),
         ({"storage": {"backend": "file"}}, "storage.directory is needed"),
         ({"cpu_bytes_to_use": 1000}, "holds no chunk of 65536 bytes"),
     ],

@@ -119,7 +119,7 @@ def refuses_wrong_settings(engine: SglangEngine, folder: Path) -> None:
     subprocess.run(mount, check=True)
     good = kvactors(folder / "refused")
     for wrong, error in (
-        ({"directory": str(folder)}, "unknown field `directory`"),
+        ({"directory": str(folder)}, "unknown key 'directory'"),
         ({"storage": {"backend": "file"}}, "storage.directory is needed"),
         ({"storage": {"backend": "fil"}}, "unknown storage.backend 'fil'"),
         ({"storage": good["storage"] | {"io_depth": -3}}, r"storage.io_depth"),
