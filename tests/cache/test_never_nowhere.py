@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvactors.types import Residency, Tier, split_hashes
+from kvactors.types import Reason, Residency, Tier, split_hashes
 from tests.support.cache import opened, prompt, serve
 
 STORE = {"backend": "memory", "write_policy": "write_back"}
@@ -49,6 +49,42 @@ async def test_from_the_host_to_storage(mode):
         sink = cache.sinks["memory"]
         assert len(sink.view()[Tier.STORAGE]) > 20
         assert gaps(sink) == 0
+
+
+@pytest.mark.parametrize("bound", [1, 1024])
+@pytest.mark.parametrize("layerwise", [False, True])
+async def test_from_an_exclusive_host_tier_back_to_the_device(layerwise, bound):
+    """The device is announced before the host copy is dropped, however full the channels are."""
+    host = {"slots": 60, "transit_slots": 40, "mode": "exclusive"}
+    tables = {"actors": {"channel_bound": bound}}
+    async with opened(device=8, host=host, **tables) as cache:
+        cache.system.evictor_actor.layerwise = layerwise
+        for i in range(12):
+            await serve(cache, f"r{i}", prompt(i % 3, 6))
+            await serve(cache, f"again {i}", prompt((i + 1) % 4, 5))
+        await cache.wait_flushed(10)
+        assert cache.statistics().prefix.host_hits > 30
+        assert gaps(cache.sinks["memory"]) == 0
+
+
+async def test_a_read_of_an_exclusive_store_is_announced_again_at_its_end():
+    """See decision 17: the block is in a transit slot, which no index is sent."""
+    store = {**STORE, "exclusive": True}
+    async with opened(device=8, host={"slots": 2, "transit_slots": 40}, storage=store) as cache:
+        for i in range(8):
+            await serve(cache, f"r{i}", prompt(i % 3, 6))
+        await cache.wait_flushed(10)
+        sink = cache.sinks["memory"]
+        assert cache.statistics().prefix.storage_hits > 10
+        assert gaps(sink) > 0
+        held = set.union(*sink.view().values())
+        promoted = {
+            key
+            for task in sink.tasks
+            if task.residency is Residency.GONE and task.reason is Reason.PROMOTION
+            for key in split_hashes(task.hashes)
+        }
+        assert promoted <= held
 
 
 async def test_through_the_host_to_storage():

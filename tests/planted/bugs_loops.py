@@ -133,4 +133,18 @@ BUGS: tuple[Mutation, ...] = (
             "tests/scenario/test_serving.py::test_a_decode_step_without_a_free_block_preempts_the_last_arrival",
         ),
     ),
+    Mutation(
+        "loaded_host_copy_is_gone_before_the_device_is_announced",
+        "cpu_evictor/load.py",
+        """\
+            elif block.state is SlotState.LEAVING:
+                host.mark_on_device(block)
+""",
+        """\
+            elif block.state is SlotState.LEAVING and block.pins == 1:
+                actions += memory.remove([block])
+""",
+        "a block that is loaded from an exclusive host tier is on no index for a moment",
+        ("tests/cache/test_never_nowhere.py::test_from_an_exclusive_host_tier_back_to_the_device",),
+    ),
 )
