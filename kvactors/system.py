@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any
 
 from kvactors.actor import ActorRef, Group, InFlight, RestartBudget, Supervisor
+from kvactors.actor.failures import brief
 from kvactors.actor.log import get_logger
-from kvactors.actor.supervisor import brief
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.capacity import in_blocks
 from kvactors.config import Config, StorageConfig

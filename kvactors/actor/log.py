@@ -98,9 +98,8 @@ class Logger:
         self._write("error", logging.ERROR, event, fields)
 
     def _write(self, method: str, level: int, event: str, fields: dict[str, Any]) -> None:
-        with suppress(
-            Exception
-        ):  # a handler or a stream of the application that fails must not fail an actor
+        # A handler or a stream of the application that fails must not fail an actor.
+        with suppress(Exception):
             if structlog.is_configured() or STANDARD.isEnabledFor(level):
                 self._emit(method, level, event, {**self._context, **fields})
 

@@ -45,9 +45,8 @@ class OpenAsks(Generic[R]):
     def __init__(self, actor: str) -> None:
         self._actor = actor
         self.open: dict[asyncio.Future[Any], Envelope[Any]] = {}
-        self._overdue: dict[
-            asyncio.Future[Any], None
-        ] = {}  # in the order they were asked: a run must repeat from its seed
+        # A dict for the order in which they were asked: a run must repeat from its seed.
+        self._overdue: dict[asyncio.Future[Any], None] = {}
         self.timer: asyncio.TimerHandle | None = None
 
     def start_timer(self) -> None:

@@ -8,10 +8,9 @@ running actor receives `PeerRestarted` and writes off its work in flight with th
 from __future__ import annotations
 
 import asyncio
-import traceback
 import warnings
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,80 +20,35 @@ import anyio
 from kvactors.actor.actor import Actor, State
 from kvactors.actor.channel import Channel
 from kvactors.actor.clock import now
+from kvactors.actor.failures import brief, frames, jobs_run_on, root_cause
 from kvactors.actor.graph import check_graph
+from kvactors.actor.groups import ActorSpec, Group, RestartBudget
 from kvactors.actor.in_flight import InFlight
 from kvactors.actor.instrument import Instruments
 from kvactors.actor.jobs import JobsRunOn
-from kvactors.actor.log import described, get_logger
+from kvactors.actor.log import get_logger
 from kvactors.actor.message import Envelope, PeerRestarted, Stop
 from kvactors.actor.ref import ActorRef
+from kvactors.actor.switch import Switch, SwitchedOff
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.errors import ActorFailed, CacheFailed, ChannelClosed
 
 log = get_logger()
 
-
-SWITCHED_OFF, SWITCHED_OFF_MOST = 30.0, 600.0
-"""Seconds an optional actor stays switched off at first, and at most. Doubled each time it fails
-again soon."""
-
 LEAST_STEP = 0.1
 """Seconds each step of a shutdown has at least, however little is left."""
 
 
-class ActorSpec(NamedTuple):
-    """One actor to be: `factory(ref)` makes it, at the start and after every failure.
+class SupervisorStatistics(NamedTuple):
+    """Counts of failures and restarts.
 
     Attributes:
-        substitute: for an actor that the system can do without, alone in its group: makes the one
-            that runs in its place while it is switched off, and answers every message at once.
+        last_failure: name of the actor and cause, or empty.
     """
-
-    kind: type[Actor]
-    factory: Callable[[ActorRef], Actor]
-    ref: ActorRef
-    substitute: Callable[[ActorRef], Actor] | None = None
-
-
-class SwitchedOff(NamedTuple):
-    """An optional actor that failed more often than its budget allows. Times of the loop's
-    clock."""
-
-    name: str
-    cause: str
-    since: float
-    again_at: float
-
-
-class Group(NamedTuple):
-    """Actors (or groups) that restart together, in flow order."""
-
-    name: str
-    members: tuple[ActorSpec | Group, ...]
-
-    def specs(self) -> Iterator[ActorSpec]:
-        """Every actor below, in flow order."""
-        for member in self.members:
-            if isinstance(member, Group):
-                yield from member.specs()
-            else:
-                yield member
-
-
-class RestartBudget(NamedTuple):
-    """A group may have this many `failures` in `within` seconds. At the next one an optional actor
-    is switched off. Any other failure passes to the enclosing group."""
-
-    failures: int = 5
-    within: float = 60.0
-
-
-class SupervisorStatistics(NamedTuple):
-    """Counts of failures and restarts, and the actors that are switched off."""
 
     failures: int
     restarts: int
-    last_failure: str  # name and cause, or empty
+    last_failure: str
 
     @property
     def deaths(self) -> int:
@@ -131,16 +85,14 @@ class Supervisor:
         self.failed_actor = ""
         self.failed_at: float | None = None
         self.switched_off: dict[str, SwitchedOff] = {}
-        self.end_by: float | None = (
-            None  # when a shutdown must be over, if it is known before `running` ends
-        )
+        # When a shutdown must be over, if it is known before `running` ends.
+        self.end_by: float | None = None
         self._budget = budget or RestartBudget()
         self._actors: dict[str, Actor] = {}
         self._root: Group | None = None
         self._stopping = False
-        self._failing: tuple[str, BaseException] | None = (
-            None  # the actor that is the reason for cancelling others
-        )
+        # The actor that is the reason for cancelling others.
+        self._failing: tuple[str, BaseException] | None = None
         self._failures = self._restarts = 0
         self._last_failure = ""
 
@@ -241,7 +193,7 @@ class Supervisor:
 
     async def _run_group(self, group: Group, budget: RestartBudget) -> None:
         failures: deque[float] = deque()
-        switch = Switch(self, group)
+        switch = Switch(group, self.switched_off, lambda: self._stopping)
         while True:
             try:
                 async with anyio.create_task_group() as tasks:
@@ -331,9 +283,7 @@ class Supervisor:
         for ref in failed.values():
             ref.failure_pending = False
         for spec in self._root.specs():
-            actor = self._actors.get(
-                spec.ref.name
-            )  # None: it is made for the first time after this failure
+            actor = self._actors.get(spec.ref.name)  # None before its first start
             if spec.ref.name not in failed and actor is not None and actor.state <= State.RUNNING:
                 for name in sorted(failed):
                     spec.ref.try_tell(PeerRestarted(name, failed[name].incarnation))
@@ -360,114 +310,3 @@ class Supervisor:
         return self.failure() or (
             ChannelClosed("the system has stopped") if self._closed is None else self._closed()
         )
-
-
-class Switch:
-    """Whether the optional actor of a group runs, or its substitute. Does nothing for any other
-    group."""
-
-    def __init__(self, supervisor: Supervisor, group: Group) -> None:
-        first = group.members[0]
-        optional = (
-            len(group.members) == 1
-            and isinstance(first, ActorSpec)
-            and first.substitute is not None
-        )
-        self._spec = first if optional and isinstance(first, ActorSpec) else None
-        self._supervisor = supervisor
-        self._delay = SWITCHED_OFF
-        self._on_since: float | None = None  # on trial after it was switched off
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def _record(self) -> SwitchedOff | None:
-        return (
-            None if self._spec is None else self._supervisor.switched_off.get(self._spec.ref.name)
-        )
-
-    def factory(self, spec: ActorSpec) -> Callable[[ActorRef], Actor]:
-        """The factory of the next incarnation. For a substitute, also starts the timer that ends
-        it."""
-        record = self._record
-        spec.ref.switched_off = record is not None
-        if record is None or spec.substitute is None:
-            return spec.factory
-        self._timer = asyncio.get_running_loop().call_at(record.again_at, self._end_substitute)
-        return spec.substitute
-
-    def _end_substitute(self) -> None:
-        if self._spec is not None and not self._supervisor._stopping:
-            self._spec.ref.try_tell(Stop())
-
-    def stop_timer(self) -> None:
-        """The substitute has ended, if one ran."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def relapse(self, budget: RestartBudget) -> bool:
-        """Whether it failed soon after it was switched on again: it is switched off at once, for
-        longer."""
-        if self._record is not None or self._on_since is None:
-            return False
-        again = now() - self._on_since < budget.within
-        self._delay = min(SWITCHED_OFF_MOST, 2 * self._delay) if again else SWITCHED_OFF
-        self._on_since = None
-        return again
-
-    def off(self, cause: BaseException) -> bool:
-        """Switch off; False if that cannot be done, or the substitute itself has failed."""
-        if self._spec is None or self._record is not None:
-            return False
-        name = self._spec.ref.name
-        self._supervisor.switched_off[name] = SwitchedOff(
-            name, brief(cause), now(), now() + self._delay
-        )
-        log.error("actor switched off", actor=name, error=brief(cause), again_in=self._delay)
-        return True
-
-    def due(self) -> bool:
-        """Whether the time of the substitute is over."""
-        record = self._record
-        return record is not None and now() >= record.again_at
-
-    def on(self) -> None:
-        """Let the actor itself run again."""
-        if self._spec is not None:
-            del self._supervisor.switched_off[self._spec.ref.name]
-            self._on_since = now()
-            log.warning("actor switched on again", actor=self._spec.ref.name)
-
-
-def brief(error: BaseException) -> str:
-    """An error's type and message, truncated: it may quote a caller's argument."""
-    try:
-        text = repr(error)
-    except BaseException:  # an error of foreign code that cannot be printed
-        text = described(error)
-    return text if len(text) <= 300 else text[:297] + "..."
-
-
-def frames(error: BaseException) -> list[str]:
-    """Where an error comes from, innermost last, without the values of local variables: they may
-    hold prompts."""
-    return [
-        f"{frame.filename}:{frame.lineno} in {frame.name}"
-        for frame in traceback.extract_tb(error.__traceback__)
-    ]
-
-
-def jobs_run_on(error: BaseException) -> JobsRunOn | None:
-    """The reason why a group cannot restart, if that is among nested errors."""
-    if isinstance(error, BaseExceptionGroup):
-        return next(
-            (found for one in error.exceptions if (found := jobs_run_on(one)) is not None), None
-        )
-    return error if isinstance(error, JobsRunOn) else None
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The first real exception inside nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -84,9 +84,8 @@ async def _wait(
     if future.done():
         return
     cancelled: BaseException | None = None
-    with anyio.CancelScope(
-        shield=True
-    ):  # without it, a cancelled scope would cancel this task at every step of the loop
+    # Without the shield, a cancelled scope would cancel this task at every step of the loop.
+    with anyio.CancelScope(shield=True):
         while not (future.done() or (waits is not None and waits.over)):
             try:
                 await _wake(future, waits)

@@ -16,7 +16,7 @@ from itertools import islice
 
 from kvactors.actor import Actor
 from kvactors.actor.clock import now
-from kvactors.actor.supervisor import brief
+from kvactors.actor.failures import brief
 from kvactors.native import DEVICE, HOST
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.system import System

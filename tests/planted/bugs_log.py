@@ -8,8 +8,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "log_stream_fails_the_actor",
         "actor/log.py",
-        "            Exception\n",
-        "            KeyError\n",
+        "        with suppress(Exception):\n            if structlog",
+        "        with suppress(KeyError):\n            if structlog",
         "a closed stderr of the application makes the actor fail that logs a warning",
         ("tests/observe/test_logs.py::test_a_closed_stream_of_the_application_fails_no_actor",),
     ),
@@ -25,12 +25,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "survivors_not_made_yet",
         "actor/supervisor.py",
-        "            actor = self._actors.get(\n"
-        "                spec.ref.name\n"
-        "            )  # None: it is made for the first time after this failure\n",
-        "            actor = self._actors[\n"
-        "                spec.ref.name\n"
-        "            ]  # None: it is made for the first time after this failure\n",
+        "            actor = self._actors.get(spec.ref.name)  # None before its first start\n",
+        "            actor = self._actors[spec.ref.name]\n",
         "a failure while the system starts ends it with a KeyError that hides the cause",
         (
             "tests/actor/test_actor.py::test_a_failure_before_all_have_started_is_named_and_the_others_start",

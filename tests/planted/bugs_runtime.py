@@ -80,7 +80,7 @@ BUGS = (
     ),
     Mutation(
         "optional_actors_end_the_cache",
-        "actor/supervisor.py",
+        "actor/switch.py",
         "        if self._spec is None or self._record is not None:\n            return False\n",
         "        if self._spec is not None or self._record is None:\n            return False\n",
         "a notifier that fails again and again takes the whole cache with it",
@@ -100,7 +100,7 @@ BUGS = (
     ),
     Mutation(
         "no_longer_pause_after_a_relapse",
-        "actor/supervisor.py",
+        "actor/switch.py",
         "min(SWITCHED_OFF_MOST, 2 * self._delay)",
         "min(SWITCHED_OFF_MOST, self._delay)",
         "a part that always fails is restarted every half minute",
