@@ -70,7 +70,7 @@ class Watching:
         """
         if self._observers and not self._seen:
             raise ConfigError(
-                "runs in other processes ([process] kills) cannot be observed by --trace and "
+                "a scenario that kills its processes cannot be observed by --trace and "
                 "--metrics-port"
             )
         if self._trace is not None and self._file is not None:

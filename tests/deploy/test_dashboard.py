@@ -72,7 +72,7 @@ def test_every_query_uses_names_and_labels_of_the_collector():
     assert {f"{PREFIX}{name}_total" for name in ("prefix_cache_hits", "blocks_evicted")} <= used
 
 
-def test_panels_have_numbers_of_their_own_and_do_not_overlap():
+def test_panels_have_different_numbers_and_do_not_overlap():
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     for one, other in itertools.combinations([panel["gridPos"] for panel in panels], 2):

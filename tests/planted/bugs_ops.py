@@ -160,4 +160,14 @@ BUGS: tuple[Mutation, ...] = (
         "a trace of a long run takes all memory",
         (TRACE + "test_a_trace_is_bounded",),
     ),
+    Mutation(
+        "spans_without_parents",
+        "tracing.py",
+        "            context=ROOT if parent is None else set_span_in_context(parent, ROOT),\n",
+        "            context=ROOT if parent is None or self._requests else ROOT,\n",
+        "the acquires and loads of a request are not shown below it",
+        (
+            "tests/observe/test_tracing.py::test_requests_are_the_parents_of_their_acquires_and_loads",
+        ),
+    ),
 )

@@ -1,0 +1,97 @@
+"""OpenTelemetry spans of a cache, which need the extra `otel`: acquire, load, offload, save,
+copies, reads and writes of the store, and flush."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from opentelemetry import context, trace
+from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
+
+from kvactors.actor.clock import now
+from kvactors.observe.operations import Operation, OperationWatch
+from kvactors.open_cache import OpenCache
+
+MOST_REQUESTS = 100_000
+"""Requests whose spans are open. Further ones have none, and their acquires no parent."""
+
+ROOT = context.Context()
+"""The context of a span without a parent."""
+
+
+class SpanWatch:
+    """Makes a span of every operation that has ended, with its real times.
+
+    The span of a request (from its acquire to the end of its lease) is the parent of its acquire
+    and its load. Other operations serve several requests, and have no parent.
+
+    Args:
+        tracer: makes the spans, None for that of the global provider.
+    """
+
+    def __init__(self, tracer: Tracer | None = None) -> None:
+        self._tracer = trace.get_tracer("kvactors") if tracer is None else tracer
+        self._requests: dict[int, tuple[Span, int]] = {}  # by lease: span, end of the acquire
+        self._watch = OperationWatch(self._operation)
+        self._offset = 0.0
+
+    @asynccontextmanager
+    async def observing(self, cache: OpenCache) -> AsyncIterator[SpanWatch]:
+        """Make spans for a cache until the block ends."""
+        self._offset = time.time() - now()
+        self._watch.attach(cache.system)
+        try:
+            yield self
+        finally:
+            self._watch.detach(cache.system)
+            for span, _ in self._requests.values():
+                span.end()
+            self._requests.clear()
+
+    def _operation(self, done: Operation) -> None:
+        began, ended = self._nanoseconds(done.began), self._nanoseconds(done.ended)
+        if done.kind == "acquire":
+            self._acquired(done, began, ended)
+        elif done.kind == "request":
+            span, _ = self._requests.pop(done.number, (None, 0))
+            if span is not None:
+                span.end(ended)
+        elif done.kind == "ready":
+            found = self._requests.get(done.number)
+            if found is not None and found[1]:
+                self._requests[done.number] = found[0], 0
+                self._span("kvactors.load_wait", done, found[1], ended, found[0])
+        else:
+            self._span(f"kvactors.{done.kind}", done, began, ended)
+
+    def _acquired(self, done: Operation, began: int, ended: int) -> None:
+        parent = None
+        if done.ok and len(self._requests) < MOST_REQUESTS:
+            parent = self._tracer.start_span(
+                "kvactors.request",
+                context=ROOT,
+                start_time=began,
+                attributes={"kvactors.request_id": done.request},
+            )
+            self._requests[done.number] = parent, ended if done.tier == "pending" else 0
+        self._span("kvactors.acquire", done, began, ended, parent)
+
+    def _span(
+        self, name: str, done: Operation, began: int, ended: int, parent: Span | None = None
+    ) -> None:
+        span = self._tracer.start_span(
+            name,
+            context=ROOT if parent is None else set_span_in_context(parent, ROOT),
+            start_time=began,
+            attributes={"kvactors.blocks": done.blocks, "kvactors.where": done.where},
+        )
+        if done.tier:
+            span.set_attribute("kvactors.tier", done.tier)
+        if not done.ok:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(ended)
+
+    def _nanoseconds(self, at: float) -> int:
+        return round((at + self._offset) * 1e9)
