@@ -77,7 +77,7 @@ def _capacity(s: Snapshot) -> dict[str, float]:
     store = s.statistics.store
     return {
         "device": s.summary.device_blocks,
-        "host": s.summary.host_slots,
+        "host": s.statistics.host.capacity,
         "storage": 0 if store is None else store.capacity,
     }
 

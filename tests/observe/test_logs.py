@@ -115,6 +115,7 @@ def test_no_module_logs_past_the_packages_logger():
         "scenario",
         "testing",
         "bench",
+        "__main__.py",
         "cli.py",
         "docsgen.py",
         "page.py",
