@@ -13,6 +13,7 @@ from kvactors.config import Config
 from kvactors.config_faults import structs_of
 from kvactors.ranges import hints_of
 from kvactors.renamed_settings import earlier_names
+from kvactors.sink_config import ClassSinkConfig
 
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -20,6 +21,10 @@ SECTIONS = r"\n(?:Attributes|Args|Returns|Raises):\n"
 
 ENTRY = re.compile(r"    ([a-z_, ]+): (.*)")
 """The first line of an entry of a docstring's section, as `inspect.cleandoc` gives it."""
+
+
+CLASS_PATTERN = "^[^:]+:[^:]+$"
+"""A class of another package, as `kind` of a sink."""
 
 
 def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
@@ -56,6 +61,8 @@ def json_schema() -> dict[str, Any]:
                     earlier,
                     {"deprecated": True, "description": f"Earlier name of {setting.name}."},
                 )
+    kind = schema["$defs"][ClassSinkConfig.__name__]["properties"]["kind"]
+    kind["anyOf"] = [{"enum": kind.pop("enum")}, {"type": "string", "pattern": CLASS_PATTERN}]
     return {"$schema": SCHEMA_DIALECT, "title": "Settings of kvactors", **schema}
 
 

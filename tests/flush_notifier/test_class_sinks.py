@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import jsonschema
 import msgspec
 import pytest
 
 import kvactors
 from kvactors import Config, ConfigError, open_tiers
 from kvactors.flush_notifier.sinks import MemorySink, Sink
+from kvactors.settings_docs import json_schema
 from tests.support.cache import opened, prompt, serve, settings
 
 PATH = f"{__name__}:CountingSink"
@@ -98,3 +100,10 @@ def test_a_tier_cache_takes_a_class_too():
     )
     cache.shutdown()
     assert CountingSink.made[-1].options == {"url": "u"}
+
+
+def test_the_schema_of_settings_accepts_a_class():
+    schema = json_schema()
+    for kind, fits in ((PATH, True), ("memory", True), ("no_such_sink", False)):
+        validator = jsonschema.Draft202012Validator(schema)
+        assert validator.is_valid({"flush": {"sinks": [{"kind": kind}]}}) is fits
