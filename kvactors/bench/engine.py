@@ -1,6 +1,6 @@
 """Benchmark inside vLLM on a CPU: kvactors' tiers beside vLLM's own and beside none.
 
-The engines run in processes of their own, all in one run, and take turns: a round of each, then
+The engines run in separate processes, all in one run, and take turns: a round of each, then
 the next round in another order. Each figure is the median of the rounds.
 """
 

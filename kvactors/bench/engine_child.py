@@ -70,7 +70,7 @@ def tiers(kind: str, folder: Path) -> dict[str, Any]:
 
 
 class Cost(NamedTuple):
-    """What a request has taken.
+    """The cost of a request.
 
     Attributes:
         seconds: on the clock.

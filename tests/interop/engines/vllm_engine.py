@@ -74,22 +74,15 @@ class VllmHost:
         environments: that have vLLM's.
         folder: for its log.
         version: of the Python of vLLM: None for that of the installed package.
-        environment: that has vLLM's packages.
     """
 
-    def __init__(
-        self,
-        environments: Environments,
-        folder: Path,
-        version: str | None,
-        environment: str = ENVIRONMENT,
-    ) -> None:
+    def __init__(self, environments: Environments, folder: Path, version: str | None) -> None:
         variables = VARIABLES | {"PYTHONPATH": str(MODULES)}
         if version is not None:
             overlay = environments.source(ENVIRONMENT, f"vllm=={version}")
             variables |= {"PYTHONPATH": f"{MODULES}:{overlay}", "VLLM_TARGET_DEVICE": "cpu"}
         self._name = f"vllm-{version}"  # names of sockets are those of the test's network
-        command = [environments.program(environment), "-P", str(CHILD), self._name]
+        command = [environments.program(ENVIRONMENT), "-P", str(CHILD), self._name]
         self._child = Child("vLLM", command, folder / f"{self._name}.log", env=variables)
 
     def fork(self, log: Path, variables: dict[str, str]) -> Fork:
