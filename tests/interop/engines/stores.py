@@ -65,7 +65,7 @@ class Adapter(NamedTuple):
 
 
 ADAPTERS = {"spec": Adapter(offloading, 32, False), "tier": Adapter(tier, 64, True)}
-PROCESSES = [("spec", True), ("spec", False), ("tier", True)]
+PROCESSES = [("spec", True), ("tier", True), ("spec", False)]
 """Adapters, and whether scheduler and worker are one process. `KVActorsTier` works in the process of
 the scheduler only."""
 

@@ -21,6 +21,7 @@ PROMPTS = 5
 LENGTH, CACHED = 288, 256
 """Tokens of a prompt, and those that must come from the host tier at least."""
 SERVED, HITS = "vllm:request_success_total", "vllm:external_prefix_cache_hits_total"
+CHUNKS = "vllm:kv_offload_tiering_chunk_hits_total"
 
 
 def prompt(draw: random.Random, length: int) -> list[int]:
@@ -67,6 +68,8 @@ def test_prompts_go_where_their_blocks_are(environments: Environments, tmp_path:
         print(f"{routed.count(1)} of {len(routed)} sent home, tokens from the host tier: {cached}")
         assert set(routed) == {1}
         assert min(cached) >= CACHED
+        for server in servers:
+            assert server.metric(CHUNKS) >= PROMPTS * CACHED // 32
     finally:
         for child in children:
             child.close()
