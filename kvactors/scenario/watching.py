@@ -40,7 +40,7 @@ class Watching:
     ) -> None:
         self._observers = list(observers)
         self._file, self._trace = trace, None
-        self._seen = False
+        self._asked, self._seen = trace is not None or port is not None, False
         if trace is not None:
             from kvactors.observe.chrome_trace import ChromeTrace
 
@@ -68,7 +68,7 @@ class Watching:
         Raises:
             ConfigError: the run could not be observed.
         """
-        if self._observers and not self._seen:
+        if self._asked and not self._seen:
             raise ConfigError(
                 "a scenario that kills its processes cannot be observed by --trace and "
                 "--metrics-port"

@@ -13,6 +13,7 @@ import pytest
 from kvactors.actor import log as log_module
 from kvactors.actor.log import BURST, WINDOW, RateLimit, get_logger
 from kvactors.flush_notifier.sinks import MemorySink
+from kvactors.metrics import CacheMetrics
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.backends.base import WriteReport
 from kvactors.storage.breaker import FAILURES
@@ -20,6 +21,8 @@ from kvactors.storage.messages import Outcome
 from kvactors.testing.faults import FaultySink
 from kvactors.testing.loop import simulate
 from tests.cache.test_degraded import HOST, STORE, fail, requests
+from tests.ranks.simulated import led
+from tests.ranks.simulated import settings as rank_settings
 from tests.support.cache import opened, prompt
 
 PACKAGE = Path(__file__).parents[2] / "kvactors"
@@ -147,6 +150,54 @@ def test_a_lease_that_was_leaked(caplog):
             kept.abandon()  # given back on purpose
             await cache.wait_idle()
             assert len(events(caplog, "lease leaked")) == 1
+
+    simulate(main, 1)
+
+
+def test_a_rank_that_is_lost_and_back(caplog):
+    async def main():
+        async with led(rank_settings()) as (cache, ranks):
+            metrics = CacheMetrics(cache)
+            joined = len(events(caplog, "rank admitted"))
+            assert joined == 2
+            await ranks[1].close()
+            while cache.health().status == "ok":
+                await asyncio.sleep(0.1)
+            assert [reason.component for reason in cache.health().reasons] == ["rank 1"]
+            assert [line["rank"] for line in events(caplog, "rank lost")] == [1]
+            assert b'kvactors:rank_healthy{rank="1"} 0.0' in metrics.render()
+            await ranks[1].start()
+            while cache.health().status != "ok":
+                await asyncio.sleep(0.1)
+            assert len(events(caplog, "rank admitted")) == joined + 1
+            found = metrics.render()
+            assert b'kvactors:rank_healthy{rank="1"} 1.0' in found
+            assert b'kvactors:rank_losses_total{rank="1"} 1.0' in found
+
+    simulate(main, 1)
+
+
+def test_a_call_of_the_store_that_does_not_return(caplog):
+    async def main():
+        storage = {**STORE, "timeout_s": 1.0}
+        async with opened(inline=True, host=HOST, storage=storage) as cache:
+            store, released = cache.system.backend, asyncio.Event()
+            real = store.write_slots
+
+            async def hangs(keys, *rest):
+                await released.wait()
+                return await real(keys, *rest)
+
+            store.write_slots = hangs
+            await requests(cache, 1)
+            await asyncio.sleep(5.0)
+            (reason,) = cache.health().reasons
+            assert (reason.component, "does not return" in reason.why) == ("store", True)
+            assert len(events(caplog, "store call does not return")) == 1
+            store.write_slots = real
+            released.set()
+            await cache.wait_idle()
+            assert cache.health() == ("ok", ())
 
     simulate(main, 1)
 
