@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -141,6 +142,18 @@ def test_a_closed_stream_of_the_application_fails_no_actor():
         get_logger().error("event", field=1)
         with pytest.raises(ValueError, match="closed file"):  # the stream does fail
             structlog.get_logger().error("event")
+
+
+def test_a_handler_of_the_application_that_raises_fails_no_actor(monkeypatch):
+    class Broken(logging.Handler):
+        def emit(self, record):
+            raise ValueError("broken handler")
+
+    standard = logging.getLogger("kvactors")
+    monkeypatch.setattr(standard, "handlers", [Broken()])
+    get_logger().error("event", field=1)
+    with pytest.raises(ValueError, match="broken handler"):  # the handler does fail
+        standard.error("event")
 
 
 def test_settings_for_a_while_leave_structlog_as_it_was():

@@ -10,8 +10,10 @@ BUGS: tuple[Mutation, ...] = (
         "actor/log.py",
         "        with suppress(Exception):\n            if structlog",
         "        with suppress(KeyError):\n            if structlog",
-        "a closed stderr of the application makes the actor fail that logs a warning",
-        ("tests/observe/test_logs.py::test_a_closed_stream_of_the_application_fails_no_actor",),
+        "a broken log handler of the application makes the actor fail that logs a warning",
+        (
+            "tests/observe/test_logs.py::test_a_handler_of_the_application_that_raises_fails_no_actor",
+        ),
     ),
     Mutation(
         "log_settings_stay",
