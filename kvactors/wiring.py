@@ -80,7 +80,7 @@ class Wiring:
             ref(StorageWriter, bound, name=f"storage_writer-{i}")
             for i in range(pool.writers if pool else 0)
         ]
-        self.notifier: ActorRef[Report] = ref(FlushNotifier, bound)
+        self.notifier: ActorRef[Report | SetIdleLimit] = ref(FlushNotifier, bound)
 
     def refs(self) -> tuple[ActorRef, ...]:
         """The refs of every actor."""

@@ -260,13 +260,5 @@ class RetryDue(Control, frozen=True, eq=False):
     sink: str
 
 
-Report = (
-    PathCached
-    | BlocksAdded
-    | BlocksRemoved
-    | TierCleared
-    | NamespaceChanged
-    | PathsFound
-    | SetIdleLimit
-)
-"""Messages to FlushNotifier: changes of residency, paths and scopes of blocks, and a limit."""
+Report = PathCached | BlocksAdded | BlocksRemoved | TierCleared | NamespaceChanged | PathsFound
+"""Messages to FlushNotifier: changes of residency, and the paths and scopes of blocks."""

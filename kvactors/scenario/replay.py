@@ -85,6 +85,8 @@ class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
                 )
         if config.replay.retry != RETRY:
             warn("replay.retry is deprecated, and has no effect", stacklevel=3)
+        if not config.device.num_blocks:
+            raise ConfigError("device.num_blocks must be at least 1: a replay sets it nowhere else")
         check_range(config.replay.coarse, config.replay.limit)
         return config
 
