@@ -131,6 +131,10 @@ def shows_progress() -> bool:
     return Console(stderr=True).is_terminal
 
 
+def _unseen(text: str, done: int = 0) -> None:
+    """Progress that no terminal shows."""
+
+
 @contextmanager
 def live_line(total: int | None = None) -> Iterator[ShowProgress]:
     """A line of progress on a terminal's standard error, and nothing elsewhere.
@@ -140,13 +144,14 @@ def live_line(total: int | None = None) -> Iterator[ShowProgress]:
 
     """
     console = Console(stderr=True)
+    if not console.is_terminal:  # a disabled Progress of older versions of rich ends with a line
+        yield _unseen
+        return
     columns: list[ProgressColumn] = [SpinnerColumn(), TextColumn("{task.description}")]
     if total is not None:
         columns += [BarColumn(BAR), TaskProgressColumn(), TimeRemainingColumn(compact=True)]
     columns.append(TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         line = progress.add_task("starting", total=total)
 
         def show(text: str, done: int = 0) -> None:

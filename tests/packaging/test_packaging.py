@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.floors import TESTS, floors
+from tests.packaging.floors import OF_THE_SOURCES, TESTS, floors
 from tests.packaging.wheels import IN_WHEEL, ROOT, missing, unwanted, wheel_for
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -26,7 +26,7 @@ def test_every_dependency_has_a_lowest_version():
 
 
 def test_the_tests_at_the_lowest_versions_exist():
-    assert [path for path in TESTS if not (ROOT / path).exists()] == []
+    assert [path for path in (*TESTS, *OF_THE_SOURCES) if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize(
