@@ -3,7 +3,7 @@ for them."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ STEPS = 64
 """Requests that one turn serves, refuses or admits. The others follow in later turns."""
 
 
-class Waiter(Timed):
+class Waiter(Timed, ABC):
     """A request for device blocks, which may have to wait for them.
 
     Attributes:

@@ -30,11 +30,16 @@ WALK = 512
 class Announcements:
     """Makes the messages for the notifier.
 
-    enabled: there is a sink. whole: a finish announces all blocks of the request, also those
-    announced before. scopes: the inputs of root hashes, the last one used last.
-
     A restarted notifier is sent the whole tree by a walk in parts. Changes during the walk are sent
     after it, so that every block follows its parent.
+
+    Args:
+        index: the blocks.
+        enabled: whether there is a sink.
+        whole: whether a finish announces all blocks of the request, also those announced before.
+
+    Attributes:
+        scopes: the inputs of root hashes, the last one used last.
     """
 
     def __init__(self, index: BlockIndex, *, enabled: bool, whole: bool) -> None:

@@ -85,11 +85,14 @@ class Eviction(NamedTuple):
 class BlockIndex:
     """Blocks known to this node and the device blocks they are in.
 
-    block_size: tokens. num_blocks: device blocks. capacity: nodes to size the tree for.
-    recompute_last_token: a prompt is never hit as a whole. memory_generation: of the device memory.
-
     A cleared tree keeps its unused blocks until `sweep` has returned them to the pool, some at a
     time. They count as free from the clear on: `take` returns those it lacks.
+
+    Args:
+        block_size: tokens a block.
+        num_blocks, capacity: device blocks, and nodes to size the tree for.
+        recompute_last_token: whether a prompt is never hit as a whole.
+        memory_generation: of the device memory.
     """
 
     def __init__(
@@ -137,11 +140,8 @@ class BlockIndex:
         """Blocks of a prompt that may be hit: all full ones, or one less to leave a token to
         compute."""
         full = path.num_full_blocks
-        return (
-            full - 1
-            if self._recompute and full and full * self.block_size == path.num_tokens
-            else full
-        )
+        whole = self._recompute and full and full * self.block_size == path.num_tokens
+        return full - 1 if whole else full
 
     def can_fit(self, path: Path, needed: int, being_freed: int) -> bool:
         """Whether `needed` blocks of a path may fit on the device. Changes nothing.
