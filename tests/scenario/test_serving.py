@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import threading
@@ -248,6 +249,7 @@ async def test_blocks_are_computed_and_verified_beside_the_loop(tmp_path, monkey
         original = getattr(HostDevice, name)
 
         def call(self, *arguments):
+            assert not gc.isenabled()  # its passes stop the loop
             threads.add((name, threading.current_thread() is threading.main_thread()))
             return original(self, *arguments)
 
@@ -261,6 +263,7 @@ async def test_blocks_are_computed_and_verified_beside_the_loop(tmp_path, monkey
         config(replay={"mode": "timed", "speed": 100}),
     )
     assert report.verified_blocks > 0
+    assert gc.isenabled()
     assert threads == {("fill", False), ("check", False)}
 
 
