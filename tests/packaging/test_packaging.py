@@ -34,7 +34,7 @@ def test_the_tests_at_the_lowest_versions_exist():
     [("3.11", WHEELS[0]), ("3.12", WHEELS[1]), ("3.14", WHEELS[1]), ("3.10", None)],
 )
 def test_the_wheel_of_a_version(version, name):
-    assert wheel_for(WHEELS, version) == name
+    assert wheel_for(WHEELS, version) == wheel_for(iter(WHEELS), version) == name
 
 
 def test_the_contents_of_an_archive_are_checked():

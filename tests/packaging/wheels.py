@@ -67,7 +67,7 @@ def interpreters() -> dict[str, Path]:
 
 def wheel_for(wheels: Iterable[Path], version: str) -> Path | None:
     """The wheel for a version: its own, or that of the stable ABI."""
-    tag = "cp" + version.replace(".", "")
+    tag, wheels = "cp" + version.replace(".", ""), list(wheels)
     abi3 = [w for w in wheels if "-abi3-" in w.name and _abi3_from(w) <= int(tag[3:])]
     return next((w for w in wheels if f"-{tag}-{tag}-" in w.name), abi3[0] if abi3 else None)
 
