@@ -27,7 +27,7 @@ WINDOW = 60.0
 MOST_EVENTS = 1024
 """Events that are limited separately. With more, all begin anew."""
 
-PARTS = ("actor", "component", "part", "rank", "sink", "store", "call", "variable")
+PARTS = ("actor", "component", "part", "rank", "sink", "source", "store", "call", "variable")
 """Fields that name the part an event is about. Each part has its own limit."""
 
 STANDARD = logging.getLogger("kvactors")
