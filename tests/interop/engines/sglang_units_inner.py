@@ -7,9 +7,12 @@ tested, with pages of 1 to 128 tokens: full attention, sliding windows, Mamba st
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +32,24 @@ from sglang.test.kits.unified_radix_cache.storage import (  # noqa: E402
 
 PAGES = 4
 MARKER = 7
+CAPACITY = 500
+"""Pages that a store may hold."""
 ROUNDS = 60
 """Rounds of which one must fail and one must not."""
+
+
+CHANGED: dict[str, Any] = {}
+"""Settings of the storages that are opened now, beside the usual ones."""
+
+
+@contextmanager
+def changed(**settings: Any) -> Iterator[None]:
+    """Open storages with other settings."""
+    CHANGED.update(settings)
+    try:
+        yield
+    finally:
+        CHANGED.clear()
 
 
 def server_args(**given: Any) -> Any:
@@ -44,8 +63,10 @@ def server_args(**given: Any) -> Any:
             "class_name": "KVActorsHiCache",
             "interface_v1": 1,
             "model": "tiny",
-            "storage": {"backend": "file", "directory": directory, "capacity_blocks": 500},
+            "storage": {"backend": "file", "directory": directory, "capacity_blocks": CAPACITY},
         }
+        extra["storage"] |= CHANGED.get("storage", {})
+        extra |= {name: value for name, value in CHANGED.items() if name != "storage"}
         given["hicache_storage_backend"] = "dynamic"
         given["hicache_storage_backend_extra_config"] = json.dumps(extra)
     direct = {"hicache_io_backend": "direct", "hicache_mem_layout": "page_first_direct"}
@@ -146,6 +167,45 @@ class Storage(UnifiedRadixCacheStorageFixtures):
         count, _, counters = self.read(folder, tokens)
         assert count == 0
         assert not any(pool.loaded for pool in counters.values()), counters
+
+    def test_stores_that_are_cut_or_deleted(self) -> None:
+        tokens = self.sequence()
+        for damage in ("cut", "deleted", "zeros"):
+            folder = self._make_storage_dir()
+            written = self.write(folder, tokens)
+            for path in Path(folder).rglob("slab-*"):
+                if damage == "deleted":
+                    path.unlink()
+                elif damage == "zeros":
+                    path.write_bytes(bytes(path.stat().st_size))
+                else:
+                    os.truncate(path, path.stat().st_size // CAPACITY * 4 // 3)
+            count, found, counters = self.read(folder, tokens)
+            assert count <= (damage == "cut") * self.cfg.page_size, (damage, counters)
+            for one, other in zip(found or (), written, strict=bool(found)):
+                assert (one == other[:count]).all()
+            # a page is stored again once a read has found the damage, pool after pool
+            for _ in self.pools():
+                self.write(folder, tokens, whole=False)
+                count, _, _ = self.read(folder, tokens)
+            assert count == len(tokens)
+
+    def test_full_stores_and_those_of_another_model(self) -> None:
+        folder, tokens = self._make_storage_dir(), self.sequence()
+        with changed(storage={"free_space_floor": 1 << 40}):
+            self.write(folder, tokens, whole=False)
+            assert self.read(folder, tokens)[0] == 0
+        with changed(storage={"capacity_blocks": 2}):
+            written = self.write(folder, tokens)
+            count, found, _ = self.read(folder, tokens)
+            assert count <= 2 * self.cfg.page_size
+            for one, other in zip(found or (), written, strict=bool(found)):
+                assert (one == other[:count]).all()
+        with changed(model="other"):
+            self.write(folder, tokens)
+            assert self.read(folder, tokens)[0] == len(tokens)
+        with changed(model="third"):
+            assert self.read(folder, tokens)[0] == 0
 
     def test_a_pool_whose_pages_are_damaged_ends_the_prefix(self) -> None:
         folder, tokens = self._make_storage_dir(), self.sequence()
