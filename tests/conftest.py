@@ -51,10 +51,6 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "deploy: runs Debian's prometheus and needs grafana-foundation-sdk (docs/how-to/monitor.md)",
-    )
-    config.addinivalue_line(
-        "markers",
         "engines: runs real inference engines; needs --interop DIR (docs/contributing.md)",
     )
     config.addinivalue_line(
@@ -63,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "programs: runs programs of Debian packages (docs/contributing.md)",
+        "programs: runs Debian's chromium or prometheus (docs/contributing.md)",
     )
 
 
@@ -95,7 +91,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     markers = config.getoption("-m")
     asked_for = {
         "interop": config.getoption("--interop") is not None or "interop" in markers,
-        "deploy": "deploy" in markers,
         "engines": "engines" in markers,
         "engines_full": "engines_full" in markers,
         "programs": "programs" in markers,

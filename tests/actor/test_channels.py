@@ -10,7 +10,7 @@ import pytest
 from kvactors.actor import edges
 from kvactors.cpu_evictor.messages import HostReply, HostRequest
 from kvactors.docsgen import ACTORS
-from kvactors.flush_notifier.messages import Report, SetIdleLimit
+from kvactors.flush_notifier.messages import Report
 from kvactors.gpu_swapper.messages import Copy, CopyReply, DataPlaneStatus
 from kvactors.prefix_index.messages import IndexRequest
 from kvactors.storage.messages import (
@@ -29,8 +29,6 @@ CHANNELS = {
     "storage_direct": DeviceStoreMessage,
     "flush_notifier": Report,
 }
-FROM_OUTSIDE = {"flush_notifier": {SetIdleLimit}}
-"""Messages that no actor sends: the system does when its number of device blocks is set."""
 HANDLERS = {actor.ROLE: actor.HANDLERS.keys() for actor in ACTORS}
 
 
@@ -38,7 +36,7 @@ HANDLERS = {actor.ROLE: actor.HANDLERS.keys() for actor in ACTORS}
 def test_a_channel_is_typed_by_its_messages(role):
     sent = {edge.message for edge in edges(ACTORS) if edge.receiver == role}
     accepted = set(get_args(CHANNELS[role]) or (CHANNELS[role],))
-    assert accepted == sent | FROM_OUTSIDE.get(role, set())
+    assert accepted == sent
     assert accepted <= HANDLERS[role]
 
 

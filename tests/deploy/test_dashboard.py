@@ -86,7 +86,7 @@ def test_panels_have_different_numbers_and_do_not_overlap():
         assert one["x"] + one["w"] <= 24
 
 
-@pytest.mark.deploy
+@pytest.mark.programs
 def test_the_dashboard_fits_grafanas_schema():
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -122,7 +122,7 @@ def wait_until(condition):
     return found
 
 
-@pytest.mark.deploy
+@pytest.mark.programs
 def test_every_query_gives_results_on_a_real_prometheus(tmp_path, unused_tcp_port_factory):
     prometheus = shutil.which("prometheus")
     assert prometheus, "install Debian's package prometheus"
