@@ -402,8 +402,7 @@ def test_no_arguments_fail_an_actor(data):
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"config": {}}, "config"),
-        ({"config": "x.toml"}, "config"),
+        ({"config": ["x.toml"]}, "config"),
         ({"config": 5}, "config"),
         ({"device": "cpu"}, "device"),
         ({"device": 5}, "device"),

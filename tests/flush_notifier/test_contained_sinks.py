@@ -280,7 +280,7 @@ async def test_a_close_that_fails_neither_ends_in_an_error_nor_keeps_other_sinks
             await cache.wait_flushed(10.0)
     assert closed == ["last", "first"]
     if fault != "ignores cancellation":  # this one ends in time by chance
-        assert [entry["sink"] for entry in logs if "clos" in entry["event"]] == ["bad"]
+        assert [entry["sink"] for entry in logs if "close" in entry["event"]] == ["bad"]
 
 
 @pytest.mark.parametrize(

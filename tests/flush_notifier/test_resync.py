@@ -379,7 +379,7 @@ async def test_arguments_are_checked_in_the_caller():
 
 @pytest.mark.parametrize("interval", [-1, 0.01, float("inf"), float("nan")])
 def test_an_interval_that_cannot_be(interval):
-    with pytest.raises(ConfigError, match="resync_interval_s must be 0"):
+    with pytest.raises(ConfigError, match="resync_interval_s must be"):
         config({"kind": "memory", "resync_interval_s": interval})
 
 
