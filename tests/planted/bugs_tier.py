@@ -381,4 +381,14 @@ BUGS: tuple[Mutation, ...] = (
         "a Paddle without data_ptr() fails at the first copy, without a name",
         ("tests/device/test_paddle_gpu.py::test_a_version_that_is_too_old_is_named",),
     ),
+    Mutation(
+        "descriptor_silent_after_a_reset",
+        "data_plane/cuda/copy_queue.py",
+        '                entered.callback(driver.status, "cuCtxPopCurrent", None)\n',
+        '                entered.callback(driver.read, "cuCtxPopCurrent")\n',
+        "a GPU that is reset while a thread waits for its copies never wakes the engine",
+        (
+            "tests/tier_cache/test_copy_worker_gpu.py::test_copies_of_a_gpu_that_was_reset_fail_and_nothing_waits_for_it",
+        ),
+    ),
 )

@@ -6,6 +6,7 @@ import ctypes
 import os
 import select
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -367,8 +368,14 @@ def test_a_bad_stream_or_lack_of_memory_copies_nothing_and_later_copies_work(gpu
 def test_copies_of_a_gpu_that_was_reset_fail_and_nothing_waits_for_it(gpu, event_fd):
     worker = CopyWorker(gpu.tensors(2, 64), SlotMemory(2, 64), driver=gpu.driver, event_fd=event_fd)
     gpu.fake.gate(0)
+    waits = gpu.fake.calls("cuEventSynchronize")
     worker.submit_store("store", [0], [0], stream=gpu.stream)
     worker.submit_load("load", [1], [1], stream=gpu.stream)
+    if event_fd:  # the threads behind the descriptor wait for the copies in the driver
+        until = time.monotonic() + LIMIT
+        while gpu.fake.calls("cuEventSynchronize") < waits + 2:
+            assert time.monotonic() < until
+            time.sleep(0.001)
     gpu.fake.sticky(DESTROYED)
     if event_fd:
         assert select.select([worker.fd], [], [], LIMIT)[0] == [worker.fd]

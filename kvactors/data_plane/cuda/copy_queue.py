@@ -317,7 +317,8 @@ class CudaCopyQueue:
         driver, pause = self._device.driver, FIRST_PAUSE
         with ExitStack() as entered:
             if not driver.status("cuCtxPushCurrent", self._device.context):
-                entered.callback(driver.read, "cuCtxPopCurrent")
+                # The call reports an error of the copies too, which `_ask` finds.
+                entered.callback(driver.status, "cuCtxPopCurrent", None)
                 if job.recorded:
                     driver.status("cuEventSynchronize", job.event)
             while not self._ask(job):
