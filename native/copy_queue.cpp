@@ -184,7 +184,8 @@ bool CopyQueue::stop() {
 
 void CopyQueue::join() {
     if (is_forked()) {
-        for (auto& worker : workers_) worker->thread.detach();  // this process never had it
+        // This process never had the threads: no call may be made for them, not even detach.
+        for (auto& worker : workers_) static_cast<void>(worker.release());
         return;
     }
     stopping_.store(true);

@@ -6,6 +6,7 @@ import os
 import random
 import select
 import threading
+import traceback
 
 import numpy as np
 import pytest
@@ -173,6 +174,8 @@ def test_a_child_of_a_worker_in_use_gets_an_error():
         except CacheClosed:
             worker.shutdown()
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
