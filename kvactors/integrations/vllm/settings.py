@@ -126,7 +126,9 @@ def read_tier_settings(settings: Mapping[str, Any]) -> tuple[TierSettings, TierS
     except ConfigError as error:
         raise ConfigError(f"{TIER}: {error}") from error
     if found.locality not in (None, "LOCAL", "REMOTE"):
-        raise ConfigError(f"{TIER}: locality {found.locality!r} is unknown: use LOCAL or REMOTE")
+        raise ConfigError(
+            f"{TIER}: locality {found.locality!r} is unknown: use LOCAL or REMOTE, vLLM's Locality"
+        )
     if not found.directory:
         raise ConfigError(f"{TIER}: directory is empty")
     return found, storage

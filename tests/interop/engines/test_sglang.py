@@ -128,7 +128,7 @@ def refuses_wrong_settings(engine: SglangEngine, folder: Path) -> None:
         ({"storage": good["storage"] | {"write_policy": "none"}}, "write_policy has no effect"),
         ({"storage": good["storage"] | {"directory": str(folder / "file")}}, "Not a directory"),
         ({"storage": good["storage"] | {"directory": str(folder / "read-only")}}, "Read-only file"),
-        ({"storage": [1]}, "Expected `object`, got `array`"),
+        ({"storage": [1]}, "storage must be a table"),
     ):
         with pytest.raises(InteropError, match=error):
             engine.attach(good | wrong)

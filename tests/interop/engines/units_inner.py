@@ -68,8 +68,8 @@ def keys(count: int, first: int = 0) -> list[bytes]:
         ({"storage": {"dir": "/x"}}, "unknown key 'storage.dir'"),
         ({"storage": {"backend": "file", "directory": "/x", "rank": 1}}, "storage.rank"),
         ({"storage": {"backend": "file"}}, "storage.directory is needed"),
-        ({"storage": {"timeout_s": 0}}, r"> 0.* at `\$.storage.timeout_s`"),
-        ({"storage": {"capacity_blocks": -1}}, r"at `\$.storage.capacity_blocks`"),
+        ({"storage": {"timeout_s": 0}}, "storage.timeout_s must be above 0"),
+        ({"storage": {"capacity_blocks": -1}}, "storage.capacity_blocks must be at least"),
     ],
 )
 def test_bad_settings_are_named(extra: dict, error: str) -> None:
@@ -290,7 +290,7 @@ def rows() -> Rows:
         ({"root_dir": "/x"}, "unknown key 'root_dir'"),
         ({"directory": ""}, "directory is empty"),
         ({"locality": "NEAR"}, "locality 'NEAR' is unknown: use LOCAL or REMOTE"),
-        ({"io_depth": 0}, r">= 1 - at `\$.io_depth`"),
+        ({"io_depth": 0}, "io_depth must be at least 1"),
         ({"durability": "maybe"}, "durability"),
     ],
 )
