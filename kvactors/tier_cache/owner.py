@@ -33,6 +33,7 @@ class Owner:
         self.handed: deque[Callable[[], object]] = deque()
         self.closed_because = "the cache is shut down"
         self._start: Callable[[], None] | None = start
+        self._catching_up = False
 
     def adopt(self) -> None:
         """Make the calling thread the owner.
@@ -71,13 +72,25 @@ class Owner:
         return True
 
     def catch_up(self) -> None:
-        """Make the calls that other threads have handed over."""
-        while self.handed:
-            call = self.handed.popleft()
-            try:
-                call()
-            except ValueError as error:  # a fault of the other thread, whose call has returned
-                log.error("call of another thread refused: %s", error)
+        """Make the calls that other threads have handed over, one after another.
+
+        Each of them is a call of the owner and comes here again: it makes none of the others, which
+        would end before it.
+        """
+        if self._catching_up:
+            return
+        self._catching_up = True
+        try:
+            while self.handed:
+                self._make(self.handed.popleft())
+        finally:
+            self._catching_up = False
+
+    def _make(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except ValueError as error:  # a fault of the other thread, whose call has returned
+            log.error("call of another thread refused: %s", error)
 
     def close(self, because: str = "") -> bool:
         """No thread owns the cache any more. Returns whether this was the first call."""

@@ -391,4 +391,19 @@ BUGS: tuple[Mutation, ...] = (
             "tests/tier_cache/test_copy_worker_gpu.py::test_copies_of_a_gpu_that_was_reset_fail_and_nothing_waits_for_it",
         ),
     ),
+    Mutation(
+        "calls_handed_over_are_nested",
+        "tier_cache/owner.py",
+        """\
+        if self._catching_up:
+            return
+        self._catching_up = True
+""",
+        """\
+        self._catching_up = True
+""",
+        "copies that other threads end between two steps are completed in the reverse order, and "
+        "a few hundred of them end the engine",
+        ("tests/tier_cache/test_owner.py::test_any_number_of_calls_is_made_in_order",),
+    ),
 )

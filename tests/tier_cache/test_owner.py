@@ -1,0 +1,56 @@
+"""The calls that other threads hand over to the owner of a cache."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+from kvactors.tier_cache import Lookup
+from kvactors.tier_cache.owner import Owner
+from tests.tier_cache.helpers import KEYS, make
+
+MANY = 5000
+"""More calls than the interpreter nests."""
+
+
+def test_any_number_of_calls_is_made_in_order():
+    owner, made = Owner(lambda: None), []
+
+    def call(number):
+        owner.catch_up()  # as each call of the owner does
+        made.append(number)
+
+    owner.adopt()
+    owner.handed.extend(partial(call, number) for number in range(MANY))
+    owner.catch_up()
+    assert made == list(range(MANY))
+
+
+def test_a_call_that_fails_does_not_keep_the_others():
+    owner, made = Owner(lambda: None), []
+
+    def refused():
+        raise ValueError("no load of a key is in flight")
+
+    owner.handed.extend([refused, partial(made.append, 1), refused, partial(made.append, 2)])
+    owner.catch_up()
+    assert made == [1, 2]
+    owner.handed.append(partial(made.append, 3))
+    owner.catch_up()
+    assert made == [1, 2, 3]
+
+
+def test_thousands_of_copies_may_end_between_two_steps():
+    cache = make(2)
+    cache.prepare_store(KEYS[:1])
+    cache.complete_store(KEYS[:1])
+    assert cache.lookup(KEYS[0]) is Lookup.HIT
+    for _ in range(MANY):
+        cache.prepare_load(KEYS[:1])
+    thread = threading.Thread(target=lambda: [cache.complete_load(KEYS[:1]) for _ in range(MANY)])
+    thread.start()
+    thread.join(60)
+    cache.end_step()
+    assert cache.statistics().pinned == 0
+    cache.check()
+    cache.shutdown()
