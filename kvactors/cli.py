@@ -452,6 +452,8 @@ def joined_outputs(words: list[str]) -> list[str]:
             joined[-1] += "=-"
         else:
             joined.append(word)
+    if sum(word.startswith("--") and word.endswith("=-") for word in joined) > 1:
+        raise ConfigError("only one output can be written to standard output")
     return joined
 
 

@@ -77,6 +77,7 @@ def test_bad_input_is_one_line_and_status_2(kvactors, trace, tmp_path):
         ((tmp_path / "none.jsonl",), "none.jsonl"),
         ((trace, "--device", 0), "at least one block"),
         ((trace, "--coarse", 0), "coarse must be at least 1"),
+        ((trace, "--json", "-", "--html=-"), "only one output"),
     ):
         status, _, err = kvactors(*arguments)
         assert (status, err.count("\n")) == (2, 1)
