@@ -6,20 +6,15 @@ the next round in another order. Each figure is the median of the rounds.
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvactors.bench.child import ChildProcess
 from kvactors.bench.report import Row, bench_report, rate_row, time_row
 from kvactors.errors import ConfigError
 
@@ -55,72 +50,24 @@ PEER = "vLLM's host tier and its fs tier, same run"
 NONE = "vLLM without tiers, which computes the prompt, same run"
 
 
-class EngineProcess:
+class EngineProcess(ChildProcess):
     """A vLLM engine that answers lines of JSON. See `engine_child`.
 
     Raises:
         ConfigError: the Python does not start.
     """
 
-    def __init__(self, python: str, kind: str) -> None:
-        self._python, self._kind = python, kind
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
-        self._unread = b""
-        script = str(Path(__file__).with_name("engine_child.py"))
-        try:
-            self._process = subprocess.Popen(  # noqa: S603, the caller names the Python
-                [python, "-P", script, kind],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                bufsize=0,
-                env=os.environ | VARIABLES,
-            )
-        except OSError as error:
-            self._log.close()
-            raise ConfigError(f"{python} does not start: {error}. {HOW}") from error
-
-    def ask(self, do: str, **message: Any) -> dict[str, Any]:
-        """The answer to a line.
-
-        Raises:
-            ConfigError: the Python has no vLLM or no kvactors, or the engine fails.
-        """
-        sender, receiver = self._process.stdin, self._process.stdout
-        if sender is None or receiver is None:
-            raise RuntimeError("an engine without pipes")
-        with suppress(OSError):  # it has ended, which the next read finds
-            sender.write(json.dumps({"do": do} | message).encode() + b"\n")
-        until = time.monotonic() + LIMIT
-        while b"\n" not in self._unread:
-            left = until - time.monotonic()
-            if left <= 0 or not select.select([receiver], [], [], left)[0]:
-                raise ConfigError(f"vLLM with {self._kind} was not done in {LIMIT:g} s")
-            data = os.read(receiver.fileno(), 1 << 20)
-            if not data:
-                raise ConfigError(self._failure())
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def _failure(self) -> str:
-        self._log.seek(0)
-        end = self._log.read().decode(errors="replace")[-2000:]
-        hint = f". {HOW}" if "ModuleNotFoundError" in end else ""
-        return f"{self._python} cannot run vLLM with {self._kind}{hint}:\n{end}"
-
-    def close(self) -> None:
-        """End the process."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        try:
-            self._process.wait(ENDING)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+    def __init__(self, python: str, kind: str, script: str = "engine_child.py") -> None:
+        super().__init__(
+            python,
+            script,
+            kind,
+            what=f"vLLM with {kind}",
+            hint=HOW,
+            limit=LIMIT,
+            ending=ENDING,
+            variables=VARIABLES,
+        )
 
 
 def measured(python: str, rounds: int) -> dict[str, list[dict[str, Any]]]:
