@@ -41,6 +41,8 @@ def keys(*numbers: int) -> list[bytes]:
         ({"host_bytes": 100, "storage": {"backend": "file"}}, "storage.directory is needed"),
         ({"host_bytes": 100, "storage": FILE | {"rank": 1, "ranks": 2}}, "SGLang's workers"),
         ({"host_bytes": 100, "eviction_policy": "newest"}, "unknown policy 'newest'"),
+        ({"host_bytes": 100, "numa_node": -1}, "numa_node"),
+        ({"host_bytes": 100, "numa_node": "0"}, "numa_node"),
         ({"host_bytes": 100, "fetch_wait_s": -1}, "fetch_wait_s must be at least 0"),
         ({"host_bytes": 100, "fetch_wait_s": float("inf")}, "fetch_wait_s must be at least 0"),
     ],
@@ -52,13 +54,14 @@ def test_a_bad_setting_of_the_linker_is_named(extra: Any, error: str) -> None:
 
 
 def test_the_host_memory_must_hold_a_page() -> None:
-    def config(host_bytes: int, replica: int = 0, model: str | None = "m") -> Any:
-        settings = read_linker_settings({"host_bytes": host_bytes, "storage": FILE})
+    def config(host_bytes: int, replica: int = 0, model: str | None = "m", **more: Any) -> Any:
+        settings = read_linker_settings({"host_bytes": host_bytes, "storage": FILE, **more})
         facts = {"name": "kv", "kind": "MHATokenToKVPool"}
         described = Config(model_name=model)
         return linker_tier_config(settings, described, facts, page_bytes=PAGE, replica=replica)
 
     assert config(5 * PAGE + 3).num_slots == 5
+    assert config(PAGE, numa_node=3).numa_node == 3
     assert config(PAGE, replica=2).storage.directory == "pages/replica-2"
     with pytest.raises(ConfigError, match="holds no page of 16 bytes"):
         config(PAGE - 1)

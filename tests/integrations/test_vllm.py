@@ -3,27 +3,27 @@ tier."""
 
 from __future__ import annotations
 
-import importlib
 import mmap
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvactors import ConfigError
+from kvactors.device.numa import bound_node
 from kvactors.integrations.vllm.settings import (
     check_groups,
+    chosen_worker,
     identity,
     read_settings,
     read_tier_settings,
     storage_of_replica,
 )
 from kvactors.tier_cache import TierStorage
+from tests.integrations.vllm_stand_in import Platform, Region, stand_in
 
-SHARED_REGION = "vllm.v1.kv_offload.cpu.shared_offload_region"
 ROW = mmap.PAGESIZE
 
 
@@ -40,6 +40,9 @@ ROW = mmap.PAGESIZE
         ({"cpu_bytes_to_use": 1, "eviction_policy": "arc"}, "unknown eviction_policy 'arc'"),
         ({"cpu_bytes_to_use": 1, "storage": {"dir": "/x"}}, "unknown key 'storage.dir'"),
         ({"cpu_bytes_to_use": 1, "storage": {"ranks": 2}}, "vLLM's data parallel replicas"),
+        ({"cpu_bytes_to_use": 1, "copy_worker": "ours"}, "copy_worker"),
+        ({"cpu_bytes_to_use": 1, "numa_node": -1}, "numa_node"),
+        ({"cpu_bytes_to_use": 1, "numa_node": "0"}, "numa_node"),
     ],
 )
 def test_a_bad_setting_is_named(extra: dict[str, Any], error: str) -> None:
@@ -47,6 +50,35 @@ def test_a_bad_setting_is_named(extra: dict[str, Any], error: str) -> None:
         read_settings(extra)
     assert isinstance(found.value, ValueError)
     assert "kv_connector_extra_config" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("platform", "wanted", "found"),
+    [
+        ("cpu", "auto", "kvactors"),
+        ("cpu", "kvactors", "kvactors"),
+        ("cuda", "auto", "vllm"),
+        ("cuda", "vllm", "vllm"),
+        ("cuda", "kvactors", "kvactors"),
+        ("rocm", "auto", "vllm"),
+        ("rocm", "vllm", "vllm"),
+    ],
+)
+def test_the_worker_that_copies(platform: str, wanted: str, found: str) -> None:
+    settings = read_settings({"cpu_bytes_to_use": 1, "copy_worker": wanted})
+    assert chosen_worker(settings, Platform(platform)) == found
+
+
+@pytest.mark.parametrize(
+    ("platform", "wanted", "error"),
+    [("cpu", "vllm", "no worker for a CPU"), ("rocm", "kvactors", "this platform is rocm")],
+)
+def test_a_worker_that_does_not_run_there_is_refused(
+    platform: str, wanted: str, error: str
+) -> None:
+    settings = read_settings({"cpu_bytes_to_use": 1, "copy_worker": wanted})
+    with pytest.raises(ConfigError, match=f"copy_worker = '{wanted}' .*{error}"):
+        chosen_worker(settings, Platform(platform))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +120,7 @@ class Config(SimpleNamespace):
             "dcp_size": 1,
             "data_parallel_index": 0,
             "data_parallel_size": 1,
+            "rank": 0,
         }
         facts: dict[str, Any] = {
             "groups": [self.group("layer.0", "layer.1")],
@@ -155,50 +188,22 @@ def test_each_replica_has_its_part_of_the_folder() -> None:
 # -- the files of the host tier
 
 
-class Region:
-    """vLLM's `SharedOffloadRegion`, as far as it is used: a mapped file."""
-
-    folder: Path
-
-    def __init__(
-        self, engine_id: str, num_chunks: int, rank: int | None, row: int, worker: int
-    ) -> None:
-        path = self.folder / f"vllm_offload_{engine_id}.mmap"
-        with path.open("a+b") as file:
-            file.truncate(num_chunks * row)
-            self.memory = mmap.mmap(file.fileno(), num_chunks * row)
-
-    def create_kv_memoryview(self) -> memoryview:
-        return memoryview(self.memory)
-
-    def cleanup(self) -> None:
-        self.memory.close()
-
-
 Open = Callable[..., Any]
 
 
 @pytest.fixture
-def region_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def region_module(tmp_path: Path) -> Iterator[Any]:
     """The module of the regions, with files in a folder of the test."""
-    names = SHARED_REGION.split(".")
-    for count in range(1, len(names) + 1):
-        name = ".".join(names[:count])
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    Region.folder = tmp_path
-    monkeypatch.setattr(sys.modules[SHARED_REGION], "SharedOffloadRegion", Region, raising=False)
-    found = importlib.import_module("kvactors.integrations.vllm.region")
-    monkeypatch.setattr(found, "FOLDER", tmp_path)
-    yield found
-    monkeypatch.delitem(sys.modules, found.__name__)
+    with stand_in(tmp_path, Platform("cpu")) as module:
+        yield module("region")
 
 
 @pytest.fixture
 def open_region(region_module: Any) -> Iterator[Open]:
     made = []
 
-    def open_one(engine_id: str = "one", rank: int | None = None) -> Any:
-        made.append(region_module.TierRegion(engine_id, 4, ROW, ROW, rank))
+    def open_one(engine_id: str = "one", rank: int | None = None, **more: Any) -> Any:
+        made.append(region_module.TierRegion(engine_id, 4, ROW, ROW, rank, **more))
         return made[-1]
 
     yield open_one
@@ -251,3 +256,21 @@ def test_regions_without_a_process_are_removed_and_no_others(
     assert region_module.remove_stale_regions() == 0
     held.close()
     assert [path.name for path in tmp_path.iterdir()] == ["vllm_offload_other.mmap"]
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_the_pages_of_a_region_come_from_the_node_of_the_settings(
+    open_region: Open, rank: int | None
+) -> None:
+    """vLLM's region touches its pages when it is made: they cannot be bound afterwards."""
+    open_region(rank=rank, numa_node=0)
+    open_region("other", rank=rank)
+    assert Region.nodes == [0, None]
+    assert bound_node(None) is None, "later pages of the engine are bound"
+
+
+def test_a_node_that_does_not_exist_takes_no_memory(open_region: Open, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_connector_extra_config: numa_node is 1022"):
+        open_region(numa_node=1022)
+    assert list(tmp_path.iterdir()) == []
+    assert bound_node(None) is None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from mutation import Mutation
 
 TESTS = "tests/integrations/test_vllm.py::"
+LMCACHE_TESTS = "tests/integrations/lmcache/test_parts.py::"
+GPU_TESTS = "tests/integrations/test_vllm_worker.py::"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
@@ -40,5 +42,61 @@ BUGS: tuple[Mutation, ...] = (
         "",
         "an engine with another layout reads chunks whose bytes are in another order",
         (TESTS + "test_blocks_of_engines_that_differ_are_apart",),
+    ),
+    Mutation(
+        "vllm_host_tier_bound_after_its_pages_were_touched",
+        "integrations/vllm/region.py",
+        "            with pages_from(numa_node, ",
+        "            with pages_from(None, ",
+        "the host tier's pages come from any NUMA node, whatever numa_node says",
+        (TESTS + "test_the_pages_of_a_region_come_from_the_node_of_the_settings",),
+    ),
+    Mutation(
+        "vllm_engine_stays_bound_to_the_node",
+        "device/numa.py",
+        "        _set_policy(mode.value, mask)\n",
+        "        pass\n",
+        "all later memory of the engine's process comes from one NUMA node",
+        (TESTS + "test_the_pages_of_a_region_come_from_the_node_of_the_settings",),
+    ),
+    Mutation(
+        "vllm_copies_do_not_wait_for_the_model",
+        "integrations/vllm/spec.py",
+        "return int(current_platform.current_stream().cuda_stream)",
+        "return 0",
+        "a store copies a block that the model has not computed yet",
+        (GPU_TESTS + "test_chunks_go_to_the_host_and_back_behind_the_models_stream",),
+    ),
+    Mutation(
+        "vllm_failed_copy_of_a_gpu_is_a_success",
+        "integrations/vllm/worker.py",
+        "            if ended.error:\n",
+        "            if not ended.job:\n",
+        "blocks whose copy failed are used: the model computes with other bytes",
+        (GPU_TESTS + "test_a_copy_of_the_gpu_that_fails_is_named_and_is_no_success",),
+    ),
+    Mutation(
+        "vllm_workers_share_chunks_of_other_orders",
+        "integrations/vllm/spec.py",
+        "copied_by=self._copied_by",
+        'copied_by="vllm"',
+        "chunks that one worker has written are read by the other, with their bytes in disorder",
+        (GPU_TESTS + "test_the_order_of_a_chunks_bytes_is_part_of_its_identity",),
+    ),
+    Mutation(
+        "lmcache_staging_memory_ignores_its_node",
+        "integrations/lmcache/settings.py",
+        ", numa_node=settings.numa_node)",
+        ")",
+        "the staging memory comes from any NUMA node",
+        (LMCACHE_TESTS + "test_the_staging_memory_comes_from_the_node_of_the_settings",),
+    ),
+    Mutation(
+        "sglang_linker_ignores_the_node_of_its_memory",
+        "integrations/sglang/settings.py",
+        "        numa_node=settings.numa_node,\n",
+        "",
+        "the linker's host memory comes from any NUMA node",
+        ("tests/integrations/test_sglang_linker.py::test_the_host_memory_must_hold_a_page",),
     ),
 )

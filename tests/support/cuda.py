@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvactors.data_plane.cuda.driver import CudaDriver
 from tests.support.fake_cuda import FakeCuda, build
 
 CAPSULE = ctypes.pythonapi.PyCapsule_New
@@ -21,6 +25,9 @@ CODES = {
     "uint8": (1, 8),
     "int8": (0, 8),
 }
+EVERYTHING = ("device", "pinned", "streams", "events", "modules", "contexts", "current", "running")
+"""Kinds of resources that a GPU may have left over."""
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def stand_in() -> FakeCuda:
@@ -91,3 +98,78 @@ class GpuTensor:
 class PointerTensor(GpuTensor):
     def data_ptr(self) -> int:
         return self.address
+
+
+class Gpu:
+    """An engine on the stand-in: tensors of its memory, a stream, and work on it."""
+
+    def __init__(self) -> None:
+        self.fake = stand_in()
+        self.fake.reset()
+        self.driver = CudaDriver(self.fake.path)
+        self.context = self.driver.read("cuDevicePrimaryCtxRetain", 0)
+        self._memory: list[int] = []
+        self._kept: list[Any] = []
+        self.forgotten = False
+        with self.driver.current(self.context):
+            self.stream = self.driver.read("cuStreamCreate", 1)
+        self._library = ctypes.CDLL(self.fake.path)
+
+    def allocate(self, size: int) -> int:
+        with self.driver.current(self.context):
+            self._memory.append(self.driver.read("cuMemAlloc", size))
+        ctypes.memset(self._memory[-1], 0, size)
+        return self._memory[-1]
+
+    def tensors(self, rows: int, *widths: int, kind: Any = PointerTensor) -> list[Any]:
+        noise = np.random.default_rng(0)
+        found = []
+        for width in widths:
+            content = noise.integers(1, 255, (rows, width), np.uint8)
+            found.append(kind(self.allocate(content.nbytes), (rows, width), "uint8"))
+            ctypes.memmove(found[-1].address, content.ctypes.data, content.nbytes)
+        return found
+
+    def work(self, stream: int, call: Any) -> None:
+        """Have a stream call a function when its turn comes, as a kernel."""
+        function = HOST_FUNCTION(lambda _: call())
+        self._kept.append(function)
+        with self.driver.current(self.context):
+            code = self._library.cuLaunchHostFunc(ctypes.c_void_p(stream), function, None)
+        assert code == 0
+
+    def record(self, stream: int) -> int:
+        """An event on a stream."""
+        with self.driver.current(self.context):
+            event = self.driver.read("cuEventCreate", 2)
+            self.driver.call("cuEventRecord", event, stream)
+        self._kept.append(event)
+        return event
+
+    def forget(self) -> None:
+        """The device is reset: everything in its context is freed."""
+        self._library.fake_forget()
+        self.forgotten = True
+
+    def close(self) -> None:
+        self.fake.reset()
+        if self.forgotten:
+            return
+        with self.driver.current(self.context):
+            for address in self._memory:
+                self.driver.call("cuMemFree", address)
+            for one in self._kept:
+                if isinstance(one, int):
+                    self.driver.call("cuEventDestroy", one)
+            self.driver.call("cuStreamDestroy", self.stream)
+        self.driver.call("cuDevicePrimaryCtxRelease", 0)
+
+
+@contextmanager
+def opened_gpu() -> Iterator[Gpu]:
+    """A GPU, at the end of which nothing may be left over."""
+    gpu = Gpu()
+    yield gpu
+    gpu.close()
+    left = {what: gpu.fake.live(what) for what in EVERYTHING}
+    assert left == dict.fromkeys(EVERYTHING, 0), "leaked"

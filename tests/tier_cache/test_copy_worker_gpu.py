@@ -17,87 +17,17 @@ from kvactors import CacheClosed, DeviceError, LayoutError
 from kvactors.data_plane.cuda import copy_queue
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.tier_cache import CopyWorker, SlotMemory
-from tests.support.cuda import GpuTensor, PointerTensor, stand_in
+from tests.support.cuda import EVERYTHING, Gpu, GpuTensor, PointerTensor, opened_gpu
 
 LIMIT = 60.0
 SHORT = 0.05
-EVERYTHING = ("device", "pinned", "streams", "events", "modules", "contexts", "current", "running")
 ILLEGAL, INVALID_HANDLE, OUT_OF_MEMORY, DESTROYED = 700, 400, 2, 709
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-class Gpu:
-    """An engine on the stand-in: tensors of its memory, a stream, and work on it."""
-
-    def __init__(self) -> None:
-        self.fake = stand_in()
-        self.fake.reset()
-        self.driver = CudaDriver(self.fake.path)
-        self.context = self.driver.read("cuDevicePrimaryCtxRetain", 0)
-        self._memory: list[int] = []
-        self._kept: list[Any] = []
-        self.forgotten = False
-        with self.driver.current(self.context):
-            self.stream = self.driver.read("cuStreamCreate", 1)
-        self._library = ctypes.CDLL(self.fake.path)
-
-    def allocate(self, size: int) -> int:
-        with self.driver.current(self.context):
-            self._memory.append(self.driver.read("cuMemAlloc", size))
-        ctypes.memset(self._memory[-1], 0, size)
-        return self._memory[-1]
-
-    def tensors(self, rows: int, *widths: int, kind: Any = PointerTensor) -> list[Any]:
-        noise = np.random.default_rng(0)
-        found = []
-        for width in widths:
-            content = noise.integers(1, 255, (rows, width), np.uint8)
-            found.append(kind(self.allocate(content.nbytes), (rows, width), "uint8"))
-            ctypes.memmove(found[-1].address, content.ctypes.data, content.nbytes)
-        return found
-
-    def work(self, stream: int, call: Any) -> None:
-        """Have a stream call a function when its turn comes, as a kernel."""
-        function = HOST_FUNCTION(lambda _: call())
-        self._kept.append(function)
-        with self.driver.current(self.context):
-            code = self._library.cuLaunchHostFunc(ctypes.c_void_p(stream), function, None)
-        assert code == 0
-
-    def record(self, stream: int) -> int:
-        """An event on a stream."""
-        with self.driver.current(self.context):
-            event = self.driver.read("cuEventCreate", 2)
-            self.driver.call("cuEventRecord", event, stream)
-        self._kept.append(event)
-        return event
-
-    def forget(self) -> None:
-        """The device is reset: everything in its context is freed."""
-        self._library.fake_forget()
-        self.forgotten = True
-
-    def close(self) -> None:
-        self.fake.reset()
-        if self.forgotten:
-            return
-        with self.driver.current(self.context):
-            for address in self._memory:
-                self.driver.call("cuMemFree", address)
-            for one in self._kept:
-                if isinstance(one, int):
-                    self.driver.call("cuEventDestroy", one)
-            self.driver.call("cuStreamDestroy", self.stream)
-        self.driver.call("cuDevicePrimaryCtxRelease", 0)
 
 
 @pytest.fixture
 def gpu():
-    gpu = Gpu()
-    yield gpu
-    gpu.close()
-    left = {what: gpu.fake.live(what) for what in EVERYTHING}
-    assert left == dict.fromkeys(EVERYTHING, 0), "leaked"
+    with opened_gpu() as found:
+        yield found
 
 
 def block(tensors: list[Any], number: int) -> bytes:

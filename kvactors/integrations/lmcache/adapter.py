@@ -26,7 +26,12 @@ from kvactors.integrations.lmcache.objects import (
     layout_of,
     stored_object,
 )
-from kvactors.integrations.lmcache.settings import L2Settings, read_settings, store_config
+from kvactors.integrations.lmcache.settings import (
+    L2Settings,
+    read_settings,
+    staging_memory,
+    store_config,
+)
 from kvactors.integrations.lmcache.transfers import Buffer, Task
 from kvactors.integrations.lmcache.worker import Worker
 from kvactors.storage.backends.slab_memory import address_of
@@ -64,6 +69,7 @@ class KVActorsL2(L2AdapterInterface):
         self._lookups: dict[int, Any] = {}
         self._loads: dict[int, Any] = {}
         self._closed = False
+        staging = staging_memory(settings)
         tier = make_storage(config, event_fd=True)
         tier.open(settings.open_timeout_s)
         self._tier = tier
@@ -72,7 +78,7 @@ class KVActorsL2(L2AdapterInterface):
         except BaseException:
             tier.close(settings.close_timeout_s)
             raise
-        self._worker = Worker(tier, self._keys, catalog, self, settings.staging_pages)
+        self._worker = Worker(tier, self._keys, catalog, self, staging)
         self._store_event, self._lookup_event, self._load_event = (
             create_event_notifier() for _ in range(3)
         )

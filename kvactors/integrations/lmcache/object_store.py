@@ -54,7 +54,7 @@ class ObjectStore:
         catalog: the objects in the store.
         report: receives results.
         post: runs a call in the thread later, called from any thread.
-        staging_pages: pages of the staging memory.
+        staging: memory that pages pass through, half of it for stores and half for loads.
 
     Attributes:
         tasks: in flight, by number.
@@ -68,7 +68,7 @@ class ObjectStore:
         catalog: Catalog,
         report: Report,
         post: Callable[[Callable[[], None]], None],
-        staging_pages: int,
+        staging: SlotMemory,
     ) -> None:
         self.tier = tier
         self.catalog = catalog
@@ -76,10 +76,10 @@ class ObjectStore:
         self.keys = KeyWriter(keys)
         self._report = report
         self._post = post
-        self._memory = SlotMemory(staging_pages, tier.block_bytes)
-        half = staging_pages // 2
+        self._memory = staging
+        half = staging.num_slots // 2
         self._loads = Lane(self._memory, range(half), save=False)
-        self._saves = Lane(self._memory, range(half, staging_pages), save=True)
+        self._saves = Lane(self._memory, range(half, staging.num_slots), save=True)
         self._storing: dict[Key, Transfer] = {}
         self._stored: list[Record] = []  # in this turn
         self._ended_tasks: list[Task] = []  # in this turn

@@ -10,8 +10,9 @@ import msgspec
 from kvactors.config_faults import convert
 from kvactors.errors import ConfigError
 from kvactors.renamed_settings import Earlier, SettingsMeta
+from kvactors.setting_types import DeviceNumber
 from kvactors.sizes import in_bytes
-from kvactors.tier_cache import TierConfig, TierStorage
+from kvactors.tier_cache import SlotMemory, TierConfig, TierStorage
 from kvactors.tier_cache.settings import checked_config
 
 WHERE = "adapter_params"
@@ -31,6 +32,7 @@ class L2Settings(
         namespace: objects of different ones never mix.
         page_bytes: an object is stored in pages of this size. Its last page is padded.
         staging_bytes: memory that pages pass through, half of it for stores and half for loads.
+        numa_node: the NUMA node that the staging memory comes from, None for the system's choice.
         free_space_floor: bytes of the file system to leave free.
         durability: an object counts as stored when the system has it (written) or the device has it
             (synced).
@@ -44,6 +46,7 @@ class L2Settings(
     namespace: str = "default"
     page_bytes: int | str = "1MB"
     staging_bytes: int | str = "64MB"
+    numa_node: DeviceNumber | None = None
     free_space_floor: int | str = "64MB"
     durability: Literal["written", "synced"] = "written"
     io_depth: int = 4
@@ -98,6 +101,18 @@ def read_settings(adapter_params: Mapping[str, Any]) -> L2Settings:
             f"{settings.page} bytes"
         )
     return settings
+
+
+def staging_memory(settings: L2Settings) -> SlotMemory:
+    """The memory that pages pass through.
+
+    Raises:
+        ConfigError: this machine has no such NUMA node.
+    """
+    try:
+        return SlotMemory(settings.staging_pages, settings.page, numa_node=settings.numa_node)
+    except ConfigError as error:
+        raise ConfigError(f"{WHERE}: {error}") from error
 
 
 def store_config(settings: L2Settings) -> TierConfig:

@@ -22,7 +22,7 @@ from kvactors.actor.log import described, get_logger
 from kvactors.integrations.lmcache.catalog import Catalog
 from kvactors.integrations.lmcache.key_log import KeyLog
 from kvactors.integrations.lmcache.object_store import ObjectStore, Report
-from kvactors.tier_cache import StorageTier
+from kvactors.tier_cache import SlotMemory, StorageTier
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Worker:
         keys: the file of the keys, open.
         catalog: the objects in the store.
         report: receives results, in the worker's thread.
-        staging_pages: pages of the staging memory.
+        staging: memory that pages pass through.
 
     Attributes:
         objects: the objects and tasks. Its methods are called in the worker's thread.
@@ -49,9 +49,9 @@ class Worker:
         keys: KeyLog,
         catalog: Catalog,
         report: Report,
-        staging_pages: int,
+        staging: SlotMemory,
     ) -> None:
-        self.objects = ObjectStore(tier, keys, catalog, report, self.post, staging_pages)
+        self.objects = ObjectStore(tier, keys, catalog, report, self.post, staging)
         self._tier = tier
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

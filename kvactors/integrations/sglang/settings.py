@@ -9,6 +9,7 @@ import msgspec
 
 from kvactors.config_faults import convert
 from kvactors.errors import ConfigError
+from kvactors.setting_types import DeviceNumber
 from kvactors.tier_cache import TierConfig, TierStorage
 from kvactors.tier_cache.settings import checked_config
 
@@ -54,6 +55,7 @@ class LinkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         eviction_policy: order of eviction from host memory.
         fetch_wait_s: seconds that SGLang's scheduler waits in a step for pages from storage. Pages
             that arrive later serve later requests.
+        numa_node: the NUMA node that the host memory comes from, None for the system's choice.
         storage: the tier below, none by default.
     """
 
@@ -61,6 +63,7 @@ class LinkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     model: str | None = None
     eviction_policy: str = "lru"
     fetch_wait_s: float = 1.0
+    numa_node: DeviceNumber | None = None
     storage: TierStorage = TierStorage()
 
 
@@ -289,6 +292,7 @@ def linker_tier_config(
         identity=identity(config, pool, direct=True, replicated=False),
         policy=settings.eviction_policy,
         storage=storage,
+        numa_node=settings.numa_node,
     )
 
 

@@ -19,8 +19,11 @@ from typing import Any
 
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
+from kvactors.device.numa import pages_from
 from kvactors.errors import ConfigError
+from kvactors.integrations.vllm.settings import WHERE
 from kvactors.linux import fcntl
+from kvactors.tier_cache import SlotMemory
 
 FOLDER = Path("/dev/shm")  # noqa: S108, the folder that vLLM's region uses
 PREFIX = "kvactors_"
@@ -37,18 +40,29 @@ class TierRegion:
         row_bytes: bytes of a row, a multiple of the page.
         worker_bytes: bytes of one worker's share of a row.
         rank: of the worker; None in the scheduler's process.
+        numa_node: the NUMA node that the rows come from, None for the system's choice. vLLM's
+            region touches its pages when it is made, so each process needs the same one.
 
     Attributes:
         shared: vLLM's region.
 
     Raises:
-        ConfigError: another engine on this machine has the id.
+        ConfigError: another engine on this machine has the id, or this machine has no such node.
     """
 
     def __init__(
-        self, engine_id: str, num_chunks: int, row_bytes: int, worker_bytes: int, rank: int | None
+        self,
+        engine_id: str,
+        num_chunks: int,
+        row_bytes: int,
+        worker_bytes: int,
+        rank: int | None,
+        *,
+        numa_node: int | None = None,
     ) -> None:
         name = PREFIX + engine_id
+        self._shape = num_chunks, row_bytes
+        self._slots: SlotMemory | None = None
         remove_stale_regions()
         self._lock_path = FOLDER / f"{name}.lock"
         self._claim_path = FOLDER / f"{name}.engine"
@@ -57,7 +71,10 @@ class TierRegion:
         try:
             if rank is None:
                 self._claim = self._claim_id(engine_id)
-            self.shared: Any = SharedOffloadRegion(name, num_chunks, rank, row_bytes, worker_bytes)
+            with pages_from(numa_node, f"{WHERE}: numa_node"):
+                self.shared: Any = SharedOffloadRegion(
+                    name, num_chunks, rank, row_bytes, worker_bytes
+                )
         except BaseException:
             self._release()
             raise
@@ -75,10 +92,18 @@ class TierRegion:
         """All rows, writable."""
         return memoryview(self.shared.create_kv_memoryview()).cast("B")
 
+    def slots(self) -> SlotMemory:
+        """The rows as host slots, until `close`."""
+        num_chunks, row_bytes = self._shape
+        self._slots = self._slots or SlotMemory(num_chunks, row_bytes, self.view(), row_bytes)
+        return self._slots
+
     def close(self) -> None:
         """Unmap the memory. The last process removes the file."""
         if self._lock < 0:
             return
+        if self._slots is not None:
+            self._slots.close()
         self.shared.cleanup()
         self._release()
 

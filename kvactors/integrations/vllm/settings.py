@@ -11,6 +11,7 @@ from kvactors.config_faults import convert
 from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.errors import ConfigError
 from kvactors.renamed_settings import Earlier, SettingsMeta
+from kvactors.setting_types import DeviceNumber
 from kvactors.tier_cache import TierStorage
 
 WHERE = "kv_connector_extra_config"
@@ -26,6 +27,9 @@ class OffloadingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         storage: the tier below the host tier. Its `rank` and `ranks` are those of vLLM's data
             parallel replicas.
         model: name of the model in the identity of blocks. None: vLLM's name of it.
+        numa_node: the NUMA node that the host tier comes from, None for the system's choice.
+        copy_worker: copies between the device and the host tier. auto: vLLM's worker on an
+            accelerator, kvactors' on a CPU, where vLLM has none.
         spec_name: read by vLLM.
         spec_module_path: read by vLLM.
         block_size: tokens of a chunk, read by vLLM.
@@ -39,6 +43,8 @@ class OffloadingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     eviction_policy: str = "lru"
     storage: TierStorage = TierStorage()
     model: str | None = None
+    numa_node: DeviceNumber | None = None
+    copy_worker: Literal["auto", "vllm", "kvactors"] = "auto"
     spec_name: str | None = None
     spec_module_path: str | None = None
     block_size: int | None = None
@@ -107,6 +113,31 @@ def read_settings(extra_config: Mapping[str, Any]) -> OffloadingSettings:
         )
     check_ranks(settings.storage)
     return settings
+
+
+def chosen_worker(settings: OffloadingSettings, platform: Any) -> Literal["vllm", "kvactors"]:
+    """The worker that copies on a platform.
+
+    Args:
+        settings: as configured.
+        platform: vLLM's `current_platform`.
+
+    Raises:
+        ConfigError: the worker that the settings name does not run there.
+    """
+    wanted = settings.copy_worker
+    if platform.is_cpu():
+        if wanted == "vllm":
+            raise ConfigError(
+                f"{WHERE}: copy_worker = 'vllm' needs an accelerator: vLLM has no worker for a CPU"
+            )
+        return "kvactors"
+    if wanted == "kvactors" and not platform.is_cuda():
+        raise ConfigError(
+            f"{WHERE}: copy_worker = 'kvactors' supports CPUs and NVIDIA GPUs, and this platform "
+            f"is {platform.device_name}"
+        )
+    return "kvactors" if wanted == "kvactors" else "vllm"
 
 
 def read_tier_settings(settings: Mapping[str, Any]) -> tuple[TierSettings, TierStorage]:

@@ -17,12 +17,13 @@ from kvactors.integrations.vllm.region import TierRegion
 from kvactors.integrations.vllm.settings import (
     WHERE,
     check_groups,
+    chosen_worker,
     identity,
     read_settings,
     storage_of_replica,
 )
 from kvactors.integrations.vllm.worker import KVActorsWorker
-from kvactors.tier_cache import CopyWorker, SlotMemory, TierConfig, open_tiers
+from kvactors.tier_cache import CopyWorker, TierConfig, open_tiers
 from kvactors.tier_cache.settings import checked_config
 
 
@@ -42,6 +43,7 @@ class KVActorsOffloadingSpec(OffloadingSpec):
         super().__init__(config)
         self.settings = read_settings(config.extra_config)
         check_groups(config)
+        self._copied_by = chosen_worker(self.settings, current_platform)
         self._worker_bytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
         row = self._worker_bytes * config.parallel.world_size
         self._row_bytes = -(-row // PAGE) * PAGE
@@ -65,7 +67,12 @@ class KVActorsOffloadingSpec(OffloadingSpec):
 
     def _region(self, rank: int | None) -> TierRegion:
         return TierRegion(
-            self.config.engine_id, self.num_chunks, self._row_bytes, self._worker_bytes, rank
+            self.config.engine_id,
+            self.num_chunks,
+            self._row_bytes,
+            self._worker_bytes,
+            rank,
+            numa_node=self.settings.numa_node,
         )
 
     def get_manager(self) -> KVActorsManager:
@@ -79,9 +86,7 @@ class KVActorsOffloadingSpec(OffloadingSpec):
             model=self.settings.model or config.model.name,
             block_bytes=self._row_bytes,
             num_slots=self.num_chunks,
-            identity=identity(
-                config, copied_by="kvactors" if current_platform.is_cpu() else "vllm"
-            ),
+            identity=identity(config, copied_by=self._copied_by),
             policy=self.settings.eviction_policy,
             events=("host", "storage") if self.kv_events_config.enable_kv_cache_events else (),
             storage=storage_of_replica(self.settings.storage, config),
@@ -100,24 +105,23 @@ class KVActorsOffloadingSpec(OffloadingSpec):
         chunk_tokens = self.blocks_per_chunk * self.config.groups[0].tokens_per_block
         return KVActorsManager(tiers, region, chunk_tokens=chunk_tokens, flush_steps=flush_steps)
 
-    def _cpu_worker(self, kv_caches: Any, region: TierRegion) -> KVActorsWorker:
-        memory = SlotMemory(self.num_chunks, self._row_bytes, region.view(), self._row_bytes)
+    def _copies(self, kv_caches: Any, region: TierRegion) -> KVActorsWorker:
         copies = CopyWorker(
             [each.tensor for each in kv_caches.tensors],
-            memory,
+            region.slots(),
             offset=self.config.parallel.rank * self._worker_bytes,
             blocks_per_slot=self.blocks_per_chunk,
         )
-        memory.close()
-        return KVActorsWorker(copies, self.blocks_per_chunk, region)
+        stream = None if current_platform.is_cpu() else current_stream
+        return KVActorsWorker(copies, self.blocks_per_chunk, region, stream)
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        """The worker's side: vLLM's own on accelerators, ours on a CPU, where vLLM has none."""
+        """The worker's side: vLLM's or ours, see `OffloadingSettings.copy_worker`."""
         if self._worker is None:
             region = self._region(self.config.parallel.rank)
             try:
-                if current_platform.is_cpu():
-                    self._worker = self._cpu_worker(kv_caches, region)
+                if self._copied_by == "kvactors":
+                    self._worker = self._copies(kv_caches, region)
                 else:
                     self._worker = CPUOffloadingWorker(
                         kv_caches=kv_caches,
@@ -129,3 +133,8 @@ class KVActorsOffloadingSpec(OffloadingSpec):
                 region.close()
                 raise
         return self._worker
+
+
+def current_stream() -> int:
+    """The handle of the stream that vLLM's model runs on."""
+    return int(current_platform.current_stream().cuda_stream)

@@ -1,7 +1,8 @@
-"""The worker's side on a CPU: copies between vLLM's cache tensors and the host tier."""
+"""The worker's side: copies between vLLM's cache tensors and the host tier."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,17 +24,27 @@ class KVActorsWorker(OffloadingWorker):
         copies: the worker that copies.
         blocks_per_chunk: device blocks of a chunk.
         region: closed at `shutdown`.
+        stream: the handle of the stream that a copy comes after, for tensors of a GPU. vLLM's
+            model reads and writes the blocks on it.
     """
 
-    def __init__(self, copies: CopyWorker, blocks_per_chunk: int, region: Any) -> None:
+    def __init__(
+        self,
+        copies: CopyWorker,
+        blocks_per_chunk: int,
+        region: Any,
+        stream: Callable[[], int] | None = None,
+    ) -> None:
         self._copies = copies
+        self._stream = stream
         self._blocks_per_chunk = blocks_per_chunk
         self._region = region
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Begin to copy device blocks into chunks."""
         places = self._places(src_spec, dst_spec.block_ids)
-        self._copies.submit_store(job_id, src_spec.block_ids, places)
+        stream = None if self._stream is None else self._stream()
+        self._copies.submit_store(job_id, src_spec.block_ids, places, stream=stream)
         return True
 
     def submit_load(
@@ -41,7 +52,8 @@ class KVActorsWorker(OffloadingWorker):
     ) -> bool:
         """Begin to copy chunks into device blocks."""
         places = self._places(dst_spec, src_spec.block_ids)
-        self._copies.submit_load(job_id, dst_spec.block_ids, places)
+        stream = None if self._stream is None else self._stream()
+        self._copies.submit_load(job_id, dst_spec.block_ids, places, stream=stream)
         return True
 
     def _places(self, device: Any, chunks: Any) -> Any:
@@ -64,11 +76,19 @@ class KVActorsWorker(OffloadingWorker):
         return np.asarray(chunks, np.int64)[inside // count] * count + inside % count
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that have ended since the last call."""
-        return [
-            TransferResult(ended.job, True, ended.nbytes, ended.seconds)  # type: ignore[arg-type, unused-ignore]
-            for ended in self._copies.get_finished()
-        ]
+        """Jobs that have ended since the last call.
+
+        Raises:
+            DeviceError: a copy of the GPU failed. vLLM has no result for that, and would compute
+                with blocks that hold other bytes.
+        """
+        found = []
+        for ended in self._copies.get_finished():
+            if ended.error:
+                way = "from" if ended.stored else "to"
+                raise DeviceError(f"a copy {way} the GPU failed: {ended.error}")
+            found.append(TransferResult(ended.job, True, ended.nbytes, ended.seconds))  # type: ignore[arg-type, unused-ignore]
+        return found
 
     def wait(self, job_ids: set[int]) -> None:
         """Return when jobs have ended.

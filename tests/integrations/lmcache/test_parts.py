@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvactors import ConfigError
+from kvactors.device.numa import bound_node
 from kvactors.integrations.lmcache.key_log import KeyLog
 from kvactors.integrations.lmcache.objects import (
     ObjectShape,
@@ -15,7 +16,7 @@ from kvactors.integrations.lmcache.objects import (
     layout_of,
     stored_object,
 )
-from kvactors.integrations.lmcache.settings import read_settings, store_config
+from kvactors.integrations.lmcache.settings import read_settings, staging_memory, store_config
 from tests.integrations.lmcache.world import KEYS, LAYOUT
 
 SHAPE = ObjectShape(LAYOUT, 10_000)
@@ -34,6 +35,8 @@ GOOD = {"directory": "/x", "capacity_bytes": "1GB"}
         ({"page_bytes": 0}, "page_bytes must be a multiple"),
         ({"staging_bytes": "1MB"}, "staging_bytes.*holds no two pages"),
         ({"durability": "maybe"}, "durability"),
+        ({"numa_node": -1}, "numa_node must be"),
+        ({"numa_node": 1.5}, "numa_node must be"),
         ({"io_depth": 0}, "io_depth must be at least 1"),
         ({"timeout_s": -1}, "timeout_s must be above 0"),
         ({"timeout_s": float("inf")}, "timeout_s must be at most"),
@@ -54,6 +57,14 @@ def test_settings_make_the_config_of_the_store() -> None:
     config = store_config(read_settings(GOOD | {"namespace": "blue", "page_bytes": 8192}))
     assert config.storage.capacity_blocks == (1 << 30) // 8192
     assert (config.block_bytes, config.storage.namespace) == (8192, "blue")
+
+
+def test_the_staging_memory_comes_from_the_node_of_the_settings() -> None:
+    memory = staging_memory(read_settings(GOOD | {"numa_node": 0}))
+    assert bound_node(memory.address) == 0
+    assert bound_node(staging_memory(read_settings(GOOD)).address) is None
+    with pytest.raises(ConfigError, match="adapter_params: numa_node is 1022"):
+        staging_memory(read_settings(GOOD | {"numa_node": 1022}))
 
 
 def test_an_object_has_the_pages_that_its_bytes_need() -> None:

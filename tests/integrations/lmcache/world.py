@@ -17,7 +17,7 @@ from kvactors.integrations.lmcache.key_log import KeyLog, StoredKey
 from kvactors.integrations.lmcache.objects import Key, ObjectShape
 from kvactors.integrations.lmcache.transfers import Buffer, Task
 from kvactors.integrations.lmcache.worker import Worker
-from kvactors.tier_cache import StorageTier, open_storage
+from kvactors.tier_cache import SlotMemory, StorageTier, open_storage
 from tests.tier_cache.stores import FaultyStore
 
 PAGE = 4096
@@ -74,7 +74,9 @@ class World:
         self.keys = KeyLog(folder / "keys.jsonl")
         self.keys.read()
         self.keys.rewrite([])
-        self.worker = Worker(tier, self.keys, Catalog(capacity), self, staging_pages=8)
+        self.worker = Worker(
+            tier, self.keys, Catalog(capacity), self, SlotMemory(8, tier.block_bytes)
+        )
         self.worker.start()
 
     # -- the receiver

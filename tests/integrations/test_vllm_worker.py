@@ -1,0 +1,206 @@
+"""kvactors' worker in vLLM, over stand-ins for vLLM's modules and for CUDA's driver."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvactors import ConfigError, DeviceError
+from kvactors.data_plane.cuda import copy_queue
+from kvactors.data_plane.cuda import driver as cuda_driver
+from kvactors.tier_cache import copy_worker, slot_memory
+from tests.integrations.test_vllm import ROW, Config
+from tests.integrations.vllm_stand_in import Platform, stand_in
+from tests.support.cuda import Gpu, PointerTensor, opened_gpu
+
+LIMIT = 60.0
+SHORT = 0.05
+OUT_OF_MEMORY = 2
+PAGE = ROW // 2
+BLOCKS, CHUNK = 8, 2
+"""Blocks of the device, and of a chunk."""
+
+
+class Engine:
+    """The spec in one process, with the tensors of two layers.
+
+    Args:
+        modules: the adapter's.
+        tensors: of the layers.
+        extra: settings of kvactors.
+    """
+
+    def __init__(self, modules: Any, tensors: list[Any], **extra: Any) -> None:
+        settings = {"cpu_bytes_to_use": 4 * CHUNK * ROW, "storage": {"backend": "none"}, **extra}
+        config = Config(blocks_per_chunk=CHUNK, worker_kv_bytes_per_block=ROW, rank=0)
+        config.extra_config, config.engine_id = settings, "one"
+        self.spec = modules("spec").KVActorsOffloadingSpec(config)
+        self.manager = self.spec.get_manager()
+        self.caches = SimpleNamespace(tensors=[SimpleNamespace(tensor=one) for one in tensors])
+
+    def worker(self) -> Any:
+        return self.spec.get_worker(self.caches)
+
+    def chunk(self, number: int) -> bytes:
+        return bytes(self.manager.tiers.memory.view(number))
+
+    def close(self, worker: Any) -> None:
+        worker.shutdown()
+        self.manager.shutdown()
+
+
+def device_blocks(*numbers: int, first: int = 0) -> Any:
+    """vLLM's `GPULoadStoreSpec`."""
+    return SimpleNamespace(block_ids=np.array(numbers), block_indices=[first])
+
+
+def chunks(*numbers: int) -> Any:
+    """vLLM's `CPULoadStoreSpec`."""
+    return SimpleNamespace(block_ids=np.array(numbers))
+
+
+def ended(worker: Any, *jobs: int) -> list[tuple[Any, ...]]:
+    worker.wait(set(jobs))
+    return [tuple(one)[:3] for one in worker.get_finished()]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    with opened_gpu() as found:
+        monkeypatch.setattr(cuda_driver, "load_driver", lambda: found.driver)
+        yield found
+
+
+def on(gpu: Gpu, folder: Path) -> AbstractContextManager[Any]:
+    return stand_in(folder, Platform("cuda", gpu.stream))
+
+
+def content(tensors: list[Any], number: int) -> bytes:
+    return b"".join(ctypes.string_at(one.address + number * PAGE, PAGE) for one in tensors)
+
+
+def test_chunks_go_to_the_host_and_back_behind_the_models_stream(gpu: Gpu, tmp_path: Path) -> None:
+    tensors = gpu.tensors(BLOCKS, PAGE, PAGE, kind=PointerTensor)
+    with on(gpu, tmp_path) as modules:
+        engine = Engine(modules, tensors, copy_worker="kvactors")
+        worker = engine.worker()
+        computed = threading.Event()
+
+        def compute() -> None:
+            computed.wait(LIMIT)
+            ctypes.memset(tensors[0].address, 7, PAGE)
+
+        gpu.work(gpu.stream, compute)
+        assert worker.submit_store(1, device_blocks(0, 5, 2), chunks(3, 1))
+        worker.submit_store(2, device_blocks(4, first=1), chunks(0))
+        assert worker.get_finished() == []
+        assert engine.chunk(3) == bytes(CHUNK * ROW), "copied before the model had computed it"
+        computed.set()
+        assert ended(worker, 1, 2) == [(1, True, 3 * ROW), (2, True, ROW)]
+        assert engine.chunk(3) == content(tensors, 0) + content(tensors, 5)
+        assert engine.chunk(3)[:PAGE] == b"\x07" * PAGE
+        assert engine.chunk(1) == content(tensors, 2) + bytes(ROW)
+        assert engine.chunk(0) == bytes(ROW) + content(tensors, 4)
+
+        worker.submit_load(3, chunks(3, 1), device_blocks(6, 7, first=1))
+        assert ended(worker, 3) == [(3, True, 2 * ROW)]
+        assert content(tensors, 6) == content(tensors, 5)
+        assert content(tensors, 7) == content(tensors, 2)
+        engine.close(worker)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("extra", [{}, {"copy_worker": "vllm"}])
+def test_vllms_worker_copies_on_a_gpu_unless_kvactors_is_chosen(
+    gpu: Gpu, tmp_path: Path, extra: dict[str, Any]
+) -> None:
+    with on(gpu, tmp_path) as modules:
+        engine = Engine(modules, gpu.tensors(BLOCKS, PAGE, PAGE), **extra)
+        worker = engine.worker()
+        assert type(worker).__name__ == "CPUOffloadingWorker"
+        shared = worker.named["mmap_region"]
+        assert (worker.named["num_cpu_chunks"], worker.named["blocks_per_chunk"]) == (4, CHUNK)
+        engine.manager.shutdown()
+        shared.cleanup()
+
+
+def test_the_order_of_a_chunks_bytes_is_part_of_its_identity(gpu: Gpu, tmp_path: Path) -> None:
+    """vLLM's worker puts the blocks of one layer side by side, kvactors' the layers of a block."""
+    found = []
+    with on(gpu, tmp_path) as modules:
+        for name in ("vllm", "kvactors"):
+            engine = Engine(modules, [], copy_worker=name)
+            found.append(engine.manager.tiers.config.identity["copied_by"])
+            engine.manager.shutdown()
+    assert found == ["vllm", "kvactors"]
+
+
+def test_a_copy_of_the_gpu_that_fails_is_named_and_is_no_success(gpu: Gpu, tmp_path: Path) -> None:
+    """vLLM has no result for it, and would compute with other bytes."""
+    with on(gpu, tmp_path) as modules:
+        engine = Engine(modules, gpu.tensors(BLOCKS, PAGE, PAGE), copy_worker="kvactors")
+        worker = engine.worker()
+        gpu.fake.fail("cuEventRecord", OUT_OF_MEMORY, 2)
+        worker.submit_store(1, device_blocks(0, 1), chunks(0))
+        worker.wait({1})
+        with pytest.raises(DeviceError, match="a copy from the GPU failed: cuEventRecord"):
+            worker.get_finished()
+        engine.close(worker)
+
+
+def test_memory_of_a_copy_that_does_not_end_stays_mapped(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU may still write to it."""
+    monkeypatch.setattr(copy_queue, "CLOSE_LIMIT", SHORT)
+    tensors = gpu.tensors(BLOCKS, PAGE, PAGE, kind=PointerTensor)
+    with on(gpu, tmp_path) as modules:
+        engine = Engine(modules, tensors, copy_worker="kvactors")
+        worker = engine.worker()
+        gpu.fake.gate(0)
+        worker.submit_store(1, device_blocks(0, 1), chunks(0))
+        worker.shutdown()
+        engine.manager.shutdown()
+    assert list(tmp_path.iterdir()) == []
+    memory, rows = slot_memory.KEPT.pop(), CHUNK * ROW
+    assert bytes(memory[:rows]) == bytes(rows)
+    gpu.fake.gate(-1)
+    (undo, *_) = copy_queue.ABANDONED.pop()
+    with gpu.driver.current(gpu.context):
+        gpu.driver.call("cuStreamSynchronize", 0)
+        undo.close()
+    assert bytes(memory[:rows]) == content(tensors, 0) + content(tensors, 1)
+    copy_worker.KEPT.clear()
+    gpu.forget()
+
+
+def test_a_worker_is_chosen_before_memory_is_taken(tmp_path: Path) -> None:
+    with stand_in(tmp_path, Platform("cpu")) as modules:
+        with pytest.raises(ConfigError, match="no worker for a CPU"):
+            Engine(modules, [], copy_worker="vllm")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_chunks_go_to_the_host_and_back_on_a_cpu(tmp_path: Path) -> None:
+    tensors = [np.random.default_rng(i).integers(0, 255, (BLOCKS, PAGE), np.uint8) for i in (0, 1)]
+    with stand_in(tmp_path, Platform("cpu")) as modules:
+        engine = Engine(modules, tensors)
+        worker = engine.worker()
+        worker.submit_store(1, device_blocks(0, 5), chunks(3))
+        assert ended(worker, 1) == [(1, True, 2 * ROW)]
+        worker.submit_load(2, chunks(3), device_blocks(6, 7))
+        assert ended(worker, 2) == [(2, True, 2 * ROW)]
+        for one in tensors:
+            assert (one[[6, 7]] == one[[0, 5]]).all()
+        with pytest.raises(DeviceError, match="are not 1 chunks"):
+            worker.submit_load(3, chunks(3), device_blocks(0, 1, 2))
+        engine.close(worker)
+    assert list(tmp_path.iterdir()) == []
