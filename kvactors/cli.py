@@ -303,15 +303,18 @@ def bench(
     quick
         A short run, to check that the benchmark works.
     vllm_python
-        For flush: a Python that has vLLM, whose publisher is measured in the same run. For engine:
-        a Python that has vLLM and kvactors. By default this one, if it has vLLM.
+        For flush and store: a Python that has vLLM, whose publisher or `fs` tier is measured in
+        the same run. For engine: a Python that has vLLM and kvactors. By default this one, if it
+        has vLLM.
     """
     from kvactors.bench.report import print_bench
 
     options: dict[str, Any] = {"quick": quick}
     if vllm_python is not None:
-        if name not in ("flush", "engine"):
-            raise ConfigError(f"vllm_python is for the benchmarks flush and engine, not {name}")
+        if name not in ("flush", "engine", "store"):
+            raise ConfigError(
+                f"vllm_python is for the benchmarks flush, engine and store, not {name}"
+            )
         options["vllm_python"] = str(vllm_python)
     result = import_module(f"kvactors.bench.{name}").run(**options)
     print_bench(result, Console(stderr=to_stdout(json)))

@@ -104,4 +104,4 @@ def test_only_the_benchmark_of_the_flush_path_has_a_peer_of_vllm(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", "lag", "--vllm-python", "/python"])
     assert ended.value.code != 0
-    assert "is for the benchmarks flush and engine" in capsys.readouterr().err
+    assert "is for the benchmarks flush, engine and store" in capsys.readouterr().err

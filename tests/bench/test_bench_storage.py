@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
 from kvactors.bench import store
+from kvactors.bench.store_rounds import PEER, load_of
+from kvactors.cli import main
+
+STAND_IN = """#!{python}
+import json, sys
+from pathlib import Path
+for line in sys.stdin:
+    asked = json.loads(line)
+    with Path({log!r}).open("a") as log:
+        log.write(line)
+    answer = {{}}
+    if asked["do"] in ("write", "read"):
+        answer = {{"seconds": 2.0, "processor": 1.0, "failed": {failed}}}
+    print(json.dumps(answer), flush=True)
+"""
+"""A program in the place of a Python that has vLLM. Its tier takes 2 s for each direction."""
 
 
 def test_the_store_reports_both_directions_beside_plain_threads(tmp_path, monkeypatch):
@@ -14,3 +36,46 @@ def test_the_store_reports_both_directions_beside_plain_threads(tmp_path, monkey
     )
     assert all(row["ours"] > 0 for row in report["rows"])
     assert list(tmp_path.iterdir()) == []
+
+
+def stand_in(folder: Path, log: Path, failed: int = 0) -> str:
+    path = folder / "python"
+    path.write_text(STAND_IN.format(python=sys.executable, log=str(log), failed=failed))
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_vllms_tier_takes_its_turn_in_every_round(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(store, "pool_rows", lambda *_: [])
+    log = tmp_path / "log"
+    report = store.run(quick=True, vllm_python=stand_in(tmp_path, log))
+    load = load_of(64 << 10, 2 << 20)
+    rows = {row["case"]: row for row in report["rows"]}
+    for what in ("write", "read"):
+        beside = rows[f"64 KiB blocks, {what}, beside vLLM"]
+        assert (beside["limit_name"], beside["limit"]) == (PEER, pytest.approx(1.0486, rel=1e-3))
+        assert rows[f"64 KiB blocks, {what}, processor time"]["limit"] == pytest.approx(
+            1e9 / (2 << 20), rel=1e-3
+        )
+        assert "vLLM's 0.00 to 0.00" in report["settings"][f"GB/s, 64 KiB blocks, {what}"]
+    asked = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [one["do"] for one in asked] == ["open", "write", "read", "close"]
+    assert (asked[0]["size"], asked[0]["slots"]) == (64 << 10, load.slots)
+    assert (asked[1]["count"], asked[1]["batch"]) == (load.objects, load.batch)
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_tier_whose_jobs_fail_gives_no_figures(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    with pytest.raises(RuntimeError, match="3 jobs of vLLM's fs tier failed"):
+        store.run(quick=True, vllm_python=stand_in(tmp_path, tmp_path / "log", 3))
+
+
+def test_a_python_without_vllm_is_a_named_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["bench", "store", "--quick", "--vllm-python", sys.executable])
+    assert "ModuleNotFoundError" in capsys.readouterr().err

@@ -1,0 +1,396 @@
+"""Rounds of `bench store`: the same bytes through the file store, through plain direct I/O and
+through vLLM's `fs` tier, in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from kvactors.actor import Actor, ActorRef, ActorSpec, Group, InFlight, Supervisor, on
+from kvactors.bench.engine import EngineProcess
+from kvactors.bench.report import Row, rate_row, time_row
+from kvactors.device.arena import Arena
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathsFound, TierCleared
+from kvactors.lineage import Lineage
+from kvactors.observe.lag import Lag, LagMonitor
+from kvactors.storage.backends import FileBackend
+from kvactors.storage.backends.base import Expired, ReadReport, WriteReport
+from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.messages import Outcome, Probed, Read, ReadDone, StoreCleared, Write, Written
+from kvactors.storage.reader import StorageReader
+from kvactors.storage.writer import StorageWriter
+from kvactors.terminable import run_terminable
+from kvactors.types import join_hashes
+
+DIGEST = bytes(32)
+BATCH_BYTES = 32 << 20
+"""Bytes of a batch, unless that is more than `MOST` objects or less than `LEAST`."""
+LEAST, MOST = 16, 256
+APART = 4
+"""Batches after which slots are used again: more than are in flight at a time."""
+
+PEER = "vLLM's fs tier, nothing verified"
+DISK = "plain O_DIRECT threads, best of"
+PLAIN: tuple[tuple[str, int, bool], ...] = (
+    ("4 threads, one file", 4, False),
+    ("16 threads, one file", 16, False),
+    ("16 threads, a file an object", 16, True),
+)
+"""Plain threads: a name, how many, and whether each object is a file."""
+
+
+class Round(NamedTuple):
+    """Bytes a second and processor seconds for a GB, written and read."""
+
+    write: float
+    read: float
+    write_cpu: float
+    read_cpu: float
+
+
+class Load(NamedTuple):
+    """The objects that every runner moves in a round.
+
+    Attributes:
+        size: bytes of an object.
+        objects: how many.
+        batch: objects of a message, or of a job.
+    """
+
+    size: int
+    objects: int
+    batch: int
+
+    @property
+    def slots(self) -> int:
+        """Slots of the arena: batches in flight share none."""
+        return self.batch * APART
+
+    @property
+    def case(self) -> str:
+        """In the names of rows."""
+        size = self.size
+        return f"{size >> 20} MiB blocks" if size >= 1 << 20 else f"{size >> 10} KiB blocks"
+
+
+def load_of(size: int, total: int) -> Load:
+    """The load of an object size and a number of bytes."""
+    return Load(size, max(4, total // size), max(LEAST, min(MOST, BATCH_BYTES // size)))
+
+
+class NullEvictor(Actor):
+    """Stands where evictor and notifier stand: it counts answers."""
+
+    ROLE: ClassVar[str] = "cpu_evictor"
+
+    def __init__(self, ref: ActorRef) -> None:
+        super().__init__(ref)
+        self.outcomes: dict[int, bytes] = {}
+
+    @on(Written)
+    def written(self, message: Written) -> None:
+        """A batch was written."""
+        self.outcomes[message.op] = message.outcomes
+
+    @on(ReadDone)
+    def read_done(self, message: ReadDone) -> None:
+        """A batch was read."""
+        self.outcomes[message.op] = message.outcomes
+
+    @on(Probed)
+    def probed(self, message: Probed) -> None:
+        """Ignored: the benchmark sends no probe."""
+
+    @on(StoreCleared)
+    def store_cleared(self, message: StoreCleared) -> None:
+        """Ignored: the benchmark clears no store."""
+
+
+class NullNotifier(Actor):
+    """Stands in for the notifier."""
+
+    ROLE: ClassVar[str] = "flush_notifier"
+
+    @on(BlocksAdded)
+    def blocks_added(self, message: BlocksAdded) -> None:
+        """Nothing to do."""
+
+    @on(BlocksRemoved)
+    def blocks_removed(self, message: BlocksRemoved) -> None:
+        """Nothing to do."""
+
+    @on(TierCleared)
+    def tier_cleared(self, message: TierCleared) -> None:
+        """Nothing to do."""
+
+    @on(PathsFound)
+    def paths_found(self, message: PathsFound) -> None:
+        """Nothing to do."""
+
+
+def names(count: int, first: int = 0) -> list[bytes]:
+    """Names of blocks."""
+    return [(first + i).to_bytes(32, "little") for i in range(count)]
+
+
+class StoreOnly:
+    """The part of a data plane that storage actors use."""
+
+    def __init__(self, store: CheckedBackend, slots: Arena) -> None:
+        self.store = store
+        self.slots = slots
+
+    async def read(
+        self, generation: int, keys: Sequence[bytes], slots: Sequence[int], expired: Expired
+    ) -> ReadReport:
+        """See `StoragePlane`."""
+        return await self.store.read_slots(keys, self.slots, slots, expired)
+
+    async def write(
+        self,
+        generation: int,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+    ) -> WriteReport:
+        """See `StoragePlane`."""
+        return await self.store.write_slots(keys, self.slots, slots, expired, lineages)
+
+
+def processor_seconds() -> float:
+    """Processor time of this process, all threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+class Meter:
+    """Rates of the two directions, in the order of their ends."""
+
+    def __init__(self, load: Load) -> None:
+        self._bytes = load.size * load.objects
+        self._rates: list[float] = []
+        self._costs: list[float] = []
+
+    @contextmanager
+    def direction(self) -> Iterator[None]:
+        """One direction is moved inside."""
+        began, used = time.perf_counter(), processor_seconds()
+        yield
+        seconds = time.perf_counter() - began
+        self.add(seconds, processor_seconds() - used)
+
+    def add(self, seconds: float, processor: float) -> None:
+        """A direction took so long."""
+        self._rates.append(self._bytes / seconds)
+        self._costs.append(processor / (self._bytes / 1e9))
+
+    def round(self) -> Round:
+        """Both directions."""
+        return Round(*self._rates, *self._costs)
+
+
+async def ours(folder: Path, arena: Arena, load: Load) -> tuple[Round, Lag]:
+    """Objects through writer and reader actors, and the loop's lag during both."""
+    store = FileBackend(folder, DIGEST, load.size)
+    await store.open()
+    await store.attach(arena)
+    plane = StoreOnly(CheckedBackend(store, 60.0), arena)
+    supervisor = Supervisor(InFlight())
+    refs = {
+        kind: supervisor.make_ref(kind, 256)
+        for kind in (StorageReader, StorageWriter, NullEvictor, NullNotifier)
+    }
+    parts: dict[str, Any] = {
+        "backend": plane.store,
+        "plane": plane,
+        "evictor": refs[NullEvictor],
+        "notifier": refs[NullNotifier],
+    }
+    specs = [
+        ActorSpec(StorageReader, lambda ref: StorageReader(ref, **parts), refs[StorageReader]),
+        ActorSpec(StorageWriter, lambda ref: StorageWriter(ref, **parts), refs[StorageWriter]),
+        ActorSpec(NullEvictor, NullEvictor, refs[NullEvictor]),
+        ActorSpec(NullNotifier, NullNotifier, refs[NullNotifier]),
+    ]
+    deadline = asyncio.get_running_loop().time() + 600.0
+    meter = Meter(load)
+    async with supervisor.running(Group("store", tuple(specs))), LagMonitor().running() as lag:
+        for kind in (Write, Read):
+            target = refs[StorageWriter] if kind is Write else refs[StorageReader]
+            with meter.direction():
+                for op, start in enumerate(range(0, load.objects, load.batch)):
+                    keys = names(min(load.batch, load.objects - start), start)
+                    slots = tuple((start + i) % arena.num_slots for i in range(len(keys)))
+                    if kind is Write:
+                        await target.tell(Write(op, join_hashes(keys), slots, deadline))
+                    else:
+                        await target.tell(Read(op, join_hashes(keys), slots, deadline, take=False))
+                await supervisor.in_flight.wait_idle()
+            sink: Any = supervisor.actor(refs[NullEvictor].name)
+            if not all(o == Outcome.OK for outcomes in sink.outcomes.values() for o in outcomes):
+                raise RuntimeError("a block was lost")
+    await store.close()
+    return meter.round(), lag.result()
+
+
+def plain(folder: Path, arena: Arena, load: Load, threads: int, files: bool) -> Round:
+    """Objects by threads that do nothing but O_DIRECT reads and writes, of a preallocated file or
+    of a file for each."""
+    size, stride = load.size, arena.stride
+    memory = [np.frombuffer(arena.view(slot), np.uint8) for slot in range(arena.num_slots)]
+    one = -1
+    if not files:
+        one = os.open(folder / "plain", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(one, 0, stride * load.objects)
+
+    def move(call: Callable[..., int], flags: int, i: int) -> None:
+        fd = os.open(folder / f"plain-{i}", flags | os.O_DIRECT, 0o600) if files else one
+        try:
+            if call(fd, [memory[i % len(memory)]], 0 if files else i * stride) != size:
+                raise RuntimeError("a plain transfer was short")
+        finally:
+            if files:
+                os.close(fd)
+
+    meter = Meter(load)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for call, flags in ((os.pwritev, os.O_RDWR | os.O_CREAT), (os.preadv, os.O_RDONLY)):
+                with meter.direction():
+                    list(pool.map(partial(move, call, flags), range(load.objects)))
+    finally:
+        if one >= 0:
+            os.close(one)
+        for path in folder.glob("plain*"):
+            path.unlink()
+    return meter.round()
+
+
+class VllmTier:
+    """vLLM's `fs` tier in another process. folder: of its files."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        self._process = EngineProcess(python, "its fs tier", "store_child.py")
+        self._folder = folder
+
+    def round(self, load: Load) -> Round:
+        """A round in an empty folder."""
+        ask = self._process.ask
+        ask("open", folder=str(self._folder), size=load.size, slots=load.slots)
+        meter = Meter(load)
+        for what in ("write", "read"):
+            found = ask(what, first=0, count=load.objects, batch=load.batch)
+            if found["failed"]:
+                raise RuntimeError(f"{found['failed']} jobs of vLLM's fs tier failed")
+            meter.add(found["seconds"], found["processor"])
+        ask("close")
+        return meter.round()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+
+class Measured(NamedTuple):
+    """Rounds of one load, by runner.
+
+    Attributes:
+        plain: by the name of the variant.
+        vllm: empty without a Python that has it.
+    """
+
+    load: Load
+    ours: list[Round]
+    plain: dict[str, list[Round]]
+    vllm: list[Round]
+    lag: Lag
+
+
+def measured(folder: Path, load: Load, rounds: int, vllm: VllmTier | None) -> Measured:
+    """Interleaved rounds, in another order each time."""
+    arena = Arena(load.slots, load.size)
+    arena.touch()
+    for slot in range(arena.num_slots):
+        arena.view(slot)[:] = np.random.default_rng(slot).bytes(load.size)
+    found = Measured(load, [], {name: [] for name, _, _ in PLAIN}, [], Lag(0.0, 0.0, 0.0))
+    lags: list[Lag] = []
+
+    def run_ours() -> None:
+        result, lag = run_terminable(ours(folder / "ours", arena, load))
+        found.ours.append(result)
+        lags.append(lag)
+        shutil.rmtree(folder / "ours")
+
+    def run_plain(name: str, threads: int, files: bool) -> None:
+        found.plain[name].append(plain(folder, arena, load, threads, files))
+
+    runners: list[Callable[[], None]] = [run_ours]
+    runners += [partial(run_plain, *variant) for variant in PLAIN]
+    if vllm is not None:
+        peer = vllm
+        runners.append(lambda: found.vllm.append(peer.round(load)))
+    for number in range(rounds):
+        at = number % len(runners)
+        for runner in runners[at:] + runners[:at]:
+            runner()
+        print(f"{load.case}, round {number + 1}: {_line(found)}", file=sys.stderr, flush=True)
+    arena.close()
+    return found._replace(lag=max(lags, key=lambda one: one.p999))
+
+
+def _line(found: Measured) -> str:
+    """The last round: each runner, written / read, in GB/s."""
+    last = {name: of[-1] for name, of in found.plain.items()}
+    best = (max(one.write for one in last.values()), max(one.read for one in last.values()))
+    shown = [("the disk", best), ("ours", found.ours[-1][:2])]
+    if found.vllm:
+        shown.append(("vLLM's", found.vllm[-1][:2]))
+    return ", ".join(f"{name} {w / 1e9:.2f} / {r / 1e9:.2f}" for name, (w, r) in shown)
+
+
+def rows_of(found: Measured) -> list[Row]:
+    """Rows of a load: medians of both directions beside the disk and vLLM's tier."""
+    rows = []
+    for i, what in enumerate(("write", "read")):
+        case = f"{found.load.case}, {what}"
+        mine = statistics.median(one[i] for one in found.ours) / 1e6
+        by_name = {name: statistics.median(r[i] for r in of) for name, of in found.plain.items()}
+        best = max(by_name, key=lambda name: by_name[name])
+        rows.append(
+            rate_row(case, mine, by_name[best] / 1e6, "MB/s", f"{DISK} {len(PLAIN)}: {best}")
+        )
+        if found.vllm:
+            theirs = statistics.median(one[i] for one in found.vllm) / 1e6
+            rows.append(rate_row(f"{case}, beside vLLM", mine, theirs, "MB/s", PEER))
+            cost, theirs = (
+                statistics.median(one[2 + i] for one in of) for of in (found.ours, found.vllm)
+            )
+            rows.append(time_row(f"{case}, processor time", cost, theirs, "s/GB", PEER))
+    return rows
+
+
+def spread_of(found: Measured) -> dict[str, str]:
+    """The least and the most GB/s of every runner, by direction."""
+    runners = {"ours": found.ours, "vLLM's": found.vllm, **found.plain}
+    return {
+        f"{found.load.case}, {what}": ", ".join(
+            f"{name} {min(r[i] for r in of) / 1e9:.2f} to {max(r[i] for r in of) / 1e9:.2f}"
+            for name, of in runners.items()
+            if of
+        )
+        for i, what in enumerate(("write", "read"))
+    }
