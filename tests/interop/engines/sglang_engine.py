@@ -146,7 +146,11 @@ class SglangEngine:
             env=VARIABLES | (variables or {}),
         )
         self._ended = False
-        self.opened = self._ask(OPEN, do="open", settings={"model_path": str(model)} | settings)
+        try:
+            self.opened = self._ask(OPEN, do="open", settings={"model_path": str(model)} | settings)
+        except BaseException:
+            self.discard()  # nobody else can: the caller has no engine
+            raise
 
     def _ask(self, limit: float, **message: Any) -> dict[str, Any]:
         return dict(self._child.ask(message, limit))

@@ -23,6 +23,7 @@ sys.modules["sglang.test.test_utils"] = _utils
 
 from sglang.srt.environ import envs  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle  # noqa: E402
+from sglang.srt.mem_cache.pool_host import base as pool_host  # noqa: E402
 from sglang.test.kits.unified_radix_cache import mixins  # noqa: E402
 from sglang.test.kits.unified_radix_cache.config import CONFIGS, supports_hicache  # noqa: E402
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_prefix  # noqa: E402
@@ -30,6 +31,8 @@ from sglang.test.kits.unified_radix_cache.storage import (  # noqa: E402
     UnifiedRadixCacheStorageFixtures,
 )
 
+pool_host.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+"""SGLang leaves 10 GiB to others, and these pools have a few MB each."""
 PAGES = 4
 MARKER = 7
 CAPACITY = 500

@@ -404,7 +404,9 @@ def test_two_tensor_parallel_ranks(start_sglang: Start, tmp_path: Path) -> None:
     """Each rank stores its heads. The tokens are compared with those of the same engine, since the
     ranks add numbers in another order than one rank does."""
     store = tmp_path / "store"
-    engine = start_sglang(kvactors(store), tp_size=2)
+    # SGLang wants a NUMA node for each rank, or processors named for each
+    processors = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    engine = start_sglang(kvactors(store), variables=processors, tp_size=2)
     wanted = engine.serve(PROMPTS).tokens
     assert engine.flush()
     stored = engine.serve(PROMPTS)
