@@ -291,6 +291,8 @@ def bench(
     json: Output | None = None,
     quick: bool = False,
     vllm_python: Path | None = None,
+    sglang_python: Path | None = None,
+    blocks: int | None = None,
 ) -> int:
     """Measure kvactors, and the limit beside it in the same run.
 
@@ -306,6 +308,10 @@ def bench(
         For flush and store: a Python that has vLLM, whose publisher or `fs` tier is measured in
         the same run. For engine: a Python that has vLLM and kvactors. By default this one, if it
         has vLLM.
+    sglang_python
+        For index: a Python that has SGLang, whose Rust tree is measured in the same run.
+    blocks
+        For index: the blocks that the index has before, in the rows of a filled one.
     """
     from kvactors.bench.report import print_bench
 
@@ -316,6 +322,12 @@ def bench(
                 f"vllm_python is for the benchmarks flush, engine and store, not {name}"
             )
         options["vllm_python"] = str(vllm_python)
+    if (sglang_python is not None or blocks is not None) and name != "index":
+        raise ConfigError(f"sglang_python and blocks are for the benchmark index, not {name}")
+    if sglang_python is not None:
+        options["sglang_python"] = str(sglang_python)
+    if blocks is not None:
+        options["blocks"] = blocks
     result = import_module(f"kvactors.bench.{name}").run(**options)
     print_bench(result, Console(stderr=to_stdout(json)))
     if json is not None:

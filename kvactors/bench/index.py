@@ -1,39 +1,74 @@
 """Match and insert: 64 prompts of 8,192 tokens in groups of 8 that share 75 %, given as 64-bit
-integers, names included."""
+integers, beside SGLang's Rust tree in a process of its Python.
+
+The two take turns with the same prompts. Processor time is counted: neither waits for anything, and
+what runs beside them does not count.
+"""
 
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvactors.bench.report import Row, bench_report, rate_row
+from kvactors.bench.child import ChildProcess
+from kvactors.bench.index_child import (
+    GROUP_SIZE,
+    LENGTH,
+    SHARED,
+    Prompts,
+    batch_of,
+    resident_bytes,
+    some_stored,
+    stored_prompt,
+)
+from kvactors.bench.report import Row, bench_report, rate_row, time_row
+from kvactors.errors import ConfigError
 from kvactors.native import BlockTree, Path, chain_hashes
 
-PROMPTS, GROUP_SIZE, LENGTH, SHARED = 64, 8, 8192, 0.75
+PROMPTS = 64
 ROOT = bytes(32)
-SGLANG = 233.0
-SGLANG_NAME = "SGLang's Rust tree on the same workload, no names (published)"
+BLOCKS = 1_000_000
+"""Blocks that the index has before, in the rows of a filled index."""
+LONG = 131_072
+"""Tokens of a long prompt."""
+PEER = "SGLang's Rust tree, same run"
+HASHED = "SGLang's Rust tree with KV events, same run"
+PUBLISHED = "SGLang's Rust tree on the same workload, no hashes (published)"
+PUBLISHED_RATE = 233.0
+UNIT = "M tokens/s"
+LIMIT = 900.0
+"""Seconds that the peer may take for an answer. Only a hang takes as long."""
+ENDING = 30.0
+"""Seconds that the peer may take to end."""
+HOW = (
+    "`python -m tests.interop.setup DIR engines` in a clone makes an environment, then run "
+    "`kvactors bench index --sglang-python DIR/sglang_cpu/bin/python`. A Python with torch and "
+    "SGLang's wheel is enough"
+)
 
-Prompts = list[NDArray[np.int64]]
+
+class Turn(NamedTuple):
+    """Processor seconds of a turn, and the tokens that were there before."""
+
+    seconds: float
+    hits: int
 
 
-def prompts(rng: np.random.Generator, count: int, length: int) -> Prompts:
-    """Prompts in groups that share their beginning. The groups are of one size at any count, so
-    that runs of few long prompts and of many short ones have as many new tokens."""
-    groups = [rng.integers(0, 150_000, int(length * SHARED)) for _ in range(count // GROUP_SIZE)]
-    rest = length - int(length * SHARED)
-    return [
-        np.concatenate([groups[i % len(groups)], rng.integers(0, 150_000, rest)])
-        for i in range(count)
-    ]
+def insert(tree: BlockTree, batch: Prompts, block_size: int, *, hashes: bool = False) -> int:
+    """Match each prompt, give the missing blocks ids, make them shareable, let go.
 
+    Args:
+        tree: the index.
+        batch: the prompts.
+        block_size: tokens a block.
+        hashes: whether the hashes of the new blocks are asked for, as a sink does.
 
-def insert(tree: BlockTree, batch: Prompts, block_size: int) -> None:
-    """Match each prompt, give the missing blocks ids, make them shareable, let go."""
+    Returns:
+        The tokens that were there before.
+    """
+    hits = 0
     for tokens in batch:
         path = Path(block_size, ROOT)
         path.extend(tokens)
@@ -41,74 +76,209 @@ def insert(tree: BlockTree, batch: Prompts, block_size: int) -> None:
         blocks = path.num_full_blocks
         path.assign(run, range(blocks - run))
         tree.commit(path, blocks)
+        if hashes:
+            path.hashes(run, blocks)
         tree.release(path)
+        hits += run * block_size
+    return hits
 
 
-def rate(block_size: int, length: int, count: int, filled: int, rounds: int) -> float:
-    """Median million tokens a second over fresh prompts, with `filled` blocks in the
-    index before."""
-    rng = np.random.default_rng(7)
-    per_round = count * (length // block_size)
+class OurTree:
+    """The index, as the peer's process has SGLang's."""
+
+    def __init__(self) -> None:
+        self._block_size = self._stored = 0
+        self._hashes = False
+        self._tree: BlockTree | None = None
+
+    def new(self, block_size: int, *, hashes: bool, blocks: int) -> None:
+        """Begin with an empty tree that has memory for `blocks`."""
+        self._tree = None
+        self._block_size, self._hashes, self._stored = block_size, hashes, 0
+        self._tree = BlockTree(block_size, blocks)
+
+    def drop(self) -> None:
+        """Free the tree."""
+        self._tree = None
+
+    def fill(self, prompts: int) -> None:
+        """Store prompts that have nothing in common."""
+        for number in range(self._stored, self._stored + prompts):
+            insert(self._current(), [stored_prompt(number)], self._block_size)
+        self._stored += prompts
+
+    def insert(self, seed: int, count: int, length: int) -> Turn:
+        """Match and insert the prompts of a round."""
+        batch = batch_of(seed, count, length)
+        began = time.process_time()
+        hits = insert(self._current(), batch, self._block_size, hashes=self._hashes)
+        return Turn(time.process_time() - began, hits)
+
+    def look_up(self, seed: int, count: int) -> Turn:
+        """Match prompts that are stored, and hold them for a moment."""
+        tree, hits = self._current(), 0
+        batch = some_stored(seed, count, self._stored)
+        began = time.process_time()
+        for tokens in batch:
+            path = Path(self._block_size, ROOT)
+            path.extend(tokens)
+            hits += tree.pin(path)[0] * self._block_size
+            tree.release(path)
+        return Turn(time.process_time() - began, hits)
+
+    def _current(self) -> BlockTree:
+        if self._tree is None:
+            raise RuntimeError("no tree has been made")
+        return self._tree
+
+
+class Bench:
+    """Both trees, in the same state.
+
+    Args:
+        peer: the process that has SGLang's tree. None without SGLang.
+        rounds: turns of each in a row of the report.
+
+    Attributes:
+        rows: those measured so far.
+        memory: bytes a block, by name.
+    """
+
+    def __init__(self, peer: ChildProcess | None, rounds: int) -> None:
+        self.rows: list[Row] = []
+        self.memory: dict[str, float] = {}
+        self._peer = peer
+        self._rounds = rounds
+        self._ours = OurTree()
+
+    def empty(
+        self, case: str, block_size: int, count: int, length: int, *, hashes: bool = False
+    ) -> float:
+        """A row of rounds that begin with an empty index. Returns our rate."""
+
+        def new() -> None:
+            blocks = count * length // block_size
+            self._new(block_size, blocks + 1024, hashes=hashes)
+
+        return self._measure(case, "insert", (count, length), new, hashes=hashes)
+
+    def filled(self, block_size: int, count: int, blocks: int) -> None:
+        """The rows of an index that has `blocks`."""
+        per_prompt = LENGTH // block_size
+        stored = -(-blocks // per_prompt)
+        new = count * per_prompt * (self._rounds + 1)
+        self._ours.drop()
+        before = resident_bytes()
+        self._new(block_size, stored * per_prompt + new, hashes=False)
+        self._ours.fill(stored)
+        ours = (resident_bytes() - before) / (stored * per_prompt)
+        name = f"memory a block of {block_size}, {blocks:,} blocks"
+        self.memory[name] = round(ours, 1)
+        if self._peer is not None:
+            found = self._peer.ask("fill", prompts=stored)["bytes"] / (stored * per_prompt)
+            self.rows.append(time_row(f"block {block_size}, {name}", ours, found, "bytes", PEER))
+        case = f"block {block_size}, {blocks:,} blocks before"
+        self._measure(f"{case}, look-up", "look_up", (count,))
+        self._measure(case, "insert", (count, LENGTH))
+        self._new(block_size, 1024, hashes=False)
+
+    def _new(self, block_size: int, blocks: int, *, hashes: bool) -> None:
+        self._ours.new(block_size, hashes=hashes, blocks=blocks)
+        if self._peer is not None:
+            self._peer.ask("new", block_size=block_size, hashes=hashes)
+
+    def _measure(
+        self,
+        case: str,
+        do: str,
+        sizes: tuple[int, ...],
+        before: Any = None,
+        *,
+        hashes: bool = False,
+    ) -> float:
+        """Take turns, and add the row."""
+        names = ("count", "length")[: len(sizes)]
+        tokens = sizes[0] * (sizes[1] if len(sizes) > 1 else LENGTH)
+        ours: list[float] = []
+        theirs: list[float] = []
+        for number in range(self._rounds):
+            if before is not None:
+                before()
+            turns = {}
+            for who in ("ours", "peer") if number % 2 else ("peer", "ours"):
+                if who == "ours":
+                    turns[who] = getattr(self._ours, do)(number, *sizes)
+                elif self._peer is not None:
+                    found = self._peer.ask(do, seed=number, **dict(zip(names, sizes, strict=True)))
+                    turns[who] = Turn(**found)
+            if len({turn.hits for turn in turns.values()}) > 1:
+                raise RuntimeError(f"{case}: not the same tokens were found: {turns}")
+            ours.append(tokens / turns["ours"].seconds / 1e6)
+            if "peer" in turns:
+                theirs.append(tokens / turns["peer"].seconds / 1e6)
+        rate = median(ours)
+        if theirs:
+            limit = HASHED if hashes else PEER
+            self.rows.append(rate_row(case, rate, median(theirs), UNIT, limit))
+        elif not hashes:
+            self.rows.append(rate_row(case, rate, PUBLISHED_RATE, UNIT, PUBLISHED))
+        return rate
+
+
+def hashing_rate(block_size: int, rounds: int) -> float:
+    """Median million tokens a second of hashing alone, every block of every prompt."""
+    batch = batch_of(0, PROMPTS, LENGTH)
     results = []
-    tree = BlockTree(block_size, filled + per_round * (rounds + 1))
-    while tree.statistics()["nodes"] < filled:
-        insert(tree, [rng.integers(0, 150_000, LENGTH)], block_size)
     for _ in range(rounds):
-        if not filled:
-            tree = BlockTree(block_size, per_round + 1024)
-        batch = prompts(rng, count, length)
-        began = time.perf_counter()
-        insert(tree, batch, block_size)
-        results.append(count * length / (time.perf_counter() - began) / 1e6)
-    return median(results)
-
-
-def naming_rate(block_size: int, rounds: int) -> float:
-    """Median million tokens a second of naming alone, every block of every prompt."""
-    batch = prompts(np.random.default_rng(7), PROMPTS, LENGTH)
-    results = []
-    for _ in range(rounds):
-        began = time.perf_counter()
+        began = time.process_time()
         for tokens in batch:
             chain_hashes(ROOT, tokens, block_size)
-        results.append(PROMPTS * LENGTH / (time.perf_counter() - began) / 1e6)
+        results.append(PROMPTS * LENGTH / (time.process_time() - began) / 1e6)
     return median(results)
 
 
-def run(*, quick: bool = False) -> dict[str, Any]:
-    """All rows. quick: small sizes, for tests."""
-    rounds, filled, long = (1, 4096, 16_384) if quick else (9, 1_000_000, 131_072)
-    rows: list[Row] = []
-    unit = "M tokens/s"
-    for block_size in (64, 16):
-        empty = rate(block_size, LENGTH, PROMPTS, 0, rounds)
-        naming = naming_rate(block_size, rounds)
-        rows.append(rate_row(f"block {block_size}, empty index", empty, SGLANG, unit, SGLANG_NAME))
-        rows.append(
-            rate_row(
-                f"block {block_size}, empty index, beside naming",
-                empty,
-                naming,
-                unit,
-                "naming every block, same run",
+def run(*, quick: bool = False, sglang_python: str = "", blocks: int = 0) -> dict[str, Any]:
+    """All rows.
+
+    Args:
+        quick: small sizes, for tests.
+        sglang_python: a Python that has SGLang. Without one its published rate is the limit.
+        blocks: blocks of a filled index, 0 for the default.
+
+    Raises:
+        ConfigError: there is no such Python, or SGLang's tree fails in it.
+    """
+    if blocks < 0:
+        raise ConfigError(f"blocks is {blocks}: give a positive number")
+    rounds, filled, long = (1, 4096, 16_384) if quick else (9, BLOCKS, LONG)
+    filled = blocks or filled
+    with ExitStack() as stack:
+        peer = None
+        if sglang_python:
+            peer = ChildProcess(
+                sglang_python,
+                "index_child.py",
+                "",
+                what="SGLang's Rust tree",
+                hint=HOW,
+                limit=LIMIT,
+                ending=ENDING,
+                variables={},
             )
-        )
-        full = rate(block_size, LENGTH, PROMPTS, filled, rounds)
-        rows.append(
-            rate_row(
-                f"block {block_size}, {filled:,} blocks before", full, SGLANG, unit, SGLANG_NAME
-            )
-        )
-        longer = rate(block_size, long, GROUP_SIZE, 0, rounds)
-        rows.append(
-            rate_row(
-                f"block {block_size}, {long:,}-token prompts",
-                longer,
-                empty,
-                unit,
-                "8,192-token prompts, same run",
-            )
-        )
+            stack.callback(peer.close)
+        bench = Bench(peer, rounds)
+        for size in (64, 16):
+            plain = bench.empty(f"block {size}, empty index", size, PROMPTS, LENGTH)
+            case = f"block {size}, empty index, new blocks hashed"
+            hashed = bench.empty(case, size, PROMPTS, LENGTH, hashes=True)
+            limit = "hashing every block, same run"
+            rate = hashing_rate(size, rounds)
+            bench.rows.append(rate_row(f"{case}, beside hashing", hashed, rate, UNIT, limit))
+            bench.filled(size, PROMPTS, filled)
+            longer = bench.empty(f"block {size}, {long:,}-token prompts", size, GROUP_SIZE, long)
+            case = f"block {size}, {long:,}-token prompts beside shorter ones"
+            limit = f"{LENGTH:,}-token prompts, same run"
+            bench.rows.append(rate_row(case, longer, plain, UNIT, limit))
     settings = {
         "prompts": PROMPTS,
         "tokens": LENGTH,
@@ -116,5 +286,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         "shared": SHARED,
         "rounds": rounds,
         "quick": quick,
+        "sglang": sglang_python or "not installed",
+        "bytes": bench.memory,
     }
-    return bench_report("index", rows, settings)
+    return bench_report("index", bench.rows, settings)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvactors.bench import copy, index
+from kvactors.bench.index_child import prompts
 from kvactors.bench.report import rate_row, time_row
 from kvactors.native import BlockTree
 
@@ -33,7 +34,7 @@ def test_a_higher_ratio_is_better_in_every_kind_of_row() -> None:
 
 
 def test_prompts_share_their_group_prefix() -> None:
-    batch = index.prompts(np.random.default_rng(0), 16, 1024)
+    batch = prompts(np.random.default_rng(0), 16, 1024)
     shared = int(1024 * index.SHARED)
     assert all(len(tokens) == 1024 for tokens in batch)
     for i, tokens in enumerate(batch):
@@ -45,7 +46,7 @@ def test_prompts_share_their_group_prefix() -> None:
 
 def test_the_timed_code_leaves_every_block_in_the_tree() -> None:
     tree = BlockTree(16)
-    batch = index.prompts(np.random.default_rng(0), 16, 1024)
+    batch = prompts(np.random.default_rng(0), 16, 1024)
     index.insert(tree, batch, 16)
     groups, shared, own = 16 // index.GROUP_SIZE, 48, 16
     expected = groups * shared + 16 * own

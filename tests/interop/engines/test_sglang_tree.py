@@ -1,0 +1,19 @@
+"""`bench index` beside the Rust tree of SGLang's wheel."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvactors.bench import index
+from tests.interop.environments import Environments
+
+pytestmark = pytest.mark.engines
+
+
+def test_sglangs_tree_finds_the_same_tokens(environments: Environments) -> None:
+    """The benchmark compares the hits of every turn."""
+    python = environments.program("sglang_cpu")
+    report = index.run(quick=True, sglang_python=python, blocks=4096)
+    beside = [row for row in report["rows"] if row["limit_name"] in (index.PEER, index.HASHED)]
+    assert len(beside) == 12
+    assert all(row["limit"] >= 0 < row["ours"] for row in beside)
