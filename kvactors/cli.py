@@ -1,4 +1,4 @@
-"""The command line: run, replay, sweep, bench, store."""
+"""The command line: run, replay, sweep, bench, store, top."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from kvactors.scenario.watching import Watching
 from kvactors.settings_commands import config as config_app
 from kvactors.settings_commands import size
 from kvactors.terminable import run_terminable, sigterm_ends, temporary_folder
+from kvactors.top.command import top
 
 
 def version() -> str:
@@ -50,6 +51,7 @@ app = App(
 app.register_install_completion_command(add_to_startup=True)
 app.command(config_app)
 app.command(size)
+app.command(top)
 MOVED = {
     ("simulate",): "python -m tests.simulation",
     ("chaos",): "python -m tests.chaos",
@@ -85,7 +87,8 @@ def run(
     trace
         Where to write a trace of messages and transfers, for ui.perfetto.dev.
     metrics_port
-        Serve /metrics and /health on this port during the run. Needs the extra [metrics].
+        Serve /metrics, /health and /statistics on this port during the run. Needs the extra
+        [metrics].
     metrics_host
         The address to serve them on.
     seed
@@ -162,7 +165,8 @@ def replay_command(
     trace_out
         Where to write a trace of messages and transfers, for ui.perfetto.dev.
     metrics_port
-        Serve /metrics and /health on this port during the run. Needs the extra [metrics].
+        Serve /metrics, /health and /statistics on this port during the run. Needs the extra
+        [metrics].
     metrics_host
         The address to serve them on.
     """

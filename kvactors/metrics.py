@@ -23,6 +23,7 @@ from kvactors.calls import CacheCalls
 from kvactors.errors import KVActorsError
 from kvactors.histogram import Histogram
 from kvactors.observe.families import FAMILIES, FASTDEPLOY, FASTDEPLOY_FAMILIES, PREFIX, Family
+from kvactors.observe.lag import LagTimer
 from kvactors.observe.metrics import Snapshot, take_snapshot, watch_of
 
 WAIT = 5.0
@@ -56,9 +57,11 @@ class CacheMetrics(Collector):
         self._thread = threading.get_ident()
         self._watch = watch_of(cache.system)
         self._watch.attach(cache.system)
+        self._lag = LagTimer(self._watch.histograms.loop_lag, self._is_open)
 
     def close(self) -> None:
         """Observe the cache no longer. The histograms stay as they are."""
+        self._lag.stop()
         self._watch.detach(self._cache.system)
 
     def collect(self) -> Iterator[Metric]:
@@ -99,11 +102,13 @@ class CacheMetrics(Collector):
             except Exception as error:
                 answer.set_exception(error)
 
+    def _is_open(self) -> bool:
+        return self._cache._client.is_open and not self._cache.system.forked
+
     def _read(self) -> Snapshot | None:
-        client, system = self._cache._client, self._cache.system
-        if not client.is_open or system.forked:
+        if not self._is_open():
             return None
-        return take_snapshot(system, self._watch, client.leaked)
+        return take_snapshot(self._cache.system, self._watch, self._cache._client.leaked)
 
 
 def _exposed(prefix: str, families: Iterable[Family], snapshot: Snapshot) -> Iterator[Metric]:

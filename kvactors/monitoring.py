@@ -1,4 +1,5 @@
-"""HTTP endpoint of a cache: `/metrics` for Prometheus and `/health` for load balancers.
+"""HTTP endpoint of a cache: `/metrics` for Prometheus, `/health` for load balancers, and
+`/statistics` as JSON.
 
 The endpoint runs on the cache's event loop. Everything that a client can make it do is bounded:
 connections, bytes and seconds of a request, seconds of the answer, and renderings a second.
@@ -191,7 +192,9 @@ class Endpoint:
             return only_head, self.metrics()
         if target == b"/health":
             return only_head, self.health()
-        return only_head, Answer(404, b"/metrics or /health\n")
+        if target == b"/statistics":
+            return only_head, self.statistics()
+        return only_head, Answer(404, b"/metrics, /health or /statistics\n")
 
     def metrics(self) -> Answer:
         """The metrics, at most FRESH seconds old."""
@@ -214,12 +217,21 @@ class Endpoint:
                 found, status = health.as_dict(), 503 if health.status == "failed" else 200
         return Answer(status, json.dumps(found).encode() + b"\n", "application/json")
 
+    def statistics(self) -> Answer:
+        """`KVCache.statistics` as JSON, 503 without an open cache."""
+        with suppress(KVActorsError):
+            if self._caches:
+                found = self._caches[-1][0].statistics().as_dict()
+                return Answer(200, json.dumps(found).encode() + b"\n", "application/json")
+        return Answer(503, b"no cache is open\n")
+
 
 @asynccontextmanager
 async def serve_metrics(
     cache: CacheCalls, port: int = 9464, host: str = LOOPBACK, *, fastdeploy_names: bool = False
 ) -> AsyncIterator[Endpoint]:
-    """Serve `/metrics` and `/health` of a cache while the block runs. Needs the extra `metrics`.
+    """Serve `/metrics`, `/health` and `/statistics` of a cache while the block runs. Needs the
+    extra `metrics`.
 
     Args:
         cache: an open cache.

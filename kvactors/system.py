@@ -13,6 +13,7 @@ Arrows are bounded data lanes and form no cycle. Completions travel back on the 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -119,6 +120,7 @@ class System:
         self.shutdown = Shutdown(config.actors.drain_timeout_s, self.arena)
         self.forked = False
         self.sizing: asyncio.Task[None] | None = None  # `set_num_blocks` at work
+        self.opened_at = 0.0  # Unix time
         self.last_status = "ok"  # the last logged health status
         # loop time at which each condition (component and reason) of the last `health` call began
         self.troubles: dict[tuple[str, str], float] = {}
@@ -204,6 +206,7 @@ class System:
             opened.push_async_callback(shutdown.step, "device", self._end_sizing)
             drain, unused = self.config.actors.drain_timeout_s, self.wiring.unused()
             async with self.supervisor.running(*self._groups(), drain=drain, outside=unused):
+                self.opened_at = time.time()
                 log.info("cache opened", **summarize(self)._asdict())
                 started.set_result(None)
                 try:

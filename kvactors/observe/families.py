@@ -319,6 +319,12 @@ FAMILIES: tuple[Family, ...] = (
            lambda s: [((str(rank[0]),), rank[2]) for rank in s.ranks]),
     Family("rank_losses", "counter", ("rank",), "Times that a rank's connection was lost.",
            lambda s: [((str(rank[0]),), rank[3]) for rank in s.ranks]),
+    # the process
+    Family("loop_lag_seconds", "histogram", (),
+           "Seconds by which a timer of the cache's event loop is late, of one that is due every "
+           "50 ms.", one(lambda s: s.watch.histograms.loop_lag)),
+    Family("start_time_seconds", "gauge", (), "Unix time at which the cache was opened.",
+           one(lambda s: s.opened_at)),
     # health
     Family("health", "gauge", ("status",), "1 for the present status.", by(_status)),
     Family("degraded", "gauge", ("component",), "1 for each part that does not work.",

@@ -33,6 +33,7 @@ class Histograms:
         self.transfer_bytes = {route: Histogram(BYTES) for route in ROUTES}
         self.flush: dict[str, Histogram] = {}
         self.lifetime, self.idle, self.gap = Histogram(AGES), Histogram(AGES), Histogram(AGES)
+        self.loop_lag = Histogram(SECONDS)
 
 
 class MetricsWatch:
@@ -113,6 +114,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
         leaked: leases that were garbage-collected before their end.
+        opened_at: Unix time at which the cache was opened.
     """
 
     statistics: CacheStatistics
@@ -121,6 +123,7 @@ class Snapshot(NamedTuple):
     watch: MetricsWatch
     leaked: int
     ranks: tuple[tuple[int, str, int, int, int], ...]
+    opened_at: float
 
 
 def take_snapshot(system: System, watch: MetricsWatch, leaked: int) -> Snapshot:
@@ -133,6 +136,7 @@ def take_snapshot(system: System, watch: MetricsWatch, leaked: int) -> Snapshot:
         watch,
         leaked,
         tuple((one.rank, one.health, one.operations, one.losses, one.silences) for one in ranks),
+        system.opened_at,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -187,3 +188,27 @@ def test_without_metrics_no_function_of_them_is_called():
     called.clear()
     simulate(lambda: main(observed=False), 1)
     assert not parts & called
+
+
+async def test_the_lag_of_the_loop_is_measured_while_the_cache_is_observed():
+    async with opened(host=HOST) as cache:
+        metrics = CacheMetrics(cache)
+        lags = metrics._watch.histograms.loop_lag
+        while not lags.count:
+            await asyncio.sleep(0.01)
+        time.sleep(0.3)  # noqa: ASYNC251  # blocks the loop
+        seen = lags.count
+        while lags.count == seen:
+            await asyncio.sleep(0.001)
+        found = parsed(metrics.render())
+        assert found["kvactors:loop_lag_seconds_sum",] > 0.2
+        assert found["kvactors:start_time_seconds",] == cache.system.opened_at
+        metrics.close()
+        assert metrics._lag._handle is None
+        other = CacheMetrics(cache)
+    handle = other._lag._handle
+    while not handle.cancelled() and handle.when() > asyncio.get_running_loop().time():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)
+    assert other._lag._handle is handle, "no further timer after the end of the cache"
+    assert abs(cache.system.opened_at - time.time()) < 3600

@@ -48,6 +48,21 @@ async def test_metrics_and_health():
         assert int(headers["Content-Length"]) > 0
 
 
+async def test_statistics_as_json_have_the_names_of_the_records():
+    endpoint = Endpoint()
+    async with opened(host=HOST, storage=STORE) as cache, endpoint.attached("127.0.0.1", 0, cache):
+        await requests(cache, 1, 2)
+        await cache.wait_idle()
+        status, headers, body = await call(endpoint.port, get("/statistics"))
+        assert (status, headers["Content-Type"]) == (200, "application/json")
+        found, wanted = json.loads(body), cache.statistics().as_dict()
+        assert set(found) == set(wanted)
+        assert found["prefix"] == wanted["prefix"]
+        assert found["requests"] == 2
+    _, answer = endpoint.answer(get("/statistics"))
+    assert (answer.status, answer.body) == (503, b"no cache is open\n")
+
+
 @pytest.mark.parametrize(
     ("request_", "status"),
     [

@@ -1,0 +1,1 @@
+"""`kvactors top`: the state of a running process, read from its metrics over HTTP."""
