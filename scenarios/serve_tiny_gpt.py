@@ -341,7 +341,7 @@ def main(options: Options) -> int:
         plain,
         cached,
         speculate=options.speculate,
-        chunked=options.chunk_tokens > 0 and options.ranks == 1,
+        chunked=options.chunk_tokens > 0,
     )
     console = Console()
     console.print(table(plain, cached))

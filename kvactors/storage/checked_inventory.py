@@ -77,7 +77,11 @@ class CheckedInventory:
         """Whether `held_run` finds every object that can be read. It does not in a store whose
         contents other processes decide about."""
         inventory: Any = getattr(self._inner, "inventory", None)
-        return isinstance(inventory, OwnedInventory) and inventory.answerable
+        if isinstance(inventory, OwnedInventory):
+            return inventory.answerable
+        return self._calls.call(
+            "is_complete", lambda: getattr(self._inner, "is_complete", False) is True, False
+        )
 
     def held_run(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of keys that `probe` would find now. None of them counts as

@@ -74,7 +74,7 @@ def test_the_same_bits_with_speculation(tmp_path, layout):
     assert counted["plain"]["drafted"] == 0
 
 
-@pytest.mark.parametrize("options", [(), ("--speculate",)])
+@pytest.mark.parametrize("options", [(), ("--speculate",), ("--ranks", "2")])
 def test_the_same_bits_with_chunked_prefill(tmp_path, options):
     code, said, counted = serve(tmp_path, "--chunk-tokens", "32", *options)
     assert_same_bits(code, said, counted)

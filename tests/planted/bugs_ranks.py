@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from mutation import Mutation
 
+SIMULATED = "tests/ranks/test_ranks_simulated.py::"
+POOL = "tests/ranks/test_ranks_shared_pool.py::"
+
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "proof_of_a_rank_not_compared",
@@ -140,5 +143,21 @@ BUGS: tuple[Mutation, ...] = (
         "            task.cancel()\n",
         "a cancelled serve_rank returns while its store is open and its threads run",
         ("tests/ranks/test_serve_cancelled.py::test_cancelled_by_asyncio_at_every_step",),
+    ),
+    Mutation(
+        "ranks_chunks_take_all_blocks",
+        "data_plane/ranks/store.py",
+        "        return not self.shared\n\n    def take_removed",
+        "        return False\n\n    def take_removed",
+        "with several ranks, a prompt that is computed in chunks takes all its blocks at once",
+        (SIMULATED + "test_a_chunk_begins_after_the_blocks_that_all_ranks_have_stored",),
+    ),
+    Mutation(
+        "ranks_chunk_without_blocks_for_a_pool",
+        "data_plane/ranks/store.py",
+        "        return not self.shared\n\n    def take_removed",
+        "        return True\n\n    def take_removed",
+        "blocks that other nodes stored in a pool are not loaded in a chunked prefill",
+        (POOL + "test_a_chunk_of_a_prompt_takes_blocks_for_all_that_a_pool_may_hold",),
     ),
 )

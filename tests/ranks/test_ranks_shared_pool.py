@@ -91,3 +91,20 @@ def test_the_rank_that_has_least_decides():
         await asyncio.sleep(0)
 
     simulate(main)
+
+
+def test_a_chunk_of_a_prompt_takes_blocks_for_all_that_a_pool_may_hold():
+    """Only a query can tell."""
+
+    async def main() -> None:
+        ranks = [SimRank(CONFIG, number, store=store) for number, store in enumerate(pools())]
+        for rank in ranks:
+            await rank.start()
+        async with kvactors.open(CONFIG, inline_copies=True) as cache:
+            lease = await cache.acquire("a", PROMPT, chunk_tokens=1)
+            assert len(lease.block_table) == BLOCKS + 1
+            await lease.finish()
+        for rank in ranks:
+            await rank.close()
+
+    simulate(main)

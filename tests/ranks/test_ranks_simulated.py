@@ -267,3 +267,37 @@ def test_a_leader_without_its_ranks_names_the_missing_ones():
         await rank.close()
 
     simulate(main, 0)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["", "a rank has lost the end"])
+def test_a_chunk_begins_after_the_blocks_that_all_ranks_have_stored(lost):
+    """The leader knows the names that all ranks hold, so later chunks take no blocks ahead."""
+
+    async def main() -> None:
+        async with led(settings(**TIERS["write_through"])) as (cache, ranks):
+            tokens = prompt(1, 9)
+            async with await cache.acquire("first", tokens[: 5 * BLOCK + 1]) as lease:
+                await lease.wait_ready()
+                compute(lease, ranks, 0, 5)
+                await lease.commit(5 * BLOCK)
+                last = lease.hashes(4, 5)
+            await cache.wait_idle()
+            await cache.clear()
+            known = 5
+            if lost:
+                await ranks[1].store.remove([last])
+                known = 4
+                await ranks[1].stop()
+                await ranks[1].start()
+                await all_there(cache)
+            lease = await cache.acquire("chunked", tokens, chunk_tokens=2 * BLOCK)
+            assert len(lease.block_table) == known + 2
+            await lease.wait_ready()
+            assert lease.hits.storage == known
+            assert wrong(lease, ranks, known) == []
+            await lease.commit((known + 2) * BLOCK)
+            assert len(await lease.next_chunk(2 * BLOCK)) == 2
+            await lease.finish((known + 2) * BLOCK)
+            await at_rest(cache)
+
+    simulate(main, 5)

@@ -79,6 +79,11 @@ class RankStore:
         """Whether a store of a rank has not been cleared as often as another, or a clear failed."""
         return self._uncleared or self.names_held.uneven
 
+    @property
+    def is_complete(self) -> bool:
+        """See `CheckedInventory.is_complete`. The leader knows the names that all ranks hold."""
+        return not self.shared
+
     def take_removed(self) -> list[bytes]:
         """See `Backend.take_removed`. Returns one page."""
         return self.names_held.lost()
