@@ -17,7 +17,10 @@ from kvactors.actor.log import limit
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The option of the interop tests, unless kvactors' plugin has added it
-    (`kvactors.testing.plugin`)."""
+    (`kvactors.testing.plugin`), and that of the tests with whole traces."""
+    parser.addoption(
+        "--traces", metavar="DIR", type=Path, help="request traces (docs/contributing.md)"
+    )
     with contextlib.suppress(ValueError):
         parser.addoption(
             "--interop",
@@ -61,6 +64,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "programs: runs Debian's chromium or prometheus (docs/contributing.md)",
     )
+    config.addinivalue_line(
+        "markers",
+        "traces: replays whole request traces; needs --traces DIR (docs/contributing.md)",
+    )
 
 
 def needs_everything(file: Path) -> bool:
@@ -86,20 +93,32 @@ def pytest_terminal_summary(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Interop tests run only when they are asked for, by their marker or by --interop. Tests
-    inside engines, and those of Debian's programs, need their marker."""
+    """Interop tests run only when they are asked for, by their marker or by --interop, and those
+    with whole traces by theirs or by --traces. Tests inside engines, and those of Debian's
+    programs, need their marker."""
     markers = config.getoption("-m")
     asked_for = {
         "interop": config.getoption("--interop") is not None or "interop" in markers,
         "engines": "engines" in markers,
         "engines_full": "engines_full" in markers,
         "programs": "programs" in markers,
+        "traces": config.getoption("--traces") is not None or "traces" in markers,
     }
     unasked = [marker for marker, asked in asked_for.items() if not asked]
     left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def traces(request: pytest.FixtureRequest) -> Path:
+    """The folder of whole request traces."""
+    folder = request.config.getoption("--traces")
+    if folder is None:
+        pytest.fail("whole traces are needed: give their folder with --traces DIR")
+    assert isinstance(folder, Path)
+    return folder
 
 
 def entries() -> set[str]:
