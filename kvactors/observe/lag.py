@@ -1,10 +1,13 @@
-"""Event loop lag: a ticker records how much longer than requested each of its sleeps took."""
+"""Event loop lag: a ticker records how much longer than requested each of its sleeps took, and how
+much of that its thread computed or waited for a core."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +20,9 @@ INTERVAL = 0.001
 
 TIMER = 0.05
 """Seconds between the timers of a `LagTimer`: 20 callbacks a second."""
+
+SCHEDSTAT = "/proc/thread-self/schedstat"
+"""Linux: nanoseconds that a thread ran, and that it was runnable without a core."""
 
 
 class Lag(NamedTuple):
@@ -31,35 +37,126 @@ class Lag(NamedTuple):
         return {name: round(value, 4) for name, value in self._asdict().items()}
 
 
-class LagMonitor:
-    """Collects lags while `running`."""
+class Lags(NamedTuple):
+    """The loop's lag, and the parts of it that tell a slow loop from a busy machine.
 
-    def __init__(self) -> None:
-        self.lags: list[float] = []
+    Attributes:
+        wall: the lag.
+        own: the lag without the time in which the loop's thread was runnable and no core was free.
+            None where the system does not count that time.
+        cpu: the processor time of the loop's thread within the lag.
+    """
+
+    wall: Lag
+    own: Lag | None
+    cpu: Lag
+
+
+NO_LAG = Lag(0.0, 0.0, 0.0)
+NO_LAGS = Lags(NO_LAG, None, NO_LAG)
+"""Of a loop whose time is not real."""
+
+
+class Tick(NamedTuple):
+    """One late tick, in seconds.
+
+    Attributes:
+        lag: how late it was.
+        cpu: processor time of the thread since the tick before.
+        waited: time since the tick before in which the thread was runnable without a core.
+    """
+
+    lag: float
+    cpu: float
+    waited: float
+
+    @property
+    def own(self) -> float:
+        """The lag without waits for a core."""
+        return max(0.0, self.lag - self.waited)
+
+
+class LagMonitor:
+    """Collects lags while `running`.
+
+    Attributes:
+        ticks: so far.
+        sees_waits: whether the system counts the time that threads wait for a core.
+
+    Args:
+        clock: seconds, None for the loop's clock. A loop may keep the time of its last pass.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self.ticks: list[Tick] = []
+        self.sees_waits = False
+        self._clock = clock
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[LagMonitor]:
         """Tick until the block ends."""
-        ticker = asyncio.get_running_loop().create_task(self._tick())
+        schedstat = -1
+        with suppress(OSError):
+            schedstat = os.open(SCHEDSTAT, os.O_RDONLY)
+        self.sees_waits = schedstat >= 0
+        ticker = asyncio.get_running_loop().create_task(self._tick(schedstat))
         try:
             yield self
         finally:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
+            if schedstat >= 0:
+                os.close(schedstat)
 
-    async def _tick(self) -> None:
-        loop = asyncio.get_running_loop()
+    async def _tick(self, schedstat: int) -> None:
+        clock = self._clock or asyncio.get_running_loop().time
+        ran, waited = time.thread_time(), waited_s(schedstat)
         while True:
-            due = loop.time() + INTERVAL
+            due = clock() + INTERVAL
             await asyncio.sleep(INTERVAL)
-            self.lags.append(max(0.0, loop.time() - due))
+            lag = max(0.0, clock() - due)
+            now_ran, now_waited = time.thread_time(), waited_s(schedstat)
+            self.ticks.append(Tick(lag, now_ran - ran, now_waited - waited))
+            ran, waited = now_ran, now_waited
+
+    def take(self) -> list[Tick]:
+        """The ticks so far. They are forgotten."""
+        taken, self.ticks[:] = self.ticks[:], []
+        return taken
 
     def result(self) -> Lag:
-        """Percentiles so far. All are zero before the first tick."""
-        if not self.lags:
-            return Lag(0.0, 0.0, 0.0)
-        p50, p99, p999 = np.percentile(np.array(self.lags) * 1e3, [50, 99, 99.9])
-        return Lag(float(p50), float(p99), float(p999))
+        """Percentiles of the lag so far. All are zero before the first tick."""
+        return percentiles([tick.lag for tick in self.ticks])
+
+    def results(self) -> Lags:
+        """Percentiles so far of the lag and its parts."""
+        return lags_of(self.ticks, sees_waits=self.sees_waits)
+
+
+def lags_of(ticks: list[Tick], *, sees_waits: bool) -> Lags:
+    """Percentiles of ticks.
+
+    A tick is late by what happened after it was due. The counters cover the sleep before as well,
+    which is one INTERVAL. So `cpu` is at most so much above, and `own` so much below the truth.
+    """
+    return Lags(
+        percentiles([tick.lag for tick in ticks]),
+        percentiles([tick.own for tick in ticks]) if sees_waits else None,
+        percentiles([min(tick.lag, tick.cpu) for tick in ticks]),
+    )
+
+
+def waited_s(schedstat: int) -> float:
+    """Seconds that a thread was runnable without a core, zero if the file is not open (-1)."""
+    return int(os.pread(schedstat, 64, 0).split()[1]) / 1e9 if schedstat >= 0 else 0.0
+
+
+def percentiles(seconds: list[float]) -> Lag:
+    """In milliseconds, all zero without values."""
+    if not seconds:
+        return NO_LAG
+    p50, p99, p999 = np.percentile(np.array(seconds) * 1e3, [50, 99, 99.9])
+    return Lag(float(p50), float(p99), float(p999))
 
 
 class LagTimer:

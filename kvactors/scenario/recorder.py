@@ -51,8 +51,13 @@ GAUGES = (
     "pending",
     "pending_age_s",
     "lag_ms",
+    "own_lag_ms",
 )
-"""Series of values at one moment. lag_ms is the worst lag of the loop since the sample before."""
+"""Series of values at one moment."""
+
+WORST = ("lag_ms", "own_lag_ms")
+"""Gauges that are the worst value since the sample before: the loop's lag, and the lag without
+waits for a core."""
 
 
 class Recording(msgspec.Struct):
@@ -142,7 +147,7 @@ class Recorder:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 watch.detach(cache.system)
-                self._lag.lags.clear()  # what came last is the lag of making the report
+                self._lag.take()  # what came last is the lag of making the report
                 self._sample(cache)
 
     async def _run(self, cache: KVCache) -> None:
@@ -162,7 +167,7 @@ class Recorder:
             self._thin_out()
 
     def _gauges(self, statistics: CacheStatistics) -> dict[str, float]:
-        lags, self._lag.lags = self._lag.lags, []
+        ticks = self._lag.take()
         prefix, store = statistics.prefix, statistics.store
         return {
             "device_used": prefix.blocks_total - prefix.blocks_free,
@@ -172,16 +177,18 @@ class Recorder:
             "waiting": prefix.waiting,
             "pending": sum(sink.pending for sink in statistics.flush),
             "pending_age_s": max((s.oldest_pending_age for s in statistics.flush), default=0.0),
-            "lag_ms": max(lags, default=0.0) * 1e3,
+            "lag_ms": max((tick.lag for tick in ticks), default=0.0) * 1e3,
+            "own_lag_ms": max((tick.own for tick in ticks), default=0.0) * 1e3,
         }
 
     def _thin_out(self) -> None:
         recording = self.recording
         recording.seconds = recording.seconds[::2]
-        lags = recording.series["lag_ms"]
-        worst = [max(lags[i : i + 2]) for i in range(0, len(lags), 2)]
-        recording.series = {name: values[::2] for name, values in recording.series.items()}
-        recording.series["lag_ms"] = worst
+        thinned = {name: values[::2] for name, values in recording.series.items()}
+        for name in WORST:
+            values = recording.series[name]
+            thinned[name] = [max(values[i : i + 2]) for i in range(0, len(values), 2)]
+        recording.series = thinned
         self._interval *= 2
 
 

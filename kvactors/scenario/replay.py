@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from kvactors.deprecated import warn
 from kvactors.errors import ConfigError, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
 from kvactors.scenario.baseline import Baseline, serve_on_model, sizes_of
-from kvactors.scenario.batching import Pace
+from kvactors.scenario.batching import Figures, Pace
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.observe import Observe, unobserved
 from kvactors.scenario.report import Report, Totals, make_report
@@ -115,29 +115,29 @@ async def replay(
     Raises:
         ConfigError: the trace cannot be read.
     """
-    settings, totals = config.replay, Totals()
+    settings, totals, served = config.replay, Totals(), Figures()
     read = partial(read_trace, trace, coarse=settings.coarse, limit=settings.limit)
     timed = settings.mode == "timed"
     arrivals = await in_thread(lambda: list(read()), "kvactors-trace") if timed else []
     async with open_cache(cache_config(config)) as cache:
         engine = Engine(cache, totals, ThreadModel(cache.device) if timed else None)
-        figures: dict[str, dict[str, Any]] = {}
-        async with LagMonitor().running() as lag, observe(cache):
-            began = time.monotonic()
-            if timed:
-                with uncollected():
-                    figures["cache"] = await replay_timed(engine, arrivals, settings, progress)
-            else:
-                await replay_in_order(engine, read(), progress)
-            await engine.settle()
-            wall = time.monotonic() - began
-        report = make_report(Path(trace).name, totals, cache, lag.result(), wall)
+        with uncollected() if timed else nullcontext():
+            async with LagMonitor().running() as lag, observe(cache):
+                began = time.monotonic()
+                if timed:
+                    served = await replay_timed(engine, arrivals, settings, progress)
+                else:
+                    await replay_in_order(engine, read(), progress)
+                await engine.settle()
+                wall = time.monotonic() - began
+        report = make_report(Path(trace).name, totals, cache, lag.results(), wall)
         used = cache.config
     if timed:
-        figures |= await in_thread(
-            lambda: serve_baselines(arrivals, settings, used), "kvactors-baselines"
-        )
-    report.serving = figures
+
+        def all_figures() -> dict[str, dict[str, Any]]:
+            return {"cache": served.as_dict()} | serve_baselines(arrivals, settings, used)
+
+        report.serving = await in_thread(all_figures, "kvactors-baselines")
     return report
 
 
@@ -179,7 +179,7 @@ def pace_of(settings: ReplaySettings) -> Pace:
 
 async def replay_timed(
     engine: Engine, requests: Sequence[TraceRequest], settings: ReplaySettings, progress: Progress
-) -> dict[str, Any]:
+) -> Figures:
     """Arrivals by the trace's clock, many requests in flight. Returns the figures of the loop."""
     serving = Serving(
         engine,
@@ -190,7 +190,7 @@ async def replay_timed(
         patience=settings.patience,
         progress=progress,
     )
-    return (await serving.run()).as_dict()
+    return await serving.run()
 
 
 def serve_baselines(

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 
 from kvactors.cache import KVCache
-from kvactors.observe.lag import Lag
+from kvactors.observe.lag import Lags
 from kvactors.report import print_fields, print_rows
 from kvactors.types import Residency
 
@@ -47,6 +47,10 @@ class Report(msgspec.Struct):
         hit_rate: share of the blocks looked up, by tier.
         sinks: for each sink the reports it took, those pending, and the number of blocks on which
             it differs from the tiers.
+        loop_lag_ms: how late the event loop is.
+        loop_own_lag_ms: the same without the time in which its thread waited for a core, empty
+            where the system does not count that time.
+        loop_cpu_ms: processor time of its thread within the lag.
         router: the router process's report, and the number of blocks on which it differs.
         `lives`: number of starts of the cache's process.
         storage: the store's counts.
@@ -73,13 +77,15 @@ class Report(msgspec.Struct):
     lives: int = 1
     storage: dict[str, float] = msgspec.field(default_factory=dict)
     serving: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    loop_own_lag_ms: dict[str, float] = msgspec.field(default_factory=dict)
+    loop_cpu_ms: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 def make_report(
     name: str,
     totals: Totals,
     cache: KVCache,
-    lag: Lag,
+    lags: Lags,
     wall: float,
     sinks: Collection[str] | None = None,
 ) -> Report:
@@ -89,7 +95,7 @@ def make_report(
         name: of the run.
         totals: the driver's counts.
         cache: the cache of the run.
-        lag: the lag of the event loop.
+        lags: the lag of the event loop.
         wall: seconds the run took.
         sinks: the names of the sinks that count, all if None.
     """
@@ -136,12 +142,14 @@ def make_report(
         totals.verified_blocks,
         totals.corrupt_blocks_served,
         flush,
-        lag.as_dict(),
+        lags.wall.as_dict(),
         statistics.messages,
         round(wall, 3),
         errors,
         each,
         storage=stored,
+        loop_own_lag_ms=lags.own.as_dict() if lags.own is not None else {},
+        loop_cpu_ms=lags.cpu.as_dict(),
     )
 
 
@@ -182,14 +190,13 @@ def report_rows(report: Report) -> list[tuple[str, str]]:
     """Names and values of the summary."""
     rates = "  ".join(f"{tier} {rate:.4f}" for tier, rate in report.hit_rate.items())
     flush = "  ".join(f"{name} {value}" for name, value in report.flush.items())
-    lag = "  ".join(f"{name} {value:.2f}" for name, value in report.loop_lag_ms.items())
     rows = [
         ("requests", f"{report.requests}  (no room {report.no_room}, rejected {report.rejected})"),
         ("blocks looked up", f"{report.blocks_looked_up}"),
         ("hit rate", rates),
         ("verified blocks", f"{report.verified_blocks}  (corrupt {report.corrupt_blocks_served})"),
         ("flush", flush),
-        ("loop lag, ms", lag),
+        *lag_rows(report),
         ("messages", f"{report.messages}"),
         ("wall, s", f"{report.wall_s:.2f}"),
         ("errors", "; ".join(report.errors) or "none"),
@@ -205,6 +212,20 @@ def report_rows(report: Report) -> list[tuple[str, str]]:
     if report.storage:
         rows.append(("storage", storage_row(report.storage)))
     return rows
+
+
+def lag_rows(report: Report) -> list[tuple[str, str]]:
+    """The lag of the loop and its parts."""
+    parts = {
+        "loop lag, ms": report.loop_lag_ms,
+        "without waits for a core": report.loop_own_lag_ms,
+        "processor time": report.loop_cpu_ms,
+    }
+    return [
+        (label, "  ".join(f"{name} {value:.2f}" for name, value in part.items()))
+        for label, part in parts.items()
+        if part
+    ]
 
 
 def print_report(report: Report, console: Console) -> None:

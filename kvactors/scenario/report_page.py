@@ -113,7 +113,12 @@ def course(recording: Recording) -> list[Chart]:
         Chart("Age of the oldest such change", seconds, "seconds", at(age="pending_age_s")),
         Chart("Flush tasks delivered", seconds, "tasks/s", rate(delivered="tasks")),
         Chart("Messages between actors", seconds, "messages/s", rate(messages="messages")),
-        Chart("Worst lag of the event loop", seconds, "ms", at(lag="lag_ms")),
+        Chart(
+            "Worst lag of the event loop",
+            seconds,
+            "ms",
+            at(lag="lag_ms", without_waits_for_a_core="own_lag_ms"),
+        ),
     ]
 
 

@@ -17,7 +17,7 @@ from kvactors.config import Config, StorageConfig
 from kvactors.flush_notifier.sinks import Sink, make_sinks
 from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.layout import make_layout
-from kvactors.observe.lag import Lag, LagMonitor
+from kvactors.observe.lag import NO_LAGS, LagMonitor
 from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.observe import Observe, unobserved
@@ -82,10 +82,10 @@ class Session:
                 await self._resynced()
                 await engine.settle(self.living)
         progress(self.totals)
-        lag = Lag(0.0, 0.0, 0.0) if self.virtual else monitor.result()
+        lags = NO_LAGS if self.virtual else monitor.results()
         name = self.scenario.scenario.name
         report = make_report(
-            name, self.totals, self.cache, lag, time.monotonic() - began, self.living
+            name, self.totals, self.cache, lags, time.monotonic() - began, self.living
         )
         for label, differing in self._index_divergence().items():
             report.sinks[label]["divergence"] = differing

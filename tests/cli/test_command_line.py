@@ -22,6 +22,7 @@ from kvactors import cli
 from kvactors.cli import main
 from kvactors.config import Config
 from kvactors.layout import make_layout
+from kvactors.observe.lag import SCHEDSTAT
 from kvactors.report import Output
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +82,10 @@ def test_run_prints_a_table_and_writes_the_report(kvactors, tmp_path):
     assert set(report["hit_rate"]) == {"device", "host", "storage", "total"}
     assert set(report["flush"]) == {"resident", "gone", "delivered", "pending", "divergence"}
     assert set(report["loop_lag_ms"]) == {"p50", "p99", "p999"}
+    assert set(report["loop_cpu_ms"]) == {"p50", "p99", "p999"}
+    assert set(report["loop_own_lag_ms"]) == (
+        {"p50", "p99", "p999"} if Path(SCHEDSTAT).exists() else set()
+    )
 
 
 def test_a_run_and_a_replay_write_pages(kvactors, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
@@ -9,6 +10,21 @@ from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteRe
 from kvactors.storage.backends.owned_batches import OwnedBatches
 from kvactors.storage.inventory import OwnedInventory
 from kvactors.storage.messages import Outcome
+
+SLICE = 0.0005
+"""Seconds of a batch after which other tasks run."""
+
+
+async def one_by_one(work: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """Await the coroutines that `work` makes, one after another, at most SLICE seconds at a
+    time."""
+    time = asyncio.get_running_loop().time
+    until = time() + SLICE
+    for item in work:
+        await item()
+        if time() > until:
+            await asyncio.sleep(0)
+            until = time() + SLICE
 
 
 class OwnedBackend(Backend):
@@ -48,8 +64,7 @@ class OwnedBackend(Backend):
 
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """See `Medium.each`. By default one after another."""
-        for item in work:
-            await item()
+        await one_by_one(work)
 
     async def seal(self, keys: Sequence[bytes]) -> Outcome:
         """See `Medium.seal`."""
