@@ -13,6 +13,7 @@ import structlog
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
+from kvactors import sizes
 from kvactors.actor.log import structlog_settings
 from kvactors.capacity import in_blocks
 from kvactors.charts import check_charts
@@ -223,8 +224,8 @@ def sweep_command(
     trace: Path,
     *,
     config: Path | None = None,
-    device: Annotated[list[int] | None, Parameter(negative="")] = None,
-    block_bytes: int | None = None,
+    device: Annotated[list[str] | None, Parameter(negative="")] = None,
+    block_bytes: str | None = None,
     coarse: int = 1,
     limit: int = 0,
     json: Output | None = None,
@@ -242,9 +243,9 @@ def sweep_command(
         A TOML file with a cache's settings and a [replay] table. The hits of its tiers are
         reported, and its layout gives the bytes of a block.
     device
-        A size of the device in blocks. May be repeated.
+        A size of the device, in blocks (4096) or in bytes ("8 GiB"). May be repeated.
     block_bytes
-        Bytes of a block on all layers.
+        Bytes of a block on all layers (65536 or "64 KiB"). By default those of the config's layout.
     coarse
         Keep every so many-th block id, for blocks so many times as large. A config's if there is
         one.
@@ -264,18 +265,21 @@ def sweep_command(
     if html is not None or png is not None:
         check_charts()
     trace = find_file(trace, "trace")
+    nbytes = None if block_bytes is None else sizes.in_bytes(block_bytes, "--block-bytes")
+    if nbytes == 0:
+        raise ConfigError("--block-bytes must be at least 1")
     settings = None
     if config is not None:
         settings = ReplayConfig.from_mapping(read_toml(find_file(config, "settings")))
         layout = make_layout(settings.layout, settings.cache.block_size)
         settings = in_blocks(settings, layout, settings.storage)
-        block_bytes = layout.block_bytes if block_bytes is None else block_bytes
+        nbytes = layout.block_bytes if nbytes is None else nbytes
     report = sweep(
         trace,
-        sizes=device or (),
+        sizes=[sizes.in_blocks(size, "--device", nbytes) for size in device or ()],
         coarse=coarse,
         limit=limit,
-        block_bytes=block_bytes,
+        block_bytes=nbytes,
         config=settings,
     )
     print_sweep(report, Console(stderr=any(map(to_stdout, (json, html, png)))))

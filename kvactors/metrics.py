@@ -1,5 +1,6 @@
-"""Metrics of a cache for Prometheus, which need the extra `metrics`. Register a `CacheMetrics` with
-a registry of `prometheus_client`, or serve it with `kvactors.monitoring`.
+"""Metrics of a cache for Prometheus, which need the extra `metrics`. Register a `CacheMetrics`, or
+for a `TierCache` a `TierMetrics`, with a registry of `prometheus_client`. `kvactors.monitoring`
+serves those of a cache.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -25,6 +27,8 @@ from kvactors.histogram import Histogram
 from kvactors.observe.families import FAMILIES, FASTDEPLOY, FASTDEPLOY_FAMILIES, PREFIX, Family
 from kvactors.observe.lag import LagTimer
 from kvactors.observe.metrics import Snapshot, take_snapshot, watch_of
+from kvactors.observe.tier_families import TIER_FAMILIES, TierSnapshot
+from kvactors.tier_cache import TierCache, tier_metrics
 
 WAIT = 5.0
 """Seconds that a scrape from another thread waits for the loop."""
@@ -111,12 +115,49 @@ class CacheMetrics(Collector):
         return take_snapshot(self._cache.system, self._watch, self._cache._client.leaked)
 
 
-def _exposed(prefix: str, families: Iterable[Family], snapshot: Snapshot) -> Iterator[Metric]:
+class TierMetrics(Collector):
+    """A collector over a `TierCache`, for any registry. `collect` may be called in any thread.
+
+    Names are those of `CacheMetrics` where the meaning is the same, and those of vLLM's tiers. A
+    registry takes one cache: names of two would be the same. Once the cache is shut down, there is
+    only `kvactors:up 0`.
+
+    Args:
+        cache: not shut down.
+    """
+
+    def __init__(self, cache: TierCache) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        """See `prometheus_client.registry.Collector`."""
+        statistics, health = self._cache.statistics(), self._cache.health()
+        up = health.status != "closed"
+        yield GaugeMetricFamily(f"{PREFIX}up", "1 while the cache serves requests.", float(up))
+        if not up:
+            return
+        snapshot = TierSnapshot(self._cache.config, statistics, health)
+        yield from _exposed(PREFIX, TIER_FAMILIES, snapshot)
+        found = dict[str, CounterMetricFamily | GaugeMetricFamily]()
+        for sample in tier_metrics(statistics, health):
+            if sample.name not in found:
+                kind = CounterMetricFamily if sample.kind == "counter" else GaugeMetricFamily
+                labels = [label for label, _ in sample.labels]
+                found[sample.name] = kind(sample.name, sample.text, labels=labels)
+            found[sample.name].add_metric([value for _, value in sample.labels], sample.value)
+        yield from found.values()
+
+    def describe(self) -> Iterable[Metric]:
+        """See `prometheus_client.registry.Collector`. Nothing is read."""
+        return []
+
+
+def _exposed(prefix: str, families: Iterable[Family], snapshot: Any) -> Iterator[Metric]:
     for family in families:
         yield _metric(prefix, family, snapshot)
 
 
-def _metric(prefix: str, family: Family, snapshot: Snapshot) -> Metric:
+def _metric(prefix: str, family: Family, snapshot: Any) -> Metric:
     name, labels = prefix + family.name, family.labels
     if family.kind == "histogram":
         found = HistogramMetricFamily(name, family.text, labels=labels)

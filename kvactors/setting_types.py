@@ -22,7 +22,10 @@ DeviceNumber = Annotated[int, Meta(ge=0, le=1023)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
 Depth = Annotated[int, Meta(ge=1, le=1024)]
 ObjectCount = Annotated[int, Meta(ge=0, le=1 << 40)]
-ByteCount = Annotated[int, Meta(ge=0, le=1 << 40)]
+MOST_BYTES = 1 << 50
+"""1 PiB."""
+
+ByteCount = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]

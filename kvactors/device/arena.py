@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -37,9 +38,11 @@ class HostSlots:
         in_use: slots that jobs of failed actors still access (a call to a store that does not
             return), with the number of such jobs. Such slots are not handed out.
         kept: whether the memory must stay mapped after `close`.
+        trouble: why the memory is not as the settings ask for, empty if it is.
     """
 
     def __init__(self, num_slots: int, block_bytes: int) -> None:
+        self.trouble = ""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self.in_use: Counter[int] = Counter()
@@ -138,7 +141,12 @@ class Arena(HostSlots):
                 libc.mlock(ctypes.c_void_p(self.address + start), ctypes.c_size_t(piece)) == 0
             )
             if not self.locked:
-                log.warning("the arena could not be pinned", bytes=size, errno=ctypes.get_errno())
+                number = ctypes.get_errno()
+                self.trouble = (
+                    f"host.pinned: the system refuses to lock {size} bytes of host memory "
+                    f"({os.strerror(number)}): raise the limit of locked memory (ulimit -l)"
+                )
+                log.warning("the arena could not be pinned", bytes=size, errno=number)
                 libc = None
 
     def stop_touching(self) -> None:

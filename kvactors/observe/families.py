@@ -34,15 +34,15 @@ class Family(NamedTuple):
     kind: Literal["counter", "gauge", "histogram", "info"]
     labels: tuple[str, ...]
     text: str
-    read: Callable[[Snapshot], Samples]
+    read: Callable[[Any], Samples]
 
 
-def one(read: Callable[[Snapshot], Value]) -> Callable[[Snapshot], Samples]:
+def one(read: Callable[[Any], Value]) -> Callable[[Any], Samples]:
     """Samples of a metric without labels."""
     return lambda snapshot: [((), read(snapshot))]
 
 
-def by(read: Callable[[Snapshot], Mapping[str, Value]]) -> Callable[[Snapshot], Samples]:
+def by(read: Callable[[Any], Mapping[str, Value]]) -> Callable[[Any], Samples]:
     """Samples of a metric with one label."""
     return lambda snapshot: [((label,), value) for label, value in read(snapshot).items()]
 

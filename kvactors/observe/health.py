@@ -96,8 +96,8 @@ def _reason(component: str, why: str, since: float | None) -> Reason:
 
 
 def troubles(system: System) -> Iterator[Trouble]:
-    """Every fault of an actor, sink, store, rank or copy engine, and a number of device blocks that
-    is not set."""
+    """Every fault of an actor, sink, store, rank or copy engine, host memory that is not locked,
+    and a number of device blocks that is not set."""
     yield from _actors(system)
     stores: tuple[tuple[str, Any], ...] = (
         ("store", system.backend),
@@ -120,6 +120,8 @@ def troubles(system: System) -> Iterator[Trouble]:
         yield Trouble("device", "the number of device blocks is not set (set_num_blocks)", None)
     if system.plane.trouble:
         yield Trouble("copies", system.plane.trouble, None)
+    if system.arena.trouble:
+        yield Trouble("host memory", system.arena.trouble, None)
 
 
 def _actors(system: System) -> Iterator[Trouble]:

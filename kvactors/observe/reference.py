@@ -16,6 +16,8 @@ from kvactors.observe.families import (
     Family,
 )
 from kvactors.observe.statistics import CacheStatistics
+from kvactors.observe.tier_families import TIER_FAMILIES
+from kvactors.tier_cache import TierHealth, TierStatistics, tier_metrics
 from kvactors.totals import COUNTERS
 
 HEAD = """\
@@ -37,11 +39,25 @@ FASTDEPLOY_HEAD = """\
 With `fastdeploy_names=True`. Rates are over the whole time since the cache was opened.
 """
 
+TIERS_HEAD = """\
+## Metrics of a TierCache
+
+`kvactors.metrics.TierMetrics` exposes the metrics of a [TierCache](tier_cache.md). `tier_metrics`
+gives those that follow `kvactors:cache_config_info` as samples, without prometheus_client.
+"""
+
 STATISTICS_HEAD = """\
 ## Statistics
 
 The records of `cache.statistics()`. Its `as_dict()` has the same names. Fields marked with c are
 counters, which go on when an actor restarts.
+"""
+
+
+TIER_STATISTICS_HEAD = """\
+## Statistics of a TierCache
+
+The record of `TierCache.statistics()`. [TierCache](tier_cache.md#reference) describes the fields.
 """
 
 
@@ -54,8 +70,13 @@ def render() -> str:
         FASTDEPLOY_HEAD,
         *table(FASTDEPLOY, FASTDEPLOY_FAMILIES),
         "",
+        TIERS_HEAD,
+        *tier_table(),
+        "",
         STATISTICS_HEAD,
-        *statistics(),
+        *statistics(CacheStatistics),
+        TIER_STATISTICS_HEAD,
+        *statistics(TierStatistics),
     ]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -76,9 +97,22 @@ def table(prefix: str, families: Iterable[Family]) -> Iterator[str]:
         yield f"| `{exposed_name(prefix, one)}` | {one.kind} | {labels} | {one.text} |"
 
 
-def statistics() -> Iterator[str]:
+def tier_table() -> Iterator[str]:
+    """A table of the metrics of a `TierCache`."""
+    yield from table(PREFIX, TIER_FAMILIES)
+    health = TierHealth("ok", ())
+    ones = TierStatistics._make([1] * len(TierStatistics._fields))
+    rows = {
+        f"| `{one.name}{'_total' if one.kind == 'counter' else ''}` | {one.kind} | "
+        f"{', '.join(f'`{label}`' for label, _ in one.labels)} | {one.text} |": None
+        for one in tier_metrics(ones, health)
+    }
+    yield from rows
+
+
+def statistics(record: type[Any]) -> Iterator[str]:
     """A table of each record of the statistics."""
-    waiting: list[type[Any]] = [CacheStatistics]
+    waiting: list[type[Any]] = [record]
     seen: list[type[Any]] = []
     while waiting:
         record = waiting.pop(0)

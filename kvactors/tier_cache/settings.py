@@ -23,6 +23,8 @@ from kvactors.setting_types import (
     Seconds,
     SecondsOrZero,
 )
+from kvactors.sizes import human, in_bytes
+from kvactors.tier_cache.slot_memory import PAGE
 
 FINGERPRINT_DOMAIN = b"kvactors.tiers.v1"
 
@@ -95,6 +97,8 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         model: name of the model. Blocks of different models never mix.
         block_bytes: bytes of a block, that is of a host slot and of a stored object.
         num_slots: host slots.
+        capacity_bytes: bytes of the host slots ("8 GiB"), in place of num_slots. A slot takes whole
+            pages of 4 KiB.
         identity: everything else that blocks must share to be interchangeable: layout, dtype,
             tokens a block, the engine's hash algorithm and seed, parallel sizes.
         policy: order of eviction from the host tier.
@@ -109,7 +113,7 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
     model: str
     block_bytes: int
-    num_slots: int
+    num_slots: int = 0
     identity: Mapping[str, str | int | float | bool | None] = {}
     policy: str = "lru"
     events: tuple[Literal["host", "storage"], ...] = ()
@@ -117,6 +121,7 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     sinks: tuple[Mapping[str, Any], ...] = ()
     tokens_per_block: int = 0
     numa_node: DeviceNumber | None = None
+    capacity_bytes: ByteSize | None = None
 
     @property
     def fingerprint(self) -> bytes:
@@ -136,13 +141,35 @@ def checked_config(config: TierConfig | Mapping[str, Any]) -> TierConfig:
     found = convert(data, TierConfig)
     if not found.model:
         raise ConfigError("model is needed: blocks of different models must not mix")
-    for name in ("block_bytes", "num_slots"):
-        if getattr(found, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, not {getattr(found, name)}")
+    if found.block_bytes < 1:
+        raise ConfigError(f"block_bytes must be at least 1, not {found.block_bytes}")
+    if found.capacity_bytes is not None:
+        found = _with_slots(found, found.capacity_bytes)
+    elif found.num_slots < 1:
+        raise ConfigError(
+            f"num_slots must be at least 1, not {found.num_slots}: set it or capacity_bytes"
+        )
     if found.policy not in POLICIES:
         raise ConfigError(f"unknown policy {found.policy!r}, known are {', '.join(POLICIES)}")
     _check_storage(found.storage)
     return found
+
+
+def _with_slots(config: TierConfig, capacity: int | str) -> TierConfig:
+    """The config with the number of slots that a capacity in bytes holds."""
+    if config.num_slots:
+        raise ConfigError(
+            f"num_slots = {config.num_slots} and capacity_bytes = {capacity!r} are two sizes of "
+            "the host tier: set one"
+        )
+    size = in_bytes(capacity, "capacity_bytes")
+    slots = size // (-(-config.block_bytes // PAGE) * PAGE)
+    if slots < 1:
+        raise ConfigError(
+            f"capacity_bytes is {human(size)}, and one slot takes {human(config.block_bytes)} in "
+            f"whole pages of {human(PAGE)}"
+        )
+    return msgspec.structs.replace(config, num_slots=slots, capacity_bytes=None)
 
 
 def _check_storage(storage: TierStorage) -> None:

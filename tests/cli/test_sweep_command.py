@@ -89,3 +89,31 @@ def test_without_matplotlib_the_missing_extra_is_named_before_any_work(kvactors,
     status, _, err = kvactors("no_such_trace.jsonl", "--html", "r.html")
     assert status == 2
     assert "kvactors[report]" in err
+
+
+def test_sizes_are_blocks_or_bytes(kvactors, trace, tmp_path):
+    report = tmp_path / "r.json"
+    for sizes in (("--device", 2, "--device", 4), ("--device", "2 KiB", "--device", "4.5k")):
+        status, _, err = kvactors(trace, *sizes, "--block-bytes", "1 KiB", "--json", report)
+        assert (status, err) == (0, "")
+        assert [one["blocks"] for one in json.loads(report.read_text())["points"]] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (("--device", "8 GiB"), "--device '8 GiB' is in bytes, and the bytes of a block are not"),
+        (("--device", "1 KiB", "--block-bytes", "2k"), "--device is 1 KiB, and one block takes 2"),
+        (("--device", "0"), "--device must be at least one block, not 0"),
+        (("--device=-4",), "--device must be at least one block, not -4"),
+        (("--device", "many"), "--device must be a size in bytes"),
+        (("--device", "9" * 400), "--device must be at most"),
+        (("--device", "4", "--block-bytes", "0"), "--block-bytes must be at least 1"),
+        (("--device", "4", "--block-bytes", "x"), "--block-bytes must be a size in bytes"),
+    ],
+)
+def test_a_size_that_cannot_be_is_named(kvactors, trace, options, error):
+    status, out, err = kvactors(trace, *options)
+    assert (status, out) == (2, "")
+    assert error in err
+    assert len(err.splitlines()) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import kvactors.device.arena as module
@@ -64,3 +66,33 @@ def test_memory_that_is_kept_outlives_its_arena():
     arena.close()
     del arena
     memory[0] = 1
+
+
+def test_memory_that_cannot_be_locked_is_a_reason_of_health():
+    """In a process whose limit of locked memory is zero."""
+    script = """
+import asyncio, ctypes, os, resource
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+if os.geteuid() == 0:  # root may lock any memory: leave that capability
+    libc = ctypes.CDLL(None)
+    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capset(header, data) == 0
+import kvactors
+def config(pinned):
+    return {"cache": {"model": "m", "block_size": 4}, "device": {"num_blocks": 4},
+            "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4},
+            "host": {"slots": 4, "pinned": pinned}}
+async def main():
+    for pinned in (False, True):
+        async with kvactors.open(config(pinned)) as cache:
+            health = cache.health()
+            print(health.status, *(f"{one.component}: {one.why}" for one in health.reasons))
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True
+    )
+    plain, pinned = done.stdout.splitlines()
+    assert plain == "ok"
+    assert pinned.startswith("degraded host memory: host.pinned: the system refuses to lock")
+    assert pinned.endswith("raise the limit of locked memory (ulimit -l)")

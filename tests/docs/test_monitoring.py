@@ -12,4 +12,5 @@ def test_the_page_runs_as_one_program(tmp_path):
     assert '"requests": 1' in output
     assert '"status": "ok"' in output
     assert "lines of kvactors" in output
+    assert "8.0 slots" in output
     assert 'health: {"status": "ok", "reasons": []}' in output

@@ -73,4 +73,38 @@ BUGS = (
             "tests/observe/test_metrics.py::test_the_lag_of_the_loop_is_measured_while_the_cache_is_observed",
         ),
     ),
+    Mutation(
+        "arena_hides_that_it_is_not_locked",
+        "device/arena.py",
+        "                self.trouble = (\n",
+        "                _trouble = (\n",
+        "health is ok although host.pinned is not carried out",
+        ("tests/device/test_arena.py::test_memory_that_cannot_be_locked_is_a_reason_of_health",),
+    ),
+    Mutation(
+        "sizes_of_any_number_of_digits",
+        "sizes.py",
+        "    if found > MOST_BYTES:\n",
+        "    if found > float('inf'):\n",
+        "a size of 400 digits ends the command with a traceback",
+        ("tests/cli/test_sweep_command.py::test_a_size_that_cannot_be_is_named",),
+    ),
+    Mutation(
+        "two_sizes_of_the_host_tier",
+        "tier_cache/settings.py",
+        "    if config.num_slots:\n        raise",
+        "    if config.num_slots < 0:\n        raise",
+        "num_slots is ignored beside capacity_bytes",
+        (
+            "tests/tier_cache/test_settings.py::test_a_size_of_the_host_tier_that_cannot_be_is_named",
+        ),
+    ),
+    Mutation(
+        "tier_metrics_lose_refused_fetches",
+        "tier_cache/metrics.py",
+        '        "refused_fetches",\n',
+        '        "failed_fetches",\n',
+        "a statistic of a TierCache is in no metric",
+        ("tests/tier_cache/test_metrics.py::test_every_statistic_is_a_metric",),
+    ),
 )

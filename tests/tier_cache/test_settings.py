@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvactors import ConfigError
+from kvactors import ConfigError, open_tiers
 from kvactors.config_tables import HostConfig, StorageConfig
 from kvactors.ranges import hints_of
 from kvactors.tier_cache.settings import TierConfig, TierStorage, checked_config
@@ -53,3 +53,37 @@ def test_a_value_out_of_range_is_named(name, value):
 
 def given(storage: dict[str, object]) -> TierConfig:
     return TierConfig(model="m", block_bytes=96, num_slots=4, storage=TierStorage(**storage))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "slots"), [("8 MiB", 2048), (8 << 20, 2048), ("4KB", 1), (8191, 1)]
+)
+def test_the_host_tier_is_given_in_bytes(capacity, slots):
+    needed = {"model": "m", "block_bytes": 96, "capacity_bytes": capacity}
+    assert checked_config(needed).num_slots == slots
+    config = checked_config(TierConfig(model="m", block_bytes=96, capacity_bytes=capacity))
+    assert (config.num_slots, config.capacity_bytes) == (slots, None)
+    assert config.fingerprint == checked_config(NEEDED).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        ({}, "set it or capacity_bytes"),
+        ({"num_slots": 0}, "set it or capacity_bytes"),
+        ({"num_slots": 4, "capacity_bytes": "1 MiB"}, "are two sizes of the host tier"),
+        ({"capacity_bytes": 4095}, r"capacity_bytes is 4095 B|4 KiB, and one slot takes"),
+        ({"capacity_bytes": "many"}, "capacity_bytes"),
+        ({"capacity_bytes": -1}, "capacity_bytes"),
+        ({"capacity_bytes": "9999999999 TB"}, "capacity_bytes must be at most 1024 TiB"),
+    ],
+)
+def test_a_size_of_the_host_tier_that_cannot_be_is_named(sizes, error):
+    with pytest.raises(ConfigError, match=error):
+        checked_config({"model": "m", "block_bytes": 96, **sizes})
+
+
+def test_a_cache_with_a_size_in_bytes_has_its_slots():
+    cache = open_tiers({"model": "m", "block_bytes": 5000, "capacity_bytes": "64 KiB"})
+    assert cache.memory.num_slots == cache.config.num_slots == 8
+    cache.shutdown()
