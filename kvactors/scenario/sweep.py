@@ -12,7 +12,7 @@ therefore take a separate pass each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -117,7 +117,23 @@ def _check_chained(paths: Paths, names: NDArray[np.uint64]) -> None:
         )
 
 
-class _RecencyStack:
+class Known(NamedTuple):
+    """A run of blocks of a path that an earlier request used last.
+
+    Attributes:
+        low: depth of the first.
+        high: depth after the last.
+        before: the request that used them last.
+        distance: stack distance of the first. It rises by 1 a block.
+    """
+
+    low: int
+    high: int
+    before: int
+    distance: int
+
+
+class RecencyStack:
     """Blocks in the order of their last access.
 
     Blocks of one request are in the order of its path, so the stack is kept as segments: the
@@ -132,25 +148,19 @@ class _RecencyStack:
         self._tree = [0] * (len(paths.ends) + 1)
         self._total = 0
 
-    def access(self, request: int, path: Blocks) -> list[tuple[int, int, int]]:
-        """Bring a path to the top.
-
-        Returns:
-            Runs of known blocks (first depth, depth after the last, stack distance of the first):
-            within a run the distance rises by 1 a block.
-        """
+    def access(self, request: int, path: Blocks) -> list[Known]:
+        """Bring a path to the top. Returns its runs of known blocks, from the root on."""
         seen = self._last[path]
         known = int(np.count_nonzero(seen >= 0))  # a prefix, since ids are chained
         bounds = [0, *(np.flatnonzero(np.diff(seen[:known])) + 1).tolist(), known]
-        runs = []
+        runs: list[Known] = []
         for low, high in pairwise(bounds if known else []):
             segment = int(seen[low])
             above = self._total - self._up_to(segment) + low - self._first_left[segment]
-            runs.append((low, high, above + 1))
-        for low, high, _ in runs:
-            segment = int(seen[low])
-            self._add(segment, low - high)
-            self._first_left[segment] = high
+            runs.append(Known(low, high, segment, above + 1))
+        for run in runs:
+            self._add(run.before, run.low - run.high)
+            self._first_left[run.before] = run.high
         self._add(request, len(path))
         self._total += len(path) - known
         self._last[path] = request
@@ -172,6 +182,52 @@ class _RecencyStack:
         return found
 
 
+class Uses(NamedTuple):
+    """Uses of blocks after an earlier use, in runs of blocks of a path: int64 [runs] each.
+
+    Attributes:
+        request: the number of the request.
+        before: the request that used the blocks last.
+        distance: the stack distance of the first block. It rises by 1 a block.
+        blocks: number of blocks.
+        refused: requests larger than the device.
+    """
+
+    request: Blocks
+    before: Blocks
+    distance: Blocks
+    blocks: Blocks
+    refused: int
+
+
+def uses_of(paths: Paths, device: int | None = None, *, whole: bool = True) -> Uses:
+    """The uses of blocks that a cache may hit. Arguments as for `hit_curve`."""
+    stack, begin, refused = RecencyStack(paths), 0, 0
+    found: list[tuple[int, int, int, int]] = []
+    for request, end in enumerate(paths.ends.tolist()):
+        path, begin = paths.blocks[begin:end], end
+        if device is not None and len(path) > device:
+            refused += 1
+            continue
+        most = len(path) if whole else len(path) - 1
+        found += [
+            (request, run.before, run.distance, min(run.high, most) - run.low)
+            for run in stack.access(request, path)
+            if run.low < most
+        ]
+    columns = np.array(found, np.int64).reshape(-1, 4).T
+    return Uses(columns[0], columns[1], columns[2], columns[3], refused)
+
+
+def curve_of(paths: Paths, uses: Uses) -> Curve:
+    """The hits of LRU caches of every size."""
+    changes = np.zeros(paths.distinct + 2, np.int64)  # of the number of hits, by stack distance
+    np.add.at(changes, uses.distance, 1)
+    np.subtract.at(changes, uses.distance + uses.blocks, 1)
+    hits = np.cumsum(np.cumsum(changes[:-1]))
+    return Curve(hits, int(paths.ends[-1]) if len(paths.ends) else 0, uses.refused)
+
+
 def hit_curve(paths: Paths, device: int | None = None, *, whole: bool = True) -> Curve:
     """The hits of LRU caches of every size.
 
@@ -182,20 +238,7 @@ def hit_curve(paths: Paths, device: int | None = None, *, whole: bool = True) ->
             not, a real device of exactly one size may hit less: a prompt that is cached whole takes
             one block more for its last token.
     """
-    stack, begin, refused = _RecencyStack(paths), 0, 0
-    changes = np.zeros(paths.distinct + 2, np.int64)  # of the number of hits, by stack distance
-    for request, end in enumerate(paths.ends.tolist()):
-        path, begin = paths.blocks[begin:end], end
-        if device is not None and len(path) > device:
-            refused += 1
-            continue
-        most = len(path) if whole else len(path) - 1
-        for low, high, nearest in stack.access(request, path):
-            if low < most:
-                changes[nearest] += 1
-                changes[nearest + min(high, most) - low] -= 1
-    hits = np.cumsum(np.cumsum(changes[:-1]))
-    return Curve(hits, int(paths.ends[-1]) if len(paths.ends) else 0, refused)
+    return curve_of(paths, uses_of(paths, device, whole=whole))
 
 
 def tier_rates(curve: Curve, device: int, host: int, storage: int, *, exclusive: bool) -> TierRates:
@@ -224,20 +267,26 @@ def sizes_to_show(distinct: int, points: int = 40) -> list[int]:
     return sorted({round(size) for size in np.geomspace(1, distinct, points)})
 
 
-def device_rates(paths: Paths, sizes: Sequence[int], *, whole: bool = True) -> list[TierRates]:
-    """The hits of a device alone, for each size.
+def device_uses(paths: Paths, sizes: Iterable[int], *, whole: bool = True) -> Iterator[Uses]:
+    """The uses of blocks that a device alone may hit, for each size.
 
     Sizes that hold every request share one pass.
     """
     longest, shared = paths.longest, None
-    found = []
     for size in sizes:
-        if size >= longest:
-            shared = curve = shared or hit_curve(paths, whole=whole)
+        if size < longest:
+            yield uses_of(paths, size, whole=whole)
         else:
-            curve = hit_curve(paths, size, whole=whole)
-        found.append(tier_rates(curve, size, 0, 0, exclusive=True))
-    return found
+            shared = shared or uses_of(paths, whole=whole)
+            yield shared
+
+
+def device_rates(paths: Paths, sizes: Sequence[int], *, whole: bool = True) -> list[TierRates]:
+    """The hits of a device alone, for each size."""
+    return [
+        tier_rates(curve_of(paths, uses), size, 0, 0, exclusive=True)
+        for size, uses in zip(sizes, device_uses(paths, sizes, whole=whole), strict=True)
+    ]
 
 
 def sizes_for(curve: Curve, shares: Iterable[float]) -> dict[float, int]:

@@ -12,11 +12,13 @@ from kvactors.charts import Chart
 from kvactors.errors import ConfigError
 from kvactors.page import Section, Tile, make_page
 from kvactors.report import print_details, print_fields, print_rows
+from kvactors.scenario.optimum import optimal_hits
 from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.sweep import (
     Paths,
     TierRates,
-    device_rates,
+    curve_of,
+    device_uses,
     hit_curve,
     read_paths,
     sizes_for,
@@ -38,18 +40,22 @@ class SweepPoint(msgspec.Struct):
     Attributes:
         blocks: its size.
         bytes: the same in bytes, None if the size of a block is not known.
-        hit_rate: share of all looked-up blocks.
+        hit_rate: share of all looked-up blocks that LRU hits.
         refused: requests larger than it.
+        optimum: share that the offline optimum hits.
+        retain: share that RETAIN hits, None if it was not run.
     """
 
     blocks: int
     bytes: int | None
     hit_rate: float
     refused: int
+    optimum: float
+    retain: float | None = None
 
 
 class SweepReport(msgspec.Struct):
-    """Hit rates of LRU tiers on a trace.
+    """Hit rates of tiers on a trace.
 
     Attributes:
         trace: the file's name.
@@ -61,7 +67,7 @@ class SweepReport(msgspec.Struct):
         most: the hit rate of an unlimited cache.
         points: devices without other tiers, by size.
         size_for: the blocks that have a share of the most hits, by share.
-        tiers: the hit rates of the tiers of a config, empty without one.
+        tiers: the hit rates of the LRU tiers of a config, empty without one.
     """
 
     trace: str
@@ -107,10 +113,7 @@ def sweep(
     paths = read_paths(one.ids for one in read_trace(trace, coarse=coarse, limit=limit))
     curve = hit_curve(paths, whole=whole)
     chosen = sorted(set(sizes)) or sizes_to_show(paths.distinct)
-    points = [
-        SweepPoint(size, block_bytes and size * block_bytes, round(rates.device, 6), rates.refused)
-        for size, rates in zip(chosen, device_rates(paths, chosen, whole=whole), strict=True)
-    ]
+    points = points_of(paths, chosen, block_bytes, whole=whole)
     return SweepReport(
         Path(trace).name,
         len(paths.ends),
@@ -123,6 +126,26 @@ def sweep(
         {f"{share:g}": size for share, size in sizes_for(curve, SHARES).items()},
         {} if config is None else rates_by_name(rates_of(paths, config, whole=whole)),
     )
+
+
+def points_of(
+    paths: Paths, sizes: Sequence[int], block_bytes: int | None, *, whole: bool
+) -> list[SweepPoint]:
+    """Devices of some sizes under LRU, and the offline optimum of the same sizes."""
+    points = []
+    for size, uses in zip(sizes, device_uses(paths, sizes, whole=whole), strict=True):
+        curve = curve_of(paths, uses)
+        optimum = optimal_hits(uses, len(paths.ends), size) / max(1, curve.looked_up)
+        points.append(
+            SweepPoint(
+                size,
+                block_bytes and size * block_bytes,
+                round(curve.rate(size), 6),
+                uses.refused,
+                round(optimum, 6),
+            )
+        )
+    return points
 
 
 def rates_of(paths: Paths, config: ReplayConfig, *, whole: bool) -> TierRates:
@@ -179,6 +202,8 @@ def rows_of(report: SweepReport, points: Sequence[SweepPoint]) -> list[tuple[str
             f"{point.blocks:,}",
             bytes_text(point.bytes),
             f"{point.hit_rate:.4f}",
+            "" if point.retain is None else f"{point.retain:.4f}",
+            f"{point.optimum:.4f}",
             f"{point.hit_rate / report.most if report.most else 0.0:.1%}",
             f"{point.refused}",
         )
@@ -186,7 +211,7 @@ def rows_of(report: SweepReport, points: Sequence[SweepPoint]) -> list[tuple[str
     ]
 
 
-COLUMNS = ("device, blocks", "bytes", "hit rate", "of the most possible", "requests too large")
+COLUMNS = ("blocks", "bytes", "LRU", "RETAIN", "optimum", "LRU of the most", "too large")
 
 
 def print_sweep(report: SweepReport, console: Console) -> None:
@@ -211,10 +236,10 @@ def print_sweep(report: SweepReport, console: Console) -> None:
         console,
     )
     rows = [(row, None) for row in rows_of(report, shown)]
-    print_rows("one LRU tier", COLUMNS, rows, console, numbers=range(5))
+    print_rows("hit rate of one tier", COLUMNS, rows, console, numbers=range(len(COLUMNS)))
     if report.tiers:
         rates = "  ".join(f"{name} {value:g}" for name, value in report.tiers.items())
-        print_details(f"the config's tiers: {rates}", console)
+        print_details(f"the config's tiers under LRU: {rates}", console)
 
 
 def _bytes(report: SweepReport, blocks: int) -> int | None:
@@ -228,10 +253,16 @@ def sweep_chart(report: SweepReport) -> Chart:
         unit, size = unit_of(report.block_bytes * report.distinct_blocks)
         per_block = report.block_bytes / size
     x = [point.blocks * per_block for point in report.points]
+    run = [(at, point.retain) for at, point in zip(x, report.points, strict=True)]
+    retain = [(at, rate) for at, rate in run if rate is not None]
     lines = {
         "LRU": (x, [point.hit_rate for point in report.points]),
+        "RETAIN": ([at for at, _ in retain], [rate for _, rate in retain]),
+        "offline optimum": (x, [point.optimum for point in report.points]),
         "most possible": (x, [report.most] * len(x)),
     }
+    if not retain:
+        del lines["RETAIN"]
     return Chart(f"Hit rate by cache size: {report.trace}", unit, "hit rate", lines, log_x=True)
 
 
@@ -250,9 +281,9 @@ def sweep_page(report: SweepReport) -> str:
     sections = [
         Section(
             "Hit rate by size",
-            "Share of the looked-up blocks that one LRU cache of this size hits. Exclusive tiers "
-            "hit together like one cache of the sum of their sizes, inclusive tiers like one of "
-            "the largest.",
+            "Share of the looked-up blocks that one cache of this size hits. Exclusive LRU tiers "
+            "hit together like one cache of the sum of their sizes, inclusive ones like one of "
+            "the largest. The offline optimum evicts the block whose next use is farthest.",
             [sweep_chart(report)],
         ),
         Section(
@@ -264,5 +295,7 @@ def sweep_page(report: SweepReport) -> str:
     ]
     if report.tiers:
         rows = [(name, f"{value:g}") for name, value in report.tiers.items()]
-        sections.insert(1, Section("Tiers of the config", columns=("tier", "hit rate"), rows=rows))
+        sections.insert(
+            1, Section("Tiers of the config under LRU", columns=("tier", "hit rate"), rows=rows)
+        )
     return make_page(f"Sweep of {report.trace}", "", tiles, sections)

@@ -134,7 +134,7 @@ def test_a_page_is_whole_escaped_and_needs_no_network(trace):
     assert "url(http" not in page
     assert "t<b>.jsonl" not in page
     assert "Sweep of t<b>.jsonl" in tags.text  # the parser unescapes it
-    assert "Tiers of the config" in tags.text
+    assert "Tiers of the config under LRU" in tags.text
 
 
 def test_a_chart_is_an_element_and_a_png(trace, tmp_path):

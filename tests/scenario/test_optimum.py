@@ -1,0 +1,96 @@
+"""The offline optimum: what an exhaustive search over all caches finds."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvactors.scenario.optimum import optimal_hits
+from kvactors.scenario.sweep import hit_curve, read_paths, uses_of
+from tests.scenario.test_sweep import chained, paths_of
+from tests.support.traces import SHORT, read
+
+
+def found(trace, size, **options):
+    """The hits of the optimum."""
+    paths = paths_of(trace)
+    return optimal_hits(uses_of(paths, **options), len(trace), size)
+
+
+def searched(trace, size, *, whole=True):
+    """The most hits of any sequence of contents, each of `size` blocks at most."""
+    best = {frozenset(): 0}
+    for ids in trace:
+        after = {}
+        for held, hits in best.items():
+            hit = next((at for at, one in enumerate(ids) if one not in held), len(ids))
+            hits += hit if whole else min(hit, len(ids) - 1)
+            for many in range(size + 1):
+                for kept in map(frozenset, combinations(sorted(held | set(ids)), many)):
+                    after[kept] = max(after.get(kept, 0), hits)
+        best = after
+    return max(best.values())
+
+
+@st.composite
+def small(draw):
+    """A short trace of few blocks."""
+    trace = draw(chained())
+    return [ids[:4] for ids in trace[:6]]
+
+
+@settings(max_examples=30)
+@given(trace=small(), size=st.integers(1, 3), whole=st.booleans())
+def test_no_sequence_of_contents_hits_more(trace, size, whole):
+    assert found(trace, size, whole=whole) == searched(trace, size, whole=whole)
+
+
+@settings(max_examples=25)
+@given(trace=chained(), whole=st.booleans())
+def test_lru_never_hits_more(trace, whole):
+    paths = paths_of(trace)
+    for size in range(1, paths.distinct + 1):
+        curve = hit_curve(paths, size, whole=whole)
+        uses = uses_of(paths, size, whole=whole)
+        assert optimal_hits(uses, len(paths.ends), size) >= curve.hits[min(size, paths.distinct)]
+
+
+def test_a_cache_of_every_block_hits_every_known_block():
+    trace = [[0, 1, 2], [0, 1, 3], [4], [0, 1, 2]]
+    assert found(trace, 5) == 2 + 0 + 3
+    assert found(trace, 5, whole=False) == 2 + 0 + 2
+
+
+def test_requests_larger_than_the_device_use_nothing():
+    trace = [[0, 1, 2], [0, 1], [0, 1, 2], [0, 1]]
+    assert found(trace, 2, device=2) == 2
+    assert found(trace, 3, device=3) == 2 + 3 + 2
+
+
+@pytest.mark.traces
+@pytest.mark.parametrize(
+    ("name", "shards", "expected"),
+    [
+        ("mooncake_conversation", 1, {1000: 0.1907, 3000: 0.2945, 10_000: 0.3664}),
+        ("claude_code_a", 8, {1000: 0.2673, 3000: 0.5573, 10_000: 0.8759, 30_000: 0.9578}),
+    ],
+)
+def test_the_hit_rates_of_whole_traces(traces, name, shards, expected):
+    requests = read(traces / f"{name}.jsonl.gz", shard=shards - 1, shards=shards)
+    paths = read_paths(np.array(one.ids, "u8") for one in requests)
+    uses = uses_of(paths)
+    for size, rate in expected.items():
+        hits = optimal_hits(uses, len(paths.ends), size)
+        assert hits / len(paths.blocks) == pytest.approx(rate, abs=0.0001)
+
+
+def test_the_hit_rate_of_the_first_requests_lies_above_that_of_lru():
+    paths = read_paths(np.array(one.ids, "u8") for one in read(SHORT))
+    uses = uses_of(paths)
+    rate = optimal_hits(uses, len(paths.ends), 1000) / len(paths.blocks)
+    assert rate == pytest.approx(0.1790, abs=0.002)
+    assert rate > 3 * hit_curve(paths).rate(1000)
