@@ -185,13 +185,29 @@ class Path:
         """Whether the block at this position belongs to the tree (or is another request's load
         target)."""
 
+class LifeTables:
+    """Statistics of the eviction policy RETAIN: how many runs of each class reached each age, and
+    were requested again at it. The trees of an index share them."""
+
+    def __init__(self, inverted: bool = False) -> None:
+        """`inverted`: the best run is the first victim, for tests of the guard."""
+
+    requests: int
+
 class BlockTree:
     """Blocks tracked on this node, found by tokens, identified by hash. It has a
     least-recently-used list of evictable device blocks."""
 
-    def __init__(self, block_size: int, capacity: int = 0, touch: bool = True) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        capacity: int = 0,
+        touch: bool = True,
+        retain: LifeTables | None = None,
+    ) -> None:
         """`capacity`: nodes to size the tables for up front (they grow beyond it). `touch`: bring
-        their memory in now, which takes a while, instead of on first use."""
+        their memory in now, which takes a while, instead of on first use. `retain`: the statistics
+        of the eviction policy RETAIN, without which the policy is LRU."""
 
     block_size: int
     retired: bool
@@ -268,6 +284,23 @@ class BlockTree:
     def replace(self, path: Path, position: int, block: int) -> None:
         """Put a private block (-1: none) at one position at or beyond `num_committed`, in
         place of the previous entry (no block is freed)."""
+
+    def advance(self, now: float) -> None:
+        """The time in seconds, before a match and before `touch`, for RETAIN. It never goes
+        backwards: a smaller value changes nothing."""
+
+    def touch(self, path: Path, output_tokens: int = -1) -> None:
+        """The request of the path has ended, and still references its blocks: RETAIN learns when
+        they were used. `output_tokens`: of the model, -1 if that is not known."""
+
+    def retention(self) -> dict[str, int] | None:
+        """Counts of RETAIN, None under LRU.
+
+        `runs` and `ghosts` (evicted blocks) that are remembered. `requests`, and their blocks that
+        were `touched`. `hits` of those, and `shadow_hits` of an exact LRU with as many blocks as
+        are `resident` now. `displaced`: blocks that this LRU has and the device lacks, `limit`: as
+        many as RETAIN may choose. Evicted blocks that were `chosen` by RETAIN, and those that were
+        the `oldest`."""
 
     def evict(self, count: int) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
         """Pick up to `count` unreferenced device blocks, least recently used first (deeper first on

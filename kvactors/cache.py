@@ -9,7 +9,7 @@ its event loop.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from os import PathLike
 from pathlib import Path
@@ -44,6 +44,7 @@ def open_cache(
     sinks: Sequence[Sink] = (),
     backend: Backend | None = None,
     inline_copies: bool = False,
+    clock: Callable[[], float] | None = None,
 ) -> AbstractAsyncContextManager[KVCache]:
     """Open a cache: `async with kvactors.open(config) as cache`.
 
@@ -55,6 +56,8 @@ def open_cache(
         backend: a store supplied by the caller, in place of the config's (not used in flush-only
             mode).
         inline_copies: copy in the loop's thread, for loops of virtual time.
+        clock: seconds that the ages of blocks are measured in, for a replay of past requests. None:
+            the loop's clock.
 
     Returns:
         A context manager. The cache is open inside its block.
@@ -86,8 +89,10 @@ def open_cache(
     for position, sink in enumerate(sinks):
         if not isinstance(sink, Sink):
             raise TypeError(f"sinks[{position}] must be a Sink, not {kind(sink)}")
+    if clock is not None and not callable(clock):
+        raise TypeError(f"clock must be a function that returns seconds, not {kind(clock)}")
     return _opened(
-        config, device, tuple(sinks), backend, check_flag("inline_copies", inline_copies)
+        config, device, tuple(sinks), backend, check_flag("inline_copies", inline_copies), clock
     )
 
 
@@ -98,13 +103,19 @@ async def _opened(
     sinks: Sequence[Sink],
     backend: Backend | None,
     inline_copies: bool,
+    clock: Callable[[], float] | None,
 ) -> AsyncIterator[KVCache]:
     if isinstance(config, str | PathLike):
         config = Config.from_toml(Path(config))
     elif isinstance(config, Mapping):
         config = Config.from_mapping(config)
     system = System(
-        Config.from_env(base=config), device, sinks, backend, inline_copies=inline_copies
+        Config.from_env(base=config),
+        device,
+        sinks,
+        backend,
+        inline_copies=inline_copies,
+        clock=clock,
     )
     async with system.running():
         cache = KVCache(system)

@@ -96,6 +96,8 @@ class DeviceConfig(
         low_watermark, high_watermark: fractions of `num_blocks`. When more than high are in use,
             evict until low are (both 0: evict on demand only).
         layerwise: load layer by layer (`Lease.wait_layer`).
+        policy: order of eviction: lru, or retain, which learns from past requests which blocks are
+            used again.
     """
 
     kind: Literal["host", "paddle", "cuda"] = "host"
@@ -106,6 +108,7 @@ class DeviceConfig(
     low_watermark: Share = 0.0
     high_watermark: Share = 0.0
     layerwise: bool = False
+    policy: Literal["lru", "retain"] = "lru"
 
     free_low = Earlier("high_watermark", used_share, used_share)
     free_high = Earlier("low_watermark", used_share, used_share)

@@ -251,6 +251,7 @@ class Lease:
         *,
         event: Completion | None = None,
         deadline: float | None = None,
+        output_tokens: int | None = None,
     ) -> None:
         """End the request and release its blocks, also after an error or a cancellation.
 
@@ -259,6 +260,8 @@ class Lease:
                 committed before stay cached.
             event: completes when the device uses no block of the lease any more (see `commit`).
             deadline: seconds from now.
+            output_tokens: tokens that the model has produced, which the eviction policy `retain`
+                learns from. None: those that were added by `extend`, if any.
 
         Raises:
             NotReady: loads are in flight. This, ValueError and TypeError leave the lease open, as
@@ -268,7 +271,8 @@ class Lease:
         computed = (
             None if computed_tokens is None else check_int("computed_tokens", computed_tokens)
         )
-        message = Finish(self._hold.id, computed)
+        output = None if output_tokens is None else check_int("output_tokens", output_tokens, 0)
+        message = Finish(self._hold.id, computed, output)
         await self._hold.end(message, self._path, self.num_tokens, event, deadline)
 
     async def preempt(

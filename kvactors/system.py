@@ -45,6 +45,7 @@ from kvactors.fork import FORKED, SYSTEMS
 from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.opening import Opening
 from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.prefix_index.policy import Clock
 from kvactors.shutdown import QUIET, STOP, Shutdown
 from kvactors.storage.backends import Backend
 from kvactors.summary import summarize
@@ -64,6 +65,7 @@ class System:
         backend: the store's back end in place of the config's.
         inline_copies: whether to copy in the loop's thread. Loops of virtual time need it, because
             they have no threads.
+        clock: of the ages of blocks, the loop's if None.
 
     Raises:
         ConfigError: the settings, devices, stores or sinks do not fit together.
@@ -77,6 +79,7 @@ class System:
         backend: Backend | None = None,
         *,
         inline_copies: bool = False,
+        clock: Clock | None = None,
     ) -> None:
         self.layout = layout_for(config, device)
         config = config_for(config, device)
@@ -125,7 +128,13 @@ class System:
         # loop time at which each condition (component and reason) of the last `health` call began
         self.troubles: dict[tuple[str, str], float] = {}
         self.wiring = wiring = Wiring(
-            config, self.storage, self.plane, self.sinks, self.layout.fingerprint, self.supervisor
+            config,
+            self.storage,
+            self.plane,
+            self.sinks,
+            self.layout.fingerprint,
+            self.supervisor,
+            clock,
         )
         self.roots = wiring.roots
         self.index, self.swapper, self.evictor = wiring.index, wiring.swapper, wiring.evictor

@@ -23,6 +23,7 @@ from kvactors.identity import CacheScope
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import IndexRequest, SetNumBlocks
+from kvactors.prefix_index.policy import Clock, policy_of
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.storage.device_store import StorageDirect
@@ -45,6 +46,7 @@ class Wiring:
         sinks: the sinks by name.
         fingerprint: the layout's fingerprint, part of every root hash.
         supervisor: makes the refs.
+        clock: of the ages of blocks, the loop's if None.
 
     Attributes:
         epoch: of this start of the process, as sinks see it.
@@ -58,7 +60,9 @@ class Wiring:
         sinks: Mapping[str, Sink],
         fingerprint: bytes,
         supervisor: Supervisor,
+        clock: Clock | None = None,
     ) -> None:
+        self.clock = clock
         self.config, self.storage, self.plane, self.sinks = config, storage, plane, sinks
         self.epoch = time.time_ns() // 1_000_000
         self.roots = Roots(config.cache.model, config.cache.namespace, fingerprint)
@@ -128,6 +132,7 @@ class Wiring:
             blocks + host.slots + FORGOTTEN,
             recompute_last_token=config.cache.recompute_last_token,
             memory_generation=self.plane.generation,
+            policy=policy_of(config.device.policy, self.clock),
         )
         free_low, free_high = config.device.free_blocks(blocks)
         settings = IndexSettings(

@@ -1,6 +1,7 @@
 // The Python module: argument checks and conversions of the block tree.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -32,6 +33,9 @@ nb::tuple match_tuple(const Match& match) {
 }  // namespace
 
 void bind_tree(nb::module_& m) {
+    nb::class_<LifeTables>(m, "LifeTables")
+        .def("__init__", [](LifeTables* self, bool inverted) { new (self) LifeTables(inverted); }, "inverted"_a = false)
+        .def_prop_ro("requests", [](const LifeTables& t) { return t.requests(); });
     nb::class_<PyTree> tree(m, "BlockTree");
     nb::class_<PyCheck>(m, "TreeCheck")
         .def(nb::init<const PyTree&>(), "tree"_a, nb::keep_alive<1, 2>())
@@ -58,10 +62,10 @@ void bind_tree(nb::module_& m) {
             }
             return nb::make_tuple(over, result);
         }, "count"_a);
-    tree.def("__init__", [](PyTree* self, Id block_size, Id capacity, bool touch) {
+    tree.def("__init__", [](PyTree* self, Id block_size, Id capacity, bool touch, std::shared_ptr<LifeTables> retain) {
             if (block_size < 1 || block_size > (1 << 24)) throw nb::value_error("block_size must be between 1 and 2**24");
-            new (self) PyTree(u32(block_size), size_of(capacity, "capacity out of range"), touch);
-        }, "block_size"_a, "capacity"_a = 0, "touch"_a = true)
+            new (self) PyTree(u32(block_size), size_of(capacity, "capacity out of range"), touch, std::move(retain));
+        }, "block_size"_a, "capacity"_a = 0, "touch"_a = true, "retain"_a.none() = nb::none())
         .def_prop_ro("block_size", [](const PyTree& t) { return t.block_size(); })
         .def_prop_ro("retired", [](const PyTree& t) { return t.retired(); })
         .def("pin", [](PyTree& t, PyPath& p, Id max_blocks) {
@@ -125,6 +129,33 @@ void bind_tree(nb::module_& m) {
             const Busy busy(p.busy);
             t.replace(p, size_of(position, "position out of range"), block == -1 ? kNil : block_of(block));
         }, "path"_a, "position"_a, "block"_a)
+        .def("advance", [](PyTree& t, double now) {
+            const Change change(t);
+            t.advance(now);
+        }, "now"_a)
+        .def("touch", [](PyTree& t, PyPath& p, Id output_tokens) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            t.touch(p, output_tokens);
+        }, "path"_a, "output_tokens"_a = -1)
+        .def("retention", [](const PyTree& t) -> nb::object {
+            const Busy busy(t.busy);
+            if (t.retention() == nullptr) return nb::none();
+            const RetentionCounts c = t.retention()->counts();
+            nb::dict d;
+            d["runs"] = c.runs;
+            d["ghosts"] = c.ghosts;
+            d["requests"] = c.requests;
+            d["touched"] = c.touched;
+            d["hits"] = c.hits;
+            d["shadow_hits"] = c.shadow_hits;
+            d["resident"] = c.resident;
+            d["displaced"] = c.displaced;
+            d["limit"] = c.limit;
+            d["chosen"] = c.chosen;
+            d["oldest"] = c.oldest;
+            return d;
+        })
         .def("evict", [](PyTree& t, Id count) {
             const Change change(t);
             Evicted out = t.evict(size_of(count, "count out of range"));

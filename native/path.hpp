@@ -9,6 +9,14 @@
 
 namespace kvactors {
 
+// What an eviction policy that learns needs of the time when a path was matched.
+struct Acquired {
+    double time = 0;
+    u64 order = 0;  // see Mark in retain.hpp
+    u32 inside = 0;
+    u32 hits = 0;  // leading blocks on the device
+};
+
 class Path {
 public:
     Path(u32 block_size, const Key& root) : block_size(block_size), root(root) {}
@@ -39,6 +47,7 @@ public:
     Raw<u8> shared;                      // per table entry: 1 where the block is the tree's
     u32 committed = 0;
     u64 tree = 0;                        // serial number of the tree the nodes belong to
+    Acquired acquired;                   // for an eviction policy that learns
 };
 
 }  // namespace kvactors

@@ -36,7 +36,7 @@ std::atomic<u64> next_serial{1};
 
 }  // namespace
 
-Tree::Tree(u32 block_size, std::size_t capacity, bool touch)
+Tree::Tree(u32 block_size, std::size_t capacity, bool touch, std::shared_ptr<LifeTables> retain)
     : block_size_(block_size),
       serial_(next_serial.fetch_add(1)),
       token_seed_((block_size + 1) & ~u32(1)),
@@ -50,11 +50,26 @@ Tree::Tree(u32 block_size, std::size_t capacity, bool touch)
     for (u32& word : token_seed_) word = u32(entropy());
     nodes_.reserve(capacity, touch);
     tokens_.reserve(capacity, touch);
+    if (retain == nullptr) return;
+    retention_ = std::make_unique<Retention>(std::move(retain), capacity);
+    policy_ = retention_.get();
 }
 
 u32 Tree::child_hash(u32 parent, u32 extra, const u32* tokens) const {
     const u64 sum = nh(tokens, token_seed_.data(), block_size_);
     return u32(mix(sum + parent * (seed_[0] | 1) + extra * (seed_[1] | 1)) >> 32);
+}
+
+// Identifies a block beyond the lifetime of its node. Collisions only blur statistics.
+u64 Tree::key_of(u32 id) const {
+    const Node& node = at(id);
+    if ((node.bits & kRoot) != 0) {
+        u64 first;
+        std::memcpy(&first, node.name.bytes, 8);
+        return first;
+    }
+    const u64 extra = node.extra == 0 ? 0 : std::hash<std::string>()(extras_[node.extra].bytes);
+    return mix(nh(tokens_of(id), token_seed_.data(), block_size_) + mix(policy_->key(node.parent) + seed_[3]) + extra);
 }
 
 u32 Tree::name_hash(const Key& name) const {
@@ -138,6 +153,7 @@ u32 Tree::make_root(const Key& root) {
     node.parent = node.block = kNil;
     node.bits = kRoot;
     roots_.emplace(text(root), id);
+    if (policy_ != nullptr) policy_->add(id, kNil, key_of(id));
     return id;
 }
 
@@ -161,6 +177,7 @@ void Tree::create(Path& path, u32 from, u32 upto) {
         node.pending = node.bits = 0;
         node.prev = node.next = kNil;
         std::memcpy(tokens_of(id), path.block_tokens(i), 4 * std::size_t(block_size_));
+        if (policy_ != nullptr) policy_->add(id, parent, key_of(id));
         hash[0] = child_hash(parent, node.extra, path.block_tokens(i));
         hash[1] = name_hash(node.name);
         children_.prefetch(hash[0]);
@@ -197,6 +214,7 @@ void Tree::drop(u32 id) {
     if ((node.bits & kRoot) != 0) {
         roots_.erase(text(node.name));
     } else {
+        if (policy_ != nullptr) policy_->remove(id);
         children_.erase(child_hash(node.parent, node.extra, tokens_of(id)), id);
         names_.erase(name_hash(node.name), id);
         if (node.extra != 0 && --extras_[node.extra].uses == 0) {
@@ -220,6 +238,7 @@ void Tree::push(u32 id) {
     tail_ = id;
     ++counts_.evictable;
     read_ += node.pending != 0;
+    if (policy_ != nullptr) policy_->list(id);
 }
 
 void Tree::unlink(u32 id) {
@@ -229,6 +248,7 @@ void Tree::unlink(u32 id) {
     node.bits &= u8(~kListed);
     --counts_.evictable;
     read_ -= node.pending != 0;
+    if (policy_ != nullptr) policy_->unlist(id);
 }
 
 void Tree::take_device(u32 id, u32 block) {

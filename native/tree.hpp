@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "path.hpp"
+#include "retain.hpp"
 #include "slab.hpp"
 #include "table.hpp"
 
@@ -88,7 +89,8 @@ struct Statistics {
 
 class Tree {
 public:
-    Tree(u32 block_size, std::size_t capacity, bool touch = true);
+    // retain: the statistics of the eviction policy RETAIN. Without them the policy is LRU.
+    Tree(u32 block_size, std::size_t capacity, bool touch = true, std::shared_ptr<LifeTables> retain = nullptr);
     Tree(const Tree&) = delete;
     Tree& operator=(const Tree&) = delete;
 
@@ -127,6 +129,11 @@ public:
     std::size_t returning() const { return retired_ ? counts_.evictable - read_ : 0; }
     bool idle() const { return retired_ && counts_.device == 0 && counts_.loading == 0 && counts_.referenced == 0; }
     bool dismantle();
+
+    // tree_retain.cpp: no effect under LRU
+    void advance(double now);
+    void touch(const Path& path, long long output);
+    const Retention* retention() const { return retention_.get(); }
 
     // tree_inspect.cpp
     std::vector<Key> device_hashes() const;
@@ -186,6 +193,9 @@ private:
     void require_held(const Path& path, u32 upto) const;
     void walk(const Path& path, u32 limit, std::vector<u32>& found, u32 start = 0) const;
     Match describe(const std::vector<u32>& found) const;
+    void note_match(Path& path, u32 held, u32 hits) const;
+    u64 key_of(u32 id) const;
+    u32 victim(bool& chosen);
     void require_blocks(const Path& path, u32 upto) const;
     void adopt(Path& path, u32 position, u32 id, Committed& result);
     void freshen_ancestors(u32 id);
@@ -211,6 +221,8 @@ private:
     u32 reaping_ = kNil;    // where `sweep_host` continues a chain of nodes that nothing keeps
     u64 read_ = 0;  // listed nodes whose block an offload still reads
     std::vector<u32> scratch_, hashes_;
+    std::unique_ptr<Retention> retention_;
+    Retention* policy_ = nullptr;  // nullptr under LRU, and once the tree is retired
 };
 
 }  // namespace kvactors

@@ -156,6 +156,7 @@ void Tree::check() const {
     TreeCheck check(*this);
     while (!check.step(std::size_t(1) << 16, false)) {
     }
+    if (policy_ != nullptr) policy_->check();
 }
 
 }  // namespace kvactors

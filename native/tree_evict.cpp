@@ -17,11 +17,14 @@ namespace kvactors {
 Evicted Tree::evict(std::size_t count) {
     Evicted result;
     if (retired_) return result;
+    if (policy_ != nullptr) policy_->next_choice();
     while (result.nodes.size() < count && head_ != kNil) {
-        const u32 id = head_;
+        bool chosen = false;
+        const u32 id = policy_ == nullptr ? head_ : victim(chosen);
         Node& node = at(id);
         // 255 operations read this block, and no node above it may be evicted before it.
         if (node.pending == 0xff) break;
+        if (policy_ != nullptr) policy_->evicted(id, chosen);
         unlink(id);
         node.bits |= kOffloading;
         ++node.pending;
@@ -132,6 +135,7 @@ bool Tree::sweep_host(std::size_t count) {
 // as its caller asks for.
 std::size_t Tree::retire() {
     retired_ = true;
+    policy_ = nullptr;
     return returning();
 }
 
@@ -154,6 +158,10 @@ bool Tree::dismantle() {
     head_ = tail_ = free_ = kNil;
     counts_ = Statistics{};
     roots_.clear();
+    if (retention_ != nullptr) {
+        retention_.reset();
+        return false;
+    }
     if (nodes_.drop() || tokens_.drop() || children_.drop() || names_.drop()) return false;
     extra_ids_.clear();
     extras_.resize(1);

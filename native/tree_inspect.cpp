@@ -69,7 +69,8 @@ Contents Tree::contents(const u32* nodes, std::size_t count) const {
 }
 
 std::size_t Tree::bytes() const {
-    return sizeof(*this) + nodes_.bytes() + tokens_.bytes() + children_.bytes() + names_.bytes();
+    return sizeof(*this) + nodes_.bytes() + tokens_.bytes() + children_.bytes() + names_.bytes() +
+           (retention_ == nullptr ? 0 : retention_->bytes());
 }
 
 Listing Tree::listing(u32 start, std::size_t count) const {

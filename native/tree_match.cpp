@@ -71,6 +71,7 @@ Match Tree::pin(Path& path, u32 limit) {
         match.states.insert(0, all);
         match.device_run = 0;
     }
+    if (policy_ != nullptr) note_match(path, held, match.device_run);
     const u32 count = u32(scratch_.size());
     if (count == 0) return match;
     path.tree = serial_;

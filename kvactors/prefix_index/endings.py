@@ -42,14 +42,29 @@ class Endings:
         self._commits = commits
         self._admission = admission
 
-    def finish(self, number: int, computed: int | None, envelope: Envelope[Ack]) -> list[Action]:
-        """End a lease: commit `computed` tokens, unless they were committed before, then close."""
+    def finish(
+        self,
+        number: int,
+        computed: int | None,
+        envelope: Envelope[Ack],
+        output_tokens: int | None = None,
+    ) -> list[Action]:
+        """End a lease: commit `computed` tokens, unless they were committed before, then close.
+
+        Args:
+            number: of the lease.
+            computed: tokens to commit.
+            envelope: answered with the blocks that stay cached.
+            output_tokens: tokens that the model has produced. None: those that were added after the
+                prompt.
+        """
         lease = self._leases.get(number)
         if lease is None:
             return [self._leases.refusal(envelope)]
         committed = [] if computed is None else self._commits.enter(lease, computed)
         if isinstance(committed, Exception):
             return [Refusal(envelope, committed)]
+        lease.output_tokens = output_tokens
         return committed + next_part(self._close(lease, envelope))
 
     def preempt(self, number: int, computed: int, envelope: Envelope[Ack]) -> list[Action]:
@@ -105,6 +120,7 @@ class Endings:
         committed = 0 if tree.retired else path.num_committed
         saved = SavedPath(tree, path, 1)
         self._admission.closing += 1
+        self._index.policy.end(tree, path, lease.output())
         if self._announcements.enabled:
             for start, stop in parts(0, committed, part):
                 if start:

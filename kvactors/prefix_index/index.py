@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvactors.invariant import ensure
 from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path, TreeCheck
 from kvactors.prefix_index.parts import part_of
+from kvactors.prefix_index.policy import DevicePolicy
 from kvactors.prefix_index.pool import BlockPool
 from kvactors.types import HASH_BYTES
 
@@ -93,6 +94,7 @@ class BlockIndex:
         num_blocks, capacity: device blocks, and nodes to size the tree for.
         recompute_last_token: whether a prompt is never hit as a whole.
         memory_generation: of the device memory.
+        policy: the eviction policy, LRU if None.
     """
 
     def __init__(
@@ -103,13 +105,15 @@ class BlockIndex:
         *,
         recompute_last_token: bool,
         memory_generation: int = 0,
+        policy: DevicePolicy | None = None,
     ) -> None:
         self.block_size = block_size
         self.part = part_of(block_size)
         self.memory_generation = memory_generation
         self.capacity = capacity
         self.pool = BlockPool(num_blocks)
-        self.tree = BlockTree(block_size, capacity)
+        self.policy = DevicePolicy() if policy is None else policy
+        self.tree = self.policy.tree(block_size, capacity)
         self.retired: deque[BlockTree] = deque()  # cleared trees that still have blocks or memory
         self.returning = 0  # unused device blocks of those
         self.reserved = 0  # free device blocks that long requests take in later turns
@@ -193,6 +197,7 @@ class BlockIndex:
                 last whole one.
             chunk: tokens after the cached ones that the request needs blocks for, 0 for all.
         """
+        self.policy.advance(self.tree)
         limit = self.match_limit(path)
         if media:
             match = self._match_whole_items(path, limit, fetch=fetch, media=media)
@@ -305,7 +310,7 @@ class BlockIndex:
         return self.tree.statistics()["evictable"]
 
     def evict(self, count: int, op: int) -> Eviction:
-        """Choose up to `count` of the least recently used device blocks to leave the device."""
+        """Choose up to `count` device blocks to leave the device, by the policy."""
         nodes, hashes, parents, blocks, states = self.tree.evict(count)
         return Eviction(op, self.tree, nodes, hashes, parents, tuple(blocks), states)
 
@@ -331,7 +336,8 @@ class BlockIndex:
         unused = self.tree.retire()
         self.returning += unused
         self.retired.append(self.tree)
-        self.tree = BlockTree(self.block_size, self.capacity, touch=False)  # within a turn
+        # Within a turn.
+        self.tree = self.policy.tree(self.block_size, self.capacity, touch=False)
         return unused
 
     def bring_back(self, count: int) -> None:
@@ -390,7 +396,8 @@ def set_num_blocks(index: BlockIndex, num_blocks: int) -> None:
         raise RuntimeError("the number of device blocks is set once, in an empty index")
     index.capacity += num_blocks
     index.pool = BlockPool(num_blocks, index.pool.ages)
-    index.tree = BlockTree(index.block_size, index.capacity, touch=False)  # within a turn
+    # Within a turn.
+    index.tree = index.policy.tree(index.block_size, index.capacity, touch=False)
 
 
 def pick_hashes(hashes: bytes, positions: list[int]) -> bytes:

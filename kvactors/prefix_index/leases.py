@@ -66,6 +66,7 @@ class LeaseTable:
         """The lease has its blocks. Without loads it is ready."""
         self._leases[lease.id] = lease
         lease.granted = True
+        lease.prompt_tokens = lease.path.num_tokens
         lease.counted = lease.request_id not in self._preempted
         if lease.counted:
             self.requests += 1

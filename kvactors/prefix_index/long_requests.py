@@ -51,6 +51,7 @@ class LongRequests:
     def _match(self, message: Acquire, needed: int, envelope: Envelope[AcquireResult]) -> Work:
         path, index, tree = message.path, self._index, self._index.tree
         limit, states = index.match_limit(path), b""
+        index.policy.advance(tree)
         while not states and path.num_held < limit:
             upto = min(limit, path.num_held + index.part)
             _, states = tree.pin(path, upto)

@@ -200,10 +200,13 @@ class Finish(Ask[Ack], frozen=True, eq=False):
 
     Attributes:
         computed_tokens: tokens to commit first, None for those that were committed before.
+        output_tokens: tokens that the model has produced, for the eviction policy. None: those that
+            were added after the prompt.
     """
 
     lease: int
     computed_tokens: int | None = None
+    output_tokens: int | None = None
 
 
 class Preempt(Ask[Ack], frozen=True, eq=False):

@@ -43,6 +43,8 @@ class LeaseState(msgspec.Struct, eq=False):
         granted: it has its blocks. A lease that waits for them may have loads already.
         counted: the statistics count it, as they do unless it was preempted before.
         fault: why it can no longer be used.
+        prompt_tokens: tokens that it was acquired with.
+        output_tokens: of the model, if its holder has given their number.
     """
 
     id: int
@@ -61,6 +63,14 @@ class LeaseState(msgspec.Struct, eq=False):
     granted: bool = False
     counted: bool = True
     fault: LeaseFault | None = None
+    prompt_tokens: int = 0
+    output_tokens: int | None = None
+
+    def output(self) -> int:
+        """Tokens that the model has produced, -1 if that is not known."""
+        if self.output_tokens is not None:
+            return self.output_tokens
+        return self.path.num_tokens - self.prompt_tokens or -1
 
 
 class LoadState(Timed):

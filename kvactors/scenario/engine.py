@@ -202,6 +202,7 @@ class Engine:
         tokens_per_s: float = math.inf,
         think: float = 0.0,
         end: End = "finish",
+        output_tokens: int | None = None,
         **options: Any,
     ) -> Lease:
         """Serve one request from acquire to its end.
@@ -213,6 +214,7 @@ class Engine:
             tokens_per_s: speed of the prefill.
             think: seconds the model takes before the output, or in place of it.
             end: how the request ends.
+            output_tokens: of the model, if `output` is not all of them.
             options: of `KVCache.acquire`.
 
         Returns:
@@ -237,7 +239,10 @@ class Engine:
                 await self.compute(request)
             if self._thorough:
                 await self.verify(request, cached, request.full, "held")
-            await (lease.preempt() if end == "preempt" else lease.finish())
+            if end == "preempt":
+                await lease.preempt()
+            else:
+                await lease.finish(output_tokens=output_tokens)
         self.totals.finished += 1
         return lease
 

@@ -119,7 +119,8 @@ async def replay(
     read = partial(read_trace, trace, coarse=settings.coarse, limit=settings.limit)
     timed = settings.mode == "timed"
     arrivals = await in_thread(lambda: list(read()), "kvactors-trace") if timed else []
-    async with open_cache(cache_config(config)) as cache:
+    clock = TraceClock()
+    async with open_cache(cache_config(config), clock=None if timed else clock) as cache:
         engine = Engine(cache, totals, ThreadModel(cache.device) if timed else None)
         with uncollected() if timed else nullcontext():
             async with LagMonitor().running() as lag, observe(cache):
@@ -127,7 +128,7 @@ async def replay(
                 if timed:
                     served = await replay_timed(engine, arrivals, settings, progress)
                 else:
-                    await replay_in_order(engine, read(), progress)
+                    await replay_in_order(engine, read(), progress, clock)
                 await engine.settle()
                 wall = time.monotonic() - began
         report = make_report(Path(trace).name, totals, cache, lag.results(), wall)
@@ -141,14 +142,27 @@ async def replay(
     return report
 
 
+class TraceClock:
+    """The time stamp of the request that is being served, in seconds."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def __call__(self) -> float:
+        """The time."""
+        return self.at
+
+
 async def replay_in_order(
-    engine: Engine, requests: Iterable[TraceRequest], progress: Progress
+    engine: Engine, requests: Iterable[TraceRequest], progress: Progress, clock: TraceClock
 ) -> None:
-    """One request after another, each with everything it caused."""
+    """One request after another, each with everything it caused. clock: of the cache."""
     cache = engine.cache
     for number, request in enumerate(requests):
+        clock.at = request.timestamp
+        tokens = tokens_of(request.ids, cache.block_size)
         try:
-            await engine.serve(str(number), tokens_of(request.ids, cache.block_size))
+            await engine.serve(str(number), tokens, output_tokens=request.output_length)
             await cache.wait_idle()
         except NoRoom:
             engine.totals.rejected += 1

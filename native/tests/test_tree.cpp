@@ -62,7 +62,7 @@ struct Load {
 // One tree, a pool of device blocks, and every operation on them in random order.
 class Life {
 public:
-    explicit Life(unsigned seed) : random_(seed), tree_(2, 8) {
+    Life(unsigned seed, std::shared_ptr<LifeTables> retain) : random_(seed), tree_(2, 8, true, std::move(retain)) {
         for (u32 b = 0; b < 64; ++b) free_.push_back(b);
     }
 
@@ -116,6 +116,7 @@ private:
         const std::size_t blocks = 1 + random_() % 5;
         for (std::size_t i = 0; i < 2 * blocks; ++i) path.tokens.push_back(u32(random_() % 2));
         if (random_() % 4 == 0) path.set_extra(0, "picture");
+        tree_.advance(now_ += double(random_() % 8) * 0.3);
         const Match match = tree_.pin(path, 0xffffffffu);
         give(tree_.trim(path, match.device_run));
         const std::size_t need = blocks - match.device_run;
@@ -156,6 +157,10 @@ private:
         if (paths_.empty()) return;
         const std::size_t which = random_() % paths_.size();
         std::swap(paths_[which], paths_.back());
+        if (random_() % 4 != 0 && !tree_.retired()) {
+            tree_.advance(now_ += double(random_() % 8) * 0.3);
+            tree_.touch(paths_.back(), random_() % 2 == 0 ? -1 : 100);
+        }
         give(tree_.release(paths_.back()));
         paths_.pop_back();
     }
@@ -190,6 +195,7 @@ private:
     }
 
     std::mt19937 random_;
+    double now_ = 0;
     Tree tree_;
     std::vector<u32> free_;
     std::vector<Path> paths_;
@@ -202,8 +208,9 @@ private:
 int main() {
     test_sha256();
     test_narrow();
-    for (unsigned seed = 0; seed < 40; ++seed) {
-        Life life(seed);
+    for (unsigned seed = 0; seed < 80; ++seed) {
+        // Under LRU, RETAIN and RETAIN with an inverted index.
+        Life life(seed, seed < 40 ? nullptr : std::make_shared<LifeTables>(seed >= 60));
         for (int i = 0; i < 400; ++i) {
             if (seed % 2 == 1 && i == 300) life.retire();
             life.step();

@@ -233,7 +233,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (Lease, "reserve"): ({"num_tokens": 1}, {"num_tokens": "int", "deadline": "seconds"}),
     (Lease, "truncate"): ({"num_tokens": 8}, {"num_tokens": "int", "deadline": "seconds"}),
     (Lease, "commit"): ({"computed_tokens": 0}, COMPUTED),
-    (Lease, "finish"): ({}, COMPUTED),
+    (Lease, "finish"): ({}, {**COMPUTED, "output_tokens": "int"}),
     (Lease, "preempt"): ({}, COMPUTED),
     (Lease, "hashes"): ({"start": 0, "stop": 0}, {"start": "int", "stop": "int"}),
 }
@@ -270,7 +270,8 @@ def wrong_calls():
             for position, value in enumerate(kinds()[kind]):
                 if value is None and (
                     name in ("deadline", "lora_id", "event", "stream", "chunk_tokens")
-                    or (method, name) == ("finish", "computed_tokens")
+                    or (method, name)
+                    in (("finish", "computed_tokens"), ("finish", "output_tokens"))
                 ):
                     continue
                 found.append((owner, method, name, kind, position))
@@ -412,6 +413,7 @@ def test_no_arguments_fail_an_actor(data):
         ({"backend": "file"}, "backend"),
         ({"inline_copies": 1}, "inline_copies"),
         ({"inline_copies": None}, "inline_copies"),
+        ({"clock": 5.0}, "clock"),
     ],
 )
 def test_open_refuses_wrong_arguments_before_it_is_entered(wrong, named):

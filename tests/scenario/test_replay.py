@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvactors.cache import open_cache
+from kvactors.config import DeviceConfig
 from kvactors.errors import ConfigError
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.replay import ReplayConfig, cache_config, replay
@@ -55,6 +57,26 @@ async def test_sequential_counts_every_block_looked_up(tmp_path):
     assert (report.verified_blocks, report.corrupt_blocks_served, report.errors) == (1, 0, [])
     assert report.flush["delivered"] == report.flush["resident"] + report.flush["gone"] > 0
     assert report.name == "t.jsonl"
+
+
+def cycle(rounds):
+    """Ten prompts of four blocks, asked round and round, one every 5 s."""
+    for number in range(10 * rounds):
+        yield 5_000 * number, 100, [100 * (number % 10) + depth for depth in range(4)]
+
+
+async def test_retain_learns_in_the_time_of_the_trace(tmp_path):
+    path, rates = trace(tmp_path / "t.jsonl", *cycle(10)), {}
+    for policy in ("lru", "retain"):
+        used = msgspec.structs.replace(
+            config(device=30, host=0),
+            device=DeviceConfig(num_blocks=30, policy=policy),
+        )
+        report = await replay(path, used)
+        assert not report.errors
+        rates[policy] = report.hit_rate["device"]
+    assert rates["lru"] == 0.0
+    assert rates["retain"] > 0.3
 
 
 async def test_a_request_larger_than_the_device_is_rejected(tmp_path):

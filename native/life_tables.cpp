@@ -1,0 +1,119 @@
+#include "life_tables.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvactors {
+namespace {
+
+constexpr double kPseudo = 10;        // observations that a class borrows from its parent
+constexpr u32 kEvery = 32;            // requests between two computations of the densities
+constexpr double kHalfLife = 16384;   // requests
+constexpr double kHeaviest = 1e9;     // weight at which all tables are scaled down
+
+using Edges = std::array<double, LifeTables::kBins + 1>;
+
+Edges edges() {
+    Edges result{};
+    for (u32 j = 1; j <= LifeTables::kBins; ++j) result[j] = std::pow(2.0, (j - 1) / 2.0);
+    return result;
+}
+
+const Edges kEdges = edges();
+
+
+u32 level(double value, std::initializer_list<double> bounds) {
+    u32 k = 0;
+    for (const double bound : bounds) k += value >= bound;
+    return k;
+}
+
+}  // namespace
+
+LifeTables::LifeTables(bool inverted) : inverted_(inverted), tables_(kClasses), density_(kClasses) {
+    up_[0] = kNil;
+    up_[1] = 0;
+    for (u32 last = 0; last < 2; ++last)
+        for (u32 uses = 0; uses < kUses; ++uses) {
+            const u32 by_use = 2 + last * kKind + uses * (1 + kGaps * (1 + kOutputs));
+            up_[by_use] = last;
+            for (u32 gap = 0; gap < kGaps; ++gap) {
+                const u32 by_gap = by_use + 1 + gap * (1 + kOutputs);
+                up_[by_gap] = by_use;
+                for (u32 output = 0; output < kOutputs; ++output) up_[by_gap + 1 + output] = by_gap;
+            }
+        }
+}
+
+u32 LifeTables::bin_of(double age) {
+    if (!(age >= 1)) return 0;
+    return u32(std::upper_bound(kEdges.begin() + 1, kEdges.begin() + kBins, age) - kEdges.begin() - 1);
+}
+
+double LifeTables::start_of(u32 bin) { return kEdges[bin]; }
+
+u32 LifeTables::class_of(bool last, u32 uses, double gap, long long output) {
+    const u32 by_use = 2 + u32(last) * kKind + level(uses, {2, 3, 5, 9, 33}) * (1 + kGaps * (1 + kOutputs));
+    const u32 by_gap = by_use + 1 + level(gap, {0, 8, 32, 128}) * (1 + kOutputs);
+    return output < 0 ? by_gap : by_gap + 1 + level(double(output), {64, 256, 1024});
+}
+
+void LifeTables::add(Row Table::*row, u32 cls, u32 bin, double weight) {
+    for (; cls != kNil; cls = up_[cls]) (tables_[cls].*row)[bin] += weight;
+}
+
+void LifeTables::begin(u32 cls) {
+    used_[cls] = true;
+    refresh(cls);
+}
+
+void LifeTables::count_request() {
+    if (requests_++ % kEvery == 0)
+        for (u32 cls = 0; cls < kClasses; ++cls)
+            if (used_[cls]) refresh(cls);
+    weight_ *= std::exp2(1 / kHalfLife);
+    if (weight_ < kHeaviest) return;
+    for (Table& table : tables_)
+        for (u32 j = 0; j < kBins; ++j) table.reached[j] /= weight_, table.returned[j] /= weight_;
+    weight_ = 1;
+}
+
+// The chance of a return in each bin, for a run that has reached it. Before anything is observed it
+// falls with the age, which is the order of LRU. A class is drawn towards
+// its parent as if `kPseudo` of its runs had behaved like those of the parent.
+void LifeTables::hazard(u32 cls, Row& into) const {
+    if (cls == kNil) {
+        for (u32 j = 0; j < kBins; ++j) into[j] = 1 - std::exp(-0.05 * (kEdges[j + 1] - kEdges[j]) / (kEdges[j] + 10));
+        return;
+    }
+    hazard(up_[cls], into);
+    const Table& table = tables_[cls];
+    const double pseudo = kPseudo * weight_;
+    for (u32 j = 0; j < kBins; ++j)
+        into[j] = std::min(1.0, (std::max(0.0, table.returned[j]) + pseudo * into[j]) / (std::max(0.0, table.reached[j]) + pseudo));
+}
+
+// The best stop after each bin is where the ratio no longer rises. From the last bin backwards, a
+// stretch of bins absorbs those after it as long as their ratio is the better one, which makes the
+// whole linear in the number of bins.
+void LifeTables::refresh(u32 cls) {
+    struct Stretch {
+        double gain, cost, survival;
+    };
+    Row chance;
+    hazard(cls, chance);
+    Stretch stack[kBins];
+    u32 depth = 0;
+    for (u32 j = kBins; j-- > 0;) {
+        const double p = chance[j];
+        Stretch now{p, (1 - p / 2) * (kEdges[j + 1] - kEdges[j]), 1 - p};
+        while (depth != 0 && stack[depth - 1].gain * now.cost > now.gain * stack[depth - 1].cost) {
+            const Stretch& next = stack[--depth];
+            now = {now.gain + now.survival * next.gain, now.cost + now.survival * next.cost, now.survival * next.survival};
+        }
+        stack[depth++] = now;
+        density_[cls][j] = (inverted_ ? -1 : 1) * now.gain / now.cost;
+    }
+}
+
+}  // namespace kvactors

@@ -1,0 +1,165 @@
+// The eviction policy RETAIN: which block of a tier to evict first, by learned hit density.
+//
+// All blocks last touched by the same request are one run, split where their class differs. A run
+// is a stretch of one path. Its first blocks may be resident, and the others are ghosts: blocks
+// that were evicted, and that are counted until they are requested again or forgotten. Blocks are
+// touched from the start of a path and evicted from its end, so both ends move inwards.
+//
+// Blocks are known by small numbers (`id`) that their owner gives: nodes of the device's tree, or
+// slots of the host tier.
+#pragma once
+
+#include <array>
+#include <string>
+
+#include "life_tables.hpp"
+#include "slab.hpp"
+#include "table.hpp"
+
+namespace kvactors {
+
+// A position in the order of last use: the blocks before it were in the shadow LRU.
+struct Mark {
+    u64 order = 0;
+    u32 inside = 0;
+};
+
+// A request that has ended: what a touch is to record.
+struct Visit {
+    double acquired;
+    Mark mark;         // at that time
+    u32 hits;          // leading blocks that were found in the tier
+    long long output;  // tokens, negative if not known
+};
+
+struct RetentionCounts {
+    u64 runs = 0, ghosts = 0, requests = 0, touched = 0, hits = 0, shadow_hits = 0;
+    u64 resident = 0, displaced = 0, limit = 0;
+    u64 chosen = 0, oldest = 0;  // victims of the model, and of the LRU order
+};
+
+class Retention {
+public:
+    Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity);
+    Retention(const Retention&) = delete;
+    Retention& operator=(const Retention&) = delete;
+
+    // The time, in seconds, which never goes backwards. Moves runs to the bins of their ages.
+    void advance(double now);
+    double now() const { return now_; }
+    Mark mark() const;
+
+    // A block is known from now on, after `parent`. key: identifies it among all blocks and
+    // ghosts.
+    void add(u32 id, u32 parent, u64 key);
+    void remove(u32 id);  // it is known as a ghost only
+    u64 key(u32 id) const { return row(id).key; }
+
+    // The block can be evicted once no child of it can: it is resident, and nothing uses it.
+    void list(u32 id);
+    void unlist(u32 id);
+
+    // The blocks of a path, all of them resident and in use, belong to a request that has ended.
+    void touch(const u32* ids, u32 count, const Visit& visit);
+
+    // The next block to evict, kNil if the least recently used one is the choice. `evicted`
+    // follows, and then `unlist`.
+    u32 victim();
+    void evicted(u32 id, bool chosen);
+    void next_choice() { current_ = kNil; }
+
+    RetentionCounts counts() const;
+    std::size_t bytes() const;
+    void check() const;  // std::runtime_error names the damage
+
+private:
+    struct Row {
+        u64 key;
+        u32 run, parent, children;  // children: listed ones
+        u16 uses;
+        bool held, listed;  // held: counts as a resident block of its run
+    };
+
+    struct Run {
+        u64 order;  // of last use: by request, and within one the deeper first
+        double time;
+        u32 total, held, ghosts;  // blocks, resident ones, and those that only `ghosts_` has
+        u32 tail;                 // the deepest resident one
+        u32 path;                 // blocks of the request
+        u32 first_ghost;
+        u32 older, younger;  // in its bin
+        u32 before, after;   // in its bucket, if `filed`
+        u32 lost_before, lost_after;  // among the runs that are ghosts as a whole, if `lost`
+        u16 cls;
+        u8 bin;
+        bool filed, lost;
+    };
+
+    struct Ghost {
+        u64 key;
+        u32 run, before, after;  // of the same run
+        u16 uses;
+    };
+
+    struct List {
+        u32 first = kNil, last = kNil;
+    };
+
+    static constexpr u32 kBuckets = LifeTables::kClasses * LifeTables::kBins;
+
+    Row& row(u32 id) { return *rows_.row(id); }
+    const Row& row(u32 id) const { return *rows_.row(id); }
+
+    // Runs by age.
+    u32 make_run(u32 cls, u64 order, u32 blocks, u32 tail, u32 path);
+    void enter_bin(u32 run, u32 bin);
+    void leave_bin(u32 run);
+    void drop_run(u32 run);
+    u32 next_older(u32 run) const;
+    u32 next_younger(u32 run) const;
+    void detach(u32 run, u32 blocks, u32 held);
+    void stray(u32 id);
+    void settle_lost(u32 run);
+    void forget();
+
+    // Runs whose tail can be evicted, by class and bin.
+    u32 bucket_of(const Run& run) const { return run.cls * LifeTables::kBins + run.bin; }
+    void file(u32 run);
+    void unfile(u32 run);
+    void file_if_free(u32 id);
+
+    // The shadow: the most recently used blocks, as many as are resident.
+    u32 inside(u32 run) const;
+    u32 displaced(u32 run) const;
+    void settle_edge();
+    void judge(u32 touched, u32 hits, u32 shadow_hits);
+    u64 limit() const;
+    static double initial_trust();
+
+    u32 hash_of(u64 key) const { return u32(key >> 32); }
+    u32 find_ghost(u64 key) const;
+    void drop_ghost(u32 ghost);
+
+    std::shared_ptr<LifeTables> tables_;
+    double now_ = 0;
+    u64 serial_ = 0;  // touches
+    Slab<Row> rows_;
+    std::vector<Run> runs_;
+    std::vector<Ghost> ghosts_;
+    std::vector<u32> free_runs_, free_ghosts_;
+    Table by_key_;
+    std::array<List, LifeTables::kBins> bins_;
+    std::vector<List> buckets_;
+    std::array<u64, (kBuckets + 63) / 64> filled_{};  // buckets that have a run
+    List lost_;
+    std::size_t lost_runs_ = 0;
+    u32 current_ = kNil;  // the run that the present eviction shortens
+
+    u64 resident_ = 0, displaced_ = 0;
+    u32 edge_ = kNil;  // the oldest run of the shadow, of which `edge_inside_` blocks are in it
+    u64 edge_inside_ = 0, younger_ = 0;  // younger_: blocks of the runs after it
+    double trust_, granted_ = 0;
+    RetentionCounts counts_;
+};
+
+}  // namespace kvactors
