@@ -139,11 +139,7 @@ class PrefixIndex(Actor):
     @on(Finish)
     def finish(self, message: Finish, envelope: Envelope[Ack]) -> None:
         """End a lease: commit the computed blocks, announce and save by policy, release."""
-        self._perform(
-            self._endings.finish(
-                message.lease, message.computed_tokens, envelope, message.output_tokens
-            )
-        )
+        self._perform(self._endings.finish(message, envelope))
 
     @on(Preempt)
     def preempt(self, message: Preempt, envelope: Envelope[Ack]) -> None:

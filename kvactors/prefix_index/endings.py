@@ -10,7 +10,7 @@ from kvactors.prefix_index.commits import Commits
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.loads import LoadTable
-from kvactors.prefix_index.messages import Ack
+from kvactors.prefix_index.messages import Ack, Finish
 from kvactors.prefix_index.parts import next_part, parts
 from kvactors.prefix_index.records import LeaseState
 from kvactors.prefix_index.saves import SavedPath, SaveTable
@@ -42,29 +42,16 @@ class Endings:
         self._commits = commits
         self._admission = admission
 
-    def finish(
-        self,
-        number: int,
-        computed: int | None,
-        envelope: Envelope[Ack],
-        output_tokens: int | None = None,
-    ) -> list[Action]:
-        """End a lease: commit `computed` tokens, unless they were committed before, then close.
-
-        Args:
-            number: of the lease.
-            computed: tokens to commit.
-            envelope: answered with the blocks that stay cached.
-            output_tokens: tokens that the model has produced. None: those that were added after the
-                prompt.
-        """
-        lease = self._leases.get(number)
+    def finish(self, message: Finish, envelope: Envelope[Ack]) -> list[Action]:
+        """End a lease: commit its computed tokens, unless they were committed before, then
+        close."""
+        lease, computed = self._leases.get(message.lease), message.computed_tokens
         if lease is None:
             return [self._leases.refusal(envelope)]
         committed = [] if computed is None else self._commits.enter(lease, computed)
         if isinstance(committed, Exception):
             return [Refusal(envelope, committed)]
-        lease.output_tokens = output_tokens
+        lease.output_tokens = message.output_tokens
         return committed + next_part(self._close(lease, envelope))
 
     def preempt(self, number: int, computed: int, envelope: Envelope[Ack]) -> list[Action]:

@@ -71,6 +71,7 @@ class Grants:
             admission.releasing or index.can_fit(path, needed, admission.unpromised())
         ):
             return [admission.no_room_refusal(envelope, needed)]
+        index.policy.advance(index.tree)
         match = index.match(path, fetch=fetch, media=message.media, chunk=message.chunk_tokens)
         lease = LeaseState(
             message.lease,
@@ -116,6 +117,7 @@ class Grants:
         lease.tree = index.tree
         changed = self.set_root(lease.path, message.scope)
         fetch = self._settings.fetchable(lease.path, message.stored)
+        index.policy.advance(index.tree)
         again = index.match(lease.path, fetch=fetch, media=lease.media, chunk=message.chunk_tokens)
         if (
             not changed

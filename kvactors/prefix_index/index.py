@@ -107,8 +107,7 @@ class BlockIndex:
         memory_generation: int = 0,
         policy: DevicePolicy | None = None,
     ) -> None:
-        self.block_size = block_size
-        self.part = part_of(block_size)
+        self.block_size, self.part = block_size, part_of(block_size)
         self.memory_generation = memory_generation
         self.capacity = capacity
         self.pool = BlockPool(num_blocks)
@@ -197,7 +196,6 @@ class BlockIndex:
                 last whole one.
             chunk: tokens after the cached ones that the request needs blocks for, 0 for all.
         """
-        self.policy.advance(self.tree)
         limit = self.match_limit(path)
         if media:
             match = self._match_whole_items(path, limit, fetch=fetch, media=media)
@@ -285,9 +283,7 @@ class BlockIndex:
         joined_blocks = sum(stop - start for start, stop, joined in match.segments if joined)
         total = position + joined_blocks + match.new_blocks
         for start, stop, joined in [*match.segments, Segment(total, total, None)]:
-            gap = start - position
-            if joined is None:
-                gap = stop - position
+            gap = (stop if joined is None else start) - position
             if gap:
                 path.assign(position, blocks[used : used + gap])
                 used += gap
@@ -336,8 +332,7 @@ class BlockIndex:
         unused = self.tree.retire()
         self.returning += unused
         self.retired.append(self.tree)
-        # Within a turn.
-        self.tree = self.policy.tree(self.block_size, self.capacity, touch=False)
+        self.tree = self.policy.tree(self.block_size, self.capacity, touch=False)  # within a turn
         return unused
 
     def bring_back(self, count: int) -> None:

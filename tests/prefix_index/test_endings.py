@@ -8,7 +8,7 @@ from kvactors.cpu_evictor.messages import DropHostCopies, Save
 from kvactors.errors import LeaseEnded, NotReady, RankLost
 from kvactors.flush_notifier.messages import PathCached
 from kvactors.prefix_index.core import IndexCore
-from kvactors.prefix_index.messages import Continue, Extend
+from kvactors.prefix_index.messages import Continue, Extend, Finish
 from kvactors.prefix_index.parts import next_part
 from kvactors.types import Reason
 from tests.prefix_index.objects import BLOCK, Request, acquire, answers, cache, core, messages, path
@@ -41,7 +41,7 @@ def test_bad_arguments_change_nothing(computed, kind):
     state = core()
     lease = granted(state)
     assert isinstance(answers(state.commits.commit(1, computed, Request()))[0], kind)
-    assert isinstance(answers(state.endings.finish(1, computed, Request()))[0], kind)
+    assert isinstance(answers(state.endings.finish(Finish(1, computed), Request()))[0], kind)
     assert state.leases.get(1) is lease
     assert lease.path.num_committed == 0
 
@@ -75,7 +75,7 @@ def test_the_host_drops_its_copy_of_a_block_that_was_computed_again():
 def test_a_finish_announces_saves_and_releases():
     state = core(exclusive=False)
     granted(state)
-    actions = state.endings.finish(1, 3 * BLOCK, Request())
+    actions = state.endings.finish(Finish(1, 3 * BLOCK), Request())
     kinds = [type(one) for one in messages(actions)]
     assert kinds == [PathCached, PathCached, Save], "the commit, the finish, the save"
     assert answers(actions)[0].count == 3
@@ -112,7 +112,7 @@ def test_an_end_refuses_the_waiting_asks_of_the_lease():
     others = state.index.take(1)
     added = path(1, first=50)
     assert answers(state.tables.grow(Extend(1, 3 * BLOCK, added), Request())) == []
-    errors = answers(state.endings.finish(1, None, Request()))
+    errors = answers(state.endings.finish(Finish(1, None), Request()))
     assert isinstance(errors[0], LeaseEnded)
     assert not state.admission.waiting
     assert state.index.free == 4 - len(others)
@@ -123,7 +123,7 @@ def test_a_long_lease_ends_in_parts():
     granted(state, blocks=3)
     state.commits.commit(1, 3 * BLOCK, Request())
     state.index.part = 2
-    actions = state.endings.finish(1, None, Request())
+    actions = state.endings.finish(Finish(1, None), Request())
     turns = []
     while isinstance(actions[-1], Continue):
         turns.append([type(one) for one in actions[:-1]])

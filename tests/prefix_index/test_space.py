@@ -101,7 +101,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.serve()
         endings = self.core.endings
         if how == "finish":
-            self.run(endings.finish(lease, None, Request(Finish(lease))))
+            self.run(endings.finish(Finish(lease, None), Request(Finish(lease))))
         elif how == "preempt":
             self.run(endings.preempt(lease, 0, Request(Finish(lease))))
         else:
@@ -231,7 +231,7 @@ def test_shared_blocks_that_others_use_count_for_a_request_that_waits() -> None:
     ask(state, acquire(3, 2, first=200))
     [timer] = ask(state, acquire(4, 5, wait_for_room=True))
     assert isinstance(timer, StartTimer)
-    actions = state.endings.finish(3, None, Request())
+    actions = state.endings.finish(Finish(3, None), Request())
     assert [type(one) for one in messages(actions)] == [Proceed]
     [reply] = answers(state.requests.proceed())
     assert reply.device_hits == 3
@@ -267,7 +267,7 @@ def test_own_cached_blocks_are_not_free() -> None:
     held = state.admission.space.first
     assert held is not None
     assert not state.index.fits(held.message.path, 6, 0, ())
-    state.endings.finish(1, None, Request())
+    state.endings.finish(Finish(1, None), Request())
     assert state.index.fits(held.message.path, 6, 0, ())
 
 
@@ -283,7 +283,7 @@ def test_evictions_that_come_short_are_no_refusal() -> None:
     assert granted.device_hits == 1
     assert list(state.admission.space.requests) == [1]
     assert not state.admission.waiting
-    state.endings.finish(2, None, Request())
+    state.endings.finish(Finish(2, None), Request())
     [offload] = [one for one in messages(state.requests.proceed()) if isinstance(one, Offload)]
     [reply] = answers(state.offloaded(offload.op, b"\1"))
     assert len(reply.blocks) == 4

@@ -201,7 +201,7 @@ class TablesMachine(RuleBasedStateMachine):
         shared = Acquire(2, "s", path, 10.0)
         granted = self.answer(self.state.requests.acquire(shared, Request()), AcquireResult)
         assert granted.device_hits >= self.model.committed
-        self.answer(self.state.endings.finish(2, None, Request()), Ack)
+        self.answer(self.state.endings.finish(Finish(2, None), Request()), Ack)
 
     @invariant()
     def alike(self) -> None:
@@ -222,7 +222,7 @@ class TablesMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "lease"):
-            self.answer(self.state.endings.finish(LEASE, None, Request()), Ack)
+            self.answer(self.state.endings.finish(Finish(LEASE, None), Request()), Ack)
             while self.state.index.sweeping:
                 self.state.index.sweep()
             in_tree = self.state.index.tree.statistics()["device"]
@@ -331,4 +331,4 @@ def test_very_many_blocks_are_given_back_in_parts():
         actions, turns = next_part(works[0].work), turns + 1
     assert turns == 6
     assert state.index.free == 29
-    state.endings.finish(LEASE, None, Request(Finish(LEASE)))
+    state.endings.finish(Finish(LEASE, None), Request(Finish(LEASE)))
