@@ -204,13 +204,19 @@ class BlockTree:
         capacity: int = 0,
         touch: bool = True,
         retain: LifeTables | None = None,
+        eager_hashes: bool = False,
     ) -> None:
         """`capacity`: nodes to size the tables for up front (they grow beyond it). `touch`: bring
         their memory in now, which takes a while, instead of on first use. `retain`: the statistics
-        of the eviction policy RETAIN, without which the policy is LRU."""
+        of the eviction policy RETAIN, without which the policy is LRU. `eager_hashes`: hash a block
+        when it enters the tree. By default a block is hashed when a call needs its hash, with the
+        blocks above it, and a report of the host tier with a hash that the tree does not find
+        takes a hash of every block."""
 
     block_size: int
     retired: bool
+    hashed: int
+    """Nodes whose block hash has been made."""
 
     def pin(self, path: Path, max_blocks: int = -1) -> tuple[int, bytes]:
         """Match the path and reference every node met, up to `max_blocks`. The path must hold
@@ -302,10 +308,13 @@ class BlockTree:
         many as RETAIN may choose. Evicted blocks that were `chosen` by RETAIN, and those that were
         the `oldest`."""
 
-    def evict(self, count: int) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
+    def evict(
+        self, count: int, hashes: bool = True
+    ) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
         """Pick up to `count` unreferenced device blocks, least recently used first (deeper first on
         ties), mark them OFFLOADING, and return (nodes, hashes, parent hashes, device blocks, state
-        bits). `nodes` is the handle for `finish_offload`."""
+        bits). `nodes` is the handle for `finish_offload`. Without `hashes` both are empty, and
+        nothing is hashed."""
 
     def contents(self, nodes: NDArray[np.uint32]) -> tuple[bytes, bytes, list[tuple[int, bytes]]]:
         """The root hashes and the tokens of nodes in the tree, each as one buffer, and (index,

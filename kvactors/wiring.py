@@ -133,6 +133,7 @@ class Wiring:
             recompute_last_token=config.cache.recompute_last_token,
             memory_generation=self.plane.generation,
             policy=policy_of(config.device.policy, self.clock),
+            hashes=bool(self.sinks) or host_tier or stored,
         )
         free_low, free_high = config.device.free_blocks(blocks)
         settings = IndexSettings(

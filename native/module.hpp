@@ -89,8 +89,8 @@ struct PyCheck {
 };
 
 struct PyWalk {
-    explicit PyWalk(const PyTree& tree) : tree(tree), walk(tree) {}
-    const PyTree& tree;
+    explicit PyWalk(PyTree& tree) : tree(tree), walk(tree) {}
+    PyTree& tree;
     TreeWalk walk;
 };
 

@@ -45,7 +45,7 @@ void bind_tree(nb::module_& m) {
         }, "count"_a)
         .def_prop_ro("exact", [](const PyCheck& c) { return c.check.exact(); });
     nb::class_<PyWalk>(m, "TreeWalk")
-        .def(nb::init<const PyTree&>(), "tree"_a, nb::keep_alive<1, 2>())
+        .def(nb::init<PyTree&>(), "tree"_a, nb::keep_alive<1, 2>())
         .def("step", [](PyWalk& w, Id count) {
             const Busy busy(w.tree.busy);
             std::vector<Stretch> found;
@@ -62,12 +62,13 @@ void bind_tree(nb::module_& m) {
             }
             return nb::make_tuple(over, result);
         }, "count"_a);
-    tree.def("__init__", [](PyTree* self, Id block_size, Id capacity, bool touch, std::shared_ptr<LifeTables> retain) {
+    tree.def("__init__", [](PyTree* self, Id block_size, Id capacity, bool touch, std::shared_ptr<LifeTables> retain, bool names_at_once) {
             if (block_size < 1 || block_size > (1 << 24)) throw nb::value_error("block_size must be between 1 and 2**24");
-            new (self) PyTree(u32(block_size), size_of(capacity, "capacity out of range"), touch, std::move(retain));
-        }, "block_size"_a, "capacity"_a = 0, "touch"_a = true, "retain"_a.none() = nb::none())
+            new (self) PyTree(u32(block_size), size_of(capacity, "capacity out of range"), touch, std::move(retain), names_at_once);
+        }, "block_size"_a, "capacity"_a = 0, "touch"_a = true, "retain"_a.none() = nb::none(), "eager_hashes"_a = false)
         .def_prop_ro("block_size", [](const PyTree& t) { return t.block_size(); })
         .def_prop_ro("retired", [](const PyTree& t) { return t.retired(); })
+        .def_prop_ro("hashed", [](const PyTree& t) { return t.named(); })
         .def("pin", [](PyTree& t, PyPath& p, Id max_blocks) {
             const Change change(t);
             const Busy busy(p.busy);
@@ -156,13 +157,13 @@ void bind_tree(nb::module_& m) {
             d["oldest"] = c.oldest;
             return d;
         })
-        .def("evict", [](PyTree& t, Id count) {
+        .def("evict", [](PyTree& t, Id count, bool hashes) {
             const Change change(t);
-            Evicted out = t.evict(size_of(count, "count out of range"));
+            Evicted out = t.evict(size_of(count, "count out of range"), hashes);
             return nb::make_tuple(nodes_of(std::move(out.nodes)), bytes_of(out.keys.data(), out.keys.size()),
                                   bytes_of(out.parents.data(), out.parents.size()), ids_of(out.blocks),
                                   nb::bytes(out.states.data(), out.states.size()));
-        }, "count"_a)
+        }, "count"_a, "hashes"_a = true)
         .def("contents", [](const PyTree& t, const NodesIn& nodes) {
             const Busy busy(t.busy);
             const Contents out = t.contents(nodes.data(), nodes.shape(0));
@@ -221,12 +222,12 @@ void bind_tree(nb::module_& m) {
             const Change change(t);
             return t.dismantle();
         })
-        .def("device_hashes", [](const PyTree& t) {
+        .def("device_hashes", [](PyTree& t) {
             const Busy busy(t.busy);
             const std::vector<Key> keys = t.device_hashes();
             return bytes_of(keys.data(), keys.size());
         })
-        .def("paths", [](const PyTree& t) {
+        .def("paths", [](PyTree& t) {
             const Busy busy(t.busy);
             nb::list result;
             for (const Leaf& leaf : t.leaves())
@@ -249,7 +250,7 @@ void bind_tree(nb::module_& m) {
             d["bytes"] = t.bytes();
             return d;
         })
-        .def("listing", [](const PyTree& t, Id start, Id count) {
+        .def("listing", [](PyTree& t, Id start, Id count) {
             const Busy busy(t.busy);
             const Listing found = t.listing(size_of(start, "start out of range"), size_of(count, "count out of range"));
             return nb::make_tuple(bytes_of(found.keys.data(), found.keys.size()),

@@ -13,7 +13,8 @@ const std::string* Path::extra(u32 block) const {
 }
 
 void Path::set_extra(u32 block, std::string extra) {
-    if (block < names.size()) throw std::invalid_argument("extra key for a block that already has a name");
+    if (block < names.size() || block < nodes.size() || block < fixed)
+        throw std::invalid_argument("extra key for a block that already has a name");
     if (extra.size() > 0x7fffffffu) throw std::invalid_argument("extra key longer than 2**31 - 1 bytes");
     if (extra.empty()) {
         extras.erase(block);
@@ -25,6 +26,7 @@ void Path::set_extra(u32 block, std::string extra) {
 void Path::restart(const Key& new_root) {
     if (!nodes.empty() || !table.empty()) throw std::invalid_argument("the path holds nodes or device blocks");
     names.clear();
+    fixed = 0;
     root = new_root;
 }
 
@@ -78,6 +80,7 @@ void Path::cut(std::size_t count, std::string extra) {
     tokens.resize(count);
     const u32 full = full_blocks();
     if (names.size() > full) names.resize(full);
+    fixed = std::min(fixed, full);
     extras.erase(extras.lower_bound(full), extras.end());
     if (!extra.empty()) extras[full] = std::move(extra);
 }

@@ -40,7 +40,8 @@ public:
     u32 block_size;
     Key root;
     Raw<u32> tokens;
-    Raw<Key> names;                      // of the leading blocks, never shorter than `nodes`
+    Raw<Key> names;                      // of the leading blocks, as far as they were needed
+    u32 fixed = 0;                       // leading blocks that a tree has had: with their extra keys
     std::map<u32, std::string> extras;   // few blocks have one
     Raw<u32> nodes;                      // referenced by this path: blocks 0 .. held() - 1
     Raw<u32> table;                      // device blocks, kNil where none is assigned

@@ -1,6 +1,7 @@
 // Nodes: search, creation and removal, and the list of evictable ones.
 #include "tree.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <random>
 #include <stdexcept>
@@ -36,20 +37,24 @@ std::atomic<u64> next_serial{1};
 
 }  // namespace
 
-Tree::Tree(u32 block_size, std::size_t capacity, bool touch, std::shared_ptr<LifeTables> retain)
+Tree::Tree(u32 block_size, std::size_t capacity, bool touch, std::shared_ptr<LifeTables> retain, bool names_at_once)
     : block_size_(block_size),
       serial_(next_serial.fetch_add(1)),
       token_seed_((block_size + 1) & ~u32(1)),
+      names_at_once_(names_at_once),
       nodes_(1, chunk_shift(capacity)),
       tokens_(block_size, chunk_shift(capacity)),
-      children_(capacity, touch),
-      names_(capacity, touch),
+      keys_(1, chunk_shift(capacity)),
+      hasher_(block_size),
+      children_(capacity, false),
+      names_(capacity, touch && names_at_once),
       extras_(1) {
     std::random_device entropy;
     for (u64& word : seed_) word = u64(entropy()) << 32 | entropy();
     for (u32& word : token_seed_) word = u32(entropy());
     nodes_.reserve(capacity, touch);
     tokens_.reserve(capacity, touch);
+    keys_.reserve(capacity, touch && names_at_once);
     if (retain == nullptr) return;
     retention_ = std::make_unique<Retention>(std::move(retain), capacity);
     policy_ = retention_.get();
@@ -65,7 +70,7 @@ u64 Tree::key_of(u32 id) const {
     const Node& node = at(id);
     if ((node.bits & kRoot) != 0) {
         u64 first;
-        std::memcpy(&first, node.name.bytes, 8);
+        std::memcpy(&first, given_name(id).bytes, 8);
         return first;
     }
     const u64 extra = node.extra == 0 ? 0 : std::hash<std::string>()(extras_[node.extra].bytes);
@@ -84,17 +89,48 @@ u32 Tree::find_root(const Key& root) const {
 }
 
 u32 Tree::find_name(const Key& name) const {
-    return names_.find(name_hash(name), [&](u32 id) { return at(id).name == name; });
+    return names_.find(name_hash(name), [&](u32 id) { return given_name(id) == name; });
 }
 
-// Nodes created together lie side by side, so the child is most often `guess`, which needs no hash.
-u32 Tree::find_child(u32 parent, u32 extra, const u32* tokens, u32 guess) const {
+// The node of a hash that comes from outside: if it is not found, it may be that of a node without
+// a name.
+u32 Tree::find_named(const Key& key) {
+    const u32 id = find_name(key);
+    if (id != kNil || names_.used() == counts_.nodes) return id;
+    for (u32 each = 0; each < next_id_; ++each)
+        if (is_node(each)) name(each);
+    return find_name(key);
+}
+
+void Tree::give_name(u32 id, const Key& name) {
+    *keys_.row(id) = name;
+    at(id).named = 1;
+}
+
+// Makes the names of the ancestors first. A node above which all have names costs one hash.
+const Key& Tree::name(u32 id) {
+    unnamed_.clear();
+    for (u32 up = id; at(up).named == 0; up = at(up).parent) unnamed_.push_back(up);
+    for (std::size_t i = unnamed_.size(); i-- > 0;) {
+        const u32 node = unnamed_[i];
+        const std::string& extra = extras_[at(node).extra].bytes;
+        Key name;
+        hasher_.name(given_name(at(node).parent), tokens_of(node), reinterpret_cast<const u8*>(extra.data()), u32(extra.size()), name);
+        give_name(node, name);
+        names_.insert(name_hash(name), node);
+    }
+    return given_name(id);
+}
+
+// A chain is made in ascending ids, so a child is most often the node after its parent. Only the
+// other children are in the table, and only for those a hash is needed.
+u32 Tree::find_child(u32 parent, u32 extra, const u32* tokens) const {
     const auto same = [&](u32 id) {
         const Node& node = at(id);
         return node.parent == parent && node.extra == extra &&
                std::memcmp(tokens_of(id), tokens, 4 * std::size_t(block_size_)) == 0;
     };
-    if (guess < next_id_ && same(guess)) return guess;
+    if (parent + 1 < next_id_ && same(parent + 1)) return parent + 1;
     return children_.find(child_hash(parent, extra, tokens), same);
 }
 
@@ -138,6 +174,7 @@ u32 Tree::take_id() {
     if (id >= nodes_.rows()) {
         nodes_.reserve(std::size_t(id) + 1);
         tokens_.reserve(std::size_t(id) + 1);
+        keys_.reserve(std::size_t(id) + 1, names_at_once_);
     }
     ++next_id_;
     return id;
@@ -149,7 +186,7 @@ u32 Tree::make_root(const Key& root) {
     const u32 id = take_id();
     Node& node = at(id);
     node = Node{};
-    node.name = root;
+    give_name(id, root);
     node.parent = node.block = kNil;
     node.bits = kRoot;
     roots_.emplace(text(root), id);
@@ -160,36 +197,41 @@ u32 Tree::make_root(const Key& root) {
 // Creates nodes for blocks [from, upto) of the path under the last node it holds, and references
 // them. Table slots are prefetched: in a large tree each would otherwise be a wait for memory.
 void Tree::create(Path& path, u32 from, u32 upto) {
-    path.name_to(upto);
+    if (names_at_once_) path.name_to(upto);
+    const u32 named = u32(std::min<std::size_t>(path.names.size(), upto));
     u32 parent = from == 0 ? make_root(path.root) : path.nodes[from - 1];
     path.nodes.resize(upto);
-    hashes_.resize(2 * std::size_t(upto - from));
-    u32* hash = hashes_.data();
-    for (u32 i = from; i < upto; ++i, hash += 2) {
+    hashes_.clear();
+    std::size_t apart = 0;  // nodes for the table of children
+    for (u32 i = from; i < upto; ++i) {
         const u32 id = take_id();
         Node& node = at(id);
-        node.name = path.names[i];
         node.parent = parent;
         node.block = kNil;
         node.extra = path.extras.empty() ? 0 : intern(path.extra(i));
         node.refs = node.hits = 1;
         node.children = i + 1 < upto ? 1 : 0;
+        node.named = 0;
         node.pending = node.bits = 0;
         node.prev = node.next = kNil;
         std::memcpy(tokens_of(id), path.block_tokens(i), 4 * std::size_t(block_size_));
         if (policy_ != nullptr) policy_->add(id, parent, key_of(id));
-        hash[0] = child_hash(parent, node.extra, path.block_tokens(i));
-        hash[1] = name_hash(node.name);
-        children_.prefetch(hash[0]);
-        names_.prefetch(hash[1]);
+        if (id != parent + 1) {
+            hashes_.push_back(child_hash(parent, node.extra, path.block_tokens(i)));
+            hashes_.push_back(id);
+            children_.prefetch(hashes_[2 * apart++]);
+        }
         path.nodes[i] = parent = id;
     }
     ++at(at(path.nodes[from]).parent).children;
-    hash = hashes_.data();
-    for (u32 i = from; i < upto; ++i, hash += 2) {
-        children_.insert(hash[0], path.nodes[i]);
-        names_.insert(hash[1], path.nodes[i]);
+    for (std::size_t i = 0; i < apart; ++i) children_.insert(hashes_[2 * i], hashes_[2 * i + 1]);
+    hashes_.clear();
+    for (u32 i = from; i < named; ++i) {
+        give_name(path.nodes[i], path.names[i]);
+        hashes_.push_back(name_hash(path.names[i]));
+        names_.prefetch(hashes_.back());
     }
+    for (u32 i = from; i < named; ++i) names_.insert(hashes_[i - from], path.nodes[i]);
     counts_.nodes += upto - from;
     counts_.referenced += upto - from;
 }
@@ -212,11 +254,11 @@ void Tree::reap(u32 id) {
 void Tree::drop(u32 id) {
     Node& node = at(id);
     if ((node.bits & kRoot) != 0) {
-        roots_.erase(text(node.name));
+        roots_.erase(text(given_name(id)));
     } else {
         if (policy_ != nullptr) policy_->remove(id);
-        children_.erase(child_hash(node.parent, node.extra, tokens_of(id)), id);
-        names_.erase(name_hash(node.name), id);
+        if (id != node.parent + 1) children_.erase(child_hash(node.parent, node.extra, tokens_of(id)), id);
+        if (node.named != 0) names_.erase(name_hash(given_name(id)), id);
         if (node.extra != 0 && --extras_[node.extra].uses == 0) {
             extra_ids_.erase(extras_[node.extra].bytes);
             extras_[node.extra].bytes = std::string();

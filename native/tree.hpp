@@ -9,6 +9,7 @@
 
 #include "path.hpp"
 #include "retain.hpp"
+#include "sha256.hpp"
 #include "slab.hpp"
 #include "table.hpp"
 
@@ -23,24 +24,25 @@ enum Bits : u8 {
     kAnnounced = 16,
     kHostAge = 32,  // which of the last two `clear_host` the bit kHost follows: see Tree::hosted
     kListed = 64,  // in the list of evictable nodes
-    kRoot = 128,   // start of a namespace: no tokens, no state, `name` is the root key
+    kRoot = 128,   // start of a namespace: no tokens, no state, its name is the root key
 };
 
-// One cache line. Free nodes have parent kFree and are chained through `next`.
-struct alignas(64) Node {
-    Key name;
+// Two fill a cache line. Free nodes have parent kFree and are chained through `next`. Names are in
+// an array of their own, which is not touched for a node that has none yet.
+struct alignas(32) Node {
     u32 parent;
     u32 block;  // device block (also the target of a load), kNil if none
     u32 extra;  // interned extra key, 0 if none
     u32 refs;
-    u32 children;
+    u32 children : 31;
+    u32 named : 1;  // its block hash is known
     u16 hits;
     // Offload operations still reading `block`. More than one after match, release, evict again.
     u8 pending;
     u8 bits;
     u32 prev, next;
 };
-static_assert(sizeof(Node) == 64, "a node fills one cache line");
+static_assert(sizeof(Node) == 32, "two nodes fill a cache line");
 
 struct Match {
     u32 device_run;
@@ -90,7 +92,9 @@ struct Statistics {
 class Tree {
 public:
     // retain: the statistics of the eviction policy RETAIN. Without them the policy is LRU.
-    Tree(u32 block_size, std::size_t capacity, bool touch = true, std::shared_ptr<LifeTables> retain = nullptr);
+    // names_at_once: a node gets its name when it is made, and not when the name is first needed.
+    Tree(u32 block_size, std::size_t capacity, bool touch = true, std::shared_ptr<LifeTables> retain = nullptr,
+         bool names_at_once = false);
     Tree(const Tree&) = delete;
     Tree& operator=(const Tree&) = delete;
 
@@ -118,7 +122,7 @@ public:
     std::vector<u32> finish_load(const u32* nodes, std::size_t count, std::size_t good);
 
     // tree_evict.cpp
-    Evicted evict(std::size_t count);
+    Evicted evict(std::size_t count, bool with_names = true);
     Offloaded finish_offload(const u32* nodes, std::size_t count, const u8* on_host);
     std::size_t host_blocks_added(const Key* keys, std::size_t count);
     std::size_t host_blocks_removed(const Key* keys, std::size_t count);
@@ -136,12 +140,13 @@ public:
     const Retention* retention() const { return retention_.get(); }
 
     // tree_inspect.cpp
-    std::vector<Key> device_hashes() const;
-    std::vector<Leaf> leaves() const;
+    std::vector<Key> device_hashes();
+    std::vector<Leaf> leaves();
     Contents contents(const u32* nodes, std::size_t count) const;
     Statistics statistics() const;
     std::size_t bytes() const;
-    Listing listing(u32 start, std::size_t count) const;
+    std::size_t named() const { return names_.used(); }
+    Listing listing(u32 start, std::size_t count);
     void check() const;  // tree_check.cpp
 
 private:
@@ -157,6 +162,7 @@ private:
     std::vector<u32> drop_beyond(Path& path, u32 held);
     Node& at(u32 id) { return *nodes_.row(id); }
     const Node& at(u32 id) const { return *nodes_.row(id); }
+    const Key& given_name(u32 id) const { return *keys_.row(id); }  // of a node that has one
     u32* tokens_of(u32 id) { return tokens_.row(id); }
     const u32* tokens_of(u32 id) const { return tokens_.row(id); }
     bool is_used(u32 id) const { return id < next_id_ && at(id).parent != kFree; }
@@ -174,7 +180,10 @@ private:
     u32 name_hash(const Key& name) const;
     u32 find_root(const Key& root) const;
     u32 find_name(const Key& name) const;
-    u32 find_child(u32 parent, u32 extra, const u32* tokens, u32 guess) const;
+    u32 find_named(const Key& name);
+    const Key& name(u32 id);
+    void give_name(u32 id, const Key& name);
+    u32 find_child(u32 parent, u32 extra, const u32* tokens) const;
     u32 known_extra(const Path& path, u32 block) const;
     u32 intern(const std::string* extra);
     u32 take_id();
@@ -205,11 +214,15 @@ private:
     u64 serial_;
     u64 seed_[4];
     Raw<u32> token_seed_;  // one random word a token, which makes the hash of a block universal
+    const bool names_at_once_;
     Slab<Node> nodes_;
     Slab<u32> tokens_;
+    Slab<Key> keys_;  // names by node
+    ChainHasher hasher_;
     u32 next_id_ = 0;
     u32 free_ = kNil;
     u32 head_ = kNil, tail_ = kNil;  // least and most recently used
+    // Children whose id is not that of their parent plus 1, and nodes that have a name.
     Table children_, names_;
     std::unordered_map<std::string, u32> roots_;
     std::unordered_map<std::string, u32> extra_ids_;
@@ -220,7 +233,7 @@ private:
     u32 stale_ = 0;  // nodes below this id may have a bit kHost from before the last `clear_host`
     u32 reaping_ = kNil;    // where `sweep_host` continues a chain of nodes that nothing keeps
     u64 read_ = 0;  // listed nodes whose block an offload still reads
-    std::vector<u32> scratch_, hashes_;
+    std::vector<u32> scratch_, hashes_, unnamed_;
     std::unique_ptr<Retention> retention_;
     Retention* policy_ = nullptr;  // nullptr under LRU, and once the tree is retired
 };

@@ -46,6 +46,7 @@ private:
     void list();
     void free();
     void node();
+    void name(u32 id, const Node& node) const;
     void count(u32 id, const Node& node);
     void children();
     void totals() const;
@@ -58,6 +59,7 @@ private:
     Statistics seen_;
     std::size_t roots_ = 0, free_ = 0;
     u64 read_ = 0;
+    u64 beside_ = 0, named_ = 0;  // nodes that follow their parent's id, nodes with a name
     Zeros children_, place_, extra_uses_;
 };
 

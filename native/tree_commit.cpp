@@ -29,13 +29,13 @@ Committed Tree::commit(Path& path, u32 upto) {
             const u32 extra = known_extra(path, i);
             const u32 child = parent == kNil || extra == kNil
                                   ? kNil
-                                  : find_child(parent, extra, path.block_tokens(i), parent + 1);
+                                  : find_child(parent, extra, path.block_tokens(i));
             path.tree = serial_;
             if (child == kNil) {
                 create(path, i, upto);  // every descendant of a new node is new
             } else {
                 if ((at(child).bits & kLoading) != 0) break;
-                if (i == path.names.size()) path.names.push_back(at(child).name);
+                if (i == path.names.size() && at(child).named != 0) path.names.push_back(given_name(child));
                 path.nodes.push_back(child);
                 acquire(child);
             }

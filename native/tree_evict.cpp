@@ -14,7 +14,7 @@
 
 namespace kvactors {
 
-Evicted Tree::evict(std::size_t count) {
+Evicted Tree::evict(std::size_t count, bool with_names) {
     Evicted result;
     if (retired_) return result;
     if (policy_ != nullptr) policy_->next_choice();
@@ -31,8 +31,10 @@ Evicted Tree::evict(std::size_t count) {
         ++counts_.offloading;
         result.nodes.push_back(id);
         result.blocks.push_back(node.block);
-        result.keys.push_back(node.name);
-        result.parents.push_back(at(node.parent).name);
+        if (with_names) {
+            result.keys.push_back(name(id));
+            result.parents.push_back(name(node.parent));
+        }
         result.states.push_back(char(state(node)));
     }
     return result;
@@ -73,7 +75,7 @@ bool Tree::set_host(Node& node) {
 std::size_t Tree::host_blocks_added(const Key* keys, std::size_t count) {
     std::size_t known = 0;
     for (std::size_t i = 0; i < count && !retired_; ++i) {
-        const u32 id = find_name(keys[i]);
+        const u32 id = find_named(keys[i]);
         if (id == kNil) continue;
         ++known;
         set_host(at(id));
@@ -84,7 +86,7 @@ std::size_t Tree::host_blocks_added(const Key* keys, std::size_t count) {
 std::size_t Tree::host_blocks_removed(const Key* keys, std::size_t count) {
     std::size_t known = 0;
     for (std::size_t i = 0; i < count && !retired_; ++i) {
-        const u32 id = find_name(keys[i]);
+        const u32 id = find_named(keys[i]);
         if (id == kNil) continue;
         ++known;
         if (!hosted(at(id))) continue;
@@ -162,7 +164,7 @@ bool Tree::dismantle() {
         retention_.reset();
         return false;
     }
-    if (nodes_.drop() || tokens_.drop() || children_.drop() || names_.drop()) return false;
+    if (nodes_.drop() || tokens_.drop() || keys_.drop() || children_.drop() || names_.drop()) return false;
     extra_ids_.clear();
     extras_.resize(1);
     free_extras_.clear();

@@ -11,15 +11,15 @@ Statistics Tree::statistics() const {
     return result;
 }
 
-std::vector<Key> Tree::device_hashes() const {
+std::vector<Key> Tree::device_hashes() {
     std::vector<Key> keys;
     keys.reserve(counts_.device);
     for (u32 id = 0; id < next_id_; ++id)
-        if (is_node(id) && (at(id).bits & kDevice) != 0) keys.push_back(at(id).name);
+        if (is_node(id) && (at(id).bits & kDevice) != 0) keys.push_back(name(id));
     return keys;
 }
 
-std::vector<Leaf> Tree::leaves() const {
+std::vector<Leaf> Tree::leaves() {
     std::vector<Leaf> result;
     for (u32 id = 0; id < next_id_; ++id) {
         if (!is_node(id) || at(id).children != 0) continue;
@@ -27,11 +27,11 @@ std::vector<Leaf> Tree::leaves() const {
         u32 up = id;
         for (; (at(up).bits & kRoot) == 0; up = at(up).parent) chain.push_back(up);
         Leaf leaf;
-        leaf.root = at(up).name;
+        leaf.root = given_name(up);
         for (std::size_t i = chain.size(); i-- > 0;) {
             const u32* tokens = tokens_of(chain[i]);
             leaf.tokens.insert(leaf.tokens.end(), tokens, tokens + block_size_);
-            leaf.keys.push_back(at(chain[i]).name);
+            leaf.keys.push_back(name(chain[i]));
             leaf.states.push_back(char(state(at(chain[i]))));
         }
         result.push_back(std::move(leaf));
@@ -59,7 +59,7 @@ Contents Tree::contents(const u32* nodes, std::size_t count) const {
         }
         const u32 root = known == root_of.end() ? up : known->second;
         for (const u32 id : passed) root_of.emplace(id, root);
-        result.roots.push_back(at(root).name);
+        result.roots.push_back(given_name(root));
         const u32* tokens = tokens_of(nodes[j]);
         result.tokens.insert(result.tokens.end(), tokens, tokens + block_size_);
         const u32 extra = at(nodes[j]).extra;
@@ -69,16 +69,16 @@ Contents Tree::contents(const u32* nodes, std::size_t count) const {
 }
 
 std::size_t Tree::bytes() const {
-    return sizeof(*this) + nodes_.bytes() + tokens_.bytes() + children_.bytes() + names_.bytes() +
+    return sizeof(*this) + nodes_.bytes() + tokens_.bytes() + keys_.bytes() + children_.bytes() + names_.bytes() +
            (retention_ == nullptr ? 0 : retention_->bytes());
 }
 
-Listing Tree::listing(u32 start, std::size_t count) const {
+Listing Tree::listing(u32 start, std::size_t count) {
     Listing result;
     u32 id = start;
     for (; id < next_id_ && result.keys.size() < count; ++id) {
         if (!is_node(id)) continue;
-        result.keys.push_back(at(id).name);
+        result.keys.push_back(name(id));
         result.states.push_back(char(state(at(id))));
     }
     result.next = id < next_id_ ? id : kNil;

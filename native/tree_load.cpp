@@ -19,7 +19,7 @@ std::vector<u32> Tree::begin_load(Path& path, u32 start, u32 stop) {
             parent = path.nodes[i];
         } else if (parent != kNil) {
             const u32 extra = known_extra(path, i);
-            parent = extra == kNil ? kNil : find_child(parent, extra, path.block_tokens(i), parent + 1);
+            parent = extra == kNil ? kNil : find_child(parent, extra, path.block_tokens(i));
         }
         if (parent == kNil) continue;
         if ((at(parent).bits & (kDevice | kLoading)) != 0)
@@ -29,9 +29,10 @@ std::vector<u32> Tree::begin_load(Path& path, u32 start, u32 stop) {
     path.tree = serial_;
     const u32 last_known = start + u32(known.size());
     for (u32 i = path.held(); i < last_known; ++i) {
-        if (i == path.names.size()) path.names.push_back(at(known[i - start]).name);
-        path.nodes.push_back(known[i - start]);
-        acquire(known[i - start]);
+        const u32 id = known[i - start];
+        if (i == path.names.size() && at(id).named != 0) path.names.push_back(given_name(id));
+        path.nodes.push_back(id);
+        acquire(id);
     }
     if (path.held() < stop) create(path, path.held(), stop);
     std::vector<u32> nodes(path.nodes.begin() + start, path.nodes.begin() + stop);

@@ -25,7 +25,7 @@ void Tree::walk(const Path& path, u32 limit, std::vector<u32>& found, u32 start)
     for (u32 i = start; i < limit; ++i) {
         const u32 extra = path.extras.empty() ? 0 : known_extra(path, i);
         if (extra == kNil) return;
-        const u32 child = find_child(parent, extra, path.block_tokens(i), parent + 1);
+        const u32 child = find_child(parent, extra, path.block_tokens(i));
         if (child == kNil) return;
         found.push_back(child);
         parent = child;
@@ -79,8 +79,8 @@ Match Tree::pin(Path& path, u32 limit) {
     path.nodes.resize(held + count);
     path.table.resize(held + count);
     path.shared.resize(held + count);
-    const u32 named = u32(path.names.size());
-    if (named < held + count) path.names.resize(held + count);
+    const bool has_names = path.names.size() >= held && path.names.size() < held + count;
+    if (has_names) path.names.reserve(held + count);
     for (u32 i = 0; i < count; ++i) {
         const u32 id = scratch_[i], position = held + i;
         Node& node = at(id);
@@ -93,7 +93,7 @@ Match Tree::pin(Path& path, u32 limit) {
         const bool usable = i < match.device_run || (node.bits & kLoading) != 0;
         path.nodes[position] = id;
         path.put(position, usable ? node.block : kNil, usable);
-        if (position >= named) path.names[position] = node.name;
+        if (has_names && position == path.names.size() && node.named != 0) path.names.push_back(given_name(id));
     }
     path.committed += match.device_run;
     return match;
@@ -115,6 +115,7 @@ std::vector<u32> Tree::retreat(Path& path, u32 blocks) {
 
 std::vector<u32> Tree::drop_beyond(Path& path, u32 held) {
     std::vector<u32> freed;
+    path.fixed = std::max(path.fixed, path.held());
     while (path.held() > held) {
         const u32 position = path.held() - 1;
         if (position < path.table.size() && path.shared[position] != 0) path.put(position, kNil, false);
@@ -154,6 +155,7 @@ std::vector<u32> Tree::truncate(Path& path, std::size_t tokens, std::string extr
 std::vector<u32> Tree::release(Path& path, u32 keep) {
     require(path);
     std::vector<u32> freed;
+    path.fixed = std::max(path.fixed, path.held());
     for (std::size_t i = keep; i < path.table.size(); ++i)
         if (path.shared[i] == 0 && path.table[i] != kNil) freed.push_back(path.table[i]);
     for (std::size_t i = path.nodes.size(); i-- > keep;) let_go(path.nodes[i], freed);

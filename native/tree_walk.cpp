@@ -4,7 +4,7 @@
 
 namespace kvactors {
 
-TreeWalk::TreeWalk(const Tree& tree) : tree_(tree), end_(tree.next_id_), depth_(tree.next_id_), root_(tree.next_id_),
+TreeWalk::TreeWalk(Tree& tree) : tree_(tree), end_(tree.next_id_), depth_(tree.next_id_), root_(tree.next_id_),
       low_(tree.next_id_), high_(tree.next_id_) {}
 
 namespace {
@@ -18,8 +18,9 @@ u32 word(const Key& name, unsigned index) {
 }  // namespace
 
 bool TreeWalk::met(u32 id) const {
-    const Key& name = tree_.at(id).name;
-    return depth_[id] != 0 && low_[id] == word(name, 0) && high_[id] == word(name, 1);
+    if (depth_[id] == 0 || tree_.at(id).named == 0) return false;  // a node that was met has a name
+    const Key& name = tree_.given_name(id);
+    return low_[id] == word(name, 0) && high_[id] == word(name, 1);
 }
 
 
@@ -37,7 +38,7 @@ bool TreeWalk::step(std::size_t count, std::vector<Stretch>& out) {
             }
             if (!open) {
                 const u32 root = is_root ? above : root_[above];
-                out.push_back({tree_.at(root).name, tree_.at(above).name, is_root ? 0 : depth_[above], {}, {}, {}, {}});
+                out.push_back({tree_.given_name(root), tree_.given_name(above), is_root ? 0 : depth_[above], {}, {}, {}, {}});
             }
             descend(out.back());
             open = !chain_.empty();
@@ -74,12 +75,13 @@ void TreeWalk::descend(Stretch& stretch) {
     const bool is_root = (tree_.at(above).bits & kRoot) != 0;
     depth_[id] = is_root ? 1 : depth_[above] + 1;
     root_[id] = is_root ? above : root_[above];
-    low_[id] = word(tree_.at(id).name, 0);
-    high_[id] = word(tree_.at(id).name, 1);
+    const Key& name = tree_.name(id);
+    low_[id] = word(name, 0);
+    high_[id] = word(name, 1);
     const u32* tokens = tree_.tokens_of(id);
     stretch.tokens.insert(stretch.tokens.end(), tokens, tokens + tree_.block_size());
     if (const u32 extra = tree_.at(id).extra; extra != 0) stretch.extras.emplace_back(depth_[id] - 1, tree_.extras_[extra].bytes);
-    stretch.keys.push_back(tree_.at(id).name);
+    stretch.keys.push_back(name);
     stretch.states.push_back(char(tree_.state(tree_.at(id))));
     above_ = id;
 }

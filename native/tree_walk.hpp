@@ -21,7 +21,7 @@ struct Stretch {
 // end is met. One made since, perhaps under the id of another node, may be met or not.
 class TreeWalk {
 public:
-    explicit TreeWalk(const Tree& tree);
+    explicit TreeWalk(Tree& tree);
 
     // Visits `count` more nodes, and adds the stretches found to `out`. True when all nodes were
     // visited.
@@ -32,7 +32,7 @@ private:
     void climb();
     void descend(Stretch& stretch);
 
-    const Tree& tree_;
+    Tree& tree_;
     const u32 end_;
     u32 next_ = 0;
     u32 up_ = kNil;           // where the climb continues, kNil when there is none

@@ -95,7 +95,7 @@ class OurTree:
         """Begin with an empty tree that has memory for `blocks`."""
         self._tree = None
         self._block_size, self._hashes, self._stored = block_size, hashes, 0
-        self._tree = BlockTree(block_size, blocks)
+        self._tree = BlockTree(block_size, blocks, eager_hashes=hashes)
 
     def drop(self) -> None:
         """Free the tree."""

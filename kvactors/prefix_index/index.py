@@ -65,7 +65,8 @@ class Eviction(NamedTuple):
 
     Attributes:
         nodes: of `tree`, marked with `op`.
-        hashes, parents: hashes of the blocks and of those above them.
+        hashes, parents: hashes of the blocks and of those above them, empty in an index without
+            hashes.
         states: the state bits of each node when it was chosen.
     """
 
@@ -95,6 +96,9 @@ class BlockIndex:
         recompute_last_token: whether a prompt is never hit as a whole.
         memory_generation: of the device memory.
         policy: the eviction policy, LRU if None.
+        hashes: whether blocks are hashed when they enter the tree, since a sink or another tier
+            needs the hash of each. Otherwise evictions come without hashes, and the others are
+            made when they are asked for.
     """
 
     def __init__(
@@ -106,13 +110,15 @@ class BlockIndex:
         recompute_last_token: bool,
         memory_generation: int = 0,
         policy: DevicePolicy | None = None,
+        hashes: bool = True,
     ) -> None:
         self.block_size, self.part = block_size, part_of(block_size)
         self.memory_generation = memory_generation
         self.capacity = capacity
+        self.hashes = hashes
         self.pool = BlockPool(num_blocks)
         self.policy = DevicePolicy() if policy is None else policy
-        self.tree = self.policy.tree(block_size, capacity)
+        self.tree = self.policy.tree(block_size, capacity, hashes=hashes)
         self.retired: deque[BlockTree] = deque()  # cleared trees that still have blocks or memory
         self.returning = 0  # unused device blocks of those
         self.reserved = 0  # free device blocks that long requests take in later turns
@@ -307,7 +313,7 @@ class BlockIndex:
 
     def evict(self, count: int, op: int) -> Eviction:
         """Choose up to `count` device blocks to leave the device, by the policy."""
-        nodes, hashes, parents, blocks, states = self.tree.evict(count)
+        nodes, hashes, parents, blocks, states = self.tree.evict(count, hashes=self.hashes)
         return Eviction(op, self.tree, nodes, hashes, parents, tuple(blocks), states)
 
     def finish_evict(self, op: Eviction, on_host: bytes) -> tuple[list[int], list[int]]:
@@ -332,7 +338,7 @@ class BlockIndex:
         unused = self.tree.retire()
         self.returning += unused
         self.retired.append(self.tree)
-        self.tree = self.policy.tree(self.block_size, self.capacity, touch=False)  # within a turn
+        renew_tree(self)
         return unused
 
     def bring_back(self, count: int) -> None:
@@ -365,14 +371,8 @@ class BlockIndex:
     def check(self) -> None:
         """RuntimeError or AssertionError if the tree or the pool is inconsistent."""
         self.tree.check()
-        self._check_returning()
+        check_returning(self)
         self.pool.check()
-
-    def _check_returning(self) -> None:
-        ensure(
-            self.returning == sum(tree.returning for tree in self.retired),
-            "blocks of cleared trees to be returned",
-        )
 
     def check_steps(self) -> Iterator[None]:
         """`check` in steps of about a millisecond, between which other calls may come. Each block
@@ -381,8 +381,22 @@ class BlockIndex:
         check = TreeCheck(self.tree)
         while not check.step(NODES):
             yield
-        self._check_returning()
+        check_returning(self)
         yield from self.pool.check_steps()
+
+
+def renew_tree(index: BlockIndex) -> None:
+    """Continue with an empty tree. Its memory is brought in later: this is within a turn."""
+    make = index.policy.tree
+    index.tree = make(index.block_size, index.capacity, hashes=index.hashes, touch=False)
+
+
+def check_returning(index: BlockIndex) -> None:
+    """AssertionError if the blocks of cleared trees are not counted right."""
+    ensure(
+        index.returning == sum(tree.returning for tree in index.retired),
+        "blocks of cleared trees to be returned",
+    )
 
 
 def set_num_blocks(index: BlockIndex, num_blocks: int) -> None:
@@ -391,10 +405,9 @@ def set_num_blocks(index: BlockIndex, num_blocks: int) -> None:
         raise RuntimeError("the number of device blocks is set once, in an empty index")
     index.capacity += num_blocks
     index.pool = BlockPool(num_blocks, index.pool.ages)
-    # Within a turn.
-    index.tree = index.policy.tree(index.block_size, index.capacity, touch=False)
+    renew_tree(index)
 
 
 def pick_hashes(hashes: bytes, positions: list[int]) -> bytes:
-    """The hashes at some positions of a buffer of hashes."""
+    """The hashes at some positions of a buffer of hashes, none of an empty one."""
     return b"".join(hashes[p * HASH_BYTES : (p + 1) * HASH_BYTES] for p in positions)

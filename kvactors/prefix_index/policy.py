@@ -24,9 +24,12 @@ class DevicePolicy:
         self.tables = tables
         self._clock = clock
 
-    def tree(self, block_size: int, capacity: int, *, touch: bool = True) -> BlockTree:
-        """An empty tree. touch: bring its memory in now."""
-        return BlockTree(block_size, capacity, touch, self.tables)
+    def tree(
+        self, block_size: int, capacity: int, *, hashes: bool, touch: bool = True
+    ) -> BlockTree:
+        """An empty tree. hashes: blocks are hashed when they enter it. touch: bring its memory in
+        now."""
+        return BlockTree(block_size, capacity, touch, self.tables, eager_hashes=hashes)
 
     def advance(self, tree: BlockTree) -> None:
         """A request is about to be matched."""

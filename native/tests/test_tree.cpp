@@ -62,7 +62,7 @@ struct Load {
 // One tree, a pool of device blocks, and every operation on them in random order.
 class Life {
 public:
-    Life(unsigned seed, std::shared_ptr<LifeTables> retain) : random_(seed), tree_(2, 8, true, std::move(retain)) {
+    Life(unsigned seed, std::shared_ptr<LifeTables> retain) : random_(seed), tree_(2, 8, true, std::move(retain), seed % 3 == 0) {
         for (u32 b = 0; b < 64; ++b) free_.push_back(b);
     }
 
@@ -166,7 +166,9 @@ private:
     }
 
     void evict() {
-        Evicted picked = tree_.evict(1 + random_() % 4);
+        const bool with_names = random_() % 2 == 0;
+        Evicted picked = tree_.evict(1 + random_() % 4, with_names);
+        CHECK(picked.keys.size() == (with_names ? picked.nodes.size() : 0));
         if (!picked.nodes.empty()) evictions_.push_back(picked.nodes);
     }
 

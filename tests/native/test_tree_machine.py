@@ -40,6 +40,8 @@ WANTED = [
     "settle a block that did not",
     "evict a second time during the first",
     "evict some of several uses",
+    "evict without hashes",
+    "hash what no call has asked for",
     "evicted",
     "eviction overtaken by a match",
     "one of two copies of a block ends",
@@ -89,7 +91,9 @@ class Walk:
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.machine = TreeMachine()
-        self.machine.start(self.random.choice([1, 2, 3]), self.random.choice([0, 100]))
+        self.machine.start(
+            self.random.choice([1, 2, 3]), self.random.choice([0, 100]), seed % 3 == 0
+        )
 
     def kinds(self) -> list[int]:
         return self.random.choices([0, 1], [4, 1], k=self.random.randint(1, MAX_BLOCKS))
@@ -150,7 +154,7 @@ class Walk:
         number, machine = self.random.randrange, self.machine
         chance = number(24)
         if chance < 6:
-            machine.evict(number(5), 0 if number(4) else number(4))
+            machine.evict(number(5), 0 if number(4) else number(4), number(2) > 0)
         elif chance < 11 and machine.offloads:
             machine.finish_offload(number(20), number(256))
         elif chance < 16 and machine.loads:
@@ -168,7 +172,8 @@ class Walk:
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            self.random.choices([self.arrive, self.use_path, self.tiers], [2, 5, 3])[0]()
+            moves = [self.arrive, self.use_path, self.tiers, self.machine.ask_for_hashes]
+            self.random.choices(moves, [20, 50, 30, 5])[0]()
             self.machine.alike()
         self.machine.teardown()
 

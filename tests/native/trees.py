@@ -76,10 +76,16 @@ blocks_of_tokens = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=
 class PathRules(RuleBasedStateMachine):
     """Paths, matching and giving back. The machine's other half moves blocks."""
 
-    @initialize(block_size=st.sampled_from([1, 2, 3]), capacity=st.sampled_from([0, 100]))
-    def start(self, block_size: int, capacity: int) -> None:
+    @initialize(
+        block_size=st.sampled_from([1, 2, 3]),
+        capacity=st.sampled_from([0, 100]),
+        eager=st.booleans(),
+    )
+    def start(self, block_size: int, capacity: int, eager: bool) -> None:
+        """eager: blocks are hashed when they enter the tree, and not when a rule asks."""
         self.size = block_size
         self.capacity = capacity
+        self.eager = eager
         self.trees = self.new_trees()
         self.all_trees = [self.trees]
         self.leases: list[Lease] = []
@@ -88,7 +94,10 @@ class PathRules(RuleBasedStateMachine):
         self.out: set[int] = set()  # device blocks that the test holds
 
     def new_trees(self) -> Trees:
-        return Trees(BlockTree(self.size, self.capacity), TreeModel(self.size, self.capacity))
+        return Trees(
+            BlockTree(self.size, self.capacity, eager_hashes=self.eager),
+            TreeModel(self.size, self.capacity),
+        )
 
     # -- device blocks
 

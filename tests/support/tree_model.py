@@ -240,7 +240,9 @@ class TreeModel:
 
     # -- eviction and the host tier
 
-    def evict(self, count: int) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
+    def evict(
+        self, count: int, hashes: bool = True
+    ) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
         """Pick the least recently used, deeper ones first among those used together."""
         require(count >= 0, "count out of range")
         candidates = [node for node in self.nodes.values() if self._evictable(node)]
@@ -255,8 +257,8 @@ class TreeModel:
         blocks = [node.block for node in picked]
         return (
             self._ids(picked),
-            keys,
-            b"".join(parents),
+            keys if hashes else b"",
+            b"".join(parents) if hashes else b"",
             blocks,
             bytes(node.bits for node in picked),
         )

@@ -1,0 +1,130 @@
+"""Blocks are hashed when they enter the tree if a sink or another tier needs it, otherwise when a
+caller asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvactors.native import BlockTree, Path, chain_hashes
+from kvactors.prefix_index.index import BlockIndex
+from kvactors.types import HASH_BYTES, split_hashes
+from tests.support.cache import BLOCK, opened, prompt
+
+ROOT = bytes(32)
+HOST = {"slots": 8, "transit_slots": 16}
+STORE = {"backend": "memory", "write_policy": "write_through"}
+
+
+def stored(tree: BlockTree, tokens: list[int], first: int = 0) -> Path:
+    """A path whose blocks are committed, from device block `first` on."""
+    path = Path(tree.block_size, ROOT)
+    path.extend(tokens)
+    run, _ = tree.pin(path)
+    blocks = path.num_full_blocks
+    path.assign(run, range(first + run, first + blocks))
+    tree.commit(path, blocks)
+    tree.release(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "eager"),
+    [
+        ({"sinks": ()}, False),
+        ({"sinks": (), "host": HOST}, True),
+        ({"sinks": (), "storage": STORE}, True),
+        ({}, True),
+    ],
+    ids=["device", "host", "storage", "sink"],
+)
+async def test_a_device_that_no_sink_follows_hashes_nothing(
+    options: dict[str, Any], eager: bool
+) -> None:
+    async with opened(device=6, **options) as cache:
+        index = cache.system.index_actor.index
+        for number in range(4):
+            lease = await cache.acquire(f"r{number}", prompt(number, 3))
+            await lease.wait_ready()
+            await lease.finish(3 * BLOCK)
+        await cache.wait_idle()
+        assert cache.system.index_actor.core.evictions.evicted >= 6
+        assert (index.tree.hashed > 0) is index.hashes is eager
+        hits = await cache.acquire("again", prompt(3, 3, tail=1))
+        assert hits.cached_tokens == 3 * BLOCK
+        assert hits.hashes(0, 3) == chain_hashes(hits._path.root, prompt(3, 3), BLOCK)
+        hits.abandon()
+
+
+def test_a_hash_is_made_with_those_above_when_an_eviction_needs_it() -> None:
+    tree = BlockTree(2)
+    tokens = list(range(12))
+    stored(tree, tokens)
+    stored(tree, [*tokens[:4], 90, 91, 92, 93], first=6)
+    assert tree.hashed == 0
+    nodes, hashes, parents, _, _ = tree.evict(1, hashes=False)
+    assert (len(nodes), hashes, parents, tree.hashed) == (1, b"", b"", 0)
+    tree.finish_offload(nodes, b"\0")
+    expected = chain_hashes(ROOT, tokens, 2)
+    nodes, hashes, parents, _, _ = tree.evict(1)
+    assert hashes == expected[4 * HASH_BYTES : 5 * HASH_BYTES]
+    assert parents == expected[3 * HASH_BYTES : 4 * HASH_BYTES]
+    assert tree.hashed == 5
+    tree.check()
+
+
+def test_a_report_of_the_host_tier_finds_a_block_that_has_no_hash_yet() -> None:
+    tree = BlockTree(2)
+    tokens = list(range(8))
+    stored(tree, tokens)
+    hashes = chain_hashes(ROOT, tokens, 2)
+    assert tree.host_blocks_added(bytes(32) + hashes[: 2 * HASH_BYTES]) == 2
+    assert tree.statistics()["host"] == 2
+    assert tree.host_blocks_removed(hashes) == 4
+    assert tree.statistics()["host"] == 0
+    tree.check()
+
+
+def test_hashes_that_a_path_has_are_not_made_again() -> None:
+    tree = BlockTree(2)
+    path = Path(2, ROOT)
+    path.extend(range(8))
+    tree.pin(path)
+    path.assign(0, range(4))
+    tree.commit(path, 2)
+    path.hashes(0, 3)
+    tree.commit(path, 4)
+    assert tree.hashed == 1  # of the third block, which was hashed before its commit
+    tree.release(path)
+    _, hashes, parents, _, _ = tree.evict(4)
+    expected = split_hashes(chain_hashes(ROOT, list(range(8)), 2))
+    assert split_hashes(hashes) == expected[::-1]
+    assert split_hashes(parents) == [*expected[-2::-1], ROOT]
+    tree.check()
+
+
+def test_a_path_takes_the_hashes_that_the_tree_has() -> None:
+    tree = BlockTree(2)
+    tokens = list(range(12))
+    stored(tree, tokens[:8])
+    tree.device_hashes()
+    stored(tree, tokens)
+    assert tree.hashed == 4
+    path = Path(2, ROOT)
+    path.extend(tokens)
+    tree.pin(path)
+    assert path.hashes(0, 6) == chain_hashes(ROOT, tokens, 2)
+    with pytest.raises(ValueError, match="already has a name"):
+        path.set_extra(5, b"image")
+    tree.release(path)
+    with pytest.raises(ValueError, match="already has a name"):
+        path.set_extra(5, b"image")
+
+
+def test_a_tree_that_is_renewed_hashes_as_the_one_before() -> None:
+    for hashes in (False, True):
+        index = BlockIndex(2, 8, 8, recompute_last_token=False, hashes=hashes)
+        index.retire()
+        stored(index.tree, list(range(8)))
+        assert index.tree.hashed == (4 if hashes else 0)
