@@ -219,6 +219,10 @@ def replay_command(
     return conclude(report, failed, json, html)
 
 
+SWEEP_STEPS = 1000
+"""Steps in which the progress of a sweep is shown."""
+
+
 @app.command(name="sweep")
 def sweep_command(
     trace: Path,
@@ -228,12 +232,14 @@ def sweep_command(
     block_bytes: str | None = None,
     coarse: int = 1,
     limit: int = 0,
+    retain: bool = True,
     json: Output | None = None,
     html: Output | None = None,
     png: Output | None = None,
 ) -> int:
-    """Compute the hit rates of caches of every size on a trace, to choose sizes. No cache is run:
-    least-recently-used tiers of all sizes follow from one pass over the trace.
+    """Compute the hit rates of caches of every size on a trace, to choose sizes and the eviction
+    policy. Least-recently-used tiers of all sizes and the offline optimum follow from one pass over
+    the trace. RETAIN takes a run for each size, without moving bytes.
 
     Parameters
     ----------
@@ -251,6 +257,8 @@ def sweep_command(
         one.
     limit
         Maximum number of requests, 0 for all.
+    retain
+        Run RETAIN. --no-retain leaves it out, which saves most of the time.
     json
         Where to write the report.
     html
@@ -274,14 +282,17 @@ def sweep_command(
         layout = make_layout(settings.layout, settings.cache.block_size)
         settings = in_blocks(settings, layout, settings.storage)
         nbytes = layout.block_bytes if nbytes is None else nbytes
-    report = sweep(
-        trace,
-        sizes=[sizes.in_blocks(size, "--device", nbytes) for size in device or ()],
-        coarse=coarse,
-        limit=limit,
-        block_bytes=nbytes,
-        config=settings,
-    )
+    with live_line(SWEEP_STEPS) as show:
+        report = sweep(
+            trace,
+            sizes=[sizes.in_blocks(size, "--device", nbytes) for size in device or ()],
+            coarse=coarse,
+            limit=limit,
+            block_bytes=nbytes,
+            config=settings,
+            retain=retain,
+            progress=lambda text, share: show(text, round(share * SWEEP_STEPS)),
+        )
     print_sweep(report, Console(stderr=any(map(to_stdout, (json, html, png)))))
     if json is not None:
         write_json(report, json)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,6 +13,7 @@ from kvactors.errors import ConfigError
 from kvactors.page import Section, Tile, make_page
 from kvactors.report import print_details, print_fields, print_rows
 from kvactors.scenario.optimum import optimal_hits
+from kvactors.scenario.policy_run import Arrivals, arrivals_of, retain_hits
 from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.sweep import (
     Paths,
@@ -32,6 +33,9 @@ SHARES = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 ROWS = 12
 """Sizes in the table on the terminal, unless sizes are given."""
+
+
+SweepProgress = Callable[[str, float], None]
 
 
 class SweepPoint(msgspec.Struct):
@@ -90,6 +94,8 @@ def sweep(
     limit: int = 0,
     block_bytes: int | None = None,
     config: ReplayConfig | None = None,
+    retain: bool = True,
+    progress: SweepProgress = lambda _text, _share: None,
 ) -> SweepReport:
     """Hit rates of a trace by cache size.
 
@@ -100,6 +106,8 @@ def sweep(
         limit: see `read_trace`. A config's if there is one and this is 0.
         block_bytes: bytes of a block on all layers, None if not known.
         config: of a cache whose tiers are reported too.
+        retain: whether RETAIN is run, once for each size.
+        progress: called with the size that is run and the share that is done, 0 to 1.
 
     Raises:
         ConfigError: the trace cannot be read, or a size is not positive.
@@ -110,10 +118,14 @@ def sweep(
     if config is not None:
         coarse, limit = config.replay.coarse, limit or config.replay.limit
         whole = not config.cache.recompute_last_token
-    paths = read_paths(one.ids for one in read_trace(trace, coarse=coarse, limit=limit))
+    requests = list(read_trace(trace, coarse=coarse, limit=limit))
+    paths = read_paths(one.ids for one in requests)
     curve = hit_curve(paths, whole=whole)
     chosen = sorted(set(sizes)) or sizes_to_show(paths.distinct)
     points = points_of(paths, chosen, block_bytes, whole=whole)
+    if retain:
+        arrivals = arrivals_of(requests)
+        run_retain(paths, arrivals, points, progress, whole=whole)
     return SweepReport(
         Path(trace).name,
         len(paths.ends),
@@ -146,6 +158,26 @@ def points_of(
             )
         )
     return points
+
+
+def run_retain(
+    paths: Paths,
+    arrivals: Arrivals,
+    points: Sequence[SweepPoint],
+    progress: SweepProgress,
+    *,
+    whole: bool,
+) -> None:
+    """Run RETAIN on devices of some sizes. It is no stack algorithm: each size is a run."""
+    for number, point in enumerate(points):
+
+        def done(requests: int, number: int = number, point: SweepPoint = point) -> None:
+            share = (number + requests / len(paths.ends)) / len(points)
+            progress(f"RETAIN, {point.blocks:,} blocks", share)
+
+        done(0)
+        hits = retain_hits(paths, arrivals, point.blocks, whole=whole, progress=done)
+        point.retain = round(hits / max(1, len(paths.blocks)), 6)
 
 
 def rates_of(paths: Paths, config: ReplayConfig, *, whole: bool) -> TierRates:
@@ -253,11 +285,10 @@ def sweep_chart(report: SweepReport) -> Chart:
         unit, size = unit_of(report.block_bytes * report.distinct_blocks)
         per_block = report.block_bytes / size
     x = [point.blocks * per_block for point in report.points]
-    run = [(at, point.retain) for at, point in zip(x, report.points, strict=True)]
-    retain = [(at, rate) for at, rate in run if rate is not None]
+    retain = [point.retain for point in report.points if point.retain is not None]
     lines = {
         "LRU": (x, [point.hit_rate for point in report.points]),
-        "RETAIN": ([at for at, _ in retain], [rate for _, rate in retain]),
+        "RETAIN": (x, retain),
         "offline optimum": (x, [point.optimum for point in report.points]),
         "most possible": (x, [report.most] * len(x)),
     }

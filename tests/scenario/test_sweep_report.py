@@ -51,6 +51,31 @@ def test_sizes_that_are_asked_for_and_the_whole_range(trace):
     assert all(every.points[0].bytes is None for point in every.points)
 
 
+def test_retain_is_run_for_every_size_unless_it_is_left_out(trace):
+    assert all(point.retain is not None for point in sweep(trace).points)
+    assert all(point.retain is None for point in sweep(trace, retain=False).points)
+
+
+def test_no_policy_hits_more_than_the_optimum(trace):
+    for point in sweep(trace, sizes=range(1, 11)).points:
+        assert max(point.hit_rate, point.retain) <= point.optimum
+    assert point.hit_rate == point.retain == point.optimum  # a device of all blocks
+
+
+def test_the_progress_of_a_sweep_rises_to_its_end(trace):
+    seen = []
+    sweep(trace, sizes=[4, 6, 8], progress=lambda text, share: seen.append((text, share)))
+    assert [text for text, _ in seen] == [f"RETAIN, {size} blocks" for size in (4, 6, 8)]
+    assert [share for _, share in seen] == pytest.approx([0, 1 / 3, 2 / 3])
+
+
+def test_a_chart_has_a_line_for_each_policy(trace):
+    lines = sweep_chart(sweep(trace)).lines
+    assert list(lines) == ["LRU", "RETAIN", "offline optimum", "most possible"]
+    assert len(lines["RETAIN"][1]) == len(lines["LRU"][1])
+    assert "RETAIN" not in sweep_chart(sweep(trace, retain=False)).lines
+
+
 @pytest.mark.parametrize("store", [{"capacity_blocks": 3}, {}])
 @pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
 async def test_the_tiers_of_a_config_hit_as_its_replay(trace, store, mode):

@@ -1,0 +1,251 @@
+"""Request traces made against eviction policies: each breaks an assumption that one may make.
+
+Each generator yields any number of requests, the same ones every time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
+
+from tests.support.traces import Request
+
+Adversary = Callable[[], Iterator[Request]]
+
+Ids = list[int]
+
+
+class Prompts:
+    """New blocks, each id once."""
+
+    def __init__(self) -> None:
+        self._next = count()
+
+    def new(self, blocks: int) -> Ids:
+        """Blocks that no request had."""
+        return list(islice(self._next, blocks))
+
+
+def cycle() -> Iterator[Request]:
+    """150 prompts asked round and round: 3,000 blocks."""
+    prompts = Prompts()
+    asked = [prompts.new(20) for _ in range(150)]
+    for i in count():
+        yield Request(asked[i % 150], i * 0.3)
+
+
+def back_and_forth() -> Iterator[Request]:
+    """The same prompts forwards and backwards. No policy can beat LRU by much."""
+    prompts = Prompts()
+    asked = [prompts.new(20) for _ in range(150)]
+    order = [*range(150), *range(148, 0, -1)]
+    for i in count():
+        yield Request(asked[order[i % len(order)]], i * 0.3)
+
+
+def floods() -> Iterator[Request]:
+    """40 chats that return every 20 s. In one of five minutes one-shot prompts come in between."""
+    prompts, now = Prompts(), 0.0
+    chats = [prompts.new(20) for _ in range(40)]
+    while True:
+        for chat in chats:
+            now += 0.5
+            chat += prompts.new(1)
+            yield Request(list(chat), now)
+            if len(chat) > 60:
+                del chat[20:]
+            if int(now) % 300 >= 240:
+                for _ in range(3):
+                    yield Request(prompts.new(40), now)
+
+
+def one_shots() -> Iterator[Request]:
+    """No prompt comes twice."""
+    prompts = Prompts()
+    for i in count():
+        yield Request(prompts.new(1 + i % 37), i * 0.1)
+
+
+def chats(
+    back: Callable[[int, int, random.Random], float | None], *, every: float = 0.3
+) -> Iterator[Request]:
+    """Chats of 20 blocks that grow by 2 a turn.
+
+    Args:
+        back: of the number of the request, the number of its turn and a random source: the seconds
+            until the chat returns, None if it does not.
+        every: seconds between new chats.
+    """
+    prompts, rng, now, made = Prompts(), random.Random(1), 0.0, count()
+    waiting: list[tuple[float, int, Ids, int]] = []
+    for number in count():
+        if waiting and waiting[0][0] <= now:
+            at, _, ids, turn = heapq.heappop(waiting)
+            ids = ids + prompts.new(2)
+        else:
+            now += every
+            at, ids, turn = now, prompts.new(20), 0
+        yield Request(ids, at)
+        pause = back(number, turn, rng)
+        if pause is not None:
+            heapq.heappush(waiting, (at + pause, next(made), ids, turn + 1))
+
+
+def swapped_roles(half: int) -> Iterator[Request]:
+    """At first chats that have returned once return again, and first turns hardly do. After `half`
+    requests it is the other way round."""
+
+    def back(number: int, turn: int, rng: random.Random) -> float | None:
+        if number % (2 * half) < half:
+            stays = turn < 12 if turn else rng.random() < 0.1
+            return 100 * rng.uniform(0.8, 1.2) if stays else None
+        return None if turn else 20 * rng.uniform(0.8, 1.2)
+
+    return chats(back)
+
+
+def drifting_pauses(over: int) -> Iterator[Request]:
+    """Pauses between turns fall from 200 s to 5 s and jump back."""
+
+    def back(number: int, turn: int, rng: random.Random) -> float | None:
+        at = number % over / over
+        pause = 200 * 0.025 ** (at / 0.7) if at < 0.7 else 200
+        stays = turn < 8 if turn else rng.random() < 0.4
+        return pause * rng.uniform(0.8, 1.2) if stays else None
+
+    return chats(back)
+
+
+def sudden_return(half: int) -> Iterator[Request]:
+    """First turns never return, long enough to be sure of it. Then all of them do, soon."""
+
+    def back(number: int, turn: int, rng: random.Random) -> float | None:
+        if number % (2 * half) < half:
+            return None
+        return 15 * rng.uniform(0.8, 1.2) if turn < 3 else None
+
+    return chats(back, every=0.5)
+
+
+def phases(every: int) -> Iterator[Request]:
+    """Another set of prompts from time to time, asked in a random order."""
+    prompts, rng = Prompts(), random.Random(2)
+    for i in count():
+        if i % every == 0:
+            asked = [prompts.new(16) for _ in range(40)]
+        yield Request(rng.choice(asked), i * 0.7)
+
+
+def popular() -> Iterator[Request]:
+    """Prompts in a random order by Zipf's law, behind one system prompt."""
+    prompts, rng = Prompts(), random.Random(3)
+    system = prompts.new(8)
+    asked = [system + prompts.new(12) for _ in range(600)]
+    weights = [1 / (rank + 1) for rank in range(600)]
+    for i in count():
+        yield Request(rng.choices(asked, weights)[0], i * 0.4)
+
+
+def resent() -> Iterator[Request]:
+    """A client sends each prompt 40 times at once, and never again. Others chat."""
+    prompts, rng, now = Prompts(), random.Random(4), 0.0
+    chat_ids = [prompts.new(15) for _ in range(30)]
+    for i in count():
+        now += 1.0
+        yield Request(rng.choice(chat_ids), now)
+        if i % 4 == 0:
+            ids = prompts.new(30)
+            for _ in range(40):
+                now += 0.01
+                yield Request(ids, now)
+
+
+def huge(blocks: int = 5000) -> Iterator[Request]:
+    """A chat, and from time to time a request of more blocks than many tiers have."""
+    prompts, rng = Prompts(), random.Random(5)
+    asked = [prompts.new(20) for _ in range(60)]
+    for i in count():
+        if i % 50 == 49:
+            yield Request(prompts.new(blocks if i % 200 == 199 else 250), i * 0.5)
+        else:
+            yield Request(rng.choice(asked), i * 0.5)
+
+
+def single_client() -> Iterator[Request]:
+    """One conversation that grows, is cut back to its beginning and grows again."""
+    prompts, ids = Prompts(), Ids()
+    for i in count():
+        ids = (ids[:10] if len(ids) > 400 else ids) + prompts.new(3)
+        yield Request(list(ids), i * 5.0)
+
+
+def branches() -> Iterator[Request]:
+    """Paths of a tree that branches at every depth, used at random."""
+    rng, names = random.Random(6), count()
+    ids: dict[tuple[int, ...], int] = {}
+    for i in count():
+        path: list[int] = []
+        at: tuple[int, ...] = ()
+        for _ in range(rng.randint(4, 14)):
+            at = (*at, min(rng.randrange(4), rng.randrange(4)))
+            if at not in ids:
+                ids[at] = next(names)
+            path.append(ids[at])
+        yield Request(path, i * 0.2)
+
+
+def at_one_instant() -> Iterator[Request]:
+    """No time passes."""
+    return (one._replace(now=7.0) for one in popular())
+
+
+def jumping_clock() -> Iterator[Request]:
+    """The clock goes backwards and forwards by minutes."""
+    for i, one in enumerate(floods()):
+        yield one._replace(now=one.now + (300 if i % 700 < 350 else 0) - (200 if i % 90 < 9 else 0))
+
+
+def clock_set_ahead() -> Iterator[Request]:
+    """The clock is set a month ahead once."""
+    for i, one in enumerate(floods()):
+        yield one._replace(now=one.now + (2_600_000 if i > 1000 else 0))
+
+
+def outputs_that_mislead() -> Iterator[Request]:
+    """The output's length foretells a return at first, and then the opposite."""
+    for i, turn in enumerate(swapped_roles(1500)):
+        flipped = i // 1500 % 2
+        yield turn._replace(output=10 if (len(turn.ids) > 20) ^ flipped else 2000)
+
+
+ADVERSARIES: dict[str, Adversary] = {
+    "cycle": cycle,
+    "back and forth": back_and_forth,
+    "floods": floods,
+    "one-shots": one_shots,
+    "swapped roles": lambda: swapped_roles(10_000),
+    "swapped roles, often": lambda: swapped_roles(300),
+    "swapped roles, now and then": lambda: swapped_roles(2000),
+    "drifting pauses": lambda: drifting_pauses(20_000),
+    "drifting pauses, fast": lambda: drifting_pauses(2000),
+    "sudden return": lambda: sudden_return(5000),
+    "sudden return, often": lambda: sudden_return(700),
+    "phases": lambda: phases(500),
+    "phases, long": lambda: phases(5000),
+    "popular": popular,
+    "resent": resent,
+    "huge": huge,
+    "single client": single_client,
+    "branches": branches,
+    "at one instant": at_one_instant,
+    "jumping clock": jumping_clock,
+    "clock set ahead": clock_set_ahead,
+    "outputs that mislead": outputs_that_mislead,
+}
+
+
+def first(adversary: Adversary, requests: int) -> Sequence[Request]:
+    """The first requests of an adversary."""
+    return list(islice(adversary(), requests))
