@@ -79,9 +79,10 @@ class CheckedInventory:
         inventory: Any = getattr(self._inner, "inventory", None)
         if isinstance(inventory, OwnedInventory):
             return inventory.answerable
-        return self._calls.call(
-            "is_complete", lambda: getattr(self._inner, "is_complete", False) is True, False
+        complete = self._calls.call(
+            "is_complete", lambda: getattr(self._inner, "is_complete", False), False
         )
+        return complete is True
 
     def held_run(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of keys that `probe` would find now. None of them counts as

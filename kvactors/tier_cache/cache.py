@@ -21,7 +21,12 @@ from kvactors.tier_cache.answers import (
 )
 from kvactors.tier_cache.background import Background
 from kvactors.tier_cache.cache_sinks import CacheSinks
-from kvactors.tier_cache.checks import checked_keys
+from kvactors.tier_cache.checks import (
+    checked_flag,
+    checked_key,
+    checked_keys,
+    checked_parents,
+)
 from kvactors.tier_cache.owner import CLOSED, Owner
 from kvactors.tier_cache.pace import StepPace
 from kvactors.tier_cache.settings import TierConfig, checked_config
@@ -58,6 +63,10 @@ class TierCache:
 
     Attributes:
         sinks: takes the paths of blocks, for the indexes. None without any.
+
+    Raises:
+        ConfigError: a setting is malformed or out of range, or memory, sinks or storage are of a
+            wrong type or size.
     """
 
     def __init__(
@@ -69,12 +78,8 @@ class TierCache:
         storage: StorageTier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if (memory.num_slots, memory.block_bytes) != (config.num_slots, config.block_bytes):
-            raise ConfigError(
-                f"memory of {memory.num_slots} slots of {memory.block_bytes} bytes, and the config "
-                f"has {config.num_slots} of {config.block_bytes}"
-            )
-        self.config = config
+        self.config = config = checked_config(config)
+        _check_parts(config, memory, storage)
         self.memory = memory
         made = make_sinks(config, sinks)
         self._background = Background(config, memory, storage, made, clock)
@@ -149,9 +154,12 @@ class TierCache:
             storage: whether storage is looked at. If not, a key without a slot is a MISS.
 
         Raises:
+            ValueError: the key is no bytes, or empty.
             WrongThread: another thread owns the cache.
             CacheClosed: the cache is shut down.
         """
+        if type(key) is not bytes or not key:
+            key = checked_key(key)
         owner = self._owner
         if get_ident() != owner.thread or owner.handed or self._results:
             self._enter()
@@ -165,7 +173,7 @@ class TierCache:
     def source(self, key: bytes) -> Tier:
         """The tier that a key's bytes came from when it was last fetched or stored: STORAGE until
         its first load has completed, then HOST."""
-        return self._tiers.source(key)
+        return self._tiers.source(checked_key(key))
 
     def end_step(self) -> None:
         """A step of the engine's scheduler has ended: keys answered HIT may be evicted, unless a
@@ -202,14 +210,14 @@ class TierCache:
             changed then.
 
         Raises:
-            ValueError: a key is no bytes or empty, or there are not as many parents as keys.
+            ValueError: a key is no bytes or empty, a parent is no bytes, or there are not as many
+                parents as keys.
             WrongThread: another thread owns the cache.
             CacheClosed: the cache is shut down.
         """
-        self._enter()
         keys = checked_keys(keys)
-        if parents is not None and len(parents) != len(keys):
-            raise ValueError(f"{len(parents)} parents of {len(keys)} keys")
+        parents = checked_parents(parents, len(keys))
+        self._enter()
         return self._tiers.prepare_store(keys, parents)
 
     def complete_store(self, keys: Iterable[bytes], success: bool = True) -> None:
@@ -220,9 +228,10 @@ class TierCache:
             success: whether the bytes are in the slots. If not, the slots are free again.
 
         Raises:
-            ValueError: no store of a key is in flight. Nothing changed.
+            ValueError: no store of a key is in flight, or an argument is of a wrong type. Nothing
+                changed.
         """
-        keys = checked_keys(keys)
+        keys, success = checked_keys(keys), checked_flag("success", success)
         if self._owner.hands_over(partial(self.complete_store, keys, success)):
             return
         self._enter()
@@ -241,8 +250,8 @@ class TierCache:
             WrongThread: another thread owns the cache.
             CacheClosed: the cache is shut down.
         """
-        self._enter()
         keys = checked_keys(keys)
+        self._enter()
         return self._tiers.prepare_load(keys)
 
     def complete_load(self, keys: Iterable[bytes]) -> None:
@@ -278,6 +287,7 @@ class TierCache:
                 once. `has_pending_work` is true until they are deleted, and a process that is
                 killed before may leave some.
         """
+        storage = checked_flag("storage", storage)
         if self._owner.hands_over(partial(self.reset, storage=storage)):
             return
         self._enter()
@@ -332,6 +342,25 @@ class TierCache:
 
 
 OK = TierHealth("ok", ())
+
+
+def _check_parts(config: TierConfig, memory: Any, storage: Any) -> None:
+    if not isinstance(memory, SlotMemory):
+        raise ConfigError(f"memory must be a SlotMemory, not {memory!r:.80}")
+    if (memory.num_slots, memory.block_bytes) != (config.num_slots, config.block_bytes):
+        raise ConfigError(
+            f"memory of {memory.num_slots} slots of {memory.block_bytes} bytes, and the config "
+            f"has {config.num_slots} of {config.block_bytes}"
+        )
+    if storage is None:
+        return
+    if not isinstance(storage, StorageTier):
+        raise ConfigError(f"storage must be a StorageTier, not {storage!r:.80}")
+    if storage.block_bytes != config.block_bytes:
+        raise ConfigError(
+            f"storage of objects of {storage.block_bytes} bytes, and block_bytes is "
+            f"{config.block_bytes}"
+        )
 
 
 def open_tiers(

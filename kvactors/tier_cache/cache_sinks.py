@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvactors.tier_cache.background import Background
-from kvactors.tier_cache.checks import checked_keys
+from kvactors.tier_cache.checks import checked_keys, checked_limit
 from kvactors.tier_cache.paths import checked_path
 from kvactors.tier_cache.sinks import TierSinks
 
@@ -76,7 +76,11 @@ class CacheSinks:
 
         Returns:
             Whether they have.
+
+        Raises:
+            ValueError: the limit is no finite number.
         """
+        limit = checked_limit("limit", limit)
         until = time.monotonic() + limit
         while True:
             done = self._background.flushed(max(0.0, until - time.monotonic()))

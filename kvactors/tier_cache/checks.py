@@ -2,18 +2,94 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
+
+LONGEST = 1e9
+"""Seconds of a wait at most: timers of threads and loops take no much larger numbers."""
 
 
 def checked_keys(keys: Iterable[bytes]) -> list[bytes]:
     """Keys as a list.
 
     Raises:
-        ValueError: one is no bytes, or empty.
+        ValueError: one is no bytes, or empty, or there is no sequence of keys.
     """
+    if not isinstance(keys, Iterable):
+        raise ValueError(f"keys must be a sequence of bytes, not {keys!r:.80}")
     found: list[Any] = list(keys)
     for key in found:
         if not isinstance(key, bytes) or not key:
-            raise ValueError(f"a key must be bytes, and not empty: {key!r}")
+            raise ValueError(f"a key must be bytes, and not empty: {key!r:.80}")
     return found
+
+
+def checked_key(key: Any) -> bytes:
+    """A key.
+
+    Raises:
+        ValueError: it is no bytes, or empty. A view of memory is none: its bytes may change.
+    """
+    return checked_keys((key,))[0]
+
+
+def checked_parents(
+    parents: Iterable[bytes | None] | None, count: int
+) -> list[bytes | None] | None:
+    """The parents of `count` keys as a list, None if none is known.
+
+    Raises:
+        ValueError: one is neither bytes nor None, or there are not as many as keys.
+    """
+    if parents is None:
+        return None
+    if not isinstance(parents, Iterable):
+        raise ValueError(f"parents must be a sequence of bytes and None, not {parents!r:.80}")
+    found: list[Any] = list(parents)
+    if len(found) != count:
+        raise ValueError(f"{len(found)} parents of {count} keys")
+    for parent in found:
+        if not isinstance(parent, bytes | None):
+            raise ValueError(f"a parent must be bytes or None: {parent!r:.80}")
+    return found
+
+
+def checked_views(views: Any, count: int) -> list[Any]:
+    """The memory of `count` objects, as a list.
+
+    Raises:
+        ValueError: there is no sequence of views, or not one for each key.
+    """
+    if not isinstance(views, Iterable):
+        raise ValueError(f"views must be a sequence of views, not {views!r:.80}")
+    found = list(views)
+    if len(found) != count:
+        raise ValueError(f"{len(found)} views of {count} keys")
+    return found
+
+
+def checked_flag(name: str, value: Any) -> bool:
+    """A truth value, of numpy too.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
+        raise ValueError(f"{name} must be True or False, not {value!r:.80}")
+    return bool(value)
+
+
+def checked_limit(name: str, value: Any) -> float:
+    """The seconds that a call may take. A time that has passed is 0.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    try:
+        seconds = float(value) if not isinstance(value, str | bytes) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise ValueError(f"{name} must be a number of seconds, not {value!r:.80}")
+    return min(max(seconds, 0.0), LONGEST)

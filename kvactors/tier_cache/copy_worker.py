@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvactors.arguments import check_int
 from kvactors.device.tensor_memory import address_of
 from kvactors.device.tensors import Rows, rows_of
 from kvactors.errors import CacheClosed, DeviceError, LayoutError
 from kvactors.native import CopyQueue
+from kvactors.tier_cache.checks import checked_limit
 from kvactors.tier_cache.slot_memory import SlotMemory
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from kvactors.data_plane.cuda.driver import CudaDriver
 
 KEPT: list[object] = []
-"""Tensors that copies which never ended may still use. Never freed."""
+"""Tensors and host memory that copies which never ended may still use. Never freed."""
 
 INLINE_BYTES = 256 << 10
 """A copy of so many bytes takes less time than its hand-off to a thread."""
@@ -72,6 +74,8 @@ class CopyWorker:
             has gaps inside its rows, or is not on the GPU of the other tensors. CudaError, a
             subclass: a call of the driver failed.
         LayoutError: the tensors have different numbers of rows, or a block does not fit.
+        ValueError: a number is no integer, or out of range.
+        CacheClosed: the memory is closed.
     """
 
     def __init__(
@@ -86,6 +90,10 @@ class CopyWorker:
         event_fd: bool = False,
         driver: CudaDriver | None = None,
     ) -> None:
+        offset = check_int("offset", offset, -(2**62))
+        blocks_per_slot = check_int("blocks_per_slot", blocks_per_slot, -(2**62))
+        threads = check_int("threads", threads, 1, 64)
+        inline_bytes = check_int("inline_bytes", inline_bytes)
         rows = [rows_of(tensor) for tensor in tensors]
         self.block_bytes = _block_bytes(rows)
         share = self.block_bytes * blocks_per_slot
@@ -97,25 +105,29 @@ class CopyWorker:
         self.num_blocks = rows[0].rows
         self._tensors = list(tensors)
         self._addresses = [one.address for one in rows]
-        self._memory = memory
+        self._held = memory.hold()  # copies need it until they have ended
         self._on_gpu = rows[0].gpu and not rows[0].host
         self._queue: CopyQueue | CudaCopyQueue | None
-        if self._on_gpu:
-            self._queue = _gpu_queue(rows, memory, offset, blocks_per_slot, driver, event_fd)
-        else:
-            self._queue = CopyQueue(
-                _ints([one.address for one in rows]),
-                _ints([one.nbytes for one in rows]),
-                _ints([one.stride for one in rows]),
-                self.num_blocks,
-                memory.address + offset,
-                memory.stride,
-                blocks_per_slot,
-                memory.num_slots * blocks_per_slot,
-                threads,
-                inline_bytes,
-                event_fd,
-            )
+        try:
+            if self._on_gpu:
+                self._queue = _gpu_queue(rows, memory, offset, blocks_per_slot, driver, event_fd)
+            else:
+                self._queue = CopyQueue(
+                    _ints([one.address for one in rows]),
+                    _ints([one.nbytes for one in rows]),
+                    _ints([one.stride for one in rows]),
+                    self.num_blocks,
+                    memory.address + offset,
+                    memory.stride,
+                    blocks_per_slot,
+                    memory.num_slots * blocks_per_slot,
+                    threads,
+                    inline_bytes,
+                    event_fd,
+                )
+        except BaseException:
+            self._held.release()
+            raise
         self._names: dict[int, tuple[Hashable, bool]] = {}
         self._numbers: dict[Hashable, int] = {}
 
@@ -180,6 +192,8 @@ class CopyWorker:
         queue = self._queue
         if queue is None:
             raise CacheClosed("the copy worker is shut down")
+        if not isinstance(job, Hashable):
+            raise ValueError(f"a job's name must be hashable, not {job!r:.80}")
         if job in self._numbers:
             raise ValueError(f"job {job!r} is in flight")
         for tensor, address in zip(self._tensors, self._addresses, strict=True):
@@ -219,8 +233,13 @@ class CopyWorker:
 
         Returns:
             Whether all of them have ended. Names that are not in flight have.
+
+        Raises:
+            ValueError: `jobs` is no collection of names, or `limit` no finite number.
         """
-        until = monotonic() + limit
+        if isinstance(jobs, str | bytes) or not isinstance(jobs, Iterable):
+            raise ValueError(f"jobs must be a collection of names, not {jobs!r:.80}")
+        until = monotonic() + checked_limit("limit", limit)
         numbers = [self._numbers[job] for job in jobs if job in self._numbers]
         queue = self._queue
         return queue is None or all(queue.wait(one, until - monotonic()) for one in numbers)
@@ -240,8 +259,9 @@ class CopyWorker:
         queue, self._queue = self._queue, None
         ended = queue is None or queue.close() is not False
         if not ended:
-            self._memory.keep()
-            KEPT.append(self._tensors)
+            KEPT.append((self._tensors, self._held))
+        elif queue is not None:
+            self._held.release()
         self._tensors = []
         return ended
 
@@ -284,7 +304,12 @@ def _gpu_queue(
 
 
 def _ints(numbers: Sequence[int]) -> NDArray[np.int64]:
-    found = np.asarray(numbers)
+    try:
+        found = np.asarray(numbers)
+    except ValueError:  # lists of different lengths
+        found = np.empty((0, 0))
+    if found.ndim != 1:
+        raise ValueError("block and slot numbers must be one list of integers each")
     if found.size and found.dtype.kind not in "iu":
         raise ValueError(f"block and slot numbers must be integers, not {found.dtype}")
     return np.ascontiguousarray(found, np.int64)

@@ -40,10 +40,16 @@ def make_sinks(config: TierConfig, given: Sequence[Sink]) -> TierSinks | None:
         ConfigError: a sink does not fit a cache whose engine owns the device and the block hashes.
         SinkError: a sink lacks what it needs.
     """
+    if not isinstance(given, list | tuple):
+        raise ConfigError(f"sinks must be a list of Sink objects, not {given!r:.80}")
     if not config.sinks and not given:
         return None
+    from kvactors.flush_notifier.sinks.base import Sink
     from kvactors.tier_cache.sink_service import SinkService
 
+    for sink in given:
+        if not isinstance(sink, Sink):
+            raise ConfigError(f"sinks must be Sink objects, not {sink!r:.80}")
     if config.tokens_per_block < 1:
         raise ConfigError("tokens_per_block is needed with sinks: they are sent the tokens")
     sinks = [*(_from_table(table, config) for table in config.sinks), *given]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import operator
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvactors.errors import ConfigError, LayoutError
+from kvactors.errors import CacheClosed, ConfigError, LayoutError
 
 PAGE = 4096
 
@@ -51,11 +52,11 @@ class SlotMemory:
         *,
         numa_node: int | None = None,
     ) -> None:
-        if num_slots < 1 or block_bytes < 1:
-            raise LayoutError(f"memory of {num_slots} slots of {block_bytes} bytes")
-        self.num_slots = num_slots
-        self.block_bytes = block_bytes
+        num_slots = self.num_slots = _count("num_slots", num_slots)
+        block_bytes = self.block_bytes = _count("block_bytes", block_bytes)
+        stride = None if stride is None else _count("stride", stride)
         self.given = buffer is not None
+        self._closed = False
         pages = -(-block_bytes // PAGE) * PAGE
         self.stride = (block_bytes if self.given else pages) if stride is None else stride
         if self.stride < block_bytes:
@@ -89,7 +90,10 @@ class SlotMemory:
 
         Raises:
             IndexError: the slot does not exist.
+            CacheClosed: the memory is closed.
         """
+        if self._closed:
+            raise CacheClosed("the memory of the host slots is closed")
         if not 0 <= slot < self.num_slots:
             raise IndexError(f"slot {slot} of {self.num_slots}")
         start = slot * self.stride
@@ -100,21 +104,50 @@ class SlotMemory:
         offset = address - self.address
         return 0 <= offset < self.num_slots * self.stride and offset % self.stride == 0
 
+    def hold(self) -> memoryview:
+        """All rows. They stay mapped until the view is released, also after `close`.
+
+        Raises:
+            CacheClosed: the memory is closed.
+        """
+        if self._closed:
+            raise CacheClosed("the memory of the host slots is closed")
+        return self._view[:]
+
     def keep(self) -> None:
         """Leave the memory mapped until the process ends, because a thread may still access it."""
         KEPT.append(self._view)
 
     def close(self) -> None:
         """Let go of the memory. New memory is freed with its last view."""
+        self._closed = True
         view, self._view = self._view, memoryview(b"")
         if not any(kept is view for kept in KEPT):
             with suppress(BufferError):  # a caller still has a view
                 view.release()
 
 
+def _count(name: str, value: Any) -> int:
+    """A Python or numpy integer from 1 to the greatest size of a mapping, as int."""
+    try:
+        found = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = 0
+    if not 1 <= found < 1 << 63:
+        raise LayoutError(f"{name} must be a whole number from 1 to 2**63 - 1, not {value!r:.80}")
+    return found
+
+
 def new_memory(size: int) -> mmap.mmap:
-    """Memory of this process. A forked child gets a copy."""
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Memory of this process. A forked child gets a copy.
+
+    Raises:
+        LayoutError: the system does not give so much.
+    """
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise LayoutError(f"{size} bytes of memory for host slots: {error}") from error
 
 
 def _flat(buffer: Any) -> memoryview:
@@ -140,8 +173,9 @@ def shared_memory(path: str | Path, size: int, *, create: bool) -> mmap.mmap:
 
     Raises:
         OSError: the file cannot be made or opened.
-        LayoutError: the file is smaller than `size`.
+        LayoutError: the file is smaller than `size`, or `size` is no number of bytes.
     """
+    size = _count("size", size)
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
     try:

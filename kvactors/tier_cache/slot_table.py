@@ -37,6 +37,10 @@ class SlotTable:
         self._stores: dict[bytes, HostBlock] = {}  # copies to the host, in the order of begin
         self._loads: dict[bytes, tuple[HostBlock, int]] = {}  # block, and loads of it in flight
         self._steps = 0
+        self._touches = 0
+        self._planned: list[HostBlock] = []  # the next victims, the first one last
+        self._planned_for: tuple[int, int, int] | None = None  # when they were chosen
+        self._ahead = 1  # victims that are chosen at once
         self._full: tuple[int, int, int] | None = None  # when no single slot could be had
 
     def lookup(self, key: bytes) -> Lookup:
@@ -54,6 +58,7 @@ class SlotTable:
     def end_step(self, now: float) -> None:
         """Release the blocks that were held for the engine's step."""
         self._steps += 1
+        self._ahead = 1
         self.held.clear()
         while self.awaited:
             key, until = next(iter(self.awaited.items()))
@@ -138,7 +143,7 @@ class SlotTable:
             return []
         if self._full is not None and self._full == self._moment:
             return None  # every look-up of a step would search all slots in vain
-        victims = self.tier.victims(lacking, self.held.union(keys, self.awaited))
+        victims = self._victims(lacking, keys)
         if len(victims) < lacking:
             if not (victims or keys):
                 self._full = self._moment
@@ -146,6 +151,38 @@ class SlotTable:
         for block in victims:
             self.tier.drop(block)
         return [block.hash for block in victims]
+
+    def take_slot(self, key: bytes) -> tuple[HostBlock, list[bytes]] | None:
+        """A slot for a key whose bytes come from storage, and the keys that were evicted for it.
+        None if no slot can be had."""
+        evicted = self.make_room(1)
+        if evicted is None:
+            return None
+        block = self.tier.add(key, UNKNOWN, SlotState.RESIDENT)
+        if evicted:  # the new block is pinned, so the planned victims are still the next
+            self._planned_for = self._order
+        return block, evicted
+
+    def _victims(self, count: int, keys: Sequence[bytes]) -> list[HostBlock]:
+        """The next victims in the policy's order, at most `count`.
+
+        A step that looks many stored keys up evicts one block for each. Each search passes all
+        blocks that are held, so a search finds the victims of later look-ups too, twice as many as
+        the search before.
+        """
+        if count > 1 or keys:
+            return self.tier.victims(count, self.held.union(keys, self.awaited))
+        last = self._planned[-1].hash if self._planned else b""
+        if self._planned_for != self._order or not last or last in self.held:
+            found = self.tier.victims(self._ahead, self.held.union(self.awaited))
+            self._ahead = min(2 * self._ahead, self.tier.capacity)
+            self._planned, self._planned_for = found[::-1], self._order
+        return [self._planned.pop()] if self._planned else []
+
+    @property
+    def _order(self) -> tuple[int, int, int]:
+        """While this stays the same, the next victims do, apart from keys that are answered HIT."""
+        return self.tier.changes, self._touches, self._steps
 
     @property
     def _moment(self) -> tuple[int, int, int]:
@@ -227,6 +264,7 @@ class SlotTable:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Keys of a path were used, in the order of the path."""
+        self._touches += 1
         self.tier.touch(reversed(keys))
 
     def reset(self) -> list[bytes]:

@@ -166,6 +166,17 @@ class StorageLoop:
         if self.store is not None:
             self._start(self.store.remove(names))
 
+    @property
+    def trouble(self) -> str:
+        """Why the store refuses work now, empty if it does not. For any thread."""
+        store = self.store
+        if store is None:
+            return ""
+        if store.clear_pending and not store.clears.running:
+            return "the last clear failed, and is tried again with the next write"
+        counters = getattr(store.inner, "counters", None)
+        return store.breaker.reason or ("" if counters is None else str(counters.breaker.reason))
+
     # -- clears
 
     def clear(self, generation: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
 
-from kvactors.cpu_evictor.slots import HostBlock, SlotState
+from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.errors import CacheClosed
 from kvactors.tier_cache.answers import Lookup
 from kvactors.tier_cache.counters import TierCounters
@@ -16,7 +16,7 @@ from kvactors.tier_cache.event_log import EventLog
 from kvactors.tier_cache.room_waits import RoomWaits
 from kvactors.tier_cache.save_policy import SaveQueue
 from kvactors.tier_cache.slot_memory import SlotMemory
-from kvactors.tier_cache.slot_table import MISS, PENDING, UNKNOWN, SlotTable
+from kvactors.tier_cache.slot_table import MISS, PENDING, SlotTable
 from kvactors.tier_cache.storage_jobs import StorageResult
 from kvactors.tier_cache.storage_tier import StorageTier
 from kvactors.tier_cache.store_queries import StoreQueries
@@ -102,12 +102,12 @@ class StorageMoves:
             return MISS
         if self._reports_storage and key not in self._announced:
             self._record_stored([key])
-        evicted = self._slots.make_room(1)
-        if evicted is None:
+        found = self._slots.take_slot(key)
+        if found is None:
             return PENDING if self.waits.may_wait(key, storage.clock()) else MISS
         self.waits.got_slot(key)
+        block, evicted = found
         self.on_evicted(evicted)
-        block = self._slots.tier.add(key, UNKNOWN, SlotState.RESIDENT)
         self._queued[key] = block
         return PENDING
 

@@ -11,6 +11,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from kvactors.errors import CacheClosed, StoreError
+from kvactors.tier_cache.checks import checked_key, checked_keys, checked_limit, checked_views
 from kvactors.tier_cache.known_objects import KnownObjects
 from kvactors.tier_cache.storage_jobs import JobKind, StorageJob, StorageResult
 from kvactors.tier_cache.views import ObjectViews
@@ -84,6 +85,7 @@ class StorageTier:
         Raises:
             StoreError: the store cannot be used, or was not open after `limit` seconds.
         """
+        limit = checked_limit("limit", limit)
         from kvactors.threads import end_at_exit
 
         if self._closed or self._thread is not None:
@@ -122,6 +124,7 @@ class StorageTier:
     def close(self, limit: float = 5.0) -> None:
         """Let the jobs in flight end, for `limit` seconds at most, then close the store. Jobs that
         did not begin by then fail."""
+        limit = checked_limit("limit", limit)
         self._closed = True
         thread, self._thread = self._thread, None
         if thread is None:
@@ -150,13 +153,15 @@ class StorageTier:
     # -- calls of any thread
 
     def name_of(self, key: bytes) -> bytes:
-        """The 32-byte name of a key's object."""
+        """The 32-byte name of a key's object. ValueError for a key that is no bytes, or empty."""
+        if type(key) is not bytes or not key:
+            key = checked_key(key)
         return sha256(self._digest + key).digest()
 
     def contains(self, key: bytes) -> bool:
         """Whether the store holds a key, as far as is known now. Of a store that lists none, those
         are the keys that this process has stored or looked up."""
-        return self.known.holds(sha256(self._digest + key).digest(), key)
+        return self.known.holds(self.name_of(key), key)
 
     @property
     def lists(self) -> bool:
@@ -179,7 +184,7 @@ class StorageTier:
             The end of the job, for a caller that waits for it. `poll` returns it as well.
 
         Raises:
-            ValueError: there are not as many views as keys.
+            ValueError: there are not as many views as keys, or a key is no bytes.
             CacheClosed: the tier is not open.
         """
         return self._submit(job, "store", keys, views)
@@ -210,8 +215,9 @@ class StorageTier:
     def _submit(
         self, name: Hashable, kind: JobKind, keys: Sequence[bytes], views: Sequence[ObjectViews]
     ) -> Future[StorageResult]:
-        if kind != "lookup" and len(keys) != len(views):
-            raise ValueError(f"{len(views)} views of {len(keys)} keys")
+        keys = checked_keys(keys)
+        if kind != "lookup":
+            views = checked_views(views, len(keys))
         loop, thread = self._loop, self._thread
         if self._closed or loop is None or thread is None:
             raise CacheClosed("the storage tier is not open")
@@ -241,6 +247,7 @@ class StorageTier:
 
     def drain(self, limit: float) -> bool:
         """Wait for the jobs in flight, at most `limit` seconds. Returns whether all have ended."""
+        limit = checked_limit("limit", limit)
         return not wait([job.done for job in list(self._jobs)], limit).not_done
 
     @property
@@ -256,16 +263,12 @@ class StorageTier:
     @property
     def trouble(self) -> str:
         """Why the store gets no work now, empty if it does."""
-        store = None if self._loop is None else self._loop.store
-        if store is None:
+        loop, late = self._loop, self.clock() - self.timeout - 1.0
+        if loop is None or loop.store is None:
             return ""
-        late = self.clock() - self.timeout - 1.0
         if any(job.began < late for job in list(self._jobs)):
             return "a call to the store does not return"
-        if store.clear_pending and not store.clears.running:
-            return "the last clear failed, and is tried again with the next write"
-        counters = getattr(store.inner, "counters", None)
-        return store.breaker.reason or ("" if counters is None else counters.breaker.reason)
+        return loop.trouble
 
     def clear(self) -> list[bytes]:
         """Delete every object. Jobs that were submitted before bring none back.
@@ -294,11 +297,11 @@ class StorageTier:
 
         Objects that a job writes at this moment stay: remove them when the job has ended.
         """
-        self._remove([self.name_of(key) for key in keys])
+        self._remove([self.name_of(key) for key in checked_keys(keys)])
 
     def retain(self, keys: Iterable[bytes]) -> int:
         """Remove every object whose key is not in `keys`. Returns the number of removed objects."""
-        wanted = {self.name_of(key) for key in keys}
+        wanted = {self.name_of(key) for key in checked_keys(keys)}
         others = [name for name in self.known.names() if name not in wanted]
         self._remove(others)
         return len(others)

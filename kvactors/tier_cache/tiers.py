@@ -96,7 +96,7 @@ class Tiers:
         """See `TierCache.complete_store`."""
         landed = self.slots.complete_store(keys, success)
         self._counters.stored += len(landed)
-        self._counters.failed_stores += 0 if success else len(keys)
+        self._counters.failed_stores += 0 if success else len(set(keys))
         self.events.record(Tier.HOST, True, [block.hash for block in landed], Reason.OFFLOAD)
         if self.moves is not None:
             self.moves.on_stored(landed)

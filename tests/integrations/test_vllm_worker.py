@@ -16,7 +16,7 @@ import pytest
 from kvactors import ConfigError, DeviceError
 from kvactors.data_plane.cuda import copy_queue
 from kvactors.data_plane.cuda import driver as cuda_driver
-from kvactors.tier_cache import copy_worker, slot_memory
+from kvactors.tier_cache import copy_worker
 from tests.integrations.test_vllm import ROW, Config
 from tests.integrations.vllm_stand_in import Platform, stand_in
 from tests.support.cuda import Gpu, PointerTensor, opened_gpu
@@ -170,7 +170,7 @@ def test_memory_of_a_copy_that_does_not_end_stays_mapped(
         worker.shutdown()
         engine.manager.shutdown()
     assert list(tmp_path.iterdir()) == []
-    memory, rows = slot_memory.KEPT.pop(), CHUNK * ROW
+    (_, memory), rows = copy_worker.KEPT.pop(), CHUNK * ROW
     assert bytes(memory[:rows]) == bytes(rows)
     gpu.fake.gate(-1)
     (undo, *_) = copy_queue.ABANDONED.pop()
@@ -178,7 +178,6 @@ def test_memory_of_a_copy_that_does_not_end_stays_mapped(
         gpu.driver.call("cuStreamSynchronize", 0)
         undo.close()
     assert bytes(memory[:rows]) == content(tensors, 0) + content(tensors, 1)
-    copy_worker.KEPT.clear()
     gpu.forget()
 
 

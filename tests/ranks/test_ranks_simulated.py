@@ -271,7 +271,7 @@ def test_a_leader_without_its_ranks_names_the_missing_ones():
 
 @pytest.mark.parametrize("lost", [False, True], ids=["", "a rank has lost the end"])
 def test_a_chunk_begins_after_the_blocks_that_all_ranks_have_stored(lost):
-    """The leader knows the names that all ranks hold, so later chunks take no blocks ahead."""
+    """The leader has the names that all ranks hold, so later chunks take no blocks ahead."""
 
     async def main() -> None:
         async with led(settings(**TIERS["write_through"])) as (cache, ranks):

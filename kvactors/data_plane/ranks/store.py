@@ -81,7 +81,7 @@ class RankStore:
 
     @property
     def is_complete(self) -> bool:
-        """See `CheckedInventory.is_complete`. The leader knows the names that all ranks hold."""
+        """See `CheckedInventory.is_complete`. The leader has the names that all ranks hold."""
         return not self.shared
 
     def take_removed(self) -> list[bytes]:

@@ -149,7 +149,7 @@ class SglangEngine:
         try:
             self.opened = self._ask(OPEN, do="open", settings={"model_path": str(model)} | settings)
         except BaseException:
-            self.discard()  # nobody else can: the caller has no engine
+            self.discard()  # the caller has no engine that it could discard
             raise
 
     def _ask(self, limit: float, **message: Any) -> dict[str, Any]:
