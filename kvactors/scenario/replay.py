@@ -21,6 +21,7 @@ from kvactors.observe.lag import LagMonitor
 from kvactors.scenario.baseline import Baseline, serve_on_model, sizes_of
 from kvactors.scenario.batching import Figures, Pace
 from kvactors.scenario.engine import Engine
+from kvactors.scenario.lru_rates import lru_rates
 from kvactors.scenario.observe import Observe, unobserved
 from kvactors.scenario.report import Report, Totals, make_report
 from kvactors.scenario.serving import Serving, ThreadModel
@@ -133,7 +134,9 @@ async def replay(
                 wall = time.monotonic() - began
         report = make_report(Path(trace).name, totals, cache, lag.results(), wall)
         used = cache.config
-    if timed:
+    if not timed:
+        report.hit_rate_lru = await in_thread(lambda: lru_rates(read(), used), "kvactors-lru")
+    else:
 
         def all_figures() -> dict[str, dict[str, Any]]:
             return {"cache": served.as_dict()} | serve_baselines(arrivals, settings, used)

@@ -56,6 +56,8 @@ class Report(msgspec.Struct):
         storage: the store's counts.
         serving: of a timed replay, the figures of the serving loop on the cache (`cache`) and on
             each baseline (see `Figures`).
+        hit_rate_lru: of a sequential replay with another policy than LRU, the share that LRU tiers
+            of the same sizes hit.
         errors: errors of the run, violated invariants included.
     """
 
@@ -77,6 +79,7 @@ class Report(msgspec.Struct):
     lives: int = 1
     storage: dict[str, float] = msgspec.field(default_factory=dict)
     serving: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    hit_rate_lru: dict[str, float] = msgspec.field(default_factory=dict)
     loop_own_lag_ms: dict[str, float] = msgspec.field(default_factory=dict)
     loop_cpu_ms: dict[str, float] = msgspec.field(default_factory=dict)
 
@@ -186,14 +189,20 @@ def storage_row(storage: dict[str, float]) -> str:
     return "  ".join(shown)
 
 
+def rates_text(rates: dict[str, float]) -> str:
+    """Hit rates by tier in one line."""
+    return "  ".join(f"{tier} {rate:.4f}" for tier, rate in rates.items())
+
+
 def report_rows(report: Report) -> list[tuple[str, str]]:
     """Names and values of the summary."""
-    rates = "  ".join(f"{tier} {rate:.4f}" for tier, rate in report.hit_rate.items())
+    rates = rates_text(report.hit_rate)
     flush = "  ".join(f"{name} {value}" for name, value in report.flush.items())
     rows = [
         ("requests", f"{report.requests}  (no room {report.no_room}, rejected {report.rejected})"),
         ("blocks looked up", f"{report.blocks_looked_up}"),
         ("hit rate", rates),
+        *([("hit rate of LRU", rates_text(report.hit_rate_lru))] if report.hit_rate_lru else []),
         ("verified blocks", f"{report.verified_blocks}  (corrupt {report.corrupt_blocks_served})"),
         ("flush", flush),
         *lag_rows(report),

@@ -12,19 +12,18 @@ from kvactors.charts import Chart
 from kvactors.errors import ConfigError
 from kvactors.page import Section, Tile, make_page
 from kvactors.report import print_details, print_fields, print_rows
+from kvactors.scenario.lru_rates import rates_by_name, rates_of
 from kvactors.scenario.optimum import optimal_hits
 from kvactors.scenario.policy_run import Arrivals, arrivals_of, retain_hits
 from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.sweep import (
     Paths,
-    TierRates,
     curve_of,
     device_uses,
     hit_curve,
     read_paths,
     sizes_for,
     sizes_to_show,
-    tier_rates,
 )
 from kvactors.scenario.trace import read_trace
 
@@ -136,7 +135,7 @@ def sweep(
         round(curve.rate(paths.distinct), 6),
         points,
         {f"{share:g}": size for share, size in sizes_for(curve, SHARES).items()},
-        {} if config is None else rates_by_name(rates_of(paths, config, whole=whole)),
+        {} if config is None else rates_by_name(rates_of(paths, config)),
     )
 
 
@@ -178,33 +177,6 @@ def run_retain(
         done(0)
         hits = retain_hits(paths, arrivals, point.blocks, whole=whole, progress=done)
         point.retain = round(hits / max(1, len(paths.blocks)), 6)
-
-
-def rates_of(paths: Paths, config: ReplayConfig, *, whole: bool) -> TierRates:
-    """The hits of a config's tiers. A store without a limit holds every block."""
-    store = config.storage
-    stored = 0
-    if store.backend != "none":
-        stored = paths.distinct if store.capacity_blocks is None else store.capacity_blocks
-    curve = hit_curve(paths, config.device.num_blocks, whole=whole)
-    return tier_rates(
-        curve,
-        config.device.num_blocks,
-        config.host.slots,
-        stored,
-        exclusive=config.host.mode == "exclusive",
-    )
-
-
-def rates_by_name(rates: TierRates) -> dict[str, float]:
-    """For reports."""
-    return {
-        "device": round(rates.device, 6),
-        "host": round(rates.host, 6),
-        "storage": round(rates.storage, 6),
-        "total": round(rates.total, 6),
-        "refused": rates.refused,
-    }
 
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
