@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvactors.errors import ConfigError
+from kvactors.report import write_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,10 +78,7 @@ def svg_of(chart: Chart) -> str:
 
 def write_png(chart: Chart, path: str | Path) -> None:
     """Write the chart as a PNG, to standard output if the path is `-`."""
-    if str(path) == "-":
-        sys.stdout.buffer.write(_drawn(chart, "png"))
-    else:
-        Path(path).write_bytes(_drawn(chart, "png"))
+    write_output(_drawn(chart, "png"), path)
 
 
 def _drawn(chart: Chart, form: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +21,7 @@ from kvactors.charts import check_charts
 from kvactors.config import Config, read_toml
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.page import write_page
-from kvactors.report import Output, live_line, shows_progress, to_stdout, write_json
+from kvactors.report import Output, check_distinct, live_line, shows_progress, to_stdout, write_json
 from kvactors.scenario.recorder import Recorder
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Report, print_report, totals_line
@@ -32,6 +33,7 @@ from kvactors.scenario.trace import count_requests
 from kvactors.scenario.watching import Watching
 from kvactors.settings_commands import config as config_app
 from kvactors.settings_commands import size
+from kvactors.streams import GONE, flush_stdout, reader_gone, usable_streams
 from kvactors.terminable import run_terminable, sigterm_ends, temporary_folder
 from kvactors.top.command import top
 
@@ -97,6 +99,7 @@ def run(
     virtual
         Run on a seeded loop of virtual time instead of the real clock.
     """
+    check_distinct((scenario,), json=json, html=html, trace=trace)
     recorder = make_recorder(html)
     watching = Watching(
         *([recorder.observing] if recorder else []),
@@ -117,7 +120,7 @@ def run(
     watching.write()
     failed = disappointments(spec.expect, report) + report.errors
     write_html(report, recorder, spec, html)
-    return conclude(report, failed, json, html)
+    return conclude(report, failed, json, html, trace)
 
 
 @app.command(name="replay")
@@ -173,6 +176,7 @@ def replay_command(
     """
     if speed is not None and not timed:
         print("--speed without --timed is deprecated: add --timed", file=sys.stderr)
+    check_distinct((trace, config), json=json, html=html, trace_out=trace_out)
     recorder = make_recorder(html)
     trace = find_file(trace, "trace")
     watching = Watching(
@@ -216,7 +220,7 @@ def replay_command(
         failed.append(f"{report.corrupt_blocks_served} corrupt blocks served")
     if report.flush["divergence"]:
         failed.append(f"sinks diverge from the tiers on {report.flush['divergence']} blocks")
-    return conclude(report, failed, json, html)
+    return conclude(report, failed, json, html, trace_out)
 
 
 SWEEP_STEPS = 1000
@@ -270,6 +274,7 @@ def sweep_command(
     from kvactors.layout import make_layout
     from kvactors.scenario.sweep_report import print_sweep, sweep, sweep_chart, sweep_page
 
+    check_distinct((trace, config), json=json, html=html, png=png)
     if html is not None or png is not None:
         check_charts()
     trace = find_file(trace, "trace")
@@ -468,9 +473,11 @@ def write_html(
         write_page(run_page(report, recorder.recording, msgspec.to_builtins(settings)), html)
 
 
-def conclude(report: Report, failed: list[str], json: Path | None, html: Path | None) -> int:
+def conclude(
+    report: Report, failed: list[str], json: Path | None, html: Path | None, trace: Path | None
+) -> int:
     """Print and write the report. Returns the exit status: 1 if anything failed."""
-    print_report(report, Console(stderr=to_stdout(json) or to_stdout(html)))
+    print_report(report, Console(stderr=to_stdout(json) or to_stdout(html) or to_stdout(trace)))
     if json is not None:
         write_json(report, json)
     for what in failed:
@@ -497,28 +504,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: the process's arguments by default.
     """
-    errors_only = structlog.make_filtering_bound_logger(40)
     words = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        for command, replacement in MOVED.items():
-            if tuple(words[: len(command)]) == command:
-                raise ConfigError(
-                    f"the command {' '.join(command)} is not in the installed package. In a clone "
-                    f"of the repository run: {replacement}"
-                )
-        with (
-            sigterm_ends(),
-            structlog_settings(
-                wrapper_class=errors_only, logger_factory=structlog.PrintLoggerFactory(sys.stderr)
-            ),
-        ):
-            status = app(
-                joined_outputs(words),
-                result_action="return_value",
-                exit_on_error=False,
-                print_error=False,
+    closed_stdout = sys.stdout is None
+    with usable_streams():
+        try:
+            status = carry_out(words, closed_stdout=closed_stdout)
+            flush_stdout()
+        except SystemExit as end:  # rich ends so if standard output is a pipe that nothing reads
+            if not isinstance(end.__context__, BrokenPipeError):
+                raise
+            status = GONE
+        except (CycloptsError, KVActorsError, OSError, UnicodeDecodeError) as error:
+            status = 2
+            if isinstance(error, BrokenPipeError) and reader_gone():
+                status = GONE
+            else:
+                print("kvactors:", " ".join(str(error).split()), file=sys.stderr)
+            with suppress(OSError):
+                flush_stdout()
+    sys.exit(status)
+
+
+def carry_out(words: list[str], *, closed_stdout: bool = False) -> int:
+    """Carry out the command of some arguments. Returns the exit status."""
+    for command, replacement in MOVED.items():
+        if tuple(words[: len(command)]) == command:
+            raise ConfigError(
+                f"the command {' '.join(command)} is not in the installed package. In a clone "
+                f"of the repository run: {replacement}"
             )
-    except (CycloptsError, KVActorsError, OSError, UnicodeDecodeError) as error:
-        print("kvactors:", " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
-    sys.exit(status if isinstance(status, int) else 0)
+    words = joined_outputs(words)
+    if closed_stdout and (options := [word[:-1] for word in words if word.endswith("=-")]):
+        raise ConfigError(f"{options[0]}-: standard output is closed")
+    errors_only = structlog.make_filtering_bound_logger(40)
+    with (
+        sigterm_ends(),
+        structlog_settings(
+            wrapper_class=errors_only, logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+        ),
+    ):
+        status = app(words, result_action="return_value", exit_on_error=False, print_error=False)
+    return status if isinstance(status, int) else 0

@@ -33,6 +33,8 @@ MOST_CONNECTIONS = 32
 MOST_BYTES = 8192
 """Bytes of a request's head."""
 
+MOST_PORT = 65535
+
 SECONDS = 5.0
 """Seconds in which a request must arrive, and in which its answer must be taken."""
 
@@ -111,6 +113,10 @@ class Endpoint:
         Raises:
             ConfigError: the address cannot be bound.
         """
+        if not host:  # asyncio would listen on every interface
+            raise ConfigError(f"the metrics endpoint needs a host, for instance {LOOPBACK}")
+        if not 0 <= port <= MOST_PORT:
+            raise ConfigError(f"the port of the metrics endpoint is 0 to {MOST_PORT}, not {port}")
         try:
             self._server = await asyncio.start_server(
                 self._connected, host, port, limit=MOST_BYTES, backlog=MOST_CONNECTIONS

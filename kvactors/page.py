@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvactors.charts import Chart, svg_of
+from kvactors.report import write_output
 
 STYLE = """
 :root { color-scheme: light; --line: #d8dee4; --ink: #1f2328; --dim: #59636e; }
@@ -87,10 +88,7 @@ def make_page(title: str, text: str, tiles: Iterable[Tile], sections: Iterable[S
 
 def write_page(page: str, path: str | Path) -> None:
     """Write a page, to standard output if the path is `-`."""
-    if str(path) == "-":
-        print(page, end="")
-    else:
-        Path(path).write_text(page, encoding="utf-8")
+    write_output(page.encode(errors="replace"), path)
 
 
 def _section(section: Section) -> str:

@@ -123,10 +123,11 @@ def cli_page() -> str:
         "",
         "`kvactors COMMAND --help` prints the same. The exit status is 0 for success, 1 for a",
         "negative result (an expectation that does not hold, an invalid file), 2 for invalid",
-        "input, with one line on standard error, 130 after Ctrl-C and 143 after SIGTERM. `-` as an",
-        "output is standard output. Tables then go to standard error. On a terminal `run` and",
-        "`replay` show the share done and the time left. `kvactors --install-completion` installs",
-        "shell completion.",
+        "input, with one line on standard error, 130 after Ctrl-C, 143 after SIGTERM, and 141 if",
+        "nothing reads standard output any more. `-` as an output is standard output, in UTF-8.",
+        "Tables then go to standard error. No output may be a file that the command reads. On a",
+        "terminal `run` and `replay` show the share done and the time left. `kvactors",
+        "--install-completion` installs shell completion.",
     ]
     for name, function in commands():
         text, described = described_parameters(function)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from cyclopts import Parameter
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -23,6 +24,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+
+from kvactors.errors import ConfigError
 
 WIDTH = 160
 """Columns of `wide_console` in a file or a pipe."""
@@ -60,20 +63,76 @@ def to_stdout(path: Path | None) -> bool:
     return str(path) == "-"
 
 
+def write_output(data: bytes, path: str | Path) -> None:
+    """Write a file, or standard output if the path is `-`.
+
+    Raises:
+        OSError: names the file.
+    """
+    if str(path) == "-":
+        sys.stdout.flush()
+        binary = getattr(sys.stdout, "buffer", None)
+        if binary is None:  # a program has put another stream in its place
+            sys.stdout.write(data.decode())
+        else:  # the text of a page is UTF-8 in every locale
+            binary.write(data)
+            binary.flush()
+        return
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_json(data: Any, path: str | Path) -> None:
     """Write a report as JSON, to standard output if the path is `-`."""
-    text = msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n"
-    if str(path) == "-":
-        sys.stdout.write(text.decode())
-    else:
-        Path(path).write_bytes(text)
+    try:
+        text = msgspec.json.encode(data)
+    except UnicodeEncodeError:  # the name of a file that is not UTF-8
+        text = msgspec.json.encode(_in_unicode(msgspec.to_builtins(data)))
+    write_output(msgspec.json.format(text, indent=2) + b"\n", path)
+
+
+def _in_unicode(data: Any) -> Any:
+    """Builtins whose texts can be encoded (see `in_unicode`)."""
+    if isinstance(data, dict):
+        return {_in_unicode(key): _in_unicode(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_in_unicode(one) for one in data]
+    if isinstance(data, str):
+        return in_unicode(data)
+    return data
+
+
+def in_unicode(name: str) -> str:
+    """The name of a file, with a replacement for each byte that is not UTF-8."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def check_distinct(inputs: Iterable[Path | None], **outputs: Path | None) -> None:
+    """Check that no output of a command is a file that it reads, or another output.
+
+    Raises:
+        ConfigError: names both.
+    """
+    taken = {path.resolve(): str(path) for path in inputs if path is not None}
+    for option, path in outputs.items():
+        if path is None or to_stdout(path):
+            continue
+        name = f"--{option.replace('_', '-')} {path}"
+        if path.is_char_device():
+            continue
+        if (other := taken.get(path.resolve())) is not None:
+            raise ConfigError(f"{name} would overwrite {other}: give another file")
+        taken[path.resolve()] = name
 
 
 def print_fields(title: str, fields: Iterable[tuple[str, str]], console: Console) -> None:
     """Print a table of names and values."""
-    table = Table(title=title, show_header=False)
+    table = Table(title=escape(title), show_header=False)
     for name, value in fields:
-        table.add_row(name, value)
+        table.add_row(escape(name), escape(value))
     console.print(table)
 
 
@@ -96,7 +155,7 @@ def print_rows(
         numbers: the columns that are aligned to the right.
         wrapped: whether columns but the last one may wrap.
     """
-    table = Table(title=title)
+    table = Table(title=escape(title))
     for position, heading in enumerate(columns):
         table.add_column(
             heading,
@@ -104,13 +163,13 @@ def print_rows(
             no_wrap=not wrapped and position < len(columns) - 1,
         )
     for cells, style in rows:
-        table.add_row(*cells, style=style)
+        table.add_row(*map(escape, cells), style=style)
     console.print(table)
 
 
 def print_details(text: str, console: Console) -> None:
     """Print a remark below a table."""
-    console.print(text, style="dim", highlight=False)
+    console.print(text, style="dim", highlight=False, markup=False)
 
 
 def wide_console() -> Console:

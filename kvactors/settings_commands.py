@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import msgspec
 from cyclopts import App
 from rich.console import Console
 
 from kvactors.config import read_toml
 from kvactors.errors import ConfigError
-from kvactors.report import Output, print_fields, print_rows, to_stdout, write_json
+from kvactors.report import Output, check_distinct, print_fields, print_rows, to_stdout, write_json
 from kvactors.settings_docs import json_schema
 from kvactors.settings_report import as_toml, check_file, effective, kind_of
 from kvactors.size_report import CacheDtype, SizeReport, size_report
@@ -35,6 +34,7 @@ def config_check(*files: Path, json: Output | None = None) -> int:
     """
     if not files:
         raise ConfigError("config check needs a file")
+    check_distinct(files, json=json)
     found = [check_file(path, os.environ) for path in files]
     console = Console(stderr=str(json) == "-", highlight=False, soft_wrap=True)
     for one in found:
@@ -61,6 +61,7 @@ def config_show(file: Path | None = None, *, json: Output | None = None) -> int:
     json
         Where to write the settings with their origins, in place of the TOML.
     """
+    check_distinct((file,), json=json)
     data = {} if file is None else read_toml(file)
     if kind_of(data)[0] != "settings":
         raise ConfigError(f"{file} is a {kind_of(data)[0]}, not the settings of a cache alone")
@@ -75,7 +76,7 @@ def config_show(file: Path | None = None, *, json: Output | None = None) -> int:
 @config.command(name="schema")
 def config_schema() -> int:
     """Print the JSON schema of a file of settings, for editors and other programs."""
-    print(msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode())
+    write_json(json_schema(), "-")
     return 0
 
 
@@ -115,6 +116,7 @@ def size(
     json
         Where to write the report.
     """
+    check_distinct((source,), json=json)
     report = size_report(
         source,
         block_size=block_size,

@@ -18,6 +18,7 @@ from kvactors.actor import ActorRef, Envelope, Instrument, Turn
 from kvactors.actor.clock import now
 from kvactors.observe.operations import Operation, OperationWatch
 from kvactors.open_cache import OpenCache
+from kvactors.report import write_output
 
 MOST_EVENTS = 1_000_000
 """Events of a trace. Later ones are counted only."""
@@ -68,13 +69,13 @@ class ChromeTrace(Instrument):
         return [*named, *sorted(self._events, key=lambda event: int(event["ts"]))]
 
     def write(self, path: Path) -> None:
-        """Write the trace to a file."""
+        """Write the trace to a file, or to standard output if the path is `-`."""
         page = {
             "traceEvents": self.events(),
             "displayTimeUnit": "ms",
             "otherData": {"left_out": self.left_out},
         }
-        path.write_bytes(msgspec.json.encode(page))
+        write_output(msgspec.json.encode(page), path)
 
     # -- see `Instrument`
 

@@ -18,6 +18,7 @@ from kvactors.config import Config, convert
 from kvactors.deprecated import warn
 from kvactors.errors import ConfigError, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
+from kvactors.report import in_unicode
 from kvactors.scenario.baseline import Baseline, serve_on_model, sizes_of
 from kvactors.scenario.batching import Figures, Pace
 from kvactors.scenario.engine import Engine
@@ -132,7 +133,7 @@ async def replay(
                     await replay_in_order(engine, read(), progress, clock)
                 await engine.settle()
                 wall = time.monotonic() - began
-        report = make_report(Path(trace).name, totals, cache, lag.results(), wall)
+        report = make_report(in_unicode(Path(trace).name), totals, cache, lag.results(), wall)
         used = cache.config
     if not timed:
         report.hit_rate_lru = await in_thread(lambda: lru_rates(read(), used), "kvactors-lru")

@@ -51,6 +51,8 @@ def run_scenario(
         scenario = Scenario.from_mapping(data)
         if seed is None:
             seed = scenario.scenario.seed
+        if seed < 0:
+            raise ConfigError(f"a seed is 0 or more, not {seed}")
         if virtual:
             from kvactors.testing.loop import simulate
 

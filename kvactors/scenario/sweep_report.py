@@ -11,7 +11,7 @@ from rich.console import Console
 from kvactors.charts import Chart
 from kvactors.errors import ConfigError
 from kvactors.page import Section, Tile, make_page
-from kvactors.report import print_details, print_fields, print_rows
+from kvactors.report import in_unicode, print_details, print_fields, print_rows
 from kvactors.scenario.lru_rates import rates_by_name, rates_of
 from kvactors.scenario.optimum import optimal_hits
 from kvactors.scenario.policy_run import Arrivals, arrivals_of, retain_hits
@@ -126,7 +126,7 @@ def sweep(
         arrivals = arrivals_of(requests)
         run_retain(paths, arrivals, points, progress, whole=whole)
     return SweepReport(
-        Path(trace).name,
+        in_unicode(Path(trace).name),
         len(paths.ends),
         curve.looked_up,
         paths.distinct,

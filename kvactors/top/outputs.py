@@ -8,16 +8,16 @@ import signal
 import sys
 import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 from rich.console import Console, ScreenContext
 
-from kvactors.report import to_stdout
+from kvactors.report import to_stdout, write_output
 from kvactors.top.screen import frame
 from kvactors.top.view import View
 
@@ -39,10 +39,10 @@ def output(json: Path | None, *, once: bool) -> Iterator[Show]:
     """The output that options and terminal ask for, while the block runs."""
     if json is not None:
         if to_stdout(json):
-            yield JsonLines(sys.stdout)
+            yield JsonLines(lambda line: write_output(line, "-"))
             return
-        with json.open("w", encoding="utf-8") as file:
-            yield JsonLines(file)
+        with json.open("wb", buffering=0) as file:
+            yield JsonLines(file.write)
         return
     console = Console()
     if once or not console.is_terminal:
@@ -56,13 +56,12 @@ def output(json: Path | None, *, once: bool) -> Iterator[Show]:
 class JsonLines(Show):
     """Writes views as lines of JSON."""
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._write = write
 
     def view(self, view: View) -> None:
         """Write one line."""
-        self._file.write(msgspec.json.encode(view).decode() + "\n")
-        self._file.flush()
+        self._write(msgspec.json.encode(view) + b"\n")
 
 
 class Plain(Show):

@@ -107,4 +107,48 @@ BUGS = (
         "a statistic of a TierCache is in no metric",
         ("tests/tier_cache/test_metrics.py::test_every_statistic_is_a_metric",),
     ),
+    Mutation(
+        "reader_gone_is_an_error",
+        "cli.py",
+        "            if isinstance(error, BrokenPipeError) and reader_gone():\n",
+        "            if isinstance(error, ValueError) and reader_gone():\n",
+        "a command whose output goes to head ends with an error message",
+        ("tests/cli/test_streams.py::test_a_reader_that_has_gone_ends_a_command_in_silence",),
+    ),
+    Mutation(
+        "closed_stderr_writes_to_stdout",
+        "streams.py",
+        'for name in ("stdout", "stderr") if getattr(sys, name) is None]',
+        'for name in ("stdout",) if getattr(sys, name) is None]',
+        "an error is written to standard output if standard error is closed",
+        (
+            "tests/cli/test_streams.py::test_closed_streams_get_nothing_and_the_error_goes_to_no_other_stream",
+        ),
+    ),
+    Mutation(
+        "json_in_the_locale",
+        "report.py",
+        '        binary = getattr(sys.stdout, "buffer", None)\n',
+        "        binary: Any = None\n",
+        "JSON on standard output has escapes that are no JSON in a locale that is not UTF-8",
+        (
+            "tests/cli/test_streams.py::test_a_locale_without_the_characters_of_a_name_gets_escapes_and_json_is_utf_8",
+        ),
+    ),
+    Mutation(
+        "outputs_overwrite_inputs",
+        "report.py",
+        "if (other := taken.get(path.resolve())) is not None:",
+        "if (other := taken.get(path)) is not None:",
+        "a report overwrites its trace through another path",
+        ("tests/cli/test_streams.py::test_no_output_is_an_input_or_another_output",),
+    ),
+    Mutation(
+        "empty_host_is_every_interface",
+        "monitoring.py",
+        "        if not host:",
+        "        if host is None:",
+        '--metrics-host "" serves metrics on every interface',
+        ("tests/cli/test_streams.py::test_options_out_of_range_are_named",),
+    ),
 )
