@@ -95,7 +95,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "table_between_the_json",
         "cli.py",
-        "    print_report(report, Console(stderr=to_stdout(json) or to_stdout(html)))\n",
+        "    print_report(report, Console(stderr=to_stdout(json) or to_stdout(html) or to_stdout(trace)))\n",
         "    print_report(report, Console())\n",
         "--json - mixes a table into the JSON",
         (CLI + "test_a_report_on_standard_output_is_alone_there",),
