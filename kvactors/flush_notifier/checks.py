@@ -6,7 +6,6 @@ changed since the beginning: on a system at rest that is always so.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvactors.flush_notifier.blocks import UNSURE, LedgerBlock, accepts
 from kvactors.flush_notifier.filter import SHIFT, SinkFilter
 from kvactors.flush_notifier.steps import Steps
+from kvactors.sharded import ShardedDict
 from kvactors.types import ALL_TIERS, Tier
 
 Tiers = Mapping[Tier, AbstractSet[bytes]]
@@ -28,7 +28,7 @@ def check_steps(ledger: Ledger) -> Iterator[None]:
     """AssertionError if counts and differences do not match the blocks."""
     tree = ledger.tree
     version = tree.version
-    children: Counter[bytes] = Counter()
+    children = ShardedDict[int]()
     blocks: list[LedgerBlock] = []
     dirty = [0] * len(ledger.sinks)
     idle = 0
@@ -36,7 +36,9 @@ def check_steps(ledger: Ledger) -> Iterator[None]:
         _check_block(ledger, block)
         if version == tree.version:
             if block.parent is not None:
-                children[block.parent.hash] += 1
+                above = block.parent.hash
+                counts = children.of(above)
+                counts[above] = counts.get(above, 0) + 1
             blocks.append(block)
             idle += block in tree.idle
             for view in ledger.sinks:
@@ -55,10 +57,14 @@ def check_steps(ledger: Ledger) -> Iterator[None]:
             bool(tree.trimming or tree.settling) or idle <= tree.idle_limit,
             f"{idle} idle blocks, the limit is {tree.idle_limit}",
         )
+    yield from children.free()
+    while blocks:
+        del blocks[-tree.step :]
+        yield
 
 
 def _check_counts(
-    ledger: Ledger, version: int, blocks: list[LedgerBlock], children: Counter[bytes]
+    ledger: Ledger, version: int, blocks: list[LedgerBlock], children: ShardedDict[int]
 ) -> Iterator[None]:
     tree, unnamed = ledger.tree, ledger.unnamed
     for i, (block_hash, tiers) in enumerate(_items(unnamed.tiers), 1):
@@ -74,7 +80,8 @@ def _check_counts(
     for i, block in enumerate(blocks, 1):
         if version != tree.version:
             return
-        _require(block.children == children[block.hash], "child counts disagree")
+        counted = children.of(block.hash).get(block.hash, 0)
+        _require(block.children == counted, "child counts disagree")
         if not i % tree.step:
             yield
 
@@ -141,10 +148,10 @@ def divergence_steps(
         tiers: the blocks that each tier holds.
     """
     differing: set[bytes] = set()
-    looked, step = 0, ledger.tree.step
+    looked, step = 0, max(1, ledger.tree.step // 4)  # a block costs several look-ups
     for sink in sinks:
-        mirror, found = mirrors.get(sink), 0
-        for block, due in due_of(ledger, ledger.sinks[sink].filter, tiers):
+        mirror, found, expected = mirrors.get(sink), 0, ShardedDict[int]()
+        for block, due in due_of(ledger, ledger.sinks[sink].filter, tiers, expected):
             looked += 1
             if not looked % step:
                 yield
@@ -161,23 +168,33 @@ def divergence_steps(
                         yield
                     if block_hash not in ledger.blocks:
                         differing.add(block_hash)
+        yield from expected.free()
     return len(differing)
 
 
-def due_of(ledger: Ledger, sink: SinkFilter, tiers: Tiers) -> Iterator[tuple[LedgerBlock, int]]:
+def due_of(
+    ledger: Ledger, sink: SinkFilter, tiers: Tiers, expected: ShardedDict[int]
+) -> Iterator[tuple[LedgerBlock, int]]:
     """Every block whose path is known, parents before children, and the tiers on which it would be
-    announced to a sink with this filter if `tiers` held these blocks."""
-    closed, expected = sink.closed(), dict[bytes, int]()
+    announced to a sink with this filter if `tiers` held these blocks.
+
+    Args:
+        ledger: the ledger.
+        sink: the sink's filter.
+        tiers: the blocks that each tier holds.
+        expected: empty. Filled with those tiers by block hash, for the caller to free in steps.
+    """
+    closed = sink.closed()
     for block in ledger.tree.order:
         above = (
             ledger.scopes.above_first(block)
             if block.parent is None
-            else expected.get(block.parent.hash, 0)
+            else expected.of(block.parent.hash).get(block.parent.hash, 0)
         )
         held = tiers_of(tiers, block.hash)
         due = closed[above << SHIFT | held] if accepts(sink, block) else 0
         if due:
-            expected[block.hash] = due
+            expected.of(block.hash)[block.hash] = due
         yield block, due
 
 

@@ -19,6 +19,7 @@ from kvactors.actor.clock import now
 from kvactors.actor.failures import brief
 from kvactors.native import DEVICE, HOST
 from kvactors.prefix_index.records import IndexStatistics
+from kvactors.sharded import ShardedSet
 from kvactors.system import System
 from kvactors.types import Tier, split_hashes
 
@@ -31,7 +32,7 @@ PAGE = 256
 ATTEMPTS = 3
 """Attempts to collect the keys of a tier while they change."""
 
-Residency = dict[Tier, set[bytes]]
+Residency = dict[Tier, ShardedSet]
 
 
 def invariants(system: System) -> list[str]:
@@ -62,6 +63,7 @@ async def divergence_in_slices(system: System, sinks: Collection[str] | None) ->
 
     def counted() -> Iterator[None]:
         found.append((yield from steps(where, sinks)))
+        yield from free(where)
 
     await in_slices(counted())
     return found[0]
@@ -169,6 +171,7 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
             f"prefix_index: {len(stale)} blocks have a hint to the host, and are not there"
         )
     yield from _sinks(system, where, found)
+    yield from free(where)
 
 
 def _unfinished(system: System) -> Iterator[str]:
@@ -209,7 +212,7 @@ def _sinks(system: System, where: Residency, found: list[str]) -> Iterator[None]
 
 def residency_steps(system: System, where: Residency) -> Iterator[None]:
     """Fill `where` with the keys that each tier holds, read from the tier's owner."""
-    where.update({tier: set() for tier in Tier})
+    where.update({tier: ShardedSet() for tier in Tier})
     for nodes in listing(system):
         where[Tier.DEVICE].update(key for key, state in nodes if state & DEVICE)
         yield
@@ -220,7 +223,7 @@ def residency_steps(system: System, where: Residency) -> Iterator[None]:
 
 
 def _gather(
-    names: Callable[[], Iterator[bytes]], keys: Callable[[], list[bytes]], found: set[bytes]
+    names: Callable[[], Iterator[bytes]], keys: Callable[[], list[bytes]], found: ShardedSet
 ) -> Iterator[None]:
     """Add the keys from `names` to `found`, PAGE of them a step.
 
@@ -238,6 +241,12 @@ def _gather(
     for page in pages(keys()):
         found.update(page)
         yield
+
+
+def free(where: Residency) -> Iterator[None]:
+    """Free the keys of each tier in steps."""
+    for keys in where.values():
+        yield from keys.free()
 
 
 def listing(system: System) -> Iterator[list[tuple[bytes, int]]]:

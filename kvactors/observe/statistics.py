@@ -12,6 +12,7 @@ from kvactors.flush_notifier.deliveries import SinkStatistics
 from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.gpu_swapper.actor import SwapperStatistics
 from kvactors.prefix_index.records import IndexStatistics
+from kvactors.sharded import ShardedDict
 from kvactors.storage.backends.base import StoreStatistics
 from kvactors.system import System
 from kvactors.types import ALL_TIERS, Tier, split_hashes
@@ -114,7 +115,8 @@ def announceable(system: System, sink: SinkFilter = PER_TIER) -> dict[Tier, set[
     The blocks among them have a known path, by the tree rule of the ledger.
     """
     found: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
-    for block, tiers in due_of(system.notifier_actor.ledger, sink, residency(system)):
+    where = residency(system)
+    for block, tiers in due_of(system.notifier_actor.ledger, sink, where, ShardedDict()):
         for tier in Tier:
             if tiers & tier:
                 found[tier].add(block.hash)

@@ -6,6 +6,7 @@ from mutation import Mutation
 
 LAG = "tests/observe/test_lag.py"
 DIRECT = "tests/actor/test_direct.py"
+SHARDED = "tests/observe/test_sharded.py"
 SERVING = "tests/scenario/test_serving.py"
 
 BUGS: tuple[Mutation, ...] = (
@@ -104,5 +105,37 @@ BUGS: tuple[Mutation, ...] = (
         "    return True\n",
         "a simulation has fewer orders of messages than a server",
         (f"{DIRECT}::test_a_loop_of_virtual_time_takes_a_step_for_each_message",),
+    ),
+    Mutation(
+        "blocks_of_a_check_freed_at_once",
+        "flush_notifier/checks.py",
+        "        del blocks[-tree.step :]\n",
+        "        blocks.clear()\n",
+        "the last step of a check keeps the loop for 5 ms at 400,000 blocks",
+        (f"{SHARDED}::test_a_check_frees_what_it_made_in_steps",),
+    ),
+    Mutation(
+        "tables_of_a_check_freed_at_once",
+        "observe/invariants.py",
+        "    yield from _sinks(system, where, found)\n    yield from free(where)\n",
+        "    yield from _sinks(system, where, found)\n",
+        "the last step of a check keeps the loop for 20 ms at 400,000 blocks",
+        (f"{SHARDED}::test_a_check_frees_what_it_made_in_steps",),
+    ),
+    Mutation(
+        "counts_of_a_divergence_freed_at_once",
+        "flush_notifier/checks.py",
+        "        yield from expected.free()\n",
+        "",
+        "the last step of a comparison of sinks keeps the loop for 10 ms at 400,000 blocks",
+        (f"{SHARDED}::test_a_check_frees_what_it_made_in_steps",),
+    ),
+    Mutation(
+        "every_key_in_one_shard",
+        "sharded.py",
+        "        shards, mask = self.shards, SHARDS - 1\n",
+        "        shards, mask = self.shards, 0\n",
+        "a set of 400,000 names moves all of them when it grows",
+        (f"{SHARDED}::test_no_small_table_has_many_keys",),
     ),
 )

@@ -92,7 +92,7 @@ BUGS: tuple[Mutation, ...] = (
         "        above = (\n"
         "            ledger.scopes.above_first(block)\n"
         "            if block.parent is None\n"
-        "            else expected.get(block.parent.hash, 0)\n"
+        "            else expected.of(block.parent.hash).get(block.parent.hash, 0)\n"
         "        )\n",
         "        above = int(ALL_TIERS)\n",
         "divergence counts blocks that cannot be announced",

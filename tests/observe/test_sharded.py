@@ -1,0 +1,100 @@
+"""Tables of very many keys grow and are freed a little at a time, and checks use them."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import pairwise
+
+import pytest
+
+from kvactors import sharded
+from kvactors.flush_notifier import checks
+from kvactors.observe.invariants import check_steps
+from kvactors.sharded import FREED, SHARDS, ShardedDict, ShardedSet
+from tests.support.cache import opened, prompt, serve
+
+MANY = 20_000
+
+
+def names(count):
+    return [hashlib.sha256(number.to_bytes(4, "big")).digest() for number in range(count)]
+
+
+def filled(kind, keys):
+    table = kind()
+    if isinstance(table, ShardedSet):
+        table.update(keys)
+    else:
+        for key in keys:
+            table.of(key)[key] = 1
+    return table
+
+
+@pytest.mark.parametrize("kind", [ShardedSet, ShardedDict])
+def test_no_small_table_has_many_keys(kind):
+    table = filled(kind, names(MANY))
+    assert len(table) == MANY
+    assert max(map(len, table.shards)) < 4 * MANY / SHARDS
+
+
+@pytest.mark.parametrize("kind", [ShardedSet, ShardedDict])
+def test_a_step_frees_few_keys(kind):
+    table = filled(kind, names(MANY))
+    left = MANY
+    for _ in table.free():
+        assert left - len(table) < 4 * FREED * MANY / SHARDS
+        left = len(table)
+    assert left == 0
+
+
+def test_a_set_is_a_set():
+    keys = names(100)
+    found = ShardedSet(keys[:60])
+    found.update(keys[50:90])
+    assert found == set(keys[:90])
+    assert set(found) == set(keys[:90])
+    assert keys[89] in found
+    assert keys[90] not in found
+    assert found >= set(keys[:10])
+
+
+async def test_a_check_frees_what_it_made_in_steps(monkeypatch):
+    """Nothing that has an entry for each block is left for the end of a check."""
+    made, lists = [], []
+
+    def noted(kind):
+        init = kind.__init__
+
+        def note(self, *arguments):
+            init(self, *arguments)
+            made.append(self)
+
+        monkeypatch.setattr(kind, "__init__", note)
+
+    noted(ShardedSet)
+    noted(ShardedDict)
+    counts = checks._check_counts
+
+    def noted_counts(ledger, version, blocks, children):
+        lists.append(blocks)
+        return counts(ledger, version, blocks, children)
+
+    monkeypatch.setattr(checks, "_check_counts", noted_counts)
+    monkeypatch.setattr(sharded, "FREED", 1)
+    async with opened(device=32, host={"slots": 8, "transit_slots": 16}) as cache:
+        for number in range(4):
+            await serve(cache, f"{number}", prompt(number, 5))
+        await cache.wait_flushed()
+        cache.system.notifier_actor.ledger.tree.step = 4
+        violated, largest, sizes = [], 0, []
+        for _ in check_steps(cache.system, violated):
+            sizes.append(sum(map(len, lists)))
+            largest = max(largest, sum(map(len, made)))
+    assert violated == []
+    assert largest > 0
+    assert [len(table) for table in made] == [0] * len(made)
+    assert len({type(table) for table in made}) == 2
+    falls = [before - after for before, after in pairwise(sizes)]
+    assert max(sizes) > 8
+    assert max(falls) <= 4
+    assert sizes[-1] == 0
