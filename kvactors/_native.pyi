@@ -428,6 +428,88 @@ def scatter(
 ) -> None:
     """Host to device: the inverse of `gather`."""
 
+class SlabQueue:
+    """Reads and writes of the slots of a file store in native threads, many slots a job, each with
+    its checksum and its table entry. Threads start with the jobs that need them.
+
+    Args:
+        read_threads, write_threads: 1 to 1024 each.
+        niceness: of the threads.
+    """
+
+    def __init__(self, read_threads: int, write_threads: int, niceness: int) -> None: ...
+    def bind(
+        self,
+        folder: int,
+        table: int,
+        table_path: bytes,
+        table_inode: int,
+        writable: bool,
+        size: int,
+        stride: int,
+        entry_bytes: int,
+        slots_per_slab: int,
+    ) -> None:
+        """Set the files of the jobs that follow: descriptors of the folder and of the table, the
+        path and inode of the table, and the sizes of `Meta`."""
+
+    def set_slabs(self, descriptors: list[int]) -> None:
+        """Set the descriptors of the slabs. -1: the slab is opened for each call."""
+
+    def set_arena(self, address: int, size: int, stride: int) -> None:
+        """Set the memory whose slots may be moved to their ends."""
+
+    def submit(
+        self,
+        writes: bool,
+        direct: bool,
+        slots: list[int],
+        views: list[memoryview],
+        records: bytes,
+    ) -> int:
+        """Begin to move objects. Returns the job's number. The views are referenced until the job
+        has been returned by `take_ended`.
+
+        Args:
+            writes: whether the views are written to the slots.
+            direct: whether the slabs are open for direct I/O.
+            slots: of the store.
+            views: one for each.
+            records: to read, the mark of each object (16 bytes). To write, the entry of each
+                object, in which the checksums are filled in.
+
+        Raises:
+            ValueError: a slot, a view or the records do not fit.
+            RuntimeError: the queue is closed, or was used before a fork.
+        """
+
+    def take_ended(self) -> list[tuple[int, list[int], bytes]]:
+        """Number, outcomes and records of the jobs that have ended and were not returned before.
+        Outcomes: 0 done, 1 corrupt, 2 the table is not at its path, 3 not begun (cancelled), or a
+        negative error number."""
+
+    def cancel(self, number: int) -> None:
+        """The parts of a job that no thread has begun are not begun any more."""
+
+    def wait_idle(self, seconds: float) -> bool:
+        """Whether no job is in flight, after `seconds` at most. Releases the GIL."""
+
+    def close(self, seconds: float) -> bool:
+        """Refuse further jobs. Returns whether the threads have ended, after `seconds` at most.
+        Releases the GIL."""
+
+    def set_calls(self, read: int, write: int, inode: int) -> None:
+        """Replace the system calls of the threads by C functions at these addresses, 0 for the
+        system's. For tests. Each returns its result or a negative error number."""
+
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def event_fd(self) -> int: ...
+
+def xxh3_64(data: bytes | memoryview, plain: bool = False) -> int:
+    """XXH3-64 of a buffer. plain: without vector instructions."""
+
 class CopyQueue:
     """Copies between device blocks and host slots in native threads, and the queue of the ended
     ones. Threads start with the first job that is not copied inline.

@@ -18,6 +18,7 @@ try:
         FrameSender,
         LifeTables,
         Path,
+        SlabQueue,
         TreeCheck,
         TreeWalk,
         chain_hashes,
@@ -28,6 +29,7 @@ try:
         scatter,
         sha256_accelerated,
         touch,
+        xxh3_64,
     )
 except ImportError as error:
     raise ImportError(native_missing(str(error))) from error
@@ -44,6 +46,7 @@ __all__ = [
     "FrameSender",
     "LifeTables",
     "Path",
+    "SlabQueue",
     "TreeCheck",
     "TreeWalk",
     "chain_hashes",
@@ -54,4 +57,5 @@ __all__ = [
     "scatter",
     "sha256_accelerated",
     "touch",
+    "xxh3_64",
 ]

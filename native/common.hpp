@@ -16,6 +16,7 @@ using u8 = std::uint8_t;
 using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
+using i32 = std::int32_t;
 
 // Compiled twice where the compiler can: for any x86-64, and for those with AVX2 (chosen when the
 // module is loaded).

@@ -13,6 +13,7 @@ namespace kvactors {
 void bind_copy(nb::module_& m);
 void bind_events(nb::module_& m);
 void bind_copy_queue(nb::module_& m);
+void bind_slab_queue(nb::module_& m);
 void bind_tree(nb::module_& m);
 
 // Token arrays of destroyed paths, for reuse. A long prompt's array is large enough for malloc to
@@ -214,4 +215,5 @@ NB_MODULE(_native, m) {
     bind_copy(m);
     bind_events(m);
     bind_copy_queue(m);
+    bind_slab_queue(m);
 }

@@ -12,6 +12,7 @@ import pytest
 
 from kvactors.testing.faults import corrupt_objects
 from tests.support.cache import opened, prompt, serve
+from tests.support.slab_calls import failing, faults
 
 PROMPTS, BLOCKS = 12, 6
 HOST = {"slots": 4, "transit_slots": 32}
@@ -50,12 +51,8 @@ def delete_folder(cache, monkeypatch):
 
 def refuse_writes(number):
     def refuse(cache, monkeypatch):
-        def pwritev(*_):
-            raise OSError(number, os.strerror(number))
-
-        context = monkeypatch.context()
-        patch = context.__enter__()
-        patch.setattr(os, "pwritev", pwritev)
+        context = faults(store_of(cache), write=failing(number))
+        context.__enter__()
         return context
 
     return refuse

@@ -6,6 +6,7 @@ from __future__ import annotations
 from mutation import Mutation
 
 FORMAT, HEALS = "tests/storage/test_store_format.py", "tests/storage/test_store_heals.py"
+IO = "tests/storage/test_slab_io.py"
 CHECKED, CLEAR = "tests/storage/test_checked_backend.py", "tests/storage/test_clear.py"
 
 BUGS: tuple[Mutation, ...] = (
@@ -249,12 +250,36 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "direct_io_refused_to_one_thread",
-        "storage/backends/slab_files.py",
-        "        if error.errno != errno.EINVAL:\n",
-        "        if error.errno != errno.EINVAL or not self.direct:\n",
+        "storage/backends/slab_io.py",
+        "if code == -errno.EINVAL] if direct else []",
+        "if code == -errno.EINVAL and self._files.direct]",
         "of several threads to which direct I/O is refused at once, all but one lose their writes",
         (
             "tests/storage/test_file_store.py::test_threads_that_find_out_together_that_direct_io_is_refused_all_write",
         ),
+    ),
+    Mutation(
+        "deadline_of_a_store_job_is_not_looked_at",
+        "storage/backends/slab_io.py",
+        "        if expired():\n            queue.cancel(number)\n",
+        "        if False:\n            queue.cancel(number)\n",
+        "objects of a batch are begun after its deadline because the disk was slow before",
+        (f"{IO}::test_objects_that_were_not_begun_before_the_deadline_are_late",),
+    ),
+    Mutation(
+        "slots_of_a_failed_group_leak",
+        "storage/backends/slab_medium.py",
+        "            else:\n                self._slots.give([slot])\n        return outcomes\n",
+        "        return outcomes\n",
+        "slots of objects that the disk refused are never used again",
+        (f"{IO}::test_objects_of_a_run_that_the_disk_refuses_fail_alone[write]",),
+    ),
+    Mutation(
+        "joined_entries_at_the_wrong_slots",
+        "storage/backends/slab_files.py",
+        "        if run and slot == first + len(run):\n",
+        "        if run:\n",
+        "entries of slots apart are written side by side into the table",
+        (f"{IO}::test_entries_of_slots_apart_are_not_joined",),
     ),
 )

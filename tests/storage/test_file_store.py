@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -23,10 +24,11 @@ from kvactors.storage.backends import FileBackend
 from kvactors.storage.backends.slab_table import ENTRY_BYTES as ENTRY
 from kvactors.storage.backends.slab_table import PAGE, Meta, scan
 from kvactors.storage.messages import Outcome
-from kvactors.testing.store_contract import Bench, key
+from kvactors.testing.store_contract import Bench, key, never
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
 from tests.support import cache as support
 from tests.support.killed_writer import kill_loop
+from tests.support.slab_calls import failing, faults
 
 
 def slab(bench: Bench) -> Path:
@@ -68,45 +70,43 @@ async def test_a_write_cancelled_at_any_step_leaks_no_slot_and_leaves_no_name(tm
         whole(bench.store)
 
 
-async def test_direct_io_that_is_refused_when_it_is_tried_goes_through_the_page_cache(
-    tmp_path, monkeypatch
-):
+def refused(fd, _at, _size):
+    """A file system that opens for direct I/O, and then does not do it."""
+    return -errno.EINVAL if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else None
+
+
+async def test_direct_io_that_is_refused_when_it_is_tried_goes_through_the_page_cache(tmp_path):
     async with opened(tmp_path) as bench:
         if not bench.store.files.direct:
             pytest.skip("this file system has no direct I/O")
-        real, refused = os.pwritev, []
-
-        def refusing(fd, buffers, at):
-            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-                refused.append(fd)
-                raise OSError(errno.EINVAL, "planted refusal")
-            return real(fd, buffers, at)
-
-        monkeypatch.setattr(os, "pwritev", refusing)
-        assert set(await bench.put(*range(4))) == {OK}
-        assert refused
+        with faults(bench.store, write=refused):
+            assert set(await bench.put(*range(4))) == {OK}
         assert not bench.store.files.direct
         assert set(await bench.get(*range(4))) == {OK}
 
 
-async def test_threads_that_find_out_together_that_direct_io_is_refused_all_write(
-    tmp_path, monkeypatch
-):
+async def test_threads_that_find_out_together_that_direct_io_is_refused_all_write(tmp_path):
     """Every write has begun with direct I/O before the first one is refused."""
     together = threading.Barrier(4, timeout=30)
-    async with opened(tmp_path, depth=4) as bench:
+    async with opened(tmp_path, depth=4, size=300 << 10) as bench:
         if not bench.store.files.direct:
             pytest.skip("this file system has no direct I/O")
-        real = os.pwritev
 
-        def refusing(fd, buffers, at):
-            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and bench.store.files.direct:
+        def refuse(fd, at, size):
+            if bench.store.files.direct and refused(fd, at, size):
                 together.wait()
-                raise OSError(errno.EINVAL, "planted refusal")
-            return real(fd, buffers, at)
+                return -errno.EINVAL
+            return None
 
-        monkeypatch.setattr(os, "pwritev", refusing)
-        assert set(await bench.put(*range(4))) == {OK}
+        views = bench.views(4)
+        for number, view in enumerate(views):
+            view[:] = bench.pattern(number)
+        with faults(bench.store, write=refuse):
+            reports = await asyncio.gather(
+                *(bench.store.write([key(i)], [view], never) for i, view in enumerate(views))
+            )
+        assert [list(report.outcomes) for report in reports] == [[OK]] * 4
+        assert not bench.store.files.direct
         assert set(await bench.get(*range(4))) == {OK}
 
 
@@ -155,19 +155,21 @@ async def test_a_damaged_object_is_a_counted_miss_and_its_slot_is_left_alone(tmp
             assert await bench.get(4) == [OK] or fault in ("cut in half", "empty")
 
 
-async def test_small_objects_share_calls_of_threads_and_large_ones_do_not(tmp_path):
-    for size, calls in ((SIZE, 4), (512 << 10, 4), (3 << 20, 16)):
-        async with opened(tmp_path / str(size), size=size, depth=4) as bench:
-            await bench.put(*range(16))
-            run, made = bench.store.threads.run, []
+@pytest.mark.parametrize(("size", "calls"), [(SIZE, 1), (100 << 10, 8), (512 << 10, 16)])
+async def test_objects_side_by_side_share_a_call_up_to_a_size(tmp_path, size, calls):
+    async with opened(tmp_path, size=size) as bench:
+        made = []
 
-            async def counted(function, *args, run=run, made=made):
-                made.append(function)
-                return await run(function, *args)
+        def counted(fd, at, size):
+            if fd != bench.store.files._table:
+                made.append(size)
 
-            bench.store.threads.run = counted
+        with faults(bench.store, read=counted, write=counted):
+            assert await bench.put(*range(16)) == [OK] * 16
+            assert len(made) == calls
             assert await bench.get(*range(16)) == [OK] * 16
-            assert len(made) == calls, size
+        assert len(made) == 2 * calls
+        assert sum(made) == 2 * 16 * bench.store.files.meta.stride
 
 
 async def test_a_damaged_object_fails_alone_in_its_group(tmp_path):
@@ -202,8 +204,11 @@ async def test_a_full_or_failing_disk_leaves_nothing_behind(tmp_path, monkeypatc
         def refuse(*_args):
             raise OSError(number, os.strerror(number))
 
-        with monkeypatch.context() as patch:
-            patch.setattr(os, call, refuse)
+        with monkeypatch.context() as patch, ExitStack() as stack:
+            if call == "pwritev":
+                stack.enter_context(faults(bench.store, write=failing(number)))
+            else:
+                patch.setattr(os, call, refuse)
             expected = Outcome.NO_SPACE if number == 28 else Outcome.UNAVAILABLE
             assert await bench.put(2, 3) == [expected] * 2
         one_evicted = call == "pwritev" and number == errno.ENOSPC  # to write in its place, once

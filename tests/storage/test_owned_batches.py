@@ -123,36 +123,39 @@ def test_keys_not_begun_by_the_deadline_are_late_and_not_in_the_store():
 
 
 class Groups:
-    """Reads of a `DictMedium`, two at a time."""
+    """Calls of a `DictMedium`, a batch each."""
 
     def __init__(self, medium: DictMedium) -> None:
         self.medium, self.calls = medium, []
 
-    def group_size(self, count):
-        return 2
-
-    async def load_group(self, keys, into):
+    async def load_group(self, keys, into, expired):
         self.calls.append(list(keys))
         return [await self.medium.load(key, view) for key, view in zip(keys, into, strict=True)]
 
+    async def save_group(self, keys, data, expired):
+        self.calls.append(list(keys))
+        return [await self.medium.save(key, view) for key, view in zip(keys, data, strict=True)]
 
-def test_objects_are_read_in_groups_and_each_has_an_outcome():
+
+def test_a_batch_is_one_call_and_each_object_has_an_outcome():
     bench = Bench()
     groups = Groups(bench.medium)
     bench.batches = OwnedBatches(
         bench.medium, bench.inventory, bench.counters, bench.recorded.append, SIZE, groups
     )
-    bench.write(A, B, C)
+    bench.write(A)
+    bench.medium.fails[D] = Outcome.NO_SPACE
+    assert bench.write(A, B, D, C)[0] == [Outcome.EXISTS, Outcome.OK, Outcome.NO_SPACE, Outcome.OK]
     bench.medium.fails[B] = Outcome.CORRUPT
     outcomes, gone, views = bench.read(A, B, C)
-    assert groups.calls == [[A, B], [C]]
+    assert groups.calls == [[A], [B, D, C], [A, B, C]]
     assert (outcomes, gone) == ([Outcome.OK, Outcome.CORRUPT, Outcome.OK], [B])
     assert (views[0], views[2]) == (b"aaaa", b"cccc")
     assert bench.read(A, C, expired=lambda: True)[0] == [Outcome.LATE] * 2
     short = [memoryview(bytearray(SIZE)), memoryview(bytearray(1)), memoryview(bytearray(SIZE))]
     report = run_unsuspended(bench.batches.read([A, A, C], short, lambda: False))
     assert list(report.outcomes) == [Outcome.OK, Outcome.UNAVAILABLE, Outcome.OK]
-    assert groups.calls[2:] == [[A, C]]
+    assert groups.calls[3:] == [[A, C]]
 
 
 def test_a_write_that_fails_leaves_no_key():

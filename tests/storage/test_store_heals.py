@@ -22,6 +22,8 @@ from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
+from tests.support import slab_calls
+from tests.support.slab_calls import faults
 
 UNAVAILABLE, NO_SPACE = Outcome.UNAVAILABLE, Outcome.NO_SPACE
 
@@ -86,16 +88,14 @@ async def test_no_space_at_a_write_takes_one_objects_place(tmp_path, monkeypatch
     be."""
     async with opened(tmp_path) as bench:
         await bench.put(*range(4))
-        used, real = set(range(4)), os.pwritev
+        used = set(range(4))
 
-        def allocating(fd, buffers, at):
-            if at // 8192 not in used:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return real(fd, buffers, at)
+        def allocating(_fd, at, _size):
+            return None if at // 8192 in used else -errno.ENOSPC
 
-        monkeypatch.setattr(os, "pwritev", allocating)
-        assert await bench.put(10) == [OK]
-        assert await bench.put(11) == [OK]
+        with faults(bench.store, write=allocating):
+            assert await bench.put(10) == [OK]
+            assert await bench.put(11) == [OK]
         assert await bench.get(0, 1, 2, 3, 10, 11) == [MISS, MISS, OK, OK, OK, OK]
         whole(bench.store)
 
@@ -105,9 +105,9 @@ async def test_a_disk_that_refuses_every_write_does_not_empty_the_store(
 ):
     async with opened(tmp_path) as bench:
         await bench.put(*range(8))
-        monkeypatch.setattr(os, "pwritev", failing(errno.ENOSPC))
-        for number in range(20, 40):
-            assert await bench.put(number) == [NO_SPACE]
+        with faults(bench.store, write=slab_calls.failing(errno.ENOSPC)):
+            for number in range(20, 40):
+                assert await bench.put(number) == [NO_SPACE]
         assert len(bench.store.keys()) >= 6
         whole(bench.store)
 
@@ -192,16 +192,19 @@ async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(
 
 @pytest.mark.parametrize("call", ["preadv", "pread", "stat"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EAGAIN])
-async def test_an_error_of_a_moment_is_unavailable_and_costs_nothing(
-    tmp_path, monkeypatch, call, number
-):
+async def test_an_error_of_a_moment_is_unavailable_and_costs_nothing(tmp_path, call, number):
     async with opened(tmp_path) as bench:
         await bench.put(1, 2)
-        with monkeypatch.context() as patch:
-            if call == "stat":
-                patch.setattr(bench.store.files, "_inode", failing(number))
-            else:
-                patch.setattr(os, call, failing(number))
+        table = bench.store.files._table
+
+        def refuse(fd, _at, _size):
+            return -number if (fd == table) == (call == "pread") else None
+
+        with faults(
+            bench.store,
+            read=None if call == "stat" else refuse,
+            inode=(lambda: -number) if call == "stat" else None,
+        ):
             assert await bench.get(1, 2) == [UNAVAILABLE] * 2
         assert await bench.get(1, 2) == [OK] * 2
         assert bench.store.statistics().corrupt == 0
@@ -210,22 +213,20 @@ async def test_an_error_of_a_moment_is_unavailable_and_costs_nothing(
 
 async def test_objects_that_go_while_they_are_read_are_misses_and_not_corrupt(tmp_path):
     async with opened(tmp_path, 8) as bench:
-        store, real = bench.store, bench.store.files.read
+        store = bench.store
         for step, action in enumerate((store.remove, None, store.clear)):
             await bench.put(1, 2)
             begun, go = threading.Event(), threading.Event()
 
-            def slowly(*args, begun=begun, go=go):
-                outcome = real(*args)
-                begun.set()
-                go.wait(30)
-                return outcome
+            def slowly(fd, _at, _size, begun=begun, go=go):
+                if fd == store.files._table:  # after the payload
+                    begun.set()
+                    go.wait(30)
 
-            store.files.read = slowly
-            reading = asyncio.create_task(bench.get(1))
-            while not begun.is_set():
-                await asyncio.sleep(0.001)
-            store.files.read = real
+            with faults(store, read=slowly):
+                reading = asyncio.create_task(bench.get(1))
+                while not begun.is_set():
+                    await asyncio.sleep(0.001)
             if action is None:
                 await bench.put(*range(10, 18))
             else:
@@ -285,17 +286,17 @@ async def test_close_does_not_wait_for_a_disk_that_hangs_and_gives_the_lock_up(
     monkeypatch.setattr(file_module, "CLOSING", 0.05)
     go = threading.Event()
     async with opened(tmp_path) as bench:
-        store, real = bench.store, bench.store.files.read
+        store, hung = bench.store, threading.Event()
         await bench.put(1)
 
-        def hang(*args):
+        def hang(*_args):
+            hung.set()
             go.wait(60)
-            return real(*args)
 
-        store.files.read = hang
-        reading = asyncio.create_task(bench.get(1))
-        while not store.threads.workers.busy:
-            await asyncio.sleep(0.001)
+        with faults(store, read=hang):
+            reading = asyncio.create_task(bench.get(1))
+            while not hung.is_set():
+                await asyncio.sleep(0.001)
         with structlog.testing.capture_logs() as logs:
             await store.close()
         assert store.stuck

@@ -38,7 +38,8 @@ class FileBackend(Backend):
         floor: bytes of the file system to leave free.
         durability: "written" (survives the process) or "synced" (survives a power failure).
         read_only: look at a store that another process may be writing.
-        depth: reads and writes at the same time.
+        depth: reads at the same time.
+        write_depth: writes at the same time, 0 for as many as reads.
         identity: the names behind `digest`.
         block_size: tokens of a block, if lineages are kept; 0 if not.
     """
@@ -55,7 +56,8 @@ class FileBackend(Backend):
         floor: int = 0,
         durability: Literal["written", "synced"] = "written",
         read_only: bool = False,
-        depth: int = 4,
+        depth: int = 16,
+        write_depth: int = 0,
         identity: StoreIdentity | None = None,
         block_size: int = 0,
     ) -> None:
@@ -66,7 +68,7 @@ class FileBackend(Backend):
         place = Path(folder) / digest.hex()[:16]
         self.files = SlabFiles(place, meta, read_only=read_only, floor=floor)
         self.keeps_lineages = block_size > 0 and not read_only
-        self.threads = SlabThreads(depth)
+        self.threads = SlabThreads(self.files, depth, write_depth or depth)
         self.medium = SlabMedium(
             self.files, self.threads, inventory, self.counters, synced=durability == "synced"
         )
@@ -104,6 +106,7 @@ class FileBackend(Backend):
     async def attach(self, arena: Arena) -> None:
         """See `Backend.attach`."""
         self.medium.arena = arena
+        self.threads.io.attach(arena)
 
     def probe(self, keys: Sequence[bytes]) -> int:
         """See `Backend.probe`."""

@@ -47,16 +47,19 @@ class Medium(Protocol):
         """Await the coroutines that `work` makes, as many concurrently as suits the medium."""
 
 
-class GroupReads(Protocol):
-    """A medium that reads several objects in one call, which costs less than a call for each."""
-
-    def group_size(self, count: int) -> int:
-        """Objects of one call, of `count` objects in all. At least 1."""
+class Groups(Protocol):
+    """A medium that moves several objects in one call, which costs less than a call for each.
+    Objects that are not begun before the deadline are LATE."""
 
     async def load_group(
-        self, keys: Sequence[bytes], into: Sequence[memoryview]
+        self, keys: Sequence[bytes], into: Sequence[memoryview], expired: Expired
     ) -> Sequence[Outcome]:
         """Read objects. Each outcome is that of `Medium.load`."""
+
+    async def save_group(
+        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
+    ) -> Sequence[Outcome]:
+        """Write objects. Each outcome is that of `Medium.save`."""
 
 
 class OwnedBatches:
@@ -70,10 +73,10 @@ class OwnedBatches:
         counters: StoreCounters,
         record: Callable[[bytes], None],
         block_bytes: int,
-        groups: GroupReads | None = None,
+        groups: Groups | None = None,
     ) -> None:
-        """record: called with the outcomes of each batch. block_bytes: of an object. groups: reads
-        in place of `medium`."""
+        """record: called with the outcomes of each batch. block_bytes: of an object. groups: moves
+        objects in place of `medium`."""
         self._medium = medium
         self._groups = groups
         self._block_bytes = block_bytes
@@ -100,26 +103,19 @@ class OwnedBatches:
             if not expired():
                 outcomes[i] = await self._medium.load(keys[i], views[i])
 
-        async def several(some: Sequence[int], groups: GroupReads) -> None:
-            if not expired():
-                found = await groups.load_group([keys[i] for i in some], [views[i] for i in some])
-                for i, outcome in zip(some, found, strict=True):
-                    outcomes[i] = outcome
-
         fit = [i for i in range(len(keys)) if i not in unfit]
         for i in unfit:
             outcomes[i] = Outcome.UNAVAILABLE
-        if self._counters.breaker.closed():
-            size = 1 if self._groups is None else self._groups.group_size(len(fit))
-            work = [
-                partial(one, fit[first])
-                if self._groups is None
-                else partial(several, fit[first : first + size], self._groups)
-                for first in range(0, len(fit), size)
-            ]
-            await self._medium.each(work)
-        else:
+        if not self._counters.breaker.closed():
             outcomes[:] = bytes([Outcome.UNAVAILABLE]) * len(keys)
+        elif self._groups is None:
+            await self._medium.each([partial(one, i) for i in fit])
+        elif fit and not expired():
+            found = await self._groups.load_group(
+                [keys[i] for i in fit], [views[i] for i in fit], expired
+            )
+            for i, outcome in zip(fit, found, strict=True):
+                outcomes[i] = outcome
         self._record_fitting(outcomes, unfit)
         self._counters.reads += outcomes.count(Outcome.OK)
         results = list(zip(keys, outcomes, strict=True))
@@ -182,19 +178,29 @@ class OwnedBatches:
     ) -> None:
         fresh, existing = set(admission.fresh), set(admission.existing)
         refused = set(admission.refused)
-
-        async def one(i: int) -> None:
-            key = keys[i]
+        chosen: list[int] = []
+        for i, key in enumerate(keys):
             if i in unfit:
                 outcomes[i] = Outcome.UNAVAILABLE
             elif key in refused:
                 outcomes[i] = Outcome.NO_SPACE
             elif key in existing:
                 outcomes[i] = Outcome.EXISTS
-            elif key in fresh and not expired():
-                outcomes[i] = await self._medium.save(key, views[i])
+            elif key in fresh:
+                chosen.append(i)
 
-        await self._medium.each([partial(one, i) for i in range(len(keys))])
+        async def one(i: int) -> None:
+            if not expired():
+                outcomes[i] = await self._medium.save(keys[i], views[i])
+
+        if self._groups is None:
+            await self._medium.each([partial(one, i) for i in chosen])
+        elif chosen and not expired():
+            found = await self._groups.save_group(
+                [keys[i] for i in chosen], [views[i] for i in chosen], expired
+            )
+            for i, outcome in zip(chosen, found, strict=True):
+                outcomes[i] = outcome
 
     async def _seal(self, keys: Sequence[bytes], fresh: set[bytes], outcomes: bytearray) -> None:
         saved = [i for i, key in enumerate(keys) if key in fresh and outcomes[i] == Outcome.OK]

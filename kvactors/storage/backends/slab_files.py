@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
 from kvactors.files import FOLDER_MODE, open_folder, open_private, private_folder, read_all
 from kvactors.linux import fcntl, register_at_fork
+from kvactors.native import SlabQueue
 from kvactors.storage.backends.slab_lock import inode, take_lock
 from kvactors.storage.backends.slab_table import PAGE, Damaged, Meta, meta_of
 from kvactors.storage.backends.slab_transfers import Transfers
@@ -236,37 +237,39 @@ class SlabFiles:
 
     def read(self, slot: int, address: int, space: int) -> Outcome:
         """Read a slot's payload to memory, where `space` bytes may be written. MISS if the file is
-        too short."""
+        too short. For single reads: batches go through `SlabIo`."""
         direct = self.direct
         try:
             with self._place(slot) as (fd, at):
                 return self.transfers.read(fd, at, address, space, self.meta, direct=self.direct)
         except OSError as error:
-            if direct and self._buffered_from_now_on(error):
+            if direct and error.errno == errno.EINVAL and self.buffered_from_now_on():
                 return self.read(slot, address, space)
             return self._failed(error)
 
-    def _buffered_from_now_on(self, error: OSError) -> bool:
-        """Whether it was direct I/O that was refused (some file systems open for it and then do not
-        do it): from now on it goes through the page cache. For a call that began with direct I/O;
-        another thread may have found out before it."""
-        if error.errno != errno.EINVAL:
-            return False
+    def buffered_from_now_on(self) -> bool:
+        """Direct I/O was refused by a call that had begun with it (some file systems open for it
+        and then do not do it): from now on slabs go through the page cache. Another call may have
+        found out before. Returns True."""
         for fd in self.slabs[:HELD]:
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         self.direct = False
         return True
 
-    def write(self, slot: int, address: int, space: int) -> Outcome:
-        """Write memory to a slot's payload. `space` bytes may be read there."""
-        direct = self.direct
-        try:
-            with self._place(slot) as (fd, at):
-                return self.transfers.write(fd, at, address, space, self.meta, direct=self.direct)
-        except OSError as error:
-            if direct and self._buffered_from_now_on(error):
-                return self.write(slot, address, space)
-            return self._failed(error)
+    def bind(self, queue: SlabQueue) -> None:
+        """Give a queue of native threads the open files."""
+        meta = self.meta
+        queue.bind(
+            self._folder,
+            self._table,
+            os.fsencode(self.folder / "table"),
+            os.fstat(self._table).st_ino,
+            not self.read_only,
+            meta.block_bytes,
+            meta.stride,
+            meta.entry_bytes,
+            meta.slots_per_slab,
+        )
 
     def seal(self, entries: list[tuple[int, bytes]], *, sync: bool) -> Outcome:
         """Write entries after their payloads. With `sync` both are on the device when it
@@ -280,8 +283,8 @@ class SlabFiles:
                 for slab in {slot // self.meta.slots_per_slab for slot, _ in entries}:
                     with self._place(slab * self.meta.slots_per_slab) as (fd, _):
                         os.fdatasync(fd)
-            for slot, entry in entries:
-                if os.pwrite(self._table, entry, PAGE + size * slot) != size:
+            for slot, some in runs_of(entries):
+                if os.pwrite(self._table, some, PAGE + size * slot) != len(some):
                     return Outcome.NO_SPACE
             if sync:
                 os.fdatasync(self._table)
@@ -294,8 +297,8 @@ class SlabFiles:
         If it did not, their payloads must still match the old entries to be served."""
         size = self.meta.entry_bytes
         try:
-            for slot in slots:
-                os.pwrite(self._table, bytes(size), PAGE + size * slot)
+            for slot, some in runs_of([(slot, bytes(size)) for slot in sorted(slots)]):
+                os.pwrite(self._table, some, PAGE + size * slot)
         except OSError as error:
             self.trouble = str(error)
             return False
@@ -339,6 +342,20 @@ class SlabFiles:
                 os.close(fd)
         self.slabs.clear()
         self._folder = self._table = self._lock = -1
+
+
+def runs_of(entries: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Entries of slots that follow each other, joined: the first slot and the bytes."""
+    first, run = -1, list[bytes]()
+    for slot, entry in entries:
+        if run and slot == first + len(run):
+            run.append(entry)
+            continue
+        if run:
+            yield first, b"".join(run)
+        first, run = slot, [entry]
+    if run:
+        yield first, b"".join(run)
 
 
 OPEN: weakref.WeakSet[SlabFiles] = weakref.WeakSet()

@@ -6,12 +6,10 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-import xxhash
-
 from kvactors.actor.clock import now
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.lineage import Lineage
+from kvactors.storage.backends.base import Expired
 from kvactors.storage.backends.file_survey import FileStatistics, Stored, statistics, survey
 from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.storage.backends.slab_lineage import (
@@ -19,19 +17,18 @@ from kvactors.storage.backends.slab_lineage import (
     fields_of_lineage,
     room_beside,
 )
-from kvactors.storage.backends.slab_memory import extent
 from kvactors.storage.backends.slab_objects import load_all, proved
 from kvactors.storage.backends.slab_steps import GROW_AGAIN, Generations
-from kvactors.storage.backends.slab_table import WRITTEN_AT, entry_of, mark_of
+from kvactors.storage.backends.slab_table import WRITTEN_AT, blank_entry, checksum_of, mark_of
 from kvactors.storage.backends.slab_threads import SlabThreads
 from kvactors.storage.backends.slot_supply import SlotSupply
 from kvactors.storage.counters import StoreCounters
 from kvactors.storage.inventory import OwnedInventory
 from kvactors.storage.messages import Outcome
 
-GROUP_BYTES = 2 << 20
-"""Bytes that one call of a thread reads, unless a single object is larger. The hand-over to a
-thread and back takes as long as reading a small object."""
+
+def _no_deadline() -> bool:
+    return False
 
 
 class SlabMedium:
@@ -88,6 +85,7 @@ class SlabMedium:
         """
         began = now()
         found, self._torn, capacity = await self._threads.run(survey, self._files, wanted)
+        self._threads.io.open()
         self.generation = self._files.meta.generation
         self.supply.set_capacity(capacity)
         evicted, doubles = await self._threads.run(self._enter, found)
@@ -134,29 +132,37 @@ class SlabMedium:
 
     async def load(self, key: bytes, into: memoryview) -> Outcome:
         """See `Medium.load`."""
-        return (await self.load_group([key], [into]))[0]
-
-    def group_size(self, count: int) -> int:
-        """See `GroupReads.group_size`: every thread has work, and a call reads `GROUP_BYTES` at
-        most."""
-        share = -(-count // self._threads.depth)
-        return max(1, min(share, GROUP_BYTES // self._files.meta.stride))
+        return (await self.load_group([key], [into], _no_deadline))[0]
 
     async def load_group(
-        self, keys: Sequence[bytes], into: Sequence[memoryview]
+        self, keys: Sequence[bytes], into: Sequence[memoryview], expired: Expired
     ) -> Sequence[Outcome]:
-        """See `GroupReads.load_group`."""
+        """See `Groups.load_group`."""
         outcomes = [Outcome.MISS] * len(keys)
         generation = self.generation
         found = {i: self.objects[key] for i, key in enumerate(keys) if key in self.objects}
         if not found:
             return outcomes
-        wanted = [(slot, mark, into[i]) for i, (slot, mark) in found.items()]
-        with self._slots.reading([slot for slot, _, _ in wanted]):
-            read = await self._threads.run(load_all, self._files, wanted, self.arena)
+        slots = [slot for slot, _ in found.values()]
+        with self._slots.reading(slots):
+            read = await self._read(found, [into[i] for i in found], expired)
         for (i, one), outcome in zip(found.items(), read, strict=True):
-            outcomes[i] = await self._settled(keys[i], one, outcome, generation)
+            if outcome == Outcome.OK and generation == self.generation:
+                outcomes[i] = outcome
+            else:
+                outcomes[i] = await self._settled(keys[i], one, outcome, generation)
         return outcomes
+
+    async def _read(
+        self, found: dict[int, tuple[int, bytes]], views: Sequence[memoryview], expired: Expired
+    ) -> Sequence[Outcome]:
+        slots, marks = zip(*found.values(), strict=True)
+        if not self._files.read_only:
+            return await self._threads.io.read(slots, views, marks, expired)
+        wanted = list(zip(slots, marks, views, strict=True))
+        if expired():
+            return [Outcome.LATE] * len(wanted)
+        return await self._threads.run(load_all, self._files, wanted, self.arena)
 
     async def _settled(
         self, key: bytes, found: tuple[int, bytes], outcome: Outcome, generation: int
@@ -188,60 +194,84 @@ class SlabMedium:
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
         """See `Medium.save`: the payload, into a free slot. `seal` makes it an object."""
+        return (await self.save_group([key], [data], _no_deadline))[0]
+
+    async def save_group(
+        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
+    ) -> Sequence[Outcome]:
+        """See `Groups.save_group`."""
         if self._files.read_only:
-            return Outcome.NO_SPACE
-        outcome = await self._save_once(key, data)
-        if outcome == Outcome.NO_SPACE and await self._squeeze(first=True):
+            return [Outcome.NO_SPACE] * len(keys)
+        outcomes = await self._save_once(keys, data, expired)
+        for i, outcome in enumerate(outcomes):
+            if outcome != Outcome.NO_SPACE or not await self._squeeze(first=True):
+                continue
             # The slot of another object has its space on the disk.
-            outcome = await self._save_once(key, data)
-            if outcome == Outcome.NO_SPACE:
+            outcomes[i] = (await self._save_once([keys[i]], [data[i]], expired))[0]
+            if outcomes[i] == Outcome.NO_SPACE:
                 self._no_eviction_until = now() + GROW_AGAIN
-        return outcome
+        return outcomes
 
-    async def _save_once(self, key: bytes, data: memoryview) -> Outcome:
-        slot, outcome = await self.supply.take(self._squeeze)
-        if slot is None:
-            return outcome
-        sequence, self._sequence = self._sequence, self._sequence + 1
+    async def _save_once(
+        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
+    ) -> list[Outcome]:
+        """Write payloads to free slots, without eviction for those that the disk refuses."""
+        outcomes = [Outcome.LATE] * len(keys)
+        taken: dict[int, int] = {}  # slots, by position
         try:
-            lineage = self.lineages.get(key)
-            outcome, entry = await self._threads.run(
-                self._save, key, slot, sequence, self.generation, data, lineage
-            )
+            for i in range(len(keys)):
+                if expired():
+                    break
+                slot = self.supply.take_now()
+                if slot is None:
+                    slot, outcomes[i] = await self.supply.take(self._squeeze)
+                if slot is not None:
+                    taken[i] = slot
+            if taken:
+                some = [keys[i] for i in taken], [data[i] for i in taken]
+                written = await self._write(*some, list(taken.values()), expired)
+                for i, outcome in zip(taken, written, strict=True):
+                    outcomes[i] = outcome
         except BaseException:
-            self._slots.give([slot])
+            self._slots.give(slot for i, slot in taken.items() if keys[i] not in self.written)
             raise
-        if outcome == Outcome.CORRUPT:
-            self.supply.quarantine(slot)
-            return Outcome.UNAVAILABLE
-        if outcome != Outcome.OK:
-            self._slots.give([slot])
-            return outcome
-        if slot in self._slots.suspects:
-            self._slots.passed(slot)
-        self.written[key] = (slot, entry)
-        return outcome
+        return outcomes
 
-    def _save(
+    async def _write(
         self,
-        key: bytes,
-        slot: int,
-        sequence: int,
-        generation: int,
-        data: memoryview,
-        lineage: Lineage | None,
-    ) -> tuple[Outcome, bytes]:
-        outcome = self._files.write(slot, *extent(data, self.arena))
-        checksum = xxhash.xxh3_64_intdigest(data)
-        if (
-            outcome == Outcome.OK
-            and slot in self._slots.suspects
-            and not proved(self._files, slot, checksum)
-        ):
-            return Outcome.CORRUPT, b""
-        fields = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
-        fields |= fields_of_lineage(lineage, room_beside(self._files.meta))
-        return outcome, entry_of(self._files.meta, key, checksum, sequence, generation, fields)
+        keys: Sequence[bytes],
+        data: Sequence[memoryview],
+        slots: Sequence[int],
+        expired: Expired,
+    ) -> list[Outcome]:
+        """Write payloads to slots. Slots that hold none afterwards are free, or in quarantine."""
+        meta, sequence = self._files.meta, self._sequence
+        self._sequence += len(keys)
+        moment = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
+        space = room_beside(meta)
+        entries = []
+        for n, key in enumerate(keys):
+            lineage = self.lineages.get(key)
+            fields = moment | fields_of_lineage(lineage, space) if lineage else moment
+            entries.append(blank_entry(meta, key, sequence + n, self.generation, fields))
+        moved = await self._threads.io.write(slots, data, entries, expired)
+        outcomes, size = list(moved.outcomes), meta.entry_bytes
+        for n, slot in enumerate(slots):
+            if outcomes[n] == Outcome.OK and slot in self._slots.suspects:
+                checksum = checksum_of(mark_of(moved.records[n * size : (n + 1) * size]))
+                if await self._threads.run(proved, self._files, slot, checksum):
+                    self._slots.passed(slot)
+                else:
+                    outcomes[n] = Outcome.CORRUPT
+        for n, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+            if outcomes[n] == Outcome.OK:
+                self.written[key] = (slot, moved.records[n * size : (n + 1) * size])
+            elif outcomes[n] == Outcome.CORRUPT:
+                self.supply.quarantine(slot)
+                outcomes[n] = Outcome.UNAVAILABLE
+            else:
+                self._slots.give([slot])
+        return outcomes
 
     async def _squeeze(self, *, first: bool = False) -> bool:
         """Evict the least recently used object because the disk has no space, although the

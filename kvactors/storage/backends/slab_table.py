@@ -212,6 +212,20 @@ def entry_of(
     metadata: Mapping[int, bytes] | None = None,
 ) -> bytes:
     """A slot's entry. Fields of metadata that do not fit are left out, the last ones first."""
+    blank = blank_entry(meta, key, sequence, generation, metadata)
+    body = blank[:88] + checksum.to_bytes(8, "little") + blank[96:-8]
+    return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+
+
+def blank_entry(
+    meta: Meta,
+    key: bytes,
+    sequence: int,
+    generation: int,
+    metadata: Mapping[int, bytes] | None = None,
+) -> bytes:
+    """A slot's entry whose two checksums are zero: they are filled in when the payload is
+    written."""
     area, space = b"", meta.entry_bytes - HEAD.size - 8
     for tag, value in (metadata or {}).items():
         field = FIELD.pack(tag, len(value)) + value
@@ -224,12 +238,11 @@ def entry_of(
         bytes.fromhex(meta.digest),
         key,
         meta.block_bytes,
-        checksum,
+        0,
         sequence,
         generation,
     )
-    body = (head + area).ljust(meta.entry_bytes - 8, b"\0")
-    return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+    return (head + area).ljust(meta.entry_bytes, b"\0")
 
 
 def fields_of(entry: bytes) -> dict[int, bytes]:

@@ -8,10 +8,15 @@ from typing import TypeVar
 
 import anyio
 
+from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.storage.backends.slab_files import SlabFiles
+from kvactors.storage.backends.slab_io import SlabIo
 from kvactors.threads import Workers
+
+CALLS = 4
+"""Calls of Python at the same time, at most: they open, scan and seal."""
 
 T = TypeVar("T")
 
@@ -19,16 +24,19 @@ log = get_logger()
 
 
 class SlabThreads:
-    """A pool of threads.
+    """A pool of threads for calls of Python, and the native threads that move objects.
 
     Attributes:
         depth: calls at the same time.
         workers: the threads.
+        io: moves objects.
     """
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.workers = Workers(depth, "kvactors-file")
+    def __init__(self, files: SlabFiles, depth: int, write_depth: int) -> None:
+        """depth: reads, write_depth: writes at the same time."""
+        self.depth = min(depth, CALLS)
+        self.workers = Workers(self.depth, "kvactors-file")
+        self.io = SlabIo(files, depth, write_depth)
 
     async def run(self, function: Callable[..., T], *args: object) -> T:
         """Make a blocking call and wait until it has ended, even if cancelled: the call works on
@@ -60,16 +68,22 @@ class SlabThreads:
         Returns:
             Whether every call has ended.
         """
+        began = now()
         ended = await self.workers.drained(limit)
-        self.workers.close()
+        ended &= await self.io.drained(max(0.0, began + limit - now()))
         if ended:
+            await self.run(self.io.close, limit)
+            self.workers.close()
             files.close()
             return True
         log.warning(
             "store threads hang and are abandoned",
             folder=str(files.folder),
-            threads=self.workers.busy,
+            threads=self.workers.busy + self.io.in_flight,
         )
+        self.workers.submit(self.io.when_idle())
+        self.workers.close()
+        self.io.close(0.0)
         files.unlock()
         # A descriptor in use must not become another file's.
         self.workers.afterwards(files.drop)

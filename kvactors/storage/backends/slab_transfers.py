@@ -1,4 +1,4 @@
-"""Moving bytes between a slot of a slab and memory, around the page cache where possible."""
+"""Reading one slot of a slab, around the page cache where possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvactors.storage.messages import Outcome
 
 
 class Transfers:
-    """Reads and writes one slot a call, in the calling thread.
+    """Reads one slot a call, in the calling thread.
 
     Direct I/O moves whole aligned pages, so memory that is not aligned, or whose last page belongs
     to another owner, goes through a bounce buffer of the thread.
@@ -49,22 +49,6 @@ class Transfers:
             return Outcome.MISS
         ctypes.memmove(address, address_of(bounce), size)
         return Outcome.OK
-
-    def write(
-        self, fd: int, at: int, address: int, available: int, meta: Meta, *, direct: bool
-    ) -> Outcome:
-        """Write a slot's payload. `available` bytes may be read at `address`. NO_SPACE if not all
-        of it was written. Raises OSError. The arguments are those of `read`."""
-        size, stride = meta.block_bytes, meta.stride
-        if not direct:
-            written, wanted = os.pwritev(fd, [memory(address, size)], at), size
-        elif not (address % PAGE or available < stride):
-            written, wanted = os.pwritev(fd, [memory(address, stride)], at), stride
-        else:
-            bounce = self.bounce_buffer(stride)
-            ctypes.memmove(address_of(bounce), address, size)
-            written, wanted = os.pwritev(fd, [bounce], at), stride
-        return Outcome.OK if written == wanted else Outcome.NO_SPACE
 
     def bounce_buffer(self, stride: int) -> mmap.mmap:
         """Aligned memory that belongs to the calling thread."""

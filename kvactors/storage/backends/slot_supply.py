@@ -49,6 +49,12 @@ class SlotSupply:
         if short and (self.slots.release(now()) or self.slots.release_first_offenders()):
             self._fit()
 
+    def take_now(self) -> int | None:
+        """Take a slot that is free already, None if there is none."""
+        if self.slots.release(now()):
+            self._fit()
+        return self.slots.free.popleft() if self.slots.free else None
+
     async def take(self, squeeze: Callable[[], Awaitable[bool]]) -> tuple[int | None, Outcome]:
         """Take a free slot.
 
@@ -60,10 +66,9 @@ class SlotSupply:
         """
         slots = self.slots
         while True:
-            if slots.release(now()):
-                self._fit()
-            if slots.free:
-                return slots.free.popleft(), Outcome.OK
+            slot = self.take_now()
+            if slot is not None:
+                return slot, Outcome.OK
             outcome = await self.growth.more()
             if slots.free or outcome == Outcome.OK:
                 continue  # other writes may have taken the slots of the new slab

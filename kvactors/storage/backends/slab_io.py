@@ -1,0 +1,218 @@
+"""Native reads and writes of a file store's slots, as awaitables of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import anyio
+
+from kvactors.actor.uncancelled import wait_uncancelled
+from kvactors.device.arena import Arena
+from kvactors.native import SlabQueue
+from kvactors.storage.backends.base import Expired
+from kvactors.storage.backends.slab_files import SlabFiles, outcome_of
+from kvactors.storage.messages import Outcome
+from kvactors.threads import NICE, end_at_exit
+
+DONE = 0
+OUTCOMES = {DONE: Outcome.OK, 1: Outcome.CORRUPT, 2: Outcome.MISS, 3: Outcome.LATE}
+"""By the number that the queue reports."""
+
+DEADLINE_CHECK = 0.05
+"""Seconds between two looks at the deadline of a job in flight."""
+
+
+class Moved(NamedTuple):
+    """The result of a job.
+
+    Attributes:
+        outcomes: of each object.
+        records: the entries of objects that were written, joined.
+    """
+
+    outcomes: list[Outcome]
+    records: bytes
+
+
+class SlabIo:
+    """Moves objects between the slots of an open store and memory, in native threads.
+
+    A job is a batch of objects: one call submits it, and one wake-up of the loop completes all
+    jobs that have ended since.
+
+    Args:
+        files: of the store.
+        read_depth: reads at the same time.
+        write_depth: writes at the same time.
+    """
+
+    def __init__(self, files: SlabFiles, read_depth: int, write_depth: int) -> None:
+        self._files = files
+        self._depths = (read_depth, write_depth)
+        self._queue: SlabQueue | None = None
+        self._slabs = 0  # that the queue has
+        self._waiting: dict[int, asyncio.Future[tuple[list[int], bytes]]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None  # which reads the queue's event
+        end_at_exit(self)
+
+    def open(self) -> None:
+        """The files are open."""
+        files = self._files
+        self._queue = SlabQueue(*self._depths, NICE)
+        files.bind(self._queue)
+        self._slabs = 0
+
+    def attach(self, arena: Arena) -> None:
+        """Slots of this memory are whole pages."""
+        self._opened().set_arena(arena.address, arena.nbytes, arena.stride)
+
+    def _opened(self) -> SlabQueue:
+        if self._queue is None:
+            raise RuntimeError("the store is not open")
+        return self._queue
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs that have not ended."""
+        return 0 if self._queue is None else self._queue.in_flight
+
+    async def read(
+        self,
+        slots: Sequence[int],
+        views: Sequence[memoryview],
+        marks: Sequence[bytes],
+        expired: Expired,
+    ) -> list[Outcome]:
+        """Read objects and compare them with their marks and with the table: OK, MISS (the files
+        were deleted), CORRUPT, UNAVAILABLE, or LATE if an object was not begun before the deadline.
+        When the call has ended, cancelled or not, no view is written any more."""
+        return (await self._move(False, slots, views, marks, expired)).outcomes
+
+    async def write(
+        self,
+        slots: Sequence[int],
+        views: Sequence[memoryview],
+        entries: Sequence[bytes],
+        expired: Expired,
+    ) -> Moved:
+        """Write payloads, and complete their entries with the checksums. When the call has ended,
+        cancelled or not, no view is read any more.
+
+        Args:
+            slots: of the store.
+            views: the payloads.
+            entries: see `slab_table.blank_entry`.
+            expired: whether the deadline has passed.
+        """
+        return await self._move(True, slots, views, entries, expired)
+
+    async def _move(
+        self,
+        writes: bool,
+        slots: Sequence[int],
+        views: Sequence[memoryview],
+        records: Sequence[bytes],
+        expired: Expired,
+    ) -> Moved:
+        direct = self._files.direct
+        codes, done = await self._job(writes, direct, slots, views, records, expired)
+        refused = [i for i, code in enumerate(codes) if code == -errno.EINVAL] if direct else []
+        if refused and self._files.buffered_from_now_on():
+            again, redone = await self._job(
+                writes,
+                False,
+                [slots[i] for i in refused],
+                [views[i] for i in refused],
+                [records[i] for i in refused],
+                expired,
+            )
+            size = len(redone) // len(refused)
+            parts = [done[i * size : (i + 1) * size] for i in range(len(codes))]
+            for n, i in enumerate(refused):
+                codes[i], parts[i] = again[n], redone[n * size : (n + 1) * size]
+            done = b"".join(parts)
+        return Moved([self._outcome(code) for code in codes], done)
+
+    def _outcome(self, code: int) -> Outcome:
+        if code >= 0:
+            return OUTCOMES[code]
+        error = OSError(-code, os.strerror(-code))
+        self._files.trouble = str(error)
+        return outcome_of(error)
+
+    async def _job(
+        self,
+        writes: bool,
+        direct: bool,
+        slots: Sequence[int],
+        views: Sequence[memoryview],
+        records: Sequence[bytes],
+        expired: Expired,
+    ) -> tuple[list[int], bytes]:
+        queue, loop = self._opened(), asyncio.get_running_loop()
+        if self._slabs != len(self._files.slabs):
+            queue.set_slabs(list(self._files.slabs))
+            self._slabs = len(self._files.slabs)
+        number = queue.submit(writes, direct, list(slots), list(views), b"".join(records))
+        future: asyncio.Future[tuple[list[int], bytes]] = loop.create_future()
+        self._waiting[number] = future
+        if self._loop is not loop:
+            self._loop = loop
+            loop.add_reader(queue.event_fd, self._collect, queue)
+        timer = loop.call_later(DEADLINE_CHECK, self._look, queue, number, expired)
+        try:
+            return await wait_uncancelled(future, lambda: queue.cancel(number))
+        finally:
+            timer.cancel()
+
+    def _look(self, queue: SlabQueue, number: int, expired: Expired) -> None:
+        """Nothing more of a job is begun once its deadline has passed."""
+        future = self._waiting.get(number)
+        if future is None or future.done():
+            return
+        if expired():
+            queue.cancel(number)
+        else:
+            future.get_loop().call_later(DEADLINE_CHECK, self._look, queue, number, expired)
+
+    def _collect(self, queue: SlabQueue) -> None:
+        for number, codes, records in queue.take_ended():
+            future = self._waiting.pop(number, None)
+            if future is None or future.done() or future.get_loop().is_closed():
+                continue
+            future.set_result((codes, records))
+        if not self._waiting and self._loop is not None:
+            self._loop.remove_reader(queue.event_fd)
+            self._loop = None
+
+    async def drained(self, limit: float) -> bool:
+        """Wait until no job is in flight, at most `limit` seconds. Returns whether none is."""
+        loop = asyncio.get_running_loop()
+        waiting = [one for one in self._waiting.values() if one.get_loop() is loop]
+        with anyio.move_on_after(limit):
+            if waiting:
+                await asyncio.wait(waiting)
+        return not self.in_flight
+
+    def close(self, limit: float) -> None:
+        """End the threads. `limit`: seconds to wait for their ends. Jobs that hang keep their
+        threads and their memory."""
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.close(limit)
+
+    def when_idle(self) -> Callable[[], object]:
+        """A blocking call that returns when no job is in flight."""
+        queue = self._queue
+        if queue is None:
+            return lambda: None
+        return lambda: queue.wait_idle(float("inf"))
+
+    def end(self, limit: float) -> None:
+        """The interpreter exits: writes must be complete first. See `threads.Ending`."""
+        if self._queue is not None:
+            self._queue.wait_idle(limit)
