@@ -117,9 +117,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "moment_of_trouble_is_corruption",
-        "storage/backends/slab_objects.py",
-        "        files.trouble = str(error)\n        return outcome_of(error)\n",
-        "        files.trouble = str(error)\n        return Outcome.CORRUPT\n",
+        "storage/backends/slab_io.py",
+        "        self._files.trouble = str(error)\n        return outcome_of(error)\n",
+        "        self._files.trouble = str(error)\n        return Outcome.CORRUPT\n",
         "an input error of a moment costs the object and its slot",
         (f"{HEALS}::test_an_error_of_a_moment_is_unavailable_and_costs_nothing",),
     ),
@@ -269,8 +269,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "slots_of_a_failed_group_leak",
         "storage/backends/slab_medium.py",
-        "            else:\n                self._slots.give([slot])\n        return outcomes\n",
-        "        return outcomes\n",
+        "            else:\n                self._slots.give([slot])\n            outcomes.append(outcome)\n",
+        "            outcomes.append(outcome)\n",
         "slots of objects that the disk refused are never used again",
         (f"{IO}::test_objects_of_a_run_that_the_disk_refuses_fail_alone[write]",),
     ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from kvactors.actor import Actor
@@ -39,6 +40,30 @@ def whole(store: FileBackend) -> None:
     used = [slot for slot, _ in store.medium.objects.values()]
     total = len(store.files.slabs) * store.files.meta.slots_per_slab
     assert sorted(used + list(store.medium.supply.slots.free)) == list(range(total))
+
+
+@contextmanager
+def at_step(store: FileBackend, step: int, action) -> Iterator[list[int]]:
+    """Await `action()` before the call of a thread with this number. Yields the number of calls."""
+    calls, run, job = [0], store.threads.run, store.threads.io._job
+
+    async def stepwise(function, *args):
+        calls[0] += 1
+        if calls[0] == step:
+            await action()
+        return await run(function, *args)
+
+    async def stepwise_job(*args):
+        calls[0] += 1
+        if calls[0] == step:
+            await action()
+        return await job(*args)
+
+    store.threads.run, store.threads.io._job = stepwise, stepwise_job
+    try:
+        yield calls
+    finally:
+        store.threads.run, store.threads.io._job = run, job
 
 
 def after_each_message(monkeypatch, kind: type[Actor], call) -> None:

@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from kvactors.errors import StoreError
-from kvactors.storage.backends import FileBackend, slab_medium
+from kvactors.storage.backends import FileBackend
 from kvactors.storage.backends import file as file_module
 from kvactors.storage.backends import slots as slots_module
 from kvactors.storage.backends.file_survey import own_bytes
@@ -176,7 +176,7 @@ async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(
         await bench.put(*range(8))
         damage(bench, 0)
         assert await bench.get(0) == [CORRUPT]
-        monkeypatch.setattr(slab_medium, "proved", lambda files, slot, checksum: False)
+        monkeypatch.setattr(slab_writes, "proved", lambda files, slot, checksum: False)
         store.medium.supply.slots.release_first_offenders()
         store.medium.supply.slots.first(0)
         assert await bench.put(50) == [UNAVAILABLE]

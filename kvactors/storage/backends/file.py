@@ -134,7 +134,7 @@ class FileBackend(Backend):
         lineages: Sequence[Lineage | None] = (),
     ) -> WriteReport:
         """See `Backend.write_slots`."""
-        with self.medium.lineages.of_batch(keys, lineages, self._inventory):
+        with self.medium.writes.lineages.of_batch(keys, lineages, self._inventory):
             return await super().write_slots(keys, arena, slots, expired)
 
     async def remove(self, keys: Sequence[bytes]) -> None:

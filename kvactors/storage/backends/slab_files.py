@@ -249,8 +249,7 @@ class SlabFiles:
 
     def buffered_from_now_on(self) -> bool:
         """Direct I/O was refused by a call that had begun with it (some file systems open for it
-        and then do not do it): from now on slabs go through the page cache. Another call may have
-        found out before. Returns True."""
+        only): slabs go through the page cache from now on. Another call may have found out."""
         for fd in self.slabs[:HELD]:
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         self.direct = False

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 
 from kvactors.actor.clock import now
 from kvactors.device.arena import Arena
@@ -12,15 +12,11 @@ from kvactors.errors import StoreError
 from kvactors.storage.backends.base import Expired
 from kvactors.storage.backends.file_survey import FileStatistics, Stored, statistics, survey
 from kvactors.storage.backends.slab_files import SlabFiles
-from kvactors.storage.backends.slab_lineage import (
-    WritingLineages,
-    fields_of_lineage,
-    room_beside,
-)
-from kvactors.storage.backends.slab_objects import load_all, proved
+from kvactors.storage.backends.slab_objects import load_batch
 from kvactors.storage.backends.slab_steps import GROW_AGAIN, Generations
-from kvactors.storage.backends.slab_table import WRITTEN_AT, blank_entry, checksum_of, mark_of
+from kvactors.storage.backends.slab_table import mark_of
 from kvactors.storage.backends.slab_threads import SlabThreads
+from kvactors.storage.backends.slab_writes import SlabWrites
 from kvactors.storage.backends.slot_supply import SlotSupply
 from kvactors.storage.counters import StoreCounters
 from kvactors.storage.inventory import OwnedInventory
@@ -38,7 +34,7 @@ class SlabMedium:
     Attributes:
         objects: slot and mark of the table entry, by key, of the objects that can be read.
         written: slot and entry, by key, of payloads whose entries are not written yet.
-        lineages: of the objects that are being written.
+        writes: writes payloads.
         generation: of the store. Objects are written under it.
         arena: memory whose slots are whole pages, so that the last page of a slot may be read and
             written to its end. None: only the bytes of a view may be.
@@ -56,18 +52,18 @@ class SlabMedium:
         """synced: `seal` waits until the device has the bytes."""
         self.objects: dict[bytes, tuple[int, bytes]] = {}
         self.written: dict[bytes, tuple[int, bytes]] = {}
-        self.lineages = WritingLineages()
         self.generation = 0
         self.arena: Arena | None = None
         self.supply = SlotSupply(files, threads, inventory.catalog)
         self.generations = Generations(files, threads.workers)
         self._slots = self.supply.slots
+        self.writes = SlabWrites(files, threads, self._slots)
         self._files = files
         self._threads = threads
         self._inventory = inventory
         self._counters = counters
         self._synced = synced
-        self._sequence = self._torn = 0
+        self._torn = 0
         self._scan_s = 0.0
         self._evicted: list[bytes] = []  # by `_squeeze`, until a batch reports them
         self._no_eviction_until = 0.0
@@ -109,7 +105,7 @@ class SlabMedium:
                 doubles.append(before[0])
             self.objects[key] = (slot, mark)
             evicted += self._inventory.catalog.admit([key]).evicted
-            self._sequence = sequence + 1
+            self.writes.sequence = sequence + 1
         used = {slot for slot, _ in self.objects.values()}
         slots = len(self._files.slabs) * self._files.meta.slots_per_slab
         self._slots.give(slot for slot in range(slots) if slot not in used)
@@ -145,24 +141,14 @@ class SlabMedium:
             return outcomes
         slots = [slot for slot, _ in found.values()]
         with self._slots.reading(slots):
-            read = await self._read(found, [into[i] for i in found], expired)
+            wanted = [(*one, into[i]) for i, one in found.items()]
+            read = await load_batch(self._files, self._threads, wanted, self.arena, expired)
         for (i, one), outcome in zip(found.items(), read, strict=True):
             if outcome == Outcome.OK and generation == self.generation:
                 outcomes[i] = outcome
             else:
                 outcomes[i] = await self._settled(keys[i], one, outcome, generation)
         return outcomes
-
-    async def _read(
-        self, found: dict[int, tuple[int, bytes]], views: Sequence[memoryview], expired: Expired
-    ) -> Sequence[Outcome]:
-        slots, marks = zip(*found.values(), strict=True)
-        if not self._files.read_only:
-            return await self._threads.io.read(slots, views, marks, expired)
-        wanted = list(zip(slots, marks, views, strict=True))
-        if expired():
-            return [Outcome.LATE] * len(wanted)
-        return await self._threads.run(load_all, self._files, wanted, self.arena)
 
     async def _settled(
         self, key: bytes, found: tuple[int, bytes], outcome: Outcome, generation: int
@@ -245,32 +231,17 @@ class SlabMedium:
         expired: Expired,
     ) -> list[Outcome]:
         """Write payloads to slots. Slots that hold none afterwards are free, or in quarantine."""
-        meta, sequence = self._files.meta, self._sequence
-        self._sequence += len(keys)
-        moment = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
-        space = room_beside(meta)
-        entries = []
-        for n, key in enumerate(keys):
-            lineage = self.lineages.get(key)
-            fields = moment | fields_of_lineage(lineage, space) if lineage else moment
-            entries.append(blank_entry(meta, key, sequence + n, self.generation, fields))
-        moved = await self._threads.io.write(slots, data, entries, expired)
-        outcomes, size = list(moved.outcomes), meta.entry_bytes
-        for n, slot in enumerate(slots):
-            if outcomes[n] == Outcome.OK and slot in self._slots.suspects:
-                checksum = checksum_of(mark_of(moved.records[n * size : (n + 1) * size]))
-                if await self._threads.run(proved, self._files, slot, checksum):
-                    self._slots.passed(slot)
-                else:
-                    outcomes[n] = Outcome.CORRUPT
-        for n, (key, slot) in enumerate(zip(keys, slots, strict=True)):
-            if outcomes[n] == Outcome.OK:
-                self.written[key] = (slot, moved.records[n * size : (n + 1) * size])
-            elif outcomes[n] == Outcome.CORRUPT:
+        found = await self.writes.write(keys, data, slots, self.generation, expired)
+        outcomes = []
+        for key, slot, (outcome, entry) in zip(keys, slots, found, strict=True):
+            if outcome == Outcome.OK:
+                self.written[key] = (slot, entry)
+            elif outcome == Outcome.CORRUPT:
                 self.supply.quarantine(slot)
-                outcomes[n] = Outcome.UNAVAILABLE
+                outcome = Outcome.UNAVAILABLE
             else:
                 self._slots.give([slot])
+            outcomes.append(outcome)
         return outcomes
 
     async def _squeeze(self, *, first: bool = False) -> bool:
@@ -301,7 +272,7 @@ class SlabMedium:
     async def seal(self, keys: Sequence[bytes]) -> Outcome:
         """See `Medium.seal`: write the entries, and if synced, wait for the device."""
         entries = [self.written[key] for key in keys]
-        outcome = await self._threads.run(self._seal_entries, entries)
+        outcome = await self._threads.run(partial(self._files.seal, entries, sync=self._synced))
         for key in keys:
             slot, entry = self.written.pop(key)
             if outcome == Outcome.OK:
@@ -309,9 +280,6 @@ class SlabMedium:
             else:
                 self._slots.give([slot])
         return outcome
-
-    def _seal_entries(self, entries: list[tuple[int, bytes]]) -> Outcome:
-        return self._files.seal(entries, sync=self._synced)
 
     def abandon(self, keys: Iterable[bytes]) -> None:
         """See `Medium.abandon`."""

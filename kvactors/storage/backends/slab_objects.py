@@ -1,5 +1,4 @@
-"""Reading one object of a file store: its payload and its table entry. Blocks, and belongs in a
-thread."""
+"""Reading objects of a file store: their payloads and their table entries."""
 
 from __future__ import annotations
 
@@ -8,16 +7,19 @@ from collections.abc import Sequence
 import xxhash
 
 from kvactors.device.arena import Arena
+from kvactors.storage.backends.base import Expired
 from kvactors.storage.backends.slab_files import SlabFiles, outcome_of
 from kvactors.storage.backends.slab_memory import address_of, extent
 from kvactors.storage.backends.slab_table import checksum_of, is_marked
+from kvactors.storage.backends.slab_threads import SlabThreads
 from kvactors.storage.messages import Outcome
 
 
 def load(
     files: SlabFiles, slot: int, mark: bytes, into: memoryview, arena: Arena | None
 ) -> Outcome:
-    """The payload of the object whose entry has this mark: OK, MISS, CORRUPT or UNAVAILABLE."""
+    """The payload of the object whose entry has this mark: OK, MISS, CORRUPT or UNAVAILABLE.
+    Blocks, and belongs in a thread."""
     try:
         if not files.in_place() or (files.read_only and not files.current()):
             return (
@@ -36,11 +38,23 @@ def load(
     return Outcome.OK if whole else Outcome.CORRUPT
 
 
-def load_all(
-    files: SlabFiles, wanted: Sequence[tuple[int, bytes, memoryview]], arena: Arena | None
+async def load_batch(
+    files: SlabFiles,
+    threads: SlabThreads,
+    wanted: Sequence[tuple[int, bytes, memoryview]],
+    arena: Arena | None,
+    expired: Expired,
 ) -> list[Outcome]:
-    """The outcomes of `load` for several slots, marks and views, one after another."""
-    return [load(files, slot, mark, into, arena) for slot, mark, into in wanted]
+    """The outcomes of reading slots with these marks into these views. The native threads read for
+    the process that writes: a view beside it has more to check."""
+    if not files.read_only:
+        slots, marks, views = zip(*wanted, strict=True)
+        return await threads.io.read(slots, views, marks, expired)
+
+    def load_all() -> list[Outcome]:
+        return [load(files, slot, mark, into, arena) for slot, mark, into in wanted]
+
+    return [Outcome.LATE] * len(wanted) if expired() else await threads.run(load_all)
 
 
 def proved(files: SlabFiles, slot: int, checksum: int) -> bool:
