@@ -444,14 +444,14 @@ class SlabQueue:
         table: int,
         table_path: bytes,
         table_inode: int,
-        writable: bool,
+        flags: int,
         size: int,
         stride: int,
         entry_bytes: int,
         slots_per_slab: int,
     ) -> None:
         """Set the files of the jobs that follow: descriptors of the folder and of the table, the
-        path and inode of the table, and the sizes of `Meta`."""
+        path and inode of the table, flags to open slabs with, and the sizes of `Meta`."""
 
     def set_slabs(self, descriptors: list[int]) -> None:
         """Set the descriptors of the slabs. -1: the slab is opened for each call."""

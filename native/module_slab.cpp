@@ -5,8 +5,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <fcntl.h>
-
 #include "gil.hpp"
 #include "slab_queue.hpp"
 #include "xxh3.hpp"
@@ -39,7 +37,7 @@ public:
     BoundSlabs(const BoundSlabs&) = delete;
     BoundSlabs& operator=(const BoundSlabs&) = delete;
 
-    void bind(int folder, int table, nb::bytes table_path, i64 table_inode, bool writable, std::size_t size,
+    void bind(int folder, int table, nb::bytes table_path, i64 table_inode, int flags, std::size_t size,
               std::size_t stride, std::size_t entry_bytes, std::size_t slots_per_slab) {
         if (size < 1 || stride < size || stride % kAligned != 0 || entry_bytes < 128 || slots_per_slab < 1)
             throw nb::value_error("sizes of the slabs out of range");
@@ -48,7 +46,7 @@ public:
         files.table = table;
         files.table_path = std::string(table_path.c_str(), table_path.size());
         files.table_inode = table_inode;
-        files.flags = writable ? O_RDWR : O_RDONLY;
+        files.flags = flags;
         files.size = size;
         files.stride = stride;
         files.entry_bytes = entry_bytes;
@@ -145,7 +143,7 @@ void bind_slab_queue(nb::module_& m) {
     nb::class_<BoundSlabs>(m, "SlabQueue")
         .def(nb::init<unsigned, unsigned, int>(), nb::arg("read_threads"), nb::arg("write_threads"), nb::arg("niceness"))
         .def("bind", &BoundSlabs::bind, nb::arg("folder"), nb::arg("table"), nb::arg("table_path"), nb::arg("table_inode"),
-             nb::arg("writable"), nb::arg("size"), nb::arg("stride"), nb::arg("entry_bytes"), nb::arg("slots_per_slab"))
+             nb::arg("flags"), nb::arg("size"), nb::arg("stride"), nb::arg("entry_bytes"), nb::arg("slots_per_slab"))
         .def("set_slabs", &BoundSlabs::set_slabs, nb::arg("descriptors"))
         .def("set_arena", &BoundSlabs::set_arena, nb::arg("address"), nb::arg("size"), nb::arg("stride"))
         .def("submit", &BoundSlabs::submit, nb::arg("writes"), nb::arg("direct"), nb::arg("slots"), nb::arg("views"),

@@ -256,7 +256,12 @@ bool SlabQueue::finish(double seconds) {
     const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(std::min(seconds, 1e6));
     for (;;) {
         const u32 seen = shared->changed.value();
-        if (shared->threads.load() == 0) return true;
+        if (shared->threads.load() == 0) {
+            // A thread that has just ended may keep `shared` for a moment, but not the event.
+            if (shared->event_fd >= 0) ::close(shared->event_fd);
+            shared->event_fd = -1;
+            return true;
+        }
         const double left = std::chrono::duration<double>(until - std::chrono::steady_clock::now()).count();
         if (left <= 0) return false;
         shared->changed.wait(seen, left);

@@ -84,8 +84,8 @@ public:
     bool wait_idle(double seconds);
     // Refuse further jobs. The threads end after the submitted ones.
     void stop();
-    // After `stop`: whether every thread has ended, after `seconds` at most. Those that hang keep
-    // what they need, and end by themselves.
+    // After `stop`: whether every thread has ended, after `seconds` at most. The event is closed
+    // then. Threads that hang keep what they need, and end by themselves.
     bool finish(double seconds);
 
     std::size_t in_flight() const;

@@ -18,8 +18,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "a_read_makes_a_slab",
         "storage/backends/slab_files.py",
-        "self._open_slab(slab, create=False)",
-        "self._open_slab(slab)",
+        "os.O_RDONLY if self.read_only else os.O_RDWR,\n            meta.block_bytes",
+        "os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT,\n            meta.block_bytes",
         "a slab that was deleted is made anew, empty, by a read",
         (
             "tests/storage/test_descriptors.py::test_slabs_beyond_those_held_are_reckoned_shrunk_and_closed",

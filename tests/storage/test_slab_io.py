@@ -255,7 +255,7 @@ def test_a_queue_refuses_sizes_and_jobs_after_its_close():
         SlabQueue(0, 1, 0)
     queue = SlabQueue(1, 1, 0)
     with pytest.raises(ValueError, match="sizes"):
-        queue.bind(0, 0, b"", 0, True, 0, 4096, 192, 1)
+        queue.bind(0, 0, b"", 0, 0, 0, 4096, 192, 1)
     assert queue.close(1.0)
     with pytest.raises(RuntimeError, match="closed"):
         queue.submit(False, False, [], [], b"")

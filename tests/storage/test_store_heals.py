@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from kvactors.errors import StoreError
-from kvactors.storage.backends import FileBackend
+from kvactors.storage.backends import FileBackend, slab_writes
 from kvactors.storage.backends import file as file_module
 from kvactors.storage.backends import slots as slots_module
 from kvactors.storage.backends.file_survey import own_bytes

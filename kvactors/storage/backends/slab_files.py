@@ -263,7 +263,7 @@ class SlabFiles:
             self._table,
             os.fsencode(self.folder / "table"),
             os.fstat(self._table).st_ino,
-            not self.read_only,
+            os.O_RDONLY if self.read_only else os.O_RDWR,
             meta.block_bytes,
             meta.stride,
             meta.entry_bytes,
