@@ -16,6 +16,9 @@ public:
     T* row(u32 id) { return chunks_[id >> shift_].get() + (id & mask_) * width_; }
     const T* row(u32 id) const { return chunks_[id >> shift_].get() + (id & mask_) * width_; }
 
+    // Rows from this one to the end of its chunk, which lie side by side.
+    u32 rows_beside(u32 id) const { return mask_ + 1 - (id & mask_); }
+
     std::size_t rows() const { return chunks_.size() << shift_; }
     std::size_t bytes() const { return rows() * width_ * sizeof(T); }
 

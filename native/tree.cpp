@@ -271,28 +271,6 @@ void Tree::drop(u32 id) {
     free_ = id;
 }
 
-void Tree::push(u32 id) {
-    Node& node = at(id);
-    node.bits |= kListed;
-    node.prev = tail_;
-    node.next = kNil;
-    (tail_ == kNil ? head_ : at(tail_).next) = id;
-    tail_ = id;
-    ++counts_.evictable;
-    read_ += node.pending != 0;
-    if (policy_ != nullptr) policy_->list(id);
-}
-
-void Tree::unlink(u32 id) {
-    Node& node = at(id);
-    (node.prev == kNil ? head_ : at(node.prev).next) = node.next;
-    (node.next == kNil ? tail_ : at(node.next).prev) = node.prev;
-    node.bits &= u8(~kListed);
-    --counts_.evictable;
-    read_ -= node.pending != 0;
-    if (policy_ != nullptr) policy_->unlist(id);
-}
-
 void Tree::take_device(u32 id, u32 block) {
     Node& node = at(id);
     node.block = block;
@@ -311,23 +289,9 @@ u32 Tree::lose_device(u32 id) {
     return block;
 }
 
-void Tree::acquire(u32 id) {
-    Node& node = at(id);
-    if (node.refs++ != 0) return;
-    ++counts_.referenced;
-    if ((node.bits & kListed) != 0) unlink(id);
-}
-
-// Drops one reference. Dropping the last one lists a resident node as most recently used, or in a
-// retired tree frees its block.
-void Tree::let_go(u32 id, std::vector<u32>& freed) {
-    Node& node = at(id);
-    if (--node.refs != 0) return;
-    --counts_.referenced;
-    if (is_firm(node) && !retired_) {
-        push(id);
-        return;
-    }
+// The last reference of a node that does not stay on the device for others is dropped.
+void Tree::let_go_last(u32 id, std::vector<u32>& freed) {
+    const Node& node = at(id);
     if (retired_ && node.pending == 0 && (node.bits & kDevice) != 0) freed.push_back(lose_device(id));
     reap(id);
 }

@@ -153,6 +153,7 @@ private:
     friend class TreeCheck;
     friend class TreeWalk;
     static constexpr u32 kFree = 0xfffffffeu;
+    static constexpr u32 kChainTokens = 256;  // tokens that are compared together
 
     struct Extra {
         std::string bytes;
@@ -184,6 +185,7 @@ private:
     const Key& name(u32 id);
     void give_name(u32 id, const Key& name);
     u32 find_child(u32 parent, u32 extra, const u32* tokens) const;
+    u32 chain_below(u32 parent, const u32* tokens, u32 limit) const;
     u32 known_extra(const Path& path, u32 block) const;
     u32 intern(const std::string* extra);
     u32 take_id();
@@ -197,6 +199,7 @@ private:
     u32 lose_device(u32 id);
     void acquire(u32 id);
     void let_go(u32 id, std::vector<u32>& freed);
+    void let_go_last(u32 id, std::vector<u32>& freed);
 
     void require(const Path& path) const;
     void require_held(const Path& path, u32 upto) const;
@@ -239,3 +242,5 @@ private:
 };
 
 }  // namespace kvactors
+
+#include "tree_list.hpp"

@@ -22,14 +22,44 @@ void Tree::walk(const Path& path, u32 limit, std::vector<u32>& found, u32 start)
     u32 parent = start == 0 ? find_root(path.root) : path.nodes[start - 1];
     if (parent == kNil) return;
     limit = std::min(limit, path.full_blocks());
-    for (u32 i = start; i < limit; ++i) {
+    for (u32 i = start; i < limit;) {
+        const u32 chain = path.extras.empty() ? chain_below(parent, path.block_tokens(i), limit - i) : 0;
+        if (chain != 0) {
+            const std::size_t before = found.size();
+            found.resize(before + chain);
+            for (u32 j = 0; j < chain; ++j) found[before + j] = ++parent;
+            i += chain;
+            continue;
+        }
         const u32 extra = path.extras.empty() ? 0 : known_extra(path, i);
         if (extra == kNil) return;
         const u32 child = find_child(parent, extra, path.block_tokens(i));
         if (child == kNil) return;
         found.push_back(child);
         parent = child;
+        ++i;
     }
+}
+
+// Blocks without an extra key that match below a node in ascending ids: their tokens lie side by
+// side, and are compared together.
+u32 Tree::chain_below(u32 parent, const u32* tokens, u32 limit) const {
+    const u32 first = parent + 1;
+    if (first >= next_id_) return 0;
+    limit = std::min({limit, std::max(kChainTokens / block_size_, u32(1)), next_id_ - first, nodes_.rows_beside(first)});
+    const Node* nodes = nodes_.row(first);
+    u32 linked = 0;
+    while (linked < limit && nodes[linked].parent == parent + linked && nodes[linked].extra == 0) ++linked;
+    const std::size_t bytes = 4 * std::size_t(block_size_);
+    const u32* stored = tokens_of(first);
+    if (std::memcmp(stored, tokens, linked * bytes) == 0) return linked;
+    u32 same = 0;
+    while (std::memcmp(stored, tokens, bytes) == 0) {
+        ++same;
+        stored += block_size_;
+        tokens += block_size_;
+    }
+    return same;
 }
 
 Match Tree::describe(const std::vector<u32>& found) const {

@@ -1,0 +1,48 @@
+// References and the list of evictable nodes: the few lines that a match and a release run for every
+// block. Part of tree.hpp.
+#pragma once
+
+#include "tree.hpp"
+
+namespace kvactors {
+
+inline void Tree::push(u32 id) {
+    Node& node = at(id);
+    node.bits |= kListed;
+    node.prev = tail_;
+    node.next = kNil;
+    (tail_ == kNil ? head_ : at(tail_).next) = id;
+    tail_ = id;
+    ++counts_.evictable;
+    read_ += node.pending != 0;
+    if (policy_ != nullptr) policy_->list(id);
+}
+
+inline void Tree::unlink(u32 id) {
+    Node& node = at(id);
+    (node.prev == kNil ? head_ : at(node.prev).next) = node.next;
+    (node.next == kNil ? tail_ : at(node.next).prev) = node.prev;
+    node.bits &= u8(~kListed);
+    --counts_.evictable;
+    read_ -= node.pending != 0;
+    if (policy_ != nullptr) policy_->unlist(id);
+}
+
+inline void Tree::acquire(u32 id) {
+    Node& node = at(id);
+    if (node.refs++ != 0) return;
+    ++counts_.referenced;
+    if ((node.bits & kListed) != 0) unlink(id);
+}
+
+// Drops one reference. Dropping the last one lists a resident node as most recently used, or in a
+// retired tree frees its block.
+inline void Tree::let_go(u32 id, std::vector<u32>& freed) {
+    Node& node = at(id);
+    if (--node.refs != 0) return;
+    --counts_.referenced;
+    if (is_firm(node) && !retired_) push(id);
+    else let_go_last(id, freed);
+}
+
+}  // namespace kvactors

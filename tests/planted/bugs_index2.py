@@ -1,0 +1,53 @@
+"""Planted bugs of block hashes that are made on demand, and of the index's benchmark. See
+`catalogue`."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+HASHING = "tests/prefix_index/test_hashing.py"
+DEVICE = f"{HASHING}::test_a_device_that_no_sink_follows_hashes_nothing"
+BENCH = "tests/bench/test_bench_index.py"
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "blocks_of_a_host_tier_are_hashed_late",
+        "wiring.py",
+        "            hashes=bool(self.sinks) or host_tier or stored,\n",
+        "            hashes=bool(self.sinks),\n",
+        "the host tier gets evictions without hashes",
+        (f"{DEVICE}[host]", f"{DEVICE}[storage]"),
+    ),
+    Mutation(
+        "blocks_of_a_device_alone_are_hashed",
+        "wiring.py",
+        "            hashes=bool(self.sinks) or host_tier or stored,\n",
+        "            hashes=True,\n",
+        "a cache that no sink follows spends most of a commit on hashes",
+        (f"{DEVICE}[device]",),
+    ),
+    Mutation(
+        "eviction_hashes_what_nothing_needs",
+        "prefix_index/index.py",
+        "self.tree.evict(count, hashes=self.hashes)",
+        "self.tree.evict(count)",
+        "a device alone hashes every block that it evicts, and all blocks above it",
+        (f"{HASHING}::test_an_eviction_from_a_device_alone_has_no_hashes",),
+    ),
+    Mutation(
+        "tree_after_a_clear_hashes_late",
+        "prefix_index/index.py",
+        "    index.tree = make(index.block_size, index.capacity, hashes=index.hashes, touch=False)\n",
+        "    index.tree = make(index.block_size, index.capacity, hashes=False, touch=False)\n",
+        "after a clear, reports of the host tier hash the whole tree within a turn",
+        (f"{HASHING}::test_a_tree_that_is_renewed_hashes_as_the_one_before",),
+    ),
+    Mutation(
+        "benchmark_of_different_work",
+        "bench/index.py",
+        "            if len({turn.hits for turn in turns.values()}) > 1:\n",
+        "            if not turns:\n",
+        "a peer that finds fewer tokens is compared as if it had done the same",
+        (f"{BENCH}::test_a_peer_that_finds_other_tokens_is_no_peer",),
+    ),
+)
