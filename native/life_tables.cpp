@@ -21,6 +21,15 @@ Edges edges() {
 
 const Edges kEdges = edges();
 
+std::array<double, LifeTables::kBins> prior() {
+    std::array<double, LifeTables::kBins> result{};
+    for (u32 j = 0; j < LifeTables::kBins; ++j)
+        result[j] = 1 - std::exp(-0.05 * (kEdges[j + 1] - kEdges[j]) / (kEdges[j] + 10));
+    return result;
+}
+
+const std::array<double, LifeTables::kBins> kPrior = prior();
+
 
 u32 level(double value, std::initializer_list<double> bounds) {
     u32 k = 0;
@@ -30,7 +39,7 @@ u32 level(double value, std::initializer_list<double> bounds) {
 
 }  // namespace
 
-LifeTables::LifeTables(bool inverted) : inverted_(inverted), tables_(kClasses), density_(kClasses) {
+LifeTables::LifeTables(bool inverted) : inverted_(inverted), tables_(kClasses), chance_(kClasses), density_(kClasses) {
     up_[0] = kNil;
     up_[1] = 0;
     for (u32 last = 0; last < 2; ++last)
@@ -64,12 +73,16 @@ void LifeTables::add(Row Table::*row, u32 cls, u32 bin, double weight) {
 
 void LifeTables::begin(u32 cls) {
     used_[cls] = true;
+    if (up_[cls] != kNil) {
+        if (!used_[up_[cls]]) begin(up_[cls]);
+        draw(up_[cls]);
+    }
     refresh(cls);
 }
 
 void LifeTables::count_request() {
     if (requests_++ % kEvery == 0)
-        for (u32 cls = 0; cls < kClasses; ++cls)
+        for (u32 cls = 0; cls < kClasses; ++cls)  // parents come first
             if (used_[cls]) refresh(cls);
     weight_ *= std::exp2(1 / kHalfLife);
     if (weight_ < kHeaviest) return;
@@ -78,19 +91,14 @@ void LifeTables::count_request() {
     weight_ = 1;
 }
 
-// The chance of a return in each bin, for a run that has reached it. Before anything is observed it
-// falls with the age, which is the order of LRU. A class is drawn towards
-// its parent as if `kPseudo` of its runs had behaved like those of the parent.
-void LifeTables::hazard(u32 cls, Row& into) const {
-    if (cls == kNil) {
-        for (u32 j = 0; j < kBins; ++j) into[j] = 1 - std::exp(-0.05 * (kEdges[j + 1] - kEdges[j]) / (kEdges[j] + 10));
-        return;
-    }
-    hazard(up_[cls], into);
+// A class is drawn towards its parent, as if `kPseudo` of its runs had behaved like those of the
+// parent. Before anything is observed the chance falls with the age, which is the order of LRU.
+void LifeTables::draw(u32 cls) {
+    const Row& above = up_[cls] == kNil ? kPrior : chance_[up_[cls]];
     const Table& table = tables_[cls];
     const double pseudo = kPseudo * weight_;
     for (u32 j = 0; j < kBins; ++j)
-        into[j] = std::min(1.0, (std::max(0.0, table.returned[j]) + pseudo * into[j]) / (std::max(0.0, table.reached[j]) + pseudo));
+        chance_[cls][j] = (std::max(0.0, table.returned[j]) + pseudo * above[j]) / (std::max(0.0, table.reached[j]) + pseudo);
 }
 
 // The best stop after each bin is where the ratio no longer rises. From the last bin backwards, a
@@ -100,12 +108,12 @@ void LifeTables::refresh(u32 cls) {
     struct Stretch {
         double gain, cost, survival;
     };
-    Row chance;
-    hazard(cls, chance);
+    draw(cls);
+    const Row& chance = chance_[cls];
     Stretch stack[kBins];
     u32 depth = 0;
     for (u32 j = kBins; j-- > 0;) {
-        const double p = chance[j];
+        const double p = std::min(1.0, chance[j]);
         Stretch now{p, (1 - p / 2) * (kEdges[j + 1] - kEdges[j]), 1 - p};
         while (depth != 0 && stack[depth - 1].gain * now.cost > now.gain * stack[depth - 1].cost) {
             const Stretch& next = stack[--depth];

@@ -54,15 +54,16 @@ private:
 
     void add(Row Table::*row, u32 cls, u32 bin, double weight);
     void begin(u32 cls);
-    void hazard(u32 cls, Row& into) const;
+    void draw(u32 cls);
     void refresh(u32 cls);
 
     const bool inverted_;
     u64 requests_ = 0;
     double weight_ = 1;  // of an observation now: it grows, so that earlier ones count less
     std::array<u32, kClasses> up_{};
-    std::array<bool, kClasses> used_{};
+    std::array<bool, kClasses> used_{};  // and those above them
     std::vector<Table> tables_;
+    std::vector<Row> chance_;  // of a return in each bin, for a run that has reached it
     std::vector<Row> density_;
 };
 

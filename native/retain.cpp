@@ -18,7 +18,7 @@ constexpr u32 kDepthBits = 24;
 Retention::Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity)
     : tables_(std::move(tables)), rows_(1, kRowShift), by_key_(0), buckets_(kBuckets) {
     rows_.reserve(capacity, false);
-    trust_ = initial_trust();
+    begin_trust();
 }
 
 // ---------------------------------------------------------------- blocks and ghosts
@@ -30,8 +30,12 @@ u32 Retention::find_ghost(u64 key) const {
 void Retention::add(u32 id, u32 parent, u64 key) {
     if (id >= rows_.rows()) rows_.reserve(std::size_t(id) + 1, false);
     row(id) = Row{key, kNil, parent, 0, 0, false, false};
+    by_key_.prefetch(hash_of(key));
+}
+
+void Retention::recall(u32 id) {
     if (by_key_.used() == 0) return;
-    const u32 ghost = find_ghost(key);
+    const u32 ghost = find_ghost(row(id).key);
     if (ghost == kNil) return;
     row(id).run = ghosts_[ghost].run;
     row(id).uses = ghosts_[ghost].uses;
@@ -53,10 +57,6 @@ void Retention::remove(u32 id) {
     const Row& gone = row(id);
     const u32 run = gone.run;
     if (run == kNil) return;
-    if (find_ghost(gone.key) != kNil) {  // two blocks of one key
-        detach(run, 1, 0);
-        return;
-    }
     u32 ghost = u32(ghosts_.size());
     if (free_ghosts_.empty()) {
         ghosts_.emplace_back();
@@ -401,6 +401,7 @@ void Retention::evicted(u32 id, bool chosen) {
     Row& block = row(id);
     ++(chosen ? counts_.chosen : counts_.oldest);
     if (!block.held) return;
+    by_key_.prefetch(hash_of(block.key));  // it is about to become a ghost
     const u32 of = block.run;
     Run& run = runs_[of];
     if (run.filed && run.tail == id) unfile(of);

@@ -52,6 +52,7 @@ public:
     // A block is known from now on, after `parent`. key: identifies it among all blocks and
     // ghosts.
     void add(u32 id, u32 parent, u64 key);
+    void recall(u32 id);  // after `add`: it may have been a ghost
     void remove(u32 id);  // it is known as a ghost only
     u64 key(u32 id) const { return row(id).key; }
 
@@ -134,7 +135,7 @@ private:
     void settle_edge();
     void judge(u32 touched, u32 hits, u32 shadow_hits);
     u64 limit() const;
-    static double initial_trust();
+    void begin_trust();
 
     u32 hash_of(u64 key) const { return u32(key >> 32); }
     u32 find_ghost(u64 key) const;
@@ -158,7 +159,7 @@ private:
     u64 resident_ = 0, displaced_ = 0;
     u32 edge_ = kNil;  // the oldest run of the shadow, of which `edge_inside_` blocks are in it
     u64 edge_inside_ = 0, younger_ = 0;  // younger_: blocks of the runs after it
-    double trust_, granted_ = 0;
+    double trust_, share_, allowed_ = 0;  // see `judge`
     RetentionCounts counts_;
 };
 

@@ -12,15 +12,19 @@
 namespace kvactors {
 namespace {
 
-constexpr double kSlope = 20;       // blocks that may be displaced for each hit of trust
-constexpr double kInitial = 32;     // trust before anything is observed
-// Trust that is granted without a hit: a share of what the policy may lose against LRU, which is
-// half a percent of the blocks or two percent of LRU's hits.
-constexpr double kGranted = 0.5, kBlocks = 0.005, kHits = 0.02;
+constexpr double kSlope = 20;    // blocks that may be displaced for each hit of trust
+constexpr double kInitial = 16;  // trust before anything is observed
+// The policy may lose against LRU half a percent of the blocks, or two percent of LRU's hits. A
+// share of that is granted as trust without a hit: `kMost` at first, a quarter of the share each
+// time trust is used up, and `kMost` again when it is full.
+constexpr double kBlocks = 0.005, kHits = 0.02, kMost = 0.5, kLeast = 0.02;
 
 }  // namespace
 
-double Retention::initial_trust() { return kInitial; }
+void Retention::begin_trust() {
+    trust_ = kInitial;
+    share_ = kMost;
+}
 
 Mark Retention::mark() const {
     if (edge_ == kNil) return Mark{};
@@ -72,10 +76,15 @@ void Retention::judge(u32 touched, u32 hits, u32 shadow_hits) {
     counts_.touched += touched;
     counts_.hits += hits;
     counts_.shadow_hits += shadow_hits;
-    const double allowance = kGranted * std::max(kBlocks * double(counts_.touched), kHits * double(counts_.shadow_hits));
+    const double allowed = std::max(kBlocks * double(counts_.touched), kHits * double(counts_.shadow_hits));
+    const double before = trust_;
+    trust_ += share_ * (allowed - allowed_) + hits - double(shadow_hits);
+    allowed_ = allowed;
+    if (before > 0 && trust_ <= 0) share_ = std::max(kLeast, share_ / 4);
     // Beyond the size of the tier more trust would only delay the answer to a change.
-    trust_ = std::min(trust_ + allowance - granted_ + hits - double(shadow_hits), kInitial + double(resident_));
-    granted_ = allowance;
+    if (trust_ < kInitial + double(resident_)) return;
+    trust_ = kInitial + double(resident_);
+    share_ = kMost;
 }
 
 }  // namespace kvactors

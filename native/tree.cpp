@@ -225,6 +225,7 @@ void Tree::create(Path& path, u32 from, u32 upto) {
     }
     ++at(at(path.nodes[from]).parent).children;
     for (std::size_t i = 0; i < apart; ++i) children_.insert(hashes_[2 * i], hashes_[2 * i + 1]);
+    for (u32 i = from; i < upto && policy_ != nullptr; ++i) policy_->recall(path.nodes[i]);
     hashes_.clear();
     for (u32 i = from; i < named; ++i) {
         give_name(path.nodes[i], path.names[i]);
