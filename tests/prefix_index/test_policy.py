@@ -1,0 +1,145 @@
+"""The device's eviction policy: what the index passes on to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvactors.native import LifeTables, Path
+from kvactors.prefix_index.messages import Extend, Finish
+from kvactors.prefix_index.policy import DevicePolicy, policy_of
+from tests.prefix_index.objects import BLOCK, Request, acquire, core
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+class Recorder(DevicePolicy):
+    """Records the ends of requests."""
+
+    def __init__(self) -> None:
+        super().__init__(LifeTables(), Clock())
+        self.ended: list[tuple[int, int]] = []
+
+    def end(self, tree, path, output_tokens: int) -> None:
+        self.ended.append((path.num_committed, output_tokens))
+        super().end(tree, path, output_tokens)
+
+
+def recorded(blocks: int = 8) -> tuple[Any, Recorder]:
+    state, policy = core(blocks, host_tier=False), Recorder()
+    state.index.policy = policy
+    state.index.tree = policy.tree(BLOCK, 64, hashes=True)
+    return state, policy
+
+
+def begin(state: Any, number: int, blocks: int, *, first: int = 0) -> None:
+    message = acquire(number, blocks, first=first)
+    state.requests.acquire(message, Request(message))
+    assert state.leases.get(number) is not None
+
+
+def serve(state: Any, number: int, blocks: int, *, first: int) -> int:
+    """Returns the hits."""
+    begin(state, number, blocks, first=first)
+    hits = state.leases.get(number).device_hits
+    state.endings.finish(Finish(number, blocks * BLOCK), Request())
+    return int(hits)
+
+
+@pytest.mark.parametrize(
+    ("added", "given", "output"), [(0, None, -1), (3, None, 3), (3, 500, 500), (0, 0, 0)]
+)
+def test_the_output_is_what_was_added_or_what_the_caller_says(added, given, output):
+    state, policy = recorded()
+    begin(state, 1, 2)
+    if added:
+        more = Path(BLOCK, bytes(32))
+        more.extend(list(range(added)))
+        message = Extend(1, 2 * BLOCK, more)
+        state.tables.grow(message, Request(message))
+    state.endings.finish(Finish(1, 2 * BLOCK, given), Request())
+    assert policy.ended == [(2, output)]
+
+
+def test_every_end_of_a_lease_reaches_the_policy():
+    state, policy = recorded()
+    begin(state, 1, 2)
+    state.endings.preempt(1, 2 * BLOCK, Request())
+    begin(state, 1, 2)
+    state.endings.abandon(1)
+    assert policy.ended == [(2, -1), (2, -1)]
+
+
+class Times:
+    """The calls that a tree gets."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def advance(self, now: float) -> None:
+        self.calls.append(now)
+
+    def touch(self, path: Any, output_tokens: int) -> None:
+        self.calls.append((path, output_tokens))
+
+
+def test_the_tree_is_given_the_time_before_a_match_and_before_an_end():
+    clock, tree, none = Clock(), Times(), Times()
+    policy, lru = policy_of("retain", clock), policy_of("lru", clock)
+    clock.at = 5.0
+    for one, calls in ((policy, tree), (lru, none)):
+        one.advance(calls)
+        clock.at = 7.0
+        one.end(calls, "path", 3)
+        clock.at = 5.0
+    assert tree.calls == [5.0, 7.0, ("path", 3)]
+    assert none.calls == []
+
+
+@pytest.mark.parametrize("part", [1, 100])
+def test_every_match_comes_with_the_time(part):
+    state = core(8, part=part, host_tier=False)
+    matched: list[Any] = []
+    state.index.policy.advance = matched.append
+    message = acquire(1, 3)
+    state.requests.acquire(message, Request(message))
+    assert matched == [state.index.tree]
+
+
+def test_ages_are_those_of_the_given_clock():
+    """Ten prompts of two blocks in turns, 5 s apart, and 16 device blocks: LRU hits nothing."""
+    clock = Clock()
+    state = core(16, host_tier=False)
+    state.index.policy = policy_of("retain", clock)
+    state.index.tree = state.index.policy.tree(BLOCK, 64, hashes=True)
+    hits = 0
+    for number in range(200):
+        clock.at += 5.0
+        hits += serve(state, number, 2, first=1000 * (number % 10))
+    state.index.tree.check()
+    assert hits > 60
+    counts = state.index.tree.retention()
+    assert counts is not None
+    assert (counts["hits"], counts["shadow_hits"]) == (hits, 0)
+
+
+def test_a_clear_keeps_what_was_learned():
+    state, policy = recorded()
+    assert serve(state, 1, 2, first=0) == 0
+    state.index.retire()
+    assert serve(state, 2, 2, first=0) == 0
+    assert policy.tables is not None
+    assert policy.tables.requests == 2
+    assert state.index.tree.retention()["requests"] == 1
+
+
+def test_lru_has_no_statistics():
+    assert policy_of("lru").tables is None
+    assert core().index.tree.retention() is None
