@@ -27,7 +27,9 @@ def class_at(
     try:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError) as fault:
-        raise error(f"{setting} {path!r} cannot be imported: {fault}") from fault
+        missing = getattr(fault, "name", None) == module.partition(".")[0]
+        advice = ". Install its package, or name its folder in PYTHONPATH" if missing else ""
+        raise error(f"{setting} {path!r} cannot be imported: {fault}{advice}") from fault
     if not (isinstance(found, type) and issubclass(found, base)):
         raise error(f"{setting} {path!r} is not a {base.__name__}")
     return found

@@ -93,8 +93,9 @@ class DeviceConfig(
         num_blocks: device blocks. 0: `KVCache.set_num_blocks` sets the number after opening, when
             the serving loop has measured how much device memory is left.
         capacity_bytes: bytes of the device blocks, in place of num_blocks.
-        low_watermark, high_watermark: fractions of `num_blocks`. When more than high are in use,
-            evict until low are (both 0: evict on demand only).
+        low_watermark: the used fraction of `num_blocks` at which an eviction ahead of need ends.
+        high_watermark: the used fraction of `num_blocks` above which blocks are evicted ahead of
+            need (both 0: on demand only).
         layerwise: load layer by layer (`Lease.wait_layer`).
         policy: order of eviction: lru, or retain, which learns from past requests which blocks are
             used again.
@@ -144,9 +145,10 @@ class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
         kv_lora_rank: elements of the latent.
         qk_rope_head_dim: elements with rotary positions.
         index_head_dim: elements of the indexer.
-        num_layers, layer_offset: main layers, and the number of the first.
-        extra_layers, extra_block_ratio: MTP or draft layers after the main ones, and their blocks
-            for each main block.
+        num_layers: main layers.
+        layer_offset: number of the first main layer (of a pipeline stage).
+        extra_layers: MTP or draft layers after the main ones.
+        extra_block_ratio: blocks of the extra layers for each block of the main ones.
         tensor_parallel: ranks that num_kv_heads are shared among.
         options: settings of a layout of another package.
     """
@@ -185,8 +187,9 @@ class HostConfig(
         policy: order of eviction.
         mode: exclusive (a loaded block leaves the host) or inclusive (blocks are copied to the
             host at request finish and stay).
-        low_watermark, high_watermark: fractions of `slots`. Above high, evict down to low (both 0:
-            evict on demand only).
+        low_watermark: the used fraction of `slots` at which an eviction ahead of need ends.
+        high_watermark: the used fraction of `slots` above which blocks are evicted ahead of need
+            (both 0: on demand only).
         pinned: try to lock the arena's pages (a CUDA device's are locked in any case).
         numa_node: the NUMA node that the arena's memory comes from, None for the system's choice
             (Linux).
@@ -231,10 +234,13 @@ class StorageConfig(
 
     Attributes:
         backend: none, memory, file, mooncake, attention_store, or package.module:Class.
-        capacity_blocks, capacity_bytes: objects and bytes it may hold (the smaller counts). With
-            neither a file store takes 80 % of the space that its file system can give, and the
-            other back ends set no limit.
-        namespace, rank, ranks: objects of different ones never mix.
+        capacity_blocks: objects it may hold. With neither this nor capacity_bytes a file store
+            takes 80 % of the space that its file system can give, and the other back ends set no
+            limit.
+        capacity_bytes: bytes it may hold. With capacity_blocks too, the smaller of both counts.
+        namespace: a part of the store's identity. Objects of different namespaces never mix.
+        rank: number of the tensor-parallel rank whose share of each block this process stores.
+        ranks: number of these ranks. Objects of different ranks, or numbers of ranks, never mix.
         directory: of the file store.
         free_space_floor: bytes of the file system that the file store leaves free.
         durability: an object of the file store counts as stored when the system has it (written)
@@ -249,7 +255,8 @@ class StorageConfig(
         min_hits: uses of a block from which on write_through_selective writes it.
         fetch: whether acquire looks in storage beyond the blocks in the index.
         min_fetch_blocks: blocks at least that a fetch must find. Fewer are not fetched.
-        readers, writers: actors that read and that write, each with one batch at a time.
+        readers: actors that read, each with one batch at a time.
+        writers: actors that write, each with one batch at a time.
         timeout_s: seconds one batch may take.
         mooncake: settings of that back end.
     """
@@ -294,7 +301,8 @@ class FlushConfig(
         mode: normal, or flush_only, in which storage is neither read nor written, and which needs
             a sink. FD_AS_ONLY_FLUSH decides if it is left out.
         timeout_s: seconds a sink may take for a batch.
-        retry_min_s, retry_max_s: back-off in seconds.
+        retry_min_s: seconds until a failed call is repeated. Each further pause is twice as long.
+        retry_max_s: seconds of the longest pause.
         batch: blocks reported in one call, about: a path that has begun is completed.
         sinks: the indexes to inform, one table each.
     """

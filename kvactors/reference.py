@@ -78,9 +78,12 @@ def _table(title: str, struct: type[msgspec.Struct]) -> Iterator[str]:
             docs[field.name] + _variables(f"{prefix}.{field.name}"),
         )
         yield _row(cells)
-    earlier = [(name, one.name) for name, one in earlier_names(struct)]
+    earlier = sorted(earlier_names(struct), key=lambda one: one[0])
     if earlier:
-        names = ", ".join(f"`{old}` (now `{new}`)" for old, new in sorted(earlier))
+        names = ", ".join(
+            f"`{old}` (now `{one.name}`{', with another value' if one.changes_value else ''})"
+            for old, one in earlier
+        )
         yield from ("", f"Earlier names, deprecated: {names}.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -39,6 +40,7 @@ class Earlier:
     ) -> None:
         self.name = name
         self.now = now
+        self.changes_value = now is not _same
         self._then = then
         self._earlier = ""
 
@@ -48,7 +50,7 @@ class Earlier:
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        _warn(self._earlier, self.name, stacklevel=2)
+        _warn(self._earlier, self.name, "", stacklevel=2)
         return self._then(getattr(instance, self.name))
 
 
@@ -89,8 +91,9 @@ def modern_names(
         old, new = (f"{where}.{name}" if where else name for name in (earlier, setting.name))
         if setting.name in found:
             raise ConfigError(f"{new} is given twice: remove {old}, its earlier name")
-        _warn(old, new, stacklevel=stacklevel + 1)
-        found[setting.name] = setting.now(found.pop(earlier))
+        value = found.pop(earlier)
+        found[setting.name] = now = setting.now(value)
+        _warn(old, new, _other_value(value, now), stacklevel=stacklevel + 1)
     return found
 
 
@@ -110,9 +113,18 @@ def is_flush_only(mode: Any) -> Any:
     return None if mode is None else mode == "flush_only"
 
 
-def _warn(earlier: str, name: str, *, stacklevel: int) -> None:
+def _other_value(earlier: Any, now: Any) -> str:
+    """The end of a warning about a setting whose value has changed with its name: who replaces the
+    name alone would get another setting."""
+    if now == earlier:
+        return ""
+    shown = [json.dumps(round(v, 9) if type(v) is float else v) for v in (now, earlier)]
+    return f", with the value {shown[0]} in place of {shown[1]}"
+
+
+def _warn(earlier: str, name: str, value: str, *, stacklevel: int) -> None:
     warnings.warn(
-        f"the setting {earlier} is deprecated: it is called {name} now",
+        f"the setting {earlier} is deprecated: it is called {name} now{value}",
         DeprecationWarning,
         stacklevel=stacklevel + 1,
     )

@@ -33,7 +33,7 @@ def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
     found: dict[str, str] = {}
     for owner in reversed(struct.__mro__):
         if issubclass(owner, msgspec.Struct) and owner.__doc__:
-            found |= _attributes(owner.__doc__)
+            found |= entries_of(owner.__doc__)
     return {name: found.get(name, "") for name in struct.__struct_fields__}
 
 
@@ -79,8 +79,8 @@ def _tables() -> list[type[msgspec.Struct]]:
     return list(found)
 
 
-def _attributes(docstring: str) -> dict[str, str]:
-    """The entries of the section Attributes."""
+def entries_of(docstring: str) -> dict[str, str]:
+    """The entries of the section Attributes of a docstring, by name."""
     _, _, section = inspect.cleandoc(docstring).partition("\nAttributes:\n")
     found: dict[str, str] = {}
     names: list[str] = []

@@ -11,14 +11,17 @@ import msgspec
 
 from kvactors.applicable import contradictions, unused
 from kvactors.capacity import block_bytes, in_blocks
-from kvactors.config import Config, read_toml
+from kvactors.config import Config, StorageConfig, read_toml
 from kvactors.config_faults import faults, modern_tables
 from kvactors.environment import variables_of
 from kvactors.errors import ConfigError, KVActorsError
+from kvactors.flush_notifier.sinks import class_of_sink
 from kvactors.layout import Layout, make_layout
 from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.spec import Scenario
+from kvactors.sink_config import ClassSinkConfig
 from kvactors.sizes import human
+from kvactors.storage.backends import capacity_of
 from kvactors.validation import CONFIG_TABLES, disagreements
 
 C = TypeVar("C", bound=Config)
@@ -95,6 +98,9 @@ def check_mapping(
             warnings.simplefilter("ignore")  # of earlier names: known already
             kind.from_mapping(data)
         config = Config.from_env(environ, config) if kind is Config else config
+        for sink in config.flush.sinks:
+            if isinstance(sink, ClassSinkConfig):
+                class_of_sink(sink)
         return [], list(sizes(config))
     except KVActorsError as error:
         return [str(error)], []
@@ -117,6 +123,16 @@ def sizes(config: Config) -> Iterator[str]:
         yield _size("host", config.host.slots, each.host, layout)
     if config.storage.backend != "none":
         yield _size("transit", config.host.transit_slots, each.host, layout)
+        yield from _store_size(config.storage, each.storage, layout)
+
+
+def _store_size(storage: StorageConfig, each: int, layout: Layout) -> Iterator[str]:
+    if storage.capacity_blocks is not None or storage.capacity_bytes is not None:
+        yield _size("storage", capacity_of(storage, each), each, layout)
+    elif storage.backend == "file":
+        yield "storage: 80 % of the space that the file system can give"
+    else:
+        yield f"storage: no limit is set for {storage.backend}"
 
 
 def _size(tier: str, blocks: int, nbytes: float, layout: Layout) -> str:

@@ -24,18 +24,30 @@ __all__ = ["Actor", "ActorStatistics", "Handler", "State", "Timer", "on"]
 
 
 class ActorStatistics(NamedTuple):
-    """A moment's picture of an actor's present incarnation."""
+    """A moment's picture of an actor's present incarnation.
+
+    Attributes:
+        name: the name of the actor.
+        state: starting, running, stopping or stopped.
+        turns: messages that it handled.
+        jobs: child jobs running now.
+        outbox: messages waiting for a place in their receivers' channels.
+        open_replies: asks taken in and not answered yet.
+        late_replies: answers whose asker no longer waited.
+        skipped: asks given up before their turn, or meant for an earlier incarnation.
+        channel: its channel.
+    """
 
     name: str
     state: str
     life: int  # restarts so far
     turns: int
     told: int  # messages sent
-    jobs: int  # child jobs running now
-    outbox: int  # messages waiting for a place in their receivers' channels
-    open_replies: int  # asks taken in and not answered yet
-    late_replies: int  # answers whose asker no longer waited
-    skipped: int  # asks given up before their turn, or meant for an earlier incarnation
+    jobs: int
+    outbox: int
+    open_replies: int
+    late_replies: int
+    skipped: int
     channel: ChannelStatistics
 
 

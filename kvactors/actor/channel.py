@@ -21,15 +21,25 @@ T = TypeVar("T")
 
 
 class ChannelStatistics(NamedTuple):
-    """A moment's picture of a channel."""
+    """A moment's picture of a channel.
 
-    bound: int  # places in the data lane
-    queued: int  # items in the data lane
-    control: int  # items in the control lane, and steps of the receiver's own work
-    senders_waiting: int  # senders parked because the data lane is full
-    peak: int  # most items the data lane ever held
-    peak_control: int  # most items the control lane ever held
-    taken: int  # items the receiver has taken, both lanes
+    Attributes:
+        bound: places in the data lane.
+        queued: items in the data lane.
+        control: items in the control lane, and steps of the receiver's own work.
+        senders_waiting: senders parked because the data lane is full.
+        peak: most items that the data lane ever held.
+        peak_control: most items that the control lane ever held.
+        taken: items that the receiver has taken, both lanes.
+    """
+
+    bound: int
+    queued: int
+    control: int
+    senders_waiting: int
+    peak: int
+    peak_control: int
+    taken: int
 
 
 class Channel(Generic[T]):

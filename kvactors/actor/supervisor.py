@@ -43,6 +43,8 @@ class SupervisorStatistics(NamedTuple):
     """Counts of failures and restarts.
 
     Attributes:
+        failures: failures of actors.
+        restarts: restarts of actors.
         last_failure: name of the actor and cause, or empty.
     """
 

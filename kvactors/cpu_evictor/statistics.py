@@ -28,7 +28,17 @@ class HostStatistics(NamedTuple):
     Attributes:
         slots: slots of the arena, those for blocks in transit included.
         resident: blocks that count against the capacity.
+        free_slots: slots without a block.
+        pinned: slots that a transfer uses.
         capacity: resident blocks at most.
+        evicted: blocks that left the tier for others.
+        offloaded: blocks that arrived from the device.
+        loaded: blocks that were copied to the device.
+        fetched: blocks that were read from storage.
+        written: blocks that were written to storage.
+        shed: blocks that were due and not written to storage, for lack of slots.
+        copy_failures: blocks whose copy between device and host failed.
+        write_failures: blocks that the store did not take.
     """
 
     slots: int

@@ -27,22 +27,39 @@ SHORTEST_PAUSE = 0.005
 
 
 class SinkStatistics(NamedTuple):
-    """Counters of one sink as of now."""
+    """Counters of one sink as of now.
+
+    Attributes:
+        name: the name of the sink.
+        pending: blocks on which its view differs from the due state.
+        delivered: tasks that it acknowledged.
+        resident: acknowledged tasks about blocks that became resident.
+        gone: acknowledged tasks about blocks that are gone.
+        blocks: blocks in these tasks.
+        retried: calls that failed. Each is repeated after a pause.
+        coalesced: differences that ended before they were sent.
+        oldest_pending_age: seconds since the oldest pending difference arose.
+        in_flight: whether a call has not returned.
+        failures: calls in a row that failed.
+        failing_for: seconds since the first of them, 0 if there is none.
+        last_error: error of the last call that failed, kept after a recovery.
+        resyncs: number of resyncs.
+    """
 
     name: str
-    pending: int  # blocks on which its view differs from the due state
-    delivered: int  # tasks it acknowledged
-    resident: int  # of those, tasks with residency RESIDENT
+    pending: int
+    delivered: int
+    resident: int
     gone: int
-    blocks: int  # blocks in them
+    blocks: int
     retried: int
-    coalesced: int  # differences that ended before they were sent
-    oldest_pending_age: float  # seconds
+    coalesced: int
+    oldest_pending_age: float
     in_flight: bool
-    failures: int  # calls in a row that failed
-    failing_for: float  # seconds since the first of them, 0 if there is none
-    last_error: str  # of the last call that failed, kept after a recovery
-    resyncs: int  # number of resyncs
+    failures: int
+    failing_for: float
+    last_error: str
+    resyncs: int
 
 
 class SinkHealth(NamedTuple):

@@ -24,11 +24,17 @@ from kvactors.types import indices_of
 
 
 class SwapperStatistics(NamedTuple):
-    """Totals by direction of this incarnation.
+    """Copies by direction.
 
     Attributes:
+        blocks_to_host: blocks copied to the host.
+        blocks_to_device: blocks copied to the device.
+        bytes_to_host: bytes of the blocks copied to the host.
+        bytes_to_device: bytes of the blocks copied to the device.
         seconds_to_host: durations of the copies to the host, added up.
         seconds_to_device: durations of the copies to the device, added up.
+        failed: blocks whose copy failed.
+        in_flight: batches of copies that have not ended.
     """
 
     blocks_to_host: int

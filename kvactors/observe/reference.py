@@ -17,6 +17,7 @@ from kvactors.observe.families import (
 )
 from kvactors.observe.statistics import CacheStatistics
 from kvactors.observe.tier_families import TIER_FAMILIES
+from kvactors.settings_docs import entries_of
 from kvactors.tier_cache import TierHealth, TierStatistics, tier_metrics
 from kvactors.totals import COUNTERS
 
@@ -57,8 +58,11 @@ counters, which go on when an actor restarts.
 TIER_STATISTICS_HEAD = """\
 ## Statistics of a TierCache
 
-The record of `TierCache.statistics()`. [TierCache](tier_cache.md#reference) describes the fields.
+The record of `TierCache.statistics()`. The last four fields are sizes, the others counters.
 """
+
+NAMED_EARLIER = {"life": "restarts so far.", "told": "messages that it sent."}
+"""Meanings of fields whose names are kept for their readers."""
 
 
 def render() -> str:
@@ -121,14 +125,15 @@ def statistics(record: type[Any]) -> Iterator[str]:
         seen.append(record)
         yield f"### {record.__name__}"
         yield ""
-        yield "| field | type |  |"
-        yield "|---|---|---|"
+        yield "| field | type |  | meaning |"
+        yield "|---|---|---|---|"
+        meanings = NAMED_EARLIER | entries_of(record.__doc__ or "")
         hints = typing.get_type_hints(record, localns={"CudaStatistics": CudaStatistics})
         for name, hint in hints.items():
             inner = records_in(hint)
             waiting += inner
             mark = "c" if name in COUNTERS.get(record, ()) else ""
-            yield f"| `{name}` | {written(hint)} | {mark} |"
+            yield f"| `{name}` | {written(hint)} | {mark} | {meanings[name]} |"
         yield ""
 
 

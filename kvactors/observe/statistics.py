@@ -33,6 +33,24 @@ class CacheStatistics(NamedTuple):
 
     Counters go on across restarts of an actor. The other fields describe the present. Hits are in
     blocks.
+
+    Attributes:
+        requests: requests that got their device blocks.
+        blocks_looked_up: full blocks of their prompts.
+        device_hits: blocks found on the device.
+        host_hits: blocks found in host memory.
+        storage_hits: blocks found in storage.
+        no_room: acquires that were refused with NoRoom.
+        messages: messages sent by actors.
+        late_replies: answers of actors whose asker no longer waited.
+        prefix: the prefix index: requests, leases, device blocks.
+        host: the host tier.
+        store: the store, None without one.
+        flush: one record for each sink.
+        swapper: copies between device and host.
+        copies: the copy engine: of a GPU, of each rank, or None for host memory.
+        actors: one record for each actor.
+        supervisor: failures and restarts of actors.
     """
 
     requests: int
@@ -41,11 +59,11 @@ class CacheStatistics(NamedTuple):
     host_hits: int
     storage_hits: int
     no_room: int
-    messages: int  # sent by actors
+    messages: int
     late_replies: int
     prefix: IndexStatistics
     host: HostStatistics
-    store: StoreStatistics | None  # None without a store
+    store: StoreStatistics | None
     flush: tuple[SinkStatistics, ...]
     swapper: SwapperStatistics
     copies: CopyStatistics

@@ -132,8 +132,34 @@ class LoadState(Timed):
 
 
 class IndexStatistics(NamedTuple):
-    """A snapshot of PrefixIndex. Hits in blocks, by the tier that held each when it was
-    requested."""
+    """A snapshot of PrefixIndex. Hits are counted in blocks, by the tier that held each when it was
+    requested.
+
+    Attributes:
+        requests: requests that got their device blocks, each counted once.
+        blocks_looked_up: full blocks of their prompts.
+        device_hits: blocks found on the device.
+        host_hits: blocks found in host memory.
+        storage_hits: blocks found in storage.
+        no_room: acquires that were refused with NoRoom.
+        preempted: requests that were preempted.
+        abandoned: leases whose holder had gone: cancelled, garbage-collected or left by an
+            exception.
+        leases: leases in use.
+        waiting: requests that wait for device blocks.
+        blocks_total: device blocks.
+        blocks_free: device blocks that no block of a request is in.
+        nodes: blocks in the block tree.
+        nodes_referenced: blocks in the tree that a lease or a transfer uses.
+        evictable: cached device blocks that no request uses.
+        evicted: blocks that left the device for others.
+        rescued: blocks that were matched again while they were being offloaded, and stayed.
+        loads_in_flight: loads from host memory or storage that have not ended.
+        offloads_in_flight: offloads that have not ended.
+        saves_in_flight: saves after a request finish that have not ended.
+        overdue_loads: loads that missed their deadline.
+        resumed: preempted requests that were acquired again, in none of the counts above it.
+    """
 
     requests: int
     blocks_looked_up: int
@@ -151,9 +177,9 @@ class IndexStatistics(NamedTuple):
     nodes_referenced: int
     evictable: int
     evicted: int
-    rescued: int  # matched again while they were being offloaded
+    rescued: int
     loads_in_flight: int
     offloads_in_flight: int
     saves_in_flight: int
     overdue_loads: int
-    resumed: int  # preempted before and acquired again: in none of the counts above it
+    resumed: int

@@ -9,7 +9,24 @@ from kvactors.storage.messages import Outcome
 
 
 class StoreStatistics(NamedTuple):
-    """Sizes and counters of a store. The counters start at zero when it is opened."""
+    """Sizes and counters of a store, in objects. The counters start at zero when it is opened.
+
+    Attributes:
+        objects: objects in the store, 0 if the store does not tell.
+        object_bytes: bytes of one object.
+        reads: objects that were read and verified.
+        writes: objects that were written.
+        existing: objects that were to be written and were there already.
+        misses: objects that were to be read and were not there.
+        corrupt: objects that a checksum refused.
+        no_space: objects that found no space.
+        unavailable: objects of calls that failed.
+        late: objects that missed the deadline of their call.
+        evicted: objects that the store removed for others.
+        breaker: state of the circuit breaker: closed, open, or half open during a trial.
+        faults: calls that raised, or returned something that the contract does not allow.
+        capacity: objects at most, 0 without a limit or if the store does not tell.
+    """
 
     objects: int
     object_bytes: int
@@ -23,8 +40,8 @@ class StoreStatistics(NamedTuple):
     late: int
     evicted: int
     breaker: str
-    faults: int = 0  # calls that raised, or returned something that the contract does not allow
-    capacity: int = 0  # objects at most, 0 without a limit or if the store does not tell
+    faults: int = 0
+    capacity: int = 0
 
 
 class StoreCounters:

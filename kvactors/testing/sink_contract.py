@@ -1,5 +1,5 @@
 """Conformance suite of sinks: subclass `SinkContract`, implement `make` and `held`, and let pytest
-(with pytest-asyncio, mode auto) collect the class.
+(with pytest-asyncio, in either mode) collect the class.
 
     class TestMySink(SinkContract):
         async def make(self, folder):
@@ -25,6 +25,7 @@ from kvactors.config import Config
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks import MemorySink, Sink, require_sink
 from kvactors.sink_config import MemorySinkConfig
+from kvactors.testing.marks import asyncio_marks
 from kvactors.types import Tier
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ class SinkContract(ABC):
     The cache has fewer device blocks and host slots than the requests need, so blocks move and are
     evicted.
     """
+
+    pytestmark = asyncio_marks()
 
     @abstractmethod
     async def make(self, folder: Path) -> Sink:

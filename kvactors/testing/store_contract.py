@@ -1,5 +1,5 @@
 """Conformance suite of storage back ends: subclass `StoreContract`, implement `make`, and let
-pytest (with pytest-asyncio, mode auto) collect the class.
+pytest (with pytest-asyncio, in either mode) collect the class.
 
     class TestMyStore(StoreContract):
         async def make(self, folder, capacity):
@@ -22,6 +22,7 @@ from kvactors.errors import StoreError
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
+from kvactors.testing.marks import asyncio_marks
 
 GOOD = (Outcome.OK, Outcome.EXISTS)
 
@@ -90,6 +91,7 @@ class StoreContract(ABC):
 
     block_bytes = 5000
     evicts = True
+    pytestmark = asyncio_marks()
 
     @abstractmethod
     async def make(self, folder: Path, capacity: int) -> Backend:

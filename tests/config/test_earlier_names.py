@@ -3,6 +3,7 @@ table and as its attribute. Each use warns once and names the setting of today."
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 import typing
@@ -83,10 +84,10 @@ def test_a_setting_under_its_earlier_name(table, earlier, value, name, now):
     with pytest.warns(DeprecationWarning, match="is deprecated") as warned:
         config = Config.from_mapping(data)
     texts = [str(one.message) for one in warned]
-    assert (
-        texts.count(f"the setting {table}.{earlier} is deprecated: it is called {table}.{name} now")
-        == 1
-    )
+    text = f"the setting {table}.{earlier} is deprecated: it is called {table}.{name} now"
+    if now != value:
+        text += f", with the value {json.dumps(now)} in place of {json.dumps(value)}"
+    assert texts.count(text) == 1
     assert len(texts) == len(data[table])
     assert attrgetter(f"{table}.{name}")(config) == now
     with pytest.warns(DeprecationWarning, match=f"{earlier} .* {name}") as warned:

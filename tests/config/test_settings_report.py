@@ -199,3 +199,64 @@ async def test_open_takes_a_mapping_and_a_path(tmp_path):
     for wrong in (5, [("cache", {})], b"c.toml"):
         with pytest.raises(TypeError, match="config must be a Config, a mapping or the path"):
             kvactors.open(wrong)
+
+
+STORED = """
+[cache]
+model = "m"
+block_size = 16
+[host]
+slots = 4
+[storage]
+"""
+
+
+@pytest.mark.parametrize(
+    ("storage", "size"),
+    [
+        ("backend = 'file'\ndirectory = '/x'\ncapacity_blocks = 3", "3 blocks, 48 tokens, 48 KiB"),
+        (
+            "backend = 'file'\ndirectory = '/x'\ncapacity_bytes = '1 MiB'\ncapacity_blocks = 1000",
+            "64 blocks, 1,024 tokens, 1 MiB",
+        ),
+        ("backend = 'file'\ndirectory = '/x'", "80 % of the space that the file system can give"),
+        ("backend = 'memory'", "no limit is set for memory"),
+    ],
+)
+def test_the_size_of_the_store_is_shown_beside_the_others(tmp_path, storage, size):
+    found = check_file(write(tmp_path, STORED + storage), {})
+    assert found.faults == []
+    assert [note.partition(":")[0] for note in found.notes] == [
+        "device",
+        "host",
+        "transit",
+        "storage",
+    ]
+    assert found.notes[-1] == f"storage: {size}"
+
+
+@pytest.mark.parametrize(
+    ("table", "setting"),
+    [
+        ("[layout]\nkind = 'no_such_package.x:Layout'", "layout"),
+        ("[storage]\nbackend = 'no_such_package.x:Store'", "storage.backend"),
+        ("[[flush.sinks]]\nkind = 'no_such_package.x:Sink'", "flush.sinks"),
+    ],
+)
+def test_a_class_that_is_not_there_is_a_fault(tmp_path, table, setting):
+    (found,) = check_file(write(tmp_path, "[cache]\nmodel = 'm'\n" + table), {}).faults
+    assert found.startswith(setting)
+    assert "no_such_package.x:" in found
+    assert "cannot be imported" in found
+    assert found.endswith("Install its package, or name its folder in PYTHONPATH")
+
+
+def test_a_note_of_an_earlier_name_has_the_value_of_today(tmp_path):
+    text = "[device]\nfree_low = 0.1\nfree_high = 0.2\n[flush]\nonly = false"
+    starts = "the setting device.free_low", "the setting device.free_high", "the setting flush.only"
+    ends = "value 0.9 in place of 0.1", "value 0.8 in place of 0.2", '"normal" in place of false'
+    notes = [one for one in check_file(write(tmp_path, text), {}).notes if "deprecated" in one]
+    assert len(notes) == 3
+    for note, start, end in zip(notes, starts, ends, strict=True):
+        assert note.startswith(start)
+        assert note.endswith(end)

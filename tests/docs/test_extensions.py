@@ -47,7 +47,7 @@ def test_the_page_is_carried_out(tmp_path, page):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-OPTIONS = ("-o", "asyncio_mode=auto", "-p", "no:hypothesispytest")
+OPTIONS = ("-p", "no:hypothesispytest")
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

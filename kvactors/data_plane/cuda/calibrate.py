@@ -21,8 +21,13 @@ TRIES = 3
 
 
 class Timing(NamedTuple):
-    """piece: bytes. batch, kernel: seconds that `PIECES` of them took there and back, the best of
-    `TRIES`."""
+    """A measurement of `PIECES` pieces there and back, the best of `TRIES`.
+
+    Attributes:
+        piece: bytes of a piece.
+        batch: seconds by the copy engines.
+        kernel: seconds by the kernel.
+    """
 
     piece: int
     batch: float

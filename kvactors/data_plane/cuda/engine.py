@@ -41,13 +41,15 @@ class CudaStatistics(NamedTuple):
 
     Attributes:
         batches: calls for many copies.
-        launches: of kernels.
+        launches: launches of the copy kernel.
         singles: calls for one copy.
-        bytes: put on a stream, whether they arrived or not.
+        bytes_to_host: bytes put on the stream to the host, whether they arrived or not.
+        bytes_to_device: bytes put on the stream to the device, whether they arrived or not.
         errors: operations that failed.
         batch_from: bytes from which on a piece goes by the copy engines.
         timings: the measurements behind that choice, empty if there were none.
-        has_batch, has_kernel: capabilities of the driver.
+        has_batch: whether the driver copies many pieces with one call.
+        has_kernel: whether the copy kernel can be used.
         broken: why copies are impossible from now on, or None.
     """
 

@@ -24,7 +24,12 @@ class RankStatistics(NamedTuple):
     """The state of one rank at this moment.
 
     Attributes:
-        losses, silences: how often its connection was lost, and an answer was late.
+        rank: its number.
+        health: healthy, joining, away or silent.
+        operations: operations sent to it.
+        in_flight: operations that it has not answered.
+        losses: how often its connection was lost.
+        silences: how often an answer was late.
         violations: how often it violated the protocol.
     """
 

@@ -51,15 +51,26 @@ def make_class_sink(settings: ClassSinkConfig, block_size: int) -> Sink:
     Raises:
         ConfigError: there is no such class, or it cannot be made from these settings.
     """
-    where = f"flush.sinks {settings.label!r}: kind"
-    known = ("memory", "jsonl", "attention_store", "kv_events")
-    kind = class_at(settings.class_path, Sink, where, known, ConfigError)
+    kind = class_of_sink(settings)
     try:
         made: Sink = kind(settings, block_size)
     except TypeError as error:
-        raise ConfigError(f"{where} {settings.class_path!r} cannot be made: {error}") from error
+        where = f"flush.sinks {settings.label!r}: kind {settings.class_path!r}"
+        raise ConfigError(f"{where} cannot be made: {error}") from error
     require_sink(made)
     return made
+
+
+def class_of_sink(settings: ClassSinkConfig) -> type[Sink]:
+    """The class of a sink of another package.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    known = ("memory", "jsonl", "attention_store", "kv_events")
+    where = f"flush.sinks {settings.label!r}: kind"
+    found: type[Sink] = class_at(settings.class_path, Sink, where, known, ConfigError)
+    return found
 
 
 def require_sinks(config: Config, sinks: Sequence[Sink]) -> None:
