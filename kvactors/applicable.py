@@ -36,7 +36,15 @@ STORAGE_USES = {
     "file": SLOT_STORE
     | CAPACITY
     | PLACE
-    | {"directory", "free_space_floor", "durability", "read_only", "io_depth", "keep_tokens"},
+    | {
+        "directory",
+        "free_space_floor",
+        "durability",
+        "read_only",
+        "io_depth",
+        "io_write_depth",
+        "keep_tokens",
+    },
     "mooncake": SLOT_STORE | PLACE | {"mooncake"},
     "attention_store": STORE_COMMON | {"exclusive"},
 }

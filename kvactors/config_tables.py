@@ -246,7 +246,8 @@ class StorageConfig(
         durability: an object of the file store counts as stored when the system has it (written)
             or the device has it (synced).
         read_only: the file store is a view beside the process that writes.
-        io_depth: the file store's reads and writes at once.
+        io_depth: the file store's reads at once.
+        io_write_depth: its writes at once, as many as reads if unset.
         keep_tokens: the file store keeps each block's tokens beside it, so that stored blocks are
             announced to the sinks after a restart (not those under a salt).
         exclusive: a block loaded from storage leaves it.
@@ -271,7 +272,8 @@ class StorageConfig(
     free_space_floor: ByteSize = "64MB"
     durability: Literal["written", "synced"] = "written"
     read_only: bool = False
-    io_depth: Depth = 4
+    io_depth: Depth = 16
+    io_write_depth: Depth | None = None
     exclusive: bool = False
     keep_tokens: bool = True
     write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = (

@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 
@@ -21,7 +22,21 @@ PAGE = 4096
 TOUCH_PIECE = 64 << 20
 """Bytes touched between two checks for a stop."""
 
+HUGE = 2 << 20
+"""Bytes of a huge page, the first of which the slots begin in."""
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
 log = get_logger()
+
+
+def huge_pages_off() -> str:
+    """Why this system gives no huge pages to memory that asks for them, empty if it does."""
+    try:
+        chosen = HUGE_PAGES.read_text("ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        return f"{HUGE_PAGES} cannot be read: {error}"
+    return f"{HUGE_PAGES} is 'never'" if "[never]" in chosen else ""
 
 
 def slot_stride(block_bytes: int, trailer: int) -> int:
@@ -73,7 +88,8 @@ class Arena(HostSlots):
     """Host slots in the memory of this process.
 
     The slots are contiguous from `address`. Each takes `stride` bytes: block_bytes and the trailer,
-    rounded up to whole pages.
+    rounded up to whole pages. They are in huge pages where the system gives them: `small_pages` is
+    the reason if it does not, empty if it does.
 
     Args:
         num_slots: number of slots.
@@ -101,12 +117,34 @@ class Arena(HostSlots):
         self.pinned = pinned
         self.locked = False
         self._stopped = self._touching = self._closed = False
-        self._map = mmap.mmap(-1, max(1, num_slots) * self.stride)
-        self._bytes = np.frombuffer(self._map, np.uint8)
+        size = max(1, num_slots) * self.stride
+        # Private: shared memory gets huge pages from a setting that is off by default.
+        self._map = mmap.mmap(
+            -1, size + (HUGE if size >= HUGE else 0), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        whole = np.frombuffer(self._map, np.uint8)
+        start = -int(whole.ctypes.data) % HUGE if size >= HUGE else 0
+        self._bytes = whole[start : start + size]
         self.address = int(self._bytes.ctypes.data)
         if numa_node is not None:
-            bind(self.address, len(self._map), numa_node)
+            bind(self.address, size, numa_node)
+        self.small_pages = self._ask_for_huge_pages(start, size)
         end_at_exit(self)
+
+    def _ask_for_huge_pages(self, start: int, size: int) -> str:
+        """Why the memory has pages of 4 KiB, empty if it gets larger ones. A device moves a run of
+        memory in one piece, and takes a limited number of pieces a request."""
+        if size < HUGE:
+            return f"{size} bytes are less than a huge page"
+        reason = huge_pages_off()
+        if not reason:
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE * HUGE)
+                return ""
+            except OSError as error:
+                reason = f"the system refuses them: {error}"
+        log.info("the arena has small pages", bytes=size, reason=reason)
+        return reason
 
     def end(self, limit: float) -> None:
         """Stop a thread that touches, at the interpreter's exit. See `threads.Ending`."""

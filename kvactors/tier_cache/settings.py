@@ -73,7 +73,7 @@ class TierStorage(
     capacity_bytes: ByteSize | None = None
     free_space_floor: ByteSize = "64MB"
     durability: Literal["written", "synced"] = "written"
-    io_depth: Depth = 4
+    io_depth: Depth = 16
     write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = (
         "write_through"
     )

@@ -33,6 +33,7 @@ VALUES: dict[str, Any] = {
     "durability": "synced",
     "read_only": True,
     "io_depth": 9,
+    "io_write_depth": 9,
     "keep_tokens": False,
     "exclusive": True,
     "min_fetch_blocks": 2,

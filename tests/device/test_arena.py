@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from pathlib import Path
+
+import pytest
+import structlog
 
 import kvactors.device.arena as module
 from kvactors.device.arena import Arena
@@ -96,3 +100,60 @@ asyncio.run(main())
     assert plain == "ok"
     assert pinned.startswith("degraded host memory: host.pinned: the system refuses to lock")
     assert pinned.endswith("raise the limit of locked memory (ulimit -l)")
+
+
+def huge_kib(address, size):
+    """KiB of huge pages in the mapping of an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text("ascii").splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(part, 16) for part in first.split("-"))
+            inside = low < address + size and address < high
+        elif inside and line.startswith("AnonHugePages:") and line.split()[1] != "0":
+            return int(line.split()[1])
+    return 0
+
+
+def test_the_slots_are_in_huge_pages_where_the_system_gives_them(monkeypatch):
+    arena = Arena(3, (2 << 20) - 5)
+    assert arena.address % module.HUGE == 0
+    assert arena.nbytes == 6 << 20
+    arena.touch()
+    if not arena.small_pages:
+        assert huge_kib(arena.address, arena.nbytes) >= 2048
+    last = arena.view(2)
+    last[:] = b"x" * len(last)
+    arena.close()
+    small = Arena(3, 4096)
+    assert "less than a huge page" in small.small_pages
+    assert len(small._map) == small.nbytes
+    small.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("always [madvise] never\n", ""), ("always madvise [never]\n", "is 'never'"), (None, "read")],
+)
+def test_a_system_without_huge_pages_is_logged_with_its_reason(tmp_path, monkeypatch, text, reason):
+    path = tmp_path / "enabled"
+    monkeypatch.setattr(module, "HUGE_PAGES", path)
+    if text is not None:
+        path.write_text(text)
+    with structlog.testing.capture_logs() as logs:
+        arena = Arena(1, 2 << 20)
+    arena.view(0)[:] = bytes(2 << 20)
+    arena.close()
+    if reason:
+        assert reason in arena.small_pages
+        assert [one["reason"] for one in logs] == [arena.small_pages]
+    else:
+        assert "refuses" in arena.small_pages or not arena.small_pages
+
+
+def test_an_advice_that_is_refused_leaves_small_pages(monkeypatch):
+    monkeypatch.setattr(module, "huge_pages_off", lambda: "")
+    monkeypatch.setattr(module.mmap, "MADV_HUGEPAGE", 12345)
+    arena = Arena(1, 2 << 20)
+    assert "refuses" in arena.small_pages
+    arena.close()

@@ -49,7 +49,7 @@ class L2Settings(
     numa_node: DeviceNumber | None = None
     free_space_floor: int | str = "64MB"
     durability: Literal["written", "synced"] = "written"
-    io_depth: int = 4
+    io_depth: int = 16
     timeout_s: float = 10.0
     open_timeout_s: float = 60.0
     close_timeout_s: float = 5.0

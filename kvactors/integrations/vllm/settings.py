@@ -80,7 +80,7 @@ class TierSettings(
     capacity_bytes: int | str | None = None
     free_space_floor: int | str = "64MB"
     durability: Literal["written", "synced"] = "written"
-    io_depth: int = 4
+    io_depth: int = 16
     timeout_s: float = 10.0
     model: str | None = None
     enable_kv_events: bool = False

@@ -115,6 +115,7 @@ def make_file_backend(
         durability=config.durability,
         read_only=config.read_only,
         depth=config.io_depth,
+        write_depth=config.io_write_depth or 0,
         identity=identity,
         block_size=block_size if config.keep_tokens else 0,
     )
