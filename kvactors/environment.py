@@ -76,7 +76,7 @@ NOT_HONOURED = (
     "MC_MAX_MR_SIZE",
     "MC_TCP_BIND_ADDRESS",
 )
-"""FastDeploy's variables about its KV cache that set nothing here. docs/fastdeploy.md has the
+"""FastDeploy's variables about its KV cache that set nothing here. docs/how-to/fastdeploy.md has the
 reason for each."""
 
 OURS = ("KVACTORS_", "FD_", "AS_")

@@ -134,7 +134,7 @@ def test_other_names_are_not(name):
 
 
 def test_every_variable_is_in_the_page_for_operators_and_every_name_there_is_known():
-    text = (Path(kvactors.__file__).parents[1] / "docs" / "fastdeploy.md").read_text()
+    text = (Path(kvactors.__file__).parents[1] / "docs" / "how-to" / "fastdeploy.md").read_text()
     named = set(re.findall(r"`((?:FD|AS|KVACTORS|ENABLE|FILE|USE|DISABLE|MC)_[A-Z0-9_]+)`", text))
     assert named == {*HONOURED, *NOT_HONOURED}
 

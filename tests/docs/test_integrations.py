@@ -1,0 +1,87 @@
+"""The pages about FastDeploy and routers: programs run, and caches open with the settings."""
+
+from __future__ import annotations
+
+import re
+import socket
+import tomllib
+
+import pytest
+
+import kvactors
+from kvactors.config import Config
+from tests.docs.pages import HOW_TO, output_of
+
+BLOCK = re.compile(r"```(python|toml) title=\"([^\"]+)\"\n(.*?)```", re.DOTALL)
+STAND_IN = "kvactors.testing.attentionstore_sdk"
+
+
+def files_of(page):
+    text = (HOW_TO / page).read_text("utf-8")
+    found = {name: block for _, name, block in BLOCK.findall(text)}
+    assert len(found) == len(re.findall(r"^```(?:python|toml)", text, re.MULTILINE)), (
+        "no other block"
+    )
+    return found
+
+
+FASTDEPLOY, ROUTERS = files_of("fastdeploy.md"), files_of("routers.md")
+
+
+def test_a_cache_with_a_file_store_serves_the_program(tmp_path):
+    (tmp_path / "file.toml").write_text(FASTDEPLOY["file.toml"], "utf-8")
+    environment = {"PATH": "", "FILE_BACKEND_STORAGE_DIR": str(tmp_path / "kv")}
+    output = output_of(FASTDEPLOY["serve.py"], tmp_path, environment)
+    assert "first: 0 of 200 tokens" in output
+    assert "second: 192 of 200 tokens" in output
+    assert "3 blocks are stored" in output
+    assert (tmp_path / "kv").is_dir()
+
+
+@pytest.mark.parametrize("only_flush", [False, True])
+async def test_attention_store_opens_as_store_and_as_index(monkeypatch, only_flush):
+    if only_flush:
+        monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
+    data = tomllib.loads(FASTDEPLOY["attention_store.toml"])
+    data["attention_store"] = {"sdk": STAND_IN}
+    data |= {"device": {"num_blocks": 16}, "host": {"slots": 4}}
+    async with kvactors.open(data) as cache:
+        async with await cache.acquire("r", list(range(200))) as lease:
+            await lease.wait_ready()
+            await lease.finish(200)
+        await cache.wait_flushed()
+        assert len(cache.sinks) == only_flush
+        assert (cache.statistics().store is None) == only_flush
+
+
+def test_the_settings_of_mooncake_are_valid():
+    config = Config.from_mapping(tomllib.loads(FASTDEPLOY["mooncake.toml"]))
+    assert config.storage.backend == "mooncake"
+    assert config.storage.mooncake.master_server_address == "127.0.0.1:50051"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in ROUTERS if name.endswith(".toml")])
+async def test_a_node_opens_with_the_settings_of_each_router(name):
+    data = tomllib.loads(ROUTERS[name])
+    (sink,) = data["flush"]["sinks"]
+    for key in ("endpoint", "replay_endpoint"):
+        sink[key] = f"tcp://127.0.0.1:{free_port()}"
+    data["device"] = {"num_blocks": 16}
+    async with kvactors.open(data) as cache:
+        async with await cache.acquire("r", list(range(40))) as lease:
+            await lease.finish(40)
+        await cache.wait_flushed()
+        assert cache.health().status == "ok"
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.mark.full
+def test_the_reader_prints_the_events_of_a_request(tmp_path):
+    output = output_of(ROUTERS["reader.py"], tmp_path)
+    assert "BlockStored GPU 2" in output
