@@ -76,8 +76,8 @@ NOT_HONOURED = (
     "MC_MAX_MR_SIZE",
     "MC_TCP_BIND_ADDRESS",
 )
-"""FastDeploy's variables about its KV cache that set nothing here. docs/how-to/fastdeploy.md has the
-reason for each."""
+"""FastDeploy's variables about its KV cache that set nothing here. docs/how-to/fastdeploy.md has
+the reason for each."""
 
 OURS = ("KVACTORS_", "FD_", "AS_")
 """Prefixes of names that may be misspelt names of honoured variables."""
