@@ -42,7 +42,7 @@ BUGS: tuple[Mutation, ...] = (
         "        lease.output_tokens = message.output_tokens\n",
         "",
         "the number of output tokens that an engine passes to finish has no effect",
-        (f"{TESTS}::test_the_output_is_what_was_added_or_what_the_caller_says",),
+        (f"{TESTS}::test_the_output_is_what_was_added_or_what_the_caller_gives",),
     ),
     Mutation(
         "prompt_counted_as_output",
@@ -50,7 +50,7 @@ BUGS: tuple[Mutation, ...] = (
         "        lease.prompt_tokens = lease.path.num_tokens\n",
         "",
         "every prompt counts as output",
-        (f"{TESTS}::test_the_output_is_what_was_added_or_what_the_caller_says",),
+        (f"{TESTS}::test_the_output_is_what_was_added_or_what_the_caller_gives",),
     ),
     Mutation(
         "ends_do_not_reach_the_policy",

@@ -56,7 +56,7 @@ def serve(state: Any, number: int, blocks: int, *, first: int) -> int:
 @pytest.mark.parametrize(
     ("added", "given", "output"), [(0, None, -1), (3, None, 3), (3, 500, 500), (0, 0, 0)]
 )
-def test_the_output_is_what_was_added_or_what_the_caller_says(added, given, output):
+def test_the_output_is_what_was_added_or_what_the_caller_gives(added, given, output):
     state, policy = recorded()
     begin(state, 1, 2)
     if added:
