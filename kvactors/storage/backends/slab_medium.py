@@ -22,6 +22,9 @@ from kvactors.storage.counters import StoreCounters
 from kvactors.storage.inventory import OwnedInventory
 from kvactors.storage.messages import Outcome
 
+DEADLINE_EVERY = 64
+"""Objects of a batch that get their slots between two looks at its deadline."""
+
 
 def _no_deadline() -> bool:
     return False
@@ -206,7 +209,7 @@ class SlabMedium:
         taken: dict[int, int] = {}  # slots, by position
         try:
             for i in range(len(keys)):
-                if expired():
+                if i % DEADLINE_EVERY == 0 and expired():
                     break
                 slot = self.supply.take_now()
                 if slot is None:

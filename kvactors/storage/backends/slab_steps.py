@@ -69,7 +69,7 @@ class Growth:
         self._call = self._threads.submit(self._files.grow)
         outcome = await asyncio.wrap_future(self._call)
         if outcome == Outcome.OK:
-            self._slots.give(range(slabs * per_slab, (slabs + 1) * per_slab))
+            self._slots.add(range(slabs * per_slab, (slabs + 1) * per_slab))
         elif outcome == Outcome.NO_SPACE:
             self.pause_until = now() + GROW_AGAIN
         return outcome

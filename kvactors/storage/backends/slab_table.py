@@ -28,7 +28,7 @@ the first page: a larger number gives a store more space for metadata.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -44,6 +44,9 @@ NAME = "KVACTORS slabs"
 MAGIC = b"KVACTORS"
 HEAD = struct.Struct("<8sII32s32sQQQQ")
 FIELD = struct.Struct("<HH")
+KEY, SEQUENCE = slice(48, 80), slice(96, 104)
+"""Places in an entry."""
+
 ENTRY_BYTES = 192
 """Bytes of an entry of a new store without lineages, of which 72 bytes are metadata."""
 
@@ -243,6 +246,18 @@ def blank_entry(
         generation,
     )
     return (head + area).ljust(meta.entry_bytes, b"\0")
+
+
+def blank_entries(
+    meta: Meta, keys: Sequence[bytes], sequence: int, generation: int, metadata: Mapping[int, bytes]
+) -> list[bytes]:
+    """`blank_entry` of several keys with the same metadata and consecutive sequence numbers."""
+    one = blank_entry(meta, bytes(KEY.stop - KEY.start), 0, generation, metadata)
+    before, between, behind = one[: KEY.start], one[KEY.stop : SEQUENCE.start], one[SEQUENCE.stop :]
+    return [
+        b"".join((before, key, between, (sequence + n).to_bytes(8, "little"), behind))
+        for n, key in enumerate(keys)
+    ]
 
 
 def fields_of(entry: bytes) -> dict[int, bytes]:

@@ -13,7 +13,13 @@ from kvactors.storage.backends.slab_lineage import (
     room_beside,
 )
 from kvactors.storage.backends.slab_objects import proved
-from kvactors.storage.backends.slab_table import WRITTEN_AT, blank_entry, checksum_of, mark_of
+from kvactors.storage.backends.slab_table import (
+    WRITTEN_AT,
+    blank_entries,
+    blank_entry,
+    checksum_of,
+    mark_of,
+)
 from kvactors.storage.backends.slab_threads import SlabThreads
 from kvactors.storage.backends.slots import Slots
 from kvactors.storage.messages import Outcome
@@ -70,10 +76,12 @@ class SlabWrites:
         meta, sequence = self._files.meta, self.sequence
         self.sequence += len(keys)
         moment = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
+        lineages = [self.lineages.get(key) for key in keys]
+        if not any(lineages):
+            return blank_entries(meta, keys, sequence, generation, moment)
         space = room_beside(meta)
         found = []
-        for n, key in enumerate(keys):
-            lineage = self.lineages.get(key)
+        for n, (key, lineage) in enumerate(zip(keys, lineages, strict=True)):
             fields = moment if lineage is None else moment | fields_of_lineage(lineage, space)
             found.append(blank_entry(meta, key, sequence + n, generation, fields))
         return found

@@ -51,6 +51,10 @@ class Slots:
                 self._leaving.remove(slot)
                 self.free.append(slot)
 
+    def add(self, slots: Iterable[int]) -> None:
+        """New slots, which nothing has read yet."""
+        self.free.extend(slots)
+
     def give(self, slots: Iterable[int]) -> None:
         """The slots hold no object any more: free now, or when their last reads end."""
         for slot in slots:
