@@ -1,6 +1,6 @@
 """Plants each mutation alone in a copy of the tree and runs the tests that must notice it.
 
-    python tests/planted/run.py [--only NAME ...] [--jobs 2] [--json OUT] [--markdown OUT]
+    python tests/planted/run.py [--only NAME ...] [--jobs 2] [--json OUT] [--markdown OUT] [--list]
 
 Exit 0 if every mutation was caught and the same tests pass on the unmutated copy, else 1.
 """
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from catalogue import MUTATIONS
+from catalogue import MUTATIONS, list_of
 from mutation import Mutation
 from rich.console import Console
 from rich.markup import escape
@@ -277,8 +277,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--markdown", type=Path, metavar="OUT")
+    parser.add_argument("--list", action="store_true", help="print a table of the bugs and end")
     chosen = parser.parse_args(arguments)
     mutations = [m for m in MUTATIONS if not chosen.only or m.name in chosen.only]
+    if chosen.list:
+        print(list_of(mutations), end="")
+        return 0
     console = Console(width=None if sys.stdout.isatty() else 200)
     try:
         for mutation in mutations:

@@ -4,7 +4,9 @@ them."""
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
+import docs_hook
 import pytest
 import run
 from catalogue import MUTATIONS
@@ -26,6 +28,22 @@ def test_a_mutation_occurs_once_and_changes_the_code(mutation):
 
 def test_names_are_given_once():
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 18
+
+
+def test_the_page_gets_every_bug_when_the_site_is_built(capsys):
+    docs = run.ROOT / "docs"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=docs_hook.PAGE))
+    text = (docs / docs_hook.PAGE).read_text("utf-8")
+    built = docs_hook.on_page_markdown(text, page, config=None, files=None)
+    rows = [line.split(" | ") for line in built.splitlines() if line.startswith("| ")]
+    assert [row[0][2:] for row in rows[1:]] == [mutation.name for mutation in MUTATIONS]
+    assert all(len(row) == 4 for row in rows)
+    hooks = (run.ROOT / "mkdocs.yml").read_text("utf-8")
+    assert f"hooks:\n  - tests/planted/{docs_hook.__name__}.py\n" in hooks
+    assert run.main(["--list", "--only", MUTATIONS[0].name]) == 0
+    assert capsys.readouterr().out == run.list_of(MUTATIONS[:1])
+    other = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    assert docs_hook.on_page_markdown(text, other) == text
 
 
 @pytest.mark.parametrize(
