@@ -533,3 +533,51 @@ def test_victims_that_are_found_together_are_those_that_are_found_one_by_one(see
         elif act == "land" and fetching:
             fetching.clear()
         assert not answers or answers[0] == answers[1], act
+
+
+# -- the least and small limits
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_every_limit_may_be_as_small_as_one(seed: int, tmp_path: Any) -> None:
+    """Whatever is a hit has its bytes, and nothing is left over."""
+    rng = random.Random(seed)
+
+    def limit() -> int:
+        return rng.choice([1, 1, 2, 3, 7, 64])
+
+    size, slots = limit(), limit()
+    store_settings = {
+        "backend": rng.choice(["none", "memory", "file"]),
+        "directory": str(tmp_path),
+        "free_space_floor": 0,
+        "capacity_blocks": limit(),
+        "io_depth": limit(),
+        "min_hits": limit(),
+        "slot_timeout_s": rng.choice([0.0, 0.001]),
+        "write_policy": rng.choice(["none", "write_through", "write_through_selective"]),
+    }
+    cache = open_tiers(
+        {"model": "m", "block_bytes": size, "num_slots": slots, "storage": store_settings}
+    )
+    for _ in range(60):
+        keys = rng.sample(KEYS[:20], rng.randint(1, 3))
+        found = cache.prepare_store(keys, [None, *keys[:-1]])
+        for key, slot in zip(*found[:2], strict=True) if found else ():
+            cache.memory.view(slot)[:] = payload(key, size)
+        if found:
+            cache.complete_store(found.keys, rng.random() < 0.8)
+        cache.touch(keys)
+        key = rng.choice(KEYS[:20])
+        if cache.lookup(key) is Lookup.HIT:
+            (slot,) = cache.prepare_load([key])
+            assert bytes(cache.memory.view(slot)) == payload(key, size)
+            cache.complete_load([key])
+        if rng.random() < 0.05:
+            cache.reset(storage=rng.random() < 0.5)
+        cache.end_step()
+        cache.check()
+    settle(cache)
+    assert cache.statistics().pinned == 0
+    assert cache.statistics().resident <= slots
+    cache.shutdown()
