@@ -198,6 +198,12 @@ def errors_page() -> str:
         *inspect.cleandoc(errors.__doc__ or "").split("\n\n", 1)[1].splitlines(),
         "```",
         "",
+        "The last column has the calls whose documentation names the error. Besides, every call of",
+        "a cache raises `WrongLoop` outside of its loop, `CacheClosed` once it is closed, and",
+        "`CacheFailed` once it has failed. One that waits for an answer raises `DeadlineExceeded`",
+        "and `ActorFailed`. Every call of a lease raises `LeaseEnded` after its end, and",
+        "`RankLost` after the loss of a rank.",
+        "",
         "| error | also a | meaning | raised by |",
         "|---|---|---|---|",
     ]

@@ -180,13 +180,18 @@ def storage_row(storage: dict[str, float]) -> str:
     """The store's counts in objects: always written, read, late and shed, and any other count that
     is not 0."""
     first = {"writes": "written", "reads": "read", "late": "late", "shed": "shed"}
-    shown = [f"{label} {storage.get(name, 0):g}" for name, label in first.items()]
+    shown = [f"{label} {count_text(storage.get(name, 0))}" for name, label in first.items()]
     shown += [
-        f"{name} {value:g}"
+        f"{name} {count_text(value)}"
         for name, value in storage.items()
         if name not in (*first, "object_bytes") and value
     ]
     return "  ".join(shown)
+
+
+def count_text(value: float) -> str:
+    """A count in full, and any other number with six digits."""
+    return f"{value:.0f}" if value == int(value) else f"{value:g}"
 
 
 def rates_text(rates: dict[str, float]) -> str:
@@ -212,7 +217,7 @@ def report_rows(report: Report) -> list[tuple[str, str]]:
     ]
     if len(report.sinks) > 1 or any(sink["retried"] for sink in report.sinks.values()):
         told = (
-            f"{name}: " + ", ".join(f"{key} {value:g}" for key, value in sink.items())
+            f"{name}: " + ", ".join(f"{key} {count_text(value)}" for key, value in sink.items())
             for name, sink in report.sinks.items()
         )
         rows.append(("sinks", "\n".join(told)))

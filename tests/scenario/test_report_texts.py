@@ -1,0 +1,29 @@
+"""Texts of a report's summary."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvactors.scenario.report import count_text, storage_row
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (100_000, "100000"),
+        (1_629_400, "1629400"),
+        (1 << 40, "1099511627776"),
+        (3_210_860.0, "3210860"),
+        (0.25, "0.25"),
+        (0.123456789, "0.123457"),
+    ],
+)
+def test_counts_are_shown_in_full(value, text):
+    assert count_text(value) == text
+
+
+def test_the_counts_of_a_store():
+    counts = {"writes": 1_234_567, "reads": 2, "object_bytes": 9, "corrupt": 0, "capacity": 1 << 21}
+    expected = "written 1234567  read 2  late 0  shed 0  capacity 2097152"
+    assert storage_row(counts) == expected
