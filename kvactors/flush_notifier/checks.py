@@ -31,7 +31,7 @@ def check_steps(ledger: Ledger) -> Iterator[None]:
     children = ShardedDict[int]()
     blocks: list[LedgerBlock] = []
     dirty = [0] * len(ledger.sinks)
-    idle = 0
+    idle, step = 0, step_of(ledger)
     for i, block in enumerate(tree.order, 1):
         _check_block(ledger, block)
         if version == tree.version:
@@ -43,7 +43,7 @@ def check_steps(ledger: Ledger) -> Iterator[None]:
             idle += block in tree.idle
             for view in ledger.sinks:
                 dirty[view.index] += block in view.dirty
-        if not i % tree.step:
+        if not i % step:
             yield
     yield from _check_counts(ledger, version, blocks, children)
     if version == tree.version:
@@ -66,7 +66,7 @@ def check_steps(ledger: Ledger) -> Iterator[None]:
 def _check_counts(
     ledger: Ledger, version: int, blocks: list[LedgerBlock], children: ShardedDict[int]
 ) -> Iterator[None]:
-    tree, unnamed = ledger.tree, ledger.unnamed
+    tree, unnamed, step = ledger.tree, ledger.unnamed, step_of(ledger)
     for i, (block_hash, tiers) in enumerate(_items(unnamed.tiers), 1):
         if version != tree.version:
             return
@@ -74,7 +74,7 @@ def _check_counts(
         _require(block_hash not in tree.blocks, "an unnamed block in the tree")
         fault = unnamed.fault(block_hash, tree) if block_hash in unnamed.unplaced else ""
         _require(not fault, fault)
-        if not i % tree.step:
+        if not i % step:
             yield
     _require(len(unnamed.unplaced) <= len(unnamed.tiers), "an unplaced block that is not unnamed")
     for i, block in enumerate(blocks, 1):
@@ -82,8 +82,13 @@ def _check_counts(
             return
         counted = children.of(block.hash).get(block.hash, 0)
         _require(block.children == counted, "child counts disagree")
-        if not i % tree.step:
+        if not i % step:
             yield
+
+
+def step_of(ledger: Ledger) -> int:
+    """Blocks that a check looks at in one step. Each costs several look-ups."""
+    return max(1, ledger.tree.step // 4)
 
 
 def _items(tiers: dict[bytes, int]) -> Iterator[tuple[bytes, int]]:
@@ -148,7 +153,7 @@ def divergence_steps(
         tiers: the blocks that each tier holds.
     """
     differing: set[bytes] = set()
-    looked, step = 0, max(1, ledger.tree.step // 4)  # a block costs several look-ups
+    looked, step = 0, step_of(ledger)
     for sink in sinks:
         mirror, found, expected = mirrors.get(sink), 0, ShardedDict[int]()
         for block, due in due_of(ledger, ledger.sinks[sink].filter, tiers, expected):

@@ -23,7 +23,7 @@ from kvactors.sharded import ShardedSet
 from kvactors.system import System
 from kvactors.types import Tier, split_hashes
 
-SLICE = 0.001
+SLICE = 0.0005
 """Seconds of steps before other tasks run."""
 
 PAGE = 256
@@ -48,7 +48,7 @@ def invariants(system: System) -> list[str]:
 
 
 async def invariants_in_slices(system: System) -> list[str]:
-    """`invariants` in steps of about a millisecond, with other tasks in between."""
+    """`invariants` in slices of less than two milliseconds, with other tasks in between."""
     violated: list[str] = []
     await in_slices(check_steps(system, violated))
     return violated
