@@ -15,16 +15,25 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
 
 BINS = 34
 EDGES = [0.0] + [2.0 ** ((j - 1) / 2) for j in range(1, BINS + 1)]
 """Ages at which bins begin, in seconds: [0, 1), then two bins an octave."""
+
+WIDTHS = np.diff(EDGES)
 
 REFRESH = 32
 """Requests between two computations of the densities."""
 
 PSEUDO = 10.0
 """Observations that the parent class counts for."""
+
+NEAR = 1e-9
+"""Densities that differ by less, as a share, are equal but for rounding errors."""
 
 Class = tuple[int, ...]
 """Values of the features, the most important one first. Without the last value it is the class's
@@ -37,7 +46,28 @@ def step_of(value: float, steps: Sequence[float]) -> int:
 
 
 PARTIAL: Class = (-1,)
-"""The class of a partial last block."""
+"""The class of a partial last block, where partial blocks are cached."""
+
+LAST = -2
+"""First value of the classes of last blocks, where these are distinguished."""
+
+
+class Variant(NamedTuple):
+    """Choices that the described algorithm leaves open.
+
+    Attributes:
+        last: whether the last block of a path has its own classes.
+        half_life: requests after which an observation counts half, 0 for never.
+        guarded: whether the policy keeps near LRU while LRU hits more.
+    """
+
+    last: bool
+    half_life: float
+    guarded: bool
+
+
+DESCRIBED = Variant(last=False, half_life=0, guarded=False)
+SHIPPED = Variant(last=True, half_life=16384, guarded=True)
 
 
 def classify(*, uses: int, gap: float, output: int) -> Class:
@@ -63,56 +93,119 @@ def prior(j: int) -> float:
 class LifeTable:
     """For each class and bin: runs that reached it, and runs that returned in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, half_life: float = 0) -> None:
         self.reached: Counter[tuple[Class, int]] = Counter()
         self.returned: Counter[tuple[Class, int]] = Counter()
-        self.refresh()
-        self._pseudo = 1.0  # until something is learned
+        self.weight = 1.0  # of an observation
+        self._growth = 2 ** (1 / half_life) if half_life else 1.0
+        self._hazards: dict[Class, list[float]] = {}
+        self._decided: dict[Class, list[float]] = {}  # hazards that the densities follow from
+        self._densities: dict[tuple[Class, int], float] = {}  # those that were asked for
+
+    def one_more_request(self) -> None:
+        """Later observations count more, which is the same as earlier ones counting less."""
+        self.weight *= self._growth
 
     def count_reached(self, cls: Class, j: int) -> None:
         """A run's age entered a bin."""
         for length in range(len(cls) + 1):
-            self.reached[cls[:length], j] += 1
+            self.reached[cls[:length], j] += self.weight  # type: ignore[assignment]
 
     def count_returned(self, cls: Class, j: int) -> None:
         """A run was used again at an age in a bin."""
         for length in range(len(cls) + 1):
-            self.returned[cls[:length], j] += 1
+            self.returned[cls[:length], j] += self.weight  # type: ignore[assignment]
+
+    def add(self, cls: Class) -> None:
+        """Compute the densities of a class that is met for the first time, from what its parent has
+        observed until now."""
+        if cls in self._hazards:
+            return
+        if cls:
+            self.add(cls[:-1])
+            self._hazards[cls[:-1]] = self._hazards_of(cls[:-1])
+        self._compute(cls)
 
     def refresh(self) -> None:
-        """Decide by the counts as they are now until the next call."""
-        self._reached, self._returned = self.reached.copy(), self.returned.copy()
-        self._pseudo = PSEUDO
-        self._hazards: dict[Class, list[float]] = {}
-        self._densities: dict[tuple[Class, int], float] = {}
+        """Compute the densities of all classes from the counts, parents first."""
+        self._densities.clear()
+        for cls in sorted(self._hazards, key=len):
+            self._compute(cls)
 
-    def hazard(self, cls: Class) -> list[float]:
-        """For each bin the share of the runs at its beginning that return in it."""
-        if cls not in self._hazards:
-            above = self.hazard(cls[:-1]) if cls else [prior(j) for j in range(BINS)]
-            self._hazards[cls] = [
-                (self._returned[cls, j] + self._pseudo * above[j])
-                / (self._reached[cls, j] + self._pseudo)
-                for j in range(BINS)
-            ]
-        return self._hazards[cls]
+    def _compute(self, cls: Class) -> None:
+        self._hazards[cls] = self._decided[cls] = self._hazards_of(cls)
+
+    def _hazards_of(self, cls: Class) -> list[float]:
+        """From the counts of a class, and its parent's hazard as some observations more."""
+        above = self._hazards[cls[:-1]] if cls else [prior(j) for j in range(BINS)]
+        pseudo = PSEUDO * self.weight
+        return [
+            (self.returned[cls, j] + pseudo * above[j]) / (self.reached[cls, j] + pseudo)
+            for j in range(BINS)
+        ]
 
     def density(self, cls: Class, j: int) -> float:
         """Hits per block and second from a bin on, up to the best age to give up at."""
+        self.add(cls)
         if (cls, j) not in self._densities:
-            hazard, alive, hits, seconds, best = self.hazard(cls), 1.0, 0.0, 0.0, 0.0
-            for k in range(j, BINS):
-                returns = min(1.0, hazard[k])
-                hits += alive * returns
-                seconds += alive * (1 - returns / 2) * (EDGES[k + 1] - EDGES[k])
-                alive *= 1 - returns
-                best = max(best, hits / seconds)
-            self._densities[cls, j] = best
+            returns = np.minimum(self._decided[cls][j:], 1.0)
+            alive = np.cumprod(np.concatenate(([1.0], 1 - returns[:-1])))
+            hits, seconds = alive * returns, alive * (1 - returns / 2) * WIDTHS[j:]
+            self._densities[cls, j] = float(np.max(np.cumsum(hits) / np.cumsum(seconds)))
         return self._densities[cls, j]
 
-    def rises(self, cls: Class, j: int) -> bool:
-        """Whether the next bin is worth more."""
-        return j + 1 < BINS and self.density(cls, j + 1) > self.density(cls, j)
+
+class Guard:
+    """Trust in the statistics: hits more than LRU's, and a small allowance. Each time the trust is
+    used up the allowance falls to a quarter, until the hits have restored the trust.
+
+    An exact LRU of as many blocks is computed beside the cache. While the cache lacks few of its
+    blocks for the trust there is, the statistics choose the victim, else it is the oldest block.
+    """
+
+    START, SLOPE = 16.0, 20.0
+    ALLOWED, ALLOWED_SHARE = 0.005, 0.02  # of all blocks and of the LRU's hits
+    FULL, LEAST = 0.5, 0.02  # shares of that
+
+    def __init__(self) -> None:
+        self.stack: dict[int, None] = {}  # blocks by their last use, the oldest first
+        self.trust = self.START
+        self._blocks = self._hits = 0
+        self._allowed, self._share = 0.0, self.FULL
+
+    def shadow(self, blocks: int) -> list[int]:
+        """The content of an LRU of so many blocks."""
+        return list(islice(reversed(self.stack), blocks))
+
+    def trusts(self, resident: set[int]) -> bool:
+        """Whether the statistics may choose the next victim."""
+        displaced = set(self.shadow(len(resident))) - resident
+        return len(displaced) < int(self.SLOPE * self.trust)
+
+    def request(self, ids: Sequence[int], hits: int, before: int, after: int) -> None:
+        """Compare the hits of a request with those of the LRU.
+
+        Args:
+            ids: its path.
+            hits: of the cache.
+            before: resident blocks before the request.
+            after: resident blocks after it.
+        """
+        shadow = set(self.shadow(before))
+        others = next((at for at, one in enumerate(ids) if one not in shadow), len(ids))
+        self._blocks += len(ids)
+        self._hits += others
+        allowed = max(self.ALLOWED * self._blocks, self.ALLOWED_SHARE * self._hits)
+        trusted = self.trust > 0
+        self.trust += self._share * (allowed - self._allowed) + hits - others
+        self._allowed = allowed
+        if trusted and self.trust <= 0:
+            self._share = max(self.LEAST, self._share / 4)
+        if self.trust >= self.START + after:
+            self.trust, self._share = self.START + after, self.FULL
+        for one in reversed(ids):
+            self.stack.pop(one, None)
+            self.stack[one] = None
 
 
 @dataclass(eq=False)
@@ -143,11 +236,20 @@ class RetainModel:
         size: blocks.
         most_ghosts: runs without a resident block that are remembered at most.
         invert: evict the most valuable run, to test the guard.
+        variant: of the algorithm.
     """
 
-    def __init__(self, size: int, *, most_ghosts: int = 32768, invert: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        most_ghosts: int = 32768,
+        invert: bool = False,
+        variant: Variant = DESCRIBED,
+    ) -> None:
         self.size, self.most_ghosts, self.invert = size, most_ghosts, invert
-        self.table = LifeTable()
+        self.variant, self.guard = variant, Guard()
+        self.table = LifeTable(variant.half_life)
         self.run_of: dict[int, Run] = {}  # of known blocks, resident or not
         self.uses: dict[int, int] = {}
         self.children: dict[int, int] = {}  # resident ones, by block
@@ -155,9 +257,12 @@ class RetainModel:
         self.runs: dict[int, Run] = {}  # with a resident block, by order
         self.ghosts: dict[int, Run] = {}  # the others, by order
         self.evicted: list[int] = []
+        self.compared: Sequence[int] = ()  # evicted by the cache that the model is compared with
+        self.count = 0  # resident blocks
         self._ageing: list[tuple[float, int]] = []  # when a run leaves its bin, its order
         self._requests = self._orders = 0
         self.now = 0.0
+        self._pinned: set[int] = set()  # hit by the request that is served
 
     @property
     def resident(self) -> set[int]:
@@ -184,13 +289,17 @@ class RetainModel:
         self._grow_older()
         known = next((at for at, one in enumerate(ids) if one not in self.run_of), len(ids))
         hits = next((at for at, one in enumerate(ids[:known]) if not self._holds(one)), known)
-        gap = self._gap(ids, known)
+        gap, before = self._gap(ids, known), self.count
+        self._pinned = set(ids[:hits])
         self._take_back(ids[:known])
         self._make_room(len(ids))
         self._touch(ids, gap, output, partial=partial)
         self._forget()
+        if self.variant.guarded:
+            self.guard.request(ids, hits, before, self.count)
         if self._requests % REFRESH == 0:
             self.table.refresh()
+        self.table.one_more_request()
         self._requests += 1
         return hits
 
@@ -228,6 +337,7 @@ class RetainModel:
             for one in mine[: run.held]:
                 self._leave(one)
             run.blocks = run.blocks[len(mine) :]
+            self.count -= min(run.held, len(mine))
             run.held = max(0, run.held - len(mine))
             self._file(run)
 
@@ -245,14 +355,12 @@ class RetainModel:
 
     def _make_room(self, need: int) -> None:
         """Evict until `need` blocks are free."""
-        resident = sum(run.held for run in self.runs.values())
-        while resident + need > self.size:
+        while self.count + need > self.size:
             run = self._victim()
-            while resident + need > self.size and self._is_evictable(run):
-                run.held -= 1
-                resident -= 1
-                self._leave(run.blocks[run.held])
-                self.evicted.append(run.blocks[run.held])
+            run.held -= 1
+            self.count -= 1
+            self._leave(run.blocks[run.held])
+            self.evicted.append(run.blocks[run.held])
             self._file(run)
 
     def _is_evictable(self, run: Run) -> bool:
@@ -260,17 +368,35 @@ class RetainModel:
         return run.held > 0 and not self.children.get(run.blocks[run.held - 1], 0)
 
     def _victim(self) -> Run:
-        """The run of lowest density. Of equal ones the oldest, or the youngest if the density
-        rises with the age."""
+        """The oldest run of the class and bin of lowest density, or the youngest if the density
+        rises with the age. Without trust the oldest run of all."""
         runs = [run for run in self.runs.values() if self._is_evictable(run)]
-        sign = -1 if self.invert else 1
+        if self.variant.guarded and not self.guard.trusts(self.resident | self._pinned):
+            return min(runs, key=lambda run: run.order)
+        bins: dict[tuple[Class, int], list[Run]] = {}
+        for run in sorted(runs, key=lambda run: run.order):
+            bins.setdefault((run.cls, run.bin), []).append(run)
+        lowest = min(self._worth(*one) for one in bins)
+        near = [one for one in bins if self._worth(*one) <= lowest + NEAR * abs(lowest)]
+        choices = []
+        for cls, j in sorted(near, key=lambda one: bins[one][0].order):
+            rises = j + 1 < BINS and self._worth(cls, j + 1) > self._worth(cls, j)
+            choices.append(bins[cls, j][-1 if rises else 0])
+        return self._as_compared(choices)
 
-        def worth(run: Run) -> tuple[float, float, int]:
-            density = self.table.density(run.cls, run.bin)
-            newest = self.table.rises(run.cls, run.bin)
-            return sign * density, -run.order if newest else run.order, run.order
+    def _as_compared(self, choices: list[Run]) -> Run:
+        """Among runs that differ by rounding errors the one that the compared cache chose."""
+        at = len(self.evicted)
+        if at < len(self.compared):
+            for run in choices:
+                if run.blocks[run.held - 1] == self.compared[at]:
+                    return run
+        return choices[0]
 
-        return min(runs, key=worth)
+    def _worth(self, cls: Class, j: int) -> float:
+        """The density, or its opposite to evict the most valuable run."""
+        density = self.table.density(cls, j)
+        return -density if self.invert else density
 
     def _touch(self, ids: Sequence[int], gap: float, output: int, *, partial: bool) -> None:
         """Make new runs of the whole path."""
@@ -283,6 +409,8 @@ class RetainModel:
                 self.children[ids[at - 1]] = self.children.get(ids[at - 1], 0) + 1
         if partial:
             classes[-1] = PARTIAL
+        elif self.variant.last:
+            classes[-1] = (LAST, *classes[-1])
         end = len(ids)
         while end:
             begin = end - 1
@@ -293,9 +421,11 @@ class RetainModel:
             self._orders += 1
             self._file(run)
             self.run_of.update(dict.fromkeys(blocks, run))
+            self.table.add(cls)
             self.table.count_reached(cls, 0)
             self._age_later(run)
             end = begin
+        self.count += len(ids)
 
     def _forget(self) -> None:
         """Forget the oldest ghost entries beyond the limit, and how often their blocks were
