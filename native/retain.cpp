@@ -9,6 +9,7 @@ namespace {
 
 constexpr std::size_t kLostRuns = 32768;       // runs without resident blocks that are remembered
 constexpr std::size_t kGhosts = 1 << 18;       // blocks of those
+constexpr u64 kForgotten = 4096;               // of them in one call
 constexpr std::size_t kMoves = 4096;           // runs that change their bins in one call
 constexpr unsigned kRowShift = 12;
 constexpr u32 kDepthBits = 24;
@@ -16,8 +17,11 @@ constexpr u32 kDepthBits = 24;
 }  // namespace
 
 Retention::Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity)
-    : tables_(std::move(tables)), rows_(1, kRowShift), by_key_(0), buckets_(kBuckets) {
+    : tables_(std::move(tables)), rows_(1, kRowShift), by_key_(kGhosts, false), buckets_(kBuckets) {
     rows_.reserve(capacity, false);
+    // The memory is used as it is needed, and nothing is copied while it grows.
+    runs_.reserve(2 * kLostRuns);
+    ghosts_.reserve(kGhosts);
     begin_trust();
 }
 
@@ -94,7 +98,8 @@ void Retention::settle_lost(u32 id) {
 
 // Those that were lost first go first, unless the shadow has them: it must be exact.
 void Retention::forget() {
-    for (u32 tries = 0; tries < 16 && (lost_runs_ > kLostRuns || by_key_.used() > kGhosts); ++tries) {
+    u64 dropped = 0;
+    for (u32 tries = 0; tries < 16 && dropped < kForgotten && (lost_runs_ > kLostRuns || by_key_.used() > kGhosts); ++tries) {
         const u32 id = lost_.first;
         if (id == kNil) return;
         if (inside(id) != 0) {  // to the end of the queue
@@ -102,8 +107,9 @@ void Retention::forget() {
             runs_[id].ghosts -= 1, settle_lost(id);
             continue;
         }
-        while (runs_[id].first_ghost != kNil) drop_ghost(runs_[id].first_ghost);
-        detach(id, runs_[id].total, 0);
+        u32 gone = 0;
+        for (; runs_[id].first_ghost != kNil && dropped < kForgotten; ++gone, ++dropped) drop_ghost(runs_[id].first_ghost);
+        detach(id, gone, 0);
     }
 }
 
