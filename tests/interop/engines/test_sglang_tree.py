@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvactors.bench import index
@@ -10,8 +12,9 @@ from tests.interop.environments import Environments
 pytestmark = pytest.mark.engines
 
 
-def test_sglangs_tree_finds_the_same_tokens(environments: Environments) -> None:
+def test_sglangs_tree_finds_the_same_tokens(environments: Environments, tmp_path: Path) -> None:
     """The benchmark compares the hits of every turn."""
+    assert tmp_path.is_dir()  # the outer pytest gives it to the inner one
     python = environments.program("sglang_cpu")
     report = index.run(quick=True, sglang_python=python, blocks=4096)
     beside = [row for row in report["rows"] if row["limit_name"] in (index.PEER, index.HASHED)]
