@@ -165,4 +165,4 @@ def test_shipped_settings_are_exact_lru(path):
 
 
 def test_settings_are_shipped():
-    assert len(SHIPPED) == 19
+    assert len(SHIPPED) == 22
