@@ -30,7 +30,7 @@ BUGS: tuple[Mutation, ...] = (
         most = len(path)
 """,
         "a sweep counts hits of the last block of a prompt, which is computed again",
-        (SEARCHED,),
+        ("tests/scenario/test_optimum.py::test_a_cache_of_every_block_hits_every_known_block",),
     ),
     Mutation(
         "refused_request_is_not_counted",
