@@ -119,6 +119,7 @@ def test_no_module_logs_past_the_packages_logger():
         "__main__.py",
         "cli.py",
         "docsgen.py",
+        "top",
         "page.py",
         "report.py",
         "settings_commands.py",

@@ -38,7 +38,7 @@ async def test_a_key_evicted_while_it_is_written_may_be_in_another_batch(tmp_pat
         outcomes = await written(bench.store, bench.arena, (1,), (2, 3), (1,))
         assert outcomes == [[NO_SPACE], [OK, OK], [LATE]]
         whole(bench.store)
-        assert not bench.store.medium.lineages
+        assert not bench.store.medium.writes.lineages
 
 
 async def test_a_key_that_does_not_fit_may_be_in_several_batches(tmp_path):
@@ -47,7 +47,7 @@ async def test_a_key_that_does_not_fit_may_be_in_several_batches(tmp_path):
         assert [one[0] for one in outcomes[:2]] == [NO_SPACE, NO_SPACE]
         assert outcomes[2] in ([OK], [NO_SPACE])
         whole(bench.store)
-        assert not bench.store.medium.lineages
+        assert not bench.store.medium.writes.lineages
 
 
 @pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
