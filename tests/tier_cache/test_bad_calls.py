@@ -540,7 +540,7 @@ def test_victims_that_are_found_together_are_those_that_are_found_one_by_one(see
 
 @pytest.mark.parametrize("seed", range(16))
 def test_every_limit_may_be_as_small_as_one(seed: int, tmp_path: Any) -> None:
-    """Whatever is a hit has its bytes, and nothing is left over."""
+    """Each hit has its bytes, and nothing is left over."""
     rng = random.Random(seed)
 
     def limit() -> int:
