@@ -49,7 +49,7 @@ PARTIAL: Class = (-1,)
 """The class of a partial last block, where partial blocks are cached."""
 
 LAST = -2
-"""First value of the classes of last blocks, where those have classes of their own."""
+"""First value of the classes of last blocks, which have separate ones."""
 
 
 class Variant(NamedTuple):
