@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvactors.actor.clock import now
 from kvactors.actor.context import State
-from kvactors.actor.direct import DirectTurns, are_possible
 from kvactors.actor.instrument import InjectedFailure, Turn
 from kvactors.actor.jobs import JobBroken
 from kvactors.actor.message import Envelope, PeerRestarted, Stop
@@ -91,22 +90,18 @@ class MailboxLoop:
     async def _take_turns(self) -> None:
         channel, budget, time = self._ref.channel, TURN_BUDGET, asyncio.get_running_loop().time
         in_flight, context, outbox = self._ref.in_flight, self._context, self._context.outbox
-        instruments, ref = self._ref.instruments, self._ref
-        direct = DirectTurns(self._actor) if are_possible(asyncio.get_running_loop()) else None
+        instruments = self._ref.instruments
         until = time() + TURN_TIME
         while context.state is State.RUNNING:
             if outbox.waiting:
                 await outbox.flush()
             envelope = channel.get_nowait()
             if envelope is None:
-                ref.direct = direct
-                try:
+                while envelope is None:
                     await channel.wait_for_item()
-                finally:
-                    ref.direct = None
+                    envelope = channel.get_nowait()
                 budget, until = TURN_BUDGET, time() + TURN_TIME
-                continue
-            if budget == 0 or time() > until:
+            elif budget == 0 or time() > until:
                 try:
                     await asyncio.sleep(0)
                 except BaseException:
@@ -117,7 +112,7 @@ class MailboxLoop:
             budget -= 1
             try:
                 if instruments.active:
-                    self.observed_turn(envelope)
+                    self._observed_turn(envelope)
                 else:
                     self.turn(envelope)
             except (KeyboardInterrupt, SystemExit):
@@ -153,8 +148,7 @@ class MailboxLoop:
         elif kind is not PeerRestarted:
             raise TypeError(f"{self._ref.name} has no handler for {kind.__name__}")
 
-    def observed_turn(self, envelope: Envelope[Any]) -> None:
-        """`turn` with the instruments' part."""
+    def _observed_turn(self, envelope: Envelope[Any]) -> None:
         instruments = self._ref.instruments
         instruments.turn = Turn(self._ref, envelope)
         try:

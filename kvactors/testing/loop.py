@@ -62,9 +62,6 @@ class SimLoop(asyncio.BaseEventLoop):
     a stall is a Deadlock at once.
     """
 
-    step_per_message = True
-    """Whether each message takes a step (see `kvactors.actor.direct`)."""
-
     def __init__(self, seed: int = 0, *, limit: int | None = None, impatient: bool = False) -> None:
         super().__init__()
         self.seed = seed

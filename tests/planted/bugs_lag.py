@@ -5,7 +5,6 @@ from __future__ import annotations
 from mutation import Mutation
 
 LAG = "tests/observe/test_lag.py"
-DIRECT = "tests/actor/test_direct.py"
 SHARDED = "tests/observe/test_sharded.py"
 SERVING = "tests/scenario/test_serving.py"
 
@@ -45,66 +44,6 @@ BUGS: tuple[Mutation, ...] = (
         "passes of the cyclic collector stop the loop of a timed replay for hundreds of "
         "milliseconds",
         ("tests/scenario/test_serving.py::test_blocks_are_computed_and_verified_beside_the_loop",),
-    ),
-    Mutation(
-        "direct_turn_overtakes_queued_messages",
-        "actor/channel.py",
-        "        if receiver is None or receiver.done() or self._closed is not None:\n",
-        "        if receiver is None or self._closed is not None:\n",
-        "a commit is handled before the abandon of another lease that was sent first",
-        (f"{DIRECT}::test_it_overtakes_no_message",),
-    ),
-    Mutation(
-        "direct_turns_without_bound",
-        "actor/direct.py",
-        "        self._left = left - 1\n",
-        "",
-        "a client whose requests all hit the device keeps every other task from running",
-        (
-            f"{DIRECT}::test_direct_turns_in_one_pass_are_bounded",
-            f"{DIRECT}::test_a_caller_that_never_waits_lets_others_run",
-        ),
-    ),
-    Mutation(
-        "direct_turns_ignore_time",
-        "actor/direct.py",
-        "        elif not left or self._loop.time() > self._until or not",
-        "        elif not left or not",
-        "64 long turns in a row stop the loop for many milliseconds",
-        (f"{DIRECT}::test_direct_turns_in_one_pass_are_bounded",),
-    ),
-    Mutation(
-        "direct_turn_in_the_asker_s_context",
-        "actor/direct.py",
-        "                self._run(self._turn, envelope)\n",
-        "                self._turn(envelope)\n",
-        "jobs of an actor have the context variables of a caller: its span, its log context, and "
-        "another system's waits for threads",
-        (f"{DIRECT}::test_turns_and_their_jobs_run_in_the_context_of_the_actor",),
-    ),
-    Mutation(
-        "exception_of_a_direct_turn_is_lost",
-        "actor/direct.py",
-        "            self._ref.try_send(Envelope(broken, None, None, envelope.incarnation))\n",
-        "",
-        "an actor whose turn has raised continues with half a change",
-        (f"{DIRECT}::test_an_exception_fails_the_actor_and_not_the_asker",),
-    ),
-    Mutation(
-        "messages_of_a_direct_turn_stay_in_the_outbox",
-        "actor/direct.py",
-        "            self._channel.wake()",
-        "            pass",
-        "offloads of a full host tier wait until the index gets another message",
-        (f"{DIRECT}::test_the_last_messages_to_a_full_receiver_leave_too",),
-    ),
-    Mutation(
-        "direct_turns_on_virtual_time",
-        "actor/direct.py",
-        '    return not getattr(loop, "step_per_message", False)\n',
-        "    return True\n",
-        "a simulation has fewer orders of messages than a server",
-        (f"{DIRECT}::test_a_loop_of_virtual_time_takes_a_step_for_each_message",),
     ),
     Mutation(
         "blocks_of_a_check_freed_at_once",
