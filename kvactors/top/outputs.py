@@ -8,6 +8,7 @@ import signal
 import sys
 import termios
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,12 +23,12 @@ from kvactors.top.screen import frame
 from kvactors.top.view import View
 
 
-class Show:
+class Show(ABC):
     """Shows views."""
 
+    @abstractmethod
     def view(self, view: View) -> None:
         """Show a view."""
-        raise NotImplementedError
 
     def ended(self) -> bool:
         """Whether the user has ended it. Called several times a second."""

@@ -15,7 +15,6 @@ import typing
 from pathlib import Path
 
 import pytest
-import structlog
 
 import kvactors as kvactors_package
 from kvactors import cli
@@ -53,18 +52,6 @@ system_tokens = 8
 requests = {}
 """
 BENCHES = ("index", "acquire", "lag", "copy")
-
-
-@pytest.fixture
-def kvactors(capsys):
-    def call(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            main([*map(str, arguments)])
-        out = capsys.readouterr()
-        return exit_.value.code, out.out, out.err
-
-    yield call
-    structlog.reset_defaults()
 
 
 def write(path, text):

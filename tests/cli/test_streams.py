@@ -10,25 +10,11 @@ import sys
 from io import StringIO
 
 import pytest
-import structlog
 
-from kvactors.cli import main
 from kvactors.report import check_distinct, print_fields, print_rows, write_output
 from tests.cli.test_sweep_command import TRACE
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-
-
-@pytest.fixture
-def kvactors(capsys):
-    def call(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            main([*map(str, arguments)])
-        out = capsys.readouterr()
-        return exit_.value.code, out.out, out.err
-
-    yield call
-    structlog.reset_defaults()
 
 
 @pytest.fixture

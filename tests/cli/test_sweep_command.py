@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import pytest
-import structlog
-
-from kvactors.cli import main
 
 TRACE = [[0, 1, 2], [0, 1, 3], [4], [0, 1, 2, 5]]
 CONFIG = """
@@ -27,15 +25,8 @@ limit = 3
 
 
 @pytest.fixture
-def kvactors(capsys):
-    def call(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            main(["sweep", *map(str, arguments)])
-        out = capsys.readouterr()
-        return exit_.value.code, out.out, out.err
-
-    yield call
-    structlog.reset_defaults()
+def kvactors(kvactors):
+    return partial(kvactors, "sweep")
 
 
 @pytest.fixture
