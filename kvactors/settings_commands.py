@@ -11,6 +11,7 @@ from rich.console import Console
 from kvactors.config import read_toml
 from kvactors.errors import ConfigError
 from kvactors.report import Output, check_distinct, print_fields, print_rows, to_stdout, write_json
+from kvactors.scenario.shipped import find_toml
 from kvactors.settings_docs import json_schema
 from kvactors.settings_report import as_toml, check_file, effective, kind_of
 from kvactors.size_report import CacheDtype, SizeReport, size_report
@@ -28,14 +29,14 @@ def config_check(*files: Path, json: Output | None = None) -> int:
     Parameters
     ----------
     files
-        TOML files.
+        TOML files, or names of packaged scenarios and replay settings.
     json
         Where to write what was found.
     """
     if not files:
         raise ConfigError("config check needs a file")
     check_distinct(files, json=json)
-    found = [check_file(path, os.environ) for path in files]
+    found = [check_file(find_toml(path), os.environ) for path in files]
     console = Console(stderr=str(json) == "-", highlight=False, soft_wrap=True)
     for one in found:
         state = "[red]invalid[/red]" if one.faults else "[green]ok[/green]"

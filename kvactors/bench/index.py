@@ -141,12 +141,12 @@ class Bench:
 
     Attributes:
         rows: those measured so far.
-        memory: bytes a block, by name.
+        memory: the bytes of a block, by the name of the measurement.
     """
 
     def __init__(self, peer: ChildProcess | None, rounds: int) -> None:
         self.rows: list[Row] = []
-        self.memory: dict[str, float] = {}
+        self.memory: dict[str, str] = {}
         self._peer = peer
         self._rounds = rounds
         self._ours = OurTree()
@@ -174,7 +174,7 @@ class Bench:
         # A small index may fit in memory that the process has.
         ours = max(resident_bytes() - before, 1) / (stored * per_prompt)
         name = f"memory a block of {block_size}, {blocks:,} blocks"
-        self.memory[name] = round(ours, 1)
+        self.memory[name] = f"{ours:.1f} bytes"
         if self._peer is not None:
             found = self._peer.ask("fill", prompts=stored)["bytes"] / (stored * per_prompt)
             self.rows.append(time_row(f"block {block_size}, {name}", ours, found, "bytes", PEER))
@@ -288,6 +288,6 @@ def run(*, quick: bool = False, sglang_python: str = "", blocks: int = 0) -> dic
         "rounds": rounds,
         "quick": quick,
         "sglang": sglang_python or "not installed",
-        "bytes": bench.memory,
+        **bench.memory,
     }
     return bench_report("index", bench.rows, settings)

@@ -47,5 +47,19 @@ def find_file(path: Path, kind: str) -> Path:
     raise ConfigError(f"there is no file {path}: {unknown(kind, path.stem, names_of(kind))}")
 
 
+def find_toml(path: Path) -> Path:
+    """A file of the caller, or the scenario or the settings of a replay of that name.
+
+    Args:
+        path: of a file, or the name of a file of the package.
+
+    """
+    if not path.exists():
+        for kind in ("scenario", "settings"):
+            if path.stem in names_of(kind):
+                return find_file(path, kind)
+    return path
+
+
 def _root() -> Path:
     return INSTALLED if INSTALLED.is_dir() else IN_A_CLONE

@@ -16,7 +16,8 @@ import pytest
 import kvactors
 from kvactors.errors import ConfigError
 from kvactors.scenario import shipped
-from kvactors.scenario.shipped import SUFFIXES, find_file, names_of
+from kvactors.scenario.shipped import SUFFIXES, find_file, find_toml, names_of
+from kvactors.settings_commands import config_check
 from tests.scenario.small_chat import FILE, text
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +86,17 @@ def python(clone: Path, *arguments: str, before: str = "", flags: tuple[str, ...
         text=True,
         timeout=60,
     )
+
+
+def test_names_of_the_package_are_checked_like_files(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert config_check(Path("no_room"), Path("conversation_device_3k_retain")) == 0
+    printed = capfd.readouterr().out
+    assert "no_room.toml: scenario, ok" in printed
+    assert "conversation_device_3k_retain.toml: replay, ok" in printed
+    own = tmp_path / "no_room"
+    own.write_text("[cache]\nblock_size = 0\n")
+    assert find_toml(Path("no_room")).read_text() == own.read_text()
 
 
 RUN = "import runpy; sys.argv = ['kvactors', '--version']; runpy.run_module('kvactors', None, '__main__')"
