@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         WrongLoop,
         WrongThread,
     )
+    from kvactors.hints import Hints
     from kvactors.layout.gqa import GQALayout
     from kvactors.lease import Hits, Lease
     from kvactors.lookup import FreeBlocks, PromptHits
@@ -56,6 +57,7 @@ __all__ = [
     "FreeBlocks",
     "GQALayout",
     "Health",
+    "Hints",
     "Hits",
     "KVActorsError",
     "KVCache",
@@ -101,6 +103,7 @@ HOMES = {
     "FreeBlocks": "kvactors.lookup",
     "GQALayout": "kvactors.layout.gqa",
     "Health": "kvactors.observe.health",
+    "Hints": "kvactors.hints",
     "Hits": "kvactors.lease",
     "KVActorsError": "kvactors.errors",
     "KVCache": "kvactors.cache",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvactors import lookup as look
-from kvactors import sizing, steps, waits
+from kvactors import sizing, steps, tenants, waits
 from kvactors.arguments import (
     Media,
     check_flag,
@@ -28,6 +28,7 @@ from kvactors.errors import (
     StoreUnsupported,
 )
 from kvactors.flush_notifier.messages import Resync
+from kvactors.hints import Hints, check_hints
 from kvactors.lease import Lease
 from kvactors.observe.health import Health, health
 from kvactors.observe.invariants import divergence_in_slices, invariants, invariants_in_slices
@@ -35,7 +36,6 @@ from kvactors.observe.statistics import CacheStatistics, collect, residency
 from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.messages import (
     Acquire,
-    Clear,
     Pause,
     Prefetch,
     Resume,
@@ -62,6 +62,7 @@ class CacheCalls(OpenCache):
         wait_for_evictions: bool = True,
         wait_for_room: bool = False,
         chunk_tokens: int | None = None,
+        hints: Hints | None = None,
         wait: bool | None = None,
     ) -> Lease:
         """Match a prompt against the cache and take device blocks for all of it, or for a chunk.
@@ -97,6 +98,7 @@ class CacheCalls(OpenCache):
                 the cached tokens and at most so many after them. `Lease.next_chunk` takes more.
                 With a store whose contents only a query can tell, every block that it may have gets
                 a device block.
+            hints: about the reuse of the request's blocks.
             wait: deprecated name of `wait_for_evictions`.
 
         Returns:
@@ -125,6 +127,8 @@ class CacheCalls(OpenCache):
             wait_for_evictions = check_flag("wait_for_evictions", wait_for_evictions)
         if wait_for_room is not False:
             wait_for_room = check_flag("wait_for_room", wait_for_room)
+        if hints is not None:
+            hints = check_hints(hints)
         stored = None
         chunk = 0 if chunk_tokens is None else check_int("chunk_tokens", chunk_tokens, 1)
         if chunk and self.system.store is not None:
@@ -141,6 +145,7 @@ class CacheCalls(OpenCache):
             wait_for_room,
             chunk,
             stored,
+            hints,
         )
         try:
             granted = await self._client.index.ask(message, deadline=at)
@@ -195,29 +200,7 @@ class CacheCalls(OpenCache):
 
     # -- the whole cache
 
-    async def clear(self, *, storage: bool = False, deadline: float | None = None) -> int:
-        """Drop every cached block. Leases in use keep theirs, which cannot be hit any more.
-
-        Args:
-            storage: empty the store as well.
-            deadline: seconds from now.
-
-        Returns:
-            Device blocks that became free at once.
-
-        Raises:
-            StoreUnsupported: the store has no such operation (AttentionStore), and no tier was
-                cleared. Use `set_namespace` or another `attention_store.model_version`.
-        """
-        at = self._client.deadline(deadline)
-        if check_flag("storage", storage) and self.system.device_store is not None:
-            raise StoreUnsupported(
-                f"storage.backend {self.config.storage.backend!r} has no call that removes blocks, "
-                "so nothing was cleared: clear without "
-                "storage=True, and set_namespace() or another attention_store.model_version keeps "
-                "what it holds from being hit"
-            )
-        return int((await self._client.ask(Clear(storage), at)).count)
+    clear = tenants.clear
 
     async def pause(self, *, deadline: float | None = None) -> None:
         """Stop admission. Returns when no transfer is in flight. Requests acquired from now on wait

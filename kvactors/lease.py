@@ -18,6 +18,7 @@ from kvactors.arguments import Media, added_media, check_int, extend_path
 from kvactors.client import Client
 from kvactors.deprecated import renamed
 from kvactors.device_events import Completion, Stream, stream_handle
+from kvactors.hints import Hints, check_hints
 from kvactors.lease_hold import LeaseHold
 from kvactors.native import Path
 from kvactors.prefix_index.messages import (
@@ -252,6 +253,7 @@ class Lease:
         event: Completion | None = None,
         deadline: float | None = None,
         output_tokens: int | None = None,
+        hints: Hints | None = None,
     ) -> None:
         """End the request and release its blocks, also after an error or a cancellation.
 
@@ -262,6 +264,7 @@ class Lease:
             deadline: seconds from now.
             output_tokens: tokens that the model has produced, which the eviction policy `retain`
                 learns from. None: those that were added by `extend`, if any.
+            hints: known at the end of the request only. They replace those of `acquire`.
 
         Raises:
             NotReady: loads are in flight. This, ValueError and TypeError leave the lease open, as
@@ -272,7 +275,9 @@ class Lease:
             None if computed_tokens is None else check_int("computed_tokens", computed_tokens)
         )
         output = None if output_tokens is None else check_int("output_tokens", output_tokens, 0)
-        message = Finish(self._hold.id, computed, output)
+        if hints is not None:
+            hints = check_hints(hints)
+        message = Finish(self._hold.id, computed, output, hints)
         await self._hold.end(message, self._path, self.num_tokens, event, deadline)
 
     async def preempt(

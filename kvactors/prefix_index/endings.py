@@ -52,6 +52,8 @@ class Endings:
         if isinstance(committed, Exception):
             return [Refusal(envelope, committed)]
         lease.output_tokens = message.output_tokens
+        if message.hints is not None:
+            lease.hints = message.hints
         return committed + next_part(self._close(lease, envelope))
 
     def preempt(self, number: int, computed: int, envelope: Envelope[Ack]) -> list[Action]:

@@ -83,6 +83,7 @@ class Grants:
             match.num_device_blocks,
             match.expected_blocks,
         )
+        lease.hints = message.hints
         if not admission.waiting and free >= match.new_blocks:
             return self._grant(lease, match, index.take(match.new_blocks), envelope)
         actions = self._loads.begin(lease, match.segments, placed=False)

@@ -71,6 +71,7 @@ class LongRequests:
                 return (yield from self._begin_again(message, needed, tree, envelope))
         lease = LeaseState(message.lease, message.request_id, path, tree, message.deadline)
         lease.media, lease.device_hits, lease.expected_blocks = message.media, run, run
+        lease.hints = message.hints
         needed = max(path.num_blocks, index.chunk_blocks(path, run, message.chunk_tokens))
         waiter = LongWaiter(self, lease, message, needed, envelope)
         # Without an offload no copy has to be waited for.

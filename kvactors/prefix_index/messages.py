@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 from kvactors.actor import Ask, Control, Later
 from kvactors.actor.message import Message
 from kvactors.flush_notifier.messages import PLAIN, RequestScope
+from kvactors.hints import Hints
 from kvactors.native import Path
 from kvactors.prefix_index.actions import Work
 
@@ -66,6 +67,7 @@ class Acquire(Ask[AcquireResult], frozen=True, eq=False):
         chunk_tokens: tokens after the cached ones that get blocks, 0 for all.
         stored: leading blocks that are in the store or in a tier above it, None if that is not
             known.
+        hints: about the reuse of the request's blocks, None for none.
     """
 
     lease: int
@@ -78,6 +80,7 @@ class Acquire(Ask[AcquireResult], frozen=True, eq=False):
     wait_for_room: bool = False
     chunk_tokens: int = 0
     stored: int | None = None
+    hints: Hints | None = None
 
 
 class Prefetch(Ask[Ack], frozen=True, eq=False):
@@ -202,11 +205,13 @@ class Finish(Ask[Ack], frozen=True, eq=False):
         computed_tokens: tokens to commit first, None for those that were committed before.
         output_tokens: tokens that the model has produced, for the eviction policy. None: those that
             were added after the prompt.
+        hints: that replace those of the lease, None for no change.
     """
 
     lease: int
     computed_tokens: int | None = None
     output_tokens: int | None = None
+    hints: Hints | None = None
 
 
 class Preempt(Ask[Ack], frozen=True, eq=False):

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvactors.actor import Envelope
 from kvactors.errors import KVActorsError
+from kvactors.hints import Hints
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Timed
 
@@ -45,6 +46,7 @@ class LeaseState(msgspec.Struct, eq=False):
         fault: why it can no longer be used.
         prompt_tokens: tokens that it was acquired with.
         output_tokens: of the model, if its holder has given their number.
+        hints: about the reuse of its blocks, None for none.
     """
 
     id: int
@@ -65,6 +67,7 @@ class LeaseState(msgspec.Struct, eq=False):
     fault: LeaseFault | None = None
     prompt_tokens: int = 0
     output_tokens: int | None = None
+    hints: Hints | None = None
 
     def output(self) -> int:
         """Tokens that the model has produced, -1 if that is not known."""

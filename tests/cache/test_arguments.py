@@ -169,6 +169,7 @@ def kinds():
         "event": [5, 0.5, True, "event", b"event", [], {}, object(), Odd()],
         "device": [5, "cuda", b"cuda", [], {}, object(), Odd()],
         "steps": [None, 5, "x", b"x", [5], [None], {1}, (x for x in "a"), [Step(5)], Step(5)],
+        "hints": [5, "pin", b"pin", {"pin": True}, ("pin",), object(), True, Odd()],
         "sink": [None, 5, b"memory", ["memory"], "nope", "", "\ud800", object()],
         "sinks": [
             "memory",
@@ -202,6 +203,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
             "wait_for_evictions": "flag",
             "wait_for_room": "flag",
             "chunk_tokens": "int",
+            "hints": "hints",
         },
     ),
     (KVCache, "prefetch"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST, "deadline": "seconds"}),
@@ -233,7 +235,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (Lease, "reserve"): ({"num_tokens": 1}, {"num_tokens": "int", "deadline": "seconds"}),
     (Lease, "truncate"): ({"num_tokens": 8}, {"num_tokens": "int", "deadline": "seconds"}),
     (Lease, "commit"): ({"computed_tokens": 0}, COMPUTED),
-    (Lease, "finish"): ({}, {**COMPUTED, "output_tokens": "int"}),
+    (Lease, "finish"): ({}, {**COMPUTED, "output_tokens": "int", "hints": "hints"}),
     (Lease, "preempt"): ({}, COMPUTED),
     (Lease, "hashes"): ({"start": 0, "stop": 0}, {"start": "int", "stop": "int"}),
 }
