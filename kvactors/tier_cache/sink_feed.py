@@ -11,7 +11,7 @@ from kvactors.tier_cache.paths import DescribedBlock, DescribedPath, PathBook, b
 from kvactors.types import Reason, Tier
 
 if TYPE_CHECKING:
-    from kvactors.flush_notifier.messages import Report
+    from kvactors.flush_notifier.messages import PathCached, Report
 
 OUTBOX = 16_384
 """Messages at most that wait for the event loop. Beyond that all are dropped, and the whole state
@@ -45,6 +45,8 @@ class SinkFeed:
         outbox: messages that the event loop has not taken.
         resend: the state is to be sent again: FlushNotifier lost it, or messages were dropped.
         wanted: the incarnation of FlushNotifier that is to have the state. Set by the event loop.
+        token_root: root hash of the scope whose blocks go to sinks that identify blocks by tokens
+            alone. Empty: none.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class SinkFeed:
         self.resend = False
         self.wanted = 0
         self.wake: Callable[[], object] = lambda: None
+        self.token_root = b""
         self._scope = scope
         self._fingerprint = fingerprint
         self._held: dict[Tier, dict[bytes, None]] = {tier: {} for tier in self.tiers}
@@ -85,6 +88,10 @@ class SinkFeed:
             self._held[tier].pop(name, None)
         self._put(BlocksRemoved(b"".join(names), tier, reason))
         self._book.release(name for name in names if not self._is_held(name))
+
+    def finish(self, path: PathCached) -> None:
+        """A request has finished: gains that a sink wants only then are due now."""
+        self._put(path)
 
     def describe(self, path: DescribedPath) -> None:
         """See `TierCache.describe`."""

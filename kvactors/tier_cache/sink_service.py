@@ -89,6 +89,7 @@ class SinkService:
             config=self._config,
             epoch=self._epoch,
             idle_limit=self._feed.idle_limit,
+            token_root=self._feed.token_root,
         )
 
     def _make_substitute(self, ref: ActorRef) -> NoNotifier:

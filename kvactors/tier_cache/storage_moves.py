@@ -217,7 +217,7 @@ class StorageMoves:
         """Take in the jobs that have ended."""
         self._trouble = None
         for result in self.storage.poll():
-            blocks = self._in_flight.pop(result.job)
+            blocks = self._in_flight.pop(result.job, [])  # none: the job of another caller
             if result.kind == "lookup":
                 self.queries.answered(result.keys, result.ok, self.storage.clock())
             elif result.kind == "store":
@@ -263,7 +263,7 @@ class StorageMoves:
             self._failed.pop(key, None)
         self.queries.stored(saved)
         self._counters.saved += len(saved)
-        self._counters.failed_saves += len(blocks) - len(saved)
+        self._counters.failed_saves += len(result.keys) - len(saved)
         self._counters.saved_bytes += result.nbytes
         self._record_removed(result.removed, Reason.STORAGE_EVICTION)
         self._record_stored(key for key in saved if self.storage.contains(key))

@@ -1,0 +1,21 @@
+"""kvactors in FastDeploy: `PrefixCacheManager` in the place of FastDeploy's class of that name.
+
+FastDeploy's V1 scheduler makes its calls, synchronously. FastDeploy 2 is not on PyPI, so it has not
+been run with it: the tests drive the class with a model of the scheduler.
+"""
+
+from kvactors.integrations.fastdeploy.device_blocks import FreeBlockList
+from kvactors.integrations.fastdeploy.manager import PrefixCacheManager
+from kvactors.integrations.fastdeploy.settings import FastDeployOptions
+from kvactors.integrations.fastdeploy.statistics import ManagerStatistics
+from kvactors.integrations.fastdeploy.tensor_names import tensors_by_rank
+from kvactors.integrations.fastdeploy.weights import weights_version
+
+__all__ = [
+    "FastDeployOptions",
+    "FreeBlockList",
+    "ManagerStatistics",
+    "PrefixCacheManager",
+    "tensors_by_rank",
+    "weights_version",
+]

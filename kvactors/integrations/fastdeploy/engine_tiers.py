@@ -1,0 +1,217 @@
+"""Opens and closes everything below one manager's device blocks: tiers, AttentionStore, indexes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from kvactors.errors import CacheClosed, ConfigError, LayoutError
+from kvactors.identity import CacheScope
+from kvactors.integrations.fastdeploy.device_cache import DeviceCache
+from kvactors.integrations.fastdeploy.direct_storage import DirectStorage
+from kvactors.integrations.fastdeploy.index_reports import IndexReports
+from kvactors.integrations.fastdeploy.lower_tiers import (
+    EngineTensors,
+    needs_tensors,
+    open_lower_tiers,
+)
+from kvactors.integrations.fastdeploy.settings import ManagerSettings
+
+NO_TENSORS = b"kvactors.fastdeploy.v1"
+"""The layout's fingerprint, with the block size, of a manager that has no tensors."""
+
+NamedTensors = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+
+
+class EngineDevice(NamedTuple):
+    """The device memory, as AttentionStore's adapter uses it.
+
+    Attributes:
+        layout: of a block.
+        regions: address of each tensor.
+        kind: cuda or tensors.
+        ordinal: the GPU's number.
+    """
+
+    layout: Any
+    regions: list[int]
+    kind: str
+    ordinal: int
+
+    @classmethod
+    def of(cls, tensors: EngineTensors) -> EngineDevice:
+        """The tensors of rank 0."""
+        from kvactors.device.tensors import rows_of
+
+        rows = [rows_of(tensor) for tensor in tensors.ordered[0]]
+        first = rows[0]
+        kind = "cuda" if first.gpu and not first.host else "tensors"
+        return cls(tensors.layout, [one.address for one in rows], kind, first.ordinal or 0)
+
+
+class EngineTiers:
+    """The tiers of one manager.
+
+    Args:
+        settings: of the manager.
+        cache: the device's blocks. The tiers are set there when they are open.
+        named: tensors under FastDeploy's names, or a function that returns them, or None.
+        stream: gives the handle of the GPU stream that copies come after.
+
+    Attributes:
+        settings: with the version of the weights of now.
+    """
+
+    def __init__(
+        self,
+        settings: ManagerSettings,
+        cache: DeviceCache,
+        named: NamedTensors,
+        stream: Callable[[], int | None],
+    ) -> None:
+        self.settings = settings
+        self._cache = cache
+        self._named = named
+        self._stream = stream
+        self._tensors: EngineTensors | None = None
+        self._closed = False
+
+    @property
+    def root(self) -> bytes:
+        """The hash that the chains of all requests start from."""
+        return self._scope.root(self._fingerprint)
+
+    @property
+    def _scope(self) -> CacheScope:
+        cache = self.settings.config.cache
+        return CacheScope(cache.model, cache.namespace)
+
+    @property
+    def _fingerprint(self) -> bytes:
+        if self._tensors is not None:
+            return self._tensors.layout.fingerprint
+        text = NO_TENSORS + self.settings.block_size.to_bytes(4, "little")
+        return hashlib.sha256(text).digest()
+
+    def attach(self, num_blocks: int) -> None:
+        """Open everything over the tensors.
+
+        Args:
+            num_blocks: device blocks.
+
+        Raises:
+            ConfigError: a tier or an index needs tensors, and there are none. Or blocks are in use.
+            LayoutError: the tensors do not fit the config.
+            StoreError, SinkError: storage or an index cannot be used.
+        """
+        if self._closed:
+            raise CacheClosed("the manager is closed")
+        settings, cache = self.settings, self._cache
+        if self._tensors is not None or cache.lower is not None:
+            raise ConfigError("the cache tensors are attached already")
+        if cache.blocks.held or cache.blocks.indexed:
+            raise ConfigError(
+                "blocks are in use: attach the cache tensors before the first request"
+            )
+        if not needs_tensors(settings) and not settings.config.flush.sinks:
+            return
+        named = self._named() if callable(self._named) else self._named
+        if named is None:
+            raise ConfigError(
+                "host memory, storage and indexes need the cache tensors: give "
+                "PrefixCacheManager tensors="
+            )
+        tensors = EngineTensors.read(named, settings)
+        self._tensors = tensors
+        try:
+            cache.lower = open_lower_tiers(settings, tensors, stream=self._stream)
+            if cache.lower is not None:
+                self.check_blocks(num_blocks)
+            self._open_services()
+        except BaseException:
+            self._close_all()
+            raise
+
+    def check_blocks(self, num_blocks: int) -> None:
+        """Check a number of device blocks.
+
+        Raises:
+            LayoutError: the tensors have fewer.
+        """
+        lower = self._cache.lower
+        if lower is not None and num_blocks > lower.num_blocks:
+            raise LayoutError(
+                f"total_block_num is {num_blocks}, and the cache tensors have {lower.num_blocks} "
+                "blocks"
+            )
+
+    def _open_services(self) -> None:
+        """Open AttentionStore and the indexes, under the names of the weights of now."""
+        settings, cache, tensors = self.settings, self._cache, self._tensors
+        config = settings.config
+        direct = settings.backend == "attention_store" and not settings.flush_only
+        if tensors is None or not (direct or config.flush.sinks):
+            return
+        from kvactors.flush_notifier.sinks import make_sinks
+        from kvactors.sdk_settings import sdk_settings
+
+        device: Any = EngineDevice.of(tensors)
+        limit = settings.storage.open_timeout_s
+        if direct:
+            from kvactors.storage.backends.attention_store import AttentionStoreBackend
+
+            sdk = sdk_settings(config, tensors.layout, device, (0, settings.ranks))
+            store = DirectStorage(AttentionStoreBackend(sdk, device), settings.storage.timeout_s)
+            store.open(limit)
+            cache.direct = store
+        sinks = make_sinks(config, tensors.layout, device)
+        if sinks:
+            slots = 0 if cache.lower is None else cache.lower.slots
+            total = cache.blocks.total + slots
+            reports = IndexReports(
+                sinks, self._scope, self._fingerprint, settings.block_size, total
+            )
+            reports.open(limit)
+            cache.reports = reports
+
+    def renew(self) -> None:
+        """The cache was emptied: take over the version of the weights.
+
+        Raises:
+            ConfigError: the version cannot be read.
+        """
+        settings = self.settings.with_version()
+        if settings.config.cache.namespace == self.settings.config.cache.namespace:
+            return
+        self._close_services()
+        self.settings = settings
+        self._open_services()
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """The parts that do not work, with reasons."""
+        cache = self._cache
+        lower = () if cache.lower is None else cache.lower.host.tiers.health().reasons
+        return lower + (() if cache.reports is None else cache.reports.troubles)
+
+    def _close_services(self) -> None:
+        cache, limit = self._cache, self.settings.storage.close_timeout_s
+        direct, cache.direct = cache.direct, None
+        reports, cache.reports = cache.reports, None
+        if direct is not None:
+            direct.close(limit)
+        if reports is not None:
+            reports.close(limit)
+
+    def _close_all(self) -> None:
+        lower, self._cache.lower = self._cache.lower, None
+        self._close_services()
+        if lower is not None:
+            lower.close()
+        self._tensors = None
+
+    def close(self) -> None:
+        """Close everything, any number of times."""
+        self._closed = True
+        self._close_all()

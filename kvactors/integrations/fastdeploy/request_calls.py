@@ -1,0 +1,107 @@
+"""The scheduler's calls about one request: match, commit, write, release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvactors.actor.log import get_logger
+from kvactors.errors import KVActorsError
+from kvactors.integrations.fastdeploy.device_cache import DeviceCache
+from kvactors.integrations.fastdeploy.engine_tiers import EngineTiers
+from kvactors.integrations.fastdeploy.hit_rates import HitRates, HitTokens
+from kvactors.integrations.fastdeploy.matching import Match, Matcher
+from kvactors.integrations.fastdeploy.requests import RequestRecord
+
+log = get_logger()
+
+
+class RequestCalls:
+    """Reads FastDeploy's requests, and keeps their records.
+
+    Args:
+        cache: the device's blocks.
+        tiers: everything below them.
+        rates: counts hits.
+    """
+
+    def __init__(self, cache: DeviceCache, tiers: EngineTiers, rates: HitRates) -> None:
+        self._cache = cache
+        self._tiers = tiers
+        self._rates = rates
+        self._matcher = Matcher(cache)
+
+    def match(self, task: Any, block_size: int) -> tuple[list[int], Match]:
+        """See `PrefixCacheManager.request_match_blocks`. Returns the blocks and where they were."""
+        self._check_size(block_size)
+        request = task.request_id
+        self._cache.release(request)
+        record = RequestRecord(task, block_size, self._tiers.root)
+        found = self._matcher.match(request, record)
+        self._cache.requests.open(request, record)
+        gpu, cpu, storage = (
+            len(some) * block_size for some in (found.gpu, found.cpu, found.storage)
+        )
+        self._rates.matched(HitTokens(gpu, cpu, storage, record.path.num_tokens))
+        task.num_cached_blocks = len(record.nodes)
+        return [node.block for node in record.nodes], found
+
+    def commit(
+        self, task: Any, block_size: int, computed: Callable[[int], int], *, resetting: bool
+    ) -> None:
+        """Index the full blocks of a request.
+
+        Args:
+            task: FastDeploy's request.
+            block_size: tokens of a block.
+            computed: the tokens that are computed, by the number of its tokens.
+            resetting: whether the engine updates the weights. Requests of before a reset are no
+                error then.
+
+        Raises:
+            LookupError: the request was not matched, or was released.
+            ValueError: the block table does not have the blocks, or the block size is another one.
+        """
+        self._check_size(block_size)
+        request = task.request_id
+        self._cache.settle()
+        try:
+            record = self._cache.requests.named(request)
+        except LookupError:
+            if not resetting:
+                raise
+            log.warning("request not cached during a reset", request=request)
+            return
+        record.extend(task)
+        full = computed(record.path.num_tokens) // block_size
+        self._cache.commit(record, task.block_tables, full, request)
+        task.num_cached_blocks = len(record.nodes)
+
+    def write(self, request: str) -> None:
+        """See `PrefixCacheManager.write_cache_to_storage`."""
+        requests = self._cache.requests
+        record = requests.begin_write(request)
+        if record is None:
+            return
+        try:
+            record.finished = True
+            self._save(request, record)
+        except (KVActorsError, TimeoutError) as error:
+            log.error("request not written to storage", request=request, error=str(error))
+        finally:
+            requests.end_write(record)
+
+    def _save(self, request: str, record: RequestRecord) -> None:
+        lower, direct, nodes = self._cache.lower, self._cache.direct, list(record.nodes)
+        blocks = [node.block for node in nodes]
+        if lower is not None and lower.writes is not None and nodes:
+            requests = self._cache.requests
+            keys = [node.hash for node in nodes]
+            lower.writes.write(keys, blocks, lambda: requests.holds(request, record))
+        if direct is not None and nodes and not record.has_media:
+            direct.save(record.path.tokens(0, len(nodes)), 0, blocks)
+
+    def _check_size(self, block_size: int) -> None:
+        expected = self._tiers.settings.block_size
+        if block_size != expected:
+            raise ValueError(f"block_size is {expected} in the config, and {block_size} here")

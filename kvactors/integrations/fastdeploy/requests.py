@@ -1,0 +1,229 @@
+"""Requests of an engine: their token chains, and the blocks that they hold in the index."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvactors.extra_keys import block_extras
+from kvactors.integrations.fastdeploy.block_index import BlockIndex, IndexedBlock
+from kvactors.integrations.fastdeploy.device_blocks import DeviceBlocks
+from kvactors.native import Path
+from kvactors.types import HASH_BYTES
+
+PAUSE = 0.001
+"""Seconds between two looks at the writes to storage that a reset waits for."""
+
+
+class RequestRecord:
+    """The chain of a request's block hashes, and the blocks that it holds.
+
+    Args:
+        request: FastDeploy's request.
+        block_size: tokens of a block.
+        root: the hash that the chain starts from.
+
+    Attributes:
+        path: tokens and block hashes.
+        nodes: the leading blocks of the path, all held.
+        spares: blocks of its table whose hash another request's block has in the index.
+        finished: whether the engine has begun to write it to storage, as it does at the finish.
+        writers: one entry for each write to storage that has not ended. Its blocks are not free
+            before. Changed by any thread, in one step of the interpreter.
+        has_media: whether media take part in its block hashes.
+
+    Raises:
+        ValueError: a token is no integer from 0 to 2**32 - 1, or media overlap or are not in order.
+    """
+
+    def __init__(self, request: Any, block_size: int, root: bytes) -> None:
+        self.path = Path(block_size, root)
+        self.nodes: list[IndexedBlock] = []
+        self.spares: list[int] = []
+        self.finished = False
+        self.writers: list[None] = []
+        self.root = root
+        self.has_media = self._set_media(request, block_size)
+        self.extend(request)
+
+    def _set_media(self, request: Any, block_size: int) -> bool:
+        inputs = getattr(request, "multimodal_inputs", None) or {}
+        positions, hashes = inputs.get("mm_positions") or (), inputs.get("mm_hashes") or ()
+        if not len(positions):
+            return False
+        places = [(int(one.offset), int(one.length)) for one in positions]
+        last = (max(offset + length for offset, length in places) - 1) // block_size + 1
+        extras = block_extras(last, block_size, places, list(hashes))
+        for block, extra in extras.items():
+            self.path.set_extra(block, extra)
+        return bool(extras)
+
+    def extend(self, request: Any) -> None:
+        """Append the tokens that the request has got since the last call.
+
+        Raises:
+            ValueError: the request has fewer tokens than before, or a token is out of range.
+        """
+        prompt, outputs = request.prompt_token_ids, request.output_token_ids
+        chained, total = self.path.num_tokens, len(prompt) + len(outputs)
+        if total < chained:
+            raise ValueError(
+                f"request {request.request_id!r} had {chained} tokens and has {total} now"
+            )
+        if chained < len(prompt):
+            self.path.extend(prompt[chained:])
+            chained = len(prompt)
+        if chained < total:
+            self.path.extend(outputs[chained - len(prompt) :])
+
+    def hashes(self, start: int, stop: int) -> list[bytes]:
+        """Hashes of full blocks."""
+        packed = self.path.hashes(start, stop)
+        return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
+
+
+class Requests:
+    """The requests that were matched and not released.
+
+    Args:
+        blocks: the device blocks.
+        index: the prefix index.
+    """
+
+    def __init__(self, blocks: DeviceBlocks, index: BlockIndex) -> None:
+        self._blocks = blocks
+        self._index = index
+        self._records: dict[str, RequestRecord] = {}
+        self._leaving: dict[RequestRecord, str] = {}  # released during a write to storage
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    # -- any thread
+
+    def begin_write(self, request: str) -> RequestRecord | None:
+        """The record of a request, whose blocks stay until `end_write`. None if it holds nothing.
+
+        A release that comes between the two look-ups is seen by one of them, or sees the writer.
+        """
+        record = self._records.get(request)
+        if record is None:
+            return None
+        record.writers.append(None)
+        if self.holds(request, record):
+            return record
+        self.end_write(record)
+        return None
+
+    def holds(self, request: str, record: RequestRecord) -> bool:
+        """Whether a request still holds its record."""
+        return self._records.get(request) is record
+
+    @staticmethod
+    def end_write(record: RequestRecord) -> None:
+        """A write has ended."""
+        record.writers.pop()
+
+    # -- calls with the engine's lock
+
+    def named(self, request: str) -> RequestRecord:
+        """The record of a request.
+
+        Raises:
+            LookupError: it was not matched, or was released.
+        """
+        found = self._records.get(request)
+        if found is None:
+            raise LookupError(f"request {request!r} holds nothing: call request_match_blocks first")
+        return found
+
+    def open(self, request: str, record: RequestRecord) -> None:
+        """A request was matched."""
+        self._records[request] = record
+
+    def commit(self, record: RequestRecord, table: Sequence[int], full: int, request: str) -> int:
+        """Index the leading blocks of a request's table.
+
+        A block whose hash is indexed already stays the request's own until its release: the engine
+        reads it.
+
+        Args:
+            record: of the request.
+            table: the request's block table.
+            full: blocks from the start of the table that are full.
+            request: its id.
+
+        Returns:
+            How many blocks were added to the index. They are the last ones of `record.nodes`.
+
+        Raises:
+            ValueError: the table is too short, or has a block that the request does not hold.
+                Nothing changed.
+        """
+        start = len(record.nodes)
+        if full <= start:
+            return 0
+        if len(table) < full:
+            raise ValueError(
+                f"the block table of request {request!r} has {len(table)} blocks, and {full} are "
+                "full"
+            )
+        own = [int(block) for block in table[start:full]]
+        self._blocks.check_held(own, request)
+        added = 0
+        for block_hash, block in zip(record.hashes(start, full), own, strict=True):
+            node = self._index.blocks.get(block_hash)
+            if node is not None:
+                self._index.hold([node])
+                record.spares.append(block)
+            else:
+                parent = record.nodes[-1] if record.nodes else None
+                self._blocks.index([block])
+                node = self._index.add(block_hash, parent, block)
+                added += 1
+            record.nodes.append(node)
+        return added
+
+    def release(self, request: str) -> list[RequestRecord]:
+        """A request holds nothing any more, once its writes to storage have ended.
+
+        Returns:
+            The records whose blocks were released now, of earlier calls too.
+        """
+        record = self._records.pop(request, None)
+        if record is not None:
+            self._leaving[record] = request
+        return self.settle()
+
+    def settle(self) -> list[RequestRecord]:
+        """Release the blocks of requests whose writes to storage have ended. Returns them."""
+        if not self._leaving:
+            return []
+        ended = [record for record in self._leaving if not record.writers]
+        for record in ended:
+            request = self._leaving.pop(record)
+            self._index.release(record.nodes)
+            spares, record.spares = record.spares, []
+            self._blocks.give(spares, request)
+        return ended
+
+    def clear(self, limit: float) -> bool:
+        """Forget every request, when the writes to storage have ended.
+
+        Args:
+            limit: seconds that they may take.
+
+        Returns:
+            Whether they have. If not, the requests hold nothing any more, and their blocks are
+            still in use.
+        """
+        self._leaving.update({record: request for request, record in self._records.items()})
+        self._records.clear()
+        until = time.monotonic() + limit
+        while any(record.writers for record in self._leaving):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(PAUSE)
+        self._leaving.clear()
+        return True

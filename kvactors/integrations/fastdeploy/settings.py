@@ -1,0 +1,378 @@
+"""Settings of the manager, from FastDeploy's config and variables, and from `FastDeployOptions`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvactors.config import Config
+from kvactors.config_faults import convert
+from kvactors.cpu_evictor.policy import POLICIES
+from kvactors.errors import ConfigError
+from kvactors.integrations.fastdeploy.weights import weights_version
+from kvactors.setting_types import Count, DeviceNumber, Seconds, Threads
+from kvactors.tier_cache import TierStorage
+
+BACKENDS = ("file", "mooncake", "attention_store")
+PROCESS_STORES = ("file", "memory")
+"""Back ends whose objects only one process can use."""
+
+MUST_BE = {
+    "ENABLE_V1_KVCACHE_SCHEDULER": ("1", "only the V1 scheduler's calls are answered"),
+    "ENABLE_V1_KVCACHE_MANAGER": (
+        "0",
+        "the cache manager of `cache_manager/v1` is another interface, in the workers",
+    ),
+    "FD_ENABLE_SWAP_SPACE_CLEARING": ("0", "host memory stays allocated until the engine ends"),
+    "USE_KVCACHE_LOCK": ("0", "copies run in this process, and take no lock of others"),
+    "FD_USE_KVCACHE_LOCK": ("0", "copies run in this process, and take no lock of others"),
+}
+"""Variables that may have one value only, and why."""
+
+OWN_STORAGE = {"backend": "none", "write_policy": "write_through", "rank": 0, "ranks": 1}
+"""Settings of `TierStorage` that come from FastDeploy."""
+
+
+class FastDeployOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings that FastDeploy has no flag or variable for.
+
+    Attributes:
+        model: name of the model in the identity of blocks. None: the name of the model's folder.
+        storage: sizes and limits of the store. Its back end, write policy and ranks are
+            FastDeploy's.
+        attention_store: the table `[attention_store]`, for values that no variable sets.
+        sinks: indexes to inform, as tables of `flush.sinks`.
+        eviction_policy: order of eviction from host memory.
+        numa_node: the NUMA node that the host memory comes from, None for the system's choice.
+        staging_slots: host slots that blocks of finished requests pass on their way to storage.
+        fetch_wait_s: seconds that a match waits for storage. Blocks that arrive later are misses.
+        launch_timeout_s: seconds that `launch_cache_manager` waits for the workers' tensors.
+        copy_threads: copying threads for each rank, for tensors in host memory.
+    """
+
+    model: str | None = None
+    storage: TierStorage = TierStorage()
+    attention_store: Mapping[str, Any] = {}
+    sinks: tuple[Mapping[str, Any], ...] = ()
+    eviction_policy: str = "lru"
+    numa_node: DeviceNumber | None = None
+    staging_slots: Count = 32
+    fetch_wait_s: Seconds = 30.0
+    launch_timeout_s: Seconds = 600.0
+    copy_threads: Threads = 2
+
+
+class ManagerSettings(NamedTuple):
+    """Checked values.
+
+    Attributes:
+        block_size: tokens of a block.
+        prefix_caching: whether requests are matched.
+        host_blocks: blocks of the host tier, as configured.
+        swap_gib: GiB of the host tier of one rank, where no number of blocks is configured.
+        backend: of storage, "none" for none.
+        storage: of the tier below the host, without a back end for AttentionStore.
+        ranks: tensor-parallel ranks.
+        draft_layers: layers of drafts (MTP) after the main layers.
+        drafts: whether a draft model proposes tokens.
+        decode_blocks: blocks that a request needs beyond its prompt at least.
+        reserve_blocks: blocks that a scheduler keeps for each running request.
+        most_blocks: blocks of the longest request, None if no length is configured.
+        model_path: the model's folder.
+        config: the same as a kvactors config, for sinks and for AttentionStore.
+        options: of the constructor.
+    """
+
+    block_size: int
+    prefix_caching: bool
+    host_blocks: int
+    swap_gib: float
+    backend: str
+    storage: TierStorage
+    ranks: int
+    draft_layers: int
+    drafts: bool
+    decode_blocks: int
+    reserve_blocks: int
+    most_blocks: int | None
+    model_path: Path
+    config: Config
+    options: FastDeployOptions
+
+    @property
+    def flush_only(self) -> bool:
+        """Whether storage is an index only."""
+        return self.config.flush.flush_only
+
+    @property
+    def model(self) -> str:
+        """Name of the model in the identity of blocks."""
+        return self.config.cache.model
+
+    def with_version(self) -> ManagerSettings:
+        """The settings for the weights that the model's folder has now.
+
+        Raises:
+            ConfigError: the version of the weights cannot be read.
+        """
+        version = weights_version(self.model_path)
+        cache = msgspec.structs.replace(self.config.cache, namespace=version)
+        return self._replace(config=msgspec.structs.replace(self.config, cache=cache))
+
+
+def read_options(options: FastDeployOptions | Mapping[str, Any] | None) -> FastDeployOptions:
+    """Check options.
+
+    Raises:
+        ConfigError: names the option that is unknown, malformed or out of range.
+    """
+    given = msgspec.to_builtins(options) if isinstance(options, FastDeployOptions) else options
+    found = convert(given or {}, FastDeployOptions)
+    if found.eviction_policy not in POLICIES:
+        raise ConfigError(
+            f"options: unknown eviction_policy {found.eviction_policy!r}, known are "
+            f"{', '.join(POLICIES)}"
+        )
+    for name, default in OWN_STORAGE.items():
+        if getattr(found.storage, name) != default:
+            raise ConfigError(f"options: storage.{name} is FastDeploy's: leave it unset")
+    return found
+
+
+def read_settings(
+    config: Any,
+    tensor_parallel_size: int,
+    splitwise_role: str,
+    local_data_parallel_id: int,
+    given: FastDeployOptions | Mapping[str, Any] | None,
+    variables: Mapping[str, str] | None,
+) -> ManagerSettings:
+    """Read FastDeploy's config and variables.
+
+    Args:
+        config: FastDeploy's `FDConfig`, or an object with the same attributes.
+        tensor_parallel_size: ranks.
+        splitwise_role: of this engine.
+        local_data_parallel_id: of this engine on its node.
+        given: options, not checked.
+        variables: the process's environment if None.
+
+    Raises:
+        ConfigError: names a field or variable that is missing, malformed, or has a value that this
+            manager does not support.
+    """
+    options, environ = read_options(given), os.environ if variables is None else variables
+    if splitwise_role != "mixed":
+        raise ConfigError(
+            f"splitwise_role {splitwise_role!r}: prefill and decode on different nodes are not "
+            "supported, only 'mixed'"
+        )
+    for name, (value, why) in MUST_BE.items():
+        found = environ.get(name, "").strip()
+        if found not in ("", value):
+            raise ConfigError(f"{name} must be {value}, not {found!r}: {why}")
+    cache = _part(config, "cache_config")
+    backend = _backend(cache)
+    most = getattr(_part(config, "model_config"), "max_model_len", None)
+    block_size = _number(cache, "block_size", 1)
+    drafts, layers = _drafts(config)
+    model_path = Path(str(_field(_part(config, "model_config"), "model")))
+    resolved = _resolved(
+        backend, model_path, splitwise_role, local_data_parallel_id, options, environ
+    )
+    ranks = _checked("tensor_parallel_size", tensor_parallel_size, 1)
+    if backend == "attention_store" and ranks > 1 and not resolved.flush.flush_only:
+        raise ConfigError(
+            f"kvcache_storage_backend 'attention_store' with tensor_parallel_size {ranks}: one "
+            "process has the SDK object of one shard. FD_AS_ONLY_FLUSH=1 is supported"
+        )
+    return ManagerSettings(
+        block_size=block_size,
+        prefix_caching=bool(_field(cache, "enable_prefix_caching")),
+        host_blocks=_number(cache, "num_cpu_blocks", 0),
+        swap_gib=_swap_gib(cache),
+        backend=backend,
+        storage=_storage(resolved, backend, options, _replica(config, local_data_parallel_id)),
+        ranks=ranks,
+        draft_layers=layers,
+        drafts=drafts,
+        decode_blocks=_variable(
+            environ, "FD_ENC_DEC_BLOCK_NUM", getattr(cache, "enc_dec_block_num", None), 2
+        ),
+        reserve_blocks=_variable(
+            environ, "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL", None, 16
+        ),
+        most_blocks=None if most is None else -(-_checked("max_model_len", most, 1) // block_size),
+        model_path=model_path,
+        config=resolved,
+        options=options,
+    ).with_version()
+
+
+def check_blocks(settings: ManagerSettings, num_blocks: int) -> None:
+    """Check the number of device blocks. 0: they are not counted yet.
+
+    Raises:
+        ConfigError: the longest request does not fit.
+    """
+    if not num_blocks or settings.most_blocks is None:
+        return
+    needed = settings.most_blocks + settings.decode_blocks
+    if num_blocks < needed:
+        raise ConfigError(
+            f"total_block_num is {num_blocks}, and a request of max_model_len needs "
+            f"{settings.most_blocks} blocks and {settings.decode_blocks} to decode"
+        )
+
+
+def total_blocks(cache_config: Any) -> int:
+    """FastDeploy's number of device blocks, 0 before it has counted them.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    return _number(cache_config, "total_block_num", 0)
+
+
+def _resolved(
+    backend: str,
+    model_path: Path,
+    role: str,
+    replica: int,
+    options: FastDeployOptions,
+    environ: Mapping[str, str],
+) -> Config:
+    """The settings that kvactors has too, with the variables that it honours."""
+    storage = options.storage
+    table: dict[str, Any] = {"flush": {"sinks": [dict(sink) for sink in options.sinks]}}
+    if backend != "none":
+        table["storage"] = {"backend": backend, "write_policy": "write_through"}
+    if backend == "file" and storage.directory:
+        table["storage"]["directory"] = storage.directory
+    if backend == "mooncake":
+        table["storage"]["mooncake"] = dict(storage.mooncake)
+    indexes = any(sink.get("kind") == "attention_store" for sink in options.sinks)
+    if backend == "attention_store" or indexes:
+        own = {"splitwise_role": role, "dp_id": replica}
+        table["attention_store"] = own | dict(options.attention_store)
+    elif options.attention_store:
+        raise ConfigError("options: attention_store has no use without AttentionStore")
+    if options.model is not None:
+        table["cache"] = {"model": options.model}
+    else:
+        named = any(environ.get(name) for name in ("KVACTORS_MODEL", "AS_NAMESPACE"))
+        table["cache"] = {"model": "" if named else model_path.name}
+    index_only = environ.get("FD_AS_ONLY_FLUSH", "0").strip() == "1"
+    if index_only and backend != "attention_store" and not options.sinks:
+        raise ConfigError(
+            "FD_AS_ONLY_FLUSH=1 needs kvcache_storage_backend 'attention_store', or a sink in the "
+            "options"
+        )
+    found = Config.from_env(environ, Config.from_mapping(table))
+    if backend == "file" and not found.storage.directory:
+        raise ConfigError(
+            "kvcache_storage_backend 'file' needs FILE_BACKEND_STORAGE_DIR, or storage.directory "
+            "in the options: there is no default folder"
+        )
+    return found
+
+
+def _storage(
+    config: Config, backend: str, options: FastDeployOptions, replica: tuple[int, int]
+) -> TierStorage:
+    """The store below host memory. Finished requests are written in their own way."""
+    none = backend in ("none", "attention_store") or config.flush.flush_only
+    rank, ranks = replica if backend in PROCESS_STORES else (0, 1)
+    return msgspec.structs.replace(
+        options.storage,
+        backend="none" if none else backend,
+        directory="" if none else config.storage.directory,
+        mooncake=msgspec.to_builtins(config.storage.mooncake) if backend == "mooncake" else {},
+        write_policy="none",
+        rank=rank,
+        ranks=ranks,
+    )
+
+
+def _backend(cache: Any) -> str:
+    backend = getattr(cache, "kvcache_storage_backend", None) or "none"
+    if backend not in ("none", *BACKENDS):
+        raise ConfigError(
+            f"kvcache_storage_backend {backend!r} is unknown: use {', '.join(BACKENDS)}"
+        )
+    policy = getattr(cache, "write_policy", None) or "write_through"
+    if policy != "write_through":
+        raise ConfigError(f"write_policy must be 'write_through', not {policy!r}")
+    if backend != "none" and not _field(cache, "enable_prefix_caching"):
+        raise ConfigError(f"kvcache_storage_backend {backend!r} needs enable_prefix_caching")
+    return str(backend)
+
+
+def _drafts(config: Any) -> tuple[bool, int]:
+    """Whether a draft model proposes tokens, and its layers in the cache."""
+    speculative = getattr(config, "speculative_config", None)
+    method = getattr(speculative, "method", None)
+    if method is None:
+        return False, 0
+    ratio = getattr(speculative, "num_gpu_block_expand_ratio", 1)
+    if ratio != 1:
+        raise ConfigError(
+            f"num_gpu_block_expand_ratio is {ratio}: tensors of drafts must have as many blocks "
+            "as the others"
+        )
+    layers = getattr(speculative, "num_extra_cache_layer", 0) or 0
+    return True, _checked("num_extra_cache_layer", layers, 0)
+
+
+def _replica(config: Any, local_data_parallel_id: int) -> tuple[int, int]:
+    """Rank and number of the data-parallel replicas."""
+    parallel = getattr(config, "parallel_config", None)
+    size = _checked("data_parallel_size", getattr(parallel, "data_parallel_size", 1), 1)
+    rank = _checked("local_data_parallel_id", local_data_parallel_id, 0)
+    return rank, max(size, rank + 1)
+
+
+def _swap_gib(cache: Any) -> float:
+    value = getattr(cache, "swap_space", None) or 0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 20:
+        raise ConfigError(f"swap_space must be a number of GiB, not {value!r}")
+    return float(value)
+
+
+def _variable(environ: Mapping[str, str], name: str, field: Any, default: int) -> int:
+    """The value of a field, or else of a variable, or else the default."""
+    if field is not None:
+        return _checked(name, field, 0)
+    text = environ.get(name, "").strip()
+    try:
+        return _checked(name, int(text) if text else default, 0)
+    except ValueError:
+        raise ConfigError(f"{name} must be a number of blocks, not {text!r}") from None
+
+
+def _part(config: Any, name: str) -> Any:
+    found = getattr(config, name, None)
+    if found is None:
+        raise ConfigError(f"the config has no {name}: it must be FastDeploy's FDConfig")
+    return found
+
+
+def _field(part: Any, name: str) -> Any:
+    try:
+        return getattr(part, name)
+    except AttributeError:
+        raise ConfigError(f"FastDeploy's config has no field {name}") from None
+
+
+def _number(part: Any, name: str, least: int) -> int:
+    return _checked(name, _field(part, name) or 0, least)
+
+
+def _checked(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
+    return int(value)

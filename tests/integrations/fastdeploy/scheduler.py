@@ -1,0 +1,243 @@
+"""A model of FastDeploy's V1 scheduler, of its worker and of its finish thread.
+
+It is our own, from the calls that FastDeploy's scheduler makes on its cache manager and their order
+(mixed role). One lock stands for the scheduler's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tests.integrations.fastdeploy.config import Request
+from tests.integrations.fastdeploy.oracle import ModelMemory, seeds_of
+
+
+class Scheduler:
+    """Admits, computes, preempts and ends requests over one manager.
+
+    Args:
+        manager: the manager under test.
+        memory: the cache tensors.
+        config: FastDeploy's config.
+        chunk: tokens of a prefill at most in a step.
+        next_token: the model's choice for a request.
+
+    Attributes:
+        wrong: (request, tokens) whose cached bytes were not the model's.
+        hits: cached tokens of each admission.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        memory: ModelMemory,
+        config: Any,
+        *,
+        chunk: int = 64,
+        next_token: Callable[[Request], int] = lambda request: len(request.tokens) % 7,
+        max_running: int = 4,
+    ) -> None:
+        self.manager, self.memory, self.config = manager, memory, config
+        self.block_size = config.cache_config.block_size
+        self.chunk, self.next_token, self.max_running = chunk, next_token, max_running
+        self.lock = threading.Lock()  # noqa: TID251 - stands for the scheduler's
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.prefilling: Request | None = None
+        self.limits: dict[str, int] = {}
+        self.wrong: list[tuple[str, list[int]]] = []
+        self.hits: list[tuple[str, int, dict[str, Any]]] = []
+        self.preemptions = 0
+        self.finished: list[str] = []
+        self.failures: list[BaseException] = []
+        self.finisher: Callable[[Request], None] = self.finish_now
+
+    def add(self, request: Request, max_tokens: int) -> None:
+        with self.lock:
+            self.limits[request.request_id] = max_tokens
+            self.waiting.append(request)
+
+    # -- a step: scheduling, and the worker's computation
+
+    def step(self) -> bool:
+        """One step. Returns whether something was scheduled."""
+        with self.lock:
+            work = self._schedule()
+        for request, start, stop in work:
+            self._compute(request, start, stop)
+        for request, _, stop in work:
+            if stop >= request.need_prefill_tokens and request in self.running:
+                self._sample(request)
+        return bool(work)
+
+    def _schedule(self) -> list[tuple[Request, int, int]]:
+        work = []
+        if self.prefilling is not None:
+            chunk = self._chunk(self.prefilling)
+            if chunk is not None:
+                work.append(chunk)
+        while self.waiting and self.prefilling is None and len(self.running) < self.max_running:
+            chunk = self._admit(self.waiting[0])
+            if chunk is None:
+                break
+            work.append(chunk)
+        return work or self._decode()
+
+    def _admit(self, request: Request) -> tuple[Request, int, int] | None:
+        manager, size = self.manager, self.block_size
+        request.need_prefill_tokens = len(request.tokens)
+        if manager.num_cpu_blocks > 0 or self.config.cache_config.kvcache_storage_backend:
+            needed = (request.need_prefill_tokens + size - 1) // size
+            if not manager.can_allocate_gpu_blocks(needed):
+                return None
+        if not self._match(request):
+            self._free(request)
+            return None
+        stop = min(request.need_prefill_tokens, request.num_computed_tokens + self.chunk)
+        blocks = -(-stop // size) - len(request.block_tables)
+        threshold = manager.get_prefill_threshold(max(0, blocks), len(self.running))
+        if not manager.can_allocate_gpu_blocks(float(threshold)):
+            self._free(request)
+            return None
+        request.block_tables.extend(manager.allocate_gpu_blocks(blocks, request.request_id))
+        self.waiting.popleft()
+        return self._scheduled(request, stop)
+
+    def _match(self, request: Request) -> bool:
+        size = self.block_size
+        try:
+            blocks, tokens, metrics = self.manager.request_match_blocks(request, size)
+        except Exception as error:
+            self.failures.append(error)
+            return False
+        assert self.manager.get_required_block_num(tokens, size) == len(blocks)
+        request.block_tables = blocks
+        request.num_computed_tokens = tokens
+        if tokens == request.need_prefill_tokens:
+            request.num_computed_tokens -= size
+        self.hits.append((request.request_id, tokens, metrics))
+        return True
+
+    def _chunk(self, request: Request) -> tuple[Request, int, int] | None:
+        stop = min(request.need_prefill_tokens, request.num_computed_tokens + self.chunk)
+        blocks = -(-stop // self.block_size) - len(request.block_tables)
+        if not self.manager.can_allocate_gpu_blocks(blocks):
+            if not self.running:  # it holds all that there is
+                self._preempt(request)
+            return None
+        request.block_tables.extend(self.manager.allocate_gpu_blocks(blocks, request.request_id))
+        return self._scheduled(request, stop)
+
+    def _scheduled(self, request: Request, stop: int) -> tuple[Request, int, int]:
+        start, request.num_computed_tokens = request.num_computed_tokens, stop
+        self.manager.update_cache_blocks(request, self.block_size, stop)
+        if stop < request.need_prefill_tokens:
+            self.prefilling = request
+        else:
+            self.prefilling = None
+            self.running.append(request)
+        return request, start, stop
+
+    def _decode(self) -> list[tuple[Request, int, int]]:
+        work = []
+        for request in list(self.running):
+            if request not in self.running:
+                continue
+            total = len(request.tokens)
+            start = total - 1
+            needs = 1 if start % self.block_size == 0 else 0
+            if len(request.block_tables) * self.block_size >= total:
+                needs = 0
+            if needs and not self.manager.can_allocate_gpu_blocks(needs):
+                self.manager.free_block_ids(len(self.running))
+                while not self.manager.can_allocate_gpu_blocks(needs):
+                    others = [one for one in self.running if one is not request]
+                    victim = others[-1] if others else request
+                    work = [one for one in work if one[0] is not victim]
+                    self._preempt(victim)
+                    if victim is request:
+                        break
+                if request not in self.running:
+                    continue
+            request.block_tables.extend(self.manager.allocate_gpu_blocks(needs, request.request_id))
+            request.num_computed_tokens = total
+            work.append((request, start, total))
+        return work
+
+    def _preempt(self, request: Request) -> None:
+        self.preemptions += 1
+        if request in self.running:
+            self.running.remove(request)
+        if request is self.prefilling:
+            self.prefilling = None
+        self._free(request)
+        request.num_computed_tokens = request.num_cached_blocks = 0
+        self.waiting.append(request)
+
+    # -- the worker
+
+    def _compute(self, request: Request, start: int, stop: int) -> None:
+        seeds = seeds_of(request)
+        bad = self.memory.wrong(seeds, request.block_tables, start)
+        if bad:
+            self.wrong.append((request.request_id, bad))
+        self.memory.compute(seeds, request.block_tables, start, stop)
+
+    def _sample(self, request: Request) -> None:
+        request.output_token_ids.append(self.next_token(request))
+        prompt = len(request.prompt_token_ids)
+        if len(request.tokens) - prompt >= self.limits[request.request_id]:
+            self.end(request)
+
+    # -- ends
+
+    def end(self, request: Request, *, output: bool = True) -> None:
+        """A request has its last token, or is aborted."""
+        with self.lock:
+            if output and self.config.cache_config.enable_output_caching:
+                self.manager.cache_output_blocks(request, self.block_size)
+            if request in self.running:
+                self.running.remove(request)
+            if request is self.prefilling:
+                self.prefilling = None
+        self.finisher(request)
+
+    def abort(self, request: Request) -> None:
+        """A client has gone, between two steps."""
+        with self.lock:
+            if request in self.waiting:
+                self.waiting.remove(request)
+                return
+        if request in self.running or request is self.prefilling:
+            self.end(request, output=False)
+
+    def finish_now(self, request: Request) -> None:
+        """The finish thread: the write is made without the lock."""
+        self.manager.write_cache_to_storage(request)
+        with self.lock:
+            self._free(request)
+        self.finished.append(request.request_id)
+
+    def _free(self, request: Request) -> None:
+        self.manager.release_block_ids(request)
+        self.manager.recycle_gpu_blocks(
+            request.block_tables[request.num_cached_blocks :], request.request_id
+        )
+        request.block_tables = []
+
+    # -- whole runs
+
+    def run(self, steps: int = 10_000) -> None:
+        """Step until no request is left."""
+        for _ in range(steps):
+            if not (self.waiting or self.running or self.prefilling):
+                return
+            self.step()
+        raise AssertionError(f"requests left: {self.left()}")
+
+    def left(self) -> list[str]:
+        some: Iterable[Request] = [*self.waiting, *self.running]
+        return [request.request_id for request in some]
