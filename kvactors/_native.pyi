@@ -483,6 +483,20 @@ class SlabQueue:
             RuntimeError: the queue is closed, or was used before a fork.
         """
 
+    def seal(self, direct: bool, sync: bool, slots: list[int], entries: bytes) -> int:
+        """Begin to write the joined entries of slots to the table. Returns the job's number. All
+        slots have the same outcome.
+
+        Args:
+            direct: whether the slabs are open for direct I/O.
+            sync: whether the payloads, and then the entries, are on the device when it has ended.
+            slots: of the store.
+            entries: one for each.
+        """
+
+    def erase(self, slots: list[int]) -> int:
+        """Begin to write zeros in place of the entries of slots. Returns the job's number."""
+
     def take_ended(self) -> list[tuple[int, list[int], bytes]]:
         """Number, outcomes and records of the jobs that have ended and were not returned before.
         Outcomes: 0 done, 1 corrupt, 2 the table is not at its path, 3 not begun (cancelled), or a
@@ -498,7 +512,7 @@ class SlabQueue:
         """Refuse further jobs. Returns whether the threads have ended, after `seconds` at most.
         Releases the GIL."""
 
-    def set_calls(self, read: int, write: int, inode: int) -> None:
+    def set_calls(self, read: int, write: int, inode: int, sync: int) -> None:
         """Replace the system calls of the threads by C functions at these addresses, 0 for the
         system's. For tests. Each returns its result or a negative error number."""
 

@@ -64,15 +64,22 @@ public:
         if (records.size() != record * slots.size()) throw nb::value_error("records of a wrong length");
         std::vector<SlabItem> items;
         items.reserve(slots.size());
-        const i64 limit = i64(slabs_.size()) * i64(files.slots_per_slab);
         for (std::size_t i = 0; i < slots.size(); ++i) {
-            if (slots[i] < 0 || slots[i] >= limit) throw nb::value_error("slot out of range");
+            check(slots[i]);
             items.push_back(item(slots[i], nb::handle(views[i]), writes));
         }
-        const u64 number = queue_->submit(writes, direct, std::move(items), std::string(records.c_str(), records.size()));
+        const u64 number = queue_->submit(writes ? SlabWork::kWrite : SlabWork::kRead, direct, std::move(items),
+                                          std::string(records.c_str(), records.size()));
         memory_[number] = std::move(views);
         return number;
     }
+
+    u64 seal(bool direct, bool sync, const std::vector<i64>& slots, nb::bytes entries) {
+        if (entries.size() != queue_->files.entry_bytes * slots.size()) throw nb::value_error("entries of a wrong length");
+        return queue_->submit(SlabWork::kSeal, direct, places(slots), std::string(entries.c_str(), entries.size()), sync);
+    }
+
+    u64 erase(const std::vector<i64>& slots) { return queue_->submit(SlabWork::kErase, false, places(slots), {}); }
 
     std::vector<std::tuple<u64, std::vector<int>, nb::bytes>> take_ended() {
         std::vector<std::tuple<u64, std::vector<int>, nb::bytes>> found;
@@ -96,11 +103,12 @@ public:
         return queue_->finish(seconds);
     }
 
-    void set_calls(std::uintptr_t read, std::uintptr_t write, std::uintptr_t inode) {
+    void set_calls(std::uintptr_t read, std::uintptr_t write, std::uintptr_t inode, std::uintptr_t sync) {
         SlabCalls calls = kSystemCalls;
         if (read != 0) calls.read = reinterpret_cast<decltype(calls.read)>(read);
         if (write != 0) calls.write = reinterpret_cast<decltype(calls.write)>(write);
         if (inode != 0) calls.inode = reinterpret_cast<decltype(calls.inode)>(inode);
+        if (sync != 0) calls.sync = reinterpret_cast<decltype(calls.sync)>(sync);
         queue_->set_calls(calls);
     }
 
@@ -108,6 +116,20 @@ public:
     int event_fd() const { return queue_->event_fd(); }
 
 private:
+    void check(i64 slot) const {
+        if (slot < 0 || slot >= i64(slabs_.size()) * i64(queue_->files.slots_per_slab)) throw nb::value_error("slot out of range");
+    }
+
+    std::vector<SlabItem> places(const std::vector<i64>& slots) const {
+        std::vector<SlabItem> items;
+        items.reserve(slots.size());
+        for (const i64 slot : slots) {
+            check(slot);
+            items.push_back({slabs_[std::size_t(slot) / queue_->files.slots_per_slab], false, slot, nullptr});
+        }
+        return items;
+    }
+
     SlabItem item(i64 slot, nb::handle view, bool writes) const {
         const SlabFiles& files = queue_->files;
         Py_buffer buffer;
@@ -148,11 +170,14 @@ void bind_slab_queue(nb::module_& m) {
         .def("set_arena", &BoundSlabs::set_arena, nb::arg("address"), nb::arg("size"), nb::arg("stride"))
         .def("submit", &BoundSlabs::submit, nb::arg("writes"), nb::arg("direct"), nb::arg("slots"), nb::arg("views"),
              nb::arg("records"))
+        .def("seal", &BoundSlabs::seal, nb::arg("direct"), nb::arg("sync"), nb::arg("slots"), nb::arg("entries"))
+        .def("erase", &BoundSlabs::erase, nb::arg("slots"))
         .def("take_ended", &BoundSlabs::take_ended)
         .def("cancel", &BoundSlabs::cancel, nb::arg("number"))
         .def("wait_idle", &BoundSlabs::wait_idle, nb::arg("seconds"))
         .def("close", &BoundSlabs::close, nb::arg("seconds"))
-        .def("set_calls", &BoundSlabs::set_calls, nb::arg("read"), nb::arg("write"), nb::arg("inode"))
+        .def("set_calls", &BoundSlabs::set_calls, nb::arg("read"), nb::arg("write"), nb::arg("inode"),
+             nb::arg("sync"))
         .def_prop_ro("in_flight", &BoundSlabs::in_flight)
         .def_prop_ro("event_fd", &BoundSlabs::event_fd);
     m.def("xxh3_64", &checksum, nb::arg("data"), nb::arg("plain") = false);

@@ -19,6 +19,9 @@ namespace {
 constexpr std::size_t kRunBytes = std::size_t(256) << 10;
 constexpr std::size_t kRunItems = 256;
 
+// Threads of the table. Its jobs are short unless they wait for the device.
+constexpr unsigned kTableThreads = 4;
+
 std::vector<std::pair<u32, u32>> runs_of(const std::vector<SlabItem>& items, const SlabFiles& files) {
     std::vector<std::pair<u32, u32>> runs;
     const std::size_t most = std::min(kRunItems, std::max<std::size_t>(1, kRunBytes / files.stride));
@@ -76,6 +79,7 @@ struct SlabQueue::Shared {
     std::atomic<bool> stopping{false};
     std::atomic<i64 (*)(int, const iovec*, int, i64)> read{kSystemCalls.read}, write{kSystemCalls.write};
     std::atomic<i64 (*)(const char*)> inode{kSystemCalls.inode};
+    std::atomic<i64 (*)(int)> sync{kSystemCalls.sync};
     Signal changed;  // a job or a thread has ended
     int event_fd = -1;
     ~Shared() {
@@ -99,6 +103,7 @@ SlabQueue::SlabQueue(unsigned read_threads, unsigned write_threads, int niceness
     : shared_(std::make_shared<Shared>()), niceness_(niceness) {
     pools_[0].threads = read_threads;
     pools_[1].threads = write_threads;
+    pools_[2].threads = kTableThreads;
     shared_->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     if (shared_->event_fd < 0) throw std::runtime_error("no eventfd can be had");
 }
@@ -120,20 +125,26 @@ void SlabQueue::set_calls(const SlabCalls& calls) {
     shared_->read.store(calls.read);
     shared_->write.store(calls.write);
     shared_->inode.store(calls.inode);
+    shared_->sync.store(calls.sync);
 }
 
-u64 SlabQueue::submit(bool writes, bool direct, std::vector<SlabItem> items, std::string records) {
+u64 SlabQueue::submit(SlabWork work, bool direct, std::vector<SlabItem> items, std::string records, bool sync) {
     if (stopped_) throw std::runtime_error("the slab queue is closed");
     if (is_forked()) throw std::runtime_error("the slab queue was used before a fork: make another one in the child");
     process_ = int(getpid());
     const auto job = std::make_shared<SlabJob>();
     job->number = ++last_;
-    job->writes = writes;
+    job->work = work;
     job->direct = direct;
+    job->sync = sync;
     job->files = files;
     job->records = std::move(records);
     job->outcomes.assign(items.size(), kNotBegun);
-    job->runs = runs_of(items, files);
+    const bool table = work == SlabWork::kSeal || work == SlabWork::kErase;
+    if (!table)
+        job->runs = runs_of(items, files);
+    else if (!items.empty())
+        job->runs.emplace_back(0, u32(items.size()));  // in one step
     job->items = std::move(items);
     job->left = u32(job->runs.size());
     jobs_[job->number] = job;
@@ -141,7 +152,7 @@ u64 SlabQueue::submit(bool writes, bool direct, std::vector<SlabItem> items, std
     if (job->runs.empty())
         shared_->end(*job);
     else
-        deal(pools_[writes ? 1 : 0], job);
+        deal(pools_[table ? 2 : work == SlabWork::kWrite ? 1 : 0], job);
     return job->number;
 }
 
@@ -201,9 +212,15 @@ void SlabQueue::run(const std::shared_ptr<Shared>& shared, Worker& worker) {
         const std::shared_ptr<SlabJob> job = std::move(token->job);
         for (u32 i; (i = job->next_run.fetch_add(1)) < job->runs.size();) {
             if (!job->cancelled.load()) {
-                const SlabCalls calls{shared->read.load(), shared->write.load(), shared->inode.load()};
+                const SlabCalls calls{shared->read.load(), shared->write.load(), shared->inode.load(),
+                                      shared->sync.load()};
                 const auto [first, count] = job->runs[i];
-                (job->writes ? write_run : read_run)(*job, first, count, calls, bounce);
+                if (job->work == SlabWork::kRead)
+                    read_run(*job, first, count, calls, bounce);
+                else if (job->work == SlabWork::kWrite)
+                    write_run(*job, first, count, calls, bounce);
+                else
+                    write_table(*job, calls);
             }
             if (job->left.fetch_sub(1) == 1) shared->end(*job);
         }

@@ -1,5 +1,6 @@
 // Reads and writes of the slots of a file store in threads of their own: payload, checksum and table
-// entry in one step, many slots a job. No thread here needs an interpreter or an event loop.
+// entry in one step, many slots a job, and the writes of the table. No thread here needs an
+// interpreter or an event loop.
 #pragma once
 
 #include <sys/uio.h>
@@ -21,6 +22,7 @@ struct SlabCalls {
     i64 (*read)(int fd, const iovec* parts, int count, i64 at);
     i64 (*write)(int fd, const iovec* parts, int count, i64 at);
     i64 (*inode)(const char* path);  // 0: there is no such file
+    i64 (*sync)(int fd);
 };
 
 extern const SlabCalls kSystemCalls;
@@ -43,13 +45,18 @@ struct SlabItem {
     u8* memory;
 };
 
+// What a job does with its slots. `kSeal` writes their entries, `kErase` writes zeros there.
+enum class SlabWork { kRead, kWrite, kSeal, kErase };
+
 struct SlabJob {
     u64 number = 0;
-    bool writes = false, direct = false;
+    SlabWork work = SlabWork::kRead;
+    bool direct = false;
+    bool sync = false;  // kSeal: payloads and entries are on the device when the job has ended
     SlabFiles files;
     std::vector<SlabItem> items;
     // Read: per object the checksum of its payload and the last 8 bytes of its entry. Written: its
-    // whole entry, in which the checksums are filled in.
+    // whole entry, in which the checksums are filled in. Sealed: its whole entry.
     std::string records;
     std::vector<i32> outcomes;
     std::vector<std::pair<u32, u32>> runs;  // first item and number of items
@@ -75,7 +82,7 @@ public:
 
     SlabFiles files;  // of the jobs that follow
 
-    u64 submit(bool writes, bool direct, std::vector<SlabItem> items, std::string records);
+    u64 submit(SlabWork work, bool direct, std::vector<SlabItem> items, std::string records, bool sync = false);
     // The jobs that have ended and were not returned before, in the order of their ends.
     std::vector<Ended> take_ended();
     // The runs of a job that no thread has begun are not begun any more.
@@ -107,7 +114,7 @@ private:
     void deal(Pool& pool, const std::shared_ptr<SlabJob>& job);
 
     std::shared_ptr<Shared> shared_;
-    Pool pools_[2];
+    Pool pools_[3];  // reads, writes, and the table
     std::unordered_map<u64, std::shared_ptr<SlabJob>> jobs_;  // not returned yet
     u64 last_ = 0;
     int niceness_;

@@ -37,6 +37,8 @@ i64 system_inode(const char* path) {
     return errno == ENOENT || errno == ENOTDIR ? 0 : -errno;
 }
 
+i64 system_sync(int fd) { return ::fdatasync(fd) == 0 ? 0 : -errno; }
+
 // A slab's descriptor: the store's, or one for this run.
 class Descriptor {
 public:
@@ -124,16 +126,17 @@ u64 load64(const void* at) {
 i64 move_one(SlabJob& job, u32 i, int fd, const SlabCalls& calls, Bounce& bounce) {
     const SlabItem& item = job.items[i];
     const std::size_t size = job.files.size, stride = job.files.stride;
+    const bool writes = job.work == SlabWork::kWrite;
     iovec part{item.memory, item.whole ? stride : size};
     u8* aside = nullptr;
     if (job.direct && !item.whole) {
         aside = bounce.get(stride);
         if (aside == nullptr) return -ENOMEM;
         part = {aside, stride};
-        if (job.writes) std::memcpy(aside, item.memory, size);
+        if (writes) std::memcpy(aside, item.memory, size);
     }
     const std::size_t wanted = part.iov_len;
-    if (job.writes) {
+    if (writes) {
         const i64 moved = move_all(calls.write, fd, &part, 1, place(job, i));
         return moved < 0 || std::size_t(moved) == wanted ? moved : -ENOSPC;
     }
@@ -148,7 +151,7 @@ bool move_together(SlabJob& job, u32 first, u32 count, int fd, const SlabCalls& 
     std::vector<iovec> parts(count);
     for (u32 i = 0; i < count; ++i) parts[i] = {job.items[first + i].memory, job.files.stride};
     const i64 moved =
-        move_all(job.writes ? calls.write : calls.read, fd, parts.data(), int(count), place(job, first));
+        move_all(job.work == SlabWork::kWrite ? calls.write : calls.read, fd, parts.data(), int(count), place(job, first));
     return moved == i64(count * job.files.stride);
 }
 
@@ -173,9 +176,52 @@ void verify(SlabJob& job, u32 first, u32 count, const SlabCalls& calls) {
     }
 }
 
+// Waits until the device has the payloads of a job.
+i64 sync_payloads(const SlabJob& job, const SlabCalls& calls) {
+    const i64 slabs = i64(job.files.slots_per_slab);
+    std::vector<i64> seen;
+    for (const SlabItem& item : job.items) {
+        const i64 slab = item.slot / slabs;
+        if (std::find(seen.begin(), seen.end(), slab) != seen.end()) continue;
+        seen.push_back(slab);
+        const Descriptor file(job, item);
+        if (file.get() < 0) return file.get();
+        const i64 failed = calls.sync(file.get());
+        if (failed < 0) return failed;
+    }
+    return 0;
+}
+
+i64 write_entries(SlabJob& job, const SlabCalls& calls) {
+    const std::size_t bytes = job.files.entry_bytes, count = job.items.size();
+    if (job.work == SlabWork::kErase) job.records.assign(bytes * count, '\0');
+    for (std::size_t first = 0; first < count;) {
+        std::size_t end = first + 1;
+        while (end < count && job.items[end].slot == job.items[end - 1].slot + 1) ++end;
+        iovec part{job.records.data() + bytes * first, bytes * (end - first)};
+        const i64 wanted = i64(part.iov_len);
+        const i64 moved = move_all(calls.write, job.files.table, &part, 1, i64(kTableHead) + i64(bytes) * job.items[first].slot);
+        if (moved < 0) return moved;
+        if (moved != wanted) return -ENOSPC;
+        first = end;
+    }
+    return 0;
+}
+
+// The error number of a step that failed, `kMissing` if another table or none is in the folder.
+i32 sealed(SlabJob& job, const SlabCalls& calls) {
+    const i64 inode = calls.inode(job.files.table_path.c_str());
+    if (inode < 0) return i32(inode);
+    if (inode != job.files.table_inode) return kMissing;
+    i64 failed = job.sync ? sync_payloads(job, calls) : 0;
+    if (failed == 0) failed = write_entries(job, calls);
+    if (failed == 0 && job.sync) failed = calls.sync(job.files.table);
+    return i32(failed);
+}
+
 }  // namespace
 
-const SlabCalls kSystemCalls{system_read, system_write, system_inode};
+const SlabCalls kSystemCalls{system_read, system_write, system_inode, system_sync};
 
 Bounce::~Bounce() { std::free(memory_); }
 
@@ -222,6 +268,10 @@ void write_run(SlabJob& job, u32 first, u32 count, const SlabCalls& calls, Bounc
         const i64 moved = move_one(job, i, slab.get(), calls, bounce);
         job.outcomes[i] = moved < 0 ? i32(moved) : kDone;
     }
+}
+
+void write_table(SlabJob& job, const SlabCalls& calls) {
+    all(job, 0, u32(job.items.size()), job.work == SlabWork::kSeal ? sealed(job, calls) : i32(write_entries(job, calls)));
 }
 
 }  // namespace kvactors

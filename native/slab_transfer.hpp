@@ -19,5 +19,8 @@ private:
 
 void read_run(SlabJob& job, u32 first, u32 count, const SlabCalls& calls, Bounce& bounce);
 void write_run(SlabJob& job, u32 first, u32 count, const SlabCalls& calls, Bounce& bounce);
+// Writes the entries of all objects, or zeros in their places. They share one outcome. Entries of
+// slots that follow each other are one call.
+void write_table(SlabJob& job, const SlabCalls& calls);
 
 }  // namespace kvactors

@@ -71,8 +71,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "checksum_not_compared",
         "storage/backends/slab_io.py",
-        "1: Outcome.CORRUPT, 2:",
-        "1: Outcome.OK, 2:",
+        "1: Outcome.CORRUPT, DELETED:",
+        "1: Outcome.OK, DELETED:",
         "a rotten bit in a stored object is served as a hit",
         (
             "tests/storage/test_file_store.py::test_a_damaged_object_is_a_counted_miss_and_its_slot_is_left_alone",

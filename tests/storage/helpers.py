@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import pytest
+
 from kvactors.actor import Actor
 from kvactors.config import Config
 from kvactors.device.arena import Arena
@@ -45,25 +47,22 @@ def whole(store: FileBackend) -> None:
 @contextmanager
 def at_step(store: FileBackend, step: int, action) -> Iterator[list[int]]:
     """Await `action()` before the call of a thread with this number. Yields the number of calls."""
-    calls, run, job = [0], store.threads.run, store.threads.io._job
+    calls, io = [0], store.threads.io
+    steps = ((store.threads, "run"), (io, "_job"), (io, "seal"), (io, "erase"))
 
-    async def stepwise(function, *args):
-        calls[0] += 1
-        if calls[0] == step:
-            await action()
-        return await run(function, *args)
+    def stepwise(call):
+        async def counted(*args, **options):
+            calls[0] += 1
+            if calls[0] == step:
+                await action()
+            return await call(*args, **options)
 
-    async def stepwise_job(*args):
-        calls[0] += 1
-        if calls[0] == step:
-            await action()
-        return await job(*args)
+        return counted
 
-    store.threads.run, store.threads.io._job = stepwise, stepwise_job
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in steps:
+            patch.setattr(owner, name, stepwise(getattr(owner, name)))
         yield calls
-    finally:
-        store.threads.run, store.threads.io._job = run, job
 
 
 def after_each_message(monkeypatch, kind: type[Actor], call) -> None:

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -28,7 +27,7 @@ from kvactors.testing.store_contract import Bench, key, never
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, at_step, opened, whole
 from tests.support import cache as support
 from tests.support.killed_writer import kill_loop
-from tests.support.slab_calls import failing, faults
+from tests.support.slab_calls import faults
 
 
 def slab(bench: Bench) -> Path:
@@ -189,24 +188,26 @@ async def test_a_folder_deleted_during_use_is_misses_and_no_exception(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("call", "number"),
-    [("pwritev", 28), ("pwritev", 30), ("pwrite", 28), ("pwrite", 5), ("fdatasync", 5)],
+    ("step", "number"),
+    [("payload", 28), ("payload", 30), ("entry", 28), ("entry", 5), ("sync", 5)],
 )
-async def test_a_full_or_failing_disk_leaves_nothing_behind(tmp_path, monkeypatch, call, number):
+async def test_a_full_or_failing_disk_leaves_nothing_behind(tmp_path, step, number):
     async with opened(tmp_path, durability="synced") as bench:
         await bench.put(1)
+        table = bench.store.files._table
 
-        def refuse(*_args):
-            raise OSError(number, os.strerror(number))
+        def refuse(fd: int, _at: int, _size: int) -> int | None:
+            return -number if (fd == table) == (step == "entry") else None
 
-        with monkeypatch.context() as patch, ExitStack() as stack:
-            if call == "pwritev":
-                stack.enter_context(faults(bench.store, write=failing(number)))
-            else:
-                patch.setattr(os, call, refuse)
+        context = (
+            faults(bench.store, sync=lambda _: -number)
+            if step == "sync"
+            else faults(bench.store, write=refuse)
+        )
+        with context:
             expected = Outcome.NO_SPACE if number == 28 else Outcome.UNAVAILABLE
             assert await bench.put(2, 3) == [expected] * 2
-        one_evicted = call == "pwritev" and number == errno.ENOSPC  # to write in its place, once
+        one_evicted = step == "payload" and number == errno.ENOSPC  # to write in its place, once
         assert bench.store.keys() == ([] if one_evicted else [key(1)])
         whole(bench.store)
         assert await bench.put(2) == [OK]

@@ -12,7 +12,6 @@ import pytest
 import xxhash
 
 from kvactors.native import SlabQueue, xxh3_64
-from kvactors.storage.backends.slab_files import runs_of
 from kvactors.storage.backends.slab_table import Meta, blank_entries, blank_entry, entry_of, mark_of
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key, never
@@ -41,10 +40,119 @@ async def test_entries_are_completed_as_the_table_format_has_them(tmp_path):
         assert mark == mark_of(raw)
 
 
-def test_entries_of_slots_apart_are_not_joined():
-    entries = [(3, b"a"), (4, b"b"), (6, b"c"), (5, b"d"), (7, b"e"), (8, b"f")]
-    assert list(runs_of(entries)) == [(3, b"ab"), (6, b"c"), (5, b"d"), (7, b"ef")]
-    assert list(runs_of([])) == []
+# -- writes of the table
+
+
+def entries_of(store, *slots: int) -> list[tuple[int, bytes]]:
+    """Entries that no payload belongs to: slots, and bytes that name them."""
+    return [(slot, bytes([slot + 1]) * store.files.meta.entry_bytes) for slot in slots]
+
+
+async def test_entries_of_slots_side_by_side_are_one_call_and_the_others_are_apart(tmp_path):
+    async with opened(tmp_path) as bench:
+        await bench.put(1)  # makes the slab
+        store, calls = bench.store, []
+        size = store.files.meta.entry_bytes
+        wanted = entries_of(store, 3, 4, 6, 5, 7, 8)
+
+        def counted(_fd: int, at: int, count: int) -> None:
+            calls.append(((at - 4096) // size, count // size))
+
+        with faults(store, write=counted):
+            assert await store.threads.io.seal(wanted, sync=False) == OK
+        assert calls == [(3, 2), (6, 1), (5, 1), (7, 2)]
+        assert [(slot, store.files.entry(slot)) for slot, _ in wanted] == wanted
+        await store.threads.io.erase([8, 3, 6])
+        left = {slot for slot, _ in wanted if any(store.files.entry(slot))}
+        assert left == {4, 5, 7}
+
+
+async def test_payloads_are_synced_before_entries_are_written_and_entries_afterwards(tmp_path):
+    async with opened(tmp_path, durability="synced") as bench:
+        await bench.put(1)
+        table, steps = bench.store.files._table, []
+
+        def written(fd: int, _at: int, _size: int) -> None:
+            steps.append("entry" if fd == table else "payload")
+
+        def synced(fd: int) -> int:
+            steps.append("sync of the table" if fd == table else "sync of the slab")
+            return 0
+
+        with faults(bench.store, write=written, sync=synced):
+            assert await bench.put(2) == [OK]
+        assert steps == ["payload", "sync of the slab", "entry", "sync of the table"]
+
+
+@pytest.mark.parametrize("failing", ["slab", "table"])
+async def test_entries_that_the_device_may_not_have_are_no_objects(tmp_path, failing):
+    async with opened(tmp_path, durability="synced") as bench:
+        await bench.put(1)
+        table = bench.store.files._table
+        refuse = lambda fd: -errno.EIO if (fd == table) == (failing == "table") else 0  # noqa: E731
+        with faults(bench.store, sync=refuse):
+            assert await bench.put(2) == [UNAVAILABLE]
+        assert bench.store.keys() == [key(1)]
+        assert await bench.get(1, 2) == [OK, MISS]
+
+
+async def test_entries_are_not_written_to_a_table_that_was_moved(tmp_path):
+    async with opened(tmp_path) as bench:
+        await bench.put(1)
+        with faults(bench.store, inode=lambda: 1):
+            assert await bench.put(2) == [UNAVAILABLE]
+        assert "deleted or moved" in bench.store.trouble()
+        with faults(bench.store, inode=lambda: -errno.EIO):
+            assert await bench.put(3) == [UNAVAILABLE]
+        assert bench.store.keys() == [key(1)]
+        whole(bench.store)
+
+
+async def test_a_table_write_that_is_cut_short_goes_on_and_one_without_space_does_not(tmp_path):
+    async with opened(tmp_path) as bench:
+        await bench.put(1)
+        table = bench.store.files._table
+        with faults(bench.store, write=lambda fd, *_: 100 if fd == table else None):
+            assert await bench.put(2, 3) == [OK, OK]
+        with faults(bench.store, write=lambda fd, *_: 0 if fd == table else None):
+            assert await bench.put(4) == [NO_SPACE]
+        assert await bench.get(1, 2, 3, 4) == [OK, OK, OK, MISS]
+
+
+async def test_table_writes_wait_for_no_transfer(tmp_path):
+    """Every thread of the payloads hangs."""
+    hang = threading.Event()
+    async with opened(tmp_path, depth=1) as bench:
+        await bench.put(1)
+        table = bench.store.files._table
+
+        def hanging(fd: int, _at: int, _size: int) -> None:
+            if fd != table:
+                hang.wait(60)
+
+        with faults(bench.store, write=hanging):
+            stuck = asyncio.ensure_future(bench.put(2))
+            try:
+                await bench.store.threads.io.erase([5])
+                assert not stuck.done()
+            finally:
+                hang.set()
+            assert await stuck == [OK]
+
+
+async def test_table_writes_of_slots_or_entries_that_do_not_fit_are_refused(tmp_path):
+    async with opened(tmp_path) as bench:
+        await bench.put(1)
+        queue, size = bench.store.threads.io._current(), bench.store.files.meta.entry_bytes
+        slots = len(bench.store.files.slabs) * bench.store.files.meta.slots_per_slab
+        for slot in (-1, slots):
+            with pytest.raises(ValueError, match="out of range"):
+                queue.erase([slot])
+            with pytest.raises(ValueError, match="out of range"):
+                queue.seal(True, False, [slot], bytes(size))
+        with pytest.raises(ValueError, match="wrong length"):
+            queue.seal(True, False, [0], bytes(size - 1))
+        assert queue.in_flight == 0
 
 
 # -- calls that do less than they were asked

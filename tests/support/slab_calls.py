@@ -21,6 +21,7 @@ class _Part(ctypes.Structure):
 _MOVE = ctypes.CFUNCTYPE(
     ctypes.c_int64, ctypes.c_int, ctypes.POINTER(_Part), ctypes.c_int, ctypes.c_int64
 )
+_SYNC = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int)
 _INODE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p)
 
 
@@ -51,21 +52,23 @@ def faults(
     read: Fault | None = None,
     write: Fault | None = None,
     inode: Callable[[], int] | None = None,
+    sync: Callable[[int], int] | None = None,
 ) -> Iterator[None]:
     """Calls of the store's native threads go through these inside. inode: a negative error number,
-    or the inode of the table's path."""
+    or the inode of the table's path. sync: given a descriptor, 0 or a negative error number."""
     queue = store.threads.io._queue
     calls = (
         _move(os.preadv, read) if read else None,
         _move(os.pwritev, write) if write else None,
         _INODE(lambda _path: inode()) if inode else None,
+        _SYNC(sync) if sync else None,
     )
     store.kept_calls = [*getattr(store, "kept_calls", []), calls]  # a thread may be in one
     queue.set_calls(*(ctypes.cast(one, ctypes.c_void_p).value or 0 if one else 0 for one in calls))
     try:
         yield
     finally:
-        queue.set_calls(0, 0, 0)
+        queue.set_calls(0, 0, 0, 0)
 
 
 def failing(number: int) -> Fault:

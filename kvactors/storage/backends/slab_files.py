@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -270,39 +270,6 @@ class SlabFiles:
             meta.slots_per_slab,
         )
 
-    def seal(self, entries: list[tuple[int, bytes]], *, sync: bool) -> Outcome:
-        """Write entries after their payloads. With `sync` both are on the device when it
-        returns."""
-        size = self.meta.entry_bytes
-        try:
-            if not self.in_place():
-                self.trouble = f"{self.folder}: the table was deleted or moved"
-                return Outcome.UNAVAILABLE
-            if sync:
-                for slab in {slot // self.meta.slots_per_slab for slot, _ in entries}:
-                    with self._place(slab * self.meta.slots_per_slab) as (fd, _):
-                        os.fdatasync(fd)
-            for slot, some in runs_of(entries):
-                if os.pwrite(self._table, some, PAGE + size * slot) != len(some):
-                    return Outcome.NO_SPACE
-            if sync:
-                os.fdatasync(self._table)
-        except OSError as error:
-            return self._failed(error)
-        return Outcome.OK
-
-    def free(self, slots: list[int]) -> bool:
-        """Free slots before new payloads are written there. Returns whether the disk accepted it.
-        If it did not, their payloads must still match the old entries to be served."""
-        size = self.meta.entry_bytes
-        try:
-            for slot, some in runs_of([(slot, bytes(size)) for slot in sorted(slots)]):
-                os.pwrite(self._table, some, PAGE + size * slot)
-        except OSError as error:
-            self.trouble = str(error)
-            return False
-        return True
-
     def entries(self, first: int, count: int) -> bytes:
         """Entries as they are in the table now, fewer if the table is shorter. Raises OSError."""
         size = self.meta.entry_bytes
@@ -341,20 +308,6 @@ class SlabFiles:
                 os.close(fd)
         self.slabs.clear()
         self._folder = self._table = self._lock = -1
-
-
-def runs_of(entries: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Entries of slots that follow each other, joined: the first slot and the bytes."""
-    first, run = -1, list[bytes]()
-    for slot, entry in entries:
-        if run and slot == first + len(run):
-            run.append(entry)
-            continue
-        if run:
-            yield first, b"".join(run)
-        first, run = slot, [entry]
-    if run:
-        yield first, b"".join(run)
 
 
 OPEN: weakref.WeakSet[SlabFiles] = weakref.WeakSet()

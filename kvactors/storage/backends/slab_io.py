@@ -18,8 +18,8 @@ from kvactors.storage.backends.slab_files import SlabFiles, outcome_of
 from kvactors.storage.messages import Outcome
 from kvactors.threads import NICE, end_at_exit
 
-DONE = 0
-OUTCOMES = {DONE: Outcome.OK, 1: Outcome.CORRUPT, 2: Outcome.MISS, 3: Outcome.LATE}
+DONE, DELETED = 0, 2
+OUTCOMES = {DONE: Outcome.OK, 1: Outcome.CORRUPT, DELETED: Outcome.MISS, 3: Outcome.LATE}
 """By the number that the queue reports."""
 
 DEADLINE_CHECK = 0.05
@@ -153,21 +153,56 @@ class SlabIo:
         records: Sequence[bytes],
         expired: Expired,
     ) -> tuple[list[int], bytes]:
-        queue, loop = self._opened(), asyncio.get_running_loop()
+        queue = self._current()
+        number = queue.submit(writes, direct, list(slots), list(views), b"".join(records))
+        future = self._future(queue, number)
+        timer = future.get_loop().call_later(DEADLINE_CHECK, self._look, queue, number, expired)
+        try:
+            return await wait_uncancelled(future, lambda: queue.cancel(number))
+        finally:
+            timer.cancel()
+
+    async def seal(self, entries: Sequence[tuple[int, bytes]], *, sync: bool) -> Outcome:
+        """Write entries, by slot, after their payloads, all or none: OK, NO_SPACE or UNAVAILABLE.
+
+        Args:
+            entries: slots and entries.
+            sync: payloads and entries are on the device when the call has ended.
+        """
+        queue, (slots, parts) = self._current(), zip(*entries, strict=True)
+        number = queue.seal(self._files.direct, sync, list(slots), b"".join(parts))
+        codes, _ = await wait_uncancelled(self._future(queue, number))
+        if codes[0] != DELETED:
+            return self._outcome(codes[0])
+        self._files.trouble = f"{self._files.folder}: the table was deleted or moved"
+        return Outcome.UNAVAILABLE
+
+    async def erase(self, slots: Sequence[int]) -> None:
+        """Free slots before new payloads are written there. If the disk refuses, their payloads
+        must still match the old entries to be served."""
+        if not slots:
+            return
+        queue = self._current()
+        codes, _ = await wait_uncancelled(self._future(queue, queue.erase(sorted(slots))))
+        self._outcome(codes[0])
+
+    def _current(self) -> SlabQueue:
+        """The queue, with the slabs that the store has now."""
+        queue = self._opened()
         if self._slabs != len(self._files.slabs):
             queue.set_slabs(list(self._files.slabs))
             self._slabs = len(self._files.slabs)
-        number = queue.submit(writes, direct, list(slots), list(views), b"".join(records))
+        return queue
+
+    def _future(self, queue: SlabQueue, number: int) -> asyncio.Future[tuple[list[int], bytes]]:
+        """Outcomes and records of a job, once it has ended."""
+        loop = asyncio.get_running_loop()
         future: asyncio.Future[tuple[list[int], bytes]] = loop.create_future()
         self._waiting[number] = future
         if self._loop is not loop:
             self._loop = loop
             loop.add_reader(queue.event_fd, self._collect, queue)
-        timer = loop.call_later(DEADLINE_CHECK, self._look, queue, number, expired)
-        try:
-            return await wait_uncancelled(future, lambda: queue.cancel(number))
-        finally:
-            timer.cancel()
+        return future
 
     def _look(self, queue: SlabQueue, number: int, expired: Expired) -> None:
         """Nothing more of a job is begun once its deadline has passed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import partial
 
 from kvactors.actor.clock import now
 from kvactors.device.arena import Arena
@@ -90,7 +89,7 @@ class SlabMedium:
         evicted, doubles = await self._threads.run(self._enter, found)
         self._scan_s = now() - began
         if not self._files.read_only:
-            await self._threads.run(self._files.free, doubles)
+            await self._threads.io.erase(doubles)
             await self.erase(evicted)
             await self._drop_empty_slabs()
 
@@ -176,7 +175,7 @@ class SlabMedium:
             self._slots.give([slot])
             return outcome
         self.supply.quarantine(slot)
-        await self._threads.run(self._files.free, [slot])
+        await self._threads.io.erase([slot])
         return outcome
 
     # -- writing
@@ -275,7 +274,7 @@ class SlabMedium:
     async def seal(self, keys: Sequence[bytes]) -> Outcome:
         """See `Medium.seal`: write the entries, and if synced, wait for the device."""
         entries = [self.written[key] for key in keys]
-        outcome = await self._threads.run(partial(self._files.seal, entries, sync=self._synced))
+        outcome = await self._threads.io.seal(entries, sync=self._synced)
         for key in keys:
             slot, entry = self.written.pop(key)
             if outcome == Outcome.OK:
@@ -298,7 +297,7 @@ class SlabMedium:
         slots = [self.objects.pop(key)[0] for key in keys if key in self.objects]
         try:
             if slots and not self._files.read_only:
-                await self._threads.run(self._files.free, slots)
+                await self._threads.io.erase(slots)
         finally:
             self._slots.give(slots)
 
