@@ -215,7 +215,9 @@ class CacheCalls(OpenCache):
         """Separate later requests from the blocks cached so far, for example when the weights
         change. Requests admitted from now on, waiting ones included, share blocks only within
         `namespace`. Earlier leases keep theirs: finish or preempt them before the weights change.
-        Indexes are sent blocks of other namespaces as gone, and of this one as resident."""
+        `statistics().prefix.leases` is 0 then: it counts a lease from its grant on, which is before
+        `acquire` returns. Indexes are sent blocks of other namespaces as gone, and of this one as
+        resident."""
         at = self._client.deadline(deadline)
         await self._client.ask(SetNamespace(check_text("namespace", namespace)), at)
 

@@ -146,3 +146,9 @@ def _structlog_as_imported() -> Iterator[None]:
     limit.reset()
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every ask goes through its channel, so other tasks run between two asks."""
+    monkeypatch.setattr("kvactors.actor.mailbox_loop.are_possible", lambda _: False)

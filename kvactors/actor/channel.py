@@ -153,6 +153,19 @@ class Channel(Generic[T]):
         finally:
             self._receiver = None
 
+    def pass_directly(self) -> bool:
+        """Whether an item may reach the receiver without a lane: it waits, and nothing was put
+        since, which would have ended its wait. Such an item counts as taken."""
+        receiver = self._receiver
+        if receiver is None or receiver.done() or self._closed is not None:
+            return False
+        self._taken += 1
+        return True
+
+    def wake(self) -> None:
+        """End the receiver's wait without an item."""
+        self._wake_receiver()
+
     # -- ending
 
     def purge(self) -> Iterator[T]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvactors.actor.clock import now
 from kvactors.actor.context import State
+from kvactors.actor.direct import DirectTurns, are_possible
 from kvactors.actor.instrument import InjectedFailure, Turn
 from kvactors.actor.jobs import JobBroken
 from kvactors.actor.message import Envelope, PeerRestarted, Stop
@@ -90,18 +91,24 @@ class MailboxLoop:
     async def _take_turns(self) -> None:
         channel, budget, time = self._ref.channel, TURN_BUDGET, asyncio.get_running_loop().time
         in_flight, context, outbox = self._ref.in_flight, self._context, self._context.outbox
-        instruments = self._ref.instruments
+        instruments, ref = self._ref.instruments, self._ref
+        direct = DirectTurns(self._actor) if are_possible(asyncio.get_running_loop()) else None
         until = time() + TURN_TIME
         while context.state is State.RUNNING:
             if outbox.waiting:
                 await outbox.flush()
             envelope = channel.get_nowait()
             if envelope is None:
-                while envelope is None:
+                ref.direct = direct
+                try:
                     await channel.wait_for_item()
-                    envelope = channel.get_nowait()
+                finally:
+                    ref.direct = None
+                    if direct is not None and (broken := direct.pop_broken()) is not None:
+                        _fail(broken)
                 budget, until = TURN_BUDGET, time() + TURN_TIME
-            elif budget == 0 or time() > until:
+                continue
+            if budget == 0 or time() > until:
                 try:
                     await asyncio.sleep(0)
                 except BaseException:
@@ -112,7 +119,7 @@ class MailboxLoop:
             budget -= 1
             try:
                 if instruments.active:
-                    self._observed_turn(envelope)
+                    self.observed_turn(envelope)
                 else:
                     self.turn(envelope)
             except (KeyboardInterrupt, SystemExit):
@@ -148,7 +155,8 @@ class MailboxLoop:
         elif kind is not PeerRestarted:
             raise TypeError(f"{self._ref.name} has no handler for {kind.__name__}")
 
-    def _observed_turn(self, envelope: Envelope[Any]) -> None:
+    def observed_turn(self, envelope: Envelope[Any]) -> None:
+        """`turn` with the instruments' part."""
         instruments = self._ref.instruments
         instruments.turn = Turn(self._ref, envelope)
         try:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import typing_extensions
 
     from kvactors.actor.context import Context
+    from kvactors.actor.direct import DirectTurns
 
     # An unparameterised ActorRef accepts every message.
     M_contra = typing_extensions.TypeVar("M_contra", bound=Message, contravariant=True, default=Any)
@@ -82,12 +83,14 @@ class ActorRef(Generic[M_contra]):
         switched_off: whether a substitute runs in the actor's place.
         make_context: makes the context of each incarnation in place of `Context`, for tests.
         instruments: of the system, shared by all its refs.
+        direct: takes asks while the actor waits for a message, else None.
     """
 
     __slots__ = (
         "_asks",
         "_restarting",
         "channel",
+        "direct",
         "failure_pending",
         "in_flight",
         "incarnation",
@@ -116,6 +119,7 @@ class ActorRef(Generic[M_contra]):
         self.make_context: Callable[..., Context] | None = None
         self._asks: OpenAsks[Any] = OpenAsks(name)
         self._restarting = 0
+        self.direct: DirectTurns | None = None
         self.failure_pending = False  # and the other actors are not notified yet
 
     def begin_restart(self) -> None:
@@ -151,11 +155,14 @@ class ActorRef(Generic[M_contra]):
         lost: called with an answer that does not reach the caller, because it was cancelled after
         the actor had answered.
         """
-        reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[R] = asyncio.Future(loop=asyncio.get_running_loop())
         envelope: Envelope[R] = Envelope(message, reply, deadline, self.incarnation)
-        asks = self._asks
+        direct, asks = self.direct, self._asks
+        taken = direct is not None and direct.take(envelope)
+        if taken and reply.done():
+            return reply.result()
         try:
-            if not self.try_send(envelope):
+            if not taken and not self.try_send(envelope):
                 with anyio.CancelScope(deadline=deadline):
                     await self.send(envelope)
                     asks.open[reply] = envelope

@@ -59,17 +59,27 @@ class SimLoop(asyncio.BaseEventLoop):
     limit: steps that may run at one instant of virtual time before that is a Livelock, None for any
     number. stalled: the waiting tasks when all tasks last waited for time-outs alone (a deadlock
     but for a deadline), with the time. It is empty if that never happened. impatient: whether such
-    a stall is a Deadlock at once.
+    a stall is a Deadlock at once. direct: share of the asks that may be direct turns (see
+    `kvactors.actor.direct`), drawn from the seed as well.
     """
 
-    def __init__(self, seed: int = 0, *, limit: int | None = None, impatient: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        limit: int | None = None,
+        impatient: bool = False,
+        direct: float = 0.0,
+    ) -> None:
         super().__init__()
         self.seed = seed
         self.steps = 0
         self.limit = limit
         self.impatient = impatient
         self.stalled: list[str] = []
+        self.direct = direct
         self._order = random.Random(seed)  # noqa: S311  (a schedule, not a secret)
+        self._direct = random.Random(f"direct {seed}")  # noqa: S311  (so is this)
         self._now = 0.0
         self._standing = 0  # steps at this instant
         self._spins = 0
@@ -93,6 +103,10 @@ class SimLoop(asyncio.BaseEventLoop):
     def _move_to(self, when: float) -> None:
         if when > self._now:
             self._now, self._standing = when, 0
+
+    def takes_directly(self) -> bool:
+        """Whether the next ask may be a direct turn."""
+        return self._direct.random() < self.direct
 
     # -- tasks
 

@@ -166,7 +166,12 @@ async def test_a_deadline_covers_the_wait_for_capacity_and_for_the_answer():
 async def test_a_cancelled_ask_is_withdrawn():
     wired = Wired()
     async with wired.running():
-        task = asyncio.create_task(wired.server.ask(Ping(7), deadline=deadline_after(5)))
+
+        async def asked():
+            wired.server.try_tell(Slow(0.0))  # the ask waits behind it
+            await wired.server.ask(Ping(7), deadline=deadline_after(5))
+
+        task = asyncio.create_task(asked())
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

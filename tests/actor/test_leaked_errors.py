@@ -105,8 +105,11 @@ class Wired:
         return self.supervisor.actor("fragile")
 
 
+@pytest.mark.parametrize("way", ["direct", "queued"])
 @pytest.mark.parametrize("error", LEAKED, ids=lambda error: type(error).__name__)
-async def test_a_turn_that_raises_it_fails_its_actor_at_once(error):
+async def test_a_turn_that_raises_it_fails_its_actor_at_once(error, way, request):
+    if way == "queued":
+        request.getfixturevalue("queued")
     wired = Wired()
     async with wired.running():
         with pytest.raises(ActorFailed, match="leaked"):

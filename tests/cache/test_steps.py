@@ -128,7 +128,7 @@ async def test_long_steps_go_in_parts(monkeypatch):
             await lease.finish()
 
 
-async def test_a_lease_that_changes_is_busy_for_a_step_and_the_other_way_round():
+async def test_a_lease_that_changes_is_busy_for_a_step_and_the_other_way_round(queued):
     async with opened(device=8, host=HOST) as cache:
         lease, other = await acquired(cache, 2)
         await serve(cache, "other", prompt(2, 6))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,9 +47,9 @@ class Client:
         while self.requests[0] > 0:
             self.requests[0] -= 1
             if rng.random() >= world.drawn.cancelled:
-                await self._guarded()
+                await self.serve_one()
                 continue
-            task = asyncio.get_running_loop().create_task(self._guarded())
+            task = asyncio.get_running_loop().create_task(self.serve_one())
             if rng.random() < 0.7:
                 for _ in range(rng.randrange(60)):
                     await asyncio.sleep(0)
@@ -59,7 +59,8 @@ class Client:
                 world.seen["request cancelled"] += 1
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _guarded(self) -> None:
+    async def serve_one(self) -> None:
+        """One request. Its errors are noted."""
         world = self.world
         request = world.history.request()
         world.record.requests += 1
@@ -141,6 +142,30 @@ def spoil(buffer: Any) -> None:
         buffer[i] = 7
 
 
+async def started(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task of a call that has taken its first step. A loop of virtual time runs new tasks in a
+    drawn order."""
+    loop = asyncio.get_running_loop()
+    begun: list[bool] = []
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    async def work() -> T:
+        begun.append(True)
+        if not waiter.done():
+            waiter.set_result(None)  # its task runs after this step, which begins the call
+        return await call
+
+    task = loop.create_task(work())
+    try:
+        await waiter
+    except BaseException:
+        task.cancel()
+        if not begun:
+            call.close()
+        raise
+    return task
+
+
 class Request:
     """One request, from its prompt to its end."""
 
@@ -220,9 +245,8 @@ class Request:
             deadline=rng.choice((0.05, 2.0, 2.0)),
         )
         if rng.random() < 0.2:
-            task = asyncio.ensure_future(work)
+            task = await started(work)
             try:
-                await asyncio.sleep(0)
                 spoil(buffer)
                 self.lease = await task
             finally:
@@ -319,9 +343,8 @@ class Request:
         buffer = self.client.buffer(tokens)
         try:
             if rng.random() < 0.3:
-                task = asyncio.ensure_future(lease.extend(buffer))
+                task = await started(lease.extend(buffer))
                 try:
-                    await asyncio.sleep(0)
                     spoil(buffer)
                     added = await task
                 finally:

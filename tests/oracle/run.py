@@ -25,14 +25,22 @@ LIMIT = 300.0
 
 
 async def serve_round(
-    drawn: Draw, history: History, record: Record, requests: int, life: int = 0, readers: Any = None
+    drawn: Draw,
+    history: History,
+    record: Record,
+    requests: int,
+    life: int = 0,
+    readers: Any = None,
+    *,
+    inline: bool = False,
 ) -> None:
     """Open, serve, come to rest, look at everything, close. readers: of the sinks, compared with
-    what was announced (see `tests.soak`)."""
+    what was announced (see `tests.soak`). inline: copy in the loop's thread, for loops of virtual
+    time."""
     rng = random.Random(f"round {drawn.seed} {life}")
     recorder = Recorder(drawn.block_size, record)
     config = kvactors.Config.from_mapping(drawn.tables)
-    async with kvactors.open(config, sinks=[recorder]) as cache:
+    async with kvactors.open(config, sinks=[recorder], inline_copies=inline) as cache:
         world = World(cache, drawn, history, record, rng)
         if readers is not None:
             readers.begin(cache)

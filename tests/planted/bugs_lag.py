@@ -5,6 +5,8 @@ from __future__ import annotations
 from mutation import Mutation
 
 LAG = "tests/observe/test_lag.py"
+DIRECT = "tests/actor/test_direct.py"
+ENGINE = "tests/soak/test_oracle_simulated.py"
 SHARDED = "tests/observe/test_sharded.py"
 SERVING = "tests/scenario/test_serving.py"
 
@@ -44,6 +46,83 @@ BUGS: tuple[Mutation, ...] = (
         "passes of the cyclic collector stop the loop of a timed replay for hundreds of "
         "milliseconds",
         ("tests/scenario/test_serving.py::test_blocks_are_computed_and_verified_beside_the_loop",),
+    ),
+    Mutation(
+        "direct_turn_overtakes_queued_messages",
+        "actor/channel.py",
+        "        if receiver is None or receiver.done() or self._closed is not None:\n",
+        "        if receiver is None or self._closed is not None:\n",
+        "a commit is handled before the abandon of another lease that was sent first",
+        (f"{DIRECT}::test_it_overtakes_no_message",),
+    ),
+    Mutation(
+        "direct_turns_without_bound",
+        "actor/direct.py",
+        "        self._left = left - 1\n",
+        "",
+        "a client whose requests all hit the device keeps every other task from running",
+        (
+            f"{DIRECT}::test_direct_turns_in_one_pass_are_bounded",
+            f"{DIRECT}::test_a_caller_that_never_waits_lets_others_run",
+        ),
+    ),
+    Mutation(
+        "direct_turns_ignore_time",
+        "actor/direct.py",
+        "        elif not left or self._loop.time() > self._until or not",
+        "        elif not left or not",
+        "64 long turns in a row stop the loop for many milliseconds",
+        (f"{DIRECT}::test_direct_turns_in_one_pass_are_bounded",),
+    ),
+    Mutation(
+        "direct_turn_in_the_asker_s_context",
+        "actor/direct.py",
+        "                self._run(self._turn, envelope)\n",
+        "                self._turn(envelope)\n",
+        "jobs of an actor have the context variables of a caller: its span, its log context, and "
+        "another system's waits for threads",
+        (f"{DIRECT}::test_turns_and_their_jobs_run_in_the_context_of_the_actor",),
+    ),
+    Mutation(
+        "exception_of_a_direct_turn_is_lost",
+        "actor/direct.py",
+        "            self._broken = error\n",
+        "",
+        "an actor whose turn has raised continues with half a change",
+        (f"{DIRECT}::test_an_exception_fails_the_actor_and_not_the_asker",),
+    ),
+    Mutation(
+        "messages_after_a_broken_direct_turn",
+        "actor/mailbox_loop.py",
+        "                    if direct is not None and (broken := direct.pop_broken()) is not None:\n",
+        "                    broken = direct.pop_broken() if direct and not len(channel) else None\n"
+        "                    if broken is not None:\n",
+        "an actor whose turn has raised handles the messages that the turn sent to itself before",
+        (f"{DIRECT}::test_no_message_is_handled_after_an_exception",),
+    ),
+    Mutation(
+        "granted_leases_count_when_received",
+        "prefix_index/core.py",
+        "            leases=len(leases),\n",
+        "            leases=0,\n",
+        "an engine that waits until the cache has no lease changes its weights below a lease",
+        (f"{ENGINE}::test_weights_that_change_in_the_step_of_a_grant",),
+    ),
+    Mutation(
+        "messages_of_a_direct_turn_stay_in_the_outbox",
+        "actor/direct.py",
+        "            self._channel.wake()  # the actor's task sends",
+        "            pass  # the actor's task sends",
+        "offloads of a full host tier wait until the index gets another message",
+        (f"{DIRECT}::test_the_last_messages_to_a_full_receiver_leave_too",),
+    ),
+    Mutation(
+        "direct_turns_always_on_virtual_time",
+        "actor/direct.py",
+        "        if self._chosen is not None and not self._chosen():\n",
+        "        if False:\n",
+        "a simulation has fewer orders of messages than a server",
+        (f"{DIRECT}::test_a_loop_of_virtual_time_draws_direct_turns_from_its_seed",),
     ),
     Mutation(
         "blocks_of_a_check_freed_at_once",

@@ -70,18 +70,25 @@ def run_simulate(
     json: Path | None = None,
     processes: int = 2,
     seed: int | None = None,
+    direct: float = 0.0,
 ) -> int:
     """Run, print and write. Returns the exit status, 0 only if nothing was violated. minutes: as
     many seeds as they allow, in place of `seeds`. seed: only this one, with its plan, its
-    configuration and its trace. ConfigError for counts that cannot be."""
-    _check(seeds, first, minutes, processes, seed)
+    configuration and its trace. direct: share of the asks that may be direct turns. ConfigError for counts that cannot be."""
+    _check(seeds, first, minutes, processes, seed, direct)
     if seed is not None:
-        return _run_one(seed, json)
+        return _run_one(seed, json, direct)
     began = time.monotonic()
     until = float("inf") if minutes is None else began + 60 * minutes
     report, seen = SimulationReport(first), Counter[str]()
     with live_line() as show:
-        for one in run_seeds(first, seeds if minutes is None else ENDLESS, processes, until=until):
+        for one in run_seeds(
+            first,
+            seeds if minutes is None else ENDLESS,
+            processes,
+            until=until,
+            direct=direct,
+        ):
             report.add(one)
             seen.update(one.seen)
             report.wall_s = time.monotonic() - began
@@ -95,7 +102,16 @@ def run_simulate(
     return 1 if report.violated else 0
 
 
-def _check(seeds: int, first: int, minutes: float | None, processes: int, seed: int | None) -> None:
+def _check(
+    seeds: int,
+    first: int,
+    minutes: float | None,
+    processes: int,
+    seed: int | None,
+    direct: float,
+) -> None:
+    if not 0 <= direct <= 1:
+        raise ConfigError(f"--direct must be from 0 to 1, not {direct}")
     least = {
         "seeds": (seeds, 1),
         "first": (first, 0),
@@ -109,8 +125,8 @@ def _check(seeds: int, first: int, minutes: float | None, processes: int, seed: 
         raise ConfigError(f"--minutes must be a positive number, not {minutes}")
 
 
-def _run_one(seed: int, json: Path | None) -> int:
-    (report,) = run_seeds(seed, 1, 1, keep=TRACE)
+def _run_one(seed: int, json: Path | None, direct: float) -> int:
+    (report,) = run_seeds(seed, 1, 1, keep=TRACE, direct=direct)
     print(f"seed {seed}\nconfig {report.config}\nplan {report.plan}")
     for line in report.tail:
         print(line)

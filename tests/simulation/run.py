@@ -18,7 +18,7 @@ import structlog
 from kvactors.actor.log import structlog_settings
 from kvactors.errors import KVActorsError
 from kvactors.testing.attentionstore_sdk import install, reset
-from kvactors.testing.loop import simulate
+from kvactors.testing.loop import SimLoop, simulate
 from kvactors.testing.plan import FaultPlan
 from tests.simulation.draw import Draw, draw_run
 from tests.simulation.invariants import rest
@@ -37,9 +37,11 @@ STOP = 120.0
 """Virtual seconds in which a system at rest must have stopped."""
 
 
-def run_seed(seed: int, drawn: Draw | None = None, keep: int = 200) -> SeedReport:
+def run_seed(
+    seed: int, drawn: Draw | None = None, keep: int = 200, *, direct: float = 0.0
+) -> SeedReport:
     """Run one seed. drawn: in place of what the seed draws. keep: lines of the trace in the report,
-    the last ones."""
+    the last ones. direct: share of the asks that may be direct turns, by the seed as well."""
     drawn = drawn or draw_run(seed)
     report = SeedReport(seed)
     report.config = msgspec.json.encode(drawn.config).decode()
@@ -49,7 +51,7 @@ def run_seed(seed: int, drawn: Draw | None = None, keep: int = 200) -> SeedRepor
     reset()
     with _quiet(), limited(drawn.limits):
         try:
-            simulate(lambda: _lives(drawn, report, keep), seed)
+            simulate(lambda: _lives(drawn, report, keep), loop=SimLoop(seed, direct=direct))
         except Exception as error:
             report.violations.append(f"the run itself broke: {error!r}")
     report.wrong = sum("wrong bytes" in what for what in report.violations)

@@ -26,6 +26,13 @@ def test_nothing_is_violated(first, reports):
     assert {one.seed: one.violations for one in some if one.violations} == {}
 
 
+@pytest.mark.parametrize("direct", [0.5, 1.0])
+def test_nothing_is_violated_with_direct_turns(direct):
+    some = [run_seed(seed, direct=direct) for seed in range(8)]
+    assert {one.seed: one.violations for one in some if one.violations} == {}
+    assert not some[0].same_run(run_seed(0))
+
+
 def test_so_few_seeds_reach_most_of_it(reports):
     for seed in set(range(SEEDS)) - set(reports):  # run by another worker process
         reports[seed] = run_seed(seed)

@@ -1,0 +1,68 @@
+"""The soak's engine on a loop of virtual time, with and without direct turns: orders of steps that
+an idle machine never has."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+import kvactors
+from kvactors.testing.loop import SimLoop, simulate
+from tests.oracle.client import Client
+from tests.oracle.draw import draw
+from tests.oracle.history import History
+from tests.oracle.record import Record
+from tests.oracle.run import serve_round
+from tests.oracle.world import World
+
+pytestmark = pytest.mark.filterwarnings("ignore:lease of .* was never finished:ResourceWarning")
+
+
+def run(make, seed, direct):
+    """The record of a coroutine function that is given one."""
+    record = Record()
+    simulate(lambda: make(record), loop=SimLoop(seed, direct=direct))
+    return record
+
+
+@pytest.mark.parametrize("direct", [0.0, 0.5, 1.0])
+def test_rounds_find_nothing(direct):
+    finished = 0
+    for seed in range(3):
+        drawn = draw(seed, "", store=("none", "memory")[seed % 2], threads=False, sinks=False)
+        drawn.forgotten = 0.0
+        record = run(
+            lambda record, drawn=drawn: serve_round(drawn, History(), record, 40, inline=True),
+            seed,
+            direct,
+        )
+        assert (record.wrong, record.failures) == (0, [])
+        finished += record.finished
+    assert finished > 30
+
+
+def test_weights_that_change_in_the_step_of_a_grant():
+    """The engine computes with the weights of the admission, however late it gets the lease."""
+
+    async def main(record):
+        drawn = draw(3, "", store="none", threads=False, sinks=False)
+        drawn.cut = drawn.cancelled = drawn.forgotten = 0.0
+        drawn.families, drawn.clients, drawn.longest = 2, 3, 4
+        drawn.tables["device"]["num_blocks"] = 64
+        config = kvactors.Config.from_mapping(drawn.tables)
+        async with kvactors.open(config, inline_copies=True) as cache:
+            world = World(cache, drawn, History(), record, random.Random(1))
+            clients = [Client(world, number, [0]) for number in range(drawn.clients)]
+            for number in range(20):
+                await asyncio.gather(
+                    world.pause(f"weights-{number % 3}"),
+                    *(client.serve_one() for client in clients),
+                )
+            await world.rest()
+
+    for seed in (3, 4, 5):
+        record = run(main, seed, 0.5)
+        assert (record.wrong, record.failures) == (0, [])
+        assert record.verified > 50
