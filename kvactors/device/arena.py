@@ -126,6 +126,7 @@ class Arena(HostSlots):
         start = -int(whole.ctypes.data) % HUGE if size >= HUGE else 0
         self._bytes = whole[start : start + size]
         self.address = int(self._bytes.ctypes.data)
+        self._view = self._bytes.data  # a slice of it costs less than one of the array
         if numa_node is not None:
             bind(self.address, size, numa_node)
         self.small_pages = self._ask_for_huge_pages(start, size)
@@ -200,7 +201,7 @@ class Arena(HostSlots):
         if not 0 <= slot < self.num_slots:
             raise IndexError(f"slot {slot} of {self.num_slots}")
         start = slot * self.stride
-        return self._bytes[start : start + self.block_bytes].data
+        return self._view[start : start + self.block_bytes]
 
     @property
     def nbytes(self) -> int:
@@ -235,6 +236,7 @@ class Arena(HostSlots):
         if self._touching:
             self.keep()
         self._bytes = np.empty(0, np.uint8)
+        self._view = self._bytes.data
         if self.kept:
             return
         try:

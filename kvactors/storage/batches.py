@@ -52,8 +52,8 @@ class BatchQueue:
 class Holder(Protocol):
     """The keys that a store holds."""
 
-    def holds(self, key: bytes) -> bool:
-        """Whether it holds a key."""
+    def holding(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of the keys that it holds, in order."""
 
 
 class Changes(NamedTuple):
@@ -80,10 +80,13 @@ def changes_of(done: BatchDone, store: Holder) -> Changes:
         (done.corrupt, Reason.CORRUPT),
         (done.taken, Reason.PROMOTION),
     ):
+        if not keys:
+            continue
         split = split_hashes(keys)
-        gone = join_hashes(key for key in split if not store.holds(key))
+        held = set(store.holding(split))
+        gone = join_hashes(key for key in split if key not in held)
         if gone:
             removed.append((gone, reason))
         acknowledged += split
-    stored = join_hashes(key for key in split_hashes(done.stored) if store.holds(key))
+    stored = join_hashes(store.holding(split_hashes(done.stored))) if done.stored else b""
     return Changes(removed, stored, acknowledged)

@@ -72,6 +72,16 @@ class CheckedInventory:
             "holds", lambda: bool(self._inner.holds(key)), False
         )
 
+    def holding(self, keys: Iterable[bytes]) -> list[bytes]:
+        """The keys that the store holds, in order. None of them if the store raises."""
+        if self._clears.pending:
+            return []
+        holds = self._inner.holds
+        found: list[bytes] = self._calls.call(
+            "holds", lambda: [key for key in keys if holds(key)], []
+        )
+        return found
+
     @property
     def is_complete(self) -> bool:
         """Whether `held_run` finds every object that can be read. It does not in a store whose

@@ -67,8 +67,8 @@ class StoreCounters:
             outcomes: one byte a key.
             trouble: why the batch failed, for the log.
         """
-        for outcome in outcomes:
-            self.outcomes[Outcome(outcome)] += 1
+        for outcome in set(outcomes):
+            self.outcomes[Outcome(outcome)] += outcomes.count(outcome)
         failed = outcomes.count(Outcome.UNAVAILABLE) >= max(1, len(outcomes))
         self.breaker.saw(not failed, trouble)
 

@@ -93,14 +93,13 @@ class StorageWriter(StoreOwner):
                 expired(message.deadline),
                 message.lineages,
             )
-            holds, safe = self.backend.holds, (Outcome.OK, Outcome.EXISTS)
+            holding, safe = self.backend.holding, (Outcome.OK, Outcome.EXISTS)
             results = zip(keys, report.outcomes, strict=True)
+            back = set(holding(report.evicted))
             return BatchDone(
                 Written(message.op, report.outcomes),
-                stored=join_hashes(
-                    key for key, outcome in results if outcome in safe and holds(key)
-                ),
-                evicted=join_hashes(key for key in report.evicted if not holds(key)),
+                stored=join_hashes(holding([key for key, outcome in results if outcome in safe])),
+                evicted=join_hashes(key for key in report.evicted if key not in back),
             )
 
         failed = unwritten(message, Outcome.UNAVAILABLE)

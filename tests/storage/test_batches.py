@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvactors.storage.batches import IN_FLIGHT, Batch, BatchQueue, changes_of
 from kvactors.storage.messages import BatchDone, Written
 from kvactors.types import Reason
@@ -36,8 +38,8 @@ class Store:
     def __init__(self, *keys: bytes) -> None:
         self.keys = keys
 
-    def holds(self, key: bytes) -> bool:
-        return key in self.keys
+    def holding(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [key for key in keys if key in self.keys]
 
 
 def test_changes_are_those_that_are_still_true():

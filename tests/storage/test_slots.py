@@ -7,13 +7,13 @@ from kvactors.storage.backends.slots import LONGEST, PAUSE, Slots
 
 def test_a_slot_that_is_read_becomes_free_when_its_last_reader_ends():
     slots = Slots()
-    slots.begin_read(1)
-    slots.begin_read(1)
+    slots.begin_reads([1])
+    slots.begin_reads([1])
     slots.give([1, 2])
     assert list(slots.free) == [2]
-    slots.end_read(1)
+    slots.end_reads([1])
     assert list(slots.free) == [2]
-    slots.end_read(1)
+    slots.end_reads([1])
     assert list(slots.free) == [2, 1]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from kvactors.device.arena import Arena, HostSlots
 from kvactors.errors import KVActorsError, StoreError
@@ -281,6 +281,10 @@ class CheckedBackend:
     def holds(self, key: bytes) -> bool:
         """See `Backend.holds`."""
         return self.inventory.holds(key)
+
+    def holding(self, keys: Iterable[bytes]) -> list[bytes]:
+        """The keys that the store holds, in order."""
+        return self.inventory.holding(keys)
 
     def begin_paths(self) -> None:
         """See `Backend.begin_paths`."""

@@ -135,6 +135,8 @@ class SlabIo:
             for n, i in enumerate(refused):
                 codes[i], parts[i] = again[n], redone[n * size : (n + 1) * size]
             done = b"".join(parts)
+        if not any(codes):
+            return Moved([Outcome.OK] * len(codes), done)
         return Moved([self._outcome(code) for code in codes], done)
 
     def _outcome(self, code: int) -> Outcome:

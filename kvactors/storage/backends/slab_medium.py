@@ -21,9 +21,6 @@ from kvactors.storage.counters import StoreCounters
 from kvactors.storage.inventory import OwnedInventory
 from kvactors.storage.messages import Outcome
 
-DEADLINE_EVERY = 64
-"""Objects of a batch that get their slots between two looks at its deadline."""
-
 
 def _no_deadline() -> bool:
     return False
@@ -207,17 +204,10 @@ class SlabMedium:
         outcomes = [Outcome.LATE] * len(keys)
         taken: dict[int, int] = {}  # slots, by position
         try:
-            for i in range(len(keys)):
-                if i % DEADLINE_EVERY == 0 and expired():
-                    break
-                slot = self.supply.take_now()
-                if slot is None:
-                    slot, outcomes[i] = await self.supply.take(self._squeeze)
-                if slot is not None:
-                    taken[i] = slot
+            await self.supply.take_batch(taken, outcomes, self._squeeze, expired)
             if taken:
-                some = [keys[i] for i in taken], [data[i] for i in taken]
-                written = await self._write(*some, list(taken.values()), expired)
+                payloads = [keys[i] for i in taken], [data[i] for i in taken]
+                written = await self._write(*payloads, list(taken.values()), expired)
                 for i, outcome in zip(taken, written, strict=True):
                     outcomes[i] = outcome
         except BaseException:

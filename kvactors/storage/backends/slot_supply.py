@@ -6,12 +6,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from kvactors.actor.clock import now
+from kvactors.storage.backends.base import Expired
 from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.storage.backends.slab_steps import Growth
 from kvactors.storage.backends.slab_threads import SlabThreads
 from kvactors.storage.backends.slots import Slots
 from kvactors.storage.catalog import Catalog
 from kvactors.storage.messages import Outcome
+
+DEADLINE_EVERY = 64
+"""Objects of a batch that get their slots between two looks at its deadline."""
 
 
 class SlotSupply:
@@ -49,11 +53,37 @@ class SlotSupply:
         if short and (self.slots.release(now()) or self.slots.release_first_offenders()):
             self._fit()
 
-    def take_now(self) -> int | None:
-        """Take a slot that is free already, None if there is none."""
+    def take_now(self, count: int) -> list[int]:
+        """Take slots that are free already, at most `count`."""
         if self.slots.release(now()):
             self._fit()
-        return self.slots.free.popleft() if self.slots.free else None
+        return self.slots.take(count)
+
+    async def take_batch(
+        self,
+        taken: dict[int, int],
+        outcomes: list[Outcome],
+        squeeze: Callable[[], Awaitable[bool]],
+        expired: Expired,
+    ) -> None:
+        """Take a slot for each object of a batch, until its deadline.
+
+        Args:
+            taken: receives the slots, by position in the batch.
+            outcomes: of the batch. Receives why an object got no slot.
+            squeeze: see `take`.
+            expired: whether the deadline has passed.
+        """
+        for start in range(0, len(outcomes), DEADLINE_EVERY):
+            if expired():
+                return
+            some = range(start, min(start + DEADLINE_EVERY, len(outcomes)))
+            taken.update(zip(some, self.take_now(len(some)), strict=False))
+            for i in some:
+                if i not in taken:
+                    slot, outcomes[i] = await self.take(squeeze)
+                    if slot is not None:
+                        taken[i] = slot
 
     async def take(self, squeeze: Callable[[], Awaitable[bool]]) -> tuple[int | None, Outcome]:
         """Take a free slot.
@@ -66,9 +96,9 @@ class SlotSupply:
         """
         slots = self.slots
         while True:
-            slot = self.take_now()
-            if slot is not None:
-                return slot, Outcome.OK
+            taken = self.take_now(1)
+            if taken:
+                return taken[0], Outcome.OK
             outcome = await self.growth.more()
             if slots.free or outcome == Outcome.OK:
                 continue  # other writes may have taken the slots of the new slab

@@ -20,7 +20,7 @@ class Slots:
     def __init__(self) -> None:
         self.free: deque[int] = deque()
         self.suspects: set[int] = set()
-        self._readers: Counter[int] = Counter()
+        self._readers: dict[int, int] = {}  # reads in flight, by slot
         self._leaving: set[int] = set()  # free once no read of them is in flight
         self._until: dict[int, float] = {}  # in quarantine
         self._strikes: Counter[int] = Counter()
@@ -30,26 +30,33 @@ class Slots:
     @contextmanager
     def reading(self, slots: Sequence[int]) -> Iterator[None]:
         """Reads of slots are in flight inside."""
-        for slot in slots:
-            self.begin_read(slot)
+        self.begin_reads(slots)
         try:
             yield
         finally:
-            for slot in slots:
-                self.end_read(slot)
+            self.end_reads(slots)
 
-    def begin_read(self, slot: int) -> None:
-        """A read is in flight: the slot is not written."""
-        self._readers[slot] += 1
+    def begin_reads(self, slots: Iterable[int]) -> None:
+        """Reads are in flight: the slots are not written."""
+        readers = self._readers
+        for slot in slots:
+            readers[slot] = readers.get(slot, 0) + 1
 
-    def end_read(self, slot: int) -> None:
-        """A read has ended."""
-        self._readers[slot] -= 1
-        if not self._readers[slot]:
-            del self._readers[slot]
-            if slot in self._leaving:
-                self._leaving.remove(slot)
+    def end_reads(self, slots: Iterable[int]) -> None:
+        """Reads have ended."""
+        readers, leaving = self._readers, self._leaving
+        for slot in slots:
+            left = readers.pop(slot) - 1
+            if left:
+                readers[slot] = left
+            elif slot in leaving:
+                leaving.remove(slot)
                 self.free.append(slot)
+
+    def take(self, count: int) -> list[int]:
+        """Take free slots, at most `count`."""
+        free = self.free
+        return [free.popleft() for _ in range(min(count, len(free)))]
 
     def add(self, slots: Iterable[int]) -> None:
         """New slots, which nothing has read yet."""
