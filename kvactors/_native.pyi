@@ -205,10 +205,12 @@ class BlockTree:
         touch: bool = True,
         retain: LifeTables | None = None,
         eager_hashes: bool = False,
+        retain_host: LifeTables | None = None,
     ) -> None:
         """`capacity`: nodes to size the tables for up front (they grow beyond it). `touch`: bring
         their memory in now, which takes a while, instead of on first use. `retain`: the statistics
-        of the eviction policy RETAIN, without which the policy is LRU. `eager_hashes`: hash a block
+        of the eviction policy RETAIN, without which the policy is LRU. `retain_host`: the same for
+        the host tier, the same tables if both are given. `eager_hashes`: hash a block
         when it enters the tree. By default a block is hashed when a call needs its hash, with the
         blocks above it, and a report of the host tier with a hash that the tree does not find
         takes a hash of every block."""
@@ -299,8 +301,21 @@ class BlockTree:
         """The request of the path has ended, and still references its blocks: RETAIN learns when
         they were used. `output_tokens`: of the model, -1 if that is not known."""
 
-    def retention(self) -> dict[str, int] | None:
-        """Counts of RETAIN, None under LRU.
+    def host_victims(self, count: int) -> bytes:
+        """Hashes of up to `count` blocks that the host tier should evict next, in this order: the
+        choice of RETAIN among the blocks that only the host has and that nothing uses. They are not
+        returned again until they are used. Empty without `retain_host`."""
+
+    def host_kept(self, exclusive: bool) -> int:
+        """Blocks of the host tier, without those that `host_victims` has returned and in exclusive
+        tiers without those that a request uses, which are leaving for the device."""
+
+    def host_lacks(self, path: Path, start: int, stop: int) -> int:
+        """Blocks [start, stop) of a path that the host tier does not have."""
+
+    def retention(self, host: bool = False) -> dict[str, int] | None:
+        """Counts of RETAIN in the device tier or in the host tier, None under LRU. The blocks of
+        the host tier's are those of device and host together.
 
         `runs` and `ghosts` (evicted blocks) that are remembered. `requests`, and their blocks that
         were `touched`. `hits` of those, and `shadow_hits` of an exact LRU with as many blocks as

@@ -184,7 +184,8 @@ class HostConfig(
         capacity_bytes: bytes of those blocks, in place of slots.
         transit_slots: extra slots for blocks in transit between device and storage.
         transit_bytes: bytes of these slots, in place of transit_slots.
-        policy: order of eviction.
+        policy: order of eviction: lru, or retain, which learns from past requests which blocks are
+            used again.
         mode: exclusive (a loaded block leaves the host) or inclusive (blocks are copied to the
             host at request finish and stay).
         low_watermark: the used fraction of `slots` at which an eviction ahead of need ends.
@@ -203,7 +204,7 @@ class HostConfig(
     transit_slots: Count = 256
     transit_bytes: ByteSize | None = None
     mode: Literal["exclusive", "inclusive"] = "exclusive"
-    policy: Literal["lru"] = "lru"
+    policy: Literal["lru", "retain"] = "lru"
     low_watermark: Share = 0.0
     high_watermark: Share = 0.0
     pinned: bool = False
@@ -212,6 +213,14 @@ class HostConfig(
     dma_min_bytes: ByteCount | None = None
 
     batch_from = Earlier("dma_min_bytes")
+
+    @property
+    def kept_blocks(self) -> tuple[int, int]:
+        """The watermarks as numbers of blocks: above the first, evict until there are the second.
+        Both are the capacity if nothing is evicted ahead of need."""
+        if not self.high_watermark:
+            return self.slots, self.slots
+        return int(self.high_watermark * self.slots), int(self.low_watermark * self.slots)
 
     def arena_slots(self, *, stored: bool) -> int:
         """Slots of the arena: those of the tier and those for transit.

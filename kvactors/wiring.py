@@ -23,7 +23,7 @@ from kvactors.identity import CacheScope
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import IndexRequest, SetNumBlocks
-from kvactors.prefix_index.policy import Clock, policy_of
+from kvactors.prefix_index.policy import Clock, policies_of
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.storage.device_store import StorageDirect
@@ -132,7 +132,9 @@ class Wiring:
             blocks + host.slots + FORGOTTEN,
             recompute_last_token=config.cache.recompute_last_token,
             memory_generation=self.plane.generation,
-            policy=policy_of(config.device.policy, self.clock),
+            policy=policies_of(
+                config.device.policy, host.policy if host.slots else "lru", self.clock
+            ),
             hashes=bool(self.sinks) or host_tier or stored,
         )
         free_low, free_high = config.device.free_blocks(blocks)
@@ -147,6 +149,7 @@ class Wiring:
             save=storage.write_policy if stored else "none",
             min_hits=storage.min_hits,
             token_root=self.token_root if self.device_store is not None else None,
+            host_blocks=host.kept_blocks,
             keep_lineages=self.plane.store is not None and self.plane.store.keeps_lineages,
         )
         return PrefixIndex(

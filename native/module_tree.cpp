@@ -62,10 +62,13 @@ void bind_tree(nb::module_& m) {
             }
             return nb::make_tuple(over, result);
         }, "count"_a);
-    tree.def("__init__", [](PyTree* self, Id block_size, Id capacity, bool touch, std::shared_ptr<LifeTables> retain, bool names_at_once) {
+    tree.def("__init__", [](PyTree* self, Id block_size, Id capacity, bool touch, std::shared_ptr<LifeTables> retain, bool names_at_once,
+                         std::shared_ptr<LifeTables> retain_host) {
             if (block_size < 1 || block_size > (1 << 24)) throw nb::value_error("block_size must be between 1 and 2**24");
-            new (self) PyTree(u32(block_size), size_of(capacity, "capacity out of range"), touch, std::move(retain), names_at_once);
-        }, "block_size"_a, "capacity"_a = 0, "touch"_a = true, "retain"_a.none() = nb::none(), "eager_hashes"_a = false)
+            new (self) PyTree(u32(block_size), size_of(capacity, "capacity out of range"), touch, std::move(retain), names_at_once,
+                              std::move(retain_host));
+        }, "block_size"_a, "capacity"_a = 0, "touch"_a = true, "retain"_a.none() = nb::none(), "eager_hashes"_a = false,
+            "retain_host"_a.none() = nb::none())
         .def_prop_ro("block_size", [](const PyTree& t) { return t.block_size(); })
         .def_prop_ro("retired", [](const PyTree& t) { return t.retired(); })
         .def_prop_ro("hashed", [](const PyTree& t) { return t.named(); })
@@ -139,10 +142,24 @@ void bind_tree(nb::module_& m) {
             const Busy busy(p.busy);
             t.touch(p, output_tokens);
         }, "path"_a, "output_tokens"_a = -1)
-        .def("retention", [](const PyTree& t) -> nb::object {
+        .def("host_victims", [](PyTree& t, Id count) {
+            const Change change(t);
+            const std::vector<Key> keys = t.host_victims(size_of(count, "count out of range"));
+            return bytes_of(keys.data(), keys.size());
+        }, "count"_a)
+        .def("host_kept", [](const PyTree& t, bool exclusive) {
             const Busy busy(t.busy);
-            if (t.retention() == nullptr) return nb::none();
-            const RetentionCounts c = t.retention()->counts();
+            return t.host_kept(exclusive);
+        }, "exclusive"_a)
+        .def("host_lacks", [](const PyTree& t, const PyPath& p, Id start, Id stop) {
+            const Busy tree_busy(t.busy), path_busy(p.busy);
+            return t.host_lacks(p, size_of(start, "start out of range"), size_of(stop, "stop out of range"));
+        }, "path"_a, "start"_a, "stop"_a)
+        .def("retention", [](const PyTree& t, bool host) -> nb::object {
+            const Busy busy(t.busy);
+            const Retention* of = host ? t.host_retention() : t.retention();
+            if (of == nullptr) return nb::none();
+            const RetentionCounts c = of->counts();
             nb::dict d;
             d["runs"] = c.runs;
             d["ghosts"] = c.ghosts;
@@ -156,7 +173,7 @@ void bind_tree(nb::module_& m) {
             d["chosen"] = c.chosen;
             d["oldest"] = c.oldest;
             return d;
-        })
+        }, "host"_a = false)
         .def("evict", [](PyTree& t, Id count, bool hashes) {
             const Change change(t);
             Evicted out = t.evict(size_of(count, "count out of range"), hashes);

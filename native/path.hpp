@@ -10,11 +10,16 @@
 namespace kvactors {
 
 // What an eviction policy that learns needs of the time when a path was matched.
-struct Acquired {
-    double time = 0;
+struct Seen {
     u64 order = 0;  // see Mark in retain.hpp
     u32 inside = 0;
-    u32 hits = 0;  // leading blocks on the device
+    u32 hits = 0;  // leading blocks that were found
+};
+
+struct Acquired {
+    double time = 0;
+    u32 limit = 0;  // leading blocks that could be found
+    Seen device, memory;  // memory: device and host together
 };
 
 class Path {

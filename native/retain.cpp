@@ -16,8 +16,8 @@ constexpr u32 kDepthBits = 24;
 
 }  // namespace
 
-Retention::Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity)
-    : tables_(std::move(tables)), rows_(1, kRowShift), by_key_(kGhosts, false), buckets_(kBuckets) {
+Retention::Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity, bool observes)
+    : tables_(std::move(tables)), observes_(observes), rows_(1, kRowShift), by_key_(kGhosts, false), buckets_(kBuckets) {
     rows_.reserve(capacity, false);
     // The memory is used as it is needed, and nothing is copied while it grows.
     runs_.reserve(2 * kLostRuns);
@@ -33,7 +33,7 @@ u32 Retention::find_ghost(u64 key) const {
 
 void Retention::add(u32 id, u32 parent, u64 key) {
     if (id >= rows_.rows()) rows_.reserve(std::size_t(id) + 1, false);
-    row(id) = Row{key, kNil, parent, 0, 0, false, false};
+    row(id) = Row{key, kNil, parent, 0, 0, false, false, false};
     by_key_.prefetch(hash_of(key));
 }
 
@@ -58,6 +58,7 @@ void Retention::drop_ghost(u32 ghost) {
 }
 
 void Retention::remove(u32 id) {
+    mark_gone(id);
     const Row& gone = row(id);
     const u32 run = gone.run;
     if (run == kNil) return;
@@ -161,7 +162,7 @@ void Retention::advance(double now) {
             if (now - run.time < limit) break;
             if (++moves > kMoves) return;  // the next call continues
             const u32 to = LifeTables::bin_of(now - run.time);
-            for (u32 passed = bin + 1; passed <= to; ++passed) tables_->reach(run.cls, passed);
+            for (u32 passed = bin + 1; passed <= to && observes_; ++passed) tables_->reach(run.cls, passed);
             const bool filed = run.filed;
             if (filed) unfile(id);
             leave_bin(id);
@@ -190,7 +191,7 @@ u32 Retention::make_run(u32 cls, u64 order, u32 blocks, u32 tail, u32 path) {
     run.first_ghost = kNil;
     run.cls = u16(cls);
     tables_->use(cls);
-    tables_->reach(cls, 0);
+    if (observes_) tables_->reach(cls, 0);
     enter_bin(id, 0);
     resident_ += blocks;
     if (edge_ == kNil) {
@@ -243,6 +244,7 @@ void Retention::drop_run(u32 id) {
     }
     leave_bin(id);
     if (current_ == id) current_ = kNil;
+    if (oldest_ == id) oldest_ = kNil;
     free_runs_.push_back(id);
 }
 
@@ -266,13 +268,14 @@ void Retention::touch(const u32* ids, u32 count, const Visit& visit) {
             const Run& run = runs_[id];
             if (run.time <= visit.acquired) {  // else another request has used it since
                 const u32 bin = LifeTables::bin_of(visit.acquired - run.time);
-                tables_->returned(run.cls, bin);
+                if (observes_) tables_->returned(run.cls, bin);
                 // It did not reach the bins that it has entered while the request ran.
-                if (end - x == run.total)
+                if (observes_ && end - x == run.total)
                     for (u32 passed = bin + 1; passed <= run.bin; ++passed) tables_->unreach(run.cls, passed);
                 hits += std::min(end, std::max(x, visit.hits)) - x;
-                if (run.order > visit.mark.order) shadow_hits += end - x;
-                else if (run.order == visit.mark.order) shadow_hits += std::min(end - x, visit.mark.inside);
+                const u32 within = std::min(end, std::max(x, visit.limit)) - x;
+                if (run.order > visit.mark.order) shadow_hits += within;
+                else if (run.order == visit.mark.order) shadow_hits += std::min(within, visit.mark.inside);
             }
             detach(id, end - x, held);
         }
@@ -289,19 +292,22 @@ void Retention::touch(const u32* ids, u32 count, const Visit& visit) {
         while (start > 0 && class_at(start - 1) == cls) --start;
         const u64 order = (serial_ + 1 << kDepthBits) - 1 - std::min<u32>(start, (1u << kDepthBits) - 1);
         const u32 run = make_run(cls, order, end - start, ids[end - 1], count);
-        for (u32 x = start; x < end; ++x) row(ids[x]).run = run, row(ids[x]).held = true;
+        for (u32 x = start; x < end; ++x) row(ids[x]).run = run, row(ids[x]).held = true, mark_gone(ids[x]);
         end = start;
     }
     settle_edge();
     judge(count, hits, shadow_hits);
-    tables_->count_request();
+    if (observes_) tables_->count_request();
     forget();
 }
 
 // A block that became resident without a touch, as by a load that has outlived its request.
 void Retention::stray(u32 id) {
     Row& block = row(id);
-    if (block.run != kNil) detach(block.run, 1, 0);
+    if (block.run != kNil) {
+        holes_ = holes_ || runs_[block.run].held != 0;
+        detach(block.run, 1, 0);
+    }
     ++serial_;
     block.run = make_run(LifeTables::class_of(false, std::max<u16>(block.uses, 1), -1, -1), serial_ << kDepthBits, 1, id, 1);
     block.held = true;
@@ -313,6 +319,7 @@ void Retention::stray(u32 id) {
 void Retention::list(u32 id) {
     Row& block = row(id);
     block.listed = true;
+    ++listed_;
     if (block.parent != kNil) {
         Row& parent = row(block.parent);
         if (parent.children++ == 0 && parent.run != kNil && parent.held) {
@@ -327,6 +334,7 @@ void Retention::list(u32 id) {
 void Retention::unlist(u32 id) {
     Row& block = row(id);
     block.listed = false;
+    --listed_;
     if (block.held && runs_[block.run].filed && runs_[block.run].tail == id) unfile(block.run);
     if (block.parent != kNil && --row(block.parent).children == 0) file_if_free(block.parent);
 }
@@ -402,6 +410,35 @@ u32 Retention::victim() {
     return runs_[current_].tail;
 }
 
+u32 Retention::oldest() {
+    if (oldest_ != kNil && runs_[oldest_].filed) return runs_[oldest_].tail;
+    oldest_ = kNil;
+    for (std::size_t word = 0; word < filled_.size(); ++word)
+        for (u64 bits = filled_[word]; bits != 0; bits &= bits - 1) {
+            const u32 first = buckets_[word * 64 + std::size_t(__builtin_ctzll(bits))].first;
+            if (oldest_ == kNil || runs_[first].order < runs_[oldest_].order) oldest_ = first;
+        }
+    return oldest_ == kNil ? kNil : runs_[oldest_].tail;
+}
+
+void Retention::mark_leaving(u32 id) {
+    leaving_ += !row(id).leaving;
+    row(id).leaving = true;
+}
+
+void Retention::mark_gone(u32 id) {
+    leaving_ -= row(id).leaving;
+    row(id).leaving = false;
+}
+
+// The deepest resident block of the run above this one. Those between were lost before it.
+u32 Retention::tail_above(u32 id) const {
+    const u32 run = row(id).run;
+    for (u32 up = row(id).parent; up != kNil && row(up).run == run; up = row(up).parent)
+        if (row(up).held) return up;
+    return kNil;
+}
+
 // The shadow evicts a block too.
 void Retention::evicted(u32 id, bool chosen) {
     Row& block = row(id);
@@ -417,8 +454,8 @@ void Retention::evicted(u32 id, bool chosen) {
     displaced_ += displaced(of);
     --resident_;
     if (run.tail == id) {
-        const u32 up = block.parent;
-        run.tail = run.held != 0 && up != kNil && row(up).run == of && row(up).held ? up : kNil;
+        run.tail = run.held != 0 ? tail_above(id) : kNil;
+        if (run.tail != kNil) file_if_free(run.tail);  // as a listed block has the next one as parent
     }
     settle_edge();
 }
@@ -455,8 +492,8 @@ void Retention::check() const {
             expect(run.held != 0 || (run.tail == kNil && !run.filed), "run without resident blocks");
             if (run.tail != kNil) {
                 u32 length = 0;
-                for (u32 at = run.tail; at != kNil && row(at).run == id && row(at).held; at = row(at).parent) ++length;
-                expect(length == run.held, "resident blocks of a run");
+                for (u32 at = run.tail; at != kNil && row(at).run == id; at = row(at).parent) length += row(at).held;
+                expect(holes_ ? length <= run.held : length == run.held, "resident blocks of a run");
                 expect(run.filed == (row(run.tail).listed && row(run.tail).children == 0), "run that can be shortened");
             } else {
                 expect(!run.filed, "filed run without a tail");

@@ -29,6 +29,7 @@ struct Visit {
     double acquired;
     Mark mark;         // at that time
     u32 hits;          // leading blocks that were found in the tier
+    u32 limit;         // leading blocks that could have been found
     long long output;  // tokens, negative if not known
 };
 
@@ -40,7 +41,8 @@ struct RetentionCounts {
 
 class Retention {
 public:
-    Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity);
+    // observes: it adds what it sees to the tables. False if another one of the same blocks does.
+    Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity, bool observes = true);
     Retention(const Retention&) = delete;
     Retention& operator=(const Retention&) = delete;
 
@@ -59,6 +61,8 @@ public:
     // The block can be evicted once no child of it can: it is resident, and nothing uses it.
     void list(u32 id);
     void unlist(u32 id);
+    bool is_listed(u32 id) const { return row(id).listed; }
+    bool is_held(u32 id) const { return row(id).held; }
 
     // The blocks of a path, all of them resident and in use, belong to a request that has ended.
     void touch(const u32* ids, u32 count, const Visit& visit);
@@ -66,8 +70,16 @@ public:
     // The next block to evict, kNil if the least recently used one is the choice. `evicted`
     // follows, and then `unlist`.
     u32 victim();
-    void evicted(u32 id, bool chosen);
-    void next_choice() { current_ = kNil; }
+    u32 oldest();  // the least recently used block that can be evicted
+    void evicted(u32 id, bool chosen);  // or it was lost
+    void next_choice() { current_ = oldest_ = kNil; }
+
+    // A victim that is still there: it is not listed, until it is touched or has gone.
+    void mark_leaving(u32 id);
+    void mark_gone(u32 id);
+    bool is_leaving(u32 id) const { return row(id).leaving; }
+    u64 leaving() const { return leaving_; }
+    u64 listed() const { return listed_; }
 
     RetentionCounts counts() const;
     std::size_t bytes() const;
@@ -78,7 +90,7 @@ private:
         u64 key;
         u32 run, parent, children;  // children: listed ones
         u16 uses;
-        bool held, listed;  // held: counts as a resident block of its run
+        bool held : 1, listed : 1, leaving : 1;  // held: counts as a resident block of its run
     };
 
     struct Run {
@@ -120,6 +132,7 @@ private:
     u32 next_younger(u32 run) const;
     void detach(u32 run, u32 blocks, u32 held);
     void stray(u32 id);
+    u32 tail_above(u32 id) const;
     void settle_lost(u32 run);
     void forget();
 
@@ -142,6 +155,7 @@ private:
     void drop_ghost(u32 ghost);
 
     std::shared_ptr<LifeTables> tables_;
+    const bool observes_;
     double now_ = 0;
     u64 serial_ = 0;  // touches
     Slab<Row> rows_;
@@ -155,6 +169,9 @@ private:
     List lost_;
     std::size_t lost_runs_ = 0;
     u32 current_ = kNil;  // the run that the present eviction shortens
+    u32 oldest_ = kNil;   // and by the order of last use
+    u64 leaving_ = 0, listed_ = 0;
+    bool holes_ = false;  // a block of a run became resident again in a run of its own
 
     u64 resident_ = 0, displaced_ = 0;
     u32 edge_ = kNil;  // the oldest run of the shadow, of which `edge_inside_` blocks are in it

@@ -37,7 +37,8 @@ std::atomic<u64> next_serial{1};
 
 }  // namespace
 
-Tree::Tree(u32 block_size, std::size_t capacity, bool touch, std::shared_ptr<LifeTables> retain, bool names_at_once)
+Tree::Tree(u32 block_size, std::size_t capacity, bool touch, std::shared_ptr<LifeTables> retain, bool names_at_once,
+           std::shared_ptr<LifeTables> retain_host)
     : block_size_(block_size),
       serial_(next_serial.fetch_add(1)),
       token_seed_((block_size + 1) & ~u32(1)),
@@ -55,9 +56,10 @@ Tree::Tree(u32 block_size, std::size_t capacity, bool touch, std::shared_ptr<Lif
     nodes_.reserve(capacity, touch);
     tokens_.reserve(capacity, touch);
     keys_.reserve(capacity, touch && names_at_once);
-    if (retain == nullptr) return;
-    retention_ = std::make_unique<Retention>(std::move(retain), capacity);
+    if (retain_host != nullptr) host_retention_ = std::make_unique<Retention>(std::move(retain_host), capacity, retain == nullptr);
+    if (retain != nullptr) retention_ = std::make_unique<Retention>(std::move(retain), capacity);
     policy_ = retention_.get();
+    memory_ = host_retention_.get();
 }
 
 u32 Tree::child_hash(u32 parent, u32 extra, const u32* tokens) const {
@@ -74,7 +76,7 @@ u64 Tree::key_of(u32 id) const {
         return first;
     }
     const u64 extra = node.extra == 0 ? 0 : std::hash<std::string>()(extras_[node.extra].bytes);
-    return mix(nh(tokens_of(id), token_seed_.data(), block_size_) + mix(policy_->key(node.parent) + seed_[3]) + extra);
+    return mix(nh(tokens_of(id), token_seed_.data(), block_size_) + mix((policy_ != nullptr ? policy_ : memory_)->key(node.parent) + seed_[3]) + extra);
 }
 
 u32 Tree::name_hash(const Key& name) const {
@@ -191,6 +193,7 @@ u32 Tree::make_root(const Key& root) {
     node.bits = kRoot;
     roots_.emplace(text(root), id);
     if (policy_ != nullptr) policy_->add(id, kNil, key_of(id));
+    if (memory_ != nullptr) memory_->add(id, kNil, key_of(id));
     return id;
 }
 
@@ -216,6 +219,7 @@ void Tree::create(Path& path, u32 from, u32 upto) {
         node.prev = node.next = kNil;
         std::memcpy(tokens_of(id), path.block_tokens(i), 4 * std::size_t(block_size_));
         if (policy_ != nullptr) policy_->add(id, parent, key_of(id));
+        if (memory_ != nullptr) memory_->add(id, parent, key_of(id));
         if (id != parent + 1) {
             hashes_.push_back(child_hash(parent, node.extra, path.block_tokens(i)));
             hashes_.push_back(id);
@@ -226,6 +230,7 @@ void Tree::create(Path& path, u32 from, u32 upto) {
     ++at(at(path.nodes[from]).parent).children;
     for (std::size_t i = 0; i < apart; ++i) children_.insert(hashes_[2 * i], hashes_[2 * i + 1]);
     for (u32 i = from; i < upto && policy_ != nullptr; ++i) policy_->recall(path.nodes[i]);
+    for (u32 i = from; i < upto && memory_ != nullptr; ++i) memory_->recall(path.nodes[i]);
     hashes_.clear();
     for (u32 i = from; i < named; ++i) {
         give_name(path.nodes[i], path.names[i]);
@@ -258,6 +263,7 @@ void Tree::drop(u32 id) {
         roots_.erase(text(given_name(id)));
     } else {
         if (policy_ != nullptr) policy_->remove(id);
+        if (memory_ != nullptr) memory_->remove(id);
         if (id != node.parent + 1) children_.erase(child_hash(node.parent, node.extra, tokens_of(id)), id);
         if (node.named != 0) names_.erase(name_hash(given_name(id)), id);
         if (node.extra != 0 && --extras_[node.extra].uses == 0) {
@@ -277,6 +283,7 @@ void Tree::take_device(u32 id, u32 block) {
     node.block = block;
     node.bits = u8((node.bits | kDevice) & ~kAnnounced);
     ++counts_.device;
+    settle_memory(id);
 }
 
 u32 Tree::lose_device(u32 id) {
@@ -287,6 +294,7 @@ u32 Tree::lose_device(u32 id) {
     --counts_.device;
     node.block = kNil;
     node.bits &= u8(~(kDevice | kOffloading));
+    settle_memory(id);
     return block;
 }
 

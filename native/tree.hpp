@@ -92,9 +92,10 @@ struct Statistics {
 class Tree {
 public:
     // retain: the statistics of the eviction policy RETAIN. Without them the policy is LRU.
+    // retain_host: the same for the host tier. The tables of both tiers are the same ones.
     // names_at_once: a node gets its name when it is made, and not when the name is first needed.
     Tree(u32 block_size, std::size_t capacity, bool touch = true, std::shared_ptr<LifeTables> retain = nullptr,
-         bool names_at_once = false);
+         bool names_at_once = false, std::shared_ptr<LifeTables> retain_host = nullptr);
     Tree(const Tree&) = delete;
     Tree& operator=(const Tree&) = delete;
 
@@ -137,7 +138,11 @@ public:
     // tree_retain.cpp: no effect under LRU
     void advance(double now);
     void touch(const Path& path, long long output);
+    std::vector<Key> host_victims(std::size_t count);
+    u64 host_kept(bool exclusive) const;
+    u32 host_lacks(const Path& path, u32 start, u32 stop) const;
     const Retention* retention() const { return retention_.get(); }
+    const Retention* host_retention() const { return host_retention_.get(); }
 
     // tree_inspect.cpp
     std::vector<Key> device_hashes();
@@ -172,7 +177,7 @@ private:
     // later.
     bool hosted(const Node& node) const { return (node.bits & kHost) != 0 && (node.bits & kHostAge) == host_age_; }
     u8 state(const Node& node) const { return u8(node.bits & (hosted(node) ? kStateBits : kStateBits & ~kHost)); }
-    bool set_host(Node& node);
+    bool set_host(u32 id);
     // Resident and not being evicted. The set of firm nodes is closed upwards (see tree_evict.cpp).
     static bool is_firm(const Node& node) { return (node.bits & (kDevice | kOffloading)) == kDevice; }
 
@@ -205,7 +210,8 @@ private:
     void require_held(const Path& path, u32 upto) const;
     void walk(const Path& path, u32 limit, std::vector<u32>& found, u32 start = 0) const;
     Match describe(const std::vector<u32>& found) const;
-    void note_match(Path& path, u32 held, u32 hits) const;
+    void note_match(Path& path, u32 held, u32 limit, const Match& match) const;
+    void settle_memory(u32 id);
     u64 key_of(u32 id) const;
     u32 victim(bool& chosen);
     void require_blocks(const Path& path, u32 upto) const;
@@ -239,6 +245,10 @@ private:
     std::vector<u32> scratch_, hashes_, unnamed_;
     std::unique_ptr<Retention> retention_;
     Retention* policy_ = nullptr;  // nullptr under LRU, and once the tree is retired
+    // The host tier's policy. Its blocks are those of device and host, of which it evicts those
+    // that only the host has.
+    std::unique_ptr<Retention> host_retention_;
+    Retention* memory_ = nullptr;
 };
 
 }  // namespace kvactors

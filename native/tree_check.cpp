@@ -166,6 +166,7 @@ void Tree::check() const {
     while (!check.step(std::size_t(1) << 16, false)) {
     }
     if (policy_ != nullptr) policy_->check();
+    if (memory_ != nullptr) memory_->check();
 }
 
 }  // namespace kvactors

@@ -53,7 +53,7 @@ Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, const u8* on
         Node& node = at(id);
         if (!is_node(id) || node.pending == 0) throw std::invalid_argument("a node occurs twice in this offload");
         if (--node.pending == 0 && (node.bits & kListed) != 0) --read_;
-        if (on_host[j] != 0) set_host(node);
+        if (on_host[j] != 0) set_host(id);
         const bool abandoned = retired_ && node.refs == 0;
         if (node.pending != 0 || !((node.bits & kOffloading) != 0 || abandoned)) {
             result.kept.push_back(u32(j));
@@ -65,10 +65,12 @@ Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, const u8* on
     return result;
 }
 
-bool Tree::set_host(Node& node) {
+bool Tree::set_host(u32 id) {
+    Node& node = at(id);
     if (hosted(node)) return false;
     node.bits = u8((node.bits & ~kHostAge) | kHost | host_age_);
     ++counts_.host;
+    settle_memory(id);
     return true;
 }
 
@@ -78,7 +80,7 @@ std::size_t Tree::host_blocks_added(const Key* keys, std::size_t count) {
         const u32 id = find_named(keys[i]);
         if (id == kNil) continue;
         ++known;
-        set_host(at(id));
+        set_host(id);
     }
     return known;
 }
@@ -92,6 +94,7 @@ std::size_t Tree::host_blocks_removed(const Key* keys, std::size_t count) {
         if (!hosted(at(id))) continue;
         at(id).bits &= u8(~(kHost | kHostAge));
         --counts_.host;
+        settle_memory(id);
         reap(id);
     }
     return known;
@@ -119,6 +122,7 @@ bool Tree::sweep_host(std::size_t count) {
             id = --stale_;
             if (!is_node(id) || (at(id).bits & kHost) == 0 || hosted(at(id))) continue;
             at(id).bits &= u8(~(kHost | kHostAge));
+            settle_memory(id);
         }
         reaping_ = kNil;
         if (!is_used(id)) continue;  // another operation has removed it since
@@ -137,7 +141,7 @@ bool Tree::sweep_host(std::size_t count) {
 // as its caller asks for.
 std::size_t Tree::retire() {
     retired_ = true;
-    policy_ = nullptr;
+    policy_ = memory_ = nullptr;
     return returning();
 }
 
@@ -160,8 +164,8 @@ bool Tree::dismantle() {
     head_ = tail_ = free_ = kNil;
     counts_ = Statistics{};
     roots_.clear();
-    if (retention_ != nullptr) {
-        retention_.reset();
+    if (retention_ != nullptr || host_retention_ != nullptr) {
+        (retention_ != nullptr ? retention_ : host_retention_).reset();
         return false;
     }
     if (nodes_.drop() || tokens_.drop() || keys_.drop() || children_.drop() || names_.drop()) return false;

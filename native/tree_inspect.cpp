@@ -70,7 +70,8 @@ Contents Tree::contents(const u32* nodes, std::size_t count) const {
 
 std::size_t Tree::bytes() const {
     return sizeof(*this) + nodes_.bytes() + tokens_.bytes() + keys_.bytes() + children_.bytes() + names_.bytes() +
-           (retention_ == nullptr ? 0 : retention_->bytes());
+           (retention_ == nullptr ? 0 : retention_->bytes()) +
+           (host_retention_ == nullptr ? 0 : host_retention_->bytes());
 }
 
 Listing Tree::listing(u32 start, std::size_t count) {

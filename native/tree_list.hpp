@@ -28,11 +28,25 @@ inline void Tree::unlink(u32 id) {
     if (policy_ != nullptr) policy_->unlist(id);
 }
 
+// After a change of a block's references or of the tiers that have it.
+inline void Tree::settle_memory(u32 id) {
+    if (memory_ == nullptr) return;
+    const Node& node = at(id);
+    const bool on_host = hosted(node);
+    if (!on_host) memory_->mark_gone(id);
+    const bool free = on_host && node.refs == 0 && (node.bits & (kDevice | kLoading)) == 0 && !memory_->is_leaving(id);
+    if (!on_host && (node.bits & kDevice) == 0 && memory_->is_held(id)) memory_->evicted(id, false);
+    if (free == memory_->is_listed(id)) return;
+    if (free) memory_->list(id);
+    else memory_->unlist(id);
+}
+
 inline void Tree::acquire(u32 id) {
     Node& node = at(id);
     if (node.refs++ != 0) return;
     ++counts_.referenced;
     if ((node.bits & kListed) != 0) unlink(id);
+    settle_memory(id);
 }
 
 // Drops one reference. Dropping the last one lists a resident node as most recently used, or in a
@@ -41,6 +55,7 @@ inline void Tree::let_go(u32 id, std::vector<u32>& freed) {
     Node& node = at(id);
     if (--node.refs != 0) return;
     --counts_.referenced;
+    settle_memory(id);
     if (is_firm(node) && !retired_) push(id);
     else let_go_last(id, freed);
 }

@@ -75,6 +75,7 @@ std::vector<u32> Tree::finish_load(const u32* nodes, std::size_t count, std::siz
         } else {
             lost.push_back(node.block);
             node.block = kNil;
+            settle_memory(nodes[i]);
         }
     }
     u32 top = kNil;

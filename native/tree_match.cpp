@@ -101,7 +101,7 @@ Match Tree::pin(Path& path, u32 limit) {
         match.states.insert(0, all);
         match.device_run = 0;
     }
-    if (policy_ != nullptr) note_match(path, held, match.device_run);
+    if (policy_ != nullptr || memory_ != nullptr) note_match(path, held, limit, match);
     const u32 count = u32(scratch_.size());
     if (count == 0) return match;
     path.tree = serial_;

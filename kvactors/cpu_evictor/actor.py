@@ -17,6 +17,7 @@ from kvactors.cpu_evictor.messages import (
     Cancel,
     ClearHost,
     DropHostCopies,
+    EvictFirst,
     FetchDeadline,
     HostBlocksAdded,
     HostBlocksRemoved,
@@ -64,6 +65,7 @@ from kvactors.storage.messages import (
     WriterMessage,
     Written,
 )
+from kvactors.types import split_hashes
 
 
 class CpuEvictor(Actor):
@@ -188,6 +190,11 @@ class CpuEvictor(Actor):
     def keep_host_copies(self, message: KeepHostCopies) -> None:
         """The device did not take these blocks."""
         self._perform(self.memory.keep_host_copies(message.hashes))
+
+    @on(EvictFirst)
+    def evict_first(self, message: EvictFirst) -> None:
+        """The policy's victims of the next evictions."""
+        self.host.policy.evict_first(split_hashes(message.hashes))
 
     @on(ClearHost)
     def clear(self, message: ClearHost) -> None:

@@ -178,6 +178,17 @@ class KeepHostCopies(Message, frozen=True, eq=False):
     hashes: bytes
 
 
+class EvictFirst(Message, frozen=True, eq=False):
+    """The victims of the next evictions, chosen by the host tier's policy. Without this message
+    the least recently used blocks are evicted.
+
+    Attributes:
+        hashes: of the blocks, in this order.
+    """
+
+    hashes: bytes
+
+
 class ClearHost(Message, frozen=True, eq=False):
     """Drop every block, those being copied when their copy ends.
 
@@ -240,6 +251,7 @@ HostRequest = (
     | Save
     | DropHostCopies
     | KeepHostCopies
+    | EvictFirst
     | ClearHost
     | PrefetchToHost
 )

@@ -20,6 +20,7 @@ from kvactors.prefix_index.endings import Endings
 from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.grants import Grants
 from kvactors.prefix_index.held import HeldRequests
+from kvactors.prefix_index.host_victims import HostVictims
 from kvactors.prefix_index.index import BlockIndex, set_num_blocks
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.lineages import LineageSource
@@ -59,11 +60,14 @@ class IndexCore:
             index, enabled=settings.announce, whole=settings.announce_whole
         )
         lineages = LineageSource(settings.keep_lineages, news.scopes, roots.root)
-        self.evictions = Evictions(index, news, lineages, ops, offload=settings.offload)
+        victims = HostVictims(index, settings)
+        self.evictions = Evictions(index, news, lineages, ops, victims, offload=settings.offload)
         self.leases = LeaseTable(index, self.evictions, restarted=restarted)
         self.commits = Commits(index, self.leases, news, self.evictions)
-        self.loads = LoadTable(index, self.leases, self.evictions, news, lineages, ops, settings)
-        self.saves = SaveTable(index, lineages, ops, settings)
+        self.loads = LoadTable(
+            index, self.leases, self.evictions, news, lineages, ops, victims, settings
+        )
+        self.saves = SaveTable(index, lineages, ops, victims, settings)
         self.admission = Admission(
             index,
             self.loads,
@@ -91,7 +95,7 @@ class IndexCore:
         self.steps = Steps(index, self.leases, self.tables, self.commits, self.admission)
         long = LongRequests(index, self.admission, self.grants, roots, settings)
         self.requests = Requests(
-            index, self.held, self.admission, self.grants, long, lineages, settings
+            index, self.held, self.admission, self.grants, long, lineages, victims, settings
         )
 
     def set_namespace(self, namespace: str, envelope: Envelope[Ack]) -> list[Action]:

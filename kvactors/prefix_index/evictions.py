@@ -8,17 +8,19 @@ from kvactors.cpu_evictor.messages import DropHostCopies, KeepHostCopies, Offloa
 from kvactors.native import HOST
 from kvactors.prefix_index.actions import Action
 from kvactors.prefix_index.announcements import Announcements
+from kvactors.prefix_index.host_victims import HostVictims
 from kvactors.prefix_index.index import BlockIndex, Eviction, pick_hashes
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.types import Reason
 
 
 class Evictions:
-    """Frees device blocks, the least recently used first.
+    """Frees device blocks, in the order of the eviction policy.
 
     Args:
         offload: blocks are copied to the host tier before they are free.
         ops: numbers of operations.
+        victims: of the host tier, to make space for the copies.
 
     Attributes:
         blocks_being_freed: device blocks that copies in flight will free, at most, without stalled
@@ -34,6 +36,7 @@ class Evictions:
         announcements: Announcements,
         lineages: LineageSource,
         ops: Iterator[int],
+        victims: HostVictims,
         *,
         offload: bool,
     ) -> None:
@@ -43,6 +46,7 @@ class Evictions:
         self._announcements = announcements
         self._lineages = lineages
         self._ops = ops
+        self._victims = victims
         self._offload = offload
         self._in_flight: dict[int, Eviction] = {}
         self._stalled: set[int] = set()
@@ -73,7 +77,8 @@ class Evictions:
         self.blocks_being_freed += op.total
         lineages = self._lineages.of_eviction(op)
         generation = self._index.memory_generation
-        return op.total, [Offload(op.op, op.hashes, op.parents, op.blocks, generation, lineages)]
+        offload = Offload(op.op, op.hashes, op.parents, op.blocks, generation, lineages)
+        return op.total, [*self._victims.before(self.blocks_being_freed), offload]
 
     def drop(self, wanted: int) -> list[Action]:
         """Free device blocks without a copy."""

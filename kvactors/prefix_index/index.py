@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvactors.invariant import ensure
 from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path, TreeCheck
 from kvactors.prefix_index.parts import part_of
-from kvactors.prefix_index.policy import DevicePolicy
+from kvactors.prefix_index.policy import TierPolicies
 from kvactors.prefix_index.pool import BlockPool
 from kvactors.types import HASH_BYTES
 
@@ -109,7 +109,7 @@ class BlockIndex:
         *,
         recompute_last_token: bool,
         memory_generation: int = 0,
-        policy: DevicePolicy | None = None,
+        policy: TierPolicies | None = None,
         hashes: bool = True,
     ) -> None:
         self.block_size, self.part = block_size, part_of(block_size)
@@ -117,7 +117,7 @@ class BlockIndex:
         self.capacity = capacity
         self.hashes = hashes
         self.pool = BlockPool(num_blocks)
-        self.policy = DevicePolicy() if policy is None else policy
+        self.policy = TierPolicies() if policy is None else policy
         self.tree = self.policy.tree(block_size, capacity, hashes=hashes)
         self.retired: deque[BlockTree] = deque()  # cleared trees that still have blocks or memory
         self.returning = 0  # unused device blocks of those

@@ -8,6 +8,7 @@ from kvactors.cpu_evictor.messages import Cancel, Load, SetTargets
 from kvactors.prefix_index.actions import Action, StartTimer
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.evictions import Evictions
+from kvactors.prefix_index.host_victims import HostVictims
 from kvactors.prefix_index.index import BlockIndex, Segment
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.lineages import LineageSource
@@ -41,6 +42,7 @@ class LoadTable:
         announcements: Announcements,
         lineages: LineageSource,
         ops: Iterator[int],
+        victims: HostVictims,
         settings: IndexSettings,
     ) -> None:
         self.overdue_loads = 0
@@ -50,6 +52,7 @@ class LoadTable:
         self._announcements = announcements
         self._lineages = lineages
         self._ops = ops
+        self._victims = victims
         self._settings = settings
         self._loads: dict[int, LoadState] = {}
 
@@ -76,7 +79,7 @@ class LoadTable:
                 actions.append(self._mark(load, lease))
             lease.loads.append(load)
             self._loads[load.op] = load
-            actions.append(self._message(load, lease))
+            actions += self._messages(load, lease)
         return actions
 
     def place(self, lease: LeaseState) -> list[Action]:
@@ -108,11 +111,14 @@ class LoadTable:
             if load.owner is lease and not load.blocks and load.start >= first
         ]
 
-    def _message(self, load: LoadState, lease: LeaseState) -> Load:
+    def _messages(self, load: LoadState, lease: LeaseState) -> list[Action]:
         path, stop = lease.path, load.stop
         fetch = stop <= self._settings.fetchable(path)
         by_tokens = fetch and self._settings.token_root is not None
-        return Load(
+        victims: list[Action] = []
+        if fetch and not self._settings.exclusive:  # what comes from storage stays
+            victims = self._victims.before_copies(path, load.start, stop)
+        request = Load(
             load.op,
             path.root,
             path.hashes(0, stop),
@@ -124,6 +130,7 @@ class LoadTable:
             self._index.memory_generation,
             self._lineages.of_path(path, 0, stop) if fetch else None,
         )
+        return [*victims, request]
 
     def _mark(self, load: LoadState, lease: LeaseState) -> Action:
         load.nodes = lease.tree.begin_load(lease.path, load.start, load.stop)

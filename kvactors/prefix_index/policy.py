@@ -1,4 +1,4 @@
-"""The eviction policy of the device tier: the order of last use, or RETAIN, which learns from the
+"""The eviction policies of device and host: the order of last use, or RETAIN, which learns from the
 requests."""
 
 from __future__ import annotations
@@ -12,16 +12,29 @@ Clock = Callable[[], float]
 """Seconds, never running backwards."""
 
 
-class DevicePolicy:
+class TierPolicies:
     """Makes the trees of an index, and passes requests and the time on to them.
 
+    Both tiers share the statistics. The index chooses the victims of the host tier too, see
+    `HostVictims`.
+
     Args:
-        tables: the statistics of RETAIN, which outlast a clear. None: the policy is LRU.
+        tables: the statistics of RETAIN, which outlast a clear. None: both tiers are LRU.
         clock: of the ages of blocks.
+        device, host: whether RETAIN is the policy of this tier.
     """
 
-    def __init__(self, tables: LifeTables | None = None, clock: Clock = now) -> None:
+    def __init__(
+        self,
+        tables: LifeTables | None = None,
+        clock: Clock = now,
+        *,
+        device: bool = True,
+        host: bool = False,
+    ) -> None:
         self.tables = tables
+        self.host = host and tables is not None
+        self._device = device
         self._clock = clock
 
     def tree(
@@ -29,7 +42,14 @@ class DevicePolicy:
     ) -> BlockTree:
         """An empty tree. hashes: blocks are hashed when they enter it. touch: bring its memory in
         now."""
-        return BlockTree(block_size, capacity, touch, self.tables, eager_hashes=hashes)
+        return BlockTree(
+            block_size,
+            capacity,
+            touch,
+            self.tables if self._device else None,
+            eager_hashes=hashes,
+            retain_host=self.tables if self.host else None,
+        )
 
     def advance(self, tree: BlockTree) -> None:
         """A request is about to be matched."""
@@ -43,7 +63,10 @@ class DevicePolicy:
             tree.touch(path, output_tokens)
 
 
-def policy_of(name: str, clock: Clock | None = None) -> DevicePolicy:
-    """The policy of a name in `device.policy`. clock: the running loop's if None."""
-    tables = LifeTables() if name == "retain" else None
-    return DevicePolicy(tables, now if clock is None else clock)
+def policies_of(device: str, host: str = "lru", clock: Clock | None = None) -> TierPolicies:
+    """The policies of the names in `device.policy` and `host.policy`. clock: the running loop's if
+    None."""
+    retained = [name == "retain" for name in (device, host)]
+    tables = LifeTables() if any(retained) else None
+    clock = now if clock is None else clock
+    return TierPolicies(tables, clock, device=retained[0], host=retained[1])

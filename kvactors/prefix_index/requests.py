@@ -5,10 +5,12 @@ from __future__ import annotations
 from kvactors.actor import Envelope
 from kvactors.cpu_evictor.messages import PrefetchToHost
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom, NumBlocksUnset, Paused
+from kvactors.native import HOST
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.admission import STEPS, Admission
 from kvactors.prefix_index.grants import Grants
 from kvactors.prefix_index.held import Held, HeldRequests
+from kvactors.prefix_index.host_victims import HostVictims
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.long_requests import LongRequests
@@ -29,6 +31,7 @@ class Requests:
         grants: Grants,
         long: LongRequests,
         lineages: LineageSource,
+        victims: HostVictims,
         settings: IndexSettings,
     ) -> None:
         self._index = index
@@ -37,6 +40,7 @@ class Requests:
         self._grants = grants
         self._long = long
         self._lineages = lineages
+        self._victims = victims
         self._settings = settings
 
     def acquire(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
@@ -159,12 +163,17 @@ class Requests:
             return [Refusal(envelope, NumBlocksUnset())]
         self._grants.set_root(path, message.scope)
         limit = index.match_limit(path)
-        start = index.tree.peek(path, limit)[0]
+        start, states = index.tree.peek(path, limit)
         limit = min(limit, self._settings.fetchable(path))
         wanted = max(0, limit - start)
         actions: list[Action] = [Reply(envelope, Ack(wanted))]
         if wanted:
             lineages = self._lineages.of_path(path, 0, limit)
             hashes, deadline = path.hashes(0, limit), message.deadline
-            actions.insert(0, PrefetchToHost(path.root, hashes, start, deadline, lineages))
+            held = sum(1 for state in states[:wanted] if state & HOST)
+            actions = [
+                *self._victims.before(wanted - held),
+                PrefetchToHost(path.root, hashes, start, deadline, lineages),
+                *actions,
+            ]
         return actions

@@ -8,6 +8,7 @@ from kvactors.cpu_evictor.messages import (
     Cancel,
     ClearHost,
     DropHostCopies,
+    EvictFirst,
     HostRequest,
     KeepHostCopies,
     Load,
@@ -36,6 +37,7 @@ TO_EVICTOR = (
     DropHostCopies,
     KeepHostCopies,
     ClearHost,
+    EvictFirst,
     PrefetchToHost,
 )
 TO_NOTIFIER = (PathCached, BlocksAdded, BlocksRemoved, TierCleared, NamespaceChanged)

@@ -10,6 +10,7 @@ import msgspec
 from kvactors.cpu_evictor.messages import Save
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action
+from kvactors.prefix_index.host_victims import HostVictims
 from kvactors.prefix_index.index import BlockIndex, pick_hashes
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.parts import parts
@@ -52,11 +53,13 @@ class SaveTable:
         index: BlockIndex,
         lineages: LineageSource,
         ops: Iterator[int],
+        victims: HostVictims,
         settings: IndexSettings,
     ) -> None:
         self._index = index
         self._lineages = lineages
         self._ops = ops
+        self._victims = victims
         self._settings = settings
         self._save_after = settings.save_after
         self._keep = not settings.exclusive
@@ -88,8 +91,10 @@ class SaveTable:
         op = next(self._ops)
         whole.parts += 1
         self.in_flight[op] = SavedPart(whole, start)
+        victims = self._victims.before_copies(path, start, stop) if self._keep else []
         by_tokens = save and self._settings.token_root is not None
         return [
+            *victims,
             Save(
                 op,
                 path.hashes(start - 1, start) if start else path.root,
@@ -100,7 +105,7 @@ class SaveTable:
                 path.tokens(0, save[-1] + 1) if by_tokens else b"",
                 self._index.memory_generation,
                 self._lineages.of_path(path, start, stop),
-            )
+            ),
         ]
 
     def finish(self, op: int, on_host: bytes) -> SavedPath | None:

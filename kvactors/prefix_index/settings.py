@@ -22,6 +22,8 @@ class IndexSettings(NamedTuple):
             are evicted until `free_high` are.
         save: when finished requests are written to the store.
         min_hits: hits of a block before `write_through_selective` saves it.
+        host_blocks: blocks that the host tier keeps at most before and after an eviction, as far as
+            it evicts ahead of need.
         token_root: with a store that is addressed by tokens alone, the root hash of the scope it
             was opened with.
         keep_lineages: the store keeps the inputs of block hashes.
@@ -36,6 +38,7 @@ class IndexSettings(NamedTuple):
     free_high: int = 0
     save: WritePolicy = "none"
     min_hits: int = 1
+    host_blocks: tuple[int, int] = (0, 0)
     token_root: bytes | None = None
     keep_lineages: bool = False
 

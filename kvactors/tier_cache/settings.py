@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvactors.config_faults import convert
-from kvactors.cpu_evictor.policy import POLICIES
+from kvactors.cpu_evictor.policy import ALONE
 from kvactors.errors import ConfigError
 from kvactors.renamed_settings import Earlier, SettingsMeta
 from kvactors.setting_types import (
@@ -149,8 +149,8 @@ def checked_config(config: TierConfig | Mapping[str, Any]) -> TierConfig:
         raise ConfigError(
             f"num_slots must be at least 1, not {found.num_slots}: set it or capacity_bytes"
         )
-    if found.policy not in POLICIES:
-        raise ConfigError(f"unknown policy {found.policy!r}, known are {', '.join(POLICIES)}")
+    if found.policy not in ALONE:
+        raise ConfigError(f"unknown policy {found.policy!r}, known are {', '.join(ALONE)}")
     _check_storage(found.storage)
     return found
 

@@ -14,6 +14,7 @@ from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.evictions import Evictions
+from kvactors.prefix_index.host_victims import HostVictims
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.lineages import LineageSource
@@ -67,7 +68,8 @@ def evictions(index: BlockIndex, *, offload: bool = False, announce: bool = Fals
     """Evictions without lineages."""
     announcements = Announcements(index, enabled=announce, whole=False)
     lineages = LineageSource(False, {}, lambda _: b"")
-    return Evictions(index, announcements, lineages, count(1), offload=offload)
+    victims = HostVictims(index, IndexSettings(exclusive=True, host_tier=True))
+    return Evictions(index, announcements, lineages, count(1), victims, offload=offload)
 
 
 def lease_table(index: BlockIndex) -> LeaseTable:

@@ -8,7 +8,7 @@ import pytest
 
 from kvactors.native import LifeTables, Path
 from kvactors.prefix_index.messages import Extend, Finish
-from kvactors.prefix_index.policy import DevicePolicy, policy_of
+from kvactors.prefix_index.policy import TierPolicies, policies_of
 from tests.prefix_index.objects import BLOCK, Request, acquire, core
 
 
@@ -20,7 +20,7 @@ class Clock:
         return self.at
 
 
-class Recorder(DevicePolicy):
+class Recorder(TierPolicies):
     """Records the ends of requests."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Times:
 
 def test_the_tree_is_given_the_time_before_a_match_and_before_an_end():
     clock, tree, none = Clock(), Times(), Times()
-    policy, lru = policy_of("retain", clock), policy_of("lru", clock)
+    policy, lru = policies_of("retain", clock=clock), policies_of("lru", clock=clock)
     clock.at = 5.0
     for one, calls in ((policy, tree), (lru, none)):
         one.advance(calls)
@@ -117,7 +117,7 @@ def test_ages_are_those_of_the_given_clock():
     """Ten prompts of two blocks in turns, 5 s apart, and 16 device blocks: LRU hits nothing."""
     clock = Clock()
     state = core(16, host_tier=False)
-    state.index.policy = policy_of("retain", clock)
+    state.index.policy = policies_of("retain", clock=clock)
     state.index.tree = state.index.policy.tree(BLOCK, 64, hashes=True)
     hits = 0
     for number in range(200):
@@ -141,5 +141,5 @@ def test_a_clear_keeps_what_was_learned():
 
 
 def test_lru_has_no_statistics():
-    assert policy_of("lru").tables is None
+    assert policies_of("lru").tables is None
     assert core().index.tree.retention() is None

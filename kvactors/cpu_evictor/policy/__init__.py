@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from kvactors.cpu_evictor.policy.lru import Lru
+from kvactors.cpu_evictor.policy.retain import Retain
 
 if TYPE_CHECKING:
     from kvactors.cpu_evictor.slots import HostBlock
@@ -30,10 +31,16 @@ class EvictionPolicy(Protocol):
     def touch(self, hashes: Iterable[bytes]) -> None:
         """Blocks were used, in this order. Hashes of other blocks are ignored."""
 
+    def evict_first(self, hashes: Iterable[bytes]) -> None:
+        """The index has chosen the next victims. Hashes of other blocks are ignored."""
+
     def candidates(self) -> Iterable[HostBlock]:
-        """Resident blocks, the first to evict first. The policy may not change until the iteration
-        ends."""
+        """Resident blocks, the first to evict first. Nothing else may change the policy until the
+        iteration ends."""
 
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "retain": Retain}
 """How an eviction policy is made, by the name it has in `host.policy`."""
+
+ALONE = ("lru",)
+"""Those that need no index."""

@@ -37,6 +37,9 @@ class Lru:
             if block_hash in order:
                 order.move_to_end(block_hash)
 
+    def evict_first(self, hashes: Iterable[bytes]) -> None:
+        """See `EvictionPolicy.evict_first`: the order of last use is kept."""
+
     def candidates(self) -> Iterable[HostBlock]:
         """See `EvictionPolicy.candidates`."""
         return self._order.values()
