@@ -77,7 +77,8 @@ std::vector<Key> Tree::host_victims(std::size_t count) {
 // uses are leaving for the device.
 u64 Tree::host_kept(bool exclusive) const {
     if (memory_ == nullptr) return counts_.host;
-    return exclusive ? memory_->listed() : counts_.host - std::min(counts_.host, memory_->leaving());
+    if (exclusive) return std::min(counts_.host, memory_->listed());  // a cleared tier's are listed still
+    return counts_.host - std::min(counts_.host, memory_->leaving());
 }
 
 // Blocks of a path that the host tier does not have.

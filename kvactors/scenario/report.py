@@ -58,6 +58,7 @@ class Report(msgspec.Struct):
             each baseline (see `Figures`).
         hit_rate_lru: of a sequential replay with another policy than LRU, the share that LRU tiers
             of the same sizes hit.
+        blocks_moved: blocks that were copied from the device to the host, or written to storage.
         errors: errors of the run, violated invariants included.
     """
 
@@ -80,6 +81,7 @@ class Report(msgspec.Struct):
     storage: dict[str, float] = msgspec.field(default_factory=dict)
     serving: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     hit_rate_lru: dict[str, float] = msgspec.field(default_factory=dict)
+    blocks_moved: int = 0
     loop_own_lag_ms: dict[str, float] = msgspec.field(default_factory=dict)
     loop_cpu_ms: dict[str, float] = msgspec.field(default_factory=dict)
 
@@ -151,6 +153,7 @@ def make_report(
         errors,
         each,
         storage=stored,
+        blocks_moved=host.offloaded + host.written,
         loop_own_lag_ms=lags.own.as_dict() if lags.own is not None else {},
         loop_cpu_ms=lags.cpu.as_dict(),
     )
@@ -208,6 +211,7 @@ def report_rows(report: Report) -> list[tuple[str, str]]:
         ("blocks looked up", f"{report.blocks_looked_up}"),
         ("hit rate", rates),
         *([("hit rate of LRU", rates_text(report.hit_rate_lru))] if report.hit_rate_lru else []),
+        ("blocks moved down", f"{report.blocks_moved}"),
         ("verified blocks", f"{report.verified_blocks}  (corrupt {report.corrupt_blocks_served})"),
         ("flush", flush),
         *lag_rows(report),

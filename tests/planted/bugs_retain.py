@@ -5,6 +5,8 @@ from __future__ import annotations
 from mutation import Mutation
 
 TESTS = "tests/prefix_index/test_policy.py"
+HOST_VICTIMS = "tests/prefix_index/test_host_victims.py"
+POLICIES = "tests/cpu_evictor/test_policy.py"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
@@ -31,8 +33,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "ages_by_the_loops_clock",
         "prefix_index/policy.py",
-        "    return TierPolicies(tables, now if clock is None else clock)\n",
-        "    return TierPolicies(tables, now)\n",
+        "    clock = now if clock is None else clock\n",
+        "    clock = now\n",
         "a replay learns the speed of the replay instead of the times of its trace",
         (f"{TESTS}::test_ages_are_those_of_the_given_clock",),
     ),
@@ -75,5 +77,45 @@ BUGS: tuple[Mutation, ...] = (
         "",
         "a sequential replay serves every request at one instant",
         ("tests/scenario/test_replay.py::test_retain_learns_in_the_time_of_the_trace",),
+    ),
+    Mutation(
+        "victims_of_the_host_not_named",
+        "prefix_index/evictions.py",
+        "[*self._victims.before(self.blocks_being_freed), offload]",
+        "[offload]",
+        "an exclusive host tier evicts the least recently used blocks under RETAIN too",
+        (f"{HOST_VICTIMS}::test_an_offload_to_a_full_host_tier_comes_with_victims",),
+    ),
+    Mutation(
+        "copies_in_flight_not_counted",
+        "prefix_index/host_victims.py",
+        "tree.host_kept(self._exclusive) + incoming",
+        "tree.host_kept(self._exclusive)",
+        "victims are named after the host tier had to choose its own ones",
+        (f"{HOST_VICTIMS}::test_an_offload_to_a_full_host_tier_comes_with_victims",),
+    ),
+    Mutation(
+        "named_victims_evicted_though_used",
+        "cpu_evictor/policy/retain.py",
+        "        if self._chosen:\n",
+        "        if not self._chosen:\n",
+        "a block that was named as a victim is evicted first although it was used since",
+        (f"{POLICIES}::test_a_victim_that_is_used_again_is_not_evicted_first",),
+    ),
+    Mutation(
+        "victims_that_stay_are_candidates_twice",
+        "cpu_evictor/policy/retain.py",
+        "            if block.hash not in tried:\n",
+        "            if True:\n",
+        "one block is evicted twice by one eviction",
+        (f"{POLICIES}::test_every_block_is_a_candidate_once",),
+    ),
+    Mutation(
+        "chosen_victims_tried_again",
+        "cpu_evictor/policy/retain.py",
+        "chosen.popitem(last=False)",
+        "next(item for item in chosen.items() if item[0] not in tried)",
+        "victims that cannot be evicted are tried again by every eviction",
+        (f"{POLICIES}::test_a_victim_that_cannot_be_evicted_is_tried_once",),
     ),
 )

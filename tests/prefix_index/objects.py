@@ -19,6 +19,7 @@ from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.messages import Acquire
+from kvactors.prefix_index.policy import TierPolicies
 from kvactors.prefix_index.records import LeaseState
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
@@ -48,19 +49,31 @@ class Request(Envelope[Any]):
         self.reply.cancelled = True
 
 
-def block_index(blocks: int = 8, *, part: int = 100) -> BlockIndex:
+def block_index(
+    blocks: int = 8, *, part: int = 100, policy: TierPolicies | None = None
+) -> BlockIndex:
     """An empty device."""
-    index = BlockIndex(BLOCK, blocks, 64, recompute_last_token=False)
+    index = BlockIndex(BLOCK, blocks, 64, recompute_last_token=False, policy=policy)
     index.part = part
     return index
 
 
-def core(blocks: int = 8, *, part: int = 100, namespace: str = "a", **settings: Any) -> IndexCore:
+def core(
+    blocks: int = 8,
+    *,
+    part: int = 100,
+    namespace: str = "a",
+    policy: TierPolicies | None = None,
+    **settings: Any,
+) -> IndexCore:
     """All objects, wired. An exclusive host tier and no store are the defaults."""
     roots = Roots("model", namespace, bytes(32))
     chosen = {"exclusive": True, "host_tier": True, "announce": True, **settings}
     return IndexCore(
-        block_index(blocks, part=part), roots, IndexSettings(**chosen), restarted=False
+        block_index(blocks, part=part, policy=policy),
+        roots,
+        IndexSettings(**chosen),
+        restarted=False,
     )
 
 

@@ -1,0 +1,126 @@
+"""The victims of the host tier that the index names ahead of need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvactors.cpu_evictor.messages import EvictFirst, Offload, PrefetchToHost, Save
+from kvactors.prefix_index.messages import Finish, Prefetch
+from kvactors.prefix_index.policy import policies_of
+from kvactors.types import split_hashes
+from tests.prefix_index.objects import BLOCK, Request, acquire, core
+
+
+def with_host(blocks: int, host: tuple[int, int], **settings: Any) -> Any:
+    return core(
+        blocks, host_blocks=host, policy=policies_of("lru", "retain", lambda: 0.0), **settings
+    )
+
+
+def serve(state: Any, number: int, blocks: int, *, first: int) -> list[Any]:
+    """Serve a request to its end. The host tier keeps what it is offered. Returns the messages to
+    it."""
+    message = acquire(number, blocks, first=first)
+    sent = host_messages(state, state.requests.acquire(message, Request(message)))
+    return sent + host_messages(
+        state, state.endings.finish(Finish(number, blocks * BLOCK), Request())
+    )
+
+
+def host_messages(state: Any, actions: list[Any]) -> list[Any]:
+    """Answer each offload and save as complete. Returns all messages to the host tier."""
+    sent = []
+    for action in actions:
+        if isinstance(action, Offload):
+            sent += host_messages(
+                state, state.offloaded(action.op, bytes([1]) * len(action.blocks))
+            )
+        elif isinstance(action, Save):
+            sent += host_messages(state, state.saved(action.op, bytes([1]) * len(action.blocks)))
+        if isinstance(action, EvictFirst | Offload | Save | PrefetchToHost):
+            sent.append(action)
+    return sent
+
+
+def test_an_offload_to_a_full_host_tier_comes_with_victims():
+    state = with_host(4, (4, 4))
+    first = [serve(state, number, 4, first=100 * number) for number in range(2)]
+    assert not victims(first[0] + first[1])
+    sent = serve(state, 2, 4, first=200)
+    assert [type(one) for one in sent] == [EvictFirst, Offload]
+    # They are on the host until it reports.
+    assert victims(sent) == offloaded(first[1])
+    assert state.index.tree.statistics()["host"] == 8
+    assert state.index.tree.host_kept(exclusive=True) == 4
+
+
+def offloaded(sent: list[Any]) -> list[bytes]:
+    """In the order of the offload: the deepest first."""
+    return [
+        one
+        for message in sent
+        if isinstance(message, Offload)
+        for one in split_hashes(message.hashes)
+    ]
+
+
+def victims(sent: list[Any]) -> list[bytes]:
+    return [
+        one
+        for message in sent
+        if isinstance(message, EvictFirst)
+        for one in split_hashes(message.hashes)
+    ]
+
+
+def test_victims_are_named_once():
+    state = with_host(4, (4, 4))
+    sent = [serve(state, number, 4, first=100 * number) for number in range(4)]
+    named = victims(sent[3])
+    assert named == offloaded(sent[2])
+    state.index.tree.host_blocks_removed(b"".join(named))
+    state.index.tree.check()
+
+
+def test_a_host_tier_that_evicts_ahead_of_need_gets_victims_down_to_its_low_mark():
+    state = with_host(2, (4, 2))
+    sent = [victims(serve(state, number, 2, first=100 * number)) for number in range(5)]
+    assert [len(one) for one in sent] == [0, 0, 0, 4, 0]
+
+
+def test_a_save_comes_with_victims_for_what_the_host_lacks():
+    state = with_host(8, (4, 4), exclusive=False)
+    first = serve(state, 0, 4, first=0)
+    again = serve(state, 0, 4, first=0)  # the host has all of it
+    assert not victims(first + again)
+    state.evictions.drop(8)  # only the host has them now
+    sent = serve(state, 1, 2, first=100)
+    assert [type(one) for one in sent] == [EvictFirst, Save]
+    assert victims(sent) == split_hashes(first[0].hashes)[:-3:-1]
+
+
+def test_a_prefetch_comes_with_victims():
+    state = with_host(4, (4, 4))
+    first = [serve(state, number, 4, first=100 * number) for number in range(2)]
+    state.requests._settings = state.settings._replace(fetch=True)
+    message = Prefetch(acquire(9, 3, first=900).path, 60.0)
+    sent = host_messages(state, state.requests.prefetch(message, Request(message)))
+    assert [type(one) for one in sent] == [EvictFirst, PrefetchToHost]
+    assert victims(sent) == offloaded(first[1])[:3]
+
+
+def test_lru_names_no_victims():
+    state = core(2, host_blocks=(2, 2))
+    for number in range(4):
+        assert not victims(serve(state, number, 2, first=100 * number))
+    assert state.index.tree.statistics()["host"] == 6
+
+
+def test_after_a_clear_nothing_is_named():
+    state = with_host(4, (4, 4))
+    for number in range(2):
+        serve(state, number, 4, first=100 * number)
+    state.index.retire()
+    assert not victims(serve(state, 2, 4, first=200))
+    assert not victims(serve(state, 3, 4, first=300))
+    assert victims(serve(state, 4, 4, first=400))
