@@ -333,6 +333,9 @@ class Request:
             await self.client.call(lambda: self.lease.commit(computed))
         except Cut:
             self.cut = True
+            await self.lease.commit(
+                0
+            )  # LeaseEnded if the call ended the lease: no block is its own
         if self.rng.random() < 0.1:
             await self.lease.commit(computed)  # a retried call
 

@@ -9,8 +9,9 @@ import random
 import pytest
 
 import kvactors
+from kvactors import LeaseEnded
 from kvactors.testing.loop import SimLoop, simulate
-from tests.oracle.client import Client
+from tests.oracle.client import Client, Cut, Request
 from tests.oracle.draw import draw
 from tests.oracle.history import History
 from tests.oracle.record import Record
@@ -66,3 +67,27 @@ def test_weights_that_change_in_the_step_of_a_grant():
         record = run(main, seed, 0.5)
         assert (record.wrong, record.failures) == (0, [])
         assert record.verified > 50
+
+
+def test_a_commit_that_ended_its_lease_ends_the_request():
+    """The blocks of an ended lease are other requests': they are not looked at any more."""
+
+    async def main(record):
+        drawn = draw(3, "", store="none", threads=False, sinks=False)
+        config = kvactors.Config.from_mapping(drawn.tables)
+        async with kvactors.open(config, inline_copies=True) as cache:
+            client = Client(World(cache, drawn, History(), record, random.Random(1)), 0, [0])
+            request = Request(client, 1)
+            await request._acquire()
+            lease = request.lease
+
+            async def cut(make):
+                await make()
+                lease.abandon()  # as a cancellation after the effect does
+                raise Cut
+
+            client.call = cut
+            with pytest.raises(LeaseEnded):
+                await request._commit()
+
+    run(main, 1, 0.5)
