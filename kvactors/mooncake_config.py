@@ -12,6 +12,7 @@ import msgspec
 from kvactors.actor.log import get_logger
 from kvactors.config_faults import faults
 from kvactors.errors import ConfigError
+from kvactors.mooncake_address import endpoints
 from kvactors.ranges import check_values
 from kvactors.renamed_settings import Earlier, SettingsMeta, modern_names
 from kvactors.setting_types import ByteSize, Seconds
@@ -42,7 +43,8 @@ class MooncakeConfig(
     """How a Mooncake pool is joined.
 
     Attributes:
-        master_server_address: host:port of mooncake_master.
+        master_server_address: host:port of mooncake_master, or etcd://host:port;host:port where
+            etcd elects one of several masters.
         metadata_server: P2PHANDSHAKE or a URL.
         local_hostname: by which other clients reach this one (this machine's address if empty).
         global_segment_size: bytes of memory given to the pool (0: none).
@@ -78,6 +80,7 @@ class MooncakeConfig(
             raise ConfigError(
                 "storage.mooncake.master_server_address is missing (host:port of mooncake_master)"
             )
+        endpoints(self.master_server_address)
         if self.local_hostname == "localhost":
             raise ConfigError(
                 "storage.mooncake.local_hostname must be an address that other nodes can reach, "
@@ -88,6 +91,24 @@ class MooncakeConfig(
                 f"storage.mooncake.protocol must be tcp or rdma, not {self.protocol!r}"
             )
         check_values(self, "storage.mooncake")
+
+
+def largest_registration(environ: Mapping[str, str]) -> int | None:
+    """Bytes of a memory registration at most (MC_MAX_MR_SIZE), None without a limit.
+
+    Raises:
+        ConfigError: the variable is not a positive number.
+    """
+    text = environ.get("MC_MAX_MR_SIZE", "")
+    if not text:
+        return None
+    try:
+        size = int(text, 0)
+    except ValueError:
+        size = 0
+    if size <= 0:
+        raise ConfigError(f"MC_MAX_MR_SIZE must be a number of bytes above 0, not {text!r}")
+    return size
 
 
 def resolve(config: MooncakeConfig, environ: Mapping[str, str]) -> MooncakeConfig:

@@ -78,7 +78,7 @@ async def in_pool(address: str, size: int, count: int) -> tuple[list[float], lis
     arena.touch()
     await store.open()
     await store.attach(arena)
-    client, deadline = store._client, asyncio.get_running_loop().time() + 600.0
+    client, deadline = store.client, asyncio.get_running_loop().time() + 600.0
     pointers = [[arena.address + slot * arena.stride] for slot in range(arena.num_slots)]
     mine: list[float] = []
     raw: list[float] = []

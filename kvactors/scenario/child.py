@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from signal import Signals
+from typing import IO
 
 import anyio
 from anyio.abc import Process
@@ -105,6 +106,8 @@ async def start_child(
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
     python: str = sys.executable,
+    prefix: Sequence[str] = (),
+    errors: IO[bytes] | None = None,
 ) -> Child:
     """Start a Python process. `Child.kill` ends it.
 
@@ -114,12 +117,14 @@ async def start_child(
             process imports from where this one does, in any working directory.
         environment: variables to set in addition to those of this process.
         python: the interpreter.
+        prefix: a command that runs the interpreter, for example `unshare`.
+        errors: where its standard error goes, None for that of this process.
     """
     isolated = [] if folder else ["-P"]
     return Child(
         await anyio.open_process(
-            [python, *isolated, *arguments],
-            stderr=None,
+            [*prefix, python, *isolated, *arguments],
+            stderr=errors,
             cwd=folder,
             env={**os.environ, **environment} if environment else None,
         )

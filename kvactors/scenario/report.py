@@ -59,6 +59,8 @@ class Report(msgspec.Struct):
         hit_rate_lru: of a sequential replay with another policy than LRU, the share that LRU tiers
             of the same sizes hit.
         blocks_moved: blocks that were copied from the device to the host, or written to storage.
+        fleet: of a fleet, the figures of each placement of its requests, and whether its nodes had
+            network namespaces.
         errors: errors of the run, violated invariants included.
     """
 
@@ -84,6 +86,7 @@ class Report(msgspec.Struct):
     blocks_moved: int = 0
     loop_own_lag_ms: dict[str, float] = msgspec.field(default_factory=dict)
     loop_cpu_ms: dict[str, float] = msgspec.field(default_factory=dict)
+    fleet: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
 
 
 def make_report(
@@ -251,6 +254,8 @@ def print_report(report: Report, console: Console) -> None:
     print_fields(report.name, report_rows(report), console)
     if report.serving:
         print_serving(report.serving, console)
+    if report.fleet:
+        print_fleet(report.fleet, console)
 
 
 FIGURES = (
@@ -284,3 +289,38 @@ def print_serving(serving: dict[str, dict[str, Any]], console: Console) -> None:
     """The figures of a serving loop."""
     rows = [(cells, None) for cells in serving_rows(serving)]
     print_rows("serving loop", ["", *serving], rows, console, numbers=range(1, len(serving) + 1))
+
+
+FLEET = (
+    ("requests", "requests"),
+    ("hit rate", "hit_rate"),
+    ("hit rate of one large cache", "ideal_hit_rate"),
+    ("on the node's device", "hit_rate_device"),
+    ("in its host memory", "hit_rate_host"),
+    ("from the pool", "hit_rate_storage"),
+    ("tokens computed once (one large cache: 1)", "computed_once"),
+    ("blocks computed", "blocks_computed"),
+    ("distinct blocks", "blocks_distinct"),
+    ("objects in the pool at the end", "pool_objects"),
+    ("requests sent again", "retried"),
+    ("faults", "faults"),
+    ("faults left out", "faults_left_out"),
+    ("blocks verified", "verified"),
+    ("wrong bytes", "corrupt"),
+    ("wait for loads, s (p50)", "wait_p50_s"),
+    ("wait for loads, s (p99)", "wait_p99_s"),
+    ("seconds", "seconds"),
+)
+"""The figures of a fleet, and how they are labelled."""
+
+
+def print_fleet(fleet: dict[str, dict[str, float]], console: Console) -> None:
+    """The figures of a fleet, a column for each placement of its requests."""
+    placements = [name for name in fleet if name != "namespaces"]
+    rows = [
+        ([label, *(count_text(fleet[name].get(field, 0)) for name in placements)], None)
+        for label, field in FLEET
+    ]
+    where = "network namespaces" if fleet["namespaces"]["used"] else "processes on loopback"
+    numbers = range(1, len(placements) + 1)
+    print_rows(f"fleet, {where}", ["", *placements], rows, console, numbers=numbers)

@@ -12,6 +12,7 @@ import anyio.to_thread
 import msgspec
 
 from kvactors.errors import ConfigError, KVActorsError
+from kvactors.scenario.fleet.run import run_fleet
 from kvactors.scenario.observe import Observe, unobserved
 from kvactors.scenario.processes import run_processes
 from kvactors.scenario.report import Report
@@ -60,6 +61,8 @@ def run_scenario(
             return scenario, simulate(
                 lambda: run_session(scenario, seed, progress, virtual=True, observe=observe), seed
             )
+        if scenario.fleet.nodes:
+            return scenario, run_terminable(run_fleet(data, seed, progress))
         if scenario.process.kills:
             return scenario, run_terminable(run_processes(scenario, data, seed))
         return scenario, run_terminable(

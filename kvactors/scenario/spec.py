@@ -10,6 +10,7 @@ import msgspec
 from kvactors.config import Config, convert
 from kvactors.errors import ConfigError
 from kvactors.renamed_settings import Earlier
+from kvactors.scenario.fleet.spec import FleetSpec, check_fleet
 from kvactors.scenario.report import Report, lookup
 from kvactors.sink_config import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 from kvactors.testing.fault import Fault, Kind
@@ -205,6 +206,7 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     router: RouterSpec = RouterSpec()
     process: ProcessSpec = ProcessSpec()
     mooncake: Pool = Pool()
+    fleet: FleetSpec = FleetSpec()
     expect: dict[str, float | Bound] = msgspec.field(default_factory=dict)
 
     lives = Earlier("process")
@@ -217,6 +219,7 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
         validate(scenario, data)
         validate_workload(scenario.workload)
         validate_faults(scenario)
+        check_fleet(scenario.fleet, scenario.storage.backend, scenario.workload.kind)
         for name in scenario.expect:
             if name.partition(".")[0] not in Report.__struct_fields__:
                 raise ConfigError(f"expect.{name}: reports have no such field")

@@ -30,19 +30,25 @@ def free_port() -> int:
 class Master:
     """A mooncake_master process, bound to 127.0.0.1 since it does not authenticate clients.
 
+    Attributes:
+        port: of its calls.
+        metrics_port: of its HTTP server.
+
     Args:
         flags: further flags of mooncake_master.
+        host: the address it listens at, for an isolated network.
     """
 
-    def __init__(self, *flags: str) -> None:
-        self.port, self._metrics = free_port(), free_port()
+    def __init__(self, *flags: str, host: str = "127.0.0.1") -> None:
+        self.port, self.metrics_port = free_port(), free_port()
+        self._host = host
         self._flags = flags
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
         """host:port."""
-        return f"127.0.0.1:{self.port}"
+        return f"{self._host}:{self.port}"
 
     def start(self) -> None:
         """Start it and wait until it listens. StoreError if it cannot be."""
@@ -54,10 +60,10 @@ class Master:
             ) from error
         command = [
             str(Path(next(iter(mooncake.__path__))) / "mooncake_master"),
-            "--rpc_address=127.0.0.1",
+            f"--rpc_address={self._host}",
             f"--rpc_port={self.port}",
-            "--metrics_host=127.0.0.1",
-            f"--metrics_port={self._metrics}",
+            f"--metrics_host={self._host}",
+            f"--metrics_port={self.metrics_port}",
             "--client_ttl=3",
             *self._flags,
         ]
@@ -67,7 +73,7 @@ class Master:
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until and self.process.poll() is None:
             with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                if probe.connect_ex((self._host, self.port)) == 0:
                     return
             time.sleep(0.05)
         self.kill()

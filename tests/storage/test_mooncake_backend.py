@@ -126,16 +126,16 @@ async def test_a_bad_object_is_corrupt_and_goes(running):
     async with Node(running.address) as one:
         await one.put(1, 2)
         name = one.backend.objects.name(key(1))
-        good = await one.backend._client.call(lambda store: bytes(store.get(name)), b"")
+        good = await one.backend.client.call(lambda store: bytes(store.get(name)), b"")
         assert len(good) == SIZE + 96
         for bad in (
             good[:-97] + bytes([good[-97] ^ 1]) + good[-96:],
             good[: SIZE // 2],
             good + b"x",
         ):
-            assert await one.backend._client.remove([name]) == [0]
+            assert await one.backend.client.remove([name]) == [0]
             assert (
-                await one.backend._client.call(lambda store, bad=bad: int(store.put(name, bad)), -1)
+                await one.backend.client.call(lambda store, bad=bad: int(store.put(name, bad)), -1)
                 == 0
             )
             outcome = (await one.get(1))[0]

@@ -12,7 +12,8 @@ import pytest
 from kvactors.errors import ConfigError, StoreError
 from kvactors.mooncake_config import MooncakeConfig, resolve
 from kvactors.sizes import in_bytes
-from kvactors.storage.backends.mooncake_client import NOT_FOUND, OK, RPC_FAILED, MooncakeClient
+from kvactors.storage.backends.mooncake_client import MooncakeClient
+from kvactors.storage.backends.mooncake_codes import NOT_FOUND, OK, RPC_FAILED
 from tests.storage.pools import free_port, master
 
 pytestmark = pytest.mark.full

@@ -7,17 +7,19 @@ that is not there is a miss.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_config import MooncakeConfig
+from kvactors.mooncake_config import MooncakeConfig, largest_registration
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.backends.header import HEADER
-from kvactors.storage.backends.mooncake_client import OK, MooncakeClient
+from kvactors.storage.backends.mooncake_client import MooncakeClient
 from kvactors.storage.backends.mooncake_objects import BATCH, MooncakeObjects
+from kvactors.storage.backends.mooncake_registration import Registration
 from kvactors.storage.backends.views import move_fitting
 from kvactors.storage.messages import Outcome
 
@@ -37,9 +39,10 @@ class MooncakeBackend(Backend):
     def __init__(self, config: MooncakeConfig, identity: StoreIdentity, block_bytes: int) -> None:
         super().__init__(identity.digest, block_bytes)
         self._prefix = identity.pool_prefix
-        self._client = MooncakeClient(config, identity.rank)
+        self.client = MooncakeClient(config, identity.rank)
+        self._registration = Registration(self.client, largest_registration(os.environ))
         self.objects = MooncakeObjects(
-            self._client,
+            self.client,
             self._prefix,
             identity.digest,
             block_bytes,
@@ -48,13 +51,11 @@ class MooncakeBackend(Backend):
 
     async def open(self) -> None:
         """See `Backend.open`. Joins the pool."""
-        await self._client.open()
+        await self.client.open()
 
     async def attach(self, arena: Arena) -> None:
-        """See `Backend.attach`. Registers the arena, so that transfers need no staging."""
-        size = arena.nbytes
-        if size and await self._client.register(arena.address, size) != OK:
-            raise StoreError("mooncake would not register the host arena")
+        """See `Backend.attach`. Registers the arena."""
+        await self._registration.add(arena)
         self.objects.arena = arena
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
@@ -69,7 +70,7 @@ class MooncakeBackend(Backend):
             some = keys[start : start + BATCH]
             if expired() or not self.counters.breaker.closed():
                 return run
-            codes = await self._client.exist([self.objects.name(key) for key in some])
+            codes = await self.client.exist([self.objects.name(key) for key in some])
             self.counters.breaker.saw(any(code >= 0 for code in codes))
             self.counters.outcomes[Outcome.UNAVAILABLE] += sum(code < 0 for code in codes)
             good = next((i for i, code in enumerate(codes) if code != 1), len(some))
@@ -86,7 +87,7 @@ class MooncakeBackend(Backend):
             some = keys[start : start + BATCH]
             if expired() or not self.counters.breaker.closed():
                 break
-            codes = await self._client.exist([self.objects.name(key) for key in some])
+            codes = await self.client.exist([self.objects.name(key) for key in some])
             self.counters.breaker.saw(any(code >= 0 for code in codes))
             self.counters.outcomes[Outcome.UNAVAILABLE] += sum(code < 0 for code in codes)
             found += [code == 1 for code in codes]
@@ -117,18 +118,17 @@ class MooncakeBackend(Backend):
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`."""
         if keys:
-            await self._client.remove([self.objects.name(key) for key in keys])
+            await self.client.remove([self.objects.name(key) for key in keys])
 
     async def clear(self, generation: int = 0) -> None:
         """See `Backend.clear`. Clears the objects of every node of the pool."""
         pattern = "^" + self._prefix
-        if await self._client.call(lambda store: int(store.remove_by_regex(pattern, True)), -1) < 0:
+        if await self.client.call(lambda store: int(store.remove_by_regex(pattern, True)), -1) < 0:
             raise StoreError("the Mooncake pool did not remove the objects")
         self.generation = max(self.generation + 1, generation)
 
     async def close(self) -> None:
         """See `Backend.close`. Leaves the pool, which loses the objects in this node's memory."""
-        if self.objects.arena is not None:
-            await self._client.unregister(self.objects.arena.address)
-        await self._client.close()
+        await self._registration.remove()
+        await self.client.close()
         self.objects.close()

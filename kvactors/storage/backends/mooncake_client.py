@@ -23,8 +23,11 @@ import anyio
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import StoreError
+from kvactors.mooncake_address import endpoints
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.sizes import in_bytes
+from kvactors.storage.backends.mooncake_codes import NO_SPACE, OK, RPC_FAILED
+from kvactors.storage.backends.mooncake_warm_up import check_result, put_and_get
 from kvactors.threads import Workers
 
 T = TypeVar("T")
@@ -32,13 +35,13 @@ T = TypeVar("T")
 THREADS = 2
 """More brought nothing when measured."""
 
-OK, NO_SPACE, NOT_FOUND, NOT_READY, HAS_LEASE, RPC_FAILED = 0, -200, -704, -703, -706, -900
-"""Return codes of the client with a specific meaning. Other negative codes are failed transfers and
-unreachable masters."""
-
 CLOSE_LIMIT = 10.0
 """Seconds `close` waits for calls in flight, and for the client's own close (2 s when all is
 well)."""
+
+RETRY = 0.5
+"""Seconds until a warm-up that failed is tried again: the pool may still place objects on a node
+that has ended."""
 
 
 class MooncakeClient:
@@ -82,6 +85,8 @@ class MooncakeClient:
                 )
             self._store = store
             self._open = True
+        if self._open:
+            await self._warm_up()
             return
         joining.add_done_callback(lambda done: _close_late(store, done))
         raise StoreError(
@@ -89,12 +94,43 @@ class MooncakeClient:
             f"{config.connect_timeout_s} s"
         )
 
+    async def _warm_up(self) -> None:
+        """Store the first object. It is tried again for `connect_timeout_s`.
+
+        Raises:
+            StoreError: the pool stores nothing. The client has left the pool.
+        """
+        code = RPC_FAILED
+        until = anyio.current_time() + self.config.connect_timeout_s
+        try:
+            while True:
+                code = await self.call(put_and_get, RPC_FAILED)
+                if code in (OK, NO_SPACE) or anyio.current_time() + RETRY > until:
+                    break
+                await anyio.sleep(RETRY)
+            check_result(code, self.config.master_server_address)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.close()
+            raise
+
     async def reachable(self, seconds: float) -> bool:
-        """Whether a server accepts connections at the master's address."""
-        host, _, port = self.config.master_server_address.rpartition(":")
-        with anyio.move_on_after(seconds), suppress(OSError, ValueError):
-            async with await anyio.connect_tcp(host or "127.0.0.1", int(port)):
-                return True
+        """Whether a server accepts connections at the master's address. With an election, one of
+        the servers that hold it."""
+        for host, port in endpoints(self.config.master_server_address):
+            with anyio.move_on_after(seconds), suppress(OSError):
+                async with await anyio.connect_tcp(host, port):
+                    return True
+        return False
+
+    async def _leavable(self) -> bool:
+        """Whether the client can leave the pool at once: it blocks the process while it looks for a
+        master that is gone."""
+        if not await self.reachable(1.0):
+            return False
+        healthy = asyncio.wrap_future(self._workers.submit(self._store.health_check))
+        with anyio.move_on_after(1.0):
+            return bool(await asyncio.shield(healthy) == OK)
         return False
 
     @staticmethod
@@ -119,6 +155,8 @@ class MooncakeClient:
                 return failed
             try:
                 return work(self._store)
+            except StoreError:
+                raise
             except Exception as error:
                 self._log.warning("mooncake raised", error=repr(error))
                 return failed
@@ -177,7 +215,7 @@ class MooncakeClient:
             return
         self._open = False
         idle = await self._workers.drained(CLOSE_LIMIT)
-        if idle and await self.reachable(1.0):
+        if idle and await self._leavable():
             closing = self._workers.submit(self._store.close)
             with anyio.move_on_after(CLOSE_LIMIT):
                 await asyncio.shield(asyncio.wrap_future(closing))
@@ -197,10 +235,10 @@ def _close_late(store: Any, joined: Future[int]) -> None:
 
 def own_address(master: str) -> str:
     """The address of this machine on the way to the master."""
-    host, _, port = master.rpartition(":")
+    host, port = endpoints(master)[0]
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host or "127.0.0.1", int(port) if port.isdigit() else 1))
+            probe.connect((host, port))
             return str(probe.getsockname()[0])
     except OSError as error:
         raise StoreError(f"there is no way to Mooncake's master at {master}: {error}") from error

@@ -14,13 +14,8 @@ from numpy.typing import NDArray
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
 from kvactors.storage.backends.header import HEADER, fits, header_of
-from kvactors.storage.backends.mooncake_client import (
-    NO_SPACE,
-    NOT_FOUND,
-    NOT_READY,
-    OK,
-    MooncakeClient,
-)
+from kvactors.storage.backends.mooncake_client import MooncakeClient
+from kvactors.storage.backends.mooncake_codes import NO_SPACE, NOT_FOUND, NOT_READY, OK
 from kvactors.storage.backends.slab_memory import memory
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome

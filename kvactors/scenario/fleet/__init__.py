@@ -1,0 +1,1 @@
+"""Scenario of a fleet: nodes in separate processes that share one Mooncake pool."""

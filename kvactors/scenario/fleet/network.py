@@ -1,0 +1,120 @@
+"""The network of a fleet: a namespace for each node, joined by a bridge.
+
+The bridge is in the namespace of this process, which `isolated` makes. Where namespaces are not
+permitted, all nodes are on loopback, each with another address.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from contextlib import suppress
+
+BRIDGE = "kvbridge"
+
+
+class NetworkError(Exception):
+    """A command of the network failed."""
+
+
+def ip(*arguments: str) -> None:
+    """Run `ip`. NetworkError with its message if it fails."""
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(  # noqa: S603
+        command, capture_output=True, text=True, check=False, timeout=60
+    )
+    if done.returncode:
+        raise NetworkError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def isolation() -> list[str]:
+    """The start of a command that runs the rest of it in new network and process namespaces, which
+    end with it. Empty where that is not permitted, or without a bridge."""
+    user = [] if os.geteuid() == 0 else ["--map-root-user"]
+    prefix = ["unshare", *user, "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if not shutil.which("unshare") or not shutil.which("ip"):
+        return []
+    try:
+        _run(*prefix, "ip", "link", "add", "name", BRIDGE, "type", "bridge")
+    except (NetworkError, OSError, subprocess.TimeoutExpired):
+        return []
+    return prefix
+
+
+class Network:
+    """Addresses and links of a fleet's processes.
+
+    Attributes:
+        hub: the address of the master.
+
+    Args:
+        isolated: whether this process is in a separate namespace, see `isolation`.
+    """
+
+    def __init__(self, *, isolated: bool) -> None:
+        self.isolated = isolated
+        self.hub = "10.77.0.1" if isolated else "127.0.0.1"
+        if isolated:
+            ip("link", "set", "lo", "up")
+            ip("link", "add", "name", BRIDGE, "type", "bridge")
+            ip("addr", "add", f"{self.hub}/24", "dev", BRIDGE)
+            ip("link", "set", BRIDGE, "up")
+
+    def address(self, node: int) -> str:
+        """The address of a node."""
+        return f"10.77.0.{10 + node}" if self.isolated else f"127.0.0.{10 + node}"
+
+    def prefix(self) -> list[str]:
+        """The start of the command of a node's process."""
+        return ["unshare", "--net"] if self.isolated else []
+
+    def attach(self, node: int, pid: int) -> list[list[str]]:
+        """Connect a node's namespace to the bridge.
+
+        Args:
+            node: its number.
+            pid: of its process.
+
+        Returns:
+            Commands to run in the namespace.
+        """
+        if not self.isolated:
+            return []
+        outer, inner = f"kvhub{node}", f"kvnode{node}"
+        with suppress(NetworkError):  # a killed node's link goes with its namespace, a bit later
+            ip("link", "del", outer)
+        # The same hardware address after a restart: neighbours keep the earlier one for a minute.
+        hardware = ["address", f"02:00:00:77:00:{node:02x}"]
+        ip("link", "add", "name", outer, "type", "veth", "peer", "name", inner, *hardware)
+        ip("link", "set", outer, "master", BRIDGE, "up")
+        ip("link", "set", inner, "netns", str(pid))
+        return [
+            ["ip", "link", "set", "lo", "up"],
+            ["ip", "addr", "add", f"{self.address(node)}/24", "dev", inner],
+            ["ip", "link", "set", inner, "up"],
+        ]
+
+    def slow(self, node: int, mbit_per_s: float) -> bool:
+        """Limit the link to a node. Returns False where that is not possible. A delay is added
+        where the kernel has netem."""
+        if not self.isolated:
+            return False
+        start = ["tc", "qdisc", "replace", "dev", f"kvhub{node}", "root"]
+        rate = f"{mbit_per_s}mbit"
+        for shape in (
+            ["netem", "delay", "20ms", "rate", rate],
+            ["tbf", "rate", rate, "burst", "64kb", "latency", "2s"],
+        ):
+            with suppress(NetworkError, OSError):
+                _run(*start, *shape)
+                return True
+        return False
+
+    def restore(self, node: int) -> None:
+        """Remove the limit of a link. A link that was made anew has none."""
+        with suppress(NetworkError, OSError):
+            _run("tc", "qdisc", "del", "dev", f"kvhub{node}", "root")

@@ -1,0 +1,181 @@
+"""One node of a fleet: `python -m kvactors.scenario.fleet.node`.
+
+It reads its orders as lines of JSON and answers each with a line. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from functools import lru_cache
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+
+from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
+from kvactors.flush_notifier.sinks.kv_wire import MEDIA
+from kvactors.scenario.engine import RETRY, Engine, Request
+from kvactors.scenario.fleet.messages import Answer, Blocks, Order, Orders
+from kvactors.scenario.fleet.texts import Conversation
+from kvactors.scenario.session import Session, session
+from kvactors.scenario.spec import Scenario, events_of
+from kvactors.storage.backends.mooncake import MooncakeBackend
+
+LONGEST_LINE = 1 << 24
+FILLER = "kvactors-filler/"
+"""Prefix of the objects that fill the pool."""
+FILLER_BYTES = 1 << 20
+SMALLEST = 1 << 10
+
+
+class TimedEngine(Engine):
+    """An engine that measures how long loads take.
+
+    Attributes:
+        waits: seconds by request.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.waits: dict[str, float] = {}
+
+    async def begin(self, request: Request, *, resumed: bool = False) -> None:
+        """See `Engine.begin`."""
+        began = time.monotonic()
+        await super().begin(request, resumed=resumed)
+        self.waits[request.lease.request_id] = time.monotonic() - began
+
+
+class Node:
+    """Serves orders on an open cache."""
+
+    def __init__(self, one: Session, seed: int) -> None:
+        self._session = one
+        self._engine = TimedEngine(one.cache, one.totals)
+        self._work = one.scenario.workload
+        self._conversation = lru_cache(512)(lambda number: Conversation(self._work, seed, number))
+
+    async def carry_out(self, order: Order) -> Answer:
+        """Do what is asked."""
+        if order.do == "serve":
+            return await self._serve(order)
+        if order.do == "settle":
+            return await self._settle(order)
+        await self._pool(fill if order.do == "fill" else drain)
+        return Answer(order.number)
+
+    async def _serve(self, order: Order) -> Answer:
+        prompt, answer = self._conversation(order.session).turn(order.turn)
+        name = f"{order.session}.{order.turn}.{order.number}"
+        while True:
+            try:
+                lease = await self._engine.serve(name, prompt, answer, think=self._work.think)
+            except (NoRoom, DeadlineExceeded):  # of free blocks: ask again
+                self._session.totals.no_room += 1
+                await anyio.sleep(RETRY)
+            except KVActorsError as error:
+                self._engine.failed(name, error)
+                return Answer(order.number, errors=[repr(error)])
+            else:
+                return Answer(order.number, Blocks(*lease.hits), self._engine.waits.pop(name, 0.0))
+
+    async def _settle(self, order: Order) -> Answer:
+        one, cache = self._session, self._session.cache
+        await self._engine.settle()
+        settings = events_of(one.scenario)
+        if settings is None:
+            raise KVActorsError("a node of a fleet publishes events")
+        held = {
+            medium: sorted(hashes) for medium, hashes in one.held(MEDIA[settings.media]).items()
+        }
+        sink: Any = one.sinks[settings.label].inner
+        statistics = cache.statistics()
+        counts: dict[str, float] = {
+            "verified": one.totals.verified_blocks,
+            "corrupt": one.totals.corrupt_blocks_served,
+            "no_room": one.totals.no_room,
+            "divergence": cache.count_divergent_blocks(),
+            "messages": statistics.messages,
+            "events": statistics.flush[0].delivered,
+            "cpu_s": time.process_time(),
+        }
+        if statistics.store is not None:
+            store = statistics.store
+            counts |= {
+                f"pool_{name}": getattr(store, name)
+                for name in (
+                    "writes",
+                    "reads",
+                    "late",
+                    "unavailable",
+                    "no_space",
+                    "misses",
+                    "corrupt",
+                )
+            }
+        errors = one.totals.errors + cache.check()
+        return Answer(
+            order.number,
+            held=held,
+            sequence=sink.events.sequence,
+            counts=counts,
+            errors=errors,
+        )
+
+    async def _pool(self, work: Any) -> None:
+        backend: Any = self._session.cache.system.backend
+        while not isinstance(backend, MooncakeBackend):
+            backend = backend.inner
+        await backend.client.call(work, None)
+
+
+def fill(store: Any) -> None:
+    """Put pinned objects into the pool until none has space."""
+    from mooncake.store import ReplicateConfig
+
+    pinned = ReplicateConfig()
+    pinned.with_hard_pin = True
+    size, number = FILLER_BYTES, 0
+    while size >= SMALLEST:
+        if store.put(f"{FILLER}{size}-{number}", bytes(size), pinned):
+            size //= 2
+        number += 1
+
+
+def drain(store: Any) -> None:
+    """Remove them."""
+    store.remove_by_regex(f"^{FILLER}", True)
+
+
+async def main() -> None:
+    """Read orders until the input ends."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=LONGEST_LINE)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    print("up", flush=True)
+    orders = msgspec.json.decode(await reader.readline(), type=Orders)
+    for command in orders.commands:
+        subprocess.run(command, check=True, timeout=60)  # noqa: S603,ASYNC221
+    async with session(Scenario.from_mapping(orders.data), virtual=False) as one:
+        node = Node(one, orders.seed)
+        print("ready", flush=True)
+
+        async def answered(order: Order) -> None:
+            print(msgspec.json.encode(await node.carry_out(order)).decode(), flush=True)
+
+        async with anyio.create_task_group() as tasks:
+            while line := await reader.readline():
+                tasks.start_soon(answered, msgspec.json.decode(line, type=Order))
+
+
+if __name__ == "__main__":
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(40),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    asyncio.run(main())

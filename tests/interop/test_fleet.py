@@ -1,0 +1,99 @@
+"""A fleet of nodes in processes and network namespaces over one Mooncake pool, and masters that
+etcd elects."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvactors.config import read_toml
+from kvactors.scenario.fleet.run import run_fleet
+from kvactors.scenario.report import Report
+from kvactors.scenario.shipped import find_file
+from kvactors.scenario.spec import Scenario, disappointments
+from tests.interop.network import raise_loopback
+
+pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("tmp_path")]
+
+
+def run(data: dict[str, Any], *, isolate: bool = True) -> Report:
+    """Run a fleet's scenario. It must hold its expectations."""
+    raise_loopback()
+    report = asyncio.run(run_fleet(data, 18, lambda _: None, isolate=isolate))
+    assert report.errors == []
+    assert disappointments(Scenario.from_mapping(data).expect, report) == []
+    assert report.corrupt_blocks_served == 0
+    assert report.flush["divergence"] == 0
+    return report
+
+
+def show(report: Report) -> None:
+    """Print the share of the tokens computed once, by placement."""
+    for placement, figures in report.fleet.items():
+        if placement != "namespaces":
+            print(
+                f"{placement}: {figures['requests']:.0f} requests, hit rate "
+                f"{figures['hit_rate']} (one large cache: {figures['ideal_hit_rate']}), tokens "
+                f"computed once {figures['computed_once']} (one large cache: 1), "
+                f"{figures['verified']:.0f} blocks verified, {figures['corrupt']:.0f} wrong, "
+                f"{figures['retried']:.0f} requests sent again, {figures['faults']:.0f} faults, "
+                f"wait p99 {figures['wait_p99_s']} s"
+            )
+
+
+def test_2000_requests_with_faults_under_each_placement() -> None:
+    """Random placement and placement by KV events, with every fault. The pool is as good as no
+    pool at worst, and no byte is wrong."""
+    data = read_toml(find_file(Path("fleet"), "scenario"))
+    data["workload"] |= {"sessions": 200, "turns": 10, "user_tokens": 48, "output_tokens": 32}
+    data["fleet"]["placements"] = ["random", "kv_aware"]
+    data["fleet"]["twins"] = 0
+    for fault in data["fleet"]["fault"]:
+        fault["after"] *= 3
+    data["expect"]["requests"] = 4000
+    report = run(data)
+    show(report)
+    assert report.fleet["namespaces"]["used"] == 1
+    for figures in (report.fleet["random"], report.fleet["kv_aware"]):
+        assert figures["requests"] == 2000
+        assert figures["faults"] == len(data["fleet"]["fault"])
+        assert figures["hit_rate"] <= figures["ideal_hit_rate"]
+
+
+def small(**fleet: Any) -> dict[str, Any]:
+    """A small fleet without faults, with caches that evict, whose pool has space for everything."""
+    data = read_toml(find_file(Path("fleet"), "scenario"))
+    data["fleet"] = {"nodes": 3, "placements": ["random"], **fleet}
+    data["workload"] |= {"sessions": 20, "turns": 4}
+    data["device"], data["host"] = {"num_blocks": 512}, {"slots": 256, "transit_slots": 512}
+    # a loaded machine must not turn a hit into a miss
+    data["cache"]["default_deadline_s"] = 60.0
+    data["storage"]["timeout_s"] = 60.0
+    data["storage"]["mooncake"]["timeout_s"] = 30.0
+    data["expect"] = {}
+    return data
+
+
+@pytest.mark.parametrize("isolate", [True, False], ids=["namespaces", "loopback"])
+def test_a_prompt_that_two_nodes_compute_at_once_is_stored_once(isolate: bool) -> None:
+    """Every request is served by two nodes at once."""
+    report = run(small(twins=1), isolate=isolate)
+    show(report)
+    figures = report.fleet["random"]
+    assert report.fleet["namespaces"]["used"] == isolate
+    assert figures["requests"] == 160
+    assert figures["blocks_computed"] > figures["blocks_distinct"]
+    assert figures["pool_objects"] == figures["blocks_distinct"]
+
+
+def test_nodes_without_memory_of_the_pool_hit_what_others_computed() -> None:
+    """Two clients that give the pool no memory, and one node that does."""
+    report = run(small(clients=2, placements=["random", "no_pool"]))
+    show(report)
+    figures, alone = report.fleet["random"], report.fleet["no_pool"]
+    assert figures["hit_rate_storage"] > 0.1
+    assert figures["pool_objects"] == figures["blocks_distinct"]
+    assert figures["blocks_computed"] < alone["blocks_computed"]

@@ -1,0 +1,156 @@
+"""The parts of a fleet's scenario that need no processes: texts, placement, figures, settings."""
+
+from __future__ import annotations
+
+import random
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from kvactors.config import read_toml
+from kvactors.errors import ConfigError, KVActorsError
+from kvactors.identity import CacheScope
+from kvactors.layout import make_layout
+from kvactors.scenario.fleet.driver import Figures
+from kvactors.scenario.fleet.messages import Answer, Blocks
+from kvactors.scenario.fleet.placement import choose
+from kvactors.scenario.fleet.texts import Chain, Conversation
+from kvactors.scenario.report import print_fleet
+from kvactors.scenario.shipped import find_file
+from kvactors.scenario.spec import Scenario, Workload
+from tests.support import cache as support
+
+WORK = Workload(system_tokens=40, user_tokens=30, output_tokens=20)
+
+
+def test_texts_depend_on_the_seed_and_the_session_alone():
+    ahead, step = Conversation(WORK, 5, 2), Conversation(WORK, 5, 2)
+    for turn in (3, 0, 2):
+        for one, other in zip(ahead.turn(turn), step.turn(turn), strict=True):
+            assert np.array_equal(one, other)
+    prompt, answer = ahead.turn(1)
+    following, _ = ahead.turn(2)
+    whole = np.concatenate([prompt, answer])
+    assert np.array_equal(following[: len(whole)], whole)
+    other, _ = Conversation(WORK, 5, 3).turn(0)
+    first, _ = ahead.turn(0)
+    assert np.array_equal(other[:40], first[:40])
+    assert not np.array_equal(other[40:60], first[40:60])
+
+
+async def test_the_driver_names_blocks_as_the_cache_does():
+    text = np.arange(26, dtype=np.uint32)
+    async with support.opened() as cache:
+        config = cache.config
+        layout = make_layout(config.layout, support.BLOCK)
+        scope = CacheScope(config.cache.model, config.cache.namespace)
+        chain = Chain(scope.root(layout.fingerprint), support.BLOCK)
+        lease = await cache.acquire("r", text)
+        assert b"".join(chain.of(text[:9])) == lease.hashes(0, 2)
+        assert b"".join(chain.of(text)) == lease.hashes(0, 6)
+        await lease.finish()
+
+
+class Node:
+    """A node as the placement sees it."""
+
+    def __init__(self, device: str = "", host: str = "", in_flight: int = 0) -> None:
+        self.up = True
+        self.in_flight = in_flight
+        self._view = {
+            medium: {int.from_bytes(block(name)[-8:], "big") for name in names}
+            for medium, names in (("GPU", device), ("CPU", host))
+        }
+
+    def watch(self) -> dict[str, set[int]]:
+        return self._view
+
+
+def block(name: str) -> bytes:
+    return name.encode() * 32
+
+
+def chosen(*nodes: Node, aware: bool = True, seed: int = 0) -> tuple[int, int]:
+    members: Any = nodes
+    hashes = [block(name) for name in "abcd"]
+    member, tokens = choose(members, hashes, 16, random.Random(seed), aware=aware)
+    return members.index(member), tokens
+
+
+def test_a_prompt_goes_where_the_fewest_tokens_are_missing():
+    assert chosen(Node(), Node("ab"), Node("a")) == (1, 16 * 3)
+    assert chosen(Node("ab"), Node("a", "b")) == (0, 16 * 3)
+    assert chosen(Node("bcd"), Node("a"))[0] == 1, "blocks behind a missing one are of no use"
+    assert chosen(Node("abcd", in_flight=100), Node())[0] == 1
+    assert chosen(Node("abcd", in_flight=60), Node())[0] == 0
+    assert {chosen(Node(), Node(), seed=seed)[0] for seed in range(20)} == {0, 1}
+
+
+def test_a_prompt_goes_to_a_node_that_runs():
+    stopped = Node("abcd")
+    stopped.up = False
+    for aware in (False, True):
+        assert {chosen(stopped, Node(), aware=aware, seed=seed)[0] for seed in range(9)} == {1}
+        with pytest.raises(KVActorsError, match="no node"):
+            chosen(stopped, aware=aware)
+
+
+def test_figures_count_what_was_computed_again():
+    figures = Figures()
+    first, second = [block(name) for name in "abc"], [block(name) for name in "abde"]
+    for prompt, whole, hits in (
+        (first[:2], first, Blocks()),
+        (second[:3], second, Blocks(device=1)),
+        (second[:3], second, Blocks(1, 1, 1)),
+    ):
+        figures.dispatched(prompt, whole)
+        figures.ended(Answer(0, hits), whole)
+    found = figures.as_dict()
+    assert found["hit_rate"] == 0.5
+    assert found["ideal_hit_rate"] == round((0 + 2 + 3) / 8, 4)
+    assert (found["blocks_computed"], found["blocks_distinct"]) == (3 + 3 + 1, 5)
+    assert found["computed_once"] == round(5 / 7, 4)
+
+
+def fleet(**changes: Any) -> dict[str, Any]:
+    data = read_toml(find_file(Path("fleet"), "scenario"))
+    data["fleet"] = {"nodes": 3} | changes
+    return data
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"nodes": 0, "clients": 1}, "fleet.nodes is missing"),
+        ({"nodes": 1}, "fleet.nodes must be in 2..64, not 1"),
+        ({"clients": 3}, "fleet.clients must be fewer"),
+        ({"placements": []}, "fleet.placements"),
+        ({"placements": ["random", "random"]}, "fleet.placements"),
+        ({"twins": -1}, "fleet.twins"),
+        ({"fault": [{"kind": "slow", "target": "master"}]}, "a master has no fault 'slow'"),
+        ({"fault": [{"kind": "kill", "node": 3}]}, "there is no node 3"),
+        ({"fault": [{"kind": "kill", "seconds": 0.0}]}, "fleet.fault 1: after"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_named(changes, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        Scenario.from_mapping(fleet(**changes))
+
+
+def test_a_fleet_needs_a_pool_and_a_chat():
+    with pytest.raises(ConfigError, match="fleet needs"):
+        Scenario.from_mapping(fleet() | {"storage": {"backend": "memory"}})
+
+
+def test_the_report_shows_each_placement():
+    console = Console(file=StringIO(), width=100)
+    figures = Figures().as_dict()
+    print_fleet({"namespaces": {"used": 0.0}, "random": figures, "kv_aware": figures}, console)
+    shown = console.file.getvalue()
+    assert "processes on loopback" in shown
+    assert "random" in shown
+    assert "hit rate of one large cache" in shown
