@@ -61,6 +61,7 @@ def test_2000_requests_with_faults_under_each_placement() -> None:
         assert figures["requests"] == 2000
         assert figures["faults"] == len(data["fleet"]["fault"])
         assert figures["hit_rate"] <= figures["ideal_hit_rate"]
+        assert figures["pool_no_space"] > 0
 
 
 def small(**fleet: Any) -> dict[str, Any]:

@@ -30,7 +30,9 @@ LONGEST_LINE = 1 << 24
 FILLER = "kvactors-filler/"
 """Prefix of the objects that fill the pool."""
 FILLER_BYTES = 1 << 20
-SMALLEST = 1 << 10
+SMALLEST = 8 << 10
+FULL_ROUNDS, FULL_PAUSE = 5, 0.02
+"""Rounds that must store nothing, and seconds between two of them."""
 
 
 class TimedEngine(Engine):
@@ -135,16 +137,23 @@ class Node:
 
 
 def fill(store: Any) -> None:
-    """Put pinned objects into the pool until none has space."""
+    """Put pinned objects into the pool until none has space. The master evicts other objects for a
+    while, so the pool is full after several rounds that stored nothing."""
     from mooncake.store import ReplicateConfig
 
     pinned = ReplicateConfig()
     pinned.with_hard_pin = True
-    size, number = FILLER_BYTES, 0
-    while size >= SMALLEST:
-        if store.put(f"{FILLER}{size}-{number}", bytes(size), pinned):
-            size //= 2
-        number += 1
+    number = refused = 0
+    while refused < FULL_ROUNDS:
+        refused += 1
+        size = FILLER_BYTES
+        while size >= SMALLEST:
+            if store.put(f"{FILLER}{number}", bytes(size), pinned):
+                size //= 2
+            else:
+                refused = 0
+            number += 1
+        time.sleep(FULL_PAUSE)
 
 
 def drain(store: Any) -> None:
