@@ -536,6 +536,27 @@ class SlabQueue:
     @property
     def event_fd(self) -> int: ...
 
+def addresses(views: list[memoryview]) -> list[int]:
+    """Where the memory of each view begins."""
+
+def make_headers(
+    digest: bytes, keys: bytes, payloads: list[int], headers: list[int], size: int
+) -> None:
+    """Write the headers (`header.py`) of objects of `size` bytes. Releases the GIL.
+
+    Args:
+        digest: of the store's identity.
+        keys: joined, 32 bytes each.
+        payloads: addresses. The caller keeps the memory.
+        headers: addresses that receive 96 bytes each.
+        size: bytes of a payload.
+    """
+
+def headers_fit(
+    digest: bytes, keys: bytes, payloads: list[int], headers: list[int], size: int
+) -> list[bool]:
+    """Whether each header is that of its payload and key. Arguments as for `make_headers`."""
+
 def xxh3_64(data: bytes | memoryview, plain: bool = False) -> int:
     """XXH3-64 of a buffer. plain: without vector instructions."""
 

@@ -13,6 +13,7 @@ namespace kvactors {
 void bind_copy(nb::module_& m);
 void bind_events(nb::module_& m);
 void bind_copy_queue(nb::module_& m);
+void bind_objects(nb::module_& m);
 void bind_slab_queue(nb::module_& m);
 void bind_tree(nb::module_& m);
 
@@ -215,5 +216,6 @@ NB_MODULE(_native, m) {
     bind_copy(m);
     bind_events(m);
     bind_copy_queue(m);
+    bind_objects(m);
     bind_slab_queue(m);
 }

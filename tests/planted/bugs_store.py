@@ -7,6 +7,7 @@ from mutation import Mutation
 
 FORMAT, HEALS = "tests/storage/test_store_format.py", "tests/storage/test_store_heals.py"
 IO = "tests/storage/test_slab_io.py"
+POOL = "tests/storage/test_mooncake_objects.py"
 CHECKED, CLEAR = "tests/storage/test_checked_backend.py", "tests/storage/test_clear.py"
 
 BUGS: tuple[Mutation, ...] = (
@@ -300,5 +301,21 @@ BUGS: tuple[Mutation, ...] = (
         "        if codes[0] != DELETED:\n            return self._outcome(codes[0])\n        return Outcome.OK\n",
         "objects that are written to a deleted store count as stored",
         (f"{IO}::test_entries_are_not_written_to_a_table_that_was_moved",),
+    ),
+    Mutation(
+        "objects_of_a_pool_unchecked",
+        "storage/backends/mooncake_objects.py",
+        "            if good:\n",
+        "            if places:\n",
+        "an object of a pool whose bytes changed is served as a hit",
+        (f"{POOL}::test_a_changed_bit_of_payload_or_header_is_corrupt[0]",),
+    ),
+    Mutation(
+        "transfer_of_the_objects_before",
+        "storage/backends/mooncake_objects.py",
+        "                ahead = self._prepared(then, keys, views) if then else None\n",
+        "                ahead = ahead if then else None\n",
+        "names of a batch are written to a pool with the objects of the transfer before",
+        (f"{POOL}::test_objects_are_payloads_and_headers_of_the_format[96]",),
     ),
 )

@@ -13,30 +13,45 @@ from numpy.typing import NDArray
 
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
-from kvactors.storage.backends.header import HEADER, fits, header_of
+from kvactors.native import addresses, headers_fit, make_headers
+from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.mooncake_client import MooncakeClient
 from kvactors.storage.backends.mooncake_codes import NO_SPACE, NOT_FOUND, NOT_READY, OK
-from kvactors.storage.backends.slab_memory import memory
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
 from kvactors.threads import Workers
 
 BATCH = 32
-"""Objects in one call, which cannot be cut short. Two concurrent calls are slower than two in
-sequence."""
+"""Objects in one question to the master, at most."""
+
+CALL_BYTES = 16 << 20
+"""Bytes of the objects in one transfer, which cannot be cut short, unless that is more than
+`MOST_OBJECTS` or less than `LEAST_OBJECTS`. Checksums of one transfer are computed during the
+transfer before or behind it. Two concurrent transfers are slower than two in sequence."""
+
+LEAST_OBJECTS, MOST_OBJECTS = 4, 512
 
 RETRY = 0.2
 """Seconds until objects that found no space are tried once more: a burst outruns the master's
 eviction."""
 
 
-class Place(NamedTuple):
-    """Memory of a block and of its header, and the pieces that a transfer is made of."""
+class Places(NamedTuple):
+    """Memory of some objects.
 
-    payload: NDArray[np.uint8]
-    header: NDArray[np.uint8]
-    pointers: list[int]
-    sizes: list[int]
+    Attributes:
+        keys: joined.
+        payloads, headers: addresses.
+        pointers, sizes: of the pieces of each that a transfer is made of.
+        memory: of the headers that are in no arena.
+    """
+
+    keys: bytes
+    payloads: list[int]
+    headers: list[int]
+    pointers: list[list[int]]
+    sizes: list[list[int]]
+    memory: NDArray[np.uint8]
 
 
 class MooncakeObjects:
@@ -65,6 +80,7 @@ class MooncakeObjects:
         self._digest = digest
         self._block_bytes = block_bytes
         self._breaker = breaker
+        self._step = max(LEAST_OBJECTS, min(MOST_OBJECTS, CALL_BYTES // block_bytes))
         # One thread for checksums, which would block the loop.
         self._checksums = Workers(1, "kvactors-mooncake-checksum")
 
@@ -75,25 +91,22 @@ class MooncakeObjects:
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Callable[[], bool]
     ) -> bytearray:
-        """One outcome a key. While one batch moves, the checksums of the batch before are
+        """One outcome a key. While one transfer runs, the checksums of the one before are
         verified."""
         outcomes = bytearray([Outcome.LATE]) * len(keys)
         verifying: list[tuple[slice, asyncio.Future[bytes]]] = []
         try:
-            for start in range(0, len(keys), BATCH):
-                some = slice(start, start + BATCH)
+            for start in range(0, len(keys), self._step):
+                some = slice(start, start + self._step)
                 if expired():
                     break
                 if not self._breaker().closed():
                     outcomes[some] = bytes([Outcome.UNAVAILABLE]) * len(keys[some])
                     continue
-                places = [self._place(view) for view in views[some]]
-                codes = await self._client.get(
-                    [self.name(key) for key in keys[some]],
-                    [place.pointers for place in places],
-                    [place.sizes for place in places],
-                )
-                verify = partial(self._verify, keys[some], places, codes)
+                places = self._places(keys[some], views[some])
+                names = [self.name(key) for key in keys[some]]
+                codes = await self._client.get(names, places.pointers, places.sizes)
+                verify = partial(self._verify, places, codes)
                 verifying.append((some, asyncio.wrap_future(self._checksums.submit(verify))))
         finally:
             for some, verified in verifying:
@@ -101,72 +114,105 @@ class MooncakeObjects:
                 outcomes[some] = found
         return outcomes
 
-    def _verify(
-        self, keys: Sequence[bytes], places: Sequence[Place], codes: Sequence[int]
-    ) -> bytes:
+    def _verify(self, places: Places, codes: Sequence[int]) -> bytes:
         """One outcome a key, from the codes and the bytes that arrived."""
-        outcomes = bytearray()
-        for key, place, code in zip(keys, places, codes, strict=True):
-            if code < 0:
-                outcomes.append(outcome_of(code))
-            else:
-                whole = code == self._block_bytes + HEADER.size
-                good = whole and fits(place.header, self._digest, key, place.payload)
-                outcomes.append(Outcome.OK if good else Outcome.CORRUPT)
+        size, whole = self._block_bytes, self._block_bytes + HEADER.size
+        arrived = [i for i, code in enumerate(codes) if code == whole]
+        keys = b"".join(places.keys[32 * i : 32 * i + 32] for i in arrived)
+        fit = headers_fit(
+            self._digest,
+            keys,
+            [places.payloads[i] for i in arrived],
+            [places.headers[i] for i in arrived],
+            size,
+        )
+        outcomes = bytearray(Outcome.CORRUPT if code >= 0 else outcome_of(code) for code in codes)
+        for i, good in zip(arrived, fit, strict=True):
+            if good:
+                outcomes[i] = Outcome.OK
         return bytes(outcomes)
 
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Callable[[], bool]
     ) -> bytearray:
-        """One outcome a key. A stored object is not written again: the pool reports it as
-        written."""
+        """One outcome a key. A stored object is not written again: the pool reports it as written.
+        While one transfer runs, the headers of the next one are made."""
         outcomes = bytearray([Outcome.LATE]) * len(keys)
-        for start in range(0, len(keys), BATCH):
-            if expired():
-                break
-            some = list(range(start, min(start + BATCH, len(keys))))
-            await self._write(some, keys, views, outcomes)
-            full = [i for i in some if outcomes[i] == Outcome.NO_SPACE]
-            if full and not expired():
-                await anyio.sleep(RETRY)
-                await self._write(full, keys, views, outcomes)
+        ahead: asyncio.Future[Places] | None = None
+        try:
+            for start in range(0, len(keys), self._step):
+                if expired():
+                    break
+                some = list(range(start, min(start + self._step, len(keys))))
+                if not self._breaker().closed():
+                    outcomes[start:] = bytes([Outcome.UNAVAILABLE]) * len(outcomes[start:])
+                    break
+                ahead = ahead or self._prepared(some, keys, views)
+                places = await wait_uncancelled(ahead)
+                then = range(some[-1] + 1, min(some[-1] + 1 + self._step, len(keys)))
+                ahead = self._prepared(then, keys, views) if then else None
+                await self._put(some, keys, places, outcomes)
+                full = [i for i in some if outcomes[i] == Outcome.NO_SPACE]
+                if full and not expired():
+                    await anyio.sleep(RETRY)
+                    await self._write_again(full, keys, views, outcomes)
+        finally:
+            if ahead is not None:
+                await wait_uncancelled(ahead)  # it reads views
         return outcomes
 
-    async def _write(
+    async def _write_again(
         self,
         which: Sequence[int],
         keys: Sequence[bytes],
         views: Sequence[memoryview],
         outcomes: bytearray,
     ) -> None:
-        codes = [-1] * len(which)
-        if self._breaker().closed():
-            places = [self._place(views[i]) for i in which]
+        if not self._breaker().closed():
+            for i in which:
+                outcomes[i] = Outcome.UNAVAILABLE
+            return
+        places = await wait_uncancelled(self._prepared(which, keys, views))
+        await self._put(which, keys, places, outcomes)
 
-            def make_headers() -> None:
-                for i, place in zip(which, places, strict=True):
-                    header = header_of(self._digest, keys[i], place.payload)
-                    place.header[:] = np.frombuffer(header, np.uint8)
+    def _prepared(
+        self, which: Sequence[int], keys: Sequence[bytes], views: Sequence[memoryview]
+    ) -> asyncio.Future[Places]:
+        """Objects with their headers, made in a thread."""
+        places = self._places([keys[i] for i in which], [views[i] for i in which])
 
-            await wait_uncancelled(asyncio.wrap_future(self._checksums.submit(make_headers)))
-            codes = await self._client.put(
-                [self.name(keys[i]) for i in which],
-                [place.pointers for place in places],
-                [place.sizes for place in places],
-            )
+        def make() -> Places:
+            _, payloads, headers, *_ = places
+            make_headers(self._digest, places.keys, payloads, headers, self._block_bytes)
+            return places
+
+        return asyncio.wrap_future(self._checksums.submit(make))
+
+    async def _put(
+        self, which: Sequence[int], keys: Sequence[bytes], places: Places, outcomes: bytearray
+    ) -> None:
+        names = [self.name(keys[i]) for i in which]
+        codes = await self._client.put(names, places.pointers, places.sizes)
         for i, code in zip(which, codes, strict=True):
             outcomes[i] = outcome_of(code)
 
-    def _place(self, view: memoryview) -> Place:
+    def _places(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> Places:
         """A slot of the arena is one piece with its trailer: over a network, another piece costs as
         much as a small block."""
-        payload, arena = np.frombuffer(view, np.uint8), self.arena
-        address, size = int(payload.ctypes.data), self._block_bytes
-        if arena is not None and arena.holds(address) and arena.trailer >= HEADER.size:
-            header = np.frombuffer(memory(address + size, HEADER.size), np.uint8)
-            return Place(payload, header, [address], [size + HEADER.size])
-        header = np.zeros(HEADER.size, np.uint8)
-        return Place(payload, header, [address, int(header.ctypes.data)], [size, HEADER.size])
+        size, arena = self._block_bytes, self.arena
+        payloads = addresses(list(views))
+        if arena is not None and arena.trailer >= HEADER.size and all(map(arena.holds, payloads)):
+            behind = [address + size for address in payloads]
+            pointers, sizes = [[address] for address in payloads], [[size + HEADER.size]]
+            none = np.zeros(0, np.uint8)
+            return Places(b"".join(keys), payloads, behind, pointers, sizes * len(views), none)
+        memory = np.zeros(HEADER.size * len(views), np.uint8)
+        first = int(memory.ctypes.data)
+        headers = [first + HEADER.size * i for i in range(len(views))]
+        pieces = [list(pair) for pair in zip(payloads, headers, strict=True)]
+        return Places(
+            b"".join(keys), payloads, headers, pieces, [[size, HEADER.size]] * len(views), memory
+        )
 
     def close(self) -> None:
         """End the thread of the checksums."""

@@ -1,0 +1,178 @@
+"""Objects of a Mooncake pool over a stand-in client: headers, checksums beside transfers, and memory
+that is lent until a call has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvactors.device.arena import Arena
+from kvactors.native import addresses, headers_fit, make_headers
+from kvactors.storage.backends.header import HEADER, MAGIC, VERSION
+from kvactors.storage.backends.mooncake_codes import NO_SPACE, NOT_FOUND
+from kvactors.storage.backends.mooncake_objects import MooncakeObjects
+from kvactors.storage.breaker import Breaker
+from kvactors.storage.messages import Outcome
+from kvactors.testing.store_contract import key, never
+
+SIZE, DIGEST = 5000, bytes(range(32))
+OK, CORRUPT = Outcome.OK, Outcome.CORRUPT
+
+
+class Pool:
+    """A client whose objects are bytes in a dictionary.
+
+    Attributes:
+        put_codes: codes to return in place of results, by name.
+        during: called in each transfer.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.put_codes: dict[str, int] = {}
+        self.calls: list[int] = []
+        self.during = lambda: None
+
+    async def put(self, names, pointers, sizes) -> list[int]:
+        self.calls.append(len(names))
+        codes = []
+        for name, where, lengths in zip(names, pointers, sizes, strict=True):
+            pieces = zip(where, lengths, strict=True)
+            code = self.put_codes.pop(name, 0)
+            if not code:
+                self.objects[name] = b"".join(ctypes.string_at(*piece) for piece in pieces)
+            codes.append(code)
+        self.during()
+        return codes
+
+    async def get(self, names, pointers, sizes) -> list[int]:
+        codes = []
+        for name, where, lengths in zip(names, pointers, sizes, strict=True):
+            data = self.objects.get(name)
+            codes.append(NOT_FOUND if data is None else len(data))
+            at = 0
+            for address, length in zip(where, lengths, strict=True):
+                if data is not None:
+                    ctypes.memmove(address, data[at : at + length], len(data[at : at + length]))
+                at += length
+        self.during()
+        return codes
+
+
+class Bench:
+    def __init__(self, trailer: int = HEADER.size, slots: int = 8, step: int = 3) -> None:
+        self.pool, self.breaker = Pool(), Breaker()
+        self.objects = MooncakeObjects(self.pool, "p/", DIGEST, SIZE, lambda: self.breaker)
+        self.objects._step = step
+        self.arena = self.objects.arena = Arena(slots, SIZE, trailer=trailer)
+        for slot in range(slots):
+            self.arena.view(slot)[:] = np.random.default_rng(slot).bytes(SIZE)
+        self.keys = [key(slot) for slot in range(slots)]
+        self.views = [self.arena.view(slot) for slot in range(slots)]
+
+    def close(self) -> None:
+        self.objects.close()
+
+
+@pytest.fixture
+def bench():
+    one = Bench()
+    yield one
+    one.close()
+
+
+def header(name: bytes, payload: bytes) -> bytes:
+    checksum = xxhash.xxh3_64_intdigest(payload)
+    return HEADER.pack(MAGIC, VERSION, 0, DIGEST, name, len(payload), checksum)
+
+
+@pytest.mark.parametrize("trailer", [HEADER.size, 0])
+async def test_objects_are_payloads_and_headers_of_the_format(trailer):
+    bench = Bench(trailer)
+    assert await bench.objects.write(bench.keys, bench.views, never) == bytes([OK] * 8)
+    assert bench.pool.calls == [3, 3, 2]
+    wanted = [bytes(view) for view in bench.views]
+    assert [bench.pool.objects[bench.objects.name(one)] for one in bench.keys] == [
+        payload + header(one, payload) for one, payload in zip(bench.keys, wanted, strict=True)
+    ]
+    for view in bench.views:
+        view[:] = bytes(SIZE)
+    assert await bench.objects.read(bench.keys, bench.views, never) == bytes([OK] * 8)
+    assert [bytes(view) for view in bench.views] == wanted
+    bench.close()
+
+
+@pytest.mark.parametrize("place", [0, SIZE - 1, SIZE, SIZE + 8, SIZE + 20, SIZE + 50, SIZE + 90])
+async def test_a_changed_bit_of_payload_or_header_is_corrupt(bench, place):
+    await bench.objects.write(bench.keys, bench.views, never)
+    name = bench.objects.name(key(4))
+    data = bytearray(bench.pool.objects[name])
+    data[place] ^= 1
+    bench.pool.objects[name] = bytes(data)
+    found = await bench.objects.read(bench.keys, bench.views, never)
+    assert list(found) == [CORRUPT if i == 4 else OK for i in range(8)]
+
+
+async def test_objects_of_other_keys_short_ones_and_missing_ones_are_no_hits(bench):
+    await bench.objects.write(bench.keys, bench.views, never)
+    stored, names = bench.pool.objects, [bench.objects.name(one) for one in bench.keys]
+    stored[names[1]], stored[names[2]] = stored[names[2]], stored[names[1]]
+    stored[names[3]] = stored[names[3]][:-1]
+    stored[names[5]] += b"x"
+    del stored[names[6]]
+    found = await bench.objects.read(bench.keys, bench.views, never)
+    assert list(found) == [OK, CORRUPT, CORRUPT, CORRUPT, OK, CORRUPT, Outcome.MISS, OK]
+
+
+async def test_an_object_without_space_is_tried_once_more_with_its_own_header(bench, monkeypatch):
+    monkeypatch.setattr("kvactors.storage.backends.mooncake_objects.RETRY", 0.0)
+    bench.pool.put_codes[bench.objects.name(key(1))] = NO_SPACE
+    assert await bench.objects.write(bench.keys, bench.views, never) == bytes([OK] * 8)
+    assert bench.pool.calls == [3, 1, 3, 2]
+    assert await bench.objects.read(bench.keys, bench.views, never) == bytes([OK] * 8)
+
+
+async def test_an_open_breaker_ends_a_batch_and_no_checksum_reads_the_views_any_more(bench):
+    def open_it() -> None:
+        for _ in range(100):
+            bench.breaker.saw(False)
+
+    bench.pool.during = open_it
+    found = await bench.objects.write(bench.keys, bench.views, never)
+    assert list(found) == [OK] * 3 + [Outcome.UNAVAILABLE] * 5
+    assert bench.objects._checksums.busy == 0
+
+
+async def test_a_deadline_ends_a_batch_and_no_checksum_reads_the_views_any_more(bench):
+    found = await bench.objects.write(bench.keys, bench.views, lambda: bool(bench.pool.calls))
+    assert list(found) == [OK] * 3 + [Outcome.LATE] * 5
+    assert bench.objects._checksums.busy == 0
+
+
+async def test_a_cancelled_write_ends_after_its_checksums(bench):
+    task = asyncio.ensure_future(bench.objects.write(bench.keys, bench.views, never))
+    bench.pool.during = task.cancel
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.objects._checksums.busy == 0
+
+
+def test_headers_of_lists_that_do_not_fit_are_refused():
+    memory = np.zeros(SIZE + HEADER.size, np.uint8)
+    where = addresses([memory.data])
+    assert where == [memory.ctypes.data]
+    behind = [where[0] + SIZE]
+    for digest, keys, payloads, headers in (
+        (DIGEST[1:], key(1), where, behind),
+        (DIGEST, key(1)[1:], where, behind),
+        (DIGEST, key(1), where * 2, behind),
+        (DIGEST, key(1), where, []),
+    ):
+        for call in (make_headers, headers_fit):
+            with pytest.raises(ValueError, match="differ in length"):
+                call(digest, keys, payloads, headers, SIZE)
+    assert not memory.any()
