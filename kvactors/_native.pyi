@@ -272,6 +272,12 @@ class BlockTree:
         retired tree those of nodes without a reference. Unreferenced resident nodes join the
         LRU as most recently used, the deepest first (so the root side is evicted last)."""
 
+    def fork(self, path: Path, fork: Path) -> list[int]:
+        """Make the empty path `fork` a second path of the same tokens. It references the same nodes
+        and has the same device blocks for its full blocks, as far as `path` has blocks for them. It
+        has no block for a last one that is not full. Returns the private blocks of `path` that both
+        have now: each path returns them once. ValueError if `fork` is not empty."""
+
     def begin_load(self, path: Path, start: int, stop: int) -> NDArray[np.uint32]:
         """Mark blocks [start, stop) as loading into the table's private blocks, creating and
         referencing missing nodes. The blocks become shared. Returns the node ids, the handle for

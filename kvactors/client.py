@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 from kvactors.actor import ActorRef, Ask
@@ -32,6 +33,7 @@ class Client:
         part_tokens: tokens that a turn of PrefixIndex commits at most.
         events: events that calls wait for.
         is_open: whether new calls are accepted.
+        lease_numbers: the numbers of the next leases.
         leaked: leases that were garbage-collected before their end.
         on_forgotten: called with each lease that is garbage-collected before its end, for tests.
     """
@@ -46,6 +48,7 @@ class Client:
         self.part_tokens = part_of(block_size) * block_size
         self.events = DeviceEvents(self.loop)
         self.is_open = True
+        self.lease_numbers = count(1)
         self.leaked = 0
         self.on_forgotten: Callable[[int], None] | None = None
         self._supervisor = system.supervisor

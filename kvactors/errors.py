@@ -95,7 +95,8 @@ class LeaseBusy(KVActorsError, RuntimeError):
 
 
 class TokensCommitted(KVActorsError, ValueError):
-    """Tokens of committed blocks cannot be dropped: other requests may share the blocks."""
+    """Tokens of committed blocks, or of a full block that a fork of the lease has too, cannot be
+    dropped: other requests may share the blocks."""
 
 
 class WrongLoop(KVActorsError, RuntimeError):

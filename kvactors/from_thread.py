@@ -99,6 +99,29 @@ def _blocking_lease(
     return call
 
 
+def _forks(
+    method: Callable[Concatenate[Lease, P], Coroutine[Any, Any, Any]],
+) -> Callable[Concatenate[ThreadLease, P], Any]:
+    """`Lease.fork` and `Lease.fork_many`. Forks that are made too late for the thread are
+    released."""
+    deadline_of = _deadline_of(method)
+
+    def abandon(made: Lease | tuple[Lease, ...]) -> None:
+        for lease in made if isinstance(made, tuple) else (made,):
+            lease.abandon()
+
+    @functools.wraps(method)
+    def call(self: ThreadLease, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        deadline, owner = deadline_of(*args, **kwargs), self._owner
+        work: Work[Any] = partial(getattr(self._lease, method.__name__), *args, **kwargs)
+        made = owner._call(work, deadline, abandon)
+        if isinstance(made, tuple):
+            return tuple(ThreadLease(owner, lease) for lease in made)
+        return ThreadLease(owner, made)
+
+    return call
+
+
 def _own_step(step: Step) -> Step:
     """A step with the loop's own lease."""
     if type(step) is Step and isinstance(getattr(step, "lease", None), ThreadLease):
@@ -344,6 +367,8 @@ class ThreadLease:
     next_chunk = _blocking_lease(Lease.next_chunk, ends_lease=True)
     reserve = _blocking_lease(Lease.reserve, ends_lease=True)
     truncate = _blocking_lease(Lease.truncate, ends_lease=True)
+    fork = _forks(Lease.fork)
+    fork_many = _forks(Lease.fork_many)
     commit = _blocking_lease(Lease.commit, ends_lease=True)
     finish = _blocking_lease(Lease.finish)
     preempt = _blocking_lease(Lease.preempt)

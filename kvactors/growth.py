@@ -98,7 +98,7 @@ async def truncate(  # noqa: D417  (a method of Lease)
 
     Raises:
         TokensCommitted: some of the tokens are in committed blocks, which other requests may
-            share. Nothing changed.
+            share, or the number is within a full block that a fork shares. Nothing changed.
         NotReady: loads are in flight. Nothing changed.
         LeaseBusy: as in `extend`, or a commit of this lease has not returned yet. Nothing
             changed.

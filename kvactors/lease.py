@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from kvactors import growth
+from kvactors import forking, growth
 from kvactors.arguments import Media, added_media, check_int, extend_path
 from kvactors.client import Client
 from kvactors.deprecated import renamed
@@ -184,6 +184,8 @@ class Lease:
     next_chunk = growth.next_chunk
     reserve = growth.reserve
     truncate = growth.truncate
+    fork = forking.fork
+    fork_many = forking.fork_many
 
     async def _extend(
         self,

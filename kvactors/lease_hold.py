@@ -17,6 +17,8 @@ from kvactors.prefix_index.messages import (
     Commit,
     Extend,
     Finish,
+    Fork,
+    ForkResult,
     Preempt,
     Reserve,
     Truncate,
@@ -104,6 +106,25 @@ class LeaseHold(msgspec.Struct, eq=False):
             self.changing = ""
         self.check_ended()
         return granted
+
+    async def fork(self, message: Fork, at: float) -> ForkResult:
+        """Send a message that makes further leases. If it fails or is cancelled none is left."""
+        self.begin_change("fork")
+        try:
+            return await self.client.index.ask(message, deadline=at)
+        except BaseException as error:
+            for lease in message.leases:
+                self.client.abandon(lease)
+            if isinstance(error, LeaseEnded):
+                self.ended = True
+                raise LeaseEnded(f"lease of {self.request_id!r}: {error}") from None
+            if isinstance(error, ActorFailed):
+                self.client.refine(error)
+            elif isinstance(error, asyncio.CancelledError) and not self.ended:
+                self.client.tell(Withdrawn(self.id))  # as in `grow`
+            raise
+        finally:
+            self.changing = ""
 
     async def truncate(self, message: Truncate, at: float) -> int:
         """Send a message that removes blocks from the end of the table. Returns those left."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import count
 from typing import Any
 
 from kvactors.arguments import check_names
@@ -21,7 +20,7 @@ class OpenCache:
         self.block_size = system.config.cache.block_size
         self.device: Any = system.device
         self._client = Client(system)
-        self._leases = count(1)
+        self._leases = self._client.lease_numbers
         self._split_media = system.config.cache.split_media
         self._stated_to = 0  # the incarnation of the notifier that has had the whole state
 

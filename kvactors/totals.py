@@ -34,6 +34,8 @@ COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
         "rescued",
         "overdue_loads",
         "resumed",
+        "forks",
+        "tails_copied",
     ),
     HostStatistics: (
         "evicted",
@@ -53,6 +55,7 @@ COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
         "seconds_to_host",
         "seconds_to_device",
         "failed",
+        "blocks_within_device",
     ),
     SinkStatistics: ("delivered", "resident", "gone", "blocks", "retried", "coalesced", "resyncs"),
     ActorStatistics: ("turns", "told", "late_replies", "skipped"),

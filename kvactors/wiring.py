@@ -18,7 +18,13 @@ from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import Report, SetIdleLimit
 from kvactors.flush_notifier.sinks import Sink
 from kvactors.gpu_swapper.actor import GpuSwapper
-from kvactors.gpu_swapper.messages import Copy, CopyReply, DataPlaneStatus
+from kvactors.gpu_swapper.messages import (
+    CopiedWithin,
+    Copy,
+    CopyReply,
+    CopyWithin,
+    DataPlaneStatus,
+)
 from kvactors.identity import CacheScope
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
@@ -70,8 +76,10 @@ class Wiring:
         bound = config.actors.channel_bound
         pool = storage if plane.backend is not None else None
         ref = supervisor.make_ref
-        self.index: ActorRef[HostReply | DataPlaneStatus | IndexRequest] = ref(PrefixIndex, bound)
-        self.swapper: ActorRef[Copy] = ref(GpuSwapper, bound)
+        self.index: ActorRef[HostReply | CopiedWithin | DataPlaneStatus | IndexRequest] = ref(
+            PrefixIndex, bound
+        )
+        self.swapper: ActorRef[Copy | CopyWithin] = ref(GpuSwapper, bound)
         self.evictor: ActorRef[HostRequest | CopyReply | StorageReply] = ref(CpuEvictor, bound)
         self.readers: list[ActorRef[ReaderMessage]] = [
             ref(StorageReader, bound, name=f"storage_reader-{i}")
@@ -156,6 +164,7 @@ class Wiring:
             ref,
             index=index,
             evictor=self.evictor,
+            swapper=self.swapper,
             notifier=self.notifier,
             roots=self.roots,
             settings=settings,

@@ -114,6 +114,11 @@ void bind_tree(nb::module_& m) {
             const Busy busy(p.busy);
             return ids_of(t.release(p, size_of(keep, "keep out of range")));
         }, "path"_a, "keep"_a = 0)
+        .def("fork", [](PyTree& t, PyPath& from, PyPath& to) {
+            const Change change(t);
+            const Busy from_busy(from.busy), to_busy(to.busy);
+            return ids_of(without_gil(from.tokens.size(), [&] { return t.fork(from, to); }));
+        }, "path"_a, "fork"_a)
         .def("begin_load", [](PyTree& t, PyPath& p, Id start, Id stop) {
             const Change change(t);
             const Busy busy(p.busy);

@@ -110,6 +110,7 @@ public:
     std::vector<u32> retreat(Path& path, u32 blocks);
     std::vector<u32> truncate(Path& path, std::size_t tokens, std::string extra);
     std::vector<u32> release(Path& path, u32 keep = 0);
+    std::vector<u32> fork(const Path& from, Path& to);
     u32 mark_announced(Path& path, u32 start, u32 stop);
     std::vector<u32> worth_saving(const Path& path, u32 start, u32 stop, u32 min_hits) const;
 

@@ -199,6 +199,34 @@ std::vector<u32> Tree::release(Path& path, u32 keep) {
     return freed;
 }
 
+// `to` becomes a second path of the same tokens: it references the same nodes and has the same
+// device blocks for its full blocks. A private block then has two owners, which return it once
+// each. A block that is not full stays with `from` alone, since each path continues it.
+std::vector<u32> Tree::fork(const Path& from, Path& to) {
+    require(from);
+    if (to.block_size != block_size_) throw std::invalid_argument("path and tree differ in block size");
+    if (!to.tokens.empty() || !to.nodes.empty() || !to.table.empty()) throw std::invalid_argument("the fork is no empty path");
+    to.root = from.root;
+    to.tokens = from.tokens;
+    to.names = from.names;
+    to.fixed = std::max(from.fixed, from.held());
+    to.extras = from.extras;
+    to.nodes = from.nodes;
+    to.table = from.table;
+    to.shared = from.shared;
+    const std::size_t blocks = std::min(to.table.size(), std::size_t(to.full_blocks()));
+    to.table.resize(blocks);
+    to.shared.resize(blocks);
+    to.committed = from.committed;
+    to.tree = from.tree;
+    for (const u32 id : to.nodes) acquire(id);
+    if (policy_ != nullptr) note_match(to, 0, to.committed);
+    std::vector<u32> owned;
+    for (std::size_t i = 0; i < blocks; ++i)
+        if (to.shared[i] == 0 && to.table[i] != kNil) owned.push_back(to.table[i]);
+    return owned;
+}
+
 u32 Tree::mark_announced(Path& path, u32 start, u32 stop) {
     require_held(path, stop);
     u32 first = stop;

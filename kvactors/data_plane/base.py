@@ -42,6 +42,7 @@ class Direction(Enum):
 
     TO_HOST = "to_host"
     TO_DEVICE = "to_device"
+    WITHIN = "within"  # of the device: in place of the slots are device blocks to copy to
 
 
 class DataPlane(ABC):

@@ -78,6 +78,8 @@ class CopyEngine(ABC):
         """The blocking copy itself."""
         if direction is Direction.TO_HOST:
             self.device.copy_to_host(blocks, self.arena, slots)
+        elif direction is Direction.WITHIN:
+            self.device.copy_blocks(blocks, slots)
         else:
             self.device.copy_to_device(blocks, self.arena, slots, layers)
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.device.arena import Arena
+from kvactors.device.bounce import copy_by_host
 from kvactors.layout.base import Layout
 
 
@@ -77,6 +78,10 @@ class Device(DeviceBlocks, ABC):
         Raises:
             ValueError: a number is out of range, or the lengths differ.
         """
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy block sources[j] to targets[j], of which none is a source. ValueError as above."""
+        copy_by_host(self, sources, targets)
 
     def share(self, layers: range | None) -> tuple[slice, int]:
         """The regions of some layers, and the offset of their bytes in a slot."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
-from kvactors.device.regions import regions_to_device, regions_to_host
+from kvactors.device.regions import copy_regions, regions_to_device, regions_to_host
 from kvactors.errors import LayoutError
 from kvactors.layout.base import Layout
 from kvactors.native import check_blocks, fill_blocks, touch
@@ -65,6 +65,10 @@ class HostDevice(Device):
     ) -> None:
         """See `Device`."""
         regions_to_device(self, blocks, arena, slots, layers)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `Device`."""
+        copy_regions(self, sources, targets)
 
     def fill(self, blocks: Sequence[int], keys: bytes) -> None:
         """Fill blocks with test patterns that depend on their keys, in place of a model's output.

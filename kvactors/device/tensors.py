@@ -16,7 +16,7 @@ import numpy as np
 
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
-from kvactors.device.regions import regions_to_device, regions_to_host
+from kvactors.device.regions import copy_regions, regions_to_device, regions_to_host
 from kvactors.device.tensor_memory import address_of, describe, is_contiguous
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
@@ -157,6 +157,11 @@ class TensorDevice(Device):
         """See `Device`."""
         self.ensure_in_place()
         regions_to_device(self, blocks, arena, slots, layers)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `Device`."""
+        self.ensure_in_place()
+        copy_regions(self, sources, targets)
 
     def fill(self, blocks: Sequence[int], keys: bytes) -> None:
         """See `HostDevice.fill`."""

@@ -12,11 +12,14 @@ from kvactors.actor.jobs import MEMORY_LIMIT, Job, JobsRunOn
 from kvactors.data_plane.base import DataPlane
 from kvactors.gpu_swapper.messages import (
     Copied,
+    CopiedWithin,
     Copy,
     CopyFinished,
     CopyLayers,
     CopyProgress,
     CopyReply,
+    CopyWithin,
+    CopyWithinFinished,
     DataPlaneStatus,
     Direction,
 )
@@ -35,6 +38,7 @@ class SwapperStatistics(NamedTuple):
         seconds_to_device: durations of the copies to the device, added up.
         failed: blocks whose copy failed.
         in_flight: batches of copies that have not ended.
+        blocks_within_device: blocks copied from one device block to another.
     """
 
     blocks_to_host: int
@@ -45,15 +49,16 @@ class SwapperStatistics(NamedTuple):
     seconds_to_device: float
     failed: int
     in_flight: int
+    blocks_within_device: int = 0
 
 
 class GpuSwapper(Actor):
-    """Owns the copies in flight between the device and the arena."""
+    """Owns the copies in flight between the device and the arena, and within the device."""
 
     ROLE: ClassVar[str] = "gpu_swapper"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
         "cpu_evictor": (Copied, CopyProgress, DataPlaneStatus),
-        "prefix_index": (DataPlaneStatus,),
+        "prefix_index": (DataPlaneStatus, CopiedWithin),
     }
 
     def __init__(
@@ -62,7 +67,7 @@ class GpuSwapper(Actor):
         *,
         plane: DataPlane,
         evictor: ActorRef[CopyReply],
-        index: ActorRef[DataPlaneStatus],
+        index: ActorRef[DataPlaneStatus | CopiedWithin],
     ) -> None:
         super().__init__(ref)
         self._plane = plane
@@ -70,7 +75,7 @@ class GpuSwapper(Actor):
         self._index = index
         self._blocks = {Direction.TO_HOST: 0, Direction.TO_DEVICE: 0}
         self._seconds = {Direction.TO_HOST: 0.0, Direction.TO_DEVICE: 0.0}
-        self._failed = self._in_flight = 0
+        self._failed = self._in_flight = self._within = 0
 
     def started(self) -> None:
         """Subscribe to the data plane's status, including losses before the subscription."""
@@ -107,6 +112,32 @@ class GpuSwapper(Actor):
             message.memory_generation, message.direction, message.blocks, message.slots, said
         )
         self.start_job(work, done, broke)
+
+    @on(CopyWithin)
+    def copy_within(self, message: CopyWithin) -> None:
+        """Start copies within the device."""
+        pairs = len(message.sources)
+        self._in_flight += 1
+
+        def done(failed: tuple[int, ...]) -> CopyWithinFinished:
+            checked = tuple(sorted(indices_of(failed, pairs)))
+            return CopyWithinFinished(message.op, checked, pairs)
+
+        def broke(_error: Exception) -> CopyWithinFinished:
+            return done(tuple(range(pairs)))
+
+        work = self._plane.copy(
+            message.memory_generation, Direction.WITHIN, message.sources, message.targets
+        )
+        self.start_job(work, done, broke)
+
+    @on(CopyWithinFinished)
+    def copy_within_finished(self, message: CopyWithinFinished) -> None:
+        """Count completed copies within the device and report them to the index."""
+        self._in_flight -= 1
+        self._failed += len(message.failed)
+        self._within += message.pairs - len(message.failed)
+        self.tell(self._index, CopiedWithin(message.op, message.failed))
 
     @on(CopyLayers)
     def copy_layers(self, message: CopyLayers) -> None:
@@ -147,4 +178,5 @@ class GpuSwapper(Actor):
             self._seconds[Direction.TO_DEVICE],
             self._failed,
             self._in_flight,
+            self._within,
         )

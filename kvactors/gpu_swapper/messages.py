@@ -8,10 +8,12 @@ from kvactors.data_plane.base import Direction
 
 __all__ = [
     "Copied",
+    "CopiedWithin",
     "Copy",
     "CopyFinished",
     "CopyLayers",
     "CopyProgress",
+    "CopyWithin",
     "DataPlaneStatus",
     "Direction",
 ]
@@ -31,6 +33,31 @@ class Copy(Message, frozen=True, eq=False):
     slots: tuple[int, ...]
     layerwise: bool = False
     memory_generation: int = 0
+
+
+class CopyWithin(Message, frozen=True, eq=False):
+    """Copy device block sources[j] to targets[j], of which none is a source. CopiedWithin answers
+    it.
+
+    Attributes:
+        memory_generation: as in Copy.
+    """
+
+    op: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    memory_generation: int = 0
+
+
+class CopiedWithin(Control, frozen=True, eq=False):
+    """Answer to CopyWithin.
+
+    Attributes:
+        failed: indices of pairs whose bytes did not arrive.
+    """
+
+    op: int
+    failed: tuple[int, ...]
 
 
 class CopyProgress(Control, frozen=True, eq=False):
@@ -80,6 +107,14 @@ class CopyFinished(Control, frozen=True, eq=False):
     failed: tuple[int, ...]
     pairs: int
     seconds: float
+
+
+class CopyWithinFinished(Control, frozen=True, eq=False):
+    """To itself: the child job of a CopyWithin has ended. Attributes as in CopyFinished."""
+
+    op: int
+    failed: tuple[int, ...]
+    pairs: int
 
 
 class CopyLayers(Control, frozen=True, eq=False):

@@ -251,6 +251,10 @@ FAMILIES: tuple[Family, ...] = (
            one(lambda s: s.statistics.host.write_failures)),
     Family("overdue_loads", "counter", (), "Loads that missed their deadline.",
            one(lambda s: s.statistics.prefix.overdue_loads)),
+    Family("forks", "counter", (), "Leases made by `Lease.fork`.",
+           one(lambda s: s.statistics.prefix.forks)),
+    Family("tails_copied", "counter", (), "Device blocks copied for forks.",
+           one(lambda s: s.statistics.prefix.tails_copied)),
     Family("operations_in_flight", "gauge", ("operation",), "Operations in flight.",
            by(_in_flight)),
     # latencies

@@ -22,7 +22,7 @@ from kvactors.cpu_evictor.messages import (
     Saved,
 )
 from kvactors.flush_notifier.messages import Report
-from kvactors.gpu_swapper.messages import DataPlaneStatus
+from kvactors.gpu_swapper.messages import CopiedWithin, CopyWithin, DataPlaneStatus
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
@@ -36,6 +36,8 @@ from kvactors.prefix_index.messages import (
     Continue,
     Extend,
     Finish,
+    Fork,
+    ForkResult,
     LayerReady,
     LoadDeadline,
     Pause,
@@ -72,13 +74,14 @@ class PrefixIndex(Actor):
         *,
         index: BlockIndex,
         evictor: ActorRef[HostRequest],
+        swapper: ActorRef[CopyWithin],
         notifier: ActorRef[Report],
         roots: Roots,
         settings: IndexSettings,
     ) -> None:
         super().__init__(ref)
         self.core = core = IndexCore(index, roots, settings, restarted=self.incarnation > 0)
-        self.index, self.runner = index, ActionRunner(self.context, evictor, notifier)
+        self.index, self.runner = index, ActionRunner(self.context, evictor, swapper, notifier)
         self._perform, self._requests = self.runner.perform, core.requests  # bound: hot
         self._commits, self._endings, self._tables = core.commits, core.endings, core.tables
 
@@ -115,6 +118,16 @@ class PrefixIndex(Actor):
     def reserve(self, message: Reserve, envelope: Envelope[AcquireResult]) -> None:
         """Give a lease device blocks ahead of tokens."""
         self._perform(self._tables.grow(message, envelope))
+
+    @on(Fork)
+    def fork(self, message: Fork, envelope: Envelope[ForkResult]) -> None:
+        """Make further leases of the tokens of one."""
+        self._perform(self.core.forks.fork(message, envelope))
+
+    @on(CopiedWithin)
+    def copied_within(self, message: CopiedWithin) -> None:
+        """The copies for a fork have ended."""
+        self._perform(self.core.forks.copied(message.op, message.failed))
 
     @on(Truncate)
     def truncate(self, message: Truncate, envelope: Envelope[Ack]) -> None:
@@ -198,14 +211,11 @@ class PrefixIndex(Actor):
         self._perform(self.core.load_overdue(message.op))
 
     @on(Offloaded)
-    def offloaded(self, message: Offloaded) -> None:
-        """The copies of an eviction are complete."""
-        self._perform(self.core.offloaded(message.op, message.kept_mask))
-
     @on(Saved)
-    def saved(self, message: Saved) -> None:
-        """Blocks of a finished request have been copied."""
-        self._perform(self.core.saved(message.op, message.kept_mask))
+    def copied_to_host(self, message: Offloaded | Saved) -> None:
+        """The copies of an eviction or of a finished request are complete."""
+        done = self.core.offloaded if isinstance(message, Offloaded) else self.core.saved
+        self._perform(done(message.op, message.kept_mask))
 
     @on(HostCleared)
     def host_cleared(self, message: HostCleared) -> None:
@@ -213,14 +223,10 @@ class PrefixIndex(Actor):
         self._perform(self.core.clears.finish(message.op, message.error))
 
     @on(HostBlocksRemoved)
-    def host_blocks_removed(self, message: HostBlocksRemoved) -> None:
-        """Blocks left the host tier."""
-        self.index.tree.host_blocks_removed(message.hashes)
-
     @on(HostBlocksAdded)
-    def host_blocks_added(self, message: HostBlocksAdded) -> None:
-        """The host tier has more blocks. A hint from before a clear or a loss is out of date."""
-        self.core.host_blocks_added(message)
+    def host_blocks(self, message: HostBlocksAdded | HostBlocksRemoved) -> None:
+        """Blocks left the host tier, or it has more."""
+        self.core.host_blocks(message)
 
     @on(DataPlaneStatus)
     def data_plane_status(self, message: DataPlaneStatus) -> None:
@@ -238,14 +244,11 @@ class PrefixIndex(Actor):
         self._perform(self._requests.expire(message.lease, message.ticket))
 
     @on(Proceed)
-    def proceed(self, message: Proceed) -> None:
-        """The next turn's share of the queues."""
-        self._perform(self._requests.proceed())
-
     @on(Sweep)
-    def sweep(self, message: Sweep) -> None:
-        """The next turn's share of the work after a clear."""
-        self._perform(self.core.admission.sweep())
+    def go_on(self, message: Proceed | Sweep) -> None:
+        """The next turn's share of the queues, or of the work after a clear."""
+        sweeps = isinstance(message, Sweep)
+        self._perform(self.core.admission.sweep() if sweeps else self._requests.proceed())
 
     @on(Continue)
     def continue_work(self, message: Continue) -> None:

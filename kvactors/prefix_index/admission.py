@@ -70,6 +70,7 @@ class Admission:
         space: requests that wait, holding nothing, until other requests release blocks.
         blocks_promised: device blocks that the waiting ones lack.
         closing: paths whose blocks are being released in parts.
+        copies: copies within the device that are in flight.
         no_room: requests that were refused for lack of device blocks.
     """
 
@@ -88,7 +89,7 @@ class Admission:
         self.space = SpaceQueue(tickets)
         self._patient: dict[int, Waiter] = {}  # those of `waiting` that may wait in `space` as well
         self.blocks_promised = 0
-        self.closing = self.no_room = 0
+        self.closing = self.no_room = self.copies = 0
         self.sweeping = False
         self.free_low = free_low
         self._free_high = free_high
@@ -289,7 +290,7 @@ class Admission:
         actions = self._serve_queue() if self.waiting else []
         if self._index.retired:
             actions += self._sweep_later()
-        if self._pausing and not (self._loads or self._evictions or self.releasing):
+        if self._pausing and not (self._loads or self._evictions or self.releasing or self.copies):
             paused, self._pausing = self._pausing, []
             actions += [Reply(envelope, Ack()) for envelope in paused]
         return actions

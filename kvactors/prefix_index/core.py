@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from kvactors.actor import Envelope
-from kvactors.cpu_evictor.messages import HostBlocksAdded
+from kvactors.cpu_evictor.messages import HostBlocksAdded, HostBlocksRemoved
 from kvactors.errors import RankLost
 from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.invariant import ensure
@@ -18,6 +18,7 @@ from kvactors.prefix_index.clears import Clears
 from kvactors.prefix_index.commits import Commits
 from kvactors.prefix_index.endings import Endings
 from kvactors.prefix_index.evictions import Evictions
+from kvactors.prefix_index.forks import Forks
 from kvactors.prefix_index.grants import Grants
 from kvactors.prefix_index.held import HeldRequests
 from kvactors.prefix_index.host_victims import HostVictims
@@ -92,6 +93,7 @@ class IndexCore:
             settings,
         )
         self.tables = BlockTables(index, self.leases, self.admission)
+        self.forks = Forks(index, self.leases, self.tables, self.admission, self.endings, ops)
         self.steps = Steps(index, self.leases, self.tables, self.commits, self.admission)
         long = LongRequests(index, self.admission, self.grants, roots, settings)
         self.requests = Requests(
@@ -144,9 +146,12 @@ class IndexCore:
         """The first turn. A restarted index has an empty device tier."""
         return self.announcements.cleared(Reason.RESTART) if self._restarted else []
 
-    def host_blocks_added(self, message: HostBlocksAdded) -> None:
-        """The host tier has more blocks. A hint from before a clear or a loss is out of date."""
-        if (
+    def host_blocks(self, message: HostBlocksAdded | HostBlocksRemoved) -> None:
+        """Blocks left the host tier, or it has more. A hint of more blocks from before a clear or a
+        loss is out of date."""
+        if isinstance(message, HostBlocksRemoved):
+            self.index.tree.host_blocks_removed(message.hashes)
+        elif (
             message.clears == self.clears.sent
             and message.memory_generation == self.index.memory_generation
         ):
@@ -190,6 +195,7 @@ class IndexCore:
         have not arrived, and the host tier is empty."""
         actions = self.loads.host_lost()
         actions += self.evictions.host_lost()
+        actions += self.forks.host_lost()
         for saved in self.saves.host_lost():
             actions += self.admission.release(saved.tree, saved.path)
         self.index.tree.clear_host()
@@ -209,7 +215,7 @@ class IndexCore:
     def in_use(self) -> bool:
         """Whether a lease, a request or an operation may hold device blocks."""
         holders = (self.leases, self.loads, self.evictions, self.saves, self.admission.waiting)
-        return any(holders)
+        return any(holders) or len(self.forks) > 0
 
     def check_steps(self, *, idle: bool) -> Iterator[None]:
         """Check every invariant, in steps of about a millisecond.
@@ -225,6 +231,8 @@ class IndexCore:
             ensure(tree["referenced"] == 0, f"{tree['referenced']} nodes referenced, no lease")
             used = self.index.pool.total - self.index.free
             ensure(used == tree["device"], f"{used} blocks in use, {tree['device']} in the tree")
+            shared = self.index.pool.num_shared
+            ensure(not shared, f"{shared} blocks with several owners, no lease")
         yield from self.index.check_steps()
 
     def statistics(self) -> IndexStatistics:
@@ -253,4 +261,7 @@ class IndexCore:
             saves_in_flight=len(self.saves),
             overdue_loads=self.loads.overdue_loads,
             resumed=leases.resumed,
+            forks=self.forks.forks,
+            tails_copied=self.forks.tails,
+            blocks_shared=self.index.pool.num_shared,
         )

@@ -81,10 +81,16 @@ class Evictions:
         return op.total, [*self._victims.before(self.blocks_being_freed), offload]
 
     def drop(self, wanted: int) -> list[Action]:
-        """Free device blocks without a copy."""
-        op = self._index.evict(wanted, next(self._ops))
-        self.evicted += op.total
-        return self._complete(op, bytes(state & HOST for state in op.states))
+        """Free device blocks without a copy. A block with another owner leaves the tree, and is not
+        free: then the next ones are evicted."""
+        actions, until = list[Action](), self._index.free + wanted
+        while (lacking := until - self._index.free) > 0:
+            op = self._index.evict(lacking, next(self._ops))
+            if not op.total:
+                break
+            self.evicted += op.total
+            actions += self._complete(op, bytes(state & HOST for state in op.states))
+        return actions
 
     def finish(self, op: int, on_host: bytes) -> list[Action] | None:
         """The copies of an eviction are complete: only now are its blocks free. None for an unknown

@@ -127,12 +127,13 @@ class BlockIndex:
 
     @property
     def free(self) -> int:
-        """Device blocks that can be taken now."""
-        return self.pool.free + self.returning - self.reserved
+        """Device blocks that can be taken now. Blocks with another owner are not counted."""
+        returning = max(0, self.returning - self.pool.num_shared) if self.returning else 0
+        return self.pool.free + returning - self.reserved
 
     def take(self, count: int) -> list[int]:
         """`count` free blocks. The caller has made sure that there are as many."""
-        if self.returning and count > self.pool.free:
+        while self.returning and count > self.pool.free:
             self.bring_back(count - self.pool.free)
         return self.pool.take(count)
 

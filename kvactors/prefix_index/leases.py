@@ -80,6 +80,12 @@ class LeaseTable:
         lease.expected_blocks = lease.path.num_committed
         return actions
 
+    def add_fork(self, fork: LeaseState) -> None:
+        """A fork of a granted lease waits for the same loads."""
+        self._leases[fork.id] = fork
+        for load in fork.loads:
+            load.sharers.append(fork)
+
     def remove(self, lease: LeaseState) -> list[Action]:
         """End a lease, granted or not: it waits for no load any more. Its blocks stay as they
         are."""

@@ -142,6 +142,42 @@ class Reserve(Ask[AcquireResult], frozen=True, eq=False):
     num_tokens: int
 
 
+class ForkedLease(NamedTuple):
+    """A lease that a fork has made.
+
+    Attributes:
+        path: the tokens of the lease.
+        ready: the block table and the cached tokens. Final unless it is pending.
+        pending: as in `AcquireResult`.
+    """
+
+    path: Path
+    ready: ReadyResult
+    pending: bool
+
+
+class ForkResult(Message, frozen=True, eq=False):
+    """The new leases, in the order of the request's numbers. A last block that is not full has been
+    copied for each."""
+
+    leases: tuple[ForkedLease, ...]
+
+
+class Fork(Ask[ForkResult], frozen=True, eq=False):
+    """Make leases of the tokens of a lease, which share its full blocks.
+
+    Attributes:
+        position: as in `Extend`.
+        leases: numbers of the new leases.
+        request_ids: one for each.
+    """
+
+    lease: int
+    position: int
+    leases: tuple[int, ...]
+    request_ids: tuple[str, ...]
+
+
 class Truncate(Ask[Ack], frozen=True, eq=False):
     """Drop the tokens beyond the first `num_tokens`, and blocks that the rest does not need. Reply:
     the blocks left in the table.
@@ -314,6 +350,7 @@ IndexRequest = (
     | LayerReady
     | Extend
     | Reserve
+    | Fork
     | Truncate
     | StepLeases
     | Withdrawn

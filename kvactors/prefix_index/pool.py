@@ -1,4 +1,4 @@
-"""The device block pool: the free device blocks."""
+"""The device block pool: the free device blocks, and those with more than one owner."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ STEP = 2048
 
 class BlockPool:
     """Free device block ids 0 .. total - 1. A new pool hands out the lowest first, and later the
-    block that was returned last."""
+    block that was returned last.
 
-    __slots__ = ("_free", "_is_free", "ages", "changes", "total")
+    A block may have several owners: paths that a fork has made of one, a copy in flight, and the
+    tree once one of the paths has committed it. Each returns it once, and it is free with the last.
+    """
+
+    __slots__ = ("_free", "_is_free", "_owners", "ages", "changes", "total")
 
     def __init__(self, total: int, ages: BlockAges | None = None) -> None:
         self.total = total
@@ -24,6 +28,7 @@ class BlockPool:
         self.ages = ages  # while a metric asks for them
         self._free = list(range(total - 1, -1, -1))
         self._is_free = bytearray(b"\x01" * total)
+        self._owners: dict[int, int] = {}  # beyond the first, by block
 
     @property
     def free(self) -> int:
@@ -46,6 +51,23 @@ class BlockPool:
             self.ages.took(taken)
         return taken
 
+    @property
+    def num_shared(self) -> int:
+        """Blocks with more than one owner."""
+        return len(self._owners)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a block has more than one owner."""
+        return block in self._owners
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """These blocks get one more owner each. RuntimeError for one that is free."""
+        self.changes += 1
+        for block in blocks:
+            if self._is_free[block]:
+                raise RuntimeError(f"block {block} is free, and gets an owner")
+            self._owners[block] = self._owners.get(block, 0) + 1
+
     def note_release(self, path: Path) -> None:
         """The request of a path has ended."""
         if self.ages is not None:
@@ -57,16 +79,29 @@ class BlockPool:
             self.ages.evicted(blocks)
 
     def give(self, blocks: Iterable[int]) -> None:
-        """Take blocks back. RuntimeError for one that is free already or not of this pool: a block
-        with two owners means wrong bytes."""
+        """Take blocks back from one owner each. RuntimeError for one that is free already or not of
+        this pool: a block that is free and in use means wrong bytes."""
         self.changes += 1
-        for block in blocks:
+        for block in self._last_owned(blocks) if self._owners else blocks:
             if not 0 <= block < self.total:
                 raise RuntimeError(f"block {block} is not of this pool")
             if self._is_free[block]:
                 raise RuntimeError(f"block {block} was released twice")
             self._is_free[block] = 1
             self._free.append(block)
+
+    def _last_owned(self, blocks: Iterable[int]) -> list[int]:
+        """Those of the blocks that nothing owns any more when one owner of each has returned it."""
+        last: list[int] = []
+        for block in blocks:
+            others = self._owners.get(block, 0)
+            if not others:
+                last.append(block)
+            elif others == 1:
+                del self._owners[block]
+            else:
+                self._owners[block] = others - 1
+        return last
 
     def free_blocks(self) -> list[int]:
         """The free ids (a copy)."""
@@ -82,6 +117,7 @@ class BlockPool:
         is listed must be marked in any case, and the whole is compared if nothing has changed since
         the check began."""
         changes, marks, seen = self.changes, self._is_free, bytearray(self.total)
+        ensure(not any(marks[block] for block in self._owners), "a block with owners is free")
         for start in range(0, len(self._free), STEP):
             for block in self._free[start : start + STEP]:
                 ensure(bool(marks[block]), "free list and marks disagree")

@@ -162,6 +162,10 @@ class IndexStatistics(NamedTuple):
         saves_in_flight: saves after a request finish that have not ended.
         overdue_loads: loads that missed their deadline.
         resumed: preempted requests that were acquired again, in none of the counts above it.
+        forks: leases that `Lease.fork` has made, in none of the counts above it except `leases`.
+        tails_copied: device blocks that were copied for them, since they were not full.
+        blocks_shared: device blocks with more than one owner: full blocks of forks that are not
+            committed by all of them, and blocks that are being copied.
     """
 
     requests: int
@@ -186,3 +190,6 @@ class IndexStatistics(NamedTuple):
     saves_in_flight: int
     overdue_loads: int
     resumed: int
+    forks: int = 0
+    tails_copied: int = 0
+    blocks_shared: int = 0

@@ -25,6 +25,7 @@ from kvactors.flush_notifier.messages import (
     Report,
     TierCleared,
 )
+from kvactors.gpu_swapper.messages import CopyWithin
 from kvactors.prefix_index.actions import Action, Refusal, Reply, StartTimer
 from kvactors.prefix_index.messages import Continue, Proceed, Sweep
 
@@ -42,7 +43,11 @@ TO_EVICTOR = (
 )
 TO_NOTIFIER = (PathCached, BlocksAdded, BlocksRemoved, TierCleared, NamespaceChanged)
 TO_ITSELF = (Continue, Proceed, Sweep)
-SENDS = {"cpu_evictor": TO_EVICTOR, "flush_notifier": TO_NOTIFIER}
+SENDS = {
+    "cpu_evictor": TO_EVICTOR,
+    "gpu_swapper": (CopyWithin,),
+    "flush_notifier": TO_NOTIFIER,
+}
 
 
 class ActionRunner:
@@ -53,12 +58,17 @@ class ActionRunner:
     """
 
     def __init__(
-        self, context: Context, evictor: ActorRef[HostRequest], notifier: ActorRef[Report]
+        self,
+        context: Context,
+        evictor: ActorRef[HostRequest],
+        swapper: ActorRef[CopyWithin],
+        notifier: ActorRef[Report],
     ) -> None:
         self.works = 0
         self._context = context
         self._answer, self._tell = context.answer, context.tell
         self._evictor = evictor
+        self._swapper = swapper
         self._notifier = notifier
 
     def perform(self, actions: list[Action]) -> None:
@@ -74,6 +84,8 @@ class ActionRunner:
                 self._context.refuse(action.envelope, action.error)
             elif isinstance(action, StartTimer):
                 self._start(action)
+            elif isinstance(action, CopyWithin):
+                self._tell(self._swapper, action)
             elif isinstance(action, TO_ITSELF):
                 self.works += isinstance(action, Continue)
                 self._context.to_self(action)

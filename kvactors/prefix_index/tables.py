@@ -49,7 +49,7 @@ class BlockTables:
             return [*actions, self._admission.never_fits(envelope, total)]
         needed = max(0, total - lease.path.num_blocks)
         waiter = GrowthWaiter(lease, envelope, needed, message)
-        return actions + self._take(waiter, lease.deadline)
+        return actions + self.take(waiter, lease.deadline)
 
     def truncate(self, message: Truncate, envelope: Envelope[Ack]) -> list[Action]:
         """Drop the tokens of a lease beyond a number, and the blocks that the rest does not
@@ -104,6 +104,15 @@ class BlockTables:
                 f"num_tokens is {kept}, but the first {committed} tokens are committed: other "
                 "requests may share their blocks"
             )
+        full, rest = divmod(kept, self._index.block_size)
+        if rest and full < min(lease.path.num_full_blocks, lease.path.num_blocks):
+            block = lease.path.blocks(full, full + 1)[0]
+            if self._index.pool.is_shared(block):
+                return TokensCommitted(
+                    f"num_tokens is {kept}, within a full block that a fork of "
+                    f"{lease.request_id!r} shares: truncate to a multiple of "
+                    f"{self._index.block_size}, or before the fork"
+                )
         return None
 
     def _keep_paths_of_loads(self, path: Path) -> None:
@@ -113,7 +122,7 @@ class BlockTables:
             if load.path is path:
                 load.path = copy_of(path, load.stop)
 
-    def _take(self, waiter: GrowthWaiter, lease_deadline: float) -> list[Action]:
+    def take(self, waiter: Waiter, lease_deadline: float) -> list[Action]:
         """Give a waiter its blocks, or let it wait for them."""
         if not waiter.needed:
             return waiter.complete([])

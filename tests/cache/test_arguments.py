@@ -171,6 +171,7 @@ def kinds():
         "steps": [None, 5, "x", b"x", [5], [None], {1}, (x for x in "a"), [Step(5)], Step(5)],
         "hints": [5, "pin", b"pin", {"pin": True}, ("pin",), object(), True, Odd()],
         "sink": [None, 5, b"memory", ["memory"], "nope", "", "\ud800", object()],
+        "names": ["b", b"b", 5, ["b", "c"], [], [5], [None], {"b"}, {"b": 1}],
         "sinks": [
             "memory",
             b"memory",
@@ -234,6 +235,14 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (Lease, "next_chunk"): ({"num_tokens": 1}, {"num_tokens": "int", "deadline": "seconds"}),
     (Lease, "reserve"): ({"num_tokens": 1}, {"num_tokens": "int", "deadline": "seconds"}),
     (Lease, "truncate"): ({"num_tokens": 8}, {"num_tokens": "int", "deadline": "seconds"}),
+    (Lease, "fork"): (
+        {},
+        {"request_id": "text", "event": "event", "deadline": "seconds"},
+    ),
+    (Lease, "fork_many"): (
+        {"count": 1},
+        {"count": "int", "request_ids": "names", "event": "event", "deadline": "seconds"},
+    ),
     (Lease, "commit"): ({"computed_tokens": 0}, COMPUTED),
     (Lease, "finish"): ({}, {**COMPUTED, "output_tokens": "int", "hints": "hints"}),
     (Lease, "preempt"): ({}, COMPUTED),
@@ -301,19 +310,24 @@ def opened():
     return kvactors.open(settings(device=64, host=host, sinks=sinks), inline_copies=True)
 
 
+def abandon(result):
+    """End the leases that a call has returned."""
+    for lease in result if isinstance(result, tuple) else (result,):
+        if isinstance(lease, Lease | ThreadLease):
+            lease.abandon()
+
+
 async def call(cache, owner, method, arguments):
     """Call a method, on a new lease if it is a lease's."""
     if owner is KVCache:
         result = getattr(cache, method)(**arguments)
         result = await result if inspect.isawaitable(result) else result
-        if isinstance(result, Lease):
-            result.abandon()
+        abandon(result)
     elif owner is Lease:
         lease = await cache.acquire("mine", prompt(5, 2))
         try:
             result = getattr(lease, method)(**arguments)
-            if inspect.isawaitable(result):
-                await result
+            abandon(await result if inspect.isawaitable(result) else result)
         finally:
             lease.abandon()
     else:
@@ -324,8 +338,7 @@ def call_in_thread(door, owner, method, arguments):
     lease = door.acquire("mine", prompt(5, 2)) if owner is ThreadLease else None
     try:
         result = getattr(lease or door, method)(**arguments)
-        if isinstance(result, ThreadLease):
-            result.abandon()
+        abandon(result)
     finally:
         if lease is not None:
             lease.abandon()

@@ -93,6 +93,7 @@ class TiersWalk:
                 ref,
                 index=self.index,
                 evictor=names["cpu_evictor"],
+                swapper=names["gpu_swapper"],
                 notifier=names["flush_notifier"],
                 roots=self.roots,
                 settings=IndexSettings(

@@ -3,6 +3,7 @@ state machine."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ from kvactors.flush_notifier.messages import (
     PathCached,
     TierCleared,
 )
-from kvactors.gpu_swapper.messages import DataPlaneStatus
+from kvactors.gpu_swapper.messages import CopiedWithin, CopyWithin, DataPlaneStatus
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
@@ -45,6 +46,8 @@ from kvactors.prefix_index.messages import (
     Continue,
     Extend,
     Finish,
+    Fork,
+    ForkResult,
     LayerReady,
     Pause,
     Preempt,
@@ -103,6 +106,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.loads: dict[int, Load] = {}
         self.offloads: dict[int, Offload] = {}
         self.admits: dict[int, Save] = {}
+        self.copies: dict[int, CopyWithin] = {}
         self.leases: dict[int, int] = {}  # number -> tokens
         self.open: dict[int, int] = {}  # acquires that are not answered yet -> tokens
         self.number = self.memory_generation = self.incarnation = 0
@@ -112,6 +116,7 @@ class IndexMachine(RuleBasedStateMachine):
                 ref,
                 index=self.index,
                 evictor=Probe("cpu_evictor"),
+                swapper=Probe("gpu_swapper"),
                 notifier=Probe("flush_notifier"),
                 roots=self.roots,
                 settings=IndexSettings(
@@ -170,6 +175,10 @@ class IndexMachine(RuleBasedStateMachine):
                 self.offloads[message.op] = message
             elif isinstance(message, Save):
                 self.admits[message.op] = message
+        for message in effects.to("gpu_swapper"):
+            assert isinstance(message, CopyWithin)
+            assert len({*message.targets, *message.sources}) == len(message.targets) + 1
+            self.copies[message.op] = message
         self.works += [
             told.message for told in effects.told if isinstance(told.message, (Continue, Proceed))
         ]
@@ -194,6 +203,8 @@ class IndexMachine(RuleBasedStateMachine):
                     )
             if isinstance(answered.message, Extend) and error is None:
                 self.leases[answered.message.lease] += answered.message.added.num_tokens
+            if isinstance(answered.message, Fork):
+                self.judge_forks(answered.message, answered.value, error)
             if isinstance(answered.message, Ready) and error is None:
                 media = self.lease_state(answered.message.lease).media
                 assert not any(o < answered.value.cached_tokens < o + n for o, n in media), (
@@ -202,6 +213,24 @@ class IndexMachine(RuleBasedStateMachine):
         if self.index.tree not in self.trees:
             self.trees.append(self.index.tree)
         return effects
+
+    def judge_forks(
+        self, message: Fork, result: ForkResult | None, error: BaseException | None
+    ) -> None:
+        """Every fork has the tokens of its parent, and the blocks of those that are full. The last
+        block is new."""
+        if error is not None or result is None:
+            assert all(self.actor.core.leases.get(number) is None for number in message.leases)
+            return
+        parent = self.actor.core.leases.get(message.lease)
+        for number, fork in zip(message.leases, result.leases, strict=True):
+            self.leases[number] = message.position
+            assert fork.path.num_tokens == message.position
+            assert list(fork.ready.blocks) == fork.path.blocks()
+            if parent is None or parent.loads or parent.fault or parent.path.num_tokens < 1:
+                continue
+            full = min(fork.path.num_full_blocks, fork.path.num_blocks)
+            assert fork.path.hashes(0, full) == parent.path.hashes(0, full)
 
     def judge_table(self, message: Acquire, granted: AcquireResult, tokens: int) -> None:
         """A request has blocks for all of its tokens, or for a chunk after the cached ones. They may
@@ -327,18 +356,53 @@ class IndexMachine(RuleBasedStateMachine):
         self.turn(Reserve(lease, self.leases[lease], upto), self.stepper.now + 1.0)
 
     @precondition(lambda self: self.leases)
+    @rule(which=choice, count=st.integers(1, 2), stale=st.sampled_from([0, 0, 0, 1]))
+    def fork(self, which: int, count: int, stale: int = 0) -> None:
+        if len(self.leases) + len(self.open) > 6:
+            return
+        lease = self.lease(which)
+        busy = self.changes(lease) or stale > 0 or self.lease_state(lease).fault is not None
+        numbers = tuple(self.number + 1 + i for i in range(count))
+        self.number += count
+        names = tuple(f"r{number}" for number in numbers)
+        message = Fork(lease, self.leases[lease] - stale, numbers, names)
+        effects = self.turn(message, self.stepper.now + 1.0)
+        for answered in effects.answered:
+            if answered.message is message and busy:
+                assert answered.error is not None, "a fork in the wrong place was made"
+
+    @rule(which=choice)
+    def cancel_fork(self, which: int) -> None:
+        """The caller of a fork goes."""
+        for envelope in [one for one in self.stepper._open if isinstance(one.message, Fork)]:
+            message = envelope.message
+            self.stepper.withdraw(message)
+            for number in message.leases:
+                self.turn(Abandon(number))
+            self.turn(Withdrawn(message.lease))
+
+    @precondition(lambda self: self.copies)
+    @rule(which=choice, failed=st.sampled_from([(), (), (0,)]))
+    def copied(self, which: int, failed: tuple[int, ...]) -> None:
+        copy = self.copies.pop(sorted(self.copies)[which % len(self.copies)])
+        self.turn(CopiedWithin(copy.op, failed))
+
+    @precondition(lambda self: self.leases)
     @rule(which=choice, less=st.integers(0, 2 * BLOCK), stale=st.sampled_from([0, 0, 0, 1]))
     def truncate(self, which: int, less: int, stale: int = 0) -> None:
         lease = self.lease(which)
         state, kept = self.lease_state(lease), max(0, self.leases[lease] - less)
         busy = self.changes(lease) or bool(state.loads) or stale > 0
         refused = busy or kept < state.path.num_committed * BLOCK or state.fault is not None
+        before, (full, rest) = state.path.num_blocks, divmod(kept, BLOCK)
+        if rest and full < min(before, state.path.num_full_blocks):
+            refused = refused or self.index.pool.is_shared(state.path.blocks(full, full + 1)[0])
         message = Truncate(lease, self.leases[lease] - stale, kept)
         [answered] = [one for one in self.turn(message).answered if one.message is message]
         assert (answered.error is not None) == refused
         if answered.error is None:
             self.leases[lease] = kept
-            assert state.path.num_blocks == answered.value.count == -(-kept // BLOCK)
+            assert state.path.num_blocks == answered.value.count == min(before, -(-kept // BLOCK))
 
     @precondition(lambda self: self.leases)
     @rule(which=choice, count=st.integers(0, BLOCK + 1), less=st.sampled_from([None, 0, 1]))
@@ -376,9 +440,11 @@ class IndexMachine(RuleBasedStateMachine):
         return {lease.id for lease in self.actor.core.leases if lease.loads}
 
     def changes(self, lease: int) -> bool:
-        """Whether an extend or a reserve of a lease waits."""
+        """Whether an extend, a reserve or a fork of a lease waits for blocks."""
+        waiter = self.actor.core.admission.waiting.get(lease)
         return any(
-            isinstance(one.message, (Extend, Reserve)) and one.message.lease == lease
+            (isinstance(one.message, (Extend, Reserve)) and one.message.lease == lease)
+            or (waiter is not None and one.message is waiter.envelope.message)
             for one in self.stepper._open
         )
 
@@ -521,6 +587,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.loads.clear()
             self.offloads.clear()
             self.admits.clear()
+            self.copies.clear()
             self.turn(PeerRestarted("cpu_evictor", self.incarnation))
 
     @rule(sure=st.integers(0, 3))
@@ -541,13 +608,15 @@ class IndexMachine(RuleBasedStateMachine):
         """A step of what a clear leaves, which may come at any time. The pool gets at most `count`
         blocks by it."""
         due, before, returning = self.index.sweeping, self.index.pool.free, self.index.returning
+        shared = self.index.pool.num_shared
         sweep = self.index.sweep
         self.index.sweep = lambda: sweep(count)  # type: ignore[method-assign, misc]
         try:
             effects = self.turn(Sweep())
         finally:
             del self.index.sweep
-        assert self.index.pool.free - before == min(count, returning)
+        gained = self.index.pool.free - before
+        assert min(count, returning) - shared <= gained <= min(count, returning)
         again = any(isinstance(told.message, Sweep) for told in effects.told)
         assert again == self.index.sweeping, (
             "a sweep must go on by itself, and only while there is something to do"
@@ -610,10 +679,18 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.works or not space.retried, "a request left the queue and did not come back"
         paths = {id(lease.path): lease for lease in core.leases}
         private: list[int] = [block for waiter in waiting for block in waiter.taken]
+        places: dict[int, tuple[int, bytes]] = {}  # of private blocks in the tables of leases
         for lease in paths.values():
             path = lease.path
             own = [b for p, b in enumerate(path.blocks()) if b >= 0 and not path.is_shared(p)]
             private += own
+            for position, block in enumerate(path.blocks()):
+                if block < 0 or path.is_shared(position):
+                    continue
+                full = position < path.num_full_blocks
+                place = (position, path.hashes(position, position + 1) if full else b"")
+                assert place[1] or block not in places, "a block that is not full is shared"
+                assert places.setdefault(block, place) == place, "a block is in two places"
             if lease.fault is None:
                 for position in range(path.num_committed, path.num_blocks):
                     block = path.blocks(position, position + 1)[0]
@@ -624,7 +701,13 @@ class IndexMachine(RuleBasedStateMachine):
                     assert block >= 0, "a granted lease has a position without a block"
         for path in [saved.path for saved in core.saves.paths()]:
             private += [b for p, b in enumerate(path.blocks()) if b >= 0 and not path.is_shared(p)]
-        assert len(set(private)) == len(private), "a device block is given to two requests"
+        owned = Counter(private)
+        for copy in self.copies.values():
+            owned.update({copy.sources[0], *copy.targets})
+        for block, owners in owned.items():
+            if owners > 1:
+                assert self.index.pool.is_shared(block), "a device block is given to two requests"
+        private = list(owned.elements())
         assert not set(private) & set(self.index.pool.free_blocks()), "a block in use is free"
         assert self.actor.runner.works == sum(isinstance(work, Continue) for work in self.works)
         if core.announcements.up_to_date:
@@ -641,6 +724,7 @@ class IndexMachine(RuleBasedStateMachine):
                 tree.statistics()["device"] + tree.statistics()["loading"] for tree in self.trees
             )
             used = self.index.pool.total - self.index.pool.free
+            used += sum(self.index.pool._owners.values())
             assert used == in_trees + len(private), (
                 f"{used} blocks in use, {in_trees} in trees, {len(private)} private"
             )
@@ -656,6 +740,9 @@ class IndexMachine(RuleBasedStateMachine):
                 if load.blocks:
                     del self.loads[load.op]
                     self.turn(Loaded(load.op, 0, 0))
+            for op in list(self.copies):
+                del self.copies[op]
+                self.turn(CopiedWithin(op, ()))
             for offload in list(self.offloads):
                 self.turn(Offloaded(offload, bytes(len(self.offloads.pop(offload).blocks))))
             for admit in list(self.admits):
@@ -666,7 +753,8 @@ class IndexMachine(RuleBasedStateMachine):
                 del self.leases[lease]
                 self.turn(Finish(lease))
             self.finish_works()
-            if not (self.loads or self.offloads or self.admits or self.leases or self.open):
+            flights = (self.loads, self.offloads, self.admits, self.copies)
+            if not (any(flights) or self.leases or self.open):
                 break
         self.consistent()
         core = self.actor.core

@@ -68,6 +68,7 @@ def index(
             ref,
             index=block_index(blocks, part=part),
             evictor=Probe("cpu_evictor"),
+            swapper=Probe("gpu_swapper"),
             notifier=Probe("flush_notifier"),
             roots=Roots("model", "a", bytes(32)),
             settings=IndexSettings(**chosen),

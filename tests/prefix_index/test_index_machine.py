@@ -165,6 +165,12 @@ class Walk:
                     machine.leases and machine.step(which, number(BLOCK + 2), draw([None, 0, 1]))
                 ),
             ),
+            (
+                2,
+                lambda: machine.leases and machine.fork(which, number(2) + 1, draw([0, 0, 0, 1])),
+            ),
+            (1, lambda: machine.cancel_fork(which)),
+            (3, lambda: machine.copies and machine.copied(which, draw([(), (), (0,)]))),
             (2, lambda: machine.leases and machine.ready(which)),
             (1, lambda: machine.leases and machine.layer_ready(which, number(2))),
             (4, lambda: machine.leases and machine.finish(which)),

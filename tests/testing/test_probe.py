@@ -248,6 +248,7 @@ def index():
             ref,
             index=BlockIndex(BLOCK, 8, 64, recompute_last_token=False),
             evictor=Probe("evictor", "cpu_evictor"),
+            swapper=Probe("swapper", "gpu_swapper"),
             notifier=Probe("notifier", "flush_notifier"),
             roots=Roots("", "default", bytes(32)),
             settings=IndexSettings(exclusive=True, host_tier=True, fetch=True, announce=True),

@@ -19,6 +19,7 @@ from kvactors.data_plane.cuda.driver import CudaDriver, CudaError, load_driver
 from kvactors.data_plane.cuda.host_pin import HostPin
 from kvactors.data_plane.cuda.pieces import addresses
 from kvactors.data_plane.cuda.staging import StagedBlocks
+from kvactors.data_plane.cuda.within import copy_blocks
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.device.tensor_memory import TYPESTRS, address_of
@@ -195,6 +196,8 @@ class CudaDevice(CudaContext, Device):
     ) -> None:
         """See `copy_to_host`."""
         self._copy(True, blocks, arena, slots, layers)
+
+    copy_blocks = copy_blocks
 
     def _copy(
         self,

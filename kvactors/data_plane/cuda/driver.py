@@ -76,6 +76,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuEventElapsedTime": (_ptr, _ptr, _ptr),
     "cuMemcpyHtoDAsync": (_u64, _ptr, _u64, _ptr),
     "cuMemcpyDtoHAsync": (_ptr, _u64, _u64, _ptr),
+    "cuMemcpyDtoDAsync": (_u64, _u64, _u64, _ptr),
     "cuModuleLoadData": (_ptr, ctypes.c_char_p),
     "cuModuleUnload": (_ptr,),
     "cuModuleGetFunction": (_ptr, _ptr, ctypes.c_char_p),
@@ -95,6 +96,7 @@ SUFFIXED = {
     "cuEventDestroy",
     "cuMemcpyHtoDAsync",
     "cuMemcpyDtoHAsync",
+    "cuMemcpyDtoDAsync",
 }
 """Those whose present version the library exports as NAME_v2, for drivers too old to be asked
 (before 11.3)."""

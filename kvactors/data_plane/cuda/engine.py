@@ -23,6 +23,7 @@ from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import FATAL, CudaError
 from kvactors.data_plane.cuda.lane import Lane, Op
 from kvactors.data_plane.cuda.operations import Operations
+from kvactors.data_plane.cuda.within import copied_within
 from kvactors.data_plane.engine import CopyEngine
 from kvactors.device.arena import Arena
 from kvactors.threads import in_thread
@@ -115,7 +116,7 @@ class CudaCopyEngine(CopyEngine):
                 self._undo.callback(self.device.unregister_arena, self.arena)
                 copies = self._copies = Copies(self.device, self.arena, slots, self._undo)
                 lanes = {}
-                for direction in Direction:
+                for direction in (Direction.TO_HOST, Direction.TO_DEVICE):
                     to_device = direction is Direction.TO_DEVICE
                     lanes[direction] = Lane(copies, self.device, self.arena, to_device)
                     self._undo.callback(lanes[direction].close)
@@ -176,11 +177,14 @@ class CudaCopyEngine(CopyEngine):
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
         """See `CopyEngine`. All pairs arrive or none."""
-        lane = self._lanes.get(direction)
+        within = direction is Direction.WITHIN
+        lane = self._lanes.get(Direction.TO_DEVICE if within else direction)
         if not len(blocks):
             return ()
         if lane is None or self._broken is not None:
             return tuple(range(len(blocks)))
+        if within:
+            return await copied_within(lane, blocks, slots, self._break)
         loop = asyncio.get_running_loop()
         load = direction is Direction.TO_DEVICE
         groups = self.layer_groups(len(blocks), GROUP) if load else self.layer_groups(1, 1 << 62)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvactors.actor.log import get_logger
-from kvactors.data_plane.ranks.protocol import Answer, MoveDevice
+from kvactors.data_plane.ranks.protocol import Answer, CopyWithin, MoveDevice
 from kvactors.device.base import DeviceBlocks
 from kvactors.storage.backends.device_store import DeviceStore
 
@@ -35,6 +35,17 @@ def cannot_be(message: MoveDevice, device: DeviceBlocks) -> str:
             f"{len(blocks)} blocks from block {message.start} on, of a path of "
             f"{len(message.tokens)} bytes of tokens"
         )
+    return ""
+
+
+def cannot_copy(message: CopyWithin, device: DeviceBlocks) -> str:
+    """Why copies within the device are impossible. Empty if they are possible."""
+    sources, targets = message.sources, message.targets
+    blocks = {*sources, *targets}
+    if len(sources) != len(targets) or len(blocks) < len(set(sources)) + len(targets):
+        return f"copies of blocks {sources} to {targets}, which overlap or have other lengths"
+    if min(blocks, default=0) < 0 or max(blocks, default=-1) >= device.num_blocks:
+        return f"blocks {min(blocks)} to {max(blocks)}, there are {device.num_blocks}"
     return ""
 
 

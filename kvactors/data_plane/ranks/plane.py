@@ -9,7 +9,7 @@ from kvactors.config import Config, StorageConfig
 from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChanged
 from kvactors.data_plane.ranks.device_store import RanksDeviceStore
 from kvactors.data_plane.ranks.leader import RankGroup
-from kvactors.data_plane.ranks.protocol import CopyBlocks
+from kvactors.data_plane.ranks.protocol import CopyBlocks, CopyWithin
 from kvactors.data_plane.ranks.state import RankState, RankStatistics
 from kvactors.data_plane.ranks.store import RankStore
 from kvactors.device.arena import HostSlots
@@ -82,11 +82,13 @@ class RanksPlane(DataPlane):
     ) -> tuple[int, ...]:
         """See `DataPlane`."""
         pairs, to_device = (tuple(blocks), tuple(slots)), direction is Direction.TO_DEVICE
-        answers = await self.group.scatter(
-            lambda op: CopyBlocks(op, to_device, *pairs, progress is not None),
-            progress,
-            outcomes=len(blocks),
-        )
+
+        def build(op: int) -> CopyBlocks | CopyWithin:
+            if direction is Direction.WITHIN:
+                return CopyWithin(op, *pairs)
+            return CopyBlocks(op, to_device, *pairs, progress is not None)
+
+        answers = await self.group.scatter(build, progress, outcomes=len(blocks))
         failed = set()
         for answer in answers:
             if answer is None:

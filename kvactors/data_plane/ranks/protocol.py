@@ -17,7 +17,7 @@ import msgspec
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
 
-VERSION = 4
+VERSION = 5
 """Version of this protocol. Both ends must have the same."""
 
 MOST_BYTES = 64 << 20
@@ -146,6 +146,14 @@ class CopyBlocks(Frame, frozen=True):
     layerwise: bool = False
 
 
+class CopyWithin(Frame, frozen=True):
+    """Copy the rank's device block sources[j] to targets[j]. Answered as CopyBlocks."""
+
+    op: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
 class StoreObjects(Frame, frozen=True):
     """Read or write slots (one for each key), ask which leading keys can be read (the others are
     MISS), remove keys, or clear the rank's store.
@@ -219,6 +227,7 @@ AnyFrame = (
     | Ping
     | Pong
     | CopyBlocks
+    | CopyWithin
     | StoreObjects
     | MoveDevice
     | Arrived

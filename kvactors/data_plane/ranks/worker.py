@@ -22,7 +22,7 @@ from kvactors.data_plane.local import LocalPlane, make_local_plane
 from kvactors.data_plane.ranks.connection import Connection
 from kvactors.data_plane.ranks.handshake import check_leader
 from kvactors.data_plane.ranks.listening import connect
-from kvactors.data_plane.ranks.moving import cannot_be, carried_out
+from kvactors.data_plane.ranks.moving import cannot_be, cannot_copy, carried_out
 from kvactors.data_plane.ranks.names import pages
 from kvactors.data_plane.ranks.paths import next_paths
 from kvactors.data_plane.ranks.protocol import (
@@ -30,6 +30,7 @@ from kvactors.data_plane.ranks.protocol import (
     AnyFrame,
     Arrived,
     CopyBlocks,
+    CopyWithin,
     Identity,
     MoveDevice,
     Names,
@@ -303,7 +304,14 @@ class _Serving:
         """The work that a message requests. None if it is answered already."""
         if isinstance(message, CopyBlocks):
             self._check(len(message.blocks), message.slots, message.blocks)
-            return self._copy(connection, message)
+            direction = Direction.TO_DEVICE if message.to_device else Direction.TO_HOST
+            pairs = message.blocks, message.slots
+            return self._copy(connection, message.op, direction, *pairs, message.layerwise)
+        if isinstance(message, CopyWithin):
+            if reason := cannot_copy(message, self.plane.device):
+                raise _Refuse(reason)
+            pairs = message.sources, message.targets
+            return self._copy(connection, message.op, Direction.WITHIN, *pairs)
         if isinstance(message, StoreObjects):
             self._check_store(message)
             return self._store(connection, message)
@@ -361,23 +369,29 @@ class _Serving:
     async def _move(self, connection: Connection, message: MoveDevice) -> None:
         connection.send(await carried_out(self.plane.device_store, message, self.rank))
 
-    async def _copy(self, connection: Connection, message: CopyBlocks) -> None:
-        direction = Direction.TO_DEVICE if message.to_device else Direction.TO_HOST
-
+    async def _copy(
+        self,
+        connection: Connection,
+        op: int,
+        direction: Direction,
+        blocks: tuple[int, ...],
+        slots: tuple[int, ...],
+        layerwise: bool = False,
+    ) -> None:
         def progress(layers: int) -> None:
-            connection.send(Arrived(message.op, layers))
+            connection.send(Arrived(op, layers))
 
-        outcomes = bytearray(len(message.blocks))
+        outcomes = bytearray(len(blocks))
         try:
             failed = await self.plane.copy_pairs(
-                direction, message.blocks, message.slots, progress if message.layerwise else None
+                direction, blocks, slots, progress if layerwise else None
             )
         except Exception as error:
             log.error("copy failed", rank=self.rank, error=repr(error))
             failed = tuple(range(len(outcomes)))
         for j in failed:
             outcomes[j] = 1
-        connection.send(Answer(message.op, bytes(outcomes)))
+        connection.send(Answer(op, bytes(outcomes)))
 
     async def _store(self, connection: Connection, message: StoreObjects) -> None:
         keys = split_hashes(message.keys)

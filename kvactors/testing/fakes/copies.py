@@ -77,14 +77,21 @@ class SimExecutor(CopyEngine):
         self.failed += bad
         self.moved += len(blocks) - bad
         good = len(blocks) - bad
-        to_device = direction is Direction.TO_DEVICE
-        work = (
-            self._to_device(blocks, slots, good, progress)
-            if to_device
-            else self._to_host(blocks, slots, good)
-        )
+        if direction is Direction.TO_DEVICE:
+            work = self._to_device(blocks, slots, good, progress)
+        elif direction is Direction.TO_HOST:
+            work = self._to_host(blocks, slots, good)
+        else:
+            work = self._within(blocks[:good], slots[:good])
         await wait_uncancelled(asyncio.get_running_loop().create_task(work))
         return tuple(range(good, len(blocks)))
+
+    async def _within(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy, and again at the end: a source or a target that was given to another request too
+        early has wrong bytes."""
+        self.device.copy_blocks(sources, targets)
+        await self._pause()
+        self.device.copy_blocks(sources, targets)
 
     async def _pause(self, share: float = 1.0) -> None:
         self.delayed += self.slower > 0

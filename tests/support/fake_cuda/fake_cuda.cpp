@@ -592,6 +592,13 @@ API Result cuMemcpyDtoHAsync_v2(void* to, u64 from, std::size_t bytes, Stream* s
     ENTER("cuMemcpyDtoHAsync");
     return copy_async(reinterpret_cast<u64>(to), from, bytes, from, reinterpret_cast<u64>(to), stream);
 }
+API Result cuMemcpyDtoDAsync_v2(u64 to, u64 from, std::size_t bytes, Stream* stream) {
+    ENTER("cuMemcpyDtoDAsync");
+    if (!known(stream)) return INVALID_HANDLE;
+    if (!inside(world().device, to, bytes) || !inside(world().device, from, bytes)) return INVALID_VALUE;
+    enqueue(stream, true, [=] { return copy_now(to, from, bytes, from); });
+    return OK;
+}
 API Result cuMemcpyBatchAsync(u64* to, u64* from, std::size_t* sizes, std::size_t count, Attributes* attributes,
                               std::size_t* starts, std::size_t kinds, std::size_t* failed, Stream* stream) {
     return batch("cuMemcpyBatchAsync", to, from, sizes, count, attributes, starts, kinds, failed, stream);

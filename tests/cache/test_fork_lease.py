@@ -1,0 +1,385 @@
+"""Forks of leases: full blocks are shared, a last block that is not full is copied, and each branch
+has its own bytes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import kvactors
+from kvactors.errors import (
+    CacheClosed,
+    DeadlineExceeded,
+    DeviceError,
+    LeaseBusy,
+    LeaseEnded,
+    NoRoom,
+    TokensCommitted,
+)
+from tests.support.cache import BLOCK, opened, prompt, serve, settings
+
+HOST = {"slots": 16, "transit_slots": 16}
+
+
+def token_bytes(cache, block: int) -> list[int]:
+    """The first bytes of a device block in the first region, one for each of its tokens."""
+    piece = cache.device.layout.pieces[0]
+    memory = cache.device.region(piece.layer, piece.role)
+    return [int(row[0]) for row in memory[block].reshape(BLOCK, -1)]
+
+
+def compute(cache, lease, start: int, stop: int, value: int) -> None:
+    """Write tokens [start, stop) of a lease in every region."""
+    for piece in cache.device.layout.pieces:
+        memory = cache.device.region(piece.layer, piece.role)
+        for position in range(start, stop):
+            block = lease.block_table[position // BLOCK]
+            memory[block].reshape(BLOCK, -1)[position % BLOCK] = value
+
+
+def branch(cache, lease) -> list[int]:
+    """The bytes of a lease's tokens."""
+    found: list[int] = []
+    for block in lease.block_table:
+        found += token_bytes(cache, block)
+    return found[: lease.num_tokens]
+
+
+async def test_full_blocks_are_shared_and_the_last_one_is_copied():
+    async with opened(device=8) as cache:
+        lease = await cache.acquire("a", prompt(1, 2, tail=2))
+        compute(cache, lease, 0, 10, 7)
+        fork = await lease.fork("b")
+        assert fork.request_id == "b"
+        assert fork.block_table[:2] == lease.block_table[:2]
+        assert fork.block_table[2] != lease.block_table[2]
+        assert (fork.num_tokens, fork.cached_tokens, fork.pending) == (10, 0, False)
+        assert branch(cache, fork) == [7] * 10
+        assert await lease.extend([1]) == await fork.extend([2]) == ()
+        compute(cache, lease, 10, 11, 8)
+        compute(cache, fork, 10, 11, 9)
+        assert branch(cache, lease) == [7] * 10 + [8]
+        assert branch(cache, fork) == [7] * 10 + [9]
+        assert cache.statistics().prefix.blocks_shared == 2
+        await lease.finish()
+        await fork.finish()
+        counts = cache.statistics()
+        assert (counts.prefix.forks, counts.prefix.tails_copied) == (1, 1)
+        assert counts.swapper.blocks_within_device == 1
+        assert (counts.prefix.requests, counts.prefix.blocks_free) == (1, 8)
+
+
+@pytest.mark.parametrize("first", ["parent", "fork"])
+@pytest.mark.parametrize("committed", [0, 1, 2])
+async def test_a_shared_block_is_free_after_both_leases(first, committed):
+    async with opened(device=8) as cache:
+        lease = await cache.acquire("a", prompt(1, 2))
+        await lease.commit(committed * BLOCK)
+        fork = await lease.fork()
+        assert fork.block_table == lease.block_table
+        assert cache.statistics().prefix.tails_copied == 0
+        one, other = (lease, fork) if first == "parent" else (fork, lease)
+        await one.finish()
+        assert cache.statistics().prefix.blocks_free == 6
+        await serve(cache, "c", prompt(2, 4))
+        assert set(other.block_table).isdisjoint(await table_of(cache, prompt(3, 2)))
+        await other.finish()
+
+
+async def table_of(cache, tokens):
+    async with await cache.acquire("x", tokens) as lease:
+        return lease.block_table
+
+
+async def test_both_extend_to_the_same_tokens_and_one_block_stays_cached():
+    async with opened(device=12) as cache:
+        lease = await cache.acquire("a", prompt(1, 2, tail=1))
+        fork = await lease.fork()
+        for one in (lease, fork):
+            await one.extend([5, 6, 7])
+            cache.device.fill(list(one.block_table), one.hashes(0, 3))
+        assert lease.hashes(0, 3) == fork.hashes(0, 3)
+        await lease.finish(3 * BLOCK)
+        await fork.finish(3 * BLOCK)
+        assert cache.statistics().prefix.nodes == 3
+        assert cache.statistics().prefix.blocks_free == 9
+
+
+async def test_a_block_that_the_parent_committed_leaves_the_tree_and_stays_with_the_fork():
+    async with opened(device=4) as cache:
+        lease = await cache.acquire("a", prompt(1, 2))
+        cache.device.fill(list(lease.block_table), names := lease.hashes(0, 2))
+        fork = await lease.fork()
+        await lease.finish(2 * BLOCK)
+        with pytest.raises(NoRoom):
+            await cache.acquire("b", prompt(2, 4))
+        assert cache.statistics().prefix.nodes == 0
+        other = await cache.acquire("c", prompt(3, 2))
+        cache.device.fill(list(other.block_table), other.hashes(0, 2))
+        assert cache.device.check(list(fork.block_table), names) == []
+        await fork.finish(2 * BLOCK)
+        await other.finish()
+        assert (await serve(cache, "a", prompt(1, 2))).hits.device == 1
+
+
+async def test_a_clear_leaves_the_blocks_to_both():
+    async with opened(device=4) as cache:
+        lease = await cache.acquire("a", prompt(1, 2))
+        fork = await lease.fork()
+        await lease.commit(2 * BLOCK)
+        await lease.finish()
+        await cache.clear()
+        async with await cache.acquire("b", prompt(2, 2)) as other:
+            assert set(other.block_table).isdisjoint(fork.block_table)
+        await fork.finish(2 * BLOCK)
+        async with await cache.acquire("b", prompt(3, 4)):
+            pass
+
+
+@pytest.mark.parametrize("end", ["finish", "preempt", "abandon"])
+async def test_a_lease_that_has_ended_is_not_forked(end):
+    async with opened(device=4) as cache:
+        lease = await cache.acquire("a", prompt(1, 2))
+        done = getattr(lease, end)()
+        if done is not None:
+            await done
+        with pytest.raises(LeaseEnded):
+            await lease.fork()
+    with pytest.raises(CacheClosed):
+        await lease.fork()
+
+
+async def test_without_a_block_for_the_copy_nothing_changes():
+    async with opened(device=4) as cache:
+        lease = await cache.acquire("a", prompt(1, 2, tail=1))
+        with pytest.raises(NoRoom):
+            await lease.fork_many(2)
+        prefix = cache.statistics().prefix
+        assert (prefix.leases, prefix.forks, prefix.blocks_free) == (1, 0, 1)
+        (fork,) = await lease.fork_many(1)
+        with pytest.raises(kvactors.NoRoom):
+            await fork.fork()
+        with pytest.raises(kvactors.NeverFits):
+            await fork.fork_many(5)
+        await fork.finish()
+        await lease.finish()
+
+
+async def test_a_fork_waits_for_an_eviction_within_its_deadline():
+    async with opened(device=4, host=HOST) as cache:
+        await serve(cache, "old", prompt(9, 2))
+        lease = await cache.acquire("a", prompt(1, 1, tail=1))
+        fork = await lease.fork()
+        more = await lease.fork()  # an old block is copied to the host first
+        assert len({*lease.block_table, *fork.block_table, *more.block_table}) == 4
+        for one in (lease, fork, more):
+            await one.finish()
+
+
+async def test_loads_in_flight_are_waited_for_by_both():
+    async with opened(device=8, host=HOST) as cache:
+        await serve(cache, "a", tokens := prompt(1, 3, tail=2))
+        await serve(cache, "b", prompt(2, 8))
+        lease = await cache.acquire("a", tokens)
+        assert lease.pending
+        fork = await lease.fork()
+        again = await fork.fork()
+        for one in (again, lease, fork):
+            await one.wait_ready()
+            assert (one.cached_tokens, one.hits.host) == (3 * BLOCK, 3)
+            assert cache.device.check(list(one.block_table[:3]), one.hashes(0, 3)) == []
+        assert again.block_table[:3] == lease.block_table[:3]
+        for one in (lease, fork, again):
+            await one.finish()
+        assert cache.statistics().prefix.host_hits == 3
+
+
+async def test_a_prompt_in_chunks_is_forked_with_the_blocks_that_it_has():
+    async with opened(device=16) as cache:
+        lease = await cache.acquire("a", prompt(1, 4, tail=1), chunk_tokens=BLOCK + 1)
+        fork = await lease.fork()
+        assert fork.block_table == lease.block_table
+        assert fork.covered_tokens == 2 * BLOCK
+        mine, others = await fork.next_chunk(100), await lease.next_chunk(100)
+        assert len(mine) == 3
+        assert set(mine).isdisjoint(others)
+        await lease.finish()
+        await fork.finish()
+
+
+async def test_tokens_in_a_shared_block_are_not_dropped_while_it_is_shared():
+    async with opened(device=16) as cache:
+        lease = await cache.acquire("a", prompt(1, 2, tail=1))
+        fork = await lease.fork()
+        with pytest.raises(TokensCommitted, match="fork of 'a' shares"):
+            await fork.truncate(BLOCK + 1)
+        assert len(await fork.truncate(BLOCK)) == 2
+        assert fork.num_tokens == BLOCK
+        await fork.finish()
+        assert len(await lease.truncate(BLOCK + 1)) == 1
+        await lease.finish()
+
+
+async def test_salt_media_and_hints_are_inherited():
+    tokens, media = prompt(1, 1, tail=1), [(1, 2, "image")]
+    async with opened(device=16) as cache:
+        lease = await cache.acquire(
+            "a", tokens, salt="s", extra_keys=media, hints=kvactors.Hints(priority=1)
+        )
+        fork = await lease.fork()
+        assert fork.hashes(0, 1) == lease.hashes(0, 1)
+        states = {one.id: one for one in cache.system.index_actor.core.leases}
+        assert {one.hints for one in states.values()} == {kvactors.Hints(priority=1)}
+        await fork.extend([9] * 3, extra_keys=[(0, 2, "other")])
+        await lease.extend([9] * 3)
+        assert fork.hashes(0, 2) != lease.hashes(0, 2)
+        with pytest.raises(ValueError, match="media item"):
+            await fork.truncate(2)
+        await lease.finish()
+        await fork.finish()
+
+
+async def test_one_change_of_a_lease_at_a_time():
+    async with opened(device=16) as cache:
+        lease = await cache.acquire("a", prompt(1, 1, tail=1))
+        first = asyncio.ensure_future(lease.fork())
+        await asyncio.sleep(0)
+        with pytest.raises(LeaseBusy, match="another fork"):
+            await lease.extend([1])
+        with pytest.raises(LeaseBusy, match="another fork"):
+            await lease.fork()
+        fork = await first
+        await fork.finish()
+        await lease.finish()
+
+
+@pytest.mark.parametrize("steps", range(8))
+async def test_a_cancelled_fork_leaves_nothing(steps):
+    async with opened(device=6, inline=True) as cache:
+        lease = await cache.acquire("a", prompt(1, 1, tail=1))
+        call = asyncio.ensure_future(lease.fork_many(2))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        call.cancel()
+        made = await asyncio.gather(call, return_exceptions=True)
+        await cache.wait_idle()
+        if isinstance(made[0], tuple):
+            for fork in made[0]:
+                fork.abandon()
+            await cache.wait_idle()
+        prefix = cache.statistics().prefix
+        assert (prefix.leases, prefix.blocks_free, prefix.blocks_shared) == (1, 4, 0)
+        assert await lease.extend([1, 2, 3, 4]) != ()
+        await lease.finish()
+
+
+async def test_the_copy_waits_for_the_event_and_a_failed_one_changes_nothing():
+    async with opened(device=8) as cache:
+        lease = await cache.acquire("a", prompt(1, 1, tail=1))
+        computed = asyncio.get_running_loop().create_future()
+        call = asyncio.ensure_future(lease.fork(event=computed))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert cache.statistics().prefix.forks == 0
+        compute(cache, lease, 0, 5, 3)
+        computed.set_result(None)
+        fork = await call
+        assert branch(cache, fork) == [3] * 5
+        broken = asyncio.get_running_loop().create_future()
+        broken.set_exception(RuntimeError("the kernel failed"))
+        with pytest.raises(DeviceError):
+            await lease.fork(event=broken)
+        with pytest.raises(DeadlineExceeded):
+            await lease.fork(event=asyncio.get_running_loop().create_future(), deadline=0.01)
+        assert cache.statistics().prefix.forks == 1
+        await lease.finish()
+        await fork.finish()
+
+
+async def test_a_copy_that_fails_changes_nothing(monkeypatch):
+    async with opened(device=8) as cache:
+        lease = await cache.acquire("a", prompt(1, 1, tail=1))
+
+        def refuse(sources, targets):
+            raise OSError("no copy")
+
+        monkeypatch.setattr(cache.device, "copy_blocks", refuse)
+        with pytest.raises(DeviceError, match="could not be copied"):
+            await lease.fork_many(3)
+        prefix = cache.statistics().prefix
+        assert (prefix.leases, prefix.blocks_free, prefix.blocks_shared) == (1, 6, 0)
+        await lease.finish()
+
+
+async def test_bad_arguments_change_nothing():
+    async with opened(device=8) as cache:
+        lease = await cache.acquire("a", prompt(1, 1, tail=1))
+        for arguments, error in (
+            ((0,), ValueError),
+            (("2",), TypeError),
+            ((2, ("b",)), ValueError),
+            ((1, "b"), TypeError),
+            ((1, (3,)), TypeError),
+        ):
+            with pytest.raises(error):
+                await lease.fork_many(*arguments)
+        with pytest.raises(TypeError):
+            await lease.fork(7)
+        assert cache.statistics().prefix.forks == 0
+        await lease.finish()
+
+
+async def test_many_forks_of_a_long_prompt_go_in_several_messages(monkeypatch):
+    monkeypatch.setattr("kvactors.forking.TURN_BLOCKS", 9)
+    async with opened(device=12) as cache:
+        lease = await cache.acquire("a", prompt(1, 3, tail=1))
+        forks = await lease.fork_many(5, [f"b{i}" for i in range(5)])
+        assert [fork.request_id for fork in forks] == [f"b{i}" for i in range(5)]
+        with pytest.raises(NoRoom):
+            await lease.fork_many(4)
+        await cache.wait_idle()
+        assert cache.statistics().prefix.leases == 6
+        for one in (lease, *forks):
+            await one.finish()
+
+
+def test_forks_from_another_thread():
+    async def main():
+        async with opened(device=16) as cache:
+            await asyncio.get_running_loop().run_in_executor(None, threaded, cache.from_thread)
+            assert cache.statistics().prefix.forks == 3
+
+    def threaded(cache):
+        with cache.acquire("a", prompt(1, 1, tail=1)) as lease, lease.fork("b") as fork:
+            assert fork.block_table[0] == lease.block_table[0]
+            for more in fork.fork_many(2):
+                assert more.request_id == "b"
+                more.finish()
+
+    asyncio.run(main())
+
+
+async def test_a_device_without_its_own_copy_goes_by_way_of_the_host():
+    async with opened(device=4) as cache:
+        kvactors.Device.copy_blocks(cache.device, (), ())
+        cache.device.fill([1], b"k" * 32)
+        kvactors.Device.copy_blocks(cache.device, (1,), (3,))
+        assert cache.device.check([3], b"k" * 32) == []
+        for sources, targets in (((1,), ()), ((1,), (4,)), ((-1,), (1,))):
+            with pytest.raises(ValueError):
+                cache.device.copy_blocks(sources, targets)
+
+
+async def test_tensors_of_a_framework():
+    layout = kvactors.GQALayout(2, 1, 8, dtype="uint8", block_size=BLOCK)
+    tensors = layout.allocate(lambda shape, dtype: np.zeros(shape, dtype), 6)
+    device = kvactors.TensorDevice(layout, tensors)
+    async with kvactors.open(settings(device=6), device=device) as cache:
+        lease = await cache.acquire("a", prompt(1, 1, tail=1))
+        tensors[-1][lease.block_table[1]] = 5
+        fork = await lease.fork()
+        assert (tensors[-1][fork.block_table[1]] == 5).all()
+        await lease.finish()
+        await fork.finish()
