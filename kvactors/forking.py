@@ -30,9 +30,6 @@ class Forked(Protocol):
     def abandon(self) -> None:
         """See `Lease`."""
 
-    def _fork_of(self, number: int, request_id: str, made: ForkedLease) -> Self:
-        """A lease that the index has made of this one."""
-
 
 L = TypeVar("L", bound=Forked)
 

@@ -247,8 +247,7 @@ class PrefixIndex(Actor):
     @on(Sweep)
     def go_on(self, message: Proceed | Sweep) -> None:
         """The next turn's share of the queues, or of the work after a clear."""
-        sweeps = isinstance(message, Sweep)
-        self._perform(self.core.admission.sweep() if sweeps else self._requests.proceed())
+        self._perform(self._requests.go_on(message))
 
     @on(Continue)
     def continue_work(self, message: Continue) -> None:

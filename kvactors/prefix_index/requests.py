@@ -14,7 +14,14 @@ from kvactors.prefix_index.host_victims import HostVictims
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.long_requests import LongRequests
-from kvactors.prefix_index.messages import Ack, Acquire, AcquireResult, Prefetch
+from kvactors.prefix_index.messages import (
+    Ack,
+    Acquire,
+    AcquireResult,
+    Prefetch,
+    Proceed,
+    Sweep,
+)
 from kvactors.prefix_index.settings import IndexSettings
 
 GIVEN_UP = "this request was given up"
@@ -80,8 +87,11 @@ class Requests:
         self._held.paused = False
         return [Reply(envelope, Ack(len(self._held))), *self._admit_waiting()]
 
-    def proceed(self) -> list[Action]:
-        """A turn's share of the requests that wait, for blocks or after a pause."""
+    def go_on(self, message: Proceed | Sweep) -> list[Action]:
+        """A turn's share of the requests that wait, for blocks or after a pause, or of the work
+        after a clear."""
+        if isinstance(message, Sweep):
+            return self._admission.sweep()
         return self._admission.proceed() + self._admit_waiting()
 
     def _admit_waiting(self) -> list[Action]:

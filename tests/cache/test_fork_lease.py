@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import kvactors
+from kvactors.device.base import Device
+from kvactors.device.tensors import TensorDevice
 from kvactors.errors import (
     CacheClosed,
     DeadlineExceeded,
@@ -18,6 +20,7 @@ from kvactors.errors import (
     NoRoom,
     TokensCommitted,
 )
+from kvactors.layout import GQALayout
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
 
 HOST = {"slots": 16, "transit_slots": 16}
@@ -363,9 +366,9 @@ def test_forks_from_another_thread():
 
 async def test_a_device_without_its_own_copy_goes_by_way_of_the_host():
     async with opened(device=4) as cache:
-        kvactors.Device.copy_blocks(cache.device, (), ())
+        Device.copy_blocks(cache.device, (), ())
         cache.device.fill([1], b"k" * 32)
-        kvactors.Device.copy_blocks(cache.device, (1,), (3,))
+        Device.copy_blocks(cache.device, (1,), (3,))
         assert cache.device.check([3], b"k" * 32) == []
         for sources, targets in (((1,), ()), ((1,), (4,)), ((-1,), (1,))):
             with pytest.raises(ValueError):
@@ -373,9 +376,9 @@ async def test_a_device_without_its_own_copy_goes_by_way_of_the_host():
 
 
 async def test_tensors_of_a_framework():
-    layout = kvactors.GQALayout(2, 1, 8, dtype="uint8", block_size=BLOCK)
+    layout = GQALayout(2, 1, 8, BLOCK, "uint8")
     tensors = layout.allocate(lambda shape, dtype: np.zeros(shape, dtype), 6)
-    device = kvactors.TensorDevice(layout, tensors)
+    device = TensorDevice(layout, tensors)
     async with kvactors.open(settings(device=6), device=device) as cache:
         lease = await cache.acquire("a", prompt(1, 1, tail=1))
         tensors[-1][lease.block_table[1]] = 5

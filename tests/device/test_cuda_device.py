@@ -274,3 +274,31 @@ def test_closing_never_raises(fake, driver, call):
 
 def test_device_memory_has_the_cuda_array_interface():
     assert cuda_region_of(DeviceMemory(512, (3, 2), "<V2")) == (512, (3, 2), "bfloat16", False)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("kind", ["cuda", "host"])
+def test_a_block_is_copied_to_another_in_every_region(driver, kind, name):
+    layout, names = LAYOUTS[name], bytes(range(64))
+    device = (
+        CudaDevice.allocate(layout, 6, driver=driver) if kind == "cuda" else HostDevice(layout, 6)
+    )
+    device.fill([0, 5], names)
+    device.fill([1, 2, 3, 4], bytes(128))
+    device.copy_blocks((0, 5, 5), (2, 4, 1))
+    assert device.check([0, 5, 2, 4, 1], names + names + names[32:]) == []
+    assert device.check([3], bytes(32)) == []
+    for sources, targets in (((1,), ()), ((1,), (6,)), ((-1,), (1,))):
+        with pytest.raises(ValueError):
+            device.copy_blocks(sources, targets)
+    device.close()
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyDtoDAsync", "cuStreamSynchronize"])
+def test_a_copy_that_the_driver_refuses_is_raised(fake, driver, call):
+    device = CudaDevice.allocate(LAYOUTS["gqa"], 4, driver=driver)
+    fake.fail(call, 2)
+    with pytest.raises(CudaError, match=call):
+        device.copy_blocks((0,), (1,))
+    device.copy_blocks((0,), (1,))
+    device.close()

@@ -412,7 +412,7 @@ async def test_a_context_that_breaks_fails_everything_and_hangs_nothing(fake):
         fake.gate(0)
         running = [
             asyncio.ensure_future(stand.executor.run(way, [i], [i]))
-            for i, way in enumerate(Direction)
+            for i, way in enumerate((TO_HOST, TO_DEVICE))
         ]
         await until(lambda: fake.live("running") > 0)
         fake.sticky(700)
@@ -675,3 +675,20 @@ async def test_statistics_show_the_calibration(fake):
 def test_the_size_is_the_smallest_from_which_batches_are_never_slower(batch, kernel, expected):
     timings = [Timing(4096 << i, b, k) for i, (b, k) in enumerate(zip(batch, kernel, strict=True))]
     assert choose(tuple(timings)) == expected
+
+
+async def test_a_copy_within_the_gpu_arrives_or_breaks_the_engine(fake):
+    stand = Stand(fake, SMALL)
+    await stand.executor.open()
+    stand.device.fill([0, 1], stand.names[:64])
+    assert await stand.executor.run(Direction.WITHIN, (0, 1), (5, 4)) == ()
+    assert stand.device.check([5, 4], stand.names[:64]) == []
+    assert await stand.executor.run(Direction.WITHIN, (0,), (99,)) == (0,)
+    assert stand.executor.trouble == ""
+    fake.fail("cuMemcpyDtoDAsync", 2)
+    assert await stand.executor.run(Direction.WITHIN, (0, 1), (5, 4)) == (0, 1)
+    assert "cuMemcpyDtoDAsync" in stand.executor.trouble
+    await stand.executor.close()
+    assert await stand.executor.run(Direction.WITHIN, (0,), (5,)) == (0,)
+    stand.device.close()
+    stand.arena.close()

@@ -101,11 +101,11 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "hint_of_before_a_clear",
         "prefix_index/core.py",
-        "        if (\n"
+        "        elif (\n"
         "            message.clears == self.clears.sent\n"
         "            and message.memory_generation == self.index.memory_generation\n"
         "        ):\n",
-        "        if message.memory_generation == self.index.memory_generation:\n",
+        "        elif message.memory_generation == self.index.memory_generation:\n",
         "a hint that was sent before a clear marks a block of the new tree",
         (f"{TIERS}::test_a_hint_of_before_a_clear_is_not_about_blocks_of_after_it",),
     ),
@@ -155,8 +155,10 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "report_of_a_copy_engine_is_not_checked",
         "gpu_swapper/actor.py",
-        "            checked = tuple(sorted(indices_of(failed, pairs)))\n",
-        "            checked = failed\n",
+        "            checked = tuple(sorted(indices_of(failed, pairs)))\n"
+        "            return CopyFinished(",
+        "            checked = failed\n"
+        "            return CopyFinished(",
         "a copy engine that reports anything but indices fails the data plane",
         ("tests/gpu_swapper/test_swapper_reports.py::test_the_reports_of_an_executor_are_checked",),
     ),

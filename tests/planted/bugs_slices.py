@@ -22,7 +22,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "blocks_of_a_cleared_tree_do_not_count",
         "prefix_index/index.py",
-        "        return self.pool.free + self.returning - self.reserved\n",
+        "        return self.pool.free + returning - self.reserved\n",
         "        return self.pool.free - self.reserved\n",
         "a request just after a clear gets NoRoom although nothing is in use",
         (f"{CLEAR}::test_a_request_gets_blocks_of_a_clear_at_once_and_no_more_than_it_needs",),

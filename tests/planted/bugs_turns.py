@@ -89,8 +89,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "reserved_blocks_are_free_for_others",
         "prefix_index/index.py",
-        "        return self.pool.free + self.returning - self.reserved\n",
-        "        return self.pool.free + self.returning\n",
+        "        return self.pool.free + returning - self.reserved\n",
+        "        return self.pool.free + returning\n",
         "a request that comes between two parts of a long one gets its blocks, and PrefixIndex "
         "fails",
         (WALKS, TURNS + "test_a_request_cancelled_between_two_parts_leaves_nothing"),

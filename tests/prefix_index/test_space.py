@@ -71,7 +71,7 @@ class QueueMachine(RuleBasedStateMachine):
             elif isinstance(action, Continue):
                 pending += next_part(action.work)
             elif isinstance(action, Proceed):
-                pending += self.core.requests.proceed()
+                pending += self.core.requests.go_on(Proceed())
 
     # -- rules
 
@@ -233,7 +233,7 @@ def test_shared_blocks_that_others_use_count_for_a_request_that_waits() -> None:
     assert isinstance(timer, StartTimer)
     actions = state.endings.finish(Finish(3, None), Request())
     assert [type(one) for one in messages(actions)] == [Proceed]
-    [reply] = answers(state.requests.proceed())
+    [reply] = answers(state.requests.go_on(Proceed()))
     assert reply.device_hits == 3
 
 
@@ -284,6 +284,8 @@ def test_evictions_that_come_short_are_no_refusal() -> None:
     assert list(state.admission.space.requests) == [1]
     assert not state.admission.waiting
     state.endings.finish(Finish(2, None), Request())
-    [offload] = [one for one in messages(state.requests.proceed()) if isinstance(one, Offload)]
+    [offload] = [
+        one for one in messages(state.requests.go_on(Proceed())) if isinstance(one, Offload)
+    ]
     [reply] = answers(state.offloaded(offload.op, b"\1"))
     assert len(reply.blocks) == 4

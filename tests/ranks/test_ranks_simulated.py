@@ -11,6 +11,9 @@ import pytest
 
 import kvactors
 from kvactors.config import DeviceConfig, HostConfig
+from kvactors.data_plane.ranks.moving import cannot_copy
+from kvactors.data_plane.ranks.protocol import CopyWithin
+from kvactors.device.base import DeviceBlocks
 from kvactors.ranks_config import RanksConfig
 from kvactors.testing.loop import simulate
 from tests.ranks.simulated import (
@@ -301,3 +304,35 @@ def test_a_chunk_begins_after_the_blocks_that_all_ranks_have_stored(lost):
             await at_rest(cache)
 
     simulate(main, 5)
+
+
+def test_a_last_block_is_copied_on_every_rank():
+    async def main() -> None:
+        async with led(settings(device=DeviceConfig(num_blocks=16))) as (cache, ranks):
+            lease = await cache.acquire("a", prompt(1, 1), deadline=60.0)
+            names = [bytes([rank.rank + 1]) * 32 for rank in ranks]
+            for rank, name in zip(ranks, names, strict=True):
+                rank.device.fill([lease.block_table[1]], name)
+            fork = await lease.fork()
+            assert fork.block_table[0] == lease.block_table[0]
+            for rank, name in zip(ranks, names, strict=True):
+                assert rank.device.check([fork.block_table[1]], name) == []
+            ranks[1].gate.close()
+            with pytest.raises(kvactors.DeadlineExceeded):
+                await lease.fork(deadline=1.0)
+            ranks[1].gate.open()
+            await fork.finish()
+            await lease.finish()
+            await at_rest(cache)
+
+    simulate(main, 3)
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets"),
+    [((0,), ()), ((0,), (16,)), ((-1,), (1,)), ((0, 1), (1, 2)), ((0, 1), (2, 2))],
+)
+def test_a_rank_refuses_copies_that_overlap_or_are_out_of_range(sources, targets):
+    device = DeviceBlocks("host", None, 16)
+    assert cannot_copy(CopyWithin(1, sources, targets), device)
+    assert not cannot_copy(CopyWithin(1, (0, 0), (1, 2)), device)
