@@ -4,6 +4,7 @@ has its own bytes."""
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -181,19 +182,29 @@ async def test_a_fork_waits_for_an_eviction_within_its_deadline():
             await one.finish()
 
 
-async def test_loads_in_flight_are_waited_for_by_both():
+async def test_loads_in_flight_are_waited_for_by_both(monkeypatch):
     async with opened(device=8, host=HOST) as cache:
-        await serve(cache, "a", tokens := prompt(1, 3, tail=2))
+        await serve(cache, "a", tokens := prompt(1, 4))
         await serve(cache, "b", prompt(2, 8))
+        may_load, copy = threading.Event(), cache.device.copy_to_device
+
+        def held_back(*pairs):
+            may_load.wait(30)
+            copy(*pairs)
+
+        monkeypatch.setattr(cache.device, "copy_to_device", held_back)
         lease = await cache.acquire("a", tokens)
         assert lease.pending
         fork = await lease.fork()
         again = await fork.fork()
+        assert fork.pending
+        assert again.pending
+        may_load.set()
         for one in (again, lease, fork):
             await one.wait_ready()
             assert (one.cached_tokens, one.hits.host) == (3 * BLOCK, 3)
             assert cache.device.check(list(one.block_table[:3]), one.hashes(0, 3)) == []
-        assert again.block_table[:3] == lease.block_table[:3]
+        assert again.block_table == lease.block_table
         for one in (lease, fork, again):
             await one.finish()
         assert cache.statistics().prefix.host_hits == 3

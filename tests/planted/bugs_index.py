@@ -157,8 +157,7 @@ BUGS: tuple[Mutation, ...] = (
         "gpu_swapper/actor.py",
         "            checked = tuple(sorted(indices_of(failed, pairs)))\n"
         "            return CopyFinished(",
-        "            checked = failed\n"
-        "            return CopyFinished(",
+        "            checked = failed\n            return CopyFinished(",
         "a copy engine that reports anything but indices fails the data plane",
         ("tests/gpu_swapper/test_swapper_reports.py::test_the_reports_of_an_executor_are_checked",),
     ),
