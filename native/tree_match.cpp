@@ -220,7 +220,7 @@ std::vector<u32> Tree::fork(const Path& from, Path& to) {
     to.committed = from.committed;
     to.tree = from.tree;
     for (const u32 id : to.nodes) acquire(id);
-    if (policy_ != nullptr) note_match(to, 0, to.committed);
+    if (policy_ != nullptr || memory_ != nullptr) note_match(to, 0, to.full_blocks(), Match{to.committed, {}});
     std::vector<u32> owned;
     for (std::size_t i = 0; i < blocks; ++i)
         if (to.shared[i] == 0 && to.table[i] != kNil) owned.push_back(to.table[i]);
