@@ -137,12 +137,19 @@ def _rules(config: ConfigTables) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     )
     yield (
         "host",
-        []
-        if config.host.slots or config.host.capacity_bytes is not None
-        else [(name, "without a host tier (host.slots = 0)") for name in TIER_ONLY],
+        list(_host(config)),
     )
     yield "storage", list(_storage(config))
     yield "attention_store", list(_attention_store(config))
+
+
+def _host(config: ConfigTables) -> Iterator[tuple[str, str]]:
+    host = config.host
+    if not host.slots and host.capacity_bytes is None:
+        for name in TIER_ONLY:
+            yield name, "without a host tier (host.slots = 0)"
+    if not host.staging_bytes:
+        yield "staging_min_bytes", "with host.staging_bytes = 0"
 
 
 def _layout(config: ConfigTables) -> Iterator[tuple[str, str]]:

@@ -33,6 +33,7 @@ from kvactors.setting_types import (
     ObjectCount,
     RankCount,
     Seconds,
+    Several,
     Share,
     SmallCount,
     SmallNumber,
@@ -197,6 +198,12 @@ class HostConfig(
         copy_threads: threads that move bytes between device and arena.
         dma_min_bytes: for a CUDA device, the size in bytes from which on a piece goes by the copy
             engines instead of kvactors' kernel. Measured at start if not set.
+        staging_bytes: for a CUDA device, device memory in each direction that pieces below
+            dma_min_bytes are gathered in, so that one copy moves many of them. 0: none.
+        staging_min_bytes: for a CUDA device, bytes of such pieces in a batch from which on they are
+            gathered. Measured at start if not set.
+        merge_min_blocks: for a CUDA device, neighbouring blocks in neighbouring slots from which on
+            a piece of theirs is one copy. Measured at start if not set.
     """
 
     slots: Number = 0
@@ -211,6 +218,9 @@ class HostConfig(
     numa_node: DeviceNumber | None = None
     copy_threads: Threads = 1
     dma_min_bytes: ByteCount | None = None
+    staging_bytes: ByteCount = 16 << 20
+    staging_min_bytes: ByteCount | None = None
+    merge_min_blocks: Several | None = None
 
     batch_from = Earlier("dma_min_bytes")
 

@@ -13,6 +13,7 @@ Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 Number = Annotated[int, Meta(ge=0, le=1 << 31)]
 """A count that may be zero, or a number that counts from zero."""
 
+Several = Annotated[int, Meta(ge=2, le=1 << 31)]
 SmallCount = Annotated[int, Meta(ge=1, le=1 << 20)]
 SmallNumber = Annotated[int, Meta(ge=0, le=1 << 20)]
 Dimension = Annotated[int, Meta(ge=1, le=1 << 16)]

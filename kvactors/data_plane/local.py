@@ -179,5 +179,12 @@ def make_engine(device: Device, arena: Arena, config: HostConfig, *, inline: boo
 
         if not isinstance(device, CudaDevice):
             raise DeviceError(f"a device of kind 'cuda' is no {type(device).__name__}")
-        return CudaCopyEngine(device, arena, batch_from=config.dma_min_bytes)
+        return CudaCopyEngine(
+            device,
+            arena,
+            batch_from=config.dma_min_bytes,
+            stage_from=config.staging_min_bytes,
+            merge_from=config.merge_min_blocks,
+            staging_bytes=config.staging_bytes,
+        )
     return ThreadedCopies(device, arena, config.copy_threads)

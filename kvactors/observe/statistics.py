@@ -18,7 +18,7 @@ from kvactors.system import System
 from kvactors.types import ALL_TIERS, Tier, split_hashes
 
 if TYPE_CHECKING:  # a cache without CUDA does not load it
-    from kvactors.data_plane.cuda.engine import CudaStatistics
+    from kvactors.data_plane.cuda.statistics import CudaStatistics
 
 PER_TIER = SinkFilter(int(ALL_TIERS), node=False, at_finish=False)
 """Filter of a sink that receives every event immediately, with each tier separate."""

@@ -18,8 +18,20 @@ inline thread_local Index threadIdx{0}, blockIdx{0}, blockDim{32}, gridDim{1};
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
-inline uint4 __ldcs(const uint4* from) { return *from; }
-inline void __stcs(uint4* to, uint4 value) { *to = value; }
+
+// Whether a vector access since the flag was cleared would have trapped on a GPU.
+inline thread_local bool misaligned = false;
+inline void check_vector(const void* at) { misaligned |= reinterpret_cast<unsigned long long>(at) % sizeof(uint4) != 0; }
+inline uint4 __ldcs(const uint4* from) {
+    check_vector(from);
+    uint4 value;
+    __builtin_memcpy(&value, from, sizeof value);
+    return value;
+}
+inline void __stcs(uint4* to, uint4 value) {
+    check_vector(to);
+    __builtin_memcpy(to, &value, sizeof value);
+}
 
 // Runs every thread of a kernel. The order of blocks is reversed, since nothing may depend on it.
 template <class Kernel, class... Args>

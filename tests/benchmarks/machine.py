@@ -39,7 +39,7 @@ def processor(info: str | None = None) -> str:
         text = Path("/proc/cpuinfo").read_text() if info is None else info
     except OSError:
         text = ""
-    fields = {}
+    fields: dict[str, str] = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())

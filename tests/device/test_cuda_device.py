@@ -18,7 +18,7 @@ from kvactors.device.host import HostDevice
 from kvactors.device.tensor_memory import address_of
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout import DSALayout, GQALayout, MLALayout
-from tests.support.cuda import GpuTensor, PointerTensor, stand_in
+from tests.support.cuda import GpuTensor, PointerTensor, context_again, stand_in
 
 LAYOUTS = {
     "gqa": GQALayout(2, 2, 32, 16, "float16"),
@@ -261,15 +261,12 @@ def test_closing_never_raises(fake, driver, call):
     fake.fail(call, 700)
     device.close()
     arena.close()
-    if call == "cuMemFree":
-        driver.call("cuCtxPushCurrent", 1)
-        driver.call("cuMemFree", device.tensors[-1].address)
-        driver.read("cuCtxPopCurrent")
-    elif call in {"cuMemHostUnregister", "cuStreamDestroy"}:
-        driver.call("cuCtxPushCurrent", 1)
-        driver.status("cuMemHostUnregister", arena.address)
-        driver.status("cuStreamDestroy", device._stream)
-        driver.read("cuCtxPopCurrent")
+    with context_again(driver):
+        if call == "cuMemFree":
+            driver.call("cuMemFree", device.tensors[-1].address)
+        elif call in {"cuMemHostUnregister", "cuStreamDestroy"}:
+            driver.status("cuMemHostUnregister", arena.address)
+            driver.status("cuStreamDestroy", device._stream)
 
 
 def test_device_memory_has_the_cuda_array_interface():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -13,20 +12,22 @@ from kvactors.config import Config
 from kvactors.data_plane import local
 from kvactors.data_plane.cuda import copies as cuda_copies
 from kvactors.data_plane.cuda import engine as cuda_executor
-from kvactors.data_plane.cuda.calibrate import Timing, choose
-from kvactors.data_plane.cuda.copies import BATCH_FROM
+from kvactors.data_plane.cuda.calibrate import PIECES
+from kvactors.data_plane.cuda.choice import BATCH_FROM, NEVER, Timing, choose
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
+from kvactors.data_plane.cuda.gather import STAGING_BYTES
 from kvactors.device.arena import Arena
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 from tests.support import cuda
+from tests.support.cuda_stand import SMALL, Stand, standing, until
 
 TO_HOST, TO_DEVICE = Direction.TO_HOST, Direction.TO_DEVICE
 LAYOUTS = {
     "1000 bytes": GQALayout(3, 1, 8, 125, "uint8"),
-    "1 KiB": GQALayout(3, 2, 16, 16, "float16"),
+    "1 KiB": SMALL,
     "1090 bytes": GQALayout(2, 1, 10, 109, "uint8"),
     "fp8": GQALayout(3, 4, 64, 16, quantization="block_wise_fp8"),
     "bfloat16 16 KiB": GQALayout(2, 4, 128, 16, "bfloat16"),
@@ -36,8 +37,7 @@ LAYOUTS = {
     "64 KiB": GQALayout(2, 8, 128, 32, "float16"),
     "2 MiB": GQALayout(1, 8, 128, 1024, "float16"),
 }
-SMALL = LAYOUTS["1 KiB"]
-EVERYTHING = ("device", "pinned", "streams", "events", "modules", "contexts", "current", "running")
+EVERYTHING = cuda.EVERYTHING
 
 
 @pytest.fixture
@@ -49,55 +49,37 @@ def fake():
     assert {what: fake.live(what) for what in EVERYTHING} == dict.fromkeys(EVERYTHING, 0), "leaked"
 
 
-class Stand:
-    """A device, an arena and an executor."""
-
-    def __init__(self, fake, layout, blocks=8, slots=8, **options):
-        self.fake, self.layout, self.blocks = fake, layout, blocks
-        self.device = CudaDevice.allocate(layout, blocks, driver=CudaDriver(fake.path))
-        self.arena = Arena(slots, layout.block_bytes)
-        self.executor = CudaCopyEngine(self.device, self.arena, **options)
-        self.names = np.random.default_rng(3).bytes(32 * blocks)
-
-    def name(self, ids):
-        return b"".join(self.names[32 * i : 32 * i + 32] for i in ids)
-
-    def close(self):
-        self.device.close()
-        self.arena.close()
-
-    def wrong(self, ids):
-        return self.device.check(ids, self.name(ids))
-
-
-@asynccontextmanager
-async def standing(fake, layout=SMALL, **options):
-    stand = Stand(fake, layout, **options)
-    try:
-        await stand.executor.open()
-        yield stand
-    finally:
-        fake.gate(-1)
-        await stand.executor.close()
-        stand.close()
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
 # -- bytes
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("way", ["kernel", "batch", "old batch", "singles", "measured"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "kernel",
+        "batch",
+        "old batch",
+        "singles",
+        "measured",
+        "gathered",
+        "gathered, merged",
+        "merged",
+        "merged singles",
+    ],
+)
 async def test_every_byte_survives_the_copy_to_the_host_and_back(fake, name, way):
     """In place and shuffled, with every way to copy."""
-    fake.set("version", {"old batch": 12080, "singles": 12040}.get(way, 13000))
+    old = {"old batch": 12080, "singles": 12040, "merged singles": 12040}
+    fake.set("version", old.get(way, 13000))
     layout = LAYOUTS[name]
-    batch_from = {"kernel": 1 << 40, "measured": None}.get(way, 0)
-    async with standing(fake, layout, batch_from=batch_from) as stand:
+    options = {
+        "batch_from": {"measured": None}.get(way, 1 << 40 if way[:1] in "kg" else 0),
+        "stage_from": 0 if "gathered" in way else NEVER,
+        "merge_from": 2 if "merged" in way else NEVER,
+    }
+    if way == "measured":
+        options["stage_from"] = options["merge_from"] = None
+    async with standing(fake, layout, **options) as stand:
         rng = np.random.default_rng(7)
         for shuffled in (False, True):
             ids = rng.permutation(8)[:5].tolist() if shuffled else [2, 3, 4, 5, 6]
@@ -122,12 +104,24 @@ async def test_every_byte_survives_the_copy_to_the_host_and_back(fake, name, way
             "batch": found.batches,
             "old batch": found.batches,
             "singles": found.singles,
+            "gathered": found.staged,
+            "merged": found.rectangles,
         }
-        assert {kind: count > 0 for kind, count in kinds.items() if way in kinds} == {
-            kind: kind == way or {kind, way} == {"batch", "old batch"}
-            for kind in kinds
-            if way in kinds
+        used = {kind for kind, count in kinds.items() if count}
+        expected = {
+            "kernel": {"kernel"},
+            "batch": {"batch", "old batch"},
+            "old batch": {"batch", "old batch"},
+            "singles": {"singles"},
+            # the rest of the pieces go one by one
+            "merged": {"merged", "batch", "old batch"},
+            "merged singles": {"merged", "singles"},
+            "gathered": {"gathered", "batch", "old batch"},
         }
+        if way in expected:
+            assert used == expected[way]
+        if way == "gathered, merged" and layout.block_bytes < 1 << 20:
+            assert "gathered" in used
         assert (found.bytes_to_host, found.bytes_to_device) == (
             10 * layout.block_bytes,
             10 * layout.block_bytes,
@@ -229,14 +223,10 @@ async def test_an_engines_stream_waits_for_a_layer(fake, monkeypatch):
         device, driver, executor = stand.device, stand.device.driver, stand.executor
         with device.current():
             engine, event = driver.read("cuStreamCreate", 1), driver.read("cuEventCreate", 2)
-        assert executor.newest_load == 0
-        assert not executor.wait_on(engine, 0, 5)
+        assert not executor.make_stream_wait(engine, [1], 0)
         fake.gate(0)
         running = asyncio.ensure_future(executor.run(TO_DEVICE, [1], [1]))
-        await asyncio.sleep(0)
-        token = executor.newest_load
-        await until(lambda: executor.wait_on(engine, token, 6))
-        assert not executor.wait_on(engine, token - 1, 6)
+        await until(lambda: executor.make_stream_wait(engine, [1], 1))
         with device.current():
             driver.call("cuEventRecord", event, engine)
             assert driver.status("cuEventQuery", event) == 600
@@ -248,7 +238,6 @@ async def test_an_engines_stream_waits_for_a_layer(fake, monkeypatch):
         assert not running.done()
         fake.gate(-1)
         assert await running == ()
-        assert executor.wait_on(engine, token, 7), "all is there"
         with device.current():
             driver.call("cuEventDestroy", event)
             driver.call("cuStreamDestroy", engine)
@@ -331,7 +320,9 @@ async def test_every_call_at_start_may_fail(fake, call, nth):
         assert (caught.function, caught.name) == (call, "CUDA_ERROR_OUT_OF_MEMORY")
         assert {what: fake.live(what) for what in EVERYTHING} == before
     else:
-        assert fake.calls(call) < nth or call == "cuStreamSynchronize"
+        without = stand.executor.statistics().staging_bytes < 2 * STAGING_BYTES
+        assert without == (call == "cuMemAlloc" and nth == 3), "the buffer is not needed"
+        assert fake.calls(call) < nth or call == "cuStreamSynchronize" or without
     fake.fail(call, 0, 0)
     await stand.executor.open()
     assert await stand.executor.run(TO_HOST, [1], [1]) == ()
@@ -340,6 +331,8 @@ async def test_every_call_at_start_may_fail(fake, call, nth):
 
 
 RUNNING = [
+    "cuStreamWaitEvent",
+    "cuMemcpy2DAsync",
     "cuCtxSetCurrent",
     "cuCtxPushCurrent",
     "cuMemcpyHtoDAsync",
@@ -357,14 +350,19 @@ RUNNING = [
 
 @pytest.mark.parametrize("call", RUNNING)
 @pytest.mark.parametrize("nth", [1, 2, 3])
-@pytest.mark.parametrize("way", ["kernel", "batch", "singles"])
+@pytest.mark.parametrize("way", ["kernel", "batch", "singles", "gathered"])
 @pytest.mark.parametrize("code", [2, 719])
 async def test_every_call_of_a_copy_may_fail(fake, monkeypatch, call, nth, way, code):
     """Pairs reported as arrived have arrived, no copy goes on, the failure is reported, and later
     operations fail at once."""
     monkeypatch.setattr(cuda_executor, "GROUP", 1)
     fake.set("version", 12040 if way == "singles" else 13000)
-    async with standing(fake, batch_from=1 << 40 if way == "kernel" else 0) as stand:
+    options = {
+        "batch_from": 1 << 40 if way in ("kernel", "gathered") else 0,
+        "stage_from": 0 if way == "gathered" else NEVER,
+        "merge_from": 2 if way == "gathered" else NEVER,
+    }
+    async with standing(fake, **options) as stand:
         executor, told = stand.executor, []
         executor.on_status(lambda possible, lost: told.append((possible, lost)))
         stand.device.fill(range(8), stand.names)
@@ -490,9 +488,8 @@ async def test_a_copy_that_never_ends_keeps_its_memory(fake):
             device.driver.call("cuMemFree", memory.address)
         device.driver.call("cuStreamDestroy", device._stream)
     device.driver.call("cuDevicePrimaryCtxRelease", 0)
-    device.driver.call("cuCtxPushCurrent", 1)
-    device.driver.status("cuMemHostUnregister", stand.arena.address)
-    device.driver.read("cuCtxPopCurrent")
+    with cuda.context_again(device.driver):
+        device.driver.status("cuMemHostUnregister", stand.arena.address)
 
 
 async def test_closing_waits_for_copies_in_flight(fake):
@@ -652,7 +649,7 @@ async def test_statistics_show_the_calibration(fake):
     async with standing(fake) as stand:
         found = stand.executor.statistics()
         assert len(found.timings) == 5
-        assert found.batch_from == choose(found.timings)
+        assert found.batch_from == choose(found.timings, found.run_timings, PIECES).batch_from
     fake.set("still", 1)
     async with standing(fake) as stand:
         assert stand.executor.statistics().batch_from == BATCH_FROM, (
@@ -674,7 +671,7 @@ async def test_statistics_show_the_calibration(fake):
 )
 def test_the_size_is_the_smallest_from_which_batches_are_never_slower(batch, kernel, expected):
     timings = [Timing(4096 << i, b, k) for i, (b, k) in enumerate(zip(batch, kernel, strict=True))]
-    assert choose(tuple(timings)) == expected
+    assert choose(timings, (), 64).batch_from == expected
 
 
 async def test_a_copy_within_the_gpu_arrives_or_breaks_the_engine(fake):

@@ -272,7 +272,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "copy_of_a_gpu_overtakes_its_compute",
         "data_plane/cuda/copy_queue.py",
-        '            driver.call("cuStreamWaitEvent", gpu.stream, self._ordering, 0)\n',
+        "            gpu.wait_for(self._ordering)\n",
         "            pass\n",
         "a block is stored before the model has written it",
         (GPU + "test_a_copy_begins_after_the_engines_work",),
@@ -312,8 +312,12 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "kernel_takes_rows_with_gaps",
         "data_plane/cuda/copies.py",
-        " & (device.strides == device.piece_bytes)",
-        "",
+        """\
+        by_kernel = (device.piece_bytes < choice.batch_from) & (
+            device.strides == device.piece_bytes
+        )
+""",
+        "        by_kernel = device.piece_bytes < choice.batch_from\n",
         "blocks of strided tensors are taken from the wrong places",
         (GPU + "test_strided_tensors_and_several_blocks_in_a_slot_of_two_ranks",),
     ),

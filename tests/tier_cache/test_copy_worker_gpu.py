@@ -15,6 +15,8 @@ import pytest
 
 from kvactors import CacheClosed, DeviceError, LayoutError
 from kvactors.data_plane.cuda import copy_queue
+from kvactors.data_plane.cuda.calibrate import Calibration
+from kvactors.data_plane.cuda.choice import NEVER, Choice
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.tier_cache import CopyWorker, SlotMemory
 from tests.support.cuda import EVERYTHING, Gpu, GpuTensor, PointerTensor, opened_gpu
@@ -28,6 +30,10 @@ ILLEGAL, INVALID_HANDLE, OUT_OF_MEMORY, DESTROYED = 700, 400, 2, 709
 def gpu():
     with opened_gpu() as found:
         yield found
+
+
+def chosen(batch_from: int, **more: int) -> Calibration:
+    return Calibration(Choice(batch_from, **{"stage_from": NEVER, "merge_from": NEVER, **more}))
 
 
 def block(tensors: list[Any], number: int) -> bytes:
@@ -44,7 +50,7 @@ def ended(worker: CopyWorker, *jobs: str) -> dict[Any, str]:
 @pytest.mark.parametrize("batched", [True, False], ids=["batches", "singles"])
 def test_stores_and_loads_move_every_byte(gpu, batch_from, batched, monkeypatch):
     gpu.fake.set("no cuMemcpyBatchAsync", not batched)
-    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: (batch_from, ()))
+    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: chosen(batch_from))
     driver = CudaDriver(gpu.fake.path)
     tensors = gpu.tensors(16, 100, 7, 4096)
     memory = SlotMemory(8, 5000)
@@ -69,7 +75,7 @@ def test_stores_and_loads_move_every_byte(gpu, batch_from, batched, monkeypatch)
 
 @pytest.mark.parametrize("batch_from", [0, 1 << 20])
 def test_strided_tensors_and_several_blocks_in_a_slot_of_two_ranks(gpu, batch_from, monkeypatch):
-    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: (batch_from, ()))
+    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: chosen(batch_from))
     (packed,) = gpu.tensors(8, 300)
     strided = [
         GpuTensor(packed.address + start, (8, 100), "uint8", strides=(300, 1)) for start in (0, 150)
@@ -254,7 +260,7 @@ def test_a_copy_that_could_not_be_begun_whole_fails_when_nothing_of_it_runs(
 ):
     """The slots may be reused after the result, so it must not come before the last copy."""
     small = function == "cuLaunchKernel"
-    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: (1 << 20 if small else 0, ()))
+    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: chosen(1 << 20 if small else 0))
     memory = SlotMemory(4, 64)
     worker = CopyWorker(gpu.tensors(4, 64), memory, driver=gpu.driver)
     gpu.fake.gate(0)
@@ -274,7 +280,7 @@ def test_a_copy_that_could_not_be_begun_whole_fails_when_nothing_of_it_runs(
 
 
 def test_a_bad_stream_or_lack_of_memory_copies_nothing_and_later_copies_work(gpu, monkeypatch):
-    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: (1 << 20, ()))
+    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: chosen(1 << 20))
     memory = SlotMemory(2, 64)
     tensors = gpu.tensors(2048, 64)
     worker = CopyWorker(tensors, memory, driver=gpu.driver)

@@ -1,45 +1,61 @@
-"""Calibration at start: the piece size from which on the copy engines are as fast as the kernel on
-this machine."""
+"""Calibration at start: how pieces of which sizes are copied fastest on this machine."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
 
+from kvactors.data_plane.cuda.choice import Choice, RunTiming, Timing, choose
 from kvactors.data_plane.cuda.context import quietly
-from kvactors.data_plane.cuda.copies import BATCH_FROM, Copies, Scratch
+from kvactors.data_plane.cuda.copies import Copies
 from kvactors.data_plane.cuda.driver import DEVICE_MAP, NOT_SUPPORTED, PORTABLE, TIMED, CudaError
+from kvactors.data_plane.cuda.gpu_stream import GpuStream
+from kvactors.data_plane.cuda.merging import Rectangle
+from kvactors.data_plane.cuda.scratch import Scratch
 
 SIZES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10)
 """Bytes of the pieces tried."""
+RUNS = (2, 4, 8, 16, 32)
+"""Neighbouring blocks tried, with pieces of `RUN_PIECE` bytes."""
+RUN_PIECE = 32 << 10
 PIECES = 64
 TRIES = 3
 
 
-class Timing(NamedTuple):
-    """A measurement of `PIECES` pieces there and back, the best of `TRIES`.
+class Calibration(NamedTuple):
+    """The measurements, and the choice that follows from them.
 
     Attributes:
-        piece: bytes of a piece.
-        batch: seconds by the copy engines.
-        kernel: seconds by the kernel.
+        choice: how pieces go.
+        timings: of pieces, empty if there was no choice.
+        runs: of neighbouring blocks, empty if there was no choice.
     """
 
-    piece: int
-    batch: float
-    kernel: float
+    choice: Choice = Choice()
+    timings: tuple[Timing, ...] = ()
+    runs: tuple[RunTiming, ...] = ()
 
 
-def calibrate(copies: Copies, stream: int) -> tuple[int, tuple[Timing, ...]]:
-    """The size, and the timings that it follows from. `BATCH_FROM` if there is no choice, or if the
-    timings are unusable. Records in `copies` if the driver has no batched copies. Takes about 10 ms
-    and waits for the stream. Raises CudaError."""
+def calibrate(
+    copies: Copies, gpu: GpuStream, given: Mapping[str, int] | None = None
+) -> Calibration:
+    """Measure. Takes about 20 ms and waits for the streams.
+
+    Args:
+        copies: receives whether the driver has batched copies.
+        gpu: streams of the direction to the device.
+        given: fields of `Choice` that need not be measured.
+
+    Raises:
+        CudaError: a call of the driver failed.
+    """
+    known = given or {}
     with ExitStack() as undo:
-        bench = _Bench(copies, stream, undo)
+        bench = _Bench(copies, gpu, undo)
         if copies.has_batch:
             try:
                 bench.seconds(bench.batch, SIZES[0])
@@ -47,33 +63,36 @@ def calibrate(copies: Copies, stream: int) -> tuple[int, tuple[Timing, ...]]:
                 if error.code != NOT_SUPPORTED:
                     raise
                 copies.has_batch = False
-        if copies.kernels is None or not copies.has_batch:
-            return BATCH_FROM, ()
-        timings = tuple(
-            Timing(size, bench.seconds(bench.batch, size), bench.seconds(bench.kernel, size))
-            for size in SIZES
+        if not copies.has_batch:  # a call for each copy is slower than one for a rectangle
+            return Calibration(Choice(merge_from=2)._replace(**known))
+        runs = tuple(
+            RunTiming(
+                blocks,
+                bench.seconds(bench.batch, RUN_PIECE, blocks),
+                bench.seconds(bench.rectangle, RUN_PIECE, blocks),
+            )
+            for blocks in (() if "merge_from" in known else RUNS)
         )
-    return choose(timings), timings
-
-
-def choose(timings: tuple[Timing, ...]) -> int:
-    """The smallest size from which on batches are never slower, or a size above all others if they
-    are slower at the largest one. `BATCH_FROM` if a timing is impossible."""
-    if not timings or not all(
-        0 < seconds < 10 for one in timings for seconds in (one.batch, one.kernel)
-    ):
-        return BATCH_FROM
-    best = 2 * timings[-1].piece
-    for one in reversed(timings):
-        if one.batch > one.kernel:
-            break
-        best = one.piece
-    return best
+        timings: tuple[Timing, ...] = ()
+        gathers = "stage_from" not in known
+        if copies.kernels is not None and (gathers or "batch_from" not in known):
+            timings = tuple(
+                Timing(
+                    size,
+                    bench.seconds(bench.batch, size),
+                    bench.seconds(bench.kernel, size),
+                    bench.seconds(bench.gathered, size)
+                    if gathers and bench.has_room(size)
+                    else 0.0,
+                )
+                for size in SIZES
+            )
+    return Calibration(choose(timings, runs, PIECES)._replace(**known), timings, runs)
 
 
 class _Bench:
-    def __init__(self, copies: Copies, stream: int, undo: ExitStack) -> None:
-        self.copies, self.driver, self.stream = copies, copies.driver, stream
+    def __init__(self, copies: Copies, gpu: GpuStream, undo: ExitStack) -> None:
+        self.copies, self.driver, self.gpu, self.stream = copies, copies.driver, gpu, gpu.stream
         driver, total = self.driver, PIECES * SIZES[-1]
         self.device = driver.read("cuMemAlloc", total)
         undo.callback(quietly, driver, "cuMemFree", self.device)
@@ -87,35 +106,65 @@ class _Bench:
         for _ in range(2):
             self.events.append(driver.read("cuEventCreate", TIMED))
             undo.callback(quietly, driver, "cuEventDestroy", self.events[-1])
-        undo.callback(
-            driver.status, "cuStreamSynchronize", stream
-        )  # no copy runs when the memory is freed
+        # no copy runs when the memory is freed
+        for stream in dict.fromkeys((gpu.stream, gpu.kernels)):
+            undo.callback(driver.status, "cuStreamSynchronize", stream)
 
-    def seconds(self, way: Callable[[int, bool], None], size: int) -> float:
-        """The best time of a way to copy there and back."""
+    def has_room(self, size: int) -> bool:
+        """Whether half of the buffer is large enough for the pieces."""
+        return self.gpu.buffer is not None and self.gpu.buffer.half_bytes >= PIECES * size
+
+    def seconds(
+        self, way: Callable[[int, bool, int], None], size: int, pieces: int = PIECES
+    ) -> float:
+        """The best time of a way to copy pieces there and back."""
         self.ids.host[:3] = (self.device, size, 0)
         self.ids.host[3:] = np.arange(PIECES)
         self.ids.push(PIECES + 3, self.stream)
-        return min(self._once(way, size) for _ in range(TRIES))
+        return min(self._once(way, size, pieces) for _ in range(TRIES))
 
-    def _once(self, way: Callable[[int, bool], None], size: int) -> float:
+    def _once(self, way: Callable[[int, bool, int], None], size: int, pieces: int) -> float:
         self.driver.call("cuEventRecord", self.events[0], self.stream)
-        way(size, True)
-        way(size, False)
+        way(size, True, pieces)
+        way(size, False, pieces)
         self.driver.call("cuEventRecord", self.events[1], self.stream)
         self.driver.call("cuEventSynchronize", self.events[1])
         return self.driver.elapsed(*self.events)
 
-    def batch(self, size: int, to_device: bool) -> None:
+    def batch(self, size: int, to_device: bool, pieces: int) -> None:
         """By the copy engines."""
-        steps = np.arange(PIECES) * size
+        steps = np.arange(pieces) * size
         on_device, on_host = self.device + steps, self.host + steps
         targets, sources = (on_device, on_host) if to_device else (on_host, on_device)
-        self.copies.batch(targets, sources, np.full(PIECES, size), self.stream)
+        self.copies.batch(targets, sources, np.full(pieces, size), self.stream)
 
-    def kernel(self, size: int, to_device: bool) -> None:
-        """By the kernel: a table of one piece, and as many blocks as slots."""
-        ids = self.ids.device + 24
-        self.copies.launch(
-            to_device, (self.ids.device, 1, ids, ids, PIECES, self.mapped, size), self.stream
+    def rectangle(self, size: int, to_device: bool, pieces: int) -> None:
+        """By the copy engines, all pieces at once."""
+        self.driver.copy_rectangle(
+            to_device, Rectangle(self.device, self.host, size, pieces, size, 2 * size), self.stream
         )
+
+    def kernel(self, size: int, to_device: bool, pieces: int) -> None:
+        """By the kernel."""
+        self._launch(to_device, self.mapped, size, pieces, self.stream)
+
+    def gathered(self, size: int, to_device: bool, pieces: int) -> None:
+        """By the kernel and one copy."""
+        gpu, buffer, nbytes = self.gpu, self.gpu.buffer, pieces * size
+        if buffer is None:
+            raise ValueError("there is no buffer")
+        first, last = (gpu.stream, gpu.kernels) if to_device else (gpu.kernels, gpu.stream)
+        with buffer.half(first, last) as half:
+            if to_device:
+                self.driver.call("cuMemcpyHtoDAsync", half.address, self.host, nbytes, first)
+                buffer.hand_over(half, first, last)
+                self._launch(to_device, half.address, size, pieces, last)
+            else:
+                self._launch(to_device, half.address, size, pieces, first)
+                buffer.hand_over(half, first, last)
+                self.driver.call("cuMemcpyDtoHAsync", self.host, half.address, nbytes, last)
+
+    def _launch(self, to_device: bool, slots: int, size: int, pieces: int, stream: int) -> None:
+        """A table of one piece, and as many blocks as slots."""
+        ids = self.ids.device + 24
+        self.copies.launch(to_device, (self.ids.device, 1, ids, ids, pieces, slots, size), stream)

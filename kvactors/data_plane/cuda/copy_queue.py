@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,11 +21,14 @@ from numpy.typing import NDArray
 from kvactors.actor.log import get_logger
 from kvactors.data_plane.base import CLOSE_LIMIT
 from kvactors.data_plane.cuda.calibrate import calibrate
+from kvactors.data_plane.cuda.choice import Choice
 from kvactors.data_plane.cuda.context import quietly
-from kvactors.data_plane.cuda.copies import Copies, LaneCounts, Scratch
+from kvactors.data_plane.cuda.copies import Copies, LaneCounts
 from kvactors.data_plane.cuda.driver import FATAL, NOT_READY, UNTIMED, CudaDriver, CudaError
+from kvactors.data_plane.cuda.gather import STAGING_BYTES
 from kvactors.data_plane.cuda.gpu_stream import GpuStream
 from kvactors.data_plane.cuda.host_pin import HostPin
+from kvactors.data_plane.cuda.scratch import Scratch
 from kvactors.data_plane.cuda.tensors import CudaTensors
 from kvactors.device.tensors import Rows
 from kvactors.errors import CacheClosed, DeviceError
@@ -74,6 +77,24 @@ class HostSlotPlan(NamedTuple):
     slots_per_row: int
     num_slots: int
 
+    def places(self, slots: NDArray[np.int64], block_bytes: int) -> NDArray[np.int64]:
+        """Bytes from the start of the worker's share to each slot."""
+        rows, inside = slots // self.slots_per_row, slots % self.slots_per_row
+        return rows * self.row_stride + inside * block_bytes
+
+    def step(self, block_bytes: int) -> int:
+        """Bytes from a slot to its neighbour."""
+        return block_bytes if self.slots_per_row > 1 else self.row_stride
+
+
+def check_numbers(numbers: Mapping[str, NDArray[np.int64]], limits: Mapping[str, int]) -> None:
+    """ValueError for numbers out of range, or for kinds that differ in length."""
+    if len({len(one) for one in numbers.values()}) > 1:
+        raise ValueError(f"{' and '.join(f'{name}s' for name in numbers)} differ in length")
+    for name, one in numbers.items():
+        if one.size and not (one.min() >= 0 and one.max() < limits[name]):
+            raise ValueError(f"{name} id out of range: there are {limits[name]}")
+
 
 class CudaJob:
     """A copy in flight.
@@ -110,7 +131,8 @@ class CudaCopyQueue:
         plan: the host slots.
         driver: the system's, or a stand-in.
         event_fd: whether `event_fd` becomes readable when copies have ended.
-        batch_from: bytes from which on a piece goes by the copy engines. None: measured.
+        choice: how pieces go. None: measured.
+        staging_bytes: device memory of each direction that small pieces are gathered in. 0: none.
 
     Raises:
         DeviceError: a tensor is not memory of the GPU that it names, or the tensors are on several
@@ -125,7 +147,8 @@ class CudaCopyQueue:
         *,
         driver: CudaDriver,
         event_fd: bool = False,
-        batch_from: int | None = None,
+        choice: Choice | None = None,
+        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self._plan = plan
         self._process = os.getpid()
@@ -141,7 +164,8 @@ class CudaCopyQueue:
         self.block_bytes = int(self._device.piece_bytes.sum())
         with self._device.current():
             try:
-                self._open(batch_from, UNTIMED | BLOCKING if event_fd else UNTIMED)
+                flags = UNTIMED | BLOCKING if event_fd else UNTIMED
+                self._open(choice, flags, staging_bytes)
             except BaseException:
                 self._undo.close()
                 raise
@@ -152,23 +176,30 @@ class CudaCopyQueue:
                 for way in (True, False)
             }
 
-    def _open(self, batch_from: int | None, flags: int) -> None:
+    def _open(self, choice: Choice | None, flags: int, staging_bytes: int) -> None:
         plan, driver = self._plan, self._device.driver
         pin = HostPin(self._device, plan.address, plan.nbytes)
         self._undo.callback(pin.release)
         slots = SlotBytes(plan.address + plan.offset)
-        self._copies = Copies(self._device, slots, pin.on_device + plan.offset, self._undo)
+        mapped, step = pin.on_device + plan.offset, plan.step(self.block_bytes)
+        self._copies = Copies(self._device, slots, mapped, self._undo, step)
         self._streams: dict[bool, GpuStream] = {}
         self._queues: dict[bool, deque[CudaJob]] = {}
         for to_host in (True, False):
-            self._streams[to_host] = GpuStream(driver, flags)
+            self._streams[to_host] = GpuStream(
+                driver,
+                to_device=not to_host,
+                event_flags=flags,
+                staging_bytes=staging_bytes if self._copies.kernels is not None else 0,
+            )
             self._undo.callback(self._streams[to_host].close)
             self._queues[to_host] = deque()
         self._ordering = driver.read("cuEventCreate", UNTIMED)
         self._undo.callback(quietly, driver, "cuEventDestroy", self._ordering)
-        stream = self._streams[False].stream
-        measured = calibrate(self._copies, stream)[0] if batch_from is None else batch_from
-        self._copies.split(measured, stream)
+        gpu = self._streams[False]
+        self._copies.split(
+            calibrate(self._copies, gpu).choice if choice is None else choice, gpu.stream
+        )
 
     # -- submission
 
@@ -205,7 +236,8 @@ class CudaCopyQueue:
             raise CacheClosed(
                 "the copy queue was made before a fork: make another one in the child"
             )
-        self._check(blocks, slots)
+        limits = {"block": self._device.num_blocks, "slot": self._plan.num_slots}
+        check_numbers({"block": blocks, "slot": slots}, limits)
         if self._broken:
             raise DeviceError(f"no more copies of this GPU's memory: {self._broken}")
         job = CudaJob(self._last + 1, to_host, len(blocks))
@@ -232,27 +264,20 @@ class CudaCopyQueue:
             self._watchers[to_host].submit(partial(self._watch, job))
         return job.number
 
-    def _check(self, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        if len(blocks) != len(slots):
-            raise ValueError("blocks and slots differ in length")
-        limits = ((blocks, self._device.num_blocks, "block"), (slots, self._plan.num_slots, "slot"))
-        for numbers, limit, name in limits:
-            if numbers.size and not (numbers.min() >= 0 and numbers.max() < limit):
-                raise ValueError(f"{name} id out of range: there are {limit}")
-
     def _order(self, gpu: GpuStream, stream: int | None, event: int | None) -> None:
         """Let the stream wait for the engine's work."""
         driver = self._device.driver
         if stream is not None:
             driver.call("cuEventRecord", self._ordering, stream)
-            driver.call("cuStreamWaitEvent", gpu.stream, self._ordering, 0)
+            gpu.wait_for(self._ordering)
         if event is not None:
-            driver.call("cuStreamWaitEvent", gpu.stream, event, 0)
+            gpu.wait_for(event)
 
     def _enqueue(self, job: CudaJob, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        gpu, plan = self._streams[job.to_host], self._plan
-        rows, inside = slots // plan.slots_per_row, slots % plan.slots_per_row
-        places = rows * plan.row_stride + inside * self.block_bytes
+        gpu = self._streams[job.to_host]
+        places = self._plan.places(slots, self.block_bytes)
+        order = np.argsort(places, kind="stable")  # neighbours are copied together
+        blocks, places = blocks[order], places[order]
         if self._copies.by_kernel:
             job.scratch = gpu.take_scratch(2 * len(blocks))
         try:
@@ -262,10 +287,8 @@ class CudaCopyQueue:
                     gpu.push_ids(job.scratch, blocks, places)
                     ids = job.scratch.device
                 pieces = range(len(self._device.piece_bytes))
-                self._copies.enqueue(
-                    not job.to_host, blocks, places, pieces, ids, gpu.stream, self._counts
-                )
-            self._device.driver.call("cuEventRecord", job.event, gpu.stream)
+                self._copies.enqueue(blocks, places, pieces, ids, gpu, self._counts)
+            gpu.record(job.event)
             job.recorded = True
         except CudaError as error:
             job.error = str(error)
@@ -306,9 +329,10 @@ class CudaCopyQueue:
     def _query(self, job: CudaJob) -> tuple[str, int]:
         driver = self._device.driver
         if not job.recorded:  # copies that were begun before an error end before this event
-            code = driver.status("cuEventRecord", job.event, self._streams[job.to_host].stream)
-            if code:
-                return "cuEventRecord", code
+            try:
+                self._streams[job.to_host].record(job.event, whole=True)
+            except CudaError as error:
+                return error.function, error.code
             job.recorded = True
         return "cuEventQuery", driver.status("cuEventQuery", job.event)
 
@@ -380,6 +404,7 @@ class CudaCopyQueue:
             workers.close()
             ended &= not _still_busy(workers, until)
         if ended:
+            self.take_ended()  # the memory of those that were never asked for
             with ExitStack() as entered:
                 if not self._device.driver.status("cuCtxPushCurrent", self._device.context):
                     entered.callback(self._device.driver.status, "cuCtxPopCurrent", None)

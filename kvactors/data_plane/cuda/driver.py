@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvactors.data_plane.cuda.merging import Rectangle
 from kvactors.errors import DeviceError
 
 LIBRARY = "libcuda.so.1"
+OUT_OF_MEMORY = 2
 NOT_READY = 600
 NOT_SUPPORTED = 801
 NO_KERNEL = {209, 218, 221, 222, 223, 801}
@@ -33,6 +35,12 @@ SETTLE_PAUSE = 0.01
 
 NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING: no waiting for other work on the default stream."""
+HIGH_PRIORITY = -100
+"""Priority of a stream. The driver takes the highest that it has."""
+MAX_PITCH = 11
+"""CU_DEVICE_ATTRIBUTE_MAX_PITCH, the driver's number."""
+ON_HOST, ON_DEVICE = 1, 2
+"""CUmemorytype of the sides of a rectangle."""
 TIMED, UNTIMED = 0, 2
 """Flags of events. Events without a time are cheaper."""
 PORTABLE, DEVICE_MAP = 1, 2
@@ -64,7 +72,9 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuMemHostUnregister": (_ptr,),
     "cuMemHostGetDevicePointer": (_ptr, _ptr, _u32),
     "cuPointerGetAttribute": (_ptr, _int, _u64),
+    "cuMemGetAddressRange": (_ptr, _ptr, _u64),
     "cuStreamCreate": (_ptr, _u32),
+    "cuStreamCreateWithPriority": (_ptr, _u32, _int),
     "cuStreamDestroy": (_ptr,),
     "cuStreamSynchronize": (_ptr,),
     "cuStreamWaitEvent": (_ptr, _ptr, _u32),
@@ -77,6 +87,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuMemcpyHtoDAsync": (_u64, _ptr, _u64, _ptr),
     "cuMemcpyDtoHAsync": (_ptr, _u64, _u64, _ptr),
     "cuMemcpyDtoDAsync": (_u64, _u64, _u64, _ptr),
+    "cuMemcpy2DAsync": (_ptr, _ptr),
     "cuModuleLoadData": (_ptr, ctypes.c_char_p),
     "cuModuleUnload": (_ptr,),
     "cuModuleGetFunction": (_ptr, _ptr, ctypes.c_char_p),
@@ -97,6 +108,8 @@ SUFFIXED = {
     "cuMemcpyHtoDAsync",
     "cuMemcpyDtoHAsync",
     "cuMemcpyDtoDAsync",
+    "cuMemcpy2DAsync",
+    "cuMemGetAddressRange",
 }
 """Those whose present version the library exports as NAME_v2, for drivers too old to be asked
 (before 11.3)."""
@@ -126,6 +139,29 @@ class _CopyAttributes(ctypes.Structure):
     """CUmemcpyAttributes."""
 
     _fields_ = (("order", _int), ("source", _Location), ("target", _Location), ("flags", _u32))
+
+
+class _Rectangle(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_type", _u32),
+        ("source_host", _ptr),
+        ("source_device", _u64),
+        ("source_array", _ptr),
+        ("source_pitch", ctypes.c_size_t),
+        ("target_x", ctypes.c_size_t),
+        ("target_y", ctypes.c_size_t),
+        ("target_type", _u32),
+        ("target_host", _ptr),
+        ("target_device", _u64),
+        ("target_array", _ptr),
+        ("target_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
 
 
 class CudaDriver:
@@ -272,6 +308,40 @@ class CudaDriver:
         ):
             if size:
                 self.call(function, target, source, size, stream)
+
+    def copy_rectangle(self, to_device: bool, rectangle: Rectangle, stream: int) -> None:
+        """Put a copy of rows with gaps between host and device memory on a stream. CudaError."""
+        on_device, on_host, width, height, device_pitch, host_pitch = rectangle
+        if to_device:
+            copy = _Rectangle(
+                source_type=ON_HOST,
+                source_host=on_host,
+                source_pitch=host_pitch,
+                target_type=ON_DEVICE,
+                target_device=on_device,
+                target_pitch=device_pitch,
+            )
+        else:
+            copy = _Rectangle(
+                source_type=ON_DEVICE,
+                source_device=on_device,
+                source_pitch=device_pitch,
+                target_type=ON_HOST,
+                target_host=on_host,
+                target_pitch=host_pitch,
+            )
+        copy.width, copy.height = width, height
+        self.call("cuMemcpy2DAsync", ctypes.byref(copy), stream)
+
+    def max_pitch(self, device: int) -> int:
+        """Bytes at most from a row of a rectangle to the next one. CudaError."""
+        return self.read_int("cuDeviceGetAttribute", MAX_PITCH, device)
+
+    def allocation(self, address: int) -> int:
+        """Start of the allocation that device memory belongs to. 0 if the driver does not tell."""
+        base = ctypes.c_uint64()
+        code = self.status("cuMemGetAddressRange", ctypes.byref(base), None, address)
+        return 0 if code else base.value
 
     def settle(self, context: int, stream: int) -> bool:
         """Wait without limit until no work on a stream runs any more, also after errors of the

@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.data_plane.base import CLOSE_LIMIT, Direction, Progress
-from kvactors.data_plane.cuda.calibrate import Timing, calibrate
-from kvactors.data_plane.cuda.copies import Copies, LaneCounts
+from kvactors.data_plane.cuda.calibrate import Calibration, calibrate
+from kvactors.data_plane.cuda.copies import Copies
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import FATAL, CudaError
+from kvactors.data_plane.cuda.gather import STAGING_BYTES
 from kvactors.data_plane.cuda.lane import Lane, Op
 from kvactors.data_plane.cuda.operations import Operations
+from kvactors.data_plane.cuda.statistics import CudaStatistics, statistics_of
 from kvactors.data_plane.cuda.within import copied_within
 from kvactors.data_plane.engine import CopyEngine
 from kvactors.device.arena import Arena
@@ -37,40 +39,19 @@ ABANDONED: list[Any] = []
 log = get_logger()
 
 
-class CudaStatistics(NamedTuple):
-    """Totals since `open`.
-
-    Attributes:
-        batches: calls for many copies.
-        launches: launches of the copy kernel.
-        singles: calls for one copy.
-        bytes_to_host: bytes put on the stream to the host, whether they arrived or not.
-        bytes_to_device: bytes put on the stream to the device, whether they arrived or not.
-        errors: operations that failed.
-        batch_from: bytes from which on a piece goes by the copy engines.
-        timings: the measurements behind that choice, empty if there were none.
-        has_batch: whether the driver copies many pieces with one call.
-        has_kernel: whether the copy kernel can be used.
-        broken: why copies are impossible from now on, or None.
-    """
-
-    batches: int
-    launches: int
-    singles: int
-    bytes_to_host: int
-    bytes_to_device: int
-    errors: int
-    batch_from: int
-    timings: tuple[Timing, ...]
-    has_batch: bool
-    has_kernel: bool
-    broken: str | None
-
-
 class CudaCopyEngine(CopyEngine):
-    """batch_from: bytes from which on a piece goes by the copy engines. None: measured by `open`.
-    limit: seconds `close` waits for copies in flight. Every operation fails before `open`, and
-    after an error of the driver, because the state of the GPU's work is then unknown."""
+    """Copies by streams of a GPU. Every operation fails before `open`, and after an error of the
+    driver, because the state of the GPU's work is then unknown.
+
+    Args:
+        device: the GPU's blocks.
+        arena: the host slots.
+        batch_from: see `Choice`. None: measured by `open`.
+        stage_from: likewise.
+        merge_from: likewise.
+        staging_bytes: device memory of each direction that small pieces are gathered in. 0: none.
+        limit: seconds that `close` waits for copies in flight.
+    """
 
     device: CudaDevice
 
@@ -80,21 +61,28 @@ class CudaCopyEngine(CopyEngine):
         arena: Arena,
         *,
         batch_from: int | None = None,
+        stage_from: int | None = None,
+        merge_from: int | None = None,
+        staging_bytes: int = STAGING_BYTES,
         limit: float = CLOSE_LIMIT,
     ) -> None:
         super().__init__(device, arena, 2)
-        self._batch_from = batch_from
+        settings = {
+            "batch_from": batch_from,
+            "stage_from": stage_from,
+            "merge_from": merge_from,
+        }
+        self._set = {name: value for name, value in settings.items() if value is not None}
+        self._staging_bytes = staging_bytes
         self._limit = limit
         self._undo = ExitStack()
         self._lanes: dict[Direction, Lane] = {}
-        self._timings: tuple[Timing, ...] = ()
+        self._calibration = Calibration()
         self._copies: Copies | None = None
         self._broken: str | None = None
         self._lost = self._unacknowledged = False
         self._changed: Callable[[bool, bool], None] | None = None
         self._operations = Operations(device, self._break)
-        self._loads = 0
-        self._newest: Op | None = None
 
     @property
     def trouble(self) -> str:
@@ -118,11 +106,17 @@ class CudaCopyEngine(CopyEngine):
                 lanes = {}
                 for direction in (Direction.TO_HOST, Direction.TO_DEVICE):
                     to_device = direction is Direction.TO_DEVICE
-                    lanes[direction] = Lane(copies, self.device, self.arena, to_device)
+                    lanes[direction] = Lane(
+                        copies,
+                        self.device,
+                        self.arena,
+                        to_device=to_device,
+                        staging_bytes=self._staging_bytes if copies.kernels is not None else 0,
+                    )
                     self._undo.callback(lanes[direction].close)
-                stream = lanes[Direction.TO_DEVICE].stream
-                measured, self._timings = calibrate(copies, stream)
-                copies.split(measured if self._batch_from is None else self._batch_from, stream)
+                gpu = lanes[Direction.TO_DEVICE].gpu
+                self._calibration = calibrate(copies, gpu, self._set)
+                copies.split(self._calibration.choice, gpu.stream)
             except BaseException:
                 self._copies = None
                 self._undo.close()
@@ -188,46 +182,12 @@ class CudaCopyEngine(CopyEngine):
         loop = asyncio.get_running_loop()
         load = direction is Direction.TO_DEVICE
         groups = self.layer_groups(len(blocks), GROUP) if load else self.layer_groups(1, 1 << 62)
-        self._loads += load
-        op = Op(
-            blocks, slots, groups, self._loads, progress if load else None, loop.create_future()
-        )
-        if load:
-            self._newest = op
+        op = Op(blocks, slots, groups, progress if load else None, loop.create_future())
         self._operations.start(op, lane)
         good = await wait_uncancelled(op.done)
         return () if good else tuple(range(len(blocks)))
 
     # -- for engines
-
-    @property
-    def newest_load(self) -> int:
-        """The token of the copy to the device that was begun last; 0: there was none."""
-        return self._loads
-
-    def wait_on(self, stream: int, token: int, layer: int) -> bool:
-        """Make an engine's stream wait for a layer of the newest load. Call it on the loop's
-        thread. Returns whether the stream waits, or the bytes have arrived already. False: the load
-        of `token` is not the newest, has failed, or is not on its stream yet, and the caller must
-        wait for it in another way. stream: the driver's handle. layer: the layout's number. Raises
-        CudaError, LayoutError."""
-        op = self._newest
-        index = self.device.layout.position(layer, self.device.layout.roles[0].name) // len(
-            self.device.layout.roles
-        )
-        if (
-            op is None
-            or op.token != token
-            or op.failed
-            or not (op.submitted or op.over)
-            or (op.over and op in self._operations.in_flight)
-        ):
-            return False
-        if not op.over:
-            group = next(i for i, layers in enumerate(op.groups) if index in layers)
-            with self.device.current():
-                self.device.driver.call("cuStreamWaitEvent", stream, op.events[group], 0)
-        return True
 
     def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
         """See `DataPlane`. Copies that are not on their stream yet are not waited for."""
@@ -277,22 +237,4 @@ class CudaCopyEngine(CopyEngine):
 
     def statistics(self) -> CudaStatistics:
         """A moment's picture."""
-        counts = {direction: lane.counts for direction, lane in self._lanes.items()}
-        to_host, to_device = (
-            counts.get(Direction.TO_HOST, LaneCounts()),
-            counts.get(Direction.TO_DEVICE, LaneCounts()),
-        )
-        copies = self._copies
-        return CudaStatistics(
-            to_host.batches + to_device.batches,
-            to_host.launches + to_device.launches,
-            to_host.singles + to_device.singles,
-            to_host.bytes,
-            to_device.bytes,
-            to_host.errors + to_device.errors,
-            0 if copies is None else copies.batch_from,
-            self._timings,
-            copies is not None and copies.has_batch,
-            copies is not None and copies.kernels is not None,
-            self._broken,
-        )
+        return statistics_of(self._lanes, self._copies, self._calibration, self._broken)

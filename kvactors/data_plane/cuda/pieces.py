@@ -28,6 +28,7 @@ class GpuPieces(Protocol):
 
     Attributes:
         driver: the GPU's.
+        ordinal: the GPU's number.
         regions: addresses, int64, in contract order.
         piece_bytes: bytes of a piece.
         strides: bytes from a block's piece to that of the next block.
@@ -35,10 +36,18 @@ class GpuPieces(Protocol):
     """
 
     driver: CudaDriver
+    ordinal: int
     regions: NDArray[np.int64]
     piece_bytes: NDArray[np.int64]
     strides: NDArray[np.int64]
     offsets: NDArray[np.int64]
+
+
+def allocations_of(driver: CudaDriver, regions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of each region the start of its allocation, and a different number for each whose allocation
+    the driver does not tell. The GPU's context must be current."""
+    found = [driver.allocation(address) for address in regions.tolist()]
+    return np.array([base or -1 - i for i, base in enumerate(found)], np.int64)
 
 
 def addresses(

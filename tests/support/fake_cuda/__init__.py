@@ -90,11 +90,16 @@ class FakeCuda:
 
     def calls(self, function: str) -> int:
         """Calls of a function since the last reset; "pageable" counts asynchronous copies of host
-        memory that was not pinned."""
+        memory that was not pinned, "pieces" the copies of batches."""
         return int(self._library.fake_calls(function.encode()))
+
+    def forgive(self) -> None:
+        """Forget the races so far: a test has made them on purpose."""
+        self._library.fake_forgive()
 
     def live(self, what: str) -> int:
         """How many there are: device, pinned (allocations), streams, events, modules, contexts
         (retained), current (contexts on this thread's stack), running (copies and kernels not
-        over)."""
+        over), races (pairs of copies and kernels on different streams, one of which writes what
+        the other one uses, that no event and no wait of the host orders)."""
         return int(self._library.fake_live(what.encode()))

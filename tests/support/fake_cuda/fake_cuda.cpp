@@ -4,9 +4,11 @@
 #define KVACTORS_EMULATED
 #include "block_copy.cu"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -27,27 +29,80 @@ typedef unsigned long long u64;
 typedef int Result;
 enum : Result { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
                 INVALID_PTX = 218, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
-                ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, NOT_SUPPORTED = 801 };
+                CONTEXT_IS_DESTROYED = 709, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, MISALIGNED_ADDRESS = 716,
+                NOT_SUPPORTED = 801 };
 
 const std::map<Result, const char*> kNames{
     {0, "CUDA_SUCCESS"}, {1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"}, {3, "CUDA_ERROR_NOT_INITIALIZED"},
     {100, "CUDA_ERROR_NO_DEVICE"}, {101, "CUDA_ERROR_INVALID_DEVICE"}, {201, "CUDA_ERROR_INVALID_CONTEXT"},
     {209, "CUDA_ERROR_NO_BINARY_FOR_GPU"}, {218, "CUDA_ERROR_INVALID_PTX"}, {222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION"},
     {400, "CUDA_ERROR_INVALID_HANDLE"}, {500, "CUDA_ERROR_NOT_FOUND"}, {600, "CUDA_ERROR_NOT_READY"},
-    {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
+    {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {709, "CUDA_ERROR_CONTEXT_IS_DESTROYED"}, {716, "CUDA_ERROR_MISALIGNED_ADDRESS"}, {712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
     {713, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"}, {719, "CUDA_ERROR_LAUNCH_FAILED"}, {801, "CUDA_ERROR_NOT_SUPPORTED"}};
 
+// How far each stream has come, by the stream's number: an operation happens after another one whose place in its
+// stream is not beyond the clock that the operation was submitted with.
+typedef std::map<u64, u64> Clock;
+
+void join(Clock& into, const Clock& other) {
+    for (const auto& [stream, place] : other) {
+        u64& mine = into[stream];
+        if (mine < place) mine = place;
+    }
+}
+
+struct Range {
+    u64 from, to;
+    bool operator<(const Range& other) const { return from < other.from; }
+};
+
+// Sorted, without overlaps and gaps of nothing.
+void tidy(std::vector<Range>& ranges) {
+    std::sort(ranges.begin(), ranges.end());
+    std::size_t kept = 0;
+    for (const Range& one : ranges) {
+        if (kept > 0 && one.from <= ranges[kept - 1].to)
+            ranges[kept - 1].to = std::max(ranges[kept - 1].to, one.to);
+        else
+            ranges[kept++] = one;
+    }
+    ranges.resize(kept);
+}
+
+bool overlap(const std::vector<Range>& a, const std::vector<Range>& b) {
+    for (std::size_t i = 0, j = 0; i < a.size() && j < b.size();) {
+        if (a[i].from < b[j].to && b[j].from < a[i].to) return true;
+        if (a[i].to <= b[j].to)
+            ++i;
+        else
+            ++j;
+    }
+    return false;
+}
+
+// What an operation on a stream reads and writes.
+struct Access {
+    const char* what = "";
+    u64 stream = 0, place = 0;
+    Clock clock;
+    std::vector<Range> reads, writes;
+};
+
 struct Event {
+    Clock clock;  // of the operation that it was recorded after
     u64 recorded = 0, reached = 0;  // how often it was recorded, and which of these was reached
     std::chrono::steady_clock::time_point at;
 };
 
 struct Op {
-    std::function<Result()> work;
+    std::function<Result(Access&)> work;
+    Access access;
     bool data;  // counts against the gate, and is delayed
 };
 
 struct Stream {
+    u64 number = 0;
+    Clock clock;
     std::deque<Op> ops;
     u64 submitted = 0, done = 0;
     long running = 0;  // copies and kernels not over
@@ -73,6 +128,10 @@ struct World {
     std::set<std::string*> functions;
     std::map<std::string, long> calls, settings;
     std::map<std::string, std::pair<long, Result>> faults;  // calls until the fault (negative: each) and its code
+    std::deque<Access> log;  // operations that others may still have to be ordered with
+    Clock host;              // what the host has seen the end of
+    u64 numbered = 0;
+    long races = 0;
     Result sticky = OK;
     long gate = -1, retained = 0;
     bool initialised = false;
@@ -107,7 +166,8 @@ Result entered(const char* name, bool needs_context = true) {
     }
     if (w.sticky != OK) return w.sticky;
     if (!w.initialised) return NOT_INITIALIZED;
-    if (needs_context && contexts.empty()) return INVALID_CONTEXT;
+    if (needs_context && (contexts.empty() || contexts.back() != &the_context)) return INVALID_CONTEXT;
+    if (needs_context && w.retained < 1) return CONTEXT_IS_DESTROYED;
     return OK;
 }
 #define ENTER(name, ...)                                                  \
@@ -119,6 +179,53 @@ bool inside(const std::map<u64, u64>& ranges, u64 address, u64 bytes) {
     if (after == ranges.begin()) return false;
     --after;
     return address + bytes <= after->first + after->second;
+}
+
+constexpr std::size_t kLogged = 4096;
+
+bool after(const Access& later, const Access& earlier) {
+    const auto found = later.clock.find(earlier.stream);
+    return found != later.clock.end() && found->second >= earlier.place;
+}
+
+bool conflict(const Access& a, const Access& b) {
+    return overlap(a.writes, b.writes) || overlap(a.writes, b.reads) || overlap(a.reads, b.writes);
+}
+
+// Compares an operation with those that are not ordered with it. The answer does not depend on which ran first. Under
+// the mutex.
+void look_for_races(Access&& access) {
+    World& w = world();
+    tidy(access.reads);
+    tidy(access.writes);
+    for (const Access& other : w.log)
+        if (other.stream != access.stream && !after(access, other) && !after(other, access) && conflict(access, other)) {
+            if (w.races++ == 0) std::fprintf(stderr, "stand-in: %s races with %s\n", access.what, other.what);
+        }
+    w.log.push_back(std::move(access));
+    if (w.log.size() > kLogged) w.log.pop_front();
+}
+
+// The host has seen the end of what a clock covers, so later operations come after it. Under the mutex.
+void seen(const Clock& clock) {
+    World& w = world();
+    join(w.host, clock);
+    for (const Stream* stream : w.streams)
+        if (stream->done != stream->submitted) return;  // an operation without this knowledge may still run
+    w.log.erase(std::remove_if(w.log.begin(), w.log.end(),
+                               [&](const Access& one) {
+                                   const auto found = w.host.find(one.stream);
+                                   return found != w.host.end() && found->second >= one.place;
+                               }),
+                w.log.end());
+}
+
+// Freeing memory waits for the work that uses it. Under the mutex.
+void forget_accesses(u64 address, u64 bytes) {
+    const auto gone = [&](const Range& one) { return one.from < address + bytes && address < one.to; };
+    for (Access& access : world().log)
+        for (std::vector<Range>* ranges : {&access.reads, &access.writes})
+            ranges->erase(std::remove_if(ranges->begin(), ranges->end(), gone), ranges->end());
 }
 
 void run_stream(Stream* stream) {
@@ -137,8 +244,9 @@ void run_stream(Stream* stream) {
             const long delay = op.data ? setting("delay_us", 0) : 0;
             guard.unlock();
             if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
-            const Result result = op.work();
+            const Result result = op.work(op.access);
             guard.lock();
+            if (op.data) look_for_races(std::move(op.access));
             if (result != OK && w.sticky == OK) w.sticky = result;
         }
         ++stream->done;
@@ -148,8 +256,14 @@ void run_stream(Stream* stream) {
 }
 
 // Under the mutex.
-void enqueue(Stream* stream, bool data, std::function<Result()> work) {
-    stream->ops.push_back({std::move(work), data});
+void enqueue(Stream* stream, bool data, std::function<Result(Access&)> work, const char* what = "") {
+    Access access;
+    join(stream->clock, world().host);
+    access.what = what;
+    access.stream = stream->number;
+    access.place = ++stream->clock[stream->number];
+    access.clock = stream->clock;
+    stream->ops.push_back({std::move(work), std::move(access), data});
     ++stream->submitted;
     stream->running += data;
     world().changed.notify_all();
@@ -163,14 +277,17 @@ Stream* stream_of(Stream* handle) {
     if (handle != nullptr) return handle;
     if (w.standard == nullptr) {
         w.standard = new Stream;
+        w.standard->number = ++w.numbered;
         w.standard->worker = std::thread(run_stream, w.standard);
     }
     return w.standard;
 }
 
 // What a copy does when its turn has come: the device's side may have been freed meanwhile.
-Result copy_now(u64 to, u64 from, u64 bytes, u64 device) {
+Result copy_now(u64 to, u64 from, u64 bytes, u64 device, Access& access) {
     Guard guard(world().mutex);
+    access.writes.push_back({to, to + bytes});
+    access.reads.push_back({from, from + bytes});
     if (!inside(world().device, device, bytes)) return ILLEGAL_ADDRESS;
     std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
     return OK;
@@ -181,7 +298,7 @@ Result copy_async(u64 to, u64 from, u64 bytes, u64 device, u64 host, Stream* str
     if (!known(stream)) return INVALID_HANDLE;
     if (!inside(w.device, device, bytes)) return INVALID_VALUE;
     if (!inside(w.pinned, host, bytes)) ++w.calls["pageable"];
-    enqueue(stream, true, [=] { return copy_now(to, from, bytes, device); });
+    enqueue(stream, true, [=](Access& access) { return copy_now(to, from, bytes, device, access); }, "a copy");
     return OK;
 }
 
@@ -201,6 +318,7 @@ Result batch(const char* name, const u64* to, const u64* from, const std::size_t
     if (!known(stream)) return INVALID_HANDLE;
     const std::size_t taken = wrong == OK ? count : count / 2;  // a batch refused may have begun
     std::vector<u64> copies;
+    std::vector<Range> written;
     for (std::size_t i = taken; i-- > 0;) {  // no order among the copies of a batch
         const bool up = inside(w.device, to[i], sizes[i]);
         const u64 device = up ? to[i] : from[i], host = up ? from[i] : to[i];
@@ -210,14 +328,67 @@ Result batch(const char* name, const u64* to, const u64* from, const std::size_t
         }
         if (!inside(w.pinned, host, sizes[i])) ++w.calls["pageable"];
         copies.insert(copies.end(), {to[i], from[i], sizes[i], device});
+        written.push_back({to[i], to[i] + sizes[i]});
     }
-    enqueue(stream, true, [copies] {
-        for (std::size_t i = 0; i < copies.size(); i += 4)
-            if (const Result result = copy_now(copies[i], copies[i + 1], copies[i + 2], copies[i + 3])) return result;
-        return Result(OK);
-    });
+    w.calls["pieces"] += long(taken);
+    std::sort(written.begin(), written.end());
+    for (std::size_t i = 1; i < written.size(); ++i)
+        if (written[i].from < written[i - 1].to) ++w.races;
+    enqueue(
+        stream, true,
+        [copies](Access& access) {
+            for (std::size_t i = 0; i < copies.size(); i += 4)
+                if (const Result result = copy_now(copies[i], copies[i + 1], copies[i + 2], copies[i + 3], access)) return result;
+            return Result(OK);
+        },
+        "a batch");
     if (wrong != OK && failed != nullptr) *failed = taken;
     return wrong;
+}
+
+// CUDA_MEMCPY2D.
+struct Rectangle {
+    std::size_t from_x, from_y;
+    unsigned from_type;
+    const void* from_host;
+    u64 from_device;
+    void* from_array;
+    std::size_t from_pitch, to_x, to_y;
+    unsigned to_type;
+    void* to_host;
+    u64 to_device;
+    void* to_array;
+    std::size_t to_pitch, width, height;
+};
+
+Result copy_rectangle(const Rectangle& r, Stream* stream) {
+    World& w = world();
+    constexpr unsigned kHost = 1, kDevice = 2;
+    if (!known(stream)) return INVALID_HANDLE;
+    if (!((r.from_type == kHost && r.to_type == kDevice) || (r.from_type == kDevice && r.to_type == kHost))) return INVALID_VALUE;
+    const u64 most = u64(setting("max_pitch", 0x7fffffff));
+    if (r.width == 0 || r.height == 0 || r.from_x + r.width > r.from_pitch || r.to_x + r.width > r.to_pitch ||
+        r.from_pitch > most || r.to_pitch > most || r.from_array != nullptr || r.to_array != nullptr)
+        return INVALID_VALUE;
+    const bool up = r.to_type == kDevice;
+    const u64 to = (up ? r.to_device : reinterpret_cast<u64>(r.to_host)) + r.to_y * r.to_pitch + r.to_x;
+    const u64 from = (up ? reinterpret_cast<u64>(r.from_host) : r.from_device) + r.from_y * r.from_pitch + r.from_x;
+    const u64 device = up ? to : from, host = up ? from : to;
+    const u64 device_pitch = up ? r.to_pitch : r.from_pitch, host_pitch = up ? r.from_pitch : r.to_pitch;
+    const u64 rows = r.height - 1;
+    if (!inside(w.device, device, rows * device_pitch + r.width)) return INVALID_VALUE;
+    if (!inside(w.pinned, host, rows * host_pitch + r.width)) ++w.calls["pageable"];
+    enqueue(
+        stream, true,
+        [=](Access& access) {
+            for (u64 row = 0; row <= rows; ++row)
+                if (const Result result = copy_now(to + row * r.to_pitch, from + row * r.from_pitch, r.width,
+                                                   device + row * device_pitch, access))
+                    return result;
+            return Result(OK);
+        },
+        "a copy of a rectangle");
+    return OK;
 }
 
 struct Launch {
@@ -229,8 +400,8 @@ struct Launch {
     unsigned grid, threads;
 };
 
-// Under the mutex. Every address the kernel would touch lies where it may.
-bool permitted(const Launch& l) {
+// Under the mutex. Whether every address that the kernel would touch lies where it may. Notes what it touches.
+bool permitted(const Launch& l, Access& access) {
     World& w = world();
     const auto readable = [&](const void* at, u64 bytes) {
         const u64 address = reinterpret_cast<u64>(at);
@@ -239,24 +410,34 @@ bool permitted(const Launch& l) {
     if (!readable(l.table, u64(l.pieces) * sizeof *l.table) || !readable(l.blocks, u64(l.pairs) * 8) ||
         !readable(l.ids, u64(l.pairs) * 8))
         return false;
+    const auto note = [](std::vector<Range>& ranges, u64 from, u64 bytes) { ranges.push_back({from, from + bytes}); };
+    note(access.reads, reinterpret_cast<u64>(l.table), u64(l.pieces) * sizeof *l.table);
+    note(access.reads, reinterpret_cast<u64>(l.blocks), u64(l.pairs) * 8);
+    note(access.reads, reinterpret_cast<u64>(l.ids), u64(l.pairs) * 8);
     for (long long j = 0; j < l.pairs; ++j)
         for (long long p = 0; p < l.pieces; ++p) {
             const kvactors_cuda::Piece& piece = l.table[p];
-            if (!inside(w.device, u64(piece.region + l.blocks[j] * piece.bytes), u64(piece.bytes)) ||
-                !inside(w.pinned, u64(l.slots + l.ids[j] * l.stride + piece.offset), u64(piece.bytes)))
+            const u64 block = u64(piece.region + l.blocks[j] * piece.bytes);
+            const u64 slot = u64(l.slots + l.ids[j] * l.stride + piece.offset);
+            if (!inside(w.device, block, u64(piece.bytes)) || !readable(reinterpret_cast<const void*>(slot), u64(piece.bytes)))
                 return false;
+            note(l.gather ? access.reads : access.writes, block, u64(piece.bytes));
+            note(l.gather ? access.writes : access.reads, slot, u64(piece.bytes));
         }
     return true;
 }
 
-Result launch_now(const Launch& l) {
+Result launch_now(const Launch& l, Access& access) {
+    const auto misaligned = [](const void* at) { return reinterpret_cast<u64>(at) % 8 != 0; };
+    if (misaligned(l.table) || misaligned(l.blocks) || misaligned(l.ids)) return MISALIGNED_ADDRESS;
     {
         Guard guard(world().mutex);
-        if (!permitted(l)) return ILLEGAL_ADDRESS;
+        if (!permitted(l, access)) return ILLEGAL_ADDRESS;
     }
+    kvactors_cuda::misaligned = false;
     kvactors_cuda::play(l.gather ? kvactors_gather : kvactors_scatter, l.grid, l.threads, l.table, l.pieces, l.blocks, l.ids,
                         l.pairs, l.slots, l.stride);
-    return OK;
+    return kvactors_cuda::misaligned ? MISALIGNED_ADDRESS : OK;
 }
 
 }  // namespace
@@ -316,12 +497,19 @@ API void fake_forget() {
         w.allocated.clear();
         w.pinned.clear();
         w.retained = 0;
+        w.log.clear();
         w.changed.notify_all();
     }
     for (Stream* stream : ended) {
         stream->worker.join();
         delete stream;
     }
+}
+// Races that a test has made on purpose.
+API void fake_forgive() {
+    Guard guard(world().mutex);
+    world().races = 0;
+    world().log.clear();
 }
 API long fake_calls(const char* name) {
     Guard guard(world().mutex);
@@ -338,6 +526,7 @@ API long fake_live(const char* what) {
     if (name == "modules") return long(w.modules.size());
     if (name == "contexts") return w.retained;
     if (name == "current") return long(contexts.size());
+    if (name == "races") return w.races;
     long running = 0;
     for (const Stream* stream : w.streams) running += stream->running;
     return running;
@@ -374,6 +563,7 @@ API Result cuDeviceGetName(char* name, int bytes, int) {
 API Result cuDeviceGetAttribute(int* value, int attribute, int) {
     ENTER("cuDeviceGetAttribute", false);
     *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 16 ? 132 : 1;
+    if (attribute == 11) *value = int(setting("max_pitch", 0x7fffffff));
     return OK;
 }
 API Result cuDevicePrimaryCtxRetain(void** context, int) {
@@ -425,7 +615,10 @@ API Result cuMemAlloc_v2(u64* address, std::size_t bytes) {
 }
 API Result cuMemFree_v2(u64 address) {
     ENTER("cuMemFree");
-    if (world().device.erase(address) == 0) return INVALID_VALUE;
+    const auto found = world().device.find(address);
+    if (found == world().device.end()) return INVALID_VALUE;
+    forget_accesses(address, found->second);
+    world().device.erase(found);
     world().owner.erase(address);
     std::free(reinterpret_cast<void*>(address));
     return OK;
@@ -442,6 +635,7 @@ API Result cuMemFreeHost(void* address) {
     ENTER("cuMemFreeHost");
     const u64 key = reinterpret_cast<u64>(address);
     if (world().allocated.erase(key) == 0) return INVALID_VALUE;
+    forget_accesses(key, world().pinned[key]);
     world().pinned.erase(key);
     std::free(address);
     return OK;
@@ -458,13 +652,25 @@ API Result cuMemHostRegister_v2(void* address, std::size_t bytes, unsigned) {
 API Result cuMemHostUnregister(void* address) {
     ENTER("cuMemHostUnregister");
     const u64 key = reinterpret_cast<u64>(address);
-    if (world().allocated.count(key) != 0 || world().pinned.erase(key) == 0) return NOT_REGISTERED;
+    const auto found = world().pinned.find(key);
+    if (world().allocated.count(key) != 0 || found == world().pinned.end()) return NOT_REGISTERED;
+    forget_accesses(key, found->second);
+    world().pinned.erase(found);
     return OK;
 }
 API Result cuMemHostGetDevicePointer_v2(u64* device, void* address, unsigned) {
     ENTER("cuMemHostGetDevicePointer");
     if (!inside(world().pinned, reinterpret_cast<u64>(address), 1)) return INVALID_VALUE;
     *device = reinterpret_cast<u64>(address);
+    return OK;
+}
+API Result cuMemGetAddressRange_v2(u64* base, std::size_t* bytes, u64 address) {
+    ENTER("cuMemGetAddressRange");
+    auto found = world().device.upper_bound(address);
+    if (found == world().device.begin() || !inside(world().device, address, 1)) return NOT_FOUND;
+    --found;
+    if (base != nullptr) *base = found->first;
+    if (bytes != nullptr) *bytes = found->second;
     return OK;
 }
 API Result cuPointerGetAttribute(void* value, int attribute, u64 address) {
@@ -478,9 +684,19 @@ API Result cuPointerGetAttribute(void* value, int attribute, u64 address) {
     return OK;
 }
 
+API Result cuStreamCreateWithPriority(Stream** stream, unsigned flags, int) {
+    ENTER("cuStreamCreateWithPriority");
+    if (flags > 1) return INVALID_VALUE;
+    *stream = new Stream;
+    (*stream)->number = ++world().numbered;
+    world().streams.insert(*stream);
+    (*stream)->worker = std::thread(run_stream, *stream);
+    return OK;
+}
 API Result cuStreamCreate(Stream** stream, unsigned) {
     ENTER("cuStreamCreate");
     *stream = new Stream;
+    (*stream)->number = ++world().numbered;
     world().streams.insert(*stream);
     (*stream)->worker = std::thread(run_stream, *stream);
     return OK;
@@ -502,7 +718,9 @@ API Result cuStreamSynchronize(Stream* stream) {
     World& w = world();
     if (!known(stream)) return INVALID_HANDLE;
     const u64 target = stream->submitted;
+    const Clock clock = stream->clock;
     w.changed.wait(guard, [&] { return w.sticky != OK || stream->done >= target; });
+    if (w.sticky == OK) seen(clock);
     return w.sticky;
 }
 API Result cuStreamQuery(Stream* stream) {
@@ -518,7 +736,8 @@ API Result cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
     if (!known(stream) || found == w.events.end()) return INVALID_HANDLE;
     const std::shared_ptr<Event> kept = found->second;
     const u64 target = kept->recorded;
-    enqueue(stream, false, [kept, target] {
+    join(stream->clock, kept->clock);
+    enqueue(stream, false, [kept, target](Access&) {
         World& inner = world();
         Guard lock(inner.mutex);
         inner.changed.wait(lock, [&] { return inner.sticky != OK || kept->reached >= target; });
@@ -530,7 +749,7 @@ API Result cuLaunchHostFunc(Stream* stream, void (*function)(void*), void* data)
     ENTER("cuLaunchHostFunc");
     stream = stream_of(stream);
     if (!known(stream)) return INVALID_HANDLE;
-    enqueue(stream, true, [=] {
+    enqueue(stream, true, [=](Access&) {
         function(data);
         return Result(OK);
     });
@@ -555,7 +774,9 @@ API Result cuEventRecord(Event* event, Stream* stream) {
     if (!known(stream) || found == world().events.end()) return INVALID_HANDLE;
     const std::shared_ptr<Event> kept = found->second;
     const u64 number = ++kept->recorded;
-    enqueue(stream, false, [kept, number] {
+    join(stream->clock, world().host);
+    kept->clock = stream->clock;
+    enqueue(stream, false, [kept, number](Access&) {
         Guard lock(world().mutex);
         kept->reached = number;
         kept->at = std::chrono::steady_clock::now();
@@ -567,13 +788,17 @@ API Result cuEventRecord(Event* event, Stream* stream) {
 API Result cuEventQuery(Event* event) {
     ENTER("cuEventQuery");
     if (world().events.count(event) == 0) return INVALID_HANDLE;
-    return event->reached == event->recorded ? OK : NOT_READY;
+    if (event->reached != event->recorded) return NOT_READY;
+    seen(event->clock);
+    return OK;
 }
 API Result cuEventSynchronize(Event* event) {
     ENTER("cuEventSynchronize");
     World& w = world();
     if (w.events.count(event) == 0) return INVALID_HANDLE;
-    w.changed.wait(guard, [&] { return w.sticky != OK || event->reached == event->recorded; });
+    const std::shared_ptr<Event> kept = w.events[event];
+    w.changed.wait(guard, [&] { return w.sticky != OK || kept->reached == kept->recorded; });
+    if (w.sticky == OK) seen(kept->clock);
     return w.sticky;
 }
 API Result cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
@@ -596,7 +821,7 @@ API Result cuMemcpyDtoDAsync_v2(u64 to, u64 from, std::size_t bytes, Stream* str
     ENTER("cuMemcpyDtoDAsync");
     if (!known(stream)) return INVALID_HANDLE;
     if (!inside(world().device, to, bytes) || !inside(world().device, from, bytes)) return INVALID_VALUE;
-    enqueue(stream, true, [=] { return copy_now(to, from, bytes, from); });
+    enqueue(stream, true, [=](Access& access) { return copy_now(to, from, bytes, from, access); }, "a copy within");
     return OK;
 }
 API Result cuMemcpyBatchAsync(u64* to, u64* from, std::size_t* sizes, std::size_t count, Attributes* attributes,
@@ -606,6 +831,11 @@ API Result cuMemcpyBatchAsync(u64* to, u64* from, std::size_t* sizes, std::size_
 API Result cuMemcpyBatchAsync_v2(const u64* to, const u64* from, const std::size_t* sizes, std::size_t count,
                                  Attributes* attributes, std::size_t* starts, std::size_t kinds, Stream* stream) {
     return batch("cuMemcpyBatchAsync", to, from, sizes, count, attributes, starts, kinds, nullptr, stream);
+}
+
+API Result cuMemcpy2DAsync_v2(const Rectangle* rectangle, Stream* stream) {
+    ENTER("cuMemcpy2DAsync");
+    return copy_rectangle(*rectangle, stream);
 }
 
 API Result cuModuleLoadData(Module** module, const void* image) {
@@ -649,7 +879,7 @@ API Result cuLaunchKernel(std::string* function, unsigned grid, unsigned grid_y,
     l.gather = *function == "kvactors_gather";
     l.grid = grid;
     l.threads = threads;
-    enqueue(stream, true, [l] { return launch_now(l); });
+    enqueue(stream, true, [l](Access& access) { return launch_now(l, access); }, l.gather ? "a gather" : "a scatter");
     return OK;
 }
 

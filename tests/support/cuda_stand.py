@@ -1,0 +1,62 @@
+"""A copy engine on the stand-in driver, with its device and its arena."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from kvactors.data_plane.cuda.choice import NEVER
+from kvactors.data_plane.cuda.device import CudaDevice
+from kvactors.data_plane.cuda.driver import CudaDriver
+from kvactors.data_plane.cuda.engine import CudaCopyEngine
+from kvactors.device.arena import Arena
+from kvactors.layout import GQALayout
+from tests.support.fake_cuda import FakeCuda
+
+SMALL = GQALayout(3, 2, 16, 16, "float16")
+"""Pieces of 1 KiB."""
+
+
+class Stand:
+    """A device, an arena and an executor."""
+
+    def __init__(
+        self, fake: FakeCuda, layout: Any, blocks: int = 8, slots: int = 8, **options: Any
+    ) -> None:
+        options = {"merge_from": NEVER, "stage_from": NEVER, **options}
+        self.fake, self.layout, self.blocks = fake, layout, blocks
+        self.device = CudaDevice.allocate(layout, blocks, driver=CudaDriver(fake.path))
+        self.arena = Arena(slots, layout.block_bytes)
+        self.executor = CudaCopyEngine(self.device, self.arena, **options)
+        self.names = np.random.default_rng(3).bytes(32 * blocks)
+
+    def name(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self.names[32 * i : 32 * i + 32] for i in ids)
+
+    def close(self) -> None:
+        self.device.close()
+        self.arena.close()
+
+    def wrong(self, ids: Sequence[int]) -> list[int]:
+        return self.device.check(ids, self.name(ids))
+
+
+@asynccontextmanager
+async def standing(fake: FakeCuda, layout: Any = SMALL, **options: Any) -> AsyncIterator[Stand]:
+    stand = Stand(fake, layout, **options)
+    try:
+        await stand.executor.open()
+        yield stand
+    finally:
+        fake.gate(-1)
+        await stand.executor.close()
+        stand.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
