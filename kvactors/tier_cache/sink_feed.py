@@ -89,8 +89,9 @@ class SinkFeed:
         self._put(BlocksRemoved(b"".join(names), tier, reason))
         self._book.release(name for name in names if not self._is_held(name))
 
-    def finish(self, path: PathCached) -> None:
-        """A request has finished: gains that a sink wants only then are due now."""
+    def announce(self, path: PathCached) -> None:
+        """A request has computed or finished a path, for sinks that tell the two apart. The blocks
+        are recorded and described as well."""
         self._put(path)
 
     def describe(self, path: DescribedPath) -> None:

@@ -55,13 +55,9 @@ class IndexReports:
 
     def added(self, record: RequestRecord, count: int) -> None:
         """The last `count` blocks of a request are on the device."""
-        start = len(record.nodes) - count
+        start, stop = len(record.nodes) - count, len(record.nodes)
+        self._announce(record, start, Reason.COMMIT)  # before they are described: not finished yet
         keys = [node.hash for node in record.nodes[start:]]
-        self._describe(record, start, keys)
-        self._feed.record(Tier.DEVICE, True, keys, Reason.COMMIT)
-
-    def _describe(self, record: RequestRecord, start: int, keys: list[bytes]) -> None:
-        stop = start + len(keys)
         self._feed.describe(
             DescribedPath(
                 keys,
@@ -72,25 +68,29 @@ class IndexReports:
                 {i - start: extra for i, extra in record.path.extra_keys(start, stop)},
             )
         )
+        self._feed.record(Tier.DEVICE, True, keys, Reason.COMMIT)
 
     def finished(self, record: RequestRecord) -> None:
         """A request has finished: its path from block 0 on is on this node."""
-        count = len(record.nodes)
-        if count:
-            self._feed.finish(
-                PathCached(
-                    root=record.root,
-                    tokens=record.path.tokens(0, count),
-                    hashes=record.path.hashes(0, count),
-                    start=0,
-                    count=count,
-                    tier=Tier.DEVICE,
-                    reason=Reason.REQUEST_FINISH,
-                    parent=record.root,
-                    scope=PLAIN,
-                    extra_keys=record.path.extra_keys(0, count),
-                )
+        if record.nodes:
+            self._announce(record, 0, Reason.REQUEST_FINISH)
+
+    def _announce(self, record: RequestRecord, start: int, reason: Reason) -> None:
+        stop = len(record.nodes)
+        self._feed.announce(
+            PathCached(
+                root=record.root,
+                tokens=record.path.tokens(start, stop),
+                hashes=record.path.hashes(start, stop),
+                start=start,
+                count=stop - start,
+                tier=Tier.DEVICE,
+                reason=reason,
+                parent=record.nodes[start - 1].hash if start else record.root,
+                scope=PLAIN,
+                extra_keys=record.path.extra_keys(start, stop),
             )
+        )
 
     def removed(self, blocks: Sequence[IndexedBlock], reason: Reason) -> None:
         """Blocks have left the device, children before parents."""

@@ -16,7 +16,7 @@ from kvactors.integrations.fastdeploy.tensor_names import (
     RankTensors,
     tensors_by_rank,
 )
-from kvactors.tier_cache import CopyWorker, SlotMemory, TierCache, TierConfig
+from kvactors.tier_cache import SlotMemory, TierCache, TierConfig
 from kvactors.tier_cache.settings import checked_config
 from kvactors.tier_cache.stores import make_storage
 
@@ -104,7 +104,6 @@ def open_lower_tiers(
     tensors: EngineTensors,
     *,
     stream: Callable[[], int | None],
-    worker: Callable[..., CopyWorker] = CopyWorker,
 ) -> LowerTiers | None:
     """Open host memory and storage. None if neither is configured, or AttentionStore alone.
 
@@ -129,9 +128,7 @@ def open_lower_tiers(
     store = make_storage(config, memory=memory) if stored else None
 
     def copies_to(place: SlotMemory) -> RankCopies:
-        return RankCopies(
-            tensors.ordered, place, threads=options.copy_threads, stream=stream, worker=worker
-        )
+        return RankCopies(tensors.ordered, place, threads=options.copy_threads, stream=stream)
 
     tiers = TierCache(config, host, storage=store)
     with ExitStack() as opened:

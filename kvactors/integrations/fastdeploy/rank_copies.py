@@ -23,7 +23,6 @@ class RankCopies:
         threads: copying threads for each rank, for tensors in host memory.
         stream: gives the handle of the GPU stream that a copy comes after, None for tensors in host
             memory.
-        worker: makes the worker of one rank.
 
     Attributes:
         num_blocks: device blocks that every tensor has.
@@ -42,7 +41,6 @@ class RankCopies:
         *,
         threads: int,
         stream: Callable[[], int | None] = lambda: None,
-        worker: Callable[..., CopyWorker] = CopyWorker,
     ) -> None:
         self._stream = stream
         self._jobs = count()
@@ -50,7 +48,7 @@ class RankCopies:
         self.block_bytes = 0
         try:
             for tensors in ranks:
-                one = worker(tensors, memory, offset=self.block_bytes, threads=threads)
+                one = CopyWorker(tensors, memory, offset=self.block_bytes, threads=threads)
                 self._workers.append(one)
                 self.block_bytes += one.block_bytes
         except BaseException:

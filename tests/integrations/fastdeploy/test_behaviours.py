@@ -1,0 +1,521 @@
+"""The behaviours of FastDeploy's manager that a replacement keeps, one test each, and those of its
+defects that this one does not have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvactors.errors import ConfigError, NoRoom
+from kvactors.integrations.fastdeploy.hit_rates import WINDOW
+from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
+
+A, B, C = list(range(8)), list(range(100, 108)), list(range(200, 208))
+
+
+class Gauges:
+    """FastDeploy's `main_process_metrics`."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(set=lambda value: self.values.__setitem__(name, value))
+
+
+# -- blocks
+
+
+def test_a_fresh_pool_gives_ids_0_and_1_and_the_gauge_falls(engine):
+    gauges = Gauges()
+    manager = engine(gpu=4, cpu=2, gauges=gauges).manager
+    assert manager.allocate_gpu_blocks(2, "a") == [0, 1]
+    assert gauges.values["free_gpu_block_num"] == 2
+    assert gauges.values["max_gpu_block_num"] == 4
+    assert gauges.values["max_cpu_block_num"] == 2
+    assert gauges.values["available_gpu_resource"] == 0.5
+
+
+def test_lower_ids_come_first_again_after_they_were_returned(engine):
+    manager = engine(gpu=6).manager
+    manager.allocate_gpu_blocks(5, "a")
+    manager.recycle_gpu_blocks([3, 1], "a")
+    assert manager.allocate_gpu_blocks(3, "b") == [1, 3, 5]
+
+
+def test_too_few_free_blocks_evict_and_then_answer(engine):
+    one = engine(gpu=4)
+    one.serve("a", A)
+    assert len(one.free_blocks) == 2
+    assert not one.manager.can_allocate_gpu_blocks(3, try_free_gpu_blocks=False)
+    assert one.manager.can_allocate_gpu_blocks(3)
+    assert len(one.free_blocks) == 3
+    assert not one.manager.can_allocate_gpu_blocks(5)
+    assert len(one.free_blocks) == 3, "an answer of no has evicted blocks"
+
+
+def test_more_blocks_than_are_free_are_refused_before_anything_is_taken(engine):
+    manager = engine(gpu=3).manager
+    with pytest.raises(NoRoom, match="4 device blocks needed, 3 available"):
+        manager.allocate_gpu_blocks(4, "a")
+    assert len(manager.gpu_free_block_list) == 3
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (8, 2), (5, 2), (1, 1)])
+def test_required_blocks_are_rounded_up(engine, tokens, blocks):
+    assert engine(gpu=1).manager.get_required_block_num(tokens, BLOCK_SIZE) == blocks
+
+
+def test_the_pool_follows_a_change_of_the_cache_config(engine):
+    one = engine(gpu=4)
+    one.config.cache_config.total_block_num = 7
+    one.manager.update_cache_config(one.config.cache_config)
+    assert one.manager.num_gpu_blocks == 7
+    assert one.manager.allocate_gpu_blocks(7, "a") == list(range(7))
+    one.config.cache_config.total_block_num = 8
+    with pytest.raises(ConfigError, match="7 and cannot become 8: 7 blocks are in use"):
+        one.manager.update_cache_config(one.config.cache_config)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "owner", "text"),
+    [
+        ([0], "a", "block 0 of 4 is free already"),
+        ([9], "a", "block 9 of 4 is out of range"),
+        ([-1], "a", "block -1 of 4 is out of range"),
+        ([1, 1], "a", "a block is named twice"),
+        ([1], "b", "block 2 is held for request 'a', not 'b'"),
+        ([3], "c", "block 3 of 4 is in the prefix cache, not the engine's"),
+    ],
+)
+def test_a_block_that_the_engine_does_not_hold_is_refused(engine, blocks, owner, text):
+    one = engine(gpu=4)
+    manager = one.manager
+    manager.allocate_gpu_blocks(3, "a")
+    one.prefill(Request("c", C[:4]))
+    manager.recycle_gpu_blocks([0], "a")
+    with pytest.raises(ValueError, match=text):
+        manager.recycle_gpu_blocks([2, *blocks], "a" if owner == "c" else owner)
+    manager.check()
+    assert one.free_blocks == [0], "a refused call has changed something"
+
+
+# -- matches
+
+
+def test_device_blocks_come_first_then_those_of_the_host(engine):
+    one = engine(gpu=4, cpu=4)
+    one.serve("a", A)
+    one.manager.free_block_ids(1)  # the deeper block moves to the host
+    metrics = one.prefill(Request("b", [*A, 1]))
+    assert (metrics["gpu_match_token_num"], metrics["cpu_match_token_num"]) == (4, 4)
+    assert metrics["match_gpu_block_ids"] == [0]
+    assert len(metrics["gpu_recv_block_ids"]) == 1
+    assert metrics["cpu_cache_prepare_time"] > 0
+
+
+def test_loaded_and_extra_blocks_are_counted(engine):
+    one = engine(gpu=6, cpu=4)
+    one.serve("a", A)
+    one.manager.free_block_ids(2)
+    request = Request("b", [*A, 1, 2, 3, 4, 5])
+    metrics = one.prefill(request)
+    assert len(metrics["gpu_recv_block_ids"]) == 2
+    assert len(request.block_tables) == 4
+    assert not one.wrong(request, 13)
+
+
+def test_host_blocks_without_room_on_the_device_are_an_error_that_holds_nothing(engine):
+    one = engine(gpu=4, cpu=4)
+    one.serve("a", A)
+    one.manager.free_block_ids(2)
+    taken = one.manager.allocate_gpu_blocks(3, "other")
+    for _ in range(3):
+        with pytest.raises(NoRoom):
+            one.match(Request("b", [*A, 1]))
+    assert one.room == 1
+    one.manager.recycle_gpu_blocks(taken, "other")
+    assert one.prefill(Request("b", [*A, 1]))["cpu_match_token_num"] == 8
+
+
+def test_a_prompt_may_be_an_array(engine):
+    one = engine(gpu=4)
+    one.serve("a", np.array(A, np.int64))
+    assert one.serve("b", [np.int32(token) for token in A])["gpu_match_token_num"] == 8
+
+
+def test_rates_start_from_zero_at_request_10000(engine):
+    one = engine(gpu=4)
+    one.serve("a", A)
+    one.manager.metrics.req_count = WINDOW - 2
+    one.serve("b", A)
+    assert one.manager.metrics.hit_req_count == 1
+    one.serve("c", A)
+    assert one.manager.metrics.req_count == one.manager.metrics.hit_req_count == 0
+    assert one.manager.metrics.hit_token_ratio == 0.0
+    assert one.manager.statistics().gpu_tokens == 16, "counters only grow"
+
+
+def test_a_request_without_tokens_divides_nothing(engine):
+    one = engine(gpu=2)
+    assert one.match(Request("a", []))[:2] == ([], 0)
+    assert one.manager.metrics.hit_token_ratio == 0.0
+
+
+def test_a_match_of_a_host_block_brings_it_to_the_device_and_keeps_it(engine):
+    one = engine(gpu=2, cpu=2)
+    one.serve("a", A)
+    one.manager.free_block_ids(2)
+    request = Request("b", A)
+    one.match(request)
+    assert not one.wrong(request, 8)
+    assert not one.manager.can_allocate_gpu_blocks(1), "a held block was evicted"
+
+
+def test_a_block_that_has_just_left_the_device_is_found_again(engine):
+    one = engine(gpu=3, cpu=1)
+    for number in range(5):
+        one.serve(f"a{number}", A[:4])
+        one.manager.free_block_ids(1)
+    assert one.prefill(Request("b", A))["cpu_match_token_num"] == 4
+
+
+def test_media_are_part_of_a_blocks_identity(engine):
+    one = engine(gpu=8)
+    media = [(2, 4, "cat")]
+    one.serve("a", A, media)
+    assert one.serve("b", A, [(2, 4, "dog")])["gpu_match_token_num"] == 0
+    assert one.serve("c", A, [(3, 4, "cat")])["gpu_match_token_num"] == 0
+    assert one.serve("d", A)["gpu_match_token_num"] == 0
+    assert one.serve("e", A, media)["gpu_match_token_num"] == 8
+
+
+@pytest.mark.parametrize(
+    ("place", "blocks"),
+    [
+        ((0, 4), {0}),
+        ((3, 2), {0, 1}),
+        ((4, 4), {1}),
+        ((7, 1), {1}),
+        ((0, 8), {0, 1}),
+        ((3, 1), {0}),
+    ],
+)
+def test_media_belong_to_the_blocks_that_they_overlap(engine, place, blocks):
+    one = engine(gpu=8)
+    one.serve("a", A)
+    matched = one.serve("b", A, [(*place, "image")])["gpu_match_token_num"]
+    assert matched == min(blocks) * BLOCK_SIZE
+
+
+def test_output_blocks_with_media_before_them_are_found(engine):
+    one = engine(gpu=8)
+    request = Request("a", A[:6], [(1, 2, "cat")])
+    one.prefill(request)
+    request.block_tables += one.manager.allocate_gpu_blocks(1, "a")
+    request.output_token_ids += [7, 7, 7, 7]
+    one.manager.cache_output_blocks(request, BLOCK_SIZE)
+    one.free(request)
+    follow = Request("b", request.tokens, [(1, 2, "cat")])
+    assert one.match(follow)[1] == 8
+
+
+# -- commits
+
+
+def test_a_chunk_counts_its_full_blocks(engine):
+    one = engine(gpu=4)
+    request = Request("a", list(range(11)))
+    one.prefill(request)
+    assert request.num_cached_blocks == 2
+    one.free(request)
+    assert one.match(Request("b", list(range(11))))[1] == 8
+
+
+def test_a_tail_stays_the_engines_and_is_returned_once(engine):
+    one = engine(gpu=2)
+    request = Request("a", [1, 2, 3])
+    one.prefill(request)
+    assert request.num_cached_blocks == 0
+    one.free(request)
+    assert one.free_blocks == [0, 1]
+    one.manager.check()
+
+
+def test_a_block_of_two_requests_has_one_owner(engine):
+    """FastDeploy replaced the first block, which nothing could reach any more."""
+    one = engine(gpu=8)
+    first, second = Request("a", A), Request("b", A)
+    one.match(first)
+    one.match(second)
+    for request in (first, second):
+        request.block_tables = one.manager.allocate_gpu_blocks(2, request.request_id)
+        one.manager.update_cache_blocks(request, BLOCK_SIZE, 8)
+    assert first.num_cached_blocks == second.num_cached_blocks == 2
+    assert one.match(Request("c", A))[0] == first.block_tables
+    one.manager.check()
+    one.free(second)
+    assert one.free_blocks == [2, 3, 4, 5, 6, 7]
+    one.free(first)
+    assert one.room == 6, "the third request holds 2"
+
+
+def test_output_replaces_a_host_copy(engine):
+    one = engine(gpu=4, cpu=2)
+    one.serve("a", A)
+    one.manager.free_block_ids(2)
+    request = Request("b", A[:3])
+    one.prefill(request)
+    request.output_token_ids += [3, 4, 5, 6, 7, 9]
+    request.block_tables += one.manager.allocate_gpu_blocks(2, "b")
+    one.manager.cache_output_blocks(request, BLOCK_SIZE)
+    assert request.num_cached_blocks == 2
+    assert request.block_tables[:2] == one.match(Request("c", [*A, 9]))[0]
+
+
+def test_the_last_output_token_is_not_computed(engine):
+    one = engine(gpu=4)
+    request = Request("a", A[:6])
+    one.prefill(request)
+    request.output_token_ids += [6, 7]
+    one.manager.cache_output_blocks(request, BLOCK_SIZE)
+    assert request.num_cached_blocks == 1, "token 7 was never an input"
+    request.output_token_ids += [8]
+    request.block_tables += one.manager.allocate_gpu_blocks(1, "a")
+    one.manager.cache_output_blocks(request, BLOCK_SIZE)
+    assert request.num_cached_blocks == 2
+
+
+@pytest.mark.parametrize("call", ["update_cache_blocks", "cache_output_blocks"])
+def test_a_table_without_the_blocks_is_refused(engine, call):
+    one = engine(gpu=4)
+    request = Request("a", [*A, 1])
+    one.match(request)
+    request.block_tables = one.manager.allocate_gpu_blocks(1, "a")
+    extra = (8,) if call == "update_cache_blocks" else ()
+    with pytest.raises(ValueError, match="has 1 blocks, and 2 are full"):
+        getattr(one.manager, call)(request, BLOCK_SIZE, *extra)
+    request.block_tables = [0, 3]
+    with pytest.raises(ValueError, match="block 3 of 4 is free already"):
+        getattr(one.manager, call)(request, BLOCK_SIZE, *extra)
+    with pytest.raises(ValueError, match="block_size is 4 in the config, and 8 here"):
+        getattr(one.manager, call)(request, 8, *extra)
+    assert request.num_cached_blocks == 0
+    one.manager.check()
+
+
+def test_a_request_that_was_not_matched_is_named(engine):
+    one = engine(gpu=4)
+    request = Request("a", A)
+    with pytest.raises(LookupError, match="request 'a' holds nothing"):
+        one.manager.update_cache_blocks(request, BLOCK_SIZE, 8)
+    one.manager.release_block_ids(request)
+    one.manager.write_cache_to_storage(request)
+
+
+def test_a_second_match_without_a_release_holds_the_blocks_once(engine):
+    """The scheduler matches a request again that found no budget in its first step."""
+    one = engine(gpu=4)
+    one.serve("a", A)
+    request = Request("b", [*A, 1])
+    for _ in range(5):
+        one.match(request)
+    one.free(request)
+    assert one.room == 4
+
+
+def test_a_hit_that_is_pulled_back_for_media_stays_counted(engine):
+    """The scheduler computes from an earlier token on, and releases by `num_cached_blocks`."""
+    one = engine(gpu=6)
+    one.serve("a", [*A, 1, 2, 3, 4])
+    request = Request("b", [*A, 1, 2, 3, 4, 5])
+    one.match(request)
+    one.manager.update_cache_blocks(request, BLOCK_SIZE, 4)
+    assert request.num_cached_blocks == 3
+    one.free(request)
+    one.manager.check()
+    assert one.room == 6
+
+
+# -- eviction
+
+
+def test_a_released_chain_leaves_from_its_end_and_stops_at_a_sibling(engine):
+    one = engine(gpu=6)
+    one.serve("a", [*A[:4], 1, 1, 1, 1])
+    one.serve("b", [*A[:4], 2, 2, 2, 2])
+    keeper = Request("c", [*A[:4], 2, 2, 2, 2])
+    one.match(keeper)
+    one.manager.free_block_ids(6)
+    assert len(one.free_blocks) == 4, "the shared block and its other child are held"
+    assert one.match(Request("d", [*A[:4], 1, 1, 1, 1]))[1] == 4
+
+
+def test_the_least_recently_used_leaf_goes_first(engine):
+    one = engine(gpu=6)
+    for name, prompt in (("a", A), ("b", B), ("c", C)):
+        one.serve(name, prompt)
+    one.serve("d", A)
+    one.manager.free_block_ids(3)
+    assert one.match(Request("e", A))[1] == 8
+    assert one.match(Request("f", C))[1] == 4, "its deeper block is older than its first"
+    assert one.match(Request("g", B))[1] == 0
+
+
+def test_blocks_that_a_request_holds_are_not_evicted(engine):
+    one = engine(gpu=4, cpu=2)
+    request = Request("a", A)
+    one.prefill(request)
+    one.manager.free_block_ids(4)
+    assert not one.manager.can_allocate_gpu_blocks(3)
+    assert not one.wrong(request, 8)
+
+
+def test_a_larger_eviction_than_the_host_has_slots_keeps_the_start_of_the_path(engine):
+    one = engine(gpu=4, cpu=1)
+    one.serve("a", [*A, 1, 2, 3, 4])
+    one.manager.free_block_ids(3)
+    assert one.free_blocks == [0, 1, 2, 3]
+    metrics = one.prefill(Request("b", [*A, 1, 2, 3, 4]))
+    assert metrics["cpu_match_token_num"] == 4
+
+
+def test_host_blocks_leave_from_the_end_of_their_path(engine):
+    one = engine(gpu=4, cpu=2)
+    one.serve("a", A)
+    one.manager.free_block_ids(2)
+    one.serve("b", B[:4])
+    one.manager.free_block_ids(1)  # takes the slot of a's second block
+    assert one.match(Request("c", A))[1] == 4
+
+
+def test_a_failed_copy_to_the_host_loses_the_block_and_nothing_else(engine, monkeypatch):
+    one = engine(gpu=4, cpu=4)
+    one.serve("a", A)
+    monkeypatch.setattr(RankCopies, "store", lambda *_: "injected")
+    one.manager.free_block_ids(2)
+    monkeypatch.undo()
+    assert one.free_blocks == [0, 1, 2, 3]
+    assert one.match(Request("b", A))[1] == 0
+    one.manager.check()
+
+
+def test_a_failed_copy_to_the_device_is_a_miss(engine, monkeypatch):
+    one = engine(gpu=4, cpu=4)
+    one.serve("a", A)
+    one.manager.free_block_ids(2)
+    monkeypatch.setattr(RankCopies, "load", lambda *_: "injected")
+    assert one.match(Request("b", A))[:2] == ([], 0)
+    monkeypatch.undo()
+    assert one.free_blocks == [0, 1, 2, 3]
+    assert one.match(Request("c", A))[1] == 8
+
+
+# -- storage
+
+
+def test_finished_blocks_are_found_by_the_next_process(engine):
+    one = engine(gpu=4, file=True)
+    one.serve("a", A)
+    assert one.manager.statistics().written_blocks == 2
+    one.manager.close()
+    other = engine(gpu=4, file=True)
+    request = Request("b", A)
+    metrics = other.prefill(request)
+    assert metrics["storage_match_token_num"] == 8
+    assert metrics["match_storage_block_ids"] == [0, 1]
+    assert metrics["storage_cache_prepare_time"] > 0
+    assert not other.wrong(request, 8)
+
+
+def test_only_the_blocks_that_storage_lacks_are_written(engine):
+    one = engine(gpu=6, file=True)
+    one.serve("a", A)
+    one.serve("b", [*A, 1, 2, 3, 4])
+    found = one.manager.statistics()
+    assert (found.written_blocks, found.present_blocks, found.failed_blocks) == (3, 2, 0)
+
+
+def test_blocks_that_storage_does_not_have_are_not_taken(engine):
+    one = engine(gpu=8, file=True)
+    one.serve("a", A[:4])
+    one.manager.reset()
+    request = Request("b", A)
+    assert one.match(request)[:2] == ([0], 4)
+    assert len(one.free_blocks) == 7
+
+
+def test_stored_blocks_without_room_are_misses(engine):
+    one = engine(gpu=4, file=True)
+    one.serve("a", A)
+    one.manager.reset()
+    one.manager.allocate_gpu_blocks(3, "other")
+    assert one.match(Request("b", A))[1] == 4
+    one.manager.allocate_gpu_blocks(0, "other")
+    assert one.match(Request("c", B))[1] == 0
+
+
+def test_more_stored_blocks_than_host_slots_are_loaded_in_turns(engine):
+    prompt = list(range(28))
+    one = engine(gpu=8, cpu=2, file=True, options={"staging_slots": 3})
+    one.serve("a", prompt)
+    one.manager.reset()
+    request = Request("b", prompt)
+    assert one.match(request)[1] == 28
+    assert not one.wrong(request, 28)
+
+
+def test_without_storage_nothing_is_written(engine):
+    one = engine(gpu=4, cpu=2)
+    one.serve("a", A)
+    assert one.manager.statistics().written_blocks == 0
+
+
+def test_a_request_without_a_full_block_writes_nothing(engine):
+    one = engine(gpu=4, file=True)
+    one.serve("a", A[:3])
+    assert one.manager.statistics().written_blocks == 0
+
+
+def test_a_failed_copy_for_storage_is_counted_and_the_request_ends(engine, monkeypatch):
+    one = engine(gpu=4, file=True)
+    monkeypatch.setattr(RankCopies, "store", lambda *_: "injected")
+    one.serve("a", A)
+    monkeypatch.undo()
+    assert one.manager.statistics().failed_blocks == 2
+    one.serve("b", A)
+    assert one.manager.statistics().written_blocks == 2
+
+
+# -- reset
+
+
+def test_a_reset_empties_everything(engine):
+    one = engine(gpu=4, cpu=2)
+    one.serve("a", A)
+    one.manager.free_block_ids(1)
+    one.prefill(Request("b", A))
+    one.manager.reset(wait_for_tasks_done=True)
+    assert one.free_blocks == [0, 1, 2, 3]
+    assert one.manager.statistics().hit_req_ratio == 0
+    assert one.match(Request("c", A))[1] == 0
+    one.manager.check()
+
+
+def test_blocks_of_before_a_reset_are_returned_without_effect(engine):
+    one = engine(gpu=3)
+    one.serve("a", A[:4])
+    request = Request("b", [*A[:4], 1, 2])
+    one.prefill(request)
+    one.manager.reset()
+    taken = one.manager.allocate_gpu_blocks(3, "c")
+    one.free(request)
+    assert one.free_blocks == []
+    one.manager.check()
+    one.manager.recycle_gpu_blocks(taken, "c")
+    with pytest.raises(ValueError, match="free already"):
+        one.manager.recycle_gpu_blocks(taken, "c")

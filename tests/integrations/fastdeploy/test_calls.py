@@ -1,0 +1,219 @@
+"""The calls of FastDeploy's V1 scheduler: names of arguments, shapes of answers, recorded orders."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvactors.integrations.fastdeploy import PrefixCacheManager
+from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
+
+ARGUMENTS = {
+    "can_allocate_gpu_blocks": ["num_blocks", "try_free_gpu_blocks"],
+    "allocate_gpu_blocks": ["num_blocks", "req_id"],
+    "recycle_gpu_blocks": ["gpu_block_ids", "req_id"],
+    "free_block_ids": ["need_block_num"],
+    "request_match_blocks": ["task", "block_size", "args"],
+    "get_required_block_num": ["input_token_num", "block_size"],
+    "update_cache_blocks": ["task", "block_size", "num_computed_tokens"],
+    "cache_output_blocks": ["task", "block_size"],
+    "write_cache_to_storage": ["request"],
+    "release_block_ids": ["task"],
+    "update_cache_config": ["cache_config"],
+    "reset": ["wait_for_tasks_done"],
+    "launch_cache_manager": [
+        "cache_config",
+        "tensor_parallel_size",
+        "device_ids",
+        "pod_ip",
+        "engine_worker_queue_port",
+        "ipc_suffix",
+        "create_cache_tensor",
+    ],
+}
+
+METRICS = {
+    "match_gpu_block_ids",
+    "gpu_recv_block_ids",
+    "match_storage_block_ids",
+    "gpu_match_token_num",
+    "cpu_match_token_num",
+    "storage_match_token_num",
+    "cpu_cache_prepare_time",
+    "storage_cache_prepare_time",
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_call_has_fastdeploys_arguments(name):
+    found = inspect.signature(getattr(PrefixCacheManager, name)).parameters
+    assert [one for one in found if one != "self"] == ARGUMENTS[name]
+
+
+def test_the_constructor_has_fastdeploys_arguments():
+    found = list(inspect.signature(PrefixCacheManager).parameters.values())
+    positional = [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert positional == [
+        "config",
+        "tensor_parallel_size",
+        "splitwise_role",
+        "local_data_parallel_id",
+    ]
+
+
+class Recorder:
+    """Records the calls that a scheduler makes, in order."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._manager, name)
+        if name not in ARGUMENTS:
+            return found
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            self.calls.append(name)
+            return found(*args, **keywords)
+
+        return call
+
+
+def recorded(engine, **settings):
+    scheduler = engine.scheduler(**settings)
+    scheduler.manager = Recorder(engine.manager)
+    return scheduler, scheduler.manager.calls
+
+
+def test_recorded_admission_chunks_and_finish(engine):
+    one = engine(gpu=8, cpu=2)
+    scheduler, calls = recorded(one, chunk=8)
+    scheduler.add(Request("a", list(range(14))), max_tokens=2)
+    scheduler.run()
+    assert calls == [
+        "can_allocate_gpu_blocks",  # before a match that may load
+        "request_match_blocks",
+        "get_required_block_num",
+        "can_allocate_gpu_blocks",
+        "allocate_gpu_blocks",
+        "update_cache_blocks",
+        "can_allocate_gpu_blocks",  # the second chunk
+        "allocate_gpu_blocks",
+        "update_cache_blocks",
+        "allocate_gpu_blocks",  # the second token fits in the last block: none
+        "cache_output_blocks",
+        "write_cache_to_storage",
+        "release_block_ids",
+        "recycle_gpu_blocks",
+    ]
+    assert one.room == 8
+    assert len(one.free_blocks) == 5, "3 full blocks are cached"
+
+
+def test_recorded_preemption_in_decode(engine):
+    one = engine(gpu=4)
+    scheduler, calls = recorded(one, chunk=64)
+    for name in ("a", "b"):
+        scheduler.add(Request(name, [ord(name)] * 7), max_tokens=4)
+    scheduler.step()
+    assert sorted(scheduler.left()) == ["a", "b"]
+    del calls[:]
+    while not scheduler.preemptions:
+        scheduler.step()
+    start = calls.index("free_block_ids")
+    assert calls[start : start + 5] == [
+        "free_block_ids",
+        "can_allocate_gpu_blocks",
+        "release_block_ids",
+        "recycle_gpu_blocks",
+        "can_allocate_gpu_blocks",
+    ]
+    scheduler.run()
+    assert not scheduler.wrong
+    assert one.room == 4
+
+
+def test_recorded_admission_without_room(engine):
+    one = engine(gpu=4)
+    scheduler, calls = recorded(one)
+    scheduler.add(Request("a", list(range(12))), max_tokens=1)
+    taken = one.manager.allocate_gpu_blocks(2, "other")
+    assert not scheduler.step()
+    assert calls == [
+        "request_match_blocks",
+        "get_required_block_num",
+        "can_allocate_gpu_blocks",
+        "release_block_ids",
+        "recycle_gpu_blocks",
+    ]
+    one.manager.recycle_gpu_blocks(taken, "other")
+    scheduler.run()
+    assert one.room == 4
+
+
+def test_a_match_gives_blocks_tokens_and_metrics(engine):
+    one = engine(gpu=8)
+    assert set(one.serve("a", list(range(8)))) == METRICS
+    request = Request("b", list(range(10)))
+    blocks, tokens, metrics = one.match(request)
+    assert (blocks, tokens) == ([0, 1], 8)
+    assert metrics == {
+        "match_gpu_block_ids": [0, 1],
+        "gpu_recv_block_ids": [],
+        "match_storage_block_ids": [],
+        "gpu_match_token_num": 8,
+        "cpu_match_token_num": 0,
+        "storage_match_token_num": 0,
+        "cpu_cache_prepare_time": 0.0,
+        "storage_cache_prepare_time": 0.0,
+    }
+    assert request.num_cached_blocks == 2
+    blocks.append(99)  # the scheduler appends to the list
+    metrics["gpu_match_token_num"] -= BLOCK_SIZE  # and corrects the metrics
+    assert one.match(Request("c", list(range(10))))[0] == [0, 1]
+
+
+@pytest.mark.parametrize("number", [3, 3.0, 2.5, np.int32(3), np.float64(2.2)])
+def test_numbers_of_the_scheduler_are_accepted(engine, number):
+    manager = engine(gpu=3).manager
+    assert manager.can_allocate_gpu_blocks(number)
+    assert not manager.can_allocate_gpu_blocks(number + 1)
+    manager.free_block_ids(number)
+
+
+@pytest.mark.parametrize("count", [0, -1, np.int32(-3)])
+def test_no_blocks_are_no_error(engine, count):
+    manager = engine(gpu=1).manager
+    assert manager.can_allocate_gpu_blocks(count)
+    assert manager.allocate_gpu_blocks(count, "a") == []
+    manager.free_block_ids(count)
+    assert len(manager.gpu_free_block_list) == 1
+
+
+def test_blocks_come_back_as_list_array_or_number(engine):
+    manager = engine(gpu=4).manager
+    blocks = manager.allocate_gpu_blocks(4, "a")
+    manager.recycle_gpu_blocks(blocks[0], "a")
+    manager.recycle_gpu_blocks(np.int32(blocks[1]), "a")
+    manager.recycle_gpu_blocks(np.array(blocks[2:3]), "a")
+    manager.recycle_gpu_blocks(tuple(blocks[3:]))
+    manager.recycle_gpu_blocks([], "a")
+    assert list(manager.gpu_free_block_list) == [0, 1, 2, 3]
+
+
+def test_attributes_of_the_scheduler(engine):
+    one = engine(gpu=4, cpu=2)
+    manager = one.manager
+    assert (manager.num_gpu_blocks, manager.num_cpu_blocks) == (4, 2)
+    assert manager.available_gpu_resource == 1.0
+    manager.allocate_gpu_blocks(1, "a")
+    assert manager.available_gpu_resource == 0.75
+    assert (len(manager.gpu_free_block_list), manager.gpu_free_block_list[0]) == (3, 1)
+    assert sorted(manager.gpu_free_block_list[:3]) == [1, 2, 3]
+    assert manager.kvcache_storage_backend is None
+    assert manager.write_policy == "write_through"
+    assert (manager.splitwise_role, manager.enable_splitwise) == ("mixed", 0)

@@ -1,0 +1,216 @@
+"""Indexes: AttentionStore in index-only mode, as storage, and sinks for routers."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from kvactors.errors import ConfigError
+from kvactors.testing import attentionstore_sdk as stand_in
+from tests.integrations.fastdeploy.config import Request
+from tests.integrations.fastdeploy.test_scheduler import drive
+
+SDK = "kvactors.testing.attentionstore_sdk"
+LIMIT = 30.0
+A, B = list(range(8)), list(range(100, 108))
+
+
+@pytest.fixture
+def service():
+    stand_in.reset()
+    yield
+    stand_in.reset()
+
+
+def settled(check):
+    until = time.monotonic() + LIMIT
+    while not check():
+        assert time.monotonic() < until, "the index is not informed"
+        time.sleep(0.002)
+
+
+def paths(*prompts):
+    return {tuple(prompt[: 4 * (i + 1)]) for prompt in prompts for i in range(len(prompt) // 4)}
+
+
+def only_flush(engine, **settings):
+    return engine(
+        backend="attention_store",
+        environ={"FD_AS_ONLY_FLUSH": "1"},
+        options={"attention_store": {"sdk": SDK}},
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("cpu", [0, 2])
+def test_a_finished_request_is_resident_and_an_evicted_end_gone(engine, service, cpu):
+    one = only_flush(engine, gpu=4, cpu=cpu)
+    index = stand_in.service()
+    one.serve("a", A)
+    settled(lambda: index.resident == paths(A))
+    one.manager.free_block_ids(1)
+    one.serve("b", [1, 2, 3])
+    if cpu:
+        one.serve("c", B[:4])
+        settled(lambda: index.resident == paths(A, B[:4]))  # the host has the end of a
+        one.manager.free_block_ids(3)
+    settled(lambda: index.resident <= paths(A, B[:4]))
+    if not cpu:
+        settled(lambda: index.resident == paths(A[:4]))
+    calls = [call for call in index.calls if call.name == "flush_token_index"]
+    assert calls, "no block was reported"
+    assert not [call for call in index.calls if call.name in ("read", "write")]
+
+
+def test_an_eviction_is_one_call_from_its_first_block_with_the_whole_path(engine, service):
+    one = only_flush(engine, gpu=4)
+    index = stand_in.service()
+    one.serve("a", [*A, 8, 9, 10, 11])
+    settled(lambda: len(index.resident) == 3)
+    before = index.flushes
+    one.manager.free_block_ids(2)
+    settled(lambda: len(index.resident) == 1)
+    assert index.flushes == before + 1
+    _, tokens, start = index.calls[-1].arguments[:3]
+    assert (len(tokens.ids), start) == (12, 1), "depth 2 is block index 1"
+
+
+def test_a_request_that_is_preempted_reports_nothing(engine, service):
+    one = only_flush(engine, gpu=4)
+    index = stand_in.service()
+    request = Request("a", A)
+    one.prefill(request)
+    one.free(request)
+    one.serve("b", B)
+    settled(lambda: index.resident == paths(B))
+    one.serve("c", A)
+    settled(lambda: index.resident == paths(A, B))
+
+
+def test_requests_with_media_are_not_in_an_index_of_tokens(engine, service):
+    one = only_flush(engine, gpu=6)
+    index = stand_in.service()
+    one.serve("a", A, [(5, 2, "cat")])
+    one.serve("b", B)
+    settled(lambda: index.resident == paths(A[:4], B))
+
+
+def test_a_reset_takes_everything_back(engine, service):
+    one = only_flush(engine, gpu=4, cpu=2)
+    index = stand_in.service()
+    one.serve("a", A)
+    settled(lambda: index.resident == paths(A))
+    one.manager.reset()
+    settled(lambda: not index.resident)
+    one.serve("b", B)
+    settled(lambda: index.resident == paths(B))
+
+
+def test_new_weights_have_an_index_of_their_version(engine, service, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    version = model / "version.yaml"
+    version.write_text("version: RL-STEP01-1-a\n", "utf-8")
+    one = only_flush(engine, gpu=4, model=str(model))
+    one.serve("a", A)
+    first = stand_in.service()
+    settled(lambda: first.resident == paths(A))
+    version.write_text("version: RL-STEP02-2-b\n", "utf-8")
+    one.manager.reset()
+    one.serve("b", B)
+    others = [one for one in stand_in.services.values() if one is not first]
+    settled(lambda: [one.resident for one in others] == [paths(B)] and not first.resident)
+
+
+def test_an_index_that_fails_is_named_and_stops_no_request(engine, service):
+    one = only_flush(engine, gpu=4)
+    index = stand_in.service()
+    index.broken = "out of order"
+    drive(one, 1, requests=8)
+    settled(lambda: any("out of order" in text for text in one.manager.troubles))
+    index.broken = ""
+    settled(lambda: not one.manager.troubles)
+
+
+def test_index_only_mode_without_an_index_is_an_error(engine):
+    for backend in (None, "file"):
+        with pytest.raises(ConfigError, match="FD_AS_ONLY_FLUSH=1 needs"):
+            engine(backend=backend, environ={"FD_AS_ONLY_FLUSH": "1"}, open=False)
+
+
+def test_sinks_of_routers_are_sent_device_and_host(engine, tmp_path):
+    path = tmp_path / "events.jsonl"
+    sink = {"kind": "jsonl", "path": str(path), "name": "router", "granularity": "per_tier"}
+    one = engine(gpu=4, cpu=2, options={"sinks": [sink]})
+    one.serve("a", A)
+    settled(lambda: path.read_text("utf-8").count("flush") == 1)
+    one.manager.free_block_ids(2)
+    one.manager.close()
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    seen = [(line["residency"], line["tier"]) for line in lines if line["type"] == "flush"]
+    assert ("resident", "device") in seen
+    assert ("resident", "host") in seen
+    assert ("gone", "device") in seen
+
+
+# -- AttentionStore as storage
+
+
+def as_storage(engine, **settings):
+    options = {"attention_store": {"sdk": SDK}, "storage": {"timeout_s": 5.0}}
+    return engine(backend="attention_store", options=options, **settings)
+
+
+def test_attention_store_keeps_blocks_for_the_next_process(engine, service):
+    one = as_storage(engine, gpu=4)
+    one.serve("a", A)
+    one.manager.close()
+    stand_in.restart_process()
+    other = as_storage(engine, gpu=4)
+    request = Request("b", [*A, 9])
+    metrics = other.prefill(request)
+    assert metrics["storage_match_token_num"] == 8
+    assert not other.wrong(request, 9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_runs_over_attention_store(engine, service, seed):
+    one = as_storage(engine, gpu=6, cpu=2 * seed)
+    drive(one, seed)
+    assert one.manager.statistics().storage_tokens > 0
+
+
+def test_runs_over_a_failing_attention_store(engine, service):
+    one = as_storage(engine, gpu=6, cpu=1)
+    index = stand_in.service()
+
+    def fault(rng):
+        index.broken = "" if rng is None or rng.random() < 0.5 else "gone"
+
+    drive(one, 4, fault=fault)
+
+
+def test_media_are_not_read_from_a_store_of_tokens(engine, service):
+    one = as_storage(engine, gpu=6)
+    one.serve("a", A)
+    one.manager.reset()
+    assert one.serve("b", A, [(1, 2, "cat")])["storage_match_token_num"] == 0
+
+
+def test_blocks_that_an_sdk_may_still_write_are_not_given_out(engine, service, monkeypatch):
+    monkeypatch.setattr("kvactors.integrations.fastdeploy.direct_storage.MARGIN", 0.05)
+    options = {"attention_store": {"sdk": SDK}, "storage": {"timeout_s": 0.05}}
+    one = engine(backend="attention_store", options=options, gpu=4)
+    one.serve("a", A)
+    one.manager.reset()
+    stand_in.service().stuck = 0.5
+    assert one.match(Request("b", A))[1] == 0
+    assert one.free_blocks == [2, 3]
+    stand_in.service().stuck = 0.0
+
+
+def test_several_ranks_are_refused_for_attention_store_as_storage(engine):
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2: one process has the SDK"):
+        as_storage(engine, ranks=2)

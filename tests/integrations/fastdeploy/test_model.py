@@ -1,0 +1,152 @@
+"""A state machine: the manager's blocks against plain lists and sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvactors.errors import NoRoom
+from kvactors.integrations.fastdeploy import PrefixCacheManager
+from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request, make_config
+
+Key = tuple[int, ...]
+
+
+class PlainCache:
+    """Which block holds which prefix, and for how many requests."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.free = set(range(total))
+        self.cached: dict[Key, int] = {}
+        self.refs: dict[Key, int] = {}
+
+    def evictable(self) -> int:
+        return sum(not refs for refs in self.refs.values())
+
+    def drop_evicted(self, free: set[int]) -> list[Key]:
+        """The prefixes that left, by the blocks that are free now."""
+        gone = [key for key, block in self.cached.items() if block in free]
+        for key in gone:
+            assert self.refs.pop(key) == 0, f"{key} is held and was evicted"
+            del self.cached[key]
+        for key in self.cached:
+            assert len(key) == BLOCK_SIZE or key[:-BLOCK_SIZE] in self.cached, "a path has a gap"
+        self.free |= free
+        return gone
+
+
+class BlocksAgainstAPlainModel(RuleBasedStateMachine):
+    """Requests over two tokens, so that prefixes are shared often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 7
+        self.manager = PrefixCacheManager(make_config(self.total), 1, environ={})
+        self.model = PlainCache(self.total)
+        self.requests: dict[str, Request] = {}
+        self.keys: dict[str, list[Key]] = {}  # held prefixes
+        self.number = 0
+
+    def _absorb(self) -> None:
+        """Take in what an eviction has freed: the only free blocks that the model has not."""
+        free = set(self.manager.gpu_free_block_list)
+        new = free - self.model.free
+        assert new <= set(self.model.cached.values()), f"blocks {new} came from nowhere"
+        self.model.drop_evicted(new)
+
+    def _keys_of(self, request: Request, blocks: int) -> list[Key]:
+        tokens = tuple(request.tokens)
+        return [tokens[: BLOCK_SIZE * (i + 1)] for i in range(blocks)]
+
+    @rule(bits=st.integers(0, 255), length=st.integers(1, 4 * BLOCK_SIZE))
+    def match(self, bits: int, length: int) -> None:
+        prompt = [(bits >> (i // 2)) & 1 for i in range(length)]
+        request = Request(f"r{self.number}", prompt)
+        self.number += 1
+        blocks, tokens, _ = self.manager.request_match_blocks(request, BLOCK_SIZE)
+        expected = []
+        for key in self._keys_of(request, length // BLOCK_SIZE):
+            if key not in self.model.cached:
+                break
+            expected.append(key)
+        assert blocks == [self.model.cached[key] for key in expected]
+        assert tokens == len(blocks) * BLOCK_SIZE
+        request.block_tables = blocks
+        for key in expected:
+            self.model.refs[key] += 1
+        self.requests[request.request_id] = request
+        self.keys[request.request_id] = expected
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), count=st.integers(0, 4))
+    def allocate(self, data: Any, count: int) -> None:
+        request = self._some(data)
+        can = len(self.model.free) + self.model.evictable() >= count
+        assert self.manager.can_allocate_gpu_blocks(count) == can
+        self._absorb()
+        if not can:
+            try:
+                self.manager.allocate_gpu_blocks(count, request.request_id)
+            except NoRoom:
+                return
+            raise AssertionError("more blocks than there are")
+        lowest = sorted(self.model.free)[:count]
+        assert self.manager.allocate_gpu_blocks(count, request.request_id) == lowest
+        self.model.free -= set(lowest)
+        request.block_tables += lowest
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def commit(self, data: Any) -> None:
+        request = self._some(data)
+        held = self.keys[request.request_id]
+        full = min(len(request.tokens), len(request.block_tables) * BLOCK_SIZE) // BLOCK_SIZE
+        self.manager.update_cache_blocks(request, BLOCK_SIZE, full * BLOCK_SIZE)
+        for i, key in list(enumerate(self._keys_of(request, full)))[len(held) :]:
+            self.model.cached.setdefault(key, request.block_tables[i])
+            self.model.refs[key] = self.model.refs.get(key, 0) + 1
+            held.append(key)
+        assert request.num_cached_blocks == max(full, len(held))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def release(self, data: Any) -> None:
+        request = self._some(data)
+        name = request.request_id
+        self.manager.release_block_ids(request)
+        self.manager.recycle_gpu_blocks(request.block_tables[request.num_cached_blocks :], name)
+        del self.requests[name]
+        keys = self.keys.pop(name)
+        for key in keys:
+            self.model.refs[key] -= 1
+        own = {block for i, block in enumerate(request.block_tables)}
+        self.model.free |= own - set(self.model.cached.values())
+
+    @rule(count=st.integers(0, 3))
+    def evict(self, count: int) -> None:
+        before, evictable = len(self.model.free), self.model.evictable()
+        self.manager.free_block_ids(count)
+        self._absorb()
+        assert len(self.model.free) == before + min(count, evictable)
+
+    def _some(self, data: Any) -> Request:
+        return self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+
+    @invariant()
+    def blocks_are_in_one_place(self) -> None:
+        self.manager.check()
+        assert set(self.manager.gpu_free_block_list) == self.model.free
+        used = [block for request in self.requests.values() for block in request.block_tables]
+        assert not self.model.free.intersection(used)
+        found = self.manager.statistics()
+        assert found.evictable_gpu_blocks == self.model.evictable()
+
+
+BlocksAgainstAPlainModel.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None
+)
+TestBlocks = BlocksAgainstAPlainModel.TestCase

@@ -1,0 +1,156 @@
+"""Whole runs of the scheduler's model: every cached byte that a request starts from is compared."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.storage import backends
+from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
+from tests.integrations.fastdeploy.conftest import RESERVE
+from tests.integrations.fastdeploy.oracle import ModelMemory
+from tests.tier_cache.faulty_stores import MODES, Faults, FaultyMemory
+
+SEEDS = range(6)
+
+
+def drive(one: Any, seed: int, requests: int = 40, fault: Any = lambda rng: None) -> Any:
+    """Requests with shared prefixes, at random times, some of them aborted."""
+    rng = random.Random(seed)
+    scheduler = one.scheduler(chunk=rng.choice((4, 8, 64)), max_running=rng.choice((1, 3, 6)))
+    longest = min(24, (one.manager.num_gpu_blocks - 1) * BLOCK_SIZE - 6)
+    started: list[Request] = []
+    bases = [[rng.randrange(50) for _ in range(longest)] for _ in range(4)]
+    for number in range(requests):
+        base = rng.choice([*bases, *(request.tokens for request in started[-2:])])
+        prompt = base[: rng.randrange(1, len(base) + 1)] + [rng.randrange(50)]
+        prompt = prompt[:longest]
+        media = None
+        if rng.random() < 0.2 and len(prompt) > 3:
+            media = [(1, 2, rng.choice(("cat", "dog")))]
+        request = Request(f"r{number}", prompt, media)
+        started.append(request)
+        scheduler.add(request, max_tokens=rng.randrange(1, 7))
+        for _ in range(rng.randrange(4)):
+            scheduler.step()
+        fault(rng)
+        if rng.random() < 0.15:
+            scheduler.abort(rng.choice(started))
+    fault(None)
+    scheduler.run()
+    one.manager.check()
+    assert scheduler.wrong == []
+    assert scheduler.failures == []
+    assert one.room == one.manager.num_gpu_blocks, "blocks are lost"
+    assert one.manager.statistics().requests == 0
+    return scheduler
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("cpu", [0, 1, 5])
+def test_device_and_host(engine, seed, cpu):
+    one = engine(gpu=4 + 2 * seed, cpu=cpu, environ={RESERVE: str(seed % 3)})
+    scheduler = drive(one, seed)
+    assert sum(tokens for _, tokens, _ in scheduler.hits) > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS[:3])
+@pytest.mark.parametrize("cpu", [0, 3])
+def test_device_host_and_storage(engine, seed, cpu):
+    one = engine(gpu=6 + seed, cpu=cpu, file=True, options={"staging_slots": 1 + seed})
+    drive(one, seed)
+    found = one.manager.statistics()
+    assert found.storage_tokens > 0
+    assert found.written_blocks > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layers", "roles", "drafts"),
+    [
+        (2, 2, ("key_caches", "value_caches"), None),
+        (1, 3, ("key_caches", "value_caches"), 1),
+        (1, 2, ("key_caches",), None),
+        (2, 2, ("key_caches", "indexer_caches"), None),
+        (1, 1, ("key_caches", "value_caches", "key_cache_scales", "value_cache_scales"), None),
+    ],
+    ids=["two ranks", "drafts", "MLA", "DSA", "scales"],
+)
+def test_tensors_of_every_kind(engine, ranks, layers, roles, drafts):
+    one = engine(gpu=6, cpu=4, file=True, ranks=ranks, layers=layers, roles=roles, drafts=drafts)
+    drive(one, 3)
+    found = one.manager.statistics()
+    assert found.cpu_tokens + found.storage_tokens > 0
+
+
+def test_a_long_run_over_64_blocks(engine):
+    drive(engine(gpu=64, cpu=16, environ={RESERVE: "1"}), 11, requests=120)
+
+
+@pytest.fixture
+def faults(monkeypatch):
+    """A store whose faults a test switches, in the place of the file store."""
+    monkeypatch.setattr(
+        backends,
+        "make_backend",
+        lambda config, model, digest, size: FaultyMemory(config, digest, size),
+    )
+    yield Faults
+    Faults.mode = "ok"
+
+
+@pytest.mark.parametrize("seed", SEEDS[:4])
+def test_with_faults_of_storage_and_copies(engine, faults, monkeypatch, seed):
+    """Faults cost hits, never a byte or a block."""
+    options = {"storage": {"timeout_s": 5.0, "slot_timeout_s": 0.01}, "fetch_wait_s": 0.2}
+    one = engine(gpu=6, cpu=3, file=True, options=options)
+    store, load = RankCopies.store, RankCopies.load
+    broken = {"store": False, "load": False}
+
+    def copied(name, good):
+        def copy(self, blocks, slots):
+            return "injected" if broken[name] else good(self, blocks, slots)
+
+        return copy
+
+    monkeypatch.setattr(RankCopies, "store", copied("store", store))
+    monkeypatch.setattr(RankCopies, "load", copied("load", load))
+
+    def fault(rng):
+        faults.mode = "ok" if rng is None else rng.choice(MODES)
+        for name in broken:
+            broken[name] = rng is not None and rng.random() < 0.2
+
+    drive(one, seed, fault=fault)
+
+
+def test_storage_that_works_again_is_used_again(engine, faults):
+    one = engine(gpu=4, cpu=0, file=True, options={"storage": {"timeout_s": 5.0}})
+    faults.mode = "refuses"
+    one.serve("a", list(range(8)))
+    assert one.manager.statistics().failed_blocks == 2
+    faults.mode = "ok"
+    one.serve("b", list(range(8)))
+    assert one.manager.statistics().written_blocks == 2
+
+
+def test_tensors_of_paddle(engine):
+    paddle = pytest.importorskip("paddle")
+    kept = []
+
+    def make(shape):
+        kept.append(paddle.zeros(shape, dtype="uint8"))
+        return kept[-1]
+
+    def view(tensor):
+        found = np.from_dlpack(tensor)
+        found.flags.writeable or found.setflags(write=True)
+        return found
+
+    memory = ModelMemory(6, BLOCK_SIZE, make=make, view=view)
+    one = engine(gpu=6, cpu=3, file=True, memory=memory)
+    drive(one, 5, requests=20)
+    assert one.manager.statistics().written_blocks > 0

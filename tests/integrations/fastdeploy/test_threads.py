@@ -1,0 +1,184 @@
+"""Threads as FastDeploy uses them: calls under the scheduler's lock, and a finish thread that writes
+without it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import anyio
+import pytest
+
+from kvactors.errors import DeadlineExceeded, WrongThread
+from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
+from tests.integrations.fastdeploy.test_scheduler import faults as faults  # a fixture
+
+LIMIT = 30.0
+"""Seconds that a wait may take. It only bounds a hang."""
+
+A = list(range(8))
+
+
+class HeldCopies:
+    """Copies for storage wait until the test lets them go on."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.begun: SimpleQueue[int] = SimpleQueue()
+        self.go: SimpleQueue[None] = SimpleQueue()
+        copy = RankCopies.store
+
+        def store(copies, blocks, slots):
+            self.begun.put(len(blocks))
+            self.go.get(timeout=LIMIT)
+            return copy(copies, blocks, slots)
+
+        monkeypatch.setattr(RankCopies, "store", store)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(2) as found:
+        yield found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_finish_threads_write_while_the_scheduler_goes_on(engine, pool, seed):
+    one = engine(gpu=6, cpu=2, file=True, options={"staging_slots": 2})
+    scheduler = one.scheduler(chunk=8)
+    ends = []
+    scheduler.finisher = lambda request: ends.append(pool.submit(scheduler.finish_now, request))
+    for number in range(25):
+        prompt = [number % (3 + seed)] * (1 + number % 15)
+        scheduler.add(Request(f"r{number}", prompt), max_tokens=1 + number % 5)
+        scheduler.step()
+    scheduler.run(steps=200_000)
+    for end in ends:
+        end.result(LIMIT)
+    assert scheduler.wrong == []
+    assert scheduler.failures == []
+    one.manager.check()
+    assert one.room == 6
+    found = one.manager.statistics()
+    assert found.failed_blocks == 0
+    assert found.written_blocks > 0
+
+
+def test_calls_of_several_threads_need_the_lock_and_no_more(engine, pool):
+    one = engine(gpu=4, cpu=2)
+    one.serve("a", A)
+    pool.submit(one.manager.free_block_ids, 2).result(LIMIT)
+    assert pool.submit(one.match, Request("b", A)).result(LIMIT)[1] == 8
+    one.free(Request("b", A))
+
+
+def test_calls_that_overlap_are_refused(engine, pool, monkeypatch):
+    one = engine(gpu=4, cpu=2)
+    one.serve("a", A)
+    held = HeldCopies(monkeypatch)
+    eviction = pool.submit(one.manager.free_block_ids, 1)
+    held.begun.get(timeout=LIMIT)
+    with pytest.raises(WrongThread, match="need the scheduler's lock"):
+        one.manager.allocate_gpu_blocks(1, "b")
+    held.go.put(None)
+    eviction.result(LIMIT)
+    assert one.manager.allocate_gpu_blocks(3, "b") == [1, 2, 3]
+    one.manager.check()
+
+
+def test_a_release_during_a_write_frees_the_blocks_after_it(engine, pool, monkeypatch):
+    """Otherwise the next request's bytes would be stored under the hashes of this one."""
+    one = engine(gpu=2, file=True)
+    held = HeldCopies(monkeypatch)
+    request = Request("a", A)
+    one.prefill(request)
+    write = pool.submit(one.manager.write_cache_to_storage, request)
+    held.begun.get(timeout=LIMIT)
+    one.free(request)
+    assert not one.manager.can_allocate_gpu_blocks(1)
+    held.go.put(None)
+    write.result(LIMIT)
+    assert one.manager.can_allocate_gpu_blocks(2)
+    monkeypatch.undo()
+    one.manager.reset()
+    again = Request("b", A)
+    assert one.match(again)[1] == 8
+    assert not one.wrong(again, 8)
+
+
+def test_a_write_that_begins_after_the_release_writes_nothing(engine, monkeypatch):
+    one = engine(gpu=2, file=True)
+    request = Request("a", A)
+    one.prefill(request)
+    one.free(request)
+    one.manager.write_cache_to_storage(request)
+    assert one.manager.statistics().written_blocks == 0
+
+
+def test_a_reset_waits_for_writes(engine, pool, monkeypatch):
+    one = engine(gpu=2, file=True, options={"staging_slots": 1})
+    held = HeldCopies(monkeypatch)
+    request = Request("a", A)
+    one.prefill(request)
+    write = pool.submit(one.manager.write_cache_to_storage, request)
+    held.begun.get(timeout=LIMIT)
+    reset = pool.submit(one.manager.reset)
+    assert not reset.done()
+    held.go.put(None)
+    write.result(LIMIT)
+    reset.result(LIMIT)
+    assert one.free_blocks == [0, 1]
+    assert one.manager.statistics().written_blocks <= 1, "no batch begins after a reset"
+
+
+def test_a_reset_gives_up_on_a_write_that_does_not_end(engine, pool, monkeypatch):
+    options = {"storage": {"timeout_s": 0.02}}
+    one = engine(gpu=2, file=True, options=options)
+    held = HeldCopies(monkeypatch)
+    request = Request("a", A)
+    one.prefill(request)
+    write = pool.submit(one.manager.write_cache_to_storage, request)
+    held.begun.get(timeout=LIMIT)
+    with pytest.raises(DeadlineExceeded, match="writes of finished requests"):
+        one.manager.reset()
+    assert one.free_blocks == [], "the blocks are still being copied"
+    held.go.put(None)
+    write.result(LIMIT)
+    one.manager.reset()
+    assert one.free_blocks == [0, 1]
+
+
+def test_writes_of_two_threads_take_turns(engine, pool, monkeypatch):
+    one = engine(gpu=6, file=True)
+    requests = [Request(name, [ord(name)] * 8) for name in "ab"]
+    for request in requests:
+        one.prefill(request)
+    ends = [pool.submit(one.manager.write_cache_to_storage, request) for request in requests]
+    for end in ends:
+        end.result(LIMIT)
+    assert one.manager.statistics().written_blocks == 4
+
+
+def test_a_store_that_hangs_does_not_keep_requests(engine, faults, monkeypatch):
+    """FastDeploy waits for a write without limit."""
+    monkeypatch.setattr("kvactors.integrations.fastdeploy.finish_writes.MARGIN", 0.05)
+    one = engine(gpu=4, file=True, options={"storage": {"timeout_s": 0.05}})
+
+    async def hang(self):
+        await anyio.sleep(0.5)
+
+    monkeypatch.setattr(faults, "_fault", hang)
+    one.serve("a", A)
+    assert one.manager.statistics().failed_blocks == 2
+    assert one.room == 4
+    one.manager.check()
+
+
+def test_two_matches_in_two_threads_find_the_same_blocks(engine, pool):
+    one = engine(gpu=6, cpu=2, file=True)
+    one.serve("a", A)
+    one.manager.reset()
+    first = pool.submit(one.match, Request("b", A)).result(LIMIT)
+    second = one.match(Request("c", A))
+    assert first[0] == second[0]
+    assert second[2]["gpu_match_token_num"] == 2 * BLOCK_SIZE
