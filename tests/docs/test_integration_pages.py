@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvactors.integrations.fastdeploy import FastDeployOptions
 from kvactors.integrations.lmcache.settings import L2Settings
 from kvactors.integrations.sglang.settings import NO_EFFECT, HiCacheSettings, LinkerSettings
 from kvactors.integrations.vllm.settings import OffloadingSettings, TierSettings
@@ -20,6 +21,7 @@ CASES = {
     "vllm": (OffloadingSettings, TierSettings, TierStorage),
     "sglang": (HiCacheSettings, LinkerSettings, TierStorage),
     "lmcache": (L2Settings,),
+    "fastdeploy": (FastDeployOptions,),
 }
 ROW = re.compile(r"^\| (`[^|]*`) \| ([^|]*) \|", re.MULTILINE)
 

@@ -38,6 +38,40 @@ def test_a_cache_with_a_file_store_serves_the_program(tmp_path):
     assert (tmp_path / "kv").is_dir()
 
 
+def test_the_calls_of_a_scheduler_are_made_as_shown(tmp_path):
+    output = output_of(FASTDEPLOY["requests.py"], tmp_path, {"PATH": ""})
+    assert "first: 0 of 200 tokens are cached, blocks [0, 1, 2, 3]" in output
+    assert "second: 192 of 200 tokens are cached, blocks [0, 1, 2, 3]" in output
+    assert "5 blocks are free, 16 on the host" in output
+
+
+def test_the_manager_is_put_in_the_place_of_fastdeploys(tmp_path):
+    package = tmp_path / "fastdeploy" / "engine"
+    package.mkdir(parents=True)
+    for file in (package.parent / "__init__.py", package / "__init__.py"):
+        file.write_text("", "utf-8")
+    (package / "resource_manager.py").write_text("class PrefixCacheManager: ...\n", "utf-8")
+    setup, _, calls = FASTDEPLOY["requests.py"].partition("manager = PrefixCacheManager(")
+    made = calls.partition(", tensors=tensors, environ={})")[2]
+    program = "\n".join(
+        (
+            FASTDEPLOY["install.py"],
+            setup,
+            "manager = resource_manager.PrefixCacheManager(config, 1, 'mixed', 0)",
+            made,
+        )
+    )
+    output = output_of(program, tmp_path, {"PATH": "", "PYTHONPATH": str(tmp_path)})
+    assert "second: 192 of 200 tokens are cached" in output
+
+
+def test_the_metrics_are_exposed_as_shown(tmp_path):
+    shown, end = FASTDEPLOY["requests.py"].replace("manager.close()\n", ""), "manager.close()\n"
+    program = FASTDEPLOY["metrics.py"] + shown + "print(exposed(manager))\n" + end
+    output = output_of(program, tmp_path, {"PATH": ""})
+    assert "fastdeploy:hit_req_rate 0.5" in output
+
+
 @pytest.mark.parametrize("only_flush", [False, True])
 async def test_attention_store_opens_as_store_and_as_index(monkeypatch, only_flush):
     if only_flush:

@@ -17,6 +17,7 @@ from kvactors.integrations.fastdeploy.signals import (
 
 if TYPE_CHECKING:
     from kvactors.integrations.fastdeploy.manager import PrefixCacheManager
+    from kvactors.integrations.fastdeploy.settings import ManagerSettings
 
 
 class EngineSignals:
@@ -92,32 +93,26 @@ class EngineSignals:
             one.close()
 
 
-def launch(
-    manager: PrefixCacheManager,
+def check_launch(
+    settings: ManagerSettings,
     tensor_parallel_size: int,
     device_ids: Sequence[int],
-    port: int | str,
     create_cache_tensor: bool,
-) -> EngineSignals:
-    """Wait for the workers' tensors and open the tiers: `PrefixCacheManager.launch_cache_manager`.
+) -> None:
+    """Check the arguments of `PrefixCacheManager.launch_cache_manager`.
 
     Its other arguments have no use: `pod_ip` is an address of FastDeploy's task queue, and
-    `ipc_suffix` the name of tensors that processes attach.
+    `ipc_suffix` part of the names of tensors that processes attach.
 
     Args:
-        manager: not launched yet.
+        settings: of the manager.
         tensor_parallel_size: as in the constructor.
         device_ids: one for each rank.
-        port: `engine_worker_queue_port`, the suffix of the engine's signals.
         create_cache_tensor: must be false: the workers make the tensors.
 
     Raises:
-        ConfigError: a value is not supported, or there are no tensors.
-        DeadlineExceeded: the workers' tensors are not there in time.
-        LayoutError: the tensors do not fit the config.
-        StoreError, SinkError: a signal is missing, or storage or an index cannot be used.
+        ConfigError: a value is not supported.
     """
-    settings = manager.settings
     if create_cache_tensor:
         raise ConfigError(
             "create_cache_tensor must be false: the workers make the tensors, and "
@@ -128,6 +123,22 @@ def launch(
             f"tensor_parallel_size is {tensor_parallel_size} with {len(device_ids)} devices, and "
             f"was {settings.ranks} in the constructor"
         )
+
+
+def launch(manager: PrefixCacheManager, port: int | str) -> EngineSignals:
+    """Wait for the workers' tensors and open the tiers.
+
+    Args:
+        manager: not launched yet.
+        port: `engine_worker_queue_port`, the suffix of the engine's signals.
+
+    Raises:
+        ConfigError: there are no tensors.
+        DeadlineExceeded: the workers' tensors are not there in time.
+        LayoutError: the tensors do not fit the config.
+        StoreError, SinkError: a signal is missing, or storage or an index cannot be used.
+    """
+    settings = manager.settings
     signals = EngineSignals(port, settings.ranks)
     try:
         signals.wait_for_tensors(settings.options.launch_timeout_s)

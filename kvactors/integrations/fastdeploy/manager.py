@@ -14,7 +14,12 @@ from typing import Any
 
 from kvactors.integrations.fastdeploy.device_blocks import FreeBlockList
 from kvactors.integrations.fastdeploy.device_cache import DeviceCache
-from kvactors.integrations.fastdeploy.engine_signals import EngineSignals, launch, status_served
+from kvactors.integrations.fastdeploy.engine_signals import (
+    EngineSignals,
+    check_launch,
+    launch,
+    status_served,
+)
 from kvactors.integrations.fastdeploy.engine_tiers import EngineTiers, NamedTensors
 from kvactors.integrations.fastdeploy.hit_rates import HitRates
 from kvactors.integrations.fastdeploy.request_calls import RequestCalls
@@ -260,11 +265,10 @@ class PrefixCacheManager:
         create_cache_tensor: bool,
     ) -> list[Any]:
         """Wait for the workers' tensors, and open host memory, storage and indexes. No process is
-        started, so there is none to end. `engine_signals.launch` describes arguments and errors."""
+        started, so there is none to end. See `check_launch` and `launch` in engine_signals.py."""
+        check_launch(self.settings, tensor_parallel_size, device_ids, create_cache_tensor)
         self.update_cache_config(cache_config)
-        self.signals = launch(
-            self, tensor_parallel_size, device_ids, engine_worker_queue_port, create_cache_tensor
-        )
+        self.signals = launch(self, engine_worker_queue_port)
         return []
 
     def attach(self) -> None:

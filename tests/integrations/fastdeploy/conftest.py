@@ -72,8 +72,8 @@ class Engine:
 
 @pytest.fixture
 def engine(tmp_path: Any) -> Iterator[Any]:
-    """Makes engines: gpu and cpu blocks, and keywords of `make_config`. `open`: whether the tensors
-    are attached. `file`: whether storage is a file store."""
+    """Makes engines: gpu and cpu blocks, and keywords of `make_config`. `attach`: whether the
+    tensors are. `file`: whether storage is a file store."""
     made: list[Engine] = []
 
     def make(
@@ -83,7 +83,7 @@ def engine(tmp_path: Any) -> Iterator[Any]:
         ranks: int = 1,
         layers: int = 2,
         roles: Any = ("key_caches", "value_caches"),
-        open: bool = True,
+        attach: bool = True,
         file: bool = False,
         environ: Any = None,
         memory: Any = None,
@@ -105,7 +105,7 @@ def engine(tmp_path: Any) -> Iterator[Any]:
             gauges=gauges,
         )
         made.append(Engine(manager, tensors, config))
-        if open:
+        if attach:
             manager.attach()
         return made[-1]
 

@@ -129,17 +129,19 @@ def test_loaded_and_extra_blocks_are_counted(engine):
     assert not one.wrong(request, 13)
 
 
-def test_host_blocks_without_room_on_the_device_are_an_error_that_holds_nothing(engine):
+def test_host_blocks_that_do_not_fit_on_the_device_are_an_error_that_holds_nothing(engine):
     one = engine(gpu=4, cpu=4)
-    one.serve("a", A)
+    one.serve("a", [*A, 1, 2, 3, 4])
     one.manager.free_block_ids(2)
     taken = one.manager.allocate_gpu_blocks(3, "other")
     for _ in range(3):
         with pytest.raises(NoRoom):
-            one.match(Request("b", [*A, 1]))
+            one.match(Request("b", [*A, 1, 2, 3, 4]))
+        one.free(Request("b", A))
     assert one.room == 1
     one.manager.recycle_gpu_blocks(taken, "other")
-    assert one.prefill(Request("b", [*A, 1]))["cpu_match_token_num"] == 8
+    found = one.prefill(Request("b", [*A, 1, 2, 3, 4]))
+    assert (found["gpu_match_token_num"], found["cpu_match_token_num"]) == (4, 8)
 
 
 def test_a_prompt_may_be_an_array(engine):
@@ -449,7 +451,7 @@ def test_blocks_that_storage_does_not_have_are_not_taken(engine):
     assert len(one.free_blocks) == 7
 
 
-def test_stored_blocks_without_room_are_misses(engine):
+def test_stored_blocks_that_do_not_fit_are_misses(engine):
     one = engine(gpu=4, file=True)
     one.serve("a", A)
     one.manager.reset()

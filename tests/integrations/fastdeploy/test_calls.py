@@ -137,7 +137,7 @@ def test_recorded_preemption_in_decode(engine):
     assert one.room == 4
 
 
-def test_recorded_admission_without_room(engine):
+def test_recorded_admission_that_does_not_fit(engine):
     one = engine(gpu=4)
     scheduler, calls = recorded(one)
     scheduler.add(Request("a", list(range(12))), max_tokens=1)

@@ -137,7 +137,7 @@ def test_an_index_that_fails_is_named_and_stops_no_request(engine, service):
 def test_index_only_mode_without_an_index_is_an_error(engine):
     for backend in (None, "file"):
         with pytest.raises(ConfigError, match="FD_AS_ONLY_FLUSH=1 needs"):
-            engine(backend=backend, environ={"FD_AS_ONLY_FLUSH": "1"}, open=False)
+            engine(backend=backend, environ={"FD_AS_ONLY_FLUSH": "1"}, attach=False)
 
 
 def test_sinks_of_routers_are_sent_device_and_host(engine, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -64,7 +65,33 @@ class BlocksAgainstAPlainModel(RuleBasedStateMachine):
 
     @rule(bits=st.integers(0, 255), length=st.integers(1, 4 * BLOCK_SIZE))
     def match(self, bits: int, length: int) -> None:
-        prompt = [(bits >> (i // 2)) & 1 for i in range(length)]
+        self._match(bits, length)
+
+    @rule(bits=st.integers(0, 15), length=st.integers(BLOCK_SIZE, 4 * BLOCK_SIZE))
+    def serve(self, bits: int, length: int) -> None:
+        """A whole request, from the match to the release."""
+        request = self._match(bits, length)
+        self._allocate(request, -(-length // BLOCK_SIZE) - len(request.block_tables))
+        self._commit(request)
+        self._release(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), count=st.integers(0, 4))
+    def allocate(self, data: Any, count: int) -> None:
+        self._allocate(self._some(data), count)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def commit(self, data: Any) -> None:
+        self._commit(self._some(data))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def release(self, data: Any) -> None:
+        self._release(self._some(data))
+
+    def _match(self, bits: int, length: int) -> Request:
+        prompt = [(bits >> (i // BLOCK_SIZE)) & 1 for i in range(length)]
         request = Request(f"r{self.number}", prompt)
         self.number += 1
         blocks, tokens, _ = self.manager.request_match_blocks(request, BLOCK_SIZE)
@@ -80,29 +107,22 @@ class BlocksAgainstAPlainModel(RuleBasedStateMachine):
             self.model.refs[key] += 1
         self.requests[request.request_id] = request
         self.keys[request.request_id] = expected
+        return request
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), count=st.integers(0, 4))
-    def allocate(self, data: Any, count: int) -> None:
-        request = self._some(data)
+    def _allocate(self, request: Request, count: int) -> None:
         can = len(self.model.free) + self.model.evictable() >= count
         assert self.manager.can_allocate_gpu_blocks(count) == can
         self._absorb()
         if not can:
-            try:
+            with pytest.raises(NoRoom):
                 self.manager.allocate_gpu_blocks(count, request.request_id)
-            except NoRoom:
-                return
-            raise AssertionError("more blocks than there are")
-        lowest = sorted(self.model.free)[:count]
+            return
+        lowest = sorted(self.model.free)[: max(0, count)]
         assert self.manager.allocate_gpu_blocks(count, request.request_id) == lowest
         self.model.free -= set(lowest)
         request.block_tables += lowest
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def commit(self, data: Any) -> None:
-        request = self._some(data)
+    def _commit(self, request: Request) -> None:
         held = self.keys[request.request_id]
         full = min(len(request.tokens), len(request.block_tables) * BLOCK_SIZE) // BLOCK_SIZE
         self.manager.update_cache_blocks(request, BLOCK_SIZE, full * BLOCK_SIZE)
@@ -112,19 +132,14 @@ class BlocksAgainstAPlainModel(RuleBasedStateMachine):
             held.append(key)
         assert request.num_cached_blocks == max(full, len(held))
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def release(self, data: Any) -> None:
-        request = self._some(data)
+    def _release(self, request: Request) -> None:
         name = request.request_id
         self.manager.release_block_ids(request)
         self.manager.recycle_gpu_blocks(request.block_tables[request.num_cached_blocks :], name)
         del self.requests[name]
-        keys = self.keys.pop(name)
-        for key in keys:
+        for key in self.keys.pop(name):
             self.model.refs[key] -= 1
-        own = {block for i, block in enumerate(request.block_tables)}
-        self.model.free |= own - set(self.model.cached.values())
+        self.model.free |= set(request.block_tables) - set(self.model.cached.values())
 
     @rule(count=st.integers(0, 3))
     def evict(self, count: int) -> None:
@@ -147,6 +162,6 @@ class BlocksAgainstAPlainModel(RuleBasedStateMachine):
 
 
 BlocksAgainstAPlainModel.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None
+    max_examples=20, stateful_step_count=30, deadline=None
 )
 TestBlocks = BlocksAgainstAPlainModel.TestCase

@@ -27,7 +27,7 @@ def drive(one: Any, seed: int, requests: int = 40, fault: Any = lambda rng: None
     bases = [[rng.randrange(50) for _ in range(longest)] for _ in range(4)]
     for number in range(requests):
         base = rng.choice([*bases, *(request.tokens for request in started[-2:])])
-        prompt = base[: rng.randrange(1, len(base) + 1)] + [rng.randrange(50)]
+        prompt = [*base[: rng.randrange(1, len(base) + 1)], rng.randrange(50)]
         prompt = prompt[:longest]
         media = None
         if rng.random() < 0.2 and len(prompt) > 3:
@@ -76,8 +76,9 @@ def test_device_host_and_storage(engine, seed, cpu):
         (1, 2, ("key_caches",), None),
         (2, 2, ("key_caches", "indexer_caches"), None),
         (1, 1, ("key_caches", "value_caches", "key_cache_scales", "value_cache_scales"), None),
+        (3, 1, ("key_caches", "value_caches"), None),
     ],
-    ids=["two ranks", "drafts", "MLA", "DSA", "scales"],
+    ids=["two ranks", "drafts", "MLA", "DSA", "scales", "three ranks"],
 )
 def test_tensors_of_every_kind(engine, ranks, layers, roles, drafts):
     one = engine(gpu=6, cpu=4, file=True, ranks=ranks, layers=layers, roles=roles, drafts=drafts)

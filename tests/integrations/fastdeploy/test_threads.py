@@ -182,3 +182,13 @@ def test_two_matches_in_two_threads_find_the_same_blocks(engine, pool):
     second = one.match(Request("c", A))
     assert first[0] == second[0]
     assert second[2]["gpu_match_token_num"] == 2 * BLOCK_SIZE
+
+
+def test_writes_of_others_leave_the_counters_of_the_tiers_right(engine):
+    one = engine(gpu=4, cpu=2, file=True)
+    one.serve("a", A)
+    one.serve("b", A)
+    tiers = one.manager._cache.lower.host.tiers
+    found = tiers.statistics()
+    assert (found.saved, found.failed_saves) == (2, 0)
+    assert not tiers.has_pending_work()

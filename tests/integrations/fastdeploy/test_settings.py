@@ -1,0 +1,324 @@
+"""FastDeploy's config, variables and files: read, or refused by name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvactors.errors import ConfigError, LayoutError
+from kvactors.integrations.fastdeploy import (
+    FastDeployOptions,
+    PrefixCacheManager,
+    tensors_by_rank,
+    weights_version,
+)
+from kvactors.integrations.fastdeploy.lower_tiers import host_slots
+from kvactors.integrations.fastdeploy.settings import read_settings
+from kvactors.integrations.fastdeploy.tensor_names import CacheKvsLayout
+from tests.integrations.fastdeploy.config import Request, make_config
+from tests.integrations.fastdeploy.conftest import RESERVE
+
+GIB = 1 << 30
+
+
+def settings_of(config=None, environ=None, options=None, ranks=1, role="mixed", replica=0):
+    return read_settings(
+        config or make_config(), ranks, role, replica, options or {}, environ or {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("ENABLE_V1_KVCACHE_SCHEDULER", "0", "must be 1, not '0': only the V1 scheduler"),
+        ("ENABLE_V1_KVCACHE_MANAGER", "1", "must be 0, not '1': the cache manager of"),
+        ("FD_ENABLE_SWAP_SPACE_CLEARING", "1", "must be 0, not '1': host memory stays"),
+        ("USE_KVCACHE_LOCK", "1", "must be 0, not '1': copies run in this process"),
+        ("FD_USE_KVCACHE_LOCK", "1", "must be 0, not '1': copies run in this process"),
+        ("FD_ENC_DEC_BLOCK_NUM", "two", "must be a number of blocks, not 'two'"),
+        (RESERVE, "-1", "must be a number of blocks, not '-1'"),
+        ("FD_AS_ONLY_FLUSH", "yes", "must be 0 or 1, not 'yes'"),
+    ],
+)
+def test_a_variable_that_cannot_be_honoured_is_named(variable, value, text):
+    config = make_config()
+    config.cache_config.enc_dec_block_num = None
+    with pytest.raises(ConfigError, match=f"{variable} {text}"):
+        settings_of(config, {variable: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("kvcache_storage_backend", "redis", "kvcache_storage_backend 'redis' is unknown"),
+        ("kvcache_storage_backend", "none", None),
+        ("write_policy", "write_back", "write_policy must be 'write_through'"),
+        ("block_size", 0, "block_size must be an integer of at least 1"),
+        ("block_size", "64", "block_size must be an integer"),
+        ("num_cpu_blocks", -1, "num_cpu_blocks must be an integer"),
+        ("total_block_num", 1.5, "total_block_num must be an integer"),
+        ("swap_space", "big", "swap_space must be a number of GiB"),
+        ("swap_space", True, "swap_space must be a number of GiB"),
+    ],
+)
+def test_a_field_that_cannot_be_honoured_is_named(field, value, text):
+    config = make_config()
+    setattr(config.cache_config, field, value)
+    if text is None:
+        assert PrefixCacheManager(config, 1, environ={}).kvcache_storage_backend == value
+        return
+    with pytest.raises(ConfigError, match=text):
+        PrefixCacheManager(config, 1, environ={})
+
+
+def test_a_field_that_is_missing_is_named():
+    config = make_config()
+    del config.cache_config.enable_prefix_caching
+    with pytest.raises(ConfigError, match="no field enable_prefix_caching"):
+        settings_of(config)
+    config.model_config = None
+    with pytest.raises(ConfigError, match="the config has no model_config"):
+        settings_of(config)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_prefill_and_decode_on_different_nodes_are_refused(role):
+    with pytest.raises(ConfigError, match=f"splitwise_role '{role}'"):
+        settings_of(role=role)
+
+
+def test_storage_needs_prefix_caching():
+    with pytest.raises(ConfigError, match="'mooncake' needs enable_prefix_caching"):
+        settings_of(make_config(backend="mooncake", enable_prefix_caching=False))
+
+
+def test_without_prefix_caching_blocks_are_handed_out_and_nothing_is_evicted():
+    manager = PrefixCacheManager(make_config(2, enable_prefix_caching=False), 1, environ={})
+    blocks = manager.allocate_gpu_blocks(2, "a")
+    assert not manager.can_allocate_gpu_blocks(1)
+    manager.recycle_gpu_blocks(blocks, "a")
+    assert manager.can_allocate_gpu_blocks(2)
+
+
+def test_the_file_store_needs_a_folder():
+    with pytest.raises(ConfigError, match="needs FILE_BACKEND_STORAGE_DIR"):
+        settings_of(make_config(backend="file"))
+    found = settings_of(make_config(backend="file"), {"FILE_BACKEND_STORAGE_DIR": "/kv"})
+    assert (found.storage.backend, found.storage.directory) == ("file", "/kv")
+    option = {"storage": {"directory": "/other"}}
+    assert settings_of(make_config(backend="file"), {}, option).storage.directory == "/other"
+
+
+def test_replicas_of_one_node_have_separate_stores():
+    config = make_config(backend="file")
+    config.parallel_config.data_parallel_size = 4
+    found = settings_of(config, {"FILE_BACKEND_STORAGE_DIR": "/kv"}, replica=2)
+    assert (found.storage.rank, found.storage.ranks) == (2, 4)
+
+
+def test_mooncakes_variables_are_read():
+    environ = {
+        "MOONCAKE_METADATA_SERVER": "P2PHANDSHAKE",
+        "MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1:50051",
+        "MOONCAKE_LOCAL_HOSTNAME": "10.0.0.2",
+        "MOONCAKE_PROTOCOL": "tcp",
+    }
+    found = settings_of(make_config(backend="mooncake"), environ)
+    assert found.storage.mooncake["master_server_address"] == "10.0.0.1:50051"
+    assert (found.storage.rank, found.storage.ranks) == (0, 1), "replicas share the pool"
+
+
+def test_attention_stores_variables_are_read():
+    environ = {"AS_NAMESPACE": "space", "AS_POD_NAME": "pod", "AS_WRITE_SLICE_BLOCK_NUM": "7"}
+    found = settings_of(make_config(backend="attention_store"), environ, replica=3).config
+    assert found.attention_store.namespace == "space"
+    assert found.attention_store.write_slice_blocks == 7
+    assert (found.attention_store.dp_id, found.attention_store.splitwise_role) == (3, "mixed")
+    assert found.cache.model == "space/v0"
+
+
+def test_a_model_is_named_by_its_folder_or_by_a_variable():
+    assert settings_of().model == "tiny"
+    assert settings_of(environ={"KVACTORS_MODEL": "big"}).model == "big"
+    assert settings_of(options={"model": "other"}).model == "other"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"unknown": 1}, "unknown"),
+        ({"eviction_policy": "best"}, "unknown eviction_policy 'best'"),
+        ({"storage": {"backend": "file"}}, "storage.backend is FastDeploy's"),
+        ({"storage": {"write_policy": "write_back"}}, "storage.write_policy is FastDeploy's"),
+        ({"storage": {"rank": 1}}, "storage.rank is FastDeploy's"),
+        ({"staging_slots": 0}, "staging_slots"),
+        ({"fetch_wait_s": -1}, "fetch_wait_s"),
+        ({"attention_store": {"sdk": "x"}}, "has no use without AttentionStore"),
+        ({"sinks": [{"kind": "smoke"}]}, "smoke"),
+    ],
+)
+def test_an_option_that_cannot_be_honoured_is_named(options, text):
+    with pytest.raises(ConfigError, match=text):
+        settings_of(options=options)
+    assert settings_of(options=FastDeployOptions()).options == FastDeployOptions()
+
+
+# -- drafts and reserves
+
+
+def test_layers_of_drafts_are_cached_too():
+    assert settings_of(make_config(drafts=1)).draft_layers == 1
+    config = make_config(drafts=1)
+    config.speculative_config.num_gpu_block_expand_ratio = 2
+    with pytest.raises(ConfigError, match="num_gpu_block_expand_ratio is 2"):
+        settings_of(config)
+
+
+@pytest.mark.parametrize(
+    ("environ", "drafts", "expected"),
+    [
+        ({}, None, 2 + 3 * 16),
+        ({RESERVE: "2"}, None, 8),
+        ({RESERVE: "2"}, 1, 9),
+        ({RESERVE: "0"}, None, 2),
+    ],
+)
+def test_blocks_are_reserved_for_the_output_of_running_requests(environ, drafts, expected):
+    manager = PrefixCacheManager(make_config(1000, drafts=drafts), 1, environ=environ)
+    assert manager.get_prefill_threshold(2, 3) == expected
+    assert manager.get_prefill_threshold(2, 1000) == (1000 if environ != {RESERVE: "0"} else 2)
+
+
+def test_the_longest_request_must_fit():
+    config = make_config(7, max_model_len=25)
+    config.cache_config.enc_dec_block_num = 1
+    with pytest.raises(
+        ConfigError, match=r"total_block_num is 7, .* needs 7 blocks and 1 to decode"
+    ):
+        PrefixCacheManager(config, 1, environ={})
+    config.cache_config.total_block_num = 8
+    PrefixCacheManager(config, 1, environ={})
+    config.cache_config.enc_dec_block_num = None
+    with pytest.raises(ConfigError, match="7 blocks and 2 to decode"):
+        PrefixCacheManager(config, 1, environ={"FD_ENC_DEC_BLOCK_NUM": "2"})
+
+
+@pytest.mark.parametrize(
+    ("blocks", "gib", "slots"), [(5, None, 5), (0, 2, 2048), (0, 0.5, 512), (5, 2, 5), (0, None, 0)]
+)
+def test_swap_space_becomes_blocks(blocks, gib, slots):
+    found = settings_of(make_config(8, blocks, swap_space=gib))
+    assert host_slots(found, GIB // 1024) == slots
+
+
+def test_swap_space_that_holds_no_block_is_refused():
+    with pytest.raises(ConfigError, match="swap_space is 1e-09 GiB"):
+        host_slots(settings_of(make_config(swap_space=1e-9)), 1 << 20)
+
+
+# -- the version of the weights
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("version: RL-STEP03-1712-uuid\n", "RL-STEP03"),
+        ("# weights\nname: x\nversion: 'RL-STEP03-1712-uuid'  # now\n", "RL-STEP03"),
+        ('version: "base"\n', "base"),
+        (None, "default"),
+    ],
+)
+def test_the_first_two_parts_of_a_version_name_the_weights(tmp_path, text, version):
+    if text is not None:
+        (tmp_path / "version.yaml").write_text(text, "utf-8")
+    assert weights_version(tmp_path) == version
+
+
+@pytest.mark.parametrize("text", ["", "name: x\n", "version:\n", "  version: nested\n"])
+def test_a_version_file_without_a_version_is_refused(tmp_path, text):
+    (tmp_path / "version.yaml").write_text(text, "utf-8")
+    with pytest.raises(ConfigError, match="has no line 'version: NAME'"):
+        weights_version(tmp_path)
+
+
+def test_new_weights_do_not_find_stored_blocks_of_old_ones(engine, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    version = model / "version.yaml"
+    version.write_text("version: RL-STEP01-1-a\n", "utf-8")
+    one = engine(gpu=4, file=True, model=str(model))
+    one.serve("a", list(range(8)))
+    version.write_text("version: RL-STEP02-2-b\n", "utf-8")
+    one.manager.reset()
+    assert one.match(Request("b", list(range(8))))[1] == 0
+    version.write_text("version: RL-STEP01-1-a\n", "utf-8")
+    one.manager.reset()
+    assert one.match(Request("c", list(range(8))))[1] == 8
+
+
+# -- tensors
+
+
+def tensor(*shape, dtype=np.uint8):
+    return np.zeros(shape, dtype)
+
+
+def test_names_become_layers_roles_and_ranks():
+    named = {}
+    for rank in range(2):
+        for layer in range(2):
+            named[f"value_caches_{layer}_rank{rank}.device{rank + 4}"] = tensor(3, 1, 4, 8)
+            named[f"key_caches_{layer}_rank{rank}.device{rank + 4}"] = tensor(3, 1, 4, 8)
+            named[f"key_cache_scales_{layer}_rank{rank}"] = tensor(3, 1, 4, dtype=np.float32)
+            named[f"value_cache_scales_{layer}_rank{rank}"] = tensor(3, 1, 4, dtype=np.float32)
+    ranks = tensors_by_rank(named)
+    assert len(ranks) == 2
+    layout = CacheKvsLayout(4, ranks[1])
+    assert [(piece.layer, piece.role) for piece in layout.pieces] == [
+        (layer, role) for layer in range(2) for role in ("key", "value", "key_scale", "value_scale")
+    ]
+    assert layout.ordered(ranks[1])[1] is named["value_caches_0_rank1.device5"]
+    assert layout.block_bytes == 2 * (32 + 32 + 16 + 16)
+
+
+@pytest.mark.parametrize(
+    ("named", "text"),
+    [
+        ({}, "there are no cache tensors"),
+        ({"caches_0_rank0": tensor(2, 8)}, "'caches_0_rank0' is no name of a cache tensor"),
+        (
+            {"key_caches_0_rank0": tensor(2, 8), "key_caches_0_rank0.device1": tensor(2, 8)},
+            "a second tensor of layer 0, key",
+        ),
+        ({"key_caches_0_rank1": tensor(2, 8)}, r"of ranks \[1\]: they must be 0, 1"),
+        (
+            {
+                "key_caches_0_rank0": tensor(2, 8),
+                "key_caches_0_rank1": tensor(2, 8),
+                "value_caches_0_rank1": tensor(2, 8),
+            },
+            "ranks 0 and 1 have different tensors: layer 0, value",
+        ),
+    ],
+)
+def test_names_that_do_not_fit_are_named(named, text):
+    with pytest.raises(LayoutError, match=text):
+        tensors_by_rank(named)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "extra", "text"),
+    [
+        ({(0, "key"): tensor(2, 8), (2, "key"): tensor(2, 8)}, 0, "they must be consecutive"),
+        ({(0, "key"): tensor(2, 8)}, 1, "1 layers of drafts, and 1 layers in all"),
+        ({(0, "key"): tensor(2, 8), (1, "key"): tensor(2, 9)}, 0, "layer 1, key: "),
+        (
+            {(0, "key"): tensor(2, 8), (1, "key"): tensor(2, 8), (1, "value"): tensor(2, 8)},
+            0,
+            "layer 1 has 'value'",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tensors, extra, text):
+    with pytest.raises(LayoutError, match=text):
+        CacheKvsLayout(4, tensors, extra)
