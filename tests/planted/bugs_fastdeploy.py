@@ -128,7 +128,9 @@ BUGS: tuple[Mutation, ...] = (
                 parent.children -= 1
 """,
         "a block whose children have left can never be evicted",
-        (f"{HERE}/test_model.py",),
+        (
+            f"{BEHAVIOURS}::test_a_larger_eviction_than_the_host_has_slots_keeps_the_start_of_the_path",
+        ),
     ),
     Mutation(
         "fastdeploy_evicts_blocks_in_use",
@@ -142,7 +144,7 @@ BUGS: tuple[Mutation, ...] = (
             return False
 """,
         "a block that a request holds again is evicted",
-        (f"{HERE}/test_model.py", f"{HERE}/test_scheduler.py::test_device_and_host"),
+        (f"{BEHAVIOURS}::test_blocks_that_a_request_holds_are_not_evicted",),
     ),
     Mutation(
         "fastdeploy_failed_load_counts_as_a_hit",

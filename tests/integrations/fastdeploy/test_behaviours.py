@@ -370,7 +370,8 @@ def test_the_least_recently_used_leaf_goes_first(engine):
 
 def test_blocks_that_a_request_holds_are_not_evicted(engine):
     one = engine(gpu=4, cpu=2)
-    request = Request("a", A)
+    one.serve("a", A)
+    request = Request("b", A)
     one.prefill(request)
     one.manager.free_block_ids(4)
     assert not one.manager.can_allocate_gpu_blocks(3)
