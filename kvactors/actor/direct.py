@@ -10,6 +10,7 @@ many an ask goes through the channel, and other tasks run.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ class DirectTurns:
         "_broken",
         "_channel",
         "_chosen",
+        "_clock",
         "_in_flight",
         "_instruments",
         "_left",
@@ -51,6 +53,8 @@ class DirectTurns:
         self._mailbox, self._turn = actor.mailbox, actor.mailbox.turn
         self._loop = asyncio.get_running_loop()
         self._chosen = choice_of(self._loop)
+        # A loop of virtual time has its own clock. Others read this one, through another call.
+        self._clock = time.monotonic if self._chosen is None else self._loop.time
         self._run: Callable[..., None] = copy_context().run
         self._left, self._until = TURNS, 0.0
         self._broken: BaseException | None = None
@@ -64,9 +68,9 @@ class DirectTurns:
         if left == TURNS:
             if not self._channel.pass_directly():
                 return False
-            self._until = self._loop.time() + TIME
+            self._until = self._clock() + TIME
             self._loop.call_soon(self._renew)
-        elif not left or self._loop.time() > self._until or not self._channel.pass_directly():
+        elif not left or self._clock() > self._until or not self._channel.pass_directly():
             return False
         self._left = left - 1
         self._in_flight.begun += 1  # and ended, before anything else can look

@@ -155,7 +155,7 @@ class ActorRef(Generic[M_contra]):
         lost: called with an answer that does not reach the caller, because it was cancelled after
         the actor had answered.
         """
-        reply: asyncio.Future[R] = asyncio.Future(loop=asyncio.get_running_loop())
+        reply: asyncio.Future[R] = asyncio.Future()
         envelope: Envelope[R] = Envelope(message, reply, deadline, self.incarnation)
         direct, asks = self.direct, self._asks
         taken = direct is not None and direct.take(envelope)

@@ -69,7 +69,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "direct_turns_ignore_time",
         "actor/direct.py",
-        "        elif not left or self._loop.time() > self._until or not",
+        "        elif not left or self._clock() > self._until or not",
         "        elif not left or not",
         "64 long turns in a row stop the loop for many milliseconds",
         (f"{DIRECT}::test_direct_turns_in_one_pass_are_bounded",),
