@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import anyio
 import pytest
 
-from kvactors.errors import DeadlineExceeded, WrongThread
+from kvactors.errors import DeadlineExceeded, DeviceError, WrongThread
 from kvactors.integrations.fastdeploy.rank_copies import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.test_scheduler import faults as faults  # a fixture
@@ -192,3 +192,64 @@ def test_writes_of_others_leave_the_counters_of_the_tiers_right(engine):
     found = tiers.statistics()
     assert (found.saved, found.failed_saves) == (2, 0)
     assert not tiers.has_pending_work()
+
+
+def test_a_close_during_a_write_ends_it(engine, pool, monkeypatch):
+    one = engine(gpu=2, file=True)
+    held = HeldCopies(monkeypatch)
+    request = Request("a", A)
+    one.prefill(request)
+    write = pool.submit(one.manager.write_cache_to_storage, request)
+    held.begun.get(timeout=LIMIT)
+    one.manager.close()
+    held.go.put(None)
+    write.result(LIMIT)
+    one.manager.close()
+    one.free(request)
+    assert one.room == 2
+
+
+# -- copies that do not end
+
+
+def hang(*_):
+    raise DeviceError("a copy has not ended")
+
+
+def test_blocks_of_a_copy_to_the_host_that_does_not_end_are_not_given_out(engine, monkeypatch):
+    one = engine(gpu=4, cpu=2)
+    one.serve("a", A)
+    monkeypatch.setattr(RankCopies, "store", hang)
+    with pytest.raises(DeviceError):
+        one.manager.can_allocate_gpu_blocks(3)
+    monkeypatch.undo()
+    assert one.free_blocks == [2, 3], "block 1 may still be read"
+    one.manager.check()
+    assert one.manager.can_allocate_gpu_blocks(3)
+    assert not one.manager.can_allocate_gpu_blocks(4)
+
+
+def test_blocks_of_a_copy_to_the_device_that_does_not_end_are_not_given_out(engine, monkeypatch):
+    one = engine(gpu=4, cpu=2)
+    one.serve("a", A)
+    one.manager.free_block_ids(1)
+    monkeypatch.setattr(RankCopies, "load", hang)
+    request = Request("b", A)
+    with pytest.raises(DeviceError):
+        one.match(request)
+    monkeypatch.undo()
+    one.free(request)
+    one.manager.check()
+    assert one.free_blocks == [2, 3], "block 1 may still be written"
+    assert one.room == 3, "the matched block is evictable again"
+
+
+def test_a_copy_for_storage_that_does_not_end_stops_the_writes(engine, monkeypatch):
+    one = engine(gpu=4, file=True, options={"storage": {"timeout_s": 0.05}})
+    monkeypatch.setattr(RankCopies, "store", hang)
+    one.serve("a", A)
+    monkeypatch.undo()
+    one.serve("b", list(range(50, 58)))
+    found = one.manager.statistics()
+    assert (found.written_blocks, found.failed_blocks) == (0, 4)
+    assert one.room == 4

@@ -1,0 +1,79 @@
+"""Pools of several nodes, whose objects are asked for and not listed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvactors.storage import backends
+from tests.integrations.fastdeploy.config import Request
+from tests.integrations.fastdeploy.test_scheduler import drive
+from tests.storage.pools import master
+from tests.tier_cache.stores import SharedStore
+
+A = list(range(12))
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """A pool in this process, in the place of the file store."""
+    monkeypatch.setattr(
+        backends,
+        "make_backend",
+        lambda config, model, digest, size: SharedStore(config, digest, size),
+    )
+    SharedStore.pool.clear()
+    yield SharedStore
+    SharedStore.pool.clear()
+    SharedStore.mode = "ok"
+
+
+@pytest.mark.parametrize("cpu", [0, 2])
+def test_a_prompt_that_one_node_has_computed_is_a_hit_on_another(engine, shared, cpu):
+    one, other = (engine(gpu=6, cpu=cpu, file=True) for _ in range(2))
+    one.serve("a", A)
+    request = Request("b", [*A, 1])
+    assert other.match(request)[1] == 12
+    assert not other.wrong(request, 12)
+    other.serve("c", [*A, 1, 2, 3, 4])
+    found = other.manager.statistics()
+    assert (found.written_blocks, found.present_blocks) == (1, 3), "the others are in the pool"
+
+
+def test_runs_of_two_nodes_over_one_pool(engine, shared):
+    for seed in range(2):
+        drive(engine(gpu=6, cpu=seed, file=True), seed)
+
+
+def test_a_pool_that_hangs_costs_misses(engine, shared):
+    options = {"storage": {"timeout_s": 0.05}, "fetch_wait_s": 0.1}
+    one = engine(gpu=6, file=True, options=options)
+    shared.mode = "hang"
+    one.serve("a", A)
+    one.serve("b", A)
+    assert one.manager.statistics().written_blocks == 0
+    assert one.room == 6
+    shared.mode = "ok"
+
+
+@pytest.mark.full
+def test_nodes_share_a_pool_of_mooncake(engine):
+    with master() as pool:
+        environ = {
+            "MOONCAKE_MASTER_SERVER_ADDR": pool.address,
+            "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1",
+            "MOONCAKE_METADATA_SERVER": "P2PHANDSHAKE",
+            "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(32 << 20),
+            "MOONCAKE_LOCAL_BUFFER_SIZE": str(16 << 20),
+            "MOONCAKE_PROTOCOL": "tcp",
+        }
+        settings = {"storage": {"timeout_s": 20.0}}
+        one, other = (
+            engine(gpu=6, cpu=2, backend="mooncake", environ=environ, options=settings)
+            for _ in range(2)
+        )
+        one.serve("a", A)
+        request = Request("b", A)
+        assert other.match(request)[1] == 12
+        assert not other.wrong(request, 12)
+        for made in (one, other):
+            made.manager.close()
