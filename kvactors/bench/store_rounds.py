@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -25,7 +25,7 @@ from kvactors.bench.report import Row, rate_row, time_row
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathsFound, TierCleared
 from kvactors.lineage import Lineage
-from kvactors.observe.lag import Lag, LagMonitor
+from kvactors.observe.lag import LagMonitor, Lags
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.backends.base import Expired, ReadReport, WriteReport
 from kvactors.storage.backends.checked import CheckedBackend
@@ -41,6 +41,9 @@ BATCH_BYTES = 32 << 20
 LEAST, MOST = 16, 256
 APART = 4
 """Batches after which slots are used again: more than are in flight at a time."""
+
+LAG_EVERY = 3
+"""Rounds after which the loop's lag is measured again."""
 
 PEER = "vLLM's fs tier, nothing verified"
 DISK = "plain O_DIRECT threads, best of"
@@ -203,8 +206,9 @@ class Meter:
         return Round(*self._rates, *self._costs)
 
 
-async def ours(folder: Path, arena: Arena, load: Load) -> tuple[Round, Lag]:
-    """Objects through writer and reader actors, and the loop's lag during both."""
+async def ours(folder: Path, arena: Arena, load: Load, lag: LagMonitor | None = None) -> Round:
+    """Objects through writer and reader actors. lag: measures the loop's lag during both, which
+    takes processor time."""
     store = FileBackend(folder, DIGEST, load.size)
     await store.open()
     await store.attach(arena)
@@ -228,7 +232,8 @@ async def ours(folder: Path, arena: Arena, load: Load) -> tuple[Round, Lag]:
     ]
     deadline = asyncio.get_running_loop().time() + 600.0
     meter = Meter(load)
-    async with supervisor.running(Group("store", tuple(specs))), LagMonitor().running() as lag:
+    ticking = nullcontext() if lag is None else lag.running()
+    async with supervisor.running(Group("store", tuple(specs))), ticking:
         for kind in (Write, Read):
             target = refs[StorageWriter] if kind is Write else refs[StorageReader]
             with meter.direction():
@@ -244,7 +249,7 @@ async def ours(folder: Path, arena: Arena, load: Load) -> tuple[Round, Lag]:
             if not all(o == Outcome.OK for outcomes in sink.outcomes.values() for o in outcomes):
                 raise RuntimeError("a block was lost")
     await store.close()
-    return meter.round(), lag.result()
+    return meter.round()
 
 
 def plain(folder: Path, arena: Arena, load: Load, threads: int, files: bool) -> Round:
@@ -311,28 +316,30 @@ class Measured(NamedTuple):
     Attributes:
         plain: by the name of the variant.
         vllm: empty without a Python that has it.
+        lags: of the loop in further rounds of ours.
     """
 
     load: Load
     ours: list[Round]
     plain: dict[str, list[Round]]
     vllm: list[Round]
-    lag: Lag
+    lags: Lags
 
 
 def measured(folder: Path, load: Load, rounds: int, vllm: VllmTier | None) -> Measured:
-    """Interleaved rounds, in another order each time."""
+    """Interleaved rounds, in another order each time. In every LAG_EVERY-th one the store takes a
+    second turn, in which the loop's lag is measured."""
     arena = Arena(load.slots, load.size)
     arena.touch()
     for slot in range(arena.num_slots):
         arena.view(slot)[:] = np.random.default_rng(slot).bytes(load.size)
-    found = Measured(load, [], {name: [] for name, _, _ in PLAIN}, [], Lag(0.0, 0.0, 0.0))
-    lags: list[Lag] = []
+    lag = LagMonitor()
+    found = Measured(load, [], {name: [] for name, _, _ in PLAIN}, [], lag.results())
 
-    def run_ours() -> None:
-        result, lag = run_terminable(ours(folder / "ours", arena, load))
-        found.ours.append(result)
-        lags.append(lag)
+    def run_ours(lag: LagMonitor | None = None) -> None:
+        result = run_terminable(ours(folder / "ours", arena, load, lag))
+        if lag is None:
+            found.ours.append(result)
         shutil.rmtree(folder / "ours")
 
     def run_plain(name: str, threads: int, files: bool) -> None:
@@ -347,9 +354,11 @@ def measured(folder: Path, load: Load, rounds: int, vllm: VllmTier | None) -> Me
         at = number % len(runners)
         for runner in runners[at:] + runners[:at]:
             runner()
+        if number % LAG_EVERY == 0:
+            run_ours(lag)
         print(f"{load.case}, round {number + 1}: {_line(found)}", file=sys.stderr, flush=True)
     arena.close()
-    return found._replace(lag=max(lags, key=lambda one: one.p999))
+    return found._replace(lags=lag.results())
 
 
 def _line(found: Measured) -> str:

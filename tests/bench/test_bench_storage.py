@@ -48,7 +48,7 @@ def stand_in(folder: Path, log: Path, failed: int = 0) -> str:
 def test_vllms_tier_takes_its_turn_in_every_round(tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(store, "pool_rows", lambda *_: [])
+    monkeypatch.setattr(store, "pool_rows", lambda **_: ([], {}))
     log = tmp_path / "log"
     report = store.run(quick=True, vllm_python=stand_in(tmp_path, log))
     load = load_of(64 << 10, 2 << 20)
