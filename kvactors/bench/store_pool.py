@@ -26,7 +26,7 @@ LOADS = ((2 << 20, 256 << 20), (64 << 10, 64 << 20), (4 << 10, 16 << 20))
 BATCH_BYTES = 64 << 20
 RAW = "the raw client, no checksums"
 MEMCPY = "MC_STORE_MEMCPY"
-"""Variable of the client: 0 moves the objects of its own process over TCP as well."""
+"""Variable of the client: with 0 it moves objects in the same process over TCP as well."""
 
 Directions = dict[tuple[str, bool], list[tuple[float, float]]]
 """Bytes a second and processor seconds for a GB, by direction and whether through the back end."""

@@ -119,6 +119,7 @@ class CpuEvictor(Actor):
         super().__init__(ref)
         self.layerwise = layerwise
         self.peers = Peers(index, swapper, readers, writers, notifier, device_store)
+        self._arena = arena
         self.host = HostTier(config.slots, arena.num_slots, arena.in_use, POLICIES[config.policy]())
         self.requests = RequestTable(self.peers, storage, memory_generation, now)
         self.memory = HostMemory(self.host, self.requests, config, storage)
@@ -265,4 +266,4 @@ class CpuEvictor(Actor):
 
     def host_statistics(self) -> HostStatistics:
         """The host tier at this moment."""
-        return host_statistics(self.host, self.memory.counts)
+        return host_statistics(self.host, self.memory.counts, self._arena)

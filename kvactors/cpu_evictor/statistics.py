@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvactors.cpu_evictor.slots import HostTier
+from kvactors.device.arena import HostSlots
 
 
 class Counts(msgspec.Struct, eq=False):
@@ -31,6 +32,8 @@ class HostStatistics(NamedTuple):
         free_slots: slots without a block.
         pinned: slots that a transfer uses.
         capacity: resident blocks at most.
+        small_pages: why the slots are in pages of 4 KiB, which makes direct I/O and the device's
+            copies slower. Empty if they are in huge pages.
         evicted: blocks that left the tier for others.
         offloaded: blocks that arrived from the device.
         loaded: blocks that were copied to the device.
@@ -46,6 +49,7 @@ class HostStatistics(NamedTuple):
     free_slots: int
     pinned: int
     capacity: int
+    small_pages: str
     evicted: int
     offloaded: int
     loaded: int
@@ -56,13 +60,14 @@ class HostStatistics(NamedTuple):
     write_failures: int
 
 
-def host_statistics(host: HostTier, counts: Counts) -> HostStatistics:
-    """Statistics of a host tier and of the blocks moved through it."""
+def host_statistics(host: HostTier, counts: Counts, arena: HostSlots) -> HostStatistics:
+    """Statistics of a host tier, of the blocks moved through it, and of its memory."""
     return HostStatistics(
         host.num_slots,
         host.resident,
         host.free,
         host.pinned,
         host.capacity,
+        arena.small_pages,
         *msgspec.structs.astuple(counts),
     )

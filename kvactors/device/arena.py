@@ -54,10 +54,13 @@ class HostSlots:
             return), with the number of such jobs. Such slots are not handed out.
         kept: whether the memory must stay mapped after `close`.
         trouble: why the memory is not as the settings ask for, empty if it is.
+        small_pages: why the memory has pages of 4 KiB, empty if it has huge ones, or belongs to
+            other processes.
     """
 
     def __init__(self, num_slots: int, block_bytes: int) -> None:
         self.trouble = ""
+        self.small_pages = ""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self.in_use: Counter[int] = Counter()

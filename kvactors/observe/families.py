@@ -230,6 +230,8 @@ FAMILIES: tuple[Family, ...] = (
            one(lambda s: s.statistics.prefix.evictable)),
     Family("host_slots_pinned", "gauge", (), "Host slots that a transfer uses.",
            one(lambda s: s.statistics.host.pinned)),
+    Family("host_small_pages", "gauge", (), "Whether host slots are in pages of 4 KiB.",
+           one(lambda s: int(bool(s.statistics.host.small_pages)))),
     # movement
     Family("kv_offload_total_bytes", "counter", ("transfer_type",), "Bytes moved between tiers.",
            by(_bytes)),

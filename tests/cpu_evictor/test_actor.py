@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from kvactors.actor import PeerRestarted
@@ -29,6 +27,7 @@ from kvactors.cpu_evictor.messages import (
     SetTargets,
 )
 from kvactors.cpu_evictor.slots import SlotState
+from kvactors.device.arena import HostSlots
 from kvactors.flush_notifier.messages import BlocksAdded, TierCleared
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
 from kvactors.storage.messages import (
@@ -73,7 +72,7 @@ def stepped(
             ref,
             config=HostConfig(slots=slots, transit_slots=transit, mode=mode),
             storage=storage,
-            arena=SimpleNamespace(num_slots=slots + transit, in_use=()),
+            arena=HostSlots(slots + transit, 1),
             index=ProbeRef("prefix_index"),
             swapper=ProbeRef("gpu_swapper"),
             readers=[ProbeRef("reader", "storage_reader")] * pool,

@@ -89,6 +89,9 @@ def test_values_agree_with_what_happened():
             def value(name, **labels):
                 return found[(f"kvactors:{name}", *sorted(labels.items()))]
 
+            host = cache.statistics().host
+            assert "less than a huge page" in host.small_pages  # a few slots of some bytes
+            assert value("host_small_pages") == 1
             assert value("requests_total") == 4
             assert value("prefix_cache_queries_total") == 4 * 6 * 4
             hits = {
