@@ -303,9 +303,13 @@ class BlockTree:
         """The time in seconds, before a match and before `touch`, for RETAIN. It never goes
         backwards: a smaller value changes nothing."""
 
-    def touch(self, path: Path, output_tokens: int = -1) -> None:
+    def touch(
+        self, path: Path, output_tokens: int = -1, ends: bool = False, returns_in: float = -1.0
+    ) -> None:
         """The request of the path has ended, and still references its blocks: RETAIN learns when
-        they were used. `output_tokens`: of the model, -1 if that is not known."""
+        they were used. `output_tokens`: of the model, -1 if that is not known. Hints of the caller:
+        whether its session `ends`, and the seconds in which it `returns_in`, -1 if that is not
+        known."""
 
     def host_victims(self, count: int) -> bytes:
         """Hashes of up to `count` blocks that the host tier should evict next, in this order: the

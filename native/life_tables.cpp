@@ -44,8 +44,9 @@ LifeTables::LifeTables(bool inverted) : inverted_(inverted), tables_(kClasses), 
     up_[1] = 0;
     for (u32 last = 0; last < 2; ++last)
         for (u32 uses = 0; uses < kUses; ++uses) {
-            const u32 by_use = 2 + last * kKind + uses * (1 + kGaps * (1 + kOutputs));
+            const u32 by_use = 2 + last * kKind + uses * kUse;
             up_[by_use] = last;
+            for (u32 hint = 1; hint <= kHints; ++hint) up_[by_use + kUse - hint] = by_use;
             for (u32 gap = 0; gap < kGaps; ++gap) {
                 const u32 by_gap = by_use + 1 + gap * (1 + kOutputs);
                 up_[by_gap] = by_use;
@@ -61,8 +62,14 @@ u32 LifeTables::bin_of(double age) {
 
 double LifeTables::start_of(u32 bin) { return kEdges[bin]; }
 
-u32 LifeTables::class_of(bool last, u32 uses, double gap, long long output) {
-    const u32 by_use = 2 + u32(last) * kKind + level(uses, {2, 3, 5, 9, 33}) * (1 + kGaps * (1 + kOutputs));
+u32 LifeTables::hint_of(bool ends, double returns_in) {
+    if (ends) return 1;
+    return returns_in < 0 ? 0 : 2 + level(returns_in, {8, 32, 128, 512});
+}
+
+u32 LifeTables::class_of(bool last, u32 uses, double gap, long long output, u32 hint) {
+    const u32 by_use = 2 + u32(last) * kKind + level(uses, {2, 3, 5, 9, 33}) * kUse;
+    if (hint != 0) return by_use + kUse - hint;
     const u32 by_gap = by_use + 1 + level(gap, {0, 8, 32, 128}) * (1 + kOutputs);
     return output < 0 ? by_gap : by_gap + 1 + level(double(output), {64, 256, 1024});
 }

@@ -4,7 +4,8 @@
 // could be given up.
 //
 // A class is the use count of a block, the gap between its request and the one that it continues,
-// and the number of output tokens. The last block of a path has classes of its own.
+// and the number of output tokens. With a hint of the caller it is the use count and the hint. The
+// last block of a path has classes of its own.
 #pragma once
 
 #include <array>
@@ -16,10 +17,12 @@ namespace kvactors {
 class LifeTables {
 public:
     static constexpr u32 kBins = 34;  // [0, 1) s, then two an octave, up to 26 hours
-    static constexpr u32 kUses = 6, kGaps = 5, kOutputs = 4;
+    static constexpr u32 kUses = 6, kGaps = 5, kOutputs = 4, kHints = 6;
     // The root, the last blocks together, and for both kinds of blocks the classes by use count, by
-    // gap and by output. The latter are the children of the former.
-    static constexpr u32 kKind = kUses * (1 + kGaps * (1 + kOutputs));
+    // gap and by output. The latter are the children of the former. Those by hint are children of
+    // those by use count.
+    static constexpr u32 kUse = 1 + kGaps * (1 + kOutputs) + kHints;
+    static constexpr u32 kKind = kUses * kUse;
     static constexpr u32 kClasses = 2 + 2 * kKind;
 
     // inverted: density is negated, so that the best run is the first victim. For tests of the
@@ -29,7 +32,10 @@ public:
     static u32 bin_of(double age);
     static double start_of(u32 bin);
     // gap: negative for a request that continues none. output: negative if it is not known.
-    static u32 class_of(bool last, u32 uses, double gap, long long output);
+    // hint: see `hint_of`.
+    static u32 class_of(bool last, u32 uses, double gap, long long output, u32 hint);
+    // The session ends, or returns in so many seconds, negative if that is not known. 0: no hint.
+    static u32 hint_of(bool ends, double returns_in);
 
     // A class is about to be used. Until then its densities are not computed.
     void use(u32 cls) {

@@ -142,11 +142,11 @@ void bind_tree(nb::module_& m) {
             const Change change(t);
             t.advance(now);
         }, "now"_a)
-        .def("touch", [](PyTree& t, PyPath& p, Id output_tokens) {
+        .def("touch", [](PyTree& t, PyPath& p, Id output_tokens, bool ends, double returns_in) {
             const Change change(t);
             const Busy busy(p.busy);
-            t.touch(p, output_tokens);
-        }, "path"_a, "output_tokens"_a = -1)
+            t.touch(p, output_tokens, LifeTables::hint_of(ends, returns_in));
+        }, "path"_a, "output_tokens"_a = -1, "ends"_a = false, "returns_in"_a = -1.0)
         .def("host_victims", [](PyTree& t, Id count) {
             const Change change(t);
             const std::vector<Key> keys = t.host_victims(size_of(count, "count out of range"));

@@ -283,7 +283,7 @@ void Retention::touch(const u32* ids, u32 count, const Visit& visit) {
     }
     ++serial_;
     const auto class_at = [&](u32 x) {
-        return LifeTables::class_of(x + 1 == count, row(ids[x]).uses, gap, visit.output);
+        return LifeTables::class_of(x + 1 == count, row(ids[x]).uses, gap, visit.output, visit.hint);
     };
     for (u32 x = 0; x < count; ++x) row(ids[x]).uses = u16(std::min(row(ids[x]).uses + 1, 0xffff));
     for (u32 end = count; end > 0;) {  // the deepest first: they are the older ones
@@ -309,7 +309,7 @@ void Retention::stray(u32 id) {
         detach(block.run, 1, 0);
     }
     ++serial_;
-    block.run = make_run(LifeTables::class_of(false, std::max<u16>(block.uses, 1), -1, -1), serial_ << kDepthBits, 1, id, 1);
+    block.run = make_run(LifeTables::class_of(false, std::max<u16>(block.uses, 1), -1, -1, 0), serial_ << kDepthBits, 1, id, 1);
     block.held = true;
     settle_edge();
 }

@@ -31,6 +31,7 @@ struct Visit {
     u32 hits;          // leading blocks that were found in the tier
     u32 limit;         // leading blocks that could have been found
     long long output;  // tokens, negative if not known
+    u32 hint = 0;      // see `LifeTables::hint_of`
 };
 
 struct RetentionCounts {
@@ -176,7 +177,7 @@ private:
     u64 resident_ = 0, displaced_ = 0;
     u32 edge_ = kNil;  // the oldest run of the shadow, of which `edge_inside_` blocks are in it
     u64 edge_inside_ = 0, younger_ = 0;  // younger_: blocks of the runs after it
-    double trust_, share_, allowed_ = 0;  // see `judge`
+    double trust_, share_;  // see `judge`
     RetentionCounts counts_;
 };
 

@@ -14,10 +14,10 @@ namespace {
 
 constexpr double kSlope = 20;    // blocks that may be displaced for each hit of trust
 constexpr double kInitial = 16;  // trust before anything is observed
-// The policy may lose against LRU half a percent of the blocks, or two percent of LRU's hits. A
-// share of that is granted as trust without a hit: `kMost` at first, a quarter of the share each
-// time trust is used up, and `kMost` again when it is full.
-constexpr double kBlocks = 0.005, kHits = 0.02, kMost = 0.5, kLeast = 0.02;
+// The policy may lose this share of the blocks against LRU. A part of that is granted as trust
+// without a hit: `kMost` at first, a quarter of the part each time trust is used up, and `kMost`
+// again when it is full.
+constexpr double kLoss = 0.002, kMost = 0.9, kLeast = 0.036;
 
 }  // namespace
 
@@ -76,10 +76,8 @@ void Retention::judge(u32 touched, u32 hits, u32 shadow_hits) {
     counts_.touched += touched;
     counts_.hits += hits;
     counts_.shadow_hits += shadow_hits;
-    const double allowed = std::max(kBlocks * double(counts_.touched), kHits * double(counts_.shadow_hits));
     const double before = trust_;
-    trust_ += share_ * (allowed - allowed_) + hits - double(shadow_hits);
-    allowed_ = allowed;
+    trust_ += share_ * kLoss * double(touched) + hits - double(shadow_hits);
     if (before > 0 && trust_ <= 0) share_ = std::max(kLeast, share_ / 4);
     // Beyond the size of the tier more trust would only delay the answer to a change.
     if (trust_ < kInitial + double(resident_)) return;

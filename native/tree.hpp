@@ -138,7 +138,7 @@ public:
 
     // tree_retain.cpp: no effect under LRU
     void advance(double now);
-    void touch(const Path& path, long long output);
+    void touch(const Path& path, long long output, u32 hint = 0);
     std::vector<Key> host_victims(std::size_t count);
     u64 host_kept(bool exclusive) const;
     u32 host_lacks(const Path& path, u32 start, u32 stop) const;

@@ -12,11 +12,11 @@ void Tree::advance(double now) {
 
 // A request has ended whose blocks the path still references. The blocks up to the last committed
 // one are resident.
-void Tree::touch(const Path& path, long long output) {
+void Tree::touch(const Path& path, long long output, u32 hint) {
     require(path);
     const Acquired& when = path.acquired;
     const auto visit = [&](const Seen& seen) {
-        return Visit{when.time, Mark{seen.order, seen.inside}, seen.hits, when.limit, output};
+        return Visit{when.time, Mark{seen.order, seen.inside}, seen.hits, when.limit, output, hint};
     };
     if (policy_ != nullptr) policy_->touch(path.nodes.data(), path.committed, visit(when.device));
     if (memory_ != nullptr) memory_->touch(path.nodes.data(), path.committed, visit(when.memory));

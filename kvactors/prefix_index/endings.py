@@ -109,7 +109,7 @@ class Endings:
         committed = 0 if tree.retired else path.num_committed
         saved = SavedPath(tree, path, 1)
         self._admission.closing += 1
-        self._index.policy.end(tree, path, lease.output())
+        self._index.policy.end(tree, path, lease.output(), lease.hints)
         if self._announcements.enabled:
             for start, stop in parts(0, committed, part):
                 if start:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvactors.actor.clock import now
+from kvactors.hints import Hints
 from kvactors.native import BlockTree, LifeTables, Path
 
 Clock = Callable[[], float]
@@ -56,11 +57,18 @@ class TierPolicies:
         if self.tables is not None:
             tree.advance(self._clock())
 
-    def end(self, tree: BlockTree, path: Path, output_tokens: int) -> None:
+    def end(
+        self, tree: BlockTree, path: Path, output_tokens: int, hints: Hints | None = None
+    ) -> None:
         """A request has ended, and still references its blocks. output_tokens: -1 if not known."""
-        if self.tables is not None:
-            tree.advance(self._clock())
+        if self.tables is None:
+            return
+        tree.advance(self._clock())
+        if hints is None:
             tree.touch(path, output_tokens)
+        else:
+            later = -1.0 if hints.returns_in is None else hints.returns_in
+            tree.touch(path, output_tokens, hints.session_ends, later)
 
 
 def policies_of(device: str, host: str = "lru", clock: Clock | None = None) -> TierPolicies:

@@ -54,13 +54,23 @@ class DeviceTier:
         self.refused = 0
         self._free = list(range(size))
 
-    def request(self, ids: NDArray[np.uint32], now: float, output: int = -1) -> int:
+    def request(
+        self,
+        ids: NDArray[np.uint32],
+        now: float,
+        output: int = -1,
+        *,
+        ends: bool = False,
+        returns_in: float = -1.0,
+    ) -> int:
         """Serve one request from its beginning to its end.
 
         Args:
             ids: its blocks. In the tree each is one token.
             now: seconds.
             output: tokens that the model produced, -1 if that is not known.
+            ends: a hint, see `BlockTree.touch`.
+            returns_in: a hint in seconds, -1 without.
 
         Returns:
             The blocks that it hits. A request larger than the device is refused: it hits none and
@@ -80,7 +90,7 @@ class DeviceTier:
             path.assign(hits, self._free[-missing:])
             del self._free[-missing:]
         tree.commit(path, len(ids))
-        tree.touch(path, output)
+        tree.touch(path, output, ends, returns_in)
         tree.release(path)
         return hits
 

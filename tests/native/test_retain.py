@@ -3,6 +3,8 @@ rules of a tree under any order of requests."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +42,7 @@ def residents(tree):
 
 
 PAUSES = st.sampled_from([0.0, 0.0, 0.125, 0.5, 1.0, 3.0, 10.0, 60.0, -5.0])
+HINTS = [{}, {"ends": True}, {}, *({"returns_in": one} for one in (0.0, 8.0, 100.0, 511.0, 512.0))]
 OUTPUTS = st.sampled_from([10, 100, 500, 2000])
 
 
@@ -58,13 +61,14 @@ def requests(draw, most=80):
 
 
 @settings(max_examples=25)
-@given(trace=requests(), size=st.integers(1, 64))
-def test_it_evicts_what_the_model_evicts(trace, size):
+@given(trace=requests(), size=st.integers(1, 64), hinted=st.booleans())
+def test_it_evicts_what_the_model_evicts(trace, size, hinted):
     device, model = Recorded(size, LifeTables()), RetainModel(size, variant=SHIPPED)
     model.compared = device.evicted
-    for ids, now, output in trace:
-        hits = device.request(np.array(ids, np.uint32), now, output)
-        assert (model.request(ids, now, output) or 0) == hits
+    for number, (ids, now, output) in enumerate(trace):
+        hints: dict[str, Any] = HINTS[hinted * number % len(HINTS)]
+        hits = device.request(np.array(ids, np.uint32), now, output, **hints)
+        assert (model.request(ids, now, output, **hints) or 0) == hits
         assert device.evicted == model.evicted
     device.tree.check()
     kept = {one for path in residents(device.tree) for one in path}

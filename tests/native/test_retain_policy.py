@@ -6,6 +6,7 @@ which evict the best blocks, at most 0.005 or 2 % of LRU's hits below.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 from kvactors.native import LifeTables
 from kvactors.scenario.policy_run import DeviceTier
 from kvactors.scenario.sweep import hit_curve, read_paths
-from tests.support.adversaries import ADVERSARIES, first
+from tests.support.adversaries import ADVERSARIES, finer, first
 from tests.support.traces import SHORT, read
+from tests.support.two_tiers import TwoTiers
 
 BELOW, BELOW_INVERTED, SHARE_INVERTED = 0.002, 0.005, 0.02
 
@@ -41,6 +43,40 @@ def rates(requests, size):
 
     curve = hit_curve(read_paths(ids.astype("u8") for ids in arrays), size)
     return Rates(curve.rate(size), run(LifeTables()), run(LifeTables(True)))
+
+
+TWO = (((False, False), False), ((True, True), False), ((True, True), True))
+"""Which tiers evict by RETAIN, and whether the statistics are inverted: the fields of `Rates`."""
+
+
+def two_tiers(requests, device, host, retain, inverted):
+    """The hit rate of both tiers together."""
+    tiers, hits = TwoTiers(device, host, LifeTables(inverted), retain), 0
+    for one in requests:
+        hits += sum(tiers.request(np.array(one.ids, np.uint32), one.now, one.output)[:2])
+    return hits / sum(len(one.ids) for one in requests)
+
+
+def three_tiers(requests, retain):
+    """The hit rate of 3,000, 30,000 and 100,000 blocks, and the blocks moved down. What leaves the
+    host is stored, and what leaves the store is what was stored first."""
+    tiers, store = TwoTiers(3000, 30_000, LifeTables(), retain), OrderedDict()
+    hits = stored = 0
+    for one in requests:
+        device, host, hashes = tiers.request(np.array(one.ids, np.uint32), one.now, one.output)
+        hits += device + host
+        for found in hashes[device + host :]:
+            if store.pop(found, None) is None:
+                break
+            hits += 1
+        for gone in tiers.left:
+            store.pop(gone, None)
+            store[gone] = True
+        stored += len(tiers.left)
+        tiers.left.clear()
+        while len(store) > 100_000:
+            store.popitem(last=False)
+    return hits / sum(len(one.ids) for one in requests), tiers.offloaded + stored
 
 
 def check(found):
@@ -93,17 +129,18 @@ def test_adversaries(name, size):
 
 
 def parts(traces):
-    """The shipped traces, their halves, and shards of the ids of the sessions."""
+    """The shipped traces, their halves, shards of the ids of the sessions, and their halves."""
     whole = list(read(traces / "mooncake_conversation.jsonl.gz"))
     yield "conversation", whole
     yield "conversation, first half", whole[: len(whole) // 2]
     yield "conversation, second half", whole[len(whole) // 2 :]
+    for by in (8, 32):  # blocks of 64 and 16
+        yield f"conversation, 1,500 requests, finer by {by}", list(finer(iter(whole[:1500]), by))
     for shard in range(8):
         some = list(read(traces / "claude_code_a.jsonl.gz", shard=shard, shards=8))
         yield f"sessions, shard {shard}", some
-        if shard == 7:
-            yield "sessions, first half", some[: len(some) // 2]
-            yield "sessions, second half", some[len(some) // 2 :]
+        yield f"sessions, shard {shard}, first half", some[: len(some) // 2]
+        yield f"sessions, shard {shard}, second half", some[len(some) // 2 :]
 
 
 @pytest.mark.traces
@@ -114,6 +151,25 @@ def test_whole_traces_their_halves_and_shards(traces):
             found = rates(requests, size)
             print(f"{name:26} {size:7} {found}")
             check(found)
+
+
+@pytest.mark.traces
+@pytest.mark.timeout(3600)
+def test_three_tiers_hit_at_least_as_much_as_lru_and_move_fewer_blocks(traces):
+    for name, shards in (("mooncake_conversation", 1), ("claude_code_a", 8)):
+        requests = list(read(traces / f"{name}.jsonl.gz", shard=shards - 1, shards=shards))
+        found = [three_tiers(requests, retain) for retain in ((False, False), (True, True))]
+        assert found[1][0] >= found[0][0]
+        assert found[1][1] < 0.97 * found[0][1], found
+
+
+@pytest.mark.traces
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ADVERSARIES)
+def test_two_tiers_on_adversaries(name):
+    requests = first(ADVERSARIES[name], 6000)
+    for device, host in ((300, 600), (1000, 5000)):
+        check(Rates(*(two_tiers(requests, device, host, *one) for one in TWO)))
 
 
 BARS = {

@@ -57,7 +57,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "ends_do_not_reach_the_policy",
         "prefix_index/endings.py",
-        "        self._index.policy.end(tree, path, lease.output())\n",
+        "        self._index.policy.end(tree, path, lease.output(), lease.hints)\n",
         "",
         "the policy learns nothing, and every block is a stray one to it",
         (f"{TESTS}::test_every_end_of_a_lease_reaches_the_policy",),
@@ -117,5 +117,21 @@ BUGS: tuple[Mutation, ...] = (
         "next(item for item in chosen.items() if item[0] not in tried)",
         "victims that cannot be evicted are tried again by every eviction",
         (f"{POLICIES}::test_a_victim_that_cannot_be_evicted_is_tried_once",),
+    ),
+    Mutation(
+        "sessions_never_end",
+        "prefix_index/policy.py",
+        "hints.session_ends, later)",
+        "False, later)",
+        "the hint that a session ends has no effect",
+        (f"{TESTS}::test_hints_of_a_return_reach_the_tree",),
+    ),
+    Mutation(
+        "hints_not_passed_on",
+        "prefix_index/endings.py",
+        "lease.output(), lease.hints)",
+        "lease.output())",
+        "no hint of a return has an effect",
+        (f"{TESTS}::test_hints_reach_the_policy_and_those_of_the_end_replace_the_first",),
     ),
 )

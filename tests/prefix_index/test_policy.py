@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvactors.hints import Hints
 from kvactors.native import LifeTables, Path
 from kvactors.prefix_index.messages import Extend, Finish
 from kvactors.prefix_index.policy import TierPolicies, policies_of
@@ -26,10 +28,12 @@ class Recorder(TierPolicies):
     def __init__(self) -> None:
         super().__init__(LifeTables(), Clock())
         self.ended: list[tuple[int, int]] = []
+        self.hints: list[Hints | None] = []
 
-    def end(self, tree, path, output_tokens: int) -> None:
+    def end(self, tree, path, output_tokens: int, hints: Hints | None = None) -> None:
         self.ended.append((path.num_committed, output_tokens))
-        super().end(tree, path, output_tokens)
+        self.hints.append(hints)
+        super().end(tree, path, output_tokens, hints)
 
 
 def recorded(blocks: int = 8) -> tuple[Any, Recorder]:
@@ -77,6 +81,31 @@ def test_every_end_of_a_lease_reaches_the_policy():
     assert policy.ended == [(2, -1), (2, -1)]
 
 
+def test_hints_reach_the_policy_and_those_of_the_end_replace_the_first():
+    state, policy = recorded()
+    first, last = Hints(returns_in=3.0), Hints(session_ends=True)
+    for number, hints in ((1, None), (2, last)):
+        message = msgspec.structs.replace(acquire(number, 2), hints=first)
+        state.requests.acquire(message, Request(message))
+        state.endings.finish(Finish(number, 2 * BLOCK, hints=hints), Request())
+    assert policy.hints == [first, last]
+
+
+@pytest.mark.parametrize(
+    ("hints", "passed"),
+    [
+        (None, ()),
+        (Hints(priority=1), (False, -1.0)),
+        (Hints(session_ends=True), (True, -1.0)),
+        (Hints(returns_in=2.5), (False, 2.5)),
+    ],
+)
+def test_hints_of_a_return_reach_the_tree(hints, passed):
+    calls = Times()
+    policies_of("retain", clock=lambda: 1.0).end(calls, "path", 3, hints)
+    assert calls.calls == [1.0, ("path", 3, *passed)]
+
+
 class Times:
     """The calls that a tree gets."""
 
@@ -86,8 +115,8 @@ class Times:
     def advance(self, now: float) -> None:
         self.calls.append(now)
 
-    def touch(self, path: Any, output_tokens: int) -> None:
-        self.calls.append((path, output_tokens))
+    def touch(self, path: Any, output_tokens: int, *hints: Any) -> None:
+        self.calls.append((path, output_tokens, *hints))
 
 
 def test_the_tree_is_given_the_time_before_a_match_and_before_an_end():

@@ -220,7 +220,79 @@ def outputs_that_mislead() -> Iterator[Request]:
         yield turn._replace(output=10 if (len(turn.ids) > 20) ^ flipped else 2000)
 
 
+def pauses(draw: Callable[[random.Random], float], stays: float = 0.8) -> Iterator[Request]:
+    """Chats whose pauses come from one distribution, and which continue with this probability."""
+    return chats(lambda _, __, rng: draw(rng) if rng.random() < stays else None)
+
+
+def bursts() -> Iterator[Request]:
+    """Everybody asks within 20 s, and then nobody for 10 minutes."""
+    for one in pauses(lambda rng: rng.expovariate(1 / 60)):
+        yield one._replace(now=one.now % 20 + one.now // 20 * 620)
+
+
+def changing_tenants() -> Iterator[Request]:
+    """Every 800 requests other tenants: agents with 60 shared blocks that return at once, readers
+    that return after minutes, and scripts that never do."""
+    prompts, rng, now = Prompts(), random.Random(4), 0.0
+    for turn in count():
+        tenant = [prompts.new(60) for _ in range(3)]
+        open_: list[Ids] = []
+        for number in range(800):
+            now += (0.1, 2.0, 0.02)[turn % 3]
+            if turn % 3 == 2 or not open_ or rng.random() < 0.2:
+                ids = tenant[number % 3] + prompts.new(5)
+                open_.append(ids)
+            else:
+                ids = open_.pop(-1 if turn % 3 == 0 else 0)
+                if rng.random() < 0.9:
+                    open_.append(ids + prompts.new(3))
+            yield Request(ids, now, (20, 800, 300)[turn % 3])
+
+
+def cycle_of(prompts: int, noise: float = 0.0) -> Iterator[Request]:
+    """Prompts of 20 blocks asked round and round, with one-shot prompts in between."""
+    source, rng, now = Prompts(), random.Random(5), 0.0
+    asked = [source.new(20) for _ in range(prompts)]
+    for i in count():
+        now += 0.3
+        if rng.random() < noise:
+            yield Request(source.new(20), now)
+        else:
+            yield Request(asked[i % prompts], now)
+
+
+def partial_blocks() -> Iterator[Request]:
+    """The last block of every prompt is a partial one, which no later prompt has."""
+    source = Prompts()
+    for one in pauses(lambda rng: rng.lognormvariate(3.5, 1.0)):
+        tail = [1 << 30 | source.new(1)[0]]
+        yield Request([*one.ids, *tail], one.now, one.output, partial=True)
+
+
+def finer(requests: Iterator[Request], by: int) -> Iterator[Request]:
+    """The same requests in blocks of a `by`-th of the size."""
+    for one in requests:
+        ids = [first * by + part for first in one.ids for part in range(by)]
+        yield one._replace(ids=ids)
+
+
 ADVERSARIES: dict[str, Adversary] = {
+    "lognormal pauses": lambda: pauses(lambda rng: rng.lognormvariate(3.5, 1.0)),
+    "exponential pauses": lambda: pauses(lambda rng: rng.expovariate(1 / 40)),
+    "uniform pauses": lambda: pauses(lambda rng: rng.uniform(0, 120)),
+    "equal pauses": lambda: pauses(lambda _: 45.0),
+    "two kinds of pauses": lambda: pauses(lambda rng: 2.0 if rng.random() < 0.5 else 200.0),
+    "heavy tail of pauses": lambda: pauses(lambda rng: rng.paretovariate(0.7)),
+    "bursts": bursts,
+    "changing tenants": changing_tenants,
+    "cycle just above 300": lambda: cycle_of(16),
+    "cycle just below 300": lambda: cycle_of(14, 0.05),
+    "cycle just above 1,000": lambda: cycle_of(52),
+    "cycle just below 1,000": lambda: cycle_of(48, 0.1),
+    "partial blocks": partial_blocks,
+    "blocks of 64": lambda: finer(floods(), 8),
+    "blocks of 16": lambda: finer(swapped_roles(300), 32),
     "cycle": cycle,
     "back and forth": back_and_forth,
     "floods": floods,

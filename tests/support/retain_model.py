@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,14 +70,25 @@ DESCRIBED = Variant(last=False, half_life=0, guarded=False)
 SHIPPED = Variant(last=True, half_life=16384, guarded=True)
 
 
-def classify(*, uses: int, gap: float, output: int) -> Class:
+HINTED = 100
+"""Added to a hint's number in place of the gap."""
+
+
+def classify(
+    *, uses: int, gap: float, output: int, ends: bool = False, returns_in: float = -1
+) -> Class:
     """The class of a block.
 
     Args:
         uses: requests that used it, this one included.
         gap: seconds since the request that this one continues, -1 if it continues none.
         output: tokens that the request produced.
+        ends: the session was said to end.
+        returns_in: seconds in which it was said to continue, -1 without.
     """
+    if ends or returns_in >= 0:
+        hint = 0 if ends else 1 + step_of(returns_in, (8, 32, 128, 512))
+        return (step_of(uses, (2, 3, 5, 9, 33)), HINTED + hint)
     return (
         step_of(uses, (2, 3, 5, 9, 33)),
         step_of(gap, (0, 8, 32, 128)),
@@ -164,14 +175,13 @@ class Guard:
     """
 
     START, SLOPE = 16.0, 20.0
-    ALLOWED, ALLOWED_SHARE = 0.005, 0.02  # of all blocks and of the LRU's hits
-    FULL, LEAST = 0.5, 0.02  # shares of that
+    LOSS = 0.002  # of all blocks
+    FULL, LEAST = 0.9, 0.036  # shares of that
 
     def __init__(self) -> None:
         self.stack: dict[int, None] = {}  # blocks by their last use, the oldest first
         self.trust = self.START
-        self._blocks = self._hits = 0
-        self._allowed, self._share = 0.0, self.FULL
+        self._share = self.FULL
 
     def shadow(self, blocks: int) -> list[int]:
         """The content of an LRU of so many blocks."""
@@ -193,12 +203,8 @@ class Guard:
         """
         shadow = set(self.shadow(before))
         others = next((at for at, one in enumerate(ids) if one not in shadow), len(ids))
-        self._blocks += len(ids)
-        self._hits += others
-        allowed = max(self.ALLOWED * self._blocks, self.ALLOWED_SHARE * self._hits)
         trusted = self.trust > 0
-        self.trust += self._share * (allowed - self._allowed) + hits - others
-        self._allowed = allowed
+        self.trust += self._share * self.LOSS * len(ids) + hits - others
         if trusted and self.trust <= 0:
             self._share = max(self.LEAST, self._share / 4)
         if self.trust >= self.START + after:
@@ -270,7 +276,14 @@ class RetainModel:
         return {one for run in self.runs.values() for one in run.blocks[: run.held]}
 
     def request(
-        self, ids: Sequence[int], now: float, output: int = 0, *, partial: bool = False
+        self,
+        ids: Sequence[int],
+        now: float,
+        output: int = 0,
+        *,
+        partial: bool = False,
+        ends: bool = False,
+        returns_in: float = -1,
     ) -> int | None:
         """Serve one request from its beginning to its end.
 
@@ -279,6 +292,7 @@ class RetainModel:
             now: seconds.
             output: tokens that it produces.
             partial: whether its last block is partial.
+            ends, returns_in: hints, see `classify`.
 
         Returns:
             The hits, None if the request is larger than the cache. It changes nothing then.
@@ -293,7 +307,8 @@ class RetainModel:
         self._pinned = set(ids[:hits])
         self._take_back(ids[:known])
         self._make_room(len(ids))
-        self._touch(ids, gap, output, partial=partial)
+        hints = {"ends": ends, "returns_in": returns_in}
+        self._touch(ids, gap, output, partial=partial, hints=hints)
         self._forget()
         if self.variant.guarded:
             self.guard.request(ids, hits, before, self.count)
@@ -398,13 +413,21 @@ class RetainModel:
         density = self.table.density(cls, j)
         return -density if self.invert else density
 
-    def _touch(self, ids: Sequence[int], gap: float, output: int, *, partial: bool) -> None:
+    def _touch(
+        self,
+        ids: Sequence[int],
+        gap: float,
+        output: int,
+        *,
+        partial: bool,
+        hints: dict[str, Any],
+    ) -> None:
         """Make new runs of the whole path."""
         classes = []
         for at, one in enumerate(ids):
             self.uses[one] = self.uses.get(one, 0) + 1
             self.parent[one] = ids[at - 1] if at else None
-            classes.append(classify(uses=self.uses[one], gap=gap, output=output))
+            classes.append(classify(uses=self.uses[one], gap=gap, output=output, **hints))
             if at:
                 self.children[ids[at - 1]] = self.children.get(ids[at - 1], 0) + 1
         if partial:

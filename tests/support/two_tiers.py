@@ -3,7 +3,7 @@ actors and bytes."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,6 +43,7 @@ class TwoTiers:
         self.left: list[bytes] = []
         self.offloaded = 0
         self._free = list(range(device))
+        self._followers: Counter[bytes] = Counter()
 
     def request(
         self, ids: NDArray[np.uint32], now: float, output: int = -1
@@ -61,7 +62,7 @@ class TwoTiers:
             found += 1
         tree.trim(path, min(path.num_held, found))
         for one in hashes[run:found]:
-            del self.resident[one]
+            self._leave(one)
         missing = len(ids) - run
         if missing > len(self._free):
             self.evict(missing - len(self._free))
@@ -74,19 +75,25 @@ class TwoTiers:
         tree.release(path)
         return run, found - run, hashes
 
+    def _leave(self, one: bytes) -> None:
+        self._followers[self.resident.pop(one)] -= 1
+
     def evict(self, count: int) -> None:
         """Move blocks from the device to the host."""
         nodes, hashes, parents, blocks, _ = self.tree.evict(count)
         over = self.tree.host_kept(exclusive=True) + len(blocks) - self.host
         gone = split(self.tree.host_victims(max(0, over))) if self.by_policy else []
         for one in gone:
-            if one in self.resident.values():
+            if self._followers[one]:
                 raise AssertionError("a block leaves the host before those that follow it")
-            del self.resident[one]
-        self.resident.update(zip(split(hashes), split(parents), strict=True))
+            self._leave(one)
+        for one, parent in zip(split(hashes), split(parents), strict=True):
+            self.resident[one] = parent
+            self._followers[parent] += 1
         self.offloaded += len(blocks)
         while len(self.resident) > self.host:
-            gone.append(self.resident.popitem(last=False)[0])
+            gone.append(next(iter(self.resident)))
+            self._leave(gone[-1])
         freed, _ = self.tree.finish_offload(nodes, bytes([1]) * len(blocks))
         self._free += freed
         self.tree.host_blocks_removed(b"".join(gone))
