@@ -83,6 +83,9 @@ def draw(
     }
     if "model" in CacheConfig.__struct_fields__:
         tables["cache"]["model"] = MODEL
+    policies = random.Random(f"policies {seed}")  # apart: the other choices of a seed stay
+    for tier in ("device", "host"):
+        tables[tier]["policy"] = policies.choice(("lru", "retain", "retain"))
     names = _sinks(rng, tables, folder, seed) if sinks else ()
     if kind == "attention_store" or "attention_store" in names:
         tables["attention_store"] = {

@@ -56,10 +56,10 @@ BUGS: tuple[Mutation, ...] = (
         "policy_run_has_no_output_lengths",
         "scenario/policy_run.py",
         """\
-        tree.touch(path, output)
+        tree.touch(path, output, ends, returns_in)
 """,
         """\
-        tree.touch(path)
+        tree.touch(path, -1, ends, returns_in)
 """,
         "a sweep runs RETAIN without the lengths of the outputs, and reports fewer hits",
         (MODELLED,),
