@@ -50,15 +50,16 @@ class Master:
         """host:port."""
         return f"{self._host}:{self.port}"
 
-    def start(self) -> None:
-        """Start it and wait until it listens. StoreError if it cannot be."""
+    @property
+    def command(self) -> list[str]:
+        """The command that runs it. StoreError without Mooncake's package."""
         try:
             import mooncake
         except ImportError as error:
             raise StoreError(
                 "mooncake_master comes with pip install 'kvactors[mooncake]'"
             ) from error
-        command = [
+        return [
             str(Path(next(iter(mooncake.__path__))) / "mooncake_master"),
             f"--rpc_address={self._host}",
             f"--rpc_port={self.port}",
@@ -67,6 +68,10 @@ class Master:
             "--client_ttl=3",
             *self._flags,
         ]
+
+    def start(self) -> None:
+        """Start it and wait until it listens. StoreError if it cannot be."""
+        command = self.command
         self.process = subprocess.Popen(  # noqa: S603
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

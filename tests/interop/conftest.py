@@ -38,7 +38,7 @@ class Suite(NamedTuple):
 
 
 SUITES = {
-    "interop": Suite("routers", 240),
+    "interop": Suite("routers", 600),
     "engines_full": Suite("engines", 3000, own_proc=True),
     "engines": Suite("engines", 1500, own_proc=True),
 }

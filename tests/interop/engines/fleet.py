@@ -23,16 +23,22 @@ START = 600.0
 ROUTER_PORT = 18200
 
 
-def post(port: int, prompt: Sequence[int], max_tokens: int = 4) -> None:
-    """Complete a prompt of token ids."""
+def post(port: int, prompt: Sequence[int], max_tokens: int = 4, **options: Any) -> Any:
+    """Complete a prompt of token ids. Returns the answer."""
     body = {"model": MODEL, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
+    body |= options
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(body).encode(),
         {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=START) as answer:
-        answer.read()
+        return json.loads(answer.read())
+
+
+def complete(port: int, prompt: Sequence[int]) -> list[int]:
+    """The tokens that a server samples. vLLM's router ignores prefixes of such a request."""
+    return list(post(port, prompt, return_token_ids=True)["choices"][0]["token_ids"])
 
 
 def answers(child: Child, port: int) -> bool:
@@ -53,9 +59,19 @@ class Server:
         model: folder of the model.
         folder: for its log and its store.
         port: of the server. The events have the two ports after it.
+        storage: settings below the host tier in place of a file store.
+        environment: that the server runs in.
     """
 
-    def __init__(self, environments: Environments, model: Path, folder: Path, port: int) -> None:
+    def __init__(
+        self,
+        environments: Environments,
+        model: Path,
+        folder: Path,
+        port: int,
+        storage: dict[str, Any] | None = None,
+        environment: str = ENVIRONMENT,
+    ) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.events, self.replay = (f"tcp://127.0.0.1:{port + i}" for i in (1, 2))
@@ -67,14 +83,16 @@ class Server:
             "replay_endpoint": f"tcp://*:{port + 2}",
             "topic": "",
         }
-        transfer = {
+        transfer: dict[str, Any] = {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": offloading(256, folder / f"store-{port}")
             | {"self_describing_kv_events": True},
         }
+        if storage is not None:
+            transfer["kv_connector_extra_config"]["storage"] = storage
         command = [
-            environments.program(ENVIRONMENT),
+            environments.program(environment),
             *("-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", MODEL),
             *("--host", "127.0.0.1", "--port", str(port)),
