@@ -302,6 +302,7 @@ FLEET = (
     ("blocks computed", "blocks_computed"),
     ("distinct blocks", "blocks_distinct"),
     ("objects in the pool at the end", "pool_objects"),
+    ("objects that the pool evicted", "pool_evicted"),
     ("requests sent again", "retried"),
     ("faults", "faults"),
     ("faults left out", "faults_left_out"),

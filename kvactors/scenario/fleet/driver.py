@@ -241,7 +241,10 @@ class Run:
                 await anyio.sleep(0.02)
             if not self._served and await self._begin(fault):
                 self.figures.faults += 1
+                until = self.figures.finished + fault.requests
                 await anyio.sleep(fault.seconds)
+                while self.figures.finished < until and not self._served:  # noqa: ASYNC110
+                    await anyio.sleep(0.02)
                 await self._end(fault)
             else:
                 self.figures.faults_left_out += 1
@@ -294,11 +297,9 @@ class Run:
                 self._totals.complain(f"node {member.number}: {error}")
             sums["router_divergence"] += await anyio.to_thread.run_sync(behind, member, answer)
         if self._pooled:
-            sums["pool_objects"] = int(
-                await anyio.to_thread.run_sync(
-                    gauge, f"{self._network.hub}:{self._master.metrics_port}", "master_key_count"
-                )
-            )
+            address = f"{self._network.hub}:{self._master.metrics_port}"
+            for name, metric in POOL.items():
+                sums[name] = int(await anyio.to_thread.run_sync(gauge, address, metric))
         self._totals.verified_blocks += int(sums["verified"])
         self._totals.corrupt_blocks_served += int(sums["corrupt"])
         self._totals.no_room += int(sums["no_room"])
@@ -307,6 +308,11 @@ class Run:
 
 DRIVERS = ("fleet", "expect", "mooncake", "fault")
 """Tables of a scenario that are the driver's, not a node's."""
+
+
+POOL = {"pool_objects": "master_key_count", "pool_evicted": "master_evicted_key_count"}
+"""Figures of the pool, and the master's metrics that they come from. A master that was killed begins
+to count again."""
 
 
 def behind(member: Member, answer: Answer) -> int:

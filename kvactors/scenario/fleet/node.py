@@ -11,6 +11,7 @@ import sys
 import time
 from functools import lru_cache
 from typing import Any
+from uuid import uuid4
 
 import anyio
 import anyio.to_thread
@@ -31,8 +32,8 @@ FILLER = "kvactors-filler/"
 """Prefix of the objects that fill the pool."""
 FILLER_BYTES = 1 << 20
 SMALLEST = 8 << 10
-FULL_ROUNDS, FULL_PAUSE = 5, 0.02
-"""Rounds that must store nothing, and seconds between two of them."""
+REFILL = 0.02
+"""Seconds until the pool is filled again: the master evicts other objects."""
 
 
 class TimedEngine(Engine):
@@ -58,6 +59,7 @@ class Node:
 
     def __init__(self, one: Session, seed: int) -> None:
         self._session = one
+        self._filling: asyncio.Task[None] | None = None
         self._engine = TimedEngine(one.cache, one.totals)
         self._work = one.scenario.workload
         self._conversation = lru_cache(512)(lambda number: Conversation(self._work, seed, number))
@@ -68,8 +70,19 @@ class Node:
             return await self._serve(order)
         if order.do == "settle":
             return await self._settle(order)
-        await self._pool(fill if order.do == "fill" else drain)
+        if order.do == "fill":
+            await self._pool(fill)
+            self._filling = asyncio.get_running_loop().create_task(self._keep_full())
+        elif self._filling is not None:
+            self._filling.cancel()
+            await asyncio.gather(self._filling, return_exceptions=True)
+            await self._pool(drain)
         return Answer(order.number)
+
+    async def _keep_full(self) -> None:
+        while True:
+            await self._pool(fill)
+            await anyio.sleep(REFILL)
 
     async def _serve(self, order: Order) -> Answer:
         prompt, answer = self._conversation(order.session).turn(order.turn)
@@ -137,23 +150,15 @@ class Node:
 
 
 def fill(store: Any) -> None:
-    """Put pinned objects into the pool until none has space. The master evicts other objects for a
-    while, so the pool is full after several rounds that stored nothing."""
+    """Put pinned objects into the pool until none has space."""
     from mooncake.store import ReplicateConfig
 
     pinned = ReplicateConfig()
     pinned.with_hard_pin = True
-    number = refused = 0
-    while refused < FULL_ROUNDS:
-        refused += 1
-        size = FILLER_BYTES
-        while size >= SMALLEST:
-            if store.put(f"{FILLER}{number}", bytes(size), pinned):
-                size //= 2
-            else:
-                refused = 0
-            number += 1
-        time.sleep(FULL_PAUSE)
+    size = FILLER_BYTES
+    while size >= SMALLEST:
+        if store.put(FILLER + uuid4().hex, bytes(size), pinned):
+            size //= 2
 
 
 def drain(store: Any) -> None:

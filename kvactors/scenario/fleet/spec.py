@@ -22,7 +22,8 @@ class FleetFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         target: the pool's master, or a node.
         node: number of the node.
         after: requests that have ended when the fault begins.
-        seconds: duration.
+        seconds: duration at least.
+        requests: how many requests end during it at least.
         mbit_per_s: of a slow link.
     """
 
@@ -31,6 +32,7 @@ class FleetFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: int = 0
     after: int = 0
     seconds: float = 1.0
+    requests: int = 0
     mbit_per_s: float = 8.0
 
 
@@ -81,8 +83,12 @@ def check_fleet(fleet: FleetSpec, backend: str, kind: str) -> None:
             raise ConfigError(f"fleet.fault {number}: a master has no fault {fault.kind!r}")
         if not 0 <= fault.node < fleet.nodes:
             raise ConfigError(f"fleet.fault {number}: there is no node {fault.node}")
-        if fault.after < 0 or not 0 < fault.seconds < math.inf or not fault.mbit_per_s > 0:
+        if (
+            min(fault.after, fault.requests) < 0
+            or not 0 < fault.seconds < math.inf
+            or not fault.mbit_per_s > 0
+        ):
             raise ConfigError(
-                f"fleet.fault {number}: after must not be negative, and seconds and mbit_per_s "
-                "must be above 0"
+                f"fleet.fault {number}: after and requests must not be negative, seconds and "
+                "mbit_per_s must be above 0"
             )
