@@ -1,4 +1,4 @@
-"""Mooncake masters that etcd elects: joining by an etcd:// address, the death of the elected one,
+"""Mooncake masters that etcd elects: joining by an etcd:// address, a kill of the elected one,
 and leaving without one."""
 
 from __future__ import annotations

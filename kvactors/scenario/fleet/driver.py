@@ -311,8 +311,8 @@ DRIVERS = ("fleet", "expect", "mooncake", "fault")
 
 
 POOL = {"pool_objects": "master_key_count", "pool_evicted": "master_evicted_key_count"}
-"""Figures of the pool, and the master's metrics that they come from. A master that was killed begins
-to count again."""
+"""Figures of the pool, and the master's metrics that they come from. A restarted master begins to
+count again."""
 
 
 def behind(member: Member, answer: Answer) -> int:
