@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from statistics import median
 
+from kvactors.bench.copy_product import product_rows
 from kvactors.bench.report import Row, rate_row
 from kvactors.data_plane.cuda.device import CudaDevice
-from kvactors.data_plane.cuda.driver import load_driver
+from kvactors.data_plane.cuda.driver import CudaDriver, load_driver
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.device.arena import Arena
 from kvactors.errors import DeviceError
@@ -32,34 +33,49 @@ def layouts(*, quick: bool) -> dict[str, Layout]:
     return found
 
 
-async def gpu_rows(*, quick: bool) -> list[Row]:
-    """Measure both directions, and both at once. Returns no rows without a driver or a GPU."""
+WAYS = (Direction.TO_HOST, Direction.TO_DEVICE)
+
+
+async def gpu_rows(
+    *, quick: bool, driver: CudaDriver | None = None, total: int | None = None
+) -> list[Row]:
+    """Measure both directions with blocks in another order than their slots and in the same order,
+    both directions at once, and beside a matrix product. Returns no rows without a driver or a GPU.
+
+    Args:
+        quick: small sizes, for tests.
+        driver: the system's, or a stand-in.
+        total: bytes of a batch.
+    """
     try:
-        load_driver()
+        driver = driver or load_driver()
+        if not driver.read_int("cuDeviceGetCount"):
+            return []
     except DeviceError:
         return []
     rows: list[Row] = []
-    total, rounds = (64 << 20, 3) if quick else (1 << 30, 9)
+    total = total or (64 << 20 if quick else 1 << 30)
+    rounds = 3 if quick else 9
     for name, layout in layouts(quick=quick).items():
         blocks = max(2, total // layout.block_bytes)
-        async with opened(layout, blocks) as executor:
+        async with opened(layout, blocks, driver) as executor:
             ids, slots = list(range(blocks - 1, -1, -1)), list(range(blocks))
-            for direction in (Direction.TO_HOST, Direction.TO_DEVICE):
-                limit = await large(total, direction, rounds)
-                ours = await rate(executor, (direction,), ids, slots, rounds)
-                rows.append(
-                    rate_row(
-                        f"GPU, {name}: {direction.value}",
-                        ours,
-                        limit,
-                        "GB/s",
-                        "one large pinned copy, same run",
+            for direction in WAYS:
+                limit = await large(total, direction, rounds, driver)
+                for order, numbers in (("", ids), (", blocks in the order of slots", slots)):
+                    ours = await rate(executor, (direction,), ((numbers, slots),), rounds)
+                    rows.append(
+                        rate_row(
+                            f"GPU, {name}: {direction.value}{order}",
+                            ours,
+                            limit,
+                            "GB/s",
+                            "one large pinned copy, same run",
+                        )
                     )
-                )
             half = blocks // 2
-            both = await rate(
-                executor, tuple(Direction), ids[:half], slots[half : 2 * half], rounds
-            )
+            parts = ((ids[:half], slots[:half]), (ids[-half:], slots[-half:]))
+            both = await rate(executor, WAYS, parts, rounds)
             rows.append(
                 rate_row(
                     f"GPU, {name}: both ways at once",
@@ -69,13 +85,15 @@ async def gpu_rows(*, quick: bool) -> list[Row]:
                     "one large pinned copy one way, same run",
                 )
             )
+            rows += await product_rows(name, executor, quick=quick)
     return rows
 
 
 @asynccontextmanager
-async def opened(layout: Layout, blocks: int) -> AsyncIterator[CudaCopyEngine]:
-    """A device, a pinned arena and who copies between them."""
-    device, arena = CudaDevice.allocate(layout, blocks), Arena(blocks, layout.block_bytes)
+async def opened(layout: Layout, blocks: int, driver: CudaDriver) -> AsyncIterator[CudaCopyEngine]:
+    """A device, a pinned arena and an engine that copies between them."""
+    device = CudaDevice.allocate(layout, blocks, driver=driver)
+    arena = Arena(blocks, layout.block_bytes)
     arena.touch()
     executor = CudaCopyEngine(device, arena)
     try:
@@ -87,25 +105,28 @@ async def opened(layout: Layout, blocks: int) -> AsyncIterator[CudaCopyEngine]:
         arena.close()
 
 
-async def large(nbytes: int, direction: Direction, rounds: int) -> float:
+async def large(nbytes: int, direction: Direction, rounds: int, driver: CudaDriver) -> float:
     """GB/s of one copy of so many bytes: one block of one piece."""
     layout = GQALayout(1, 1, 128, nbytes // 256, "uint8")
-    async with opened(layout, 1) as executor:
-        return await rate(executor, (direction,), [0], [0], rounds)
+    async with opened(layout, 1, driver) as executor:
+        return await rate(executor, (direction,), (([0], [0]),), rounds)
 
 
 async def rate(
     executor: CudaCopyEngine,
     ways: Sequence[Direction],
-    ids: Sequence[int],
-    slots: Sequence[int],
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     rounds: int,
 ) -> float:
-    """GB/s over all ways together."""
+    """GB/s over all ways together, each with its blocks and slots."""
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
-        failed = await asyncio.gather(*(executor.run(way, ids, slots) for way in ways))
+        failed = await asyncio.gather(
+            *(executor.run(way, *pair) for way, pair in zip(ways, pairs, strict=True))
+        )
         times.append(time.perf_counter() - began)
-        assert not any(failed)
-    return len(ways) * len(ids) * executor.device.layout.block_bytes / median(times) / 1e9
+        if any(failed):
+            raise RuntimeError(f"copies failed: {executor.trouble}")
+    moved = sum(len(ids) for ids, _ in pairs) * executor.device.layout.block_bytes
+    return moved / median(times) / 1e9

@@ -45,8 +45,8 @@ def filled(page: str, records: Mapping[str, Mapping[str, Any]]) -> str:
     return MARK.sub(put, page)
 
 
-def table(record: Mapping[str, Any]) -> str:
-    """The rows of a record, and the lines below them."""
+def table(record: Mapping[str, Any], *, own_machine: bool = True) -> str:
+    """The rows of a record, and the lines below them. own_machine: name the machine there."""
     report = record["report"]
     lines = ["", *HEAD]
     for row in report["rows"]:
@@ -59,7 +59,7 @@ def table(record: Mapping[str, Any]) -> str:
             row["limit_name"],
         )
         lines.append(f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |")
-    for line in below(record):
+    for line in below(record)[: None if own_machine else -1]:
         lines += ["", line]
     return "\n".join([*lines, "", ""])
 

@@ -1,0 +1,129 @@
+"""`python -m tests.gpu` on the stand-in driver, and without any."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvactors.bench import copy_gpu
+from kvactors.bench.copy_gpu import gpu_rows
+from kvactors.data_plane.cuda.device import CudaDevice
+from kvactors.data_plane.cuda.driver import CudaDriver
+from kvactors.data_plane.cuda.lane import Lane
+from tests.gpu import __main__ as command
+from tests.gpu import checks
+from tests.support import cuda
+
+
+@pytest.fixture
+def fake():
+    fake = cuda.stand_in()
+    fake.reset()
+    yield fake
+    fake.reset()
+    left = {what: fake.live(what) for what in cuda.EVERYTHING}
+    assert left == dict.fromkeys(cuda.EVERYTHING, 0), left
+
+
+def test_without_a_driver_or_a_gpu_it_ends_with_one_line(fake, capsys, tmp_path):
+    page = tmp_path / "page.md"
+    assert command.main(["--driver", str(tmp_path / "libcuda.so"), "--page", str(page)]) == 2
+    fake.set("devices", 0)
+    assert command.main(["--driver", fake.path, "--page", str(page)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["no GPU", "no GPU"]
+    assert lines[1] == "no GPU: the driver lists none"
+    assert not page.exists()
+
+
+def test_the_shipped_page_names_no_run():
+    text = command.PAGE.read_text()
+    assert "No run on a GPU is on record." in text
+    assert "|" not in text
+
+
+def test_every_check_is_right_on_the_stand_in(fake, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        checks, "LAYOUTS", {name: checks.LAYOUTS[name] for name in ("1 KiB", "64 KiB")}
+    )
+    page = tmp_path / "page.md"
+    options = ["--driver", fake.path, "--page", str(page), "--no-bench"]
+    assert command.main(options) == 0
+    text = page.read_text()
+    assert "**This run is on the stand-in driver, not on a GPU. It proves nothing.**" in text
+    for name in checks.CHECKS:
+        assert f"| {name} | right |" in text
+    assert "| GPU | Stand-in, 132 multiprocessors, compute capability 9.0 |" in text
+    assert "| CUDA driver | 13.0 |" in text
+    assert "| vLLM with kvactors | not run |" in text
+    assert capsys.readouterr().out.count("right: ") == len(checks.CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("every copy path, real bytes", (CudaDevice, "check")),
+        ("cancelled copies", (CudaDevice, "check")),
+        ("a cache with three tiers", (CudaDevice, "check")),
+        ("two ranks", (CudaDevice, "check")),
+        ("copies without an event loop", (CudaDevice, "check")),
+        ("an engine's stream waits for layers", (Lane, "submit")),
+    ],
+)
+def test_a_wrong_byte_or_a_failed_copy_is_found(fake, name, broken, monkeypatch):
+    def submit(lane, op) -> None:
+        raise ValueError("planted")
+
+    where, what = broken
+    answer = submit if what == "submit" else (lambda *_: [0])
+    monkeypatch.setattr(where, what, answer)
+    monkeypatch.setattr(
+        checks, "LAYOUTS", {name: checks.LAYOUTS[name] for name in ("1 KiB", "64 KiB")}
+    )
+    ((good, text),) = asyncio.run(checks.run_checks(CudaDriver(fake.path), [name])).values()
+    assert not good
+    assert text.startswith(("Wrong: ", "ExceptionGroup: "))
+
+
+def test_a_failed_check_is_on_the_page_and_in_the_exit_status(fake, tmp_path, monkeypatch):
+    async def bad(_: CudaDriver) -> str:
+        raise checks.Wrong("block 3 | has other bytes")
+
+    monkeypatch.setattr(checks, "CHECKS", {"copies": bad})
+    page = tmp_path / "page.md"
+    assert command.main(["--driver", fake.path, "--page", str(page), "--no-bench"]) == 1
+    assert "| copies | **wrong** | Wrong: block 3 / has other bytes |" in page.read_text()
+
+
+def test_every_benchmark_row_runs_on_the_stand_in(fake, monkeypatch):
+    small = {"pieces of 4 KiB": checks.LAYOUTS["1 KiB"]}
+    monkeypatch.setattr(copy_gpu, "layouts", lambda **_: small)
+    rows = asyncio.run(gpu_rows(quick=True, driver=CudaDriver(fake.path), total=40_000))
+    cases = [row.case for row in rows]
+    assert len(set(cases)) == len(cases) == 9
+    for text in ("to_host, beside a matrix product", "the product beside it", "both ways at once"):
+        assert any(text in case for case in cases), text
+    assert all(row.ours > 0 for row in rows)
+    fake.set("devices", 0)
+    assert asyncio.run(gpu_rows(quick=True, driver=CudaDriver(fake.path))) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "expected", "status"),
+    [
+        ('{"same": true, "cached": 4096, "computed_s": 2.0, "loaded_s": 0.5}', "right", 0),
+        ('{"same": false, "cached": 0, "computed_s": 2.0, "loaded_s": 0.5}', "**wrong**", 1),
+        ("", "**wrong**", 1),
+    ],
+)
+def test_the_answer_of_vllm_is_on_the_page(fake, tmp_path, script, expected, status):
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!/bin/sh\necho noise\necho '{script}'\n" if script else "#!/bin/sh\nexit 3\n"
+    )
+    python.chmod(0o755)
+    page = tmp_path / "page.md"
+    options = ["--driver", fake.path, "--page", str(page), "--no-bench", "--only", "copies"]
+    assert command.main([*options, "--vllm-python", str(python)]) == status
+    assert f"| vLLM with kvactors | {expected} |" in page.read_text()

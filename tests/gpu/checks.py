@@ -1,0 +1,301 @@
+"""Checks with real bytes on a GPU. Each raises `Wrong` when a byte or a count is not right."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+
+import kvactors
+from kvactors.config import Config
+from kvactors.data_plane.base import Direction
+from kvactors.data_plane.cuda.choice import NEVER
+from kvactors.data_plane.cuda.device import CudaDevice
+from kvactors.data_plane.cuda.driver import CudaDriver
+from kvactors.data_plane.cuda.engine import CudaCopyEngine
+from kvactors.device.arena import Arena
+from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout, make_layout
+from kvactors.tier_cache import CopyWorker, SlotMemory
+
+BLOCKS = 16
+LIMIT = 60.0
+"""Seconds that a check may take. Only a hang takes as long."""
+
+LAYOUTS: dict[str, Layout] = {
+    "1090 bytes": GQALayout(2, 1, 10, 109, "uint8"),
+    "1 KiB": GQALayout(3, 2, 16, 16, "float16"),
+    "64 KiB": GQALayout(2, 8, 128, 32, "float16"),
+    "MLA": MLALayout(3, 64),
+    "DSA": DSALayout(3, 64),
+}
+WAYS: dict[str, dict[str, int]] = {
+    "measured": {},
+    "copy engines": {"batch_from": 0, "merge_from": NEVER},
+    "neighbours together": {"batch_from": 0, "merge_from": 2},
+    "kernel": {"batch_from": 1 << 40, "stage_from": NEVER},
+    "gathered": {"batch_from": 1 << 40, "stage_from": 0, "merge_from": 2},
+    "gathered in a small buffer": {
+        "batch_from": 1 << 40,
+        "stage_from": 0,
+        "staging_bytes": 1 << 20,
+    },
+}
+
+
+class Wrong(Exception):
+    """A check has failed."""
+
+
+def ensure(good: object, text: str) -> None:
+    """Wrong with a text unless something is true."""
+    if not good:
+        raise Wrong(text)
+
+
+class Bench:
+    """A device, an arena and an engine.
+
+    Attributes:
+        keys: 32 bytes a block, from which its content follows.
+    """
+
+    def __init__(self, driver: CudaDriver, layout: Layout, **options: int) -> None:
+        self.device = CudaDevice.allocate(layout, BLOCKS, driver=driver)
+        self.arena = Arena(BLOCKS, layout.block_bytes)
+        self.executor = CudaCopyEngine(self.device, self.arena, **options)
+        self.keys = np.random.default_rng(3).bytes(32 * BLOCKS)
+
+    def key(self, ids: Sequence[int]) -> bytes:
+        """Keys of some blocks."""
+        return b"".join(self.keys[32 * i : 32 * i + 32] for i in ids)
+
+    async def copy(self, direction: Direction, ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy. Wrong unless everything arrives."""
+        failed = await self.executor.run(direction, ids, slots)
+        ensure(not failed, f"copies {direction.value} failed: {self.executor.trouble or failed}")
+
+
+@asynccontextmanager
+async def opened(driver: CudaDriver, layout: Layout, **options: int) -> AsyncIterator[Bench]:
+    """A bench while the block runs."""
+    bench = Bench(driver, layout, **options)
+    try:
+        await bench.executor.open()
+        yield bench
+    finally:
+        await bench.executor.close()
+        bench.device.close()
+        bench.arena.close()
+
+
+async def copies(driver: CudaDriver) -> str:
+    """Every layout by every way, blocks in order and shuffled, there and back."""
+    rng = np.random.default_rng(7)
+    for name, layout in LAYOUTS.items():
+        for way, options in WAYS.items():
+            async with opened(driver, layout, **options) as bench:
+                for shuffled in (False, True):
+                    ids = rng.permutation(BLOCKS)[:9].tolist() if shuffled else list(range(3, 12))
+                    slots = rng.permutation(BLOCKS)[:9].tolist() if shuffled else list(range(9))
+                    bench.device.fill(range(BLOCKS), bench.keys)
+                    await bench.copy(Direction.TO_HOST, ids, slots)
+                    bench.device.fill(ids, bytes(32 * len(ids)))
+                    await bench.copy(Direction.TO_DEVICE, ids, slots)
+                    wrong = bench.device.check(range(BLOCKS), bench.keys)
+                    ensure(not wrong, f"{name}, {way}: blocks {wrong} have other bytes")
+    return f"{len(LAYOUTS)} layouts, {len(WAYS)} ways"
+
+
+async def events(driver: CudaDriver) -> str:
+    """An engine's stream waits for each layer of a load, and finds its bytes."""
+    layout = LAYOUTS["1 KiB"]
+    for way in ("copy engines", "gathered"):
+        async with opened(driver, layout, **WAYS[way]) as bench:
+            device, size = bench.device, int(bench.device.piece_bytes[0])
+            bench.device.fill(range(BLOCKS), bench.keys)
+            await bench.copy(Direction.TO_HOST, range(BLOCKS), range(BLOCKS))
+            expected = ctypes.string_at(bench.arena.address, size)
+            bench.device.fill(range(BLOCKS), bytes(32 * BLOCKS))
+            with device.current():
+                stream, host = (
+                    driver.read("cuStreamCreate", 1),
+                    driver.read("cuMemHostAlloc", size, 3),
+                )
+            numbers = list(range(BLOCKS))
+            running = asyncio.ensure_future(
+                bench.executor.run(Direction.TO_DEVICE, numbers, numbers)
+            )
+            waits = False
+            while not running.done() and not waits:
+                await asyncio.sleep(0)
+                waits = bench.executor.make_stream_wait(stream, [0], 0)
+            with device.current():
+                driver.call("cuMemcpyDtoHAsync", host, int(device.regions[0]), size, stream)
+                driver.call("cuStreamSynchronize", stream)
+                found = ctypes.string_at(host, size)
+                driver.call("cuMemFreeHost", host)
+                driver.call("cuStreamDestroy", stream)
+            ensure(await running == (), "the load failed")
+            ensure(not waits or found == expected, f"{way}: the stream did not wait")
+    return "2 ways"
+
+
+async def cancelled(driver: CudaDriver) -> str:
+    """A cancelled batch ends before it returns, and later batches are right."""
+    count = 0
+    for way in ("copy engines", "gathered"):
+        async with opened(driver, LAYOUTS["64 KiB"], **WAYS[way]) as bench:
+            numbers = list(range(BLOCKS))
+            bench.device.fill(numbers, bench.keys)
+            for _ in range(20):
+                running = asyncio.ensure_future(
+                    bench.executor.run(Direction.TO_HOST, numbers, numbers)
+                )
+                await asyncio.sleep(0)
+                running.cancel()
+                try:
+                    await running
+                except asyncio.CancelledError:
+                    count += 1
+            await bench.copy(Direction.TO_HOST, numbers, numbers)
+            bench.device.fill(numbers, bytes(32 * BLOCKS))
+            await bench.copy(Direction.TO_DEVICE, numbers, numbers)
+            ensure(not bench.device.check(numbers, bench.keys), f"{way}: other bytes")
+    return f"{count} of 40 cancelled"
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    """Settings of a small cache."""
+    return {
+        "cache": {"block_size": 16, "model": "checks"},
+        "device": {"num_blocks": 6},
+        "host": {"slots": 16},
+        "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32, "dtype": "bfloat16"},
+        **more,
+    }
+
+
+async def served(cache: kvactors.KVCache, devices: Sequence[CudaDevice], rounds: int) -> int:
+    """Prompts that displace one another. Wrong unless each hit has its bytes. Returns the hits."""
+    hits = 0
+    for seed in [1, 2, 3] * rounds:
+        async with await cache.acquire("r", [seed] * 49) as lease:
+            await lease.wait_ready()
+            cached, keys = lease.cached_tokens // 16, lease.hashes(0, 3)
+            for device in devices:
+                wrong = device.check(lease.block_table[:cached], keys[: 32 * cached])
+                ensure(not wrong, f"prompt {seed}: cached blocks {wrong} have other bytes")
+                device.fill(lease.block_table[cached:3], keys[32 * cached :])
+            await lease.commit(48)
+            hits += cached
+        await cache.wait_idle()
+    ensure(cache.check() == [], f"the cache is inconsistent: {cache.check()}")
+    return hits
+
+
+async def cache(driver: CudaDriver) -> str:
+    """A cache in the GPU's memory, with host memory and a file store below."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = {"backend": "file", "directory": folder, "capacity_blocks": 64}
+        config = Config.from_mapping(settings(host={"slots": 4}, storage=store))
+        device = CudaDevice.allocate(make_layout(config.layout, 16), 6, driver=driver)
+        try:
+            async with kvactors.open(config, device=device) as opened_cache:
+                hits = await served(opened_cache, [device], 6)
+        finally:
+            device.close()
+    ensure(hits > 0, "nothing was loaded")
+    return f"{hits} blocks from the tiers"
+
+
+async def ranks(driver: CudaDriver) -> str:
+    """Two ranks with a share of each block, on one GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        endpoint = f"unix://{folder}/ranks"
+        layout = {**settings()["layout"], "tensor_parallel": 2}
+        config = Config.from_mapping(
+            settings(layout=layout, ranks={"count": 2, "endpoint": endpoint})
+        )
+        devices = [
+            CudaDevice.allocate(make_layout(config.layout, 16), 6, driver=driver) for _ in range(2)
+        ]
+        try:
+            async with anyio.create_task_group() as tasks:
+                for rank, device in enumerate(devices):
+                    tasks.start_soon(_serve, endpoint, device, rank, config)
+                async with kvactors.open(config) as opened_cache:
+                    hits = await served(opened_cache, devices, 4)
+                tasks.cancel_scope.cancel()
+        finally:
+            for device in devices:
+                device.close()
+    ensure(hits > 0, "nothing was loaded")
+    return f"2 ranks, {hits} blocks from the host"
+
+
+async def _serve(endpoint: str, device: CudaDevice, rank: int, config: Config) -> None:
+    await kvactors.serve_rank(endpoint, device, rank=rank, ranks=2, config=config)
+
+
+async def worker(driver: CudaDriver) -> str:
+    """Copies without an event loop, as engines make them that have their own tiers."""
+    with ExitStack() as cleanup:
+        device = CudaDevice.allocate(GQALayout(4, 1, 16, 8, "uint8"), BLOCKS, driver=driver)
+        cleanup.callback(device.close)
+        keys = np.random.default_rng(5).bytes(32 * BLOCKS)
+        device.fill(range(BLOCKS), keys)
+        memory = SlotMemory(BLOCKS, int(device.piece_bytes.sum()))
+        tensors = [
+            one._replace(shape=(BLOCKS, int(np.prod(one.shape[1:])))) for one in device.tensors
+        ]
+        copier = CopyWorker(tensors, memory, driver=driver)
+        numbers = list(range(BLOCKS))
+        cleanup.callback(copier.shutdown)
+        for job, submit in (("store", copier.submit_store), ("load", copier.submit_load)):
+            submit(job, numbers, numbers, stream=0)
+            ensure(copier.wait([job], LIMIT), f"the {job} has not ended")
+            errors = [one.error for one in copier.get_finished() if one.error]
+            ensure(not errors, f"the {job} failed: {errors}")
+            if job == "store":
+                device.fill(numbers, bytes(32 * BLOCKS))
+        ensure(not device.check(numbers, keys), "other bytes came back")
+        ensure(copier.shutdown(), "copies did not end")
+    return f"{BLOCKS} blocks"
+
+
+CHECKS: dict[str, Callable[[CudaDriver], Awaitable[str]]] = {
+    "every copy path, real bytes": copies,
+    "an engine's stream waits for layers": events,
+    "cancelled copies": cancelled,
+    "a cache with three tiers": cache,
+    "two ranks": ranks,
+    "copies without an event loop": worker,
+}
+
+
+async def run_checks(driver: CudaDriver, names: Sequence[str] = ()) -> dict[str, tuple[bool, str]]:
+    """Run checks: whether each was right, and its result or its error."""
+    found = {}
+    for name, check in CHECKS.items():
+        if names and name not in names:
+            continue
+        try:
+            with anyio.fail_after(LIMIT):
+                found[name] = (True, await check(driver))
+        except Exception as error:
+            found[name] = (False, f"{type(error).__name__}: {error}")
+    return found
+
+
+def model_folder(folder: Path) -> Path:
+    """A small model for engines."""
+    from tests.interop.engines.tiny_llama import write_model
+
+    return write_model(folder)
