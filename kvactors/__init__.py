@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvactors.data_plane.ranks.worker import serve_rank
     from kvactors.errors import (
         ActorFailed,
+        CacheAsleep,
         CacheClosed,
         CacheFailed,
         ConfigError,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         LayoutError,
         LeaseBusy,
         LeaseEnded,
+        LeasesOpen,
         NeverFits,
         NoRoom,
         NotReady,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         RankError,
         RankLost,
         SinkError,
+        SleepUnsupported,
         StoreError,
         TokensCommitted,
         WrongLoop,
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActorFailed",
+    "CacheAsleep",
     "CacheClosed",
     "CacheFailed",
     "CacheStatistics",
@@ -65,6 +69,7 @@ __all__ = [
     "Lease",
     "LeaseBusy",
     "LeaseEnded",
+    "LeasesOpen",
     "NeverFits",
     "NoRoom",
     "NotReady",
@@ -76,6 +81,7 @@ __all__ = [
     "Reason",
     "Residency",
     "SinkError",
+    "SleepUnsupported",
     "Step",
     "Stepped",
     "StoreError",
@@ -93,6 +99,7 @@ __all__ = [
 
 HOMES = {
     "ActorFailed": "kvactors.errors",
+    "CacheAsleep": "kvactors.errors",
     "CacheClosed": "kvactors.errors",
     "CacheFailed": "kvactors.errors",
     "CacheStatistics": "kvactors.observe.statistics",
@@ -110,6 +117,7 @@ HOMES = {
     "LayoutError": "kvactors.errors",
     "Lease": "kvactors.lease",
     "LeaseBusy": "kvactors.errors",
+    "LeasesOpen": "kvactors.errors",
     "LeaseEnded": "kvactors.errors",
     "NeverFits": "kvactors.errors",
     "NoRoom": "kvactors.errors",
@@ -124,6 +132,7 @@ HOMES = {
     "SinkError": "kvactors.errors",
     "Step": "kvactors.steps",
     "Stepped": "kvactors.steps",
+    "SleepUnsupported": "kvactors.errors",
     "StoreError": "kvactors.errors",
     "Tier": "kvactors.types",
     "TierCache": "kvactors.tier_cache",

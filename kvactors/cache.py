@@ -117,6 +117,7 @@ async def _opened(
         inline_copies=inline_copies,
         clock=clock,
     )
+    del device  # a sleep releases it
     async with system.running():
         cache = KVCache(system)
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvactors import lookup as look
-from kvactors import sizing, steps, tenants, waits
+from kvactors import sizing, sleeping, steps, tenants, waits
 from kvactors.arguments import (
     Media,
     check_flag,
@@ -159,6 +159,8 @@ class CacheCalls(OpenCache):
         return Lease(self._client, lease, request_id, path, granted, at, media)
 
     set_num_blocks = sizing.set_num_blocks
+    sleep = sleeping.sleep
+    wake = sleeping.wake
     step = steps.step
     lookup = look.lookup
     free_blocks = look.free_blocks

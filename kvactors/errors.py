@@ -7,6 +7,9 @@ KVActorsError
 ├── NumBlocksUnset                the number of device blocks is not set yet
 ├── DeadlineExceeded (TimeoutError)  an operation was not answered in time
 ├── Paused                        the cache is paused and did not resume before the deadline
+├── CacheAsleep                   the cache sleeps, and its memory is released: wake() first
+├── LeasesOpen                    leases are open, so the cache cannot sleep
+├── SleepUnsupported              a part of the cache cannot release its memory
 ├── NotReady                      the lease still waits for loads: await wait_ready() first
 ├── LeaseEnded                    the lease was finished, preempted, abandoned or lost in a restart
 ├── LeaseBusy (RuntimeError)      another call on the lease has not returned yet
@@ -80,6 +83,31 @@ class DeadlineExceeded(KVActorsError, TimeoutError):
 
 class Paused(KVActorsError):
     """The cache is paused and did not resume before the deadline."""
+
+
+class CacheAsleep(KVActorsError):
+    """The cache sleeps, or is about to, and its memory is released: `await cache.wake()` first.
+    Nothing was changed."""
+
+    def __init__(self, text: str = "the cache sleeps: await cache.wake() first") -> None:
+        super().__init__(text)
+
+
+class LeasesOpen(KVActorsError):
+    """The cache cannot sleep while leases are open or requests wait. Nothing was changed. `leases`
+    counts the open leases."""
+
+    def __init__(self, leases: int) -> None:
+        super().__init__(
+            f"{_counted(leases, 'lease')} open, or requests wait for device blocks: finish them "
+            "before sleep()"
+        )
+        self.leases = leases
+
+
+class SleepUnsupported(KVActorsError):
+    """A part of the cache cannot release its memory while the cache is open. Nothing was
+    changed."""
 
 
 class NotReady(KVActorsError):

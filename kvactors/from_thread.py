@@ -214,6 +214,8 @@ class FromThread:
     acquire = _leased(CacheCalls.acquire)
     prefetch = _blocking(CacheCalls.prefetch)
     set_num_blocks = _blocking(CacheCalls.set_num_blocks)
+    sleep = _blocking(CacheCalls.sleep)
+    wake = _blocking(CacheCalls.wake)
     clear = _blocking(CacheCalls.clear)
     pause = _blocking(CacheCalls.pause)
     resume = _blocking(CacheCalls.resume)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from kvactors.arguments import Media, request_path, request_scope
-from kvactors.errors import NumBlocksUnset
+from kvactors.errors import CacheAsleep, NumBlocksUnset
 from kvactors.lease import Hits
 from kvactors.native import DEVICE, HOST, LOADING, Path
 from kvactors.open_cache import OpenCache
@@ -117,6 +117,8 @@ def lookup(
         NumBlocksUnset: the number of device blocks is not set yet.
     """
     self._client.check()
+    if self.system.wiring.asleep:
+        raise CacheAsleep
     system = self.system
     if not system.plane.device.num_blocks:
         raise NumBlocksUnset
@@ -129,6 +131,8 @@ def free_blocks(self: OpenCache) -> FreeBlocks:
     """The device blocks that a request could have now, in about a microsecond. None, before the
     number of device blocks is set."""
     self._client.check()
+    if self.system.wiring.asleep:
+        raise CacheAsleep
     core = self.system.index_actor.core
     index = core.index
     being_freed = max(0, core.admission.unpromised())

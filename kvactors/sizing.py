@@ -112,7 +112,7 @@ async def _set(cache: OpenCache, config: Config, device: Device | None) -> None:
         made = make_device(config.device, system.layout) if device is None else device
         opening = LateOpening(config.actors.open_timeout_s, system.shutdown)
         try:
-            engine = await _opened(plane.make_engine(made), opening)
+            engine = await opened_engine(plane.make_engine(made), opening)
         except BaseException:
             if device is None and not plane.arena.kept:
                 made.close()
@@ -123,7 +123,8 @@ async def _set(cache: OpenCache, config: Config, device: Device | None) -> None:
     system.wiring.blocks_set()
 
 
-async def _opened(engine: CopyEngine, opening: Opening) -> CopyEngine:
+async def opened_engine(engine: CopyEngine, opening: Opening) -> CopyEngine:
+    """Open a copy engine, or close it again."""
     try:
         await opening.step("copy engine", engine.open, DeviceError)
     except BaseException:

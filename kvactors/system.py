@@ -123,6 +123,7 @@ class System:
         self.shutdown = Shutdown(config.actors.drain_timeout_s, self.arena)
         self.forked = False
         self.sizing: asyncio.Task[None] | None = None  # `set_num_blocks` at work
+        self.asleep = 0  # the level of the sleep
         self.opened_at = 0.0  # Unix time
         self.last_status = "ok"  # the last logged health status
         # loop time at which each condition (component and reason) of the last `health` call began

@@ -11,7 +11,7 @@ from functools import partial
 from kvactors.actor import Actor, ActorRef, ActorSpec, Group, Supervisor
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
-from kvactors.cpu_evictor.messages import HostReply, HostRequest
+from kvactors.cpu_evictor.messages import EmptyHost, HostReply, HostRequest
 from kvactors.data_plane.local import LocalPlane
 from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.flush_notifier.actor import FlushNotifier
@@ -55,6 +55,7 @@ class Wiring:
         clock: of the ages of blocks, the loop's if None.
 
     Attributes:
+        asleep: whether the cache sleeps: an index that is made then admits no request.
         epoch: of this start of the process, as sinks see it.
     """
 
@@ -68,7 +69,7 @@ class Wiring:
         supervisor: Supervisor,
         clock: Clock | None = None,
     ) -> None:
-        self.clock = clock
+        self.clock, self.asleep = clock, False
         self.config, self.storage, self.plane, self.sinks = config, storage, plane, sinks
         self.epoch = time.time_ns() // 1_000_000
         self.roots = Roots(config.cache.model, config.cache.namespace, fingerprint)
@@ -80,7 +81,9 @@ class Wiring:
             PrefixIndex, bound
         )
         self.swapper: ActorRef[Copy | CopyWithin] = ref(GpuSwapper, bound)
-        self.evictor: ActorRef[HostRequest | CopyReply | StorageReply] = ref(CpuEvictor, bound)
+        self.evictor: ActorRef[HostRequest | CopyReply | StorageReply | EmptyHost] = ref(
+            CpuEvictor, bound
+        )
         self.readers: list[ActorRef[ReaderMessage]] = [
             ref(StorageReader, bound, name=f"storage_reader-{i}")
             for i in range(pool.readers if pool else 0)
@@ -159,6 +162,7 @@ class Wiring:
             token_root=self.token_root if self.device_store is not None else None,
             host_blocks=host.kept_blocks,
             keep_lineages=self.plane.store is not None and self.plane.store.keeps_lineages,
+            asleep=self.asleep,
         )
         return PrefixIndex(
             ref,

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from kvactors.actor import Actor, ActorRef, Message, PeerRestarted, on
+from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actions import Action, Send, StartTimer, send
 from kvactors.cpu_evictor.completions import Completion, Completions
+from kvactors.cpu_evictor.emptying import Emptying
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import (
     Cancel,
     ClearHost,
     DropHostCopies,
+    EmptyHost,
     EvictFirst,
     FetchDeadline,
     HostBlocksAdded,
@@ -125,6 +127,8 @@ class CpuEvictor(Actor):
         self.memory = HostMemory(self.host, self.requests, config, storage)
         self.loads: dict[int, LoadJob] = {}
         self._completions = Completions(self.memory)
+        self.exclusive = self.memory.exclusive  # a block leaves when the device has it
+        self._emptying = Emptying(self.memory, self.context.answer)
         self._timers_of: dict[object, Timer] = {}  # by job
 
     def started(self) -> None:
@@ -140,6 +144,8 @@ class CpuEvictor(Actor):
                 self._timers_of[action.job] = self.after(action.seconds, action.message)
             else:
                 self._timers_of.pop(action.job).cancel()
+        if self._emptying.envelope is not None:
+            self._emptying.answer()
 
     # -- orders of the index
 
@@ -183,14 +189,11 @@ class CpuEvictor(Actor):
         self._perform(SaveJob(self.memory, message).begin())
 
     @on(DropHostCopies)
-    def drop_host_copies(self, message: DropHostCopies) -> None:
-        """The device holds these blocks."""
-        self._perform(self.memory.drop_host_copies(message.hashes))
-
     @on(KeepHostCopies)
-    def keep_host_copies(self, message: KeepHostCopies) -> None:
-        """The device did not take these blocks."""
-        self._perform(self.memory.keep_host_copies(message.hashes))
+    def host_copies(self, message: DropHostCopies | KeepHostCopies) -> None:
+        """The device holds these blocks, or did not take them."""
+        drop, keep = self.memory.drop_host_copies, self.memory.keep_host_copies
+        self._perform((drop if isinstance(message, DropHostCopies) else keep)(message.hashes))
 
     @on(EvictFirst)
     def evict_first(self, message: EvictFirst) -> None:
@@ -203,6 +206,11 @@ class CpuEvictor(Actor):
         self._perform(self.memory.clear())
         if message.storage:
             self._perform([self.memory.clear_store(message.op)])
+
+    @on(EmptyHost)
+    def empty(self, message: EmptyHost, envelope: Envelope[int]) -> None:
+        """Evict blocks before a sleep."""
+        self._perform(self._emptying.begin(message, envelope))
 
     # -- other actors
 
@@ -241,11 +249,6 @@ class CpuEvictor(Actor):
             self._perform(self._completions.peer_failed(message.name))
 
     # -- observation
-
-    @property
-    def exclusive(self) -> bool:
-        """Whether a block leaves the host tier when the device has it."""
-        return self.memory.exclusive
 
     def host_hashes(self) -> list[bytes]:
         """Hashes of the blocks that a load finds on the host: see `HostTier.hashes`."""

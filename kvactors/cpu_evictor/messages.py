@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvactors.actor import Control
+from kvactors.actor import Ask, Control
 from kvactors.actor.message import Message
 from kvactors.lineage import Lineages
 
@@ -198,6 +198,17 @@ class ClearHost(Message, frozen=True, eq=False):
 
     storage: bool
     op: int = 0
+
+
+class EmptyHost(Ask[int], frozen=True, eq=False):
+    """Evict blocks, written back if that is the policy, as before a sleep. Answered with the blocks
+    that are left once no request is in flight.
+
+    Attributes:
+        count: blocks to evict. 0: drop all that can be dropped.
+    """
+
+    count: int
 
 
 class HostCleared(Control, frozen=True, eq=False):

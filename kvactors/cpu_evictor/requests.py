@@ -213,6 +213,11 @@ class RequestTable:
         self._probes = self._clears = 0
 
     @property
+    def idle(self) -> bool:
+        """Whether no request is in flight."""
+        return not self._table
+
+    @property
     def may_read(self) -> bool:
         """Whether there is a store to read from. One that is being cleared counts as empty."""
         return bool(self.peers.readers) and not self._clears

@@ -48,8 +48,8 @@ class LocalPlane(DataPlane):
         self.arena = arena
         self.make_engine = make_engine
         self.engine = make_engine(device) if isinstance(device, Device) else NoCopies()
-        self._inline = inline
-        self._owns_device = owns_device
+        self.inline = inline
+        self.owns_device = owns_device
         self._changed: StatusChanged | None = None
 
     @property
@@ -91,14 +91,14 @@ class LocalPlane(DataPlane):
     def set_device(self, device: Device, engine: CopyEngine, *, owned: bool) -> None:
         """Take the device of a plane that was opened without one, and its open engine. owned: the
         plane closes the device at its end."""
-        self.device, self.engine, self._owns_device = device, engine, owned
+        self.device, self.engine, self.owns_device = device, engine, owned
         if self._changed is not None:
             self.on_status(self._changed)
 
     async def _open(self, stack: AsyncExitStack, opening: Opening) -> None:
         stack.push_async_callback(opening.shutdown.step, "copy engine", lambda: self.engine.close())
         await self._open_stores(stack, opening)
-        if self._inline:
+        if self.inline:
             self.arena.touch()
         else:
             await in_thread(self.arena.touch, "kvactors-touch", self.arena.stop_touching)
@@ -107,7 +107,7 @@ class LocalPlane(DataPlane):
         await opening.step("copy engine", self.engine.open, DeviceError)
 
     def _free(self) -> None:
-        if self._owns_device and not self.arena.kept:
+        if self.owns_device and not self.arena.kept:
             self.device.close()
         self.arena.close()
 

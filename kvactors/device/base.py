@@ -80,7 +80,12 @@ class Device(DeviceBlocks, ABC):
         """
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy block sources[j] to targets[j], of which none is a source. ValueError as above."""
+        """Copy blocks to other blocks.
+
+        Args:
+            sources: device blocks.
+            targets: as many others, none of which is a source.
+        """
         copy_by_host(self, sources, targets)
 
     def share(self, layers: range | None) -> tuple[slice, int]:

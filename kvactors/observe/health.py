@@ -116,6 +116,8 @@ def troubles(system: System) -> Iterator[Trouble]:
                     f"{rank.state}: {rank.reason}" if rank.reason else rank.state,
                     rank.since,
                 )
+    if system.asleep:
+        yield Trouble("cache", f"asleep (level {system.asleep}): wake() it", None)
     if not system.sized:
         yield Trouble("device", "the number of device blocks is not set (set_num_blocks)", None)
     if system.plane.trouble:

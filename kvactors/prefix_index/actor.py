@@ -175,12 +175,12 @@ class PrefixIndex(Actor):
     @on(Pause)
     def pause(self, message: Pause, envelope: Envelope[Ack]) -> None:
         """Hold new requests, and answer once no transfer is in flight."""
-        self._perform(self._requests.pause(envelope))
+        self._perform(self._requests.pause(message, envelope))
 
     @on(Resume)
     def resume(self, message: Resume, envelope: Envelope[Ack]) -> None:
         """Admit requests again."""
-        self._perform(self._requests.resume(envelope))
+        self._perform(self._requests.resume(message, envelope))
 
     @on(SetNamespace)
     def set_namespace(self, message: SetNamespace, envelope: Envelope[Ack]) -> None:

@@ -4,7 +4,7 @@ for them."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from kvactors.actor import Envelope
@@ -70,6 +70,7 @@ class Admission:
         space: requests that wait, holding nothing, until other requests release blocks.
         blocks_promised: device blocks that the waiting ones lack.
         closing: paths whose blocks are being released in parts.
+        on_idle: called whenever no transfer is in flight, for a sleep.
         copies: copies within the device that are in flight.
         no_room: requests that were refused for lack of device blocks.
     """
@@ -100,6 +101,7 @@ class Admission:
         self._tickets = tickets
         self._pausing: list[Envelope[Ack]] = []
         self._serving = self._proceeding = False
+        self.on_idle: Callable[[], list[Action]] | None = None
 
     def set_watermarks(self, free_low: int, free_high: int) -> None:
         """See `IndexSettings`. For an index whose device blocks are set after it was made."""
@@ -290,10 +292,13 @@ class Admission:
         actions = self._serve_queue() if self.waiting else []
         if self._index.retired:
             actions += self._sweep_later()
-        if self._pausing and not (self._loads or self._evictions or self.releasing or self.copies):
+        if not (self._pausing or self.on_idle):
+            return actions
+        busy = self._loads or self._evictions or self.releasing or self.copies
+        if self._pausing and not busy:
             paused, self._pausing = self._pausing, []
             actions += [Reply(envelope, Ack()) for envelope in paused]
-        return actions
+        return actions if busy or self.on_idle is None else actions + self.on_idle()
 
     def wait_idle(self, envelope: Envelope[Ack]) -> list[Action]:
         """Answer once no transfer is in flight."""

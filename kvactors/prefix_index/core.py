@@ -7,11 +7,11 @@ from itertools import count
 
 from kvactors.actor import Envelope
 from kvactors.cpu_evictor.messages import HostBlocksAdded, HostBlocksRemoved
-from kvactors.errors import RankLost
+from kvactors.errors import CacheAsleep, RankLost
 from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.invariant import ensure
 from kvactors.native import BlockTree
-from kvactors.prefix_index.actions import Action, Reply, Work
+from kvactors.prefix_index.actions import Action, Refusal, Reply, Work
 from kvactors.prefix_index.admission import Admission
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.clears import Clears
@@ -34,6 +34,7 @@ from kvactors.prefix_index.requests import Requests
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.saves import SaveTable
 from kvactors.prefix_index.settings import IndexSettings
+from kvactors.prefix_index.sleeping import Sleep
 from kvactors.prefix_index.steps import Steps
 from kvactors.prefix_index.tables import BlockTables
 from kvactors.types import Reason
@@ -56,6 +57,7 @@ class IndexCore:
         self.roots = roots
         self.settings = settings
         self.held = HeldRequests(tickets)
+        self.held.asleep = settings.asleep
         self.clears = Clears(ops)
         self.announcements = news = Announcements(
             index, enabled=settings.announce, whole=settings.announce_whole
@@ -96,8 +98,9 @@ class IndexCore:
         self.forks = Forks(index, self.leases, self.tables, self.admission, self.endings, ops)
         self.steps = Steps(index, self.leases, self.tables, self.commits, self.admission)
         long = LongRequests(index, self.admission, self.grants, roots, settings)
+        sleep = Sleep(index, self.held, self.leases, self.evictions, news, self.admission)
         self.requests = Requests(
-            index, self.held, self.admission, self.grants, long, lineages, victims, settings
+            index, self.held, self.admission, self.grants, long, lineages, victims, settings, sleep
         )
 
     def set_namespace(self, namespace: str, envelope: Envelope[Ack]) -> list[Action]:
@@ -174,6 +177,8 @@ class IndexCore:
     def clear(self, envelope: Envelope[Ack], *, storage: bool) -> list[Action]:
         """Continue with an empty tree, host tier and, if `storage`, store. Leases keep their blocks
         in the old tree until they end."""
+        if self.held.asleep:
+            return [Refusal(envelope, CacheAsleep())]
         freed = self.index.retire()
         actions = self.announcements.cleared(Reason.CLEAR)
         actions += self.clears.start(envelope, freed, storage=storage)

@@ -73,11 +73,11 @@ class HeldRequests(RequestQueue):
 
     def __init__(self, tickets: Iterator[int]) -> None:
         super().__init__(tickets)
-        self.paused = False
+        self.paused = self.asleep = False
 
     def take_next(self) -> Held | None:
         """Remove the request that has waited longest. None during a pause or if there is none."""
-        if self.paused or not self.requests:
+        if self.paused or self.asleep or not self.requests:
             return None
         return self.remove(next(iter(self.requests)))
 

@@ -270,11 +270,24 @@ class Clear(Ask[Ack], frozen=True, eq=False):
 
 
 class Pause(Ask[Ack], frozen=True, eq=False):
-    """Hold new requests. Answered once no transfer is in flight."""
+    """Hold new requests. Answered once no transfer is in flight.
+
+    Attributes:
+        asleep: in place of holding new requests, refuse them with CacheAsleep, and answer once
+            nothing is on the device either. Refused with LeasesOpen if a lease is open.
+    """
+
+    asleep: bool = False
 
 
 class Resume(Ask[Ack], frozen=True, eq=False):
-    """Admit requests again, first those that were held."""
+    """Admit requests again, first those that were held.
+
+    Attributes:
+        awake: end a `Pause.asleep`, and no other pause.
+    """
+
+    awake: bool = False
 
 
 class SetNamespace(Ask[Ack], frozen=True, eq=False):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from kvactors.actor import Envelope
 from kvactors.cpu_evictor.messages import PrefetchToHost
-from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom, NumBlocksUnset, Paused
+from kvactors.errors import (
+    CacheAsleep,
+    DeadlineExceeded,
+    LeaseEnded,
+    NoRoom,
+    NumBlocksUnset,
+    Paused,
+)
 from kvactors.native import HOST
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.admission import STEPS, Admission
@@ -18,11 +25,14 @@ from kvactors.prefix_index.messages import (
     Ack,
     Acquire,
     AcquireResult,
+    Pause,
     Prefetch,
     Proceed,
+    Resume,
     Sweep,
 )
 from kvactors.prefix_index.settings import IndexSettings
+from kvactors.prefix_index.sleeping import Sleep
 
 GIVEN_UP = "this request was given up"
 
@@ -40,7 +50,9 @@ class Requests:
         lineages: LineageSource,
         victims: HostVictims,
         settings: IndexSettings,
+        sleep: Sleep,
     ) -> None:
+        self._sleep = sleep
         self._index = index
         self._held = held
         self._admission = admission
@@ -52,6 +64,8 @@ class Requests:
 
     def acquire(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
         """Match, pin and take blocks: now, once enough of them are free, or after a pause."""
+        if self._held.asleep:
+            return [Refusal(envelope, CacheAsleep())]
         if self._held.paused or self._held.requests:
             return [self._held.hold(message, envelope)]
         return self._enter(message, envelope)
@@ -77,14 +91,19 @@ class Requests:
             return self._long.admit(message, needed, envelope)
         return self._grants.admit(message, needed, envelope)
 
-    def pause(self, envelope: Envelope[Ack]) -> list[Action]:
-        """Hold new requests, and answer once no transfer is in flight."""
+    def pause(self, message: Pause, envelope: Envelope[Ack]) -> list[Action]:
+        """Hold new requests, and answer once no transfer is in flight. For a sleep, see `Sleep`."""
+        if message.asleep:
+            return self._sleep.begin(envelope)
         self._held.paused = True
         return self._admission.wait_idle(envelope)
 
-    def resume(self, envelope: Envelope[Ack]) -> list[Action]:
+    def resume(self, message: Resume, envelope: Envelope[Ack]) -> list[Action]:
         """Admit requests again, first those that waited."""
-        self._held.paused = False
+        if message.awake:
+            self._sleep.end()
+        else:
+            self._held.paused = False
         return [Reply(envelope, Ack(len(self._held))), *self._admit_waiting()]
 
     def go_on(self, message: Proceed | Sweep) -> list[Action]:
@@ -171,6 +190,8 @@ class Requests:
         path, index = message.path, self._index
         if not index.pool.total:
             return [Refusal(envelope, NumBlocksUnset())]
+        if self._held.asleep:
+            return [Refusal(envelope, CacheAsleep())]
         self._grants.set_root(path, message.scope)
         limit = index.match_limit(path)
         start, states = index.tree.peek(path, limit)

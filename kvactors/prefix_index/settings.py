@@ -26,6 +26,7 @@ class IndexSettings(NamedTuple):
             it evicts ahead of need.
         token_root: with a store that is addressed by tokens alone, the root hash of the scope it
             was opened with.
+        asleep: the cache sleeps, so that no request is admitted.
         keep_lineages: the store keeps the inputs of block hashes.
     """
 
@@ -41,6 +42,7 @@ class IndexSettings(NamedTuple):
     host_blocks: tuple[int, int] = (0, 0)
     token_root: bytes | None = None
     keep_lineages: bool = False
+    asleep: bool = False
 
     @property
     def offload(self) -> bool:

@@ -217,6 +217,8 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
         {"num_blocks": 8},
         {"num_blocks": "int", "device": "device", "deadline": "seconds"},
     ),
+    (KVCache, "sleep"): ({"level": 1}, {"level": "int", "deadline": "seconds"}),
+    (KVCache, "wake"): ({}, {"device": "device", "deadline": "seconds"}),
     (KVCache, "clear"): ({}, {"storage": "flag", "deadline": "seconds"}),
     (KVCache, "pause"): ({}, {"deadline": "seconds"}),
     (KVCache, "resume"): ({}, {"deadline": "seconds"}),
@@ -408,6 +410,8 @@ def test_no_arguments_fail_an_actor(data):
                         method,
                         {"deadline": 0.05, **chosen} if method == "acquire" else chosen,
                     )
+                if method == "sleep":
+                    await cache.wake()
                 if method == "pause":
                     await cache.resume()
             await still_well(cache)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.planted.mutation import Mutation
 
 FORK = "tests/cache/test_fork_lease.py::"
+SLEEP = "tests/cache/test_sleep.py::"
 WALKS = "tests/prefix_index/test_index_machine.py::test_long_walks_through_every_order"
 
 BUGS = (
@@ -97,5 +98,62 @@ BUGS = (
         "",
         "leases of a fork whose caller has gone are never ended",
         (FORK + "test_a_cancelled_fork_leaves_nothing",),
+    ),
+    Mutation(
+        "sleep_with_an_open_lease",
+        "prefix_index/sleeping.py",
+        "        if self._is_busy():\n            return [Refusal",
+        "        if False:\n            return [Refusal",
+        "a lease of a cache that sleeps has device blocks that are gone",
+        (SLEEP + "test_an_open_lease_refuses_the_sleep_and_nothing_changes",),
+    ),
+    Mutation(
+        "sleep_leaves_blocks_on_the_device",
+        "prefix_index/sleeping.py",
+        "        if evicted:\n",
+        "        if False:\n",
+        "blocks of before the sleep are lost although the host has capacity",
+        (SLEEP + "test_level_1_moves_the_device_to_the_host",),
+    ),
+    Mutation(
+        "asleep_cache_admits_requests",
+        "prefix_index/requests.py",
+        "        if self._held.asleep:\n            return [Refusal(envelope, CacheAsleep())]\n"
+        "        if self._held.paused",
+        "        if self._held.paused",
+        "a request gets device blocks without memory",
+        (SLEEP + "test_every_call_that_needs_the_tiers_is_refused",),
+    ),
+    Mutation(
+        "restarted_index_is_awake",
+        "wiring.py",
+        "            asleep=self.asleep,\n",
+        "",
+        "an index that restarts during a sleep admits requests",
+        (SLEEP + "test_an_index_that_restarts_during_the_sleep_admits_nothing",),
+    ),
+    Mutation(
+        "host_memory_is_kept_asleep",
+        "device/arena.py",
+        "        self._map.madvise(mmap.MADV_DONTNEED)\n",
+        "",
+        "level 2 releases no host memory",
+        (SLEEP + "test_the_host_arena_gives_its_memory_back",),
+    ),
+    Mutation(
+        "failed_sleep_stays_asleep",
+        "sleeping.py",
+        "    except BaseException:\n        await uncancelled(_admit(system))\n        raise\n",
+        "    except BaseException:\n        raise\n",
+        "a sleep that was late leaves a cache that refuses every request",
+        (SLEEP + "test_a_sleep_that_is_late_leaves_the_cache_awake",),
+    ),
+    Mutation(
+        "device_is_kept_by_the_cache",
+        "cache.py",
+        "    del device  # a sleep releases it\n",
+        "",
+        "an engine frees its tensors, and their memory stays",
+        (SLEEP + "test_an_engine_frees_its_tensors_and_gives_others",),
     ),
 )
