@@ -79,14 +79,7 @@ class Device(DeviceBlocks, ABC):
             ValueError: a number is out of range, or the lengths differ.
         """
 
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy blocks to other blocks.
-
-        Args:
-            sources: device blocks.
-            targets: as many others, none of which is a source.
-        """
-        copy_by_host(self, sources, targets)
+    copy_blocks = copy_by_host
 
     def share(self, layers: range | None) -> tuple[slice, int]:
         """The regions of some layers, and the offset of their bytes in a slot."""

@@ -21,14 +21,24 @@ class Copying(Protocol):
         """See `Device`."""
 
 
-def copy_by_host(device: Copying, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """See `Device.copy_blocks`."""
+def copy_by_host(  # noqa: D417  (a method of Device)
+    self: Copying, sources: Sequence[int], targets: Sequence[int]
+) -> None:
+    """Copy blocks to other blocks. A device that can copy within its memory overrides this.
+
+    Args:
+        sources: device blocks.
+        targets: as many others, none of which is a source.
+
+    Raises:
+        ValueError: a number is out of range, or the lengths differ.
+    """
     if len(sources) != len(targets):
         raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
-    arena = Arena(1, device.layout.block_bytes)
+    arena = Arena(1, self.layout.block_bytes)
     try:
         for source, target in zip(sources, targets, strict=True):
-            device.copy_to_host((source,), arena, (0,))
-            device.copy_to_device((target,), arena, (0,))
+            self.copy_to_host((source,), arena, (0,))
+            self.copy_to_device((target,), arena, (0,))
     finally:
         arena.close()

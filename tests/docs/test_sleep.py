@@ -5,6 +5,6 @@ from __future__ import annotations
 from tests.docs.pages import HOW_TO, blocks_of, output_of
 
 
-def test_the_page_prints_what_it_says(tmp_path):
+def test_the_page_runs_and_prints_its_output(tmp_path):
     [program] = blocks_of(HOW_TO / "sleep.md")
     assert blocks_of(HOW_TO / "sleep.md", "text") == [output_of(program, tmp_path)]

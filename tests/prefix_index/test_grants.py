@@ -8,7 +8,14 @@ from kvactors.cpu_evictor.messages import Cancel, Load, Offload, SetTargets
 from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom, Paused
 from kvactors.prefix_index.actions import StartTimer
 from kvactors.prefix_index.core import IndexCore
-from kvactors.prefix_index.messages import AcquireResult, AdmissionDeadline, Continue, Extend
+from kvactors.prefix_index.messages import (
+    AcquireResult,
+    AdmissionDeadline,
+    Continue,
+    Extend,
+    Pause,
+    Resume,
+)
 from kvactors.prefix_index.parts import next_part
 from tests.prefix_index.objects import (
     BLOCK,
@@ -157,7 +164,7 @@ def test_tokens_within_the_last_block_need_none():
 
 def test_requests_of_a_pause_are_admitted_in_order_after_it():
     state = core(4)
-    state.requests.pause(Request())
+    state.requests.pause(Pause(), Request())
     _, first = request(state, 1, 3)
     _, second = request(state, 2, 3, first=100)
     assert [type(one) for one in first + second] == [StartTimer] * 2
@@ -166,7 +173,7 @@ def test_requests_of_a_pause_are_admitted_in_order_after_it():
     [error] = answers(state.requests.expire(expired.lease, expired.ticket))
     assert isinstance(error, Paused)
     resume = Request()
-    done, granted = answers(state.requests.resume(resume))
+    done, granted = answers(state.requests.resume(Resume(), resume))
     assert (done.count, len(granted.blocks)) == (1, 3)
 
 
