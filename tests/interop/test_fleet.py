@@ -44,6 +44,16 @@ def show(report: Report) -> None:
             )
 
 
+def test_the_scenario_of_the_package_holds() -> None:
+    """`kvactors run fleet`: every placement, and no pool."""
+    data = read_toml(find_file(Path("fleet"), "scenario"))
+    report = run(data)
+    show(report)
+    assert report.requests == data["expect"]["requests"]
+    alone, aware = report.fleet["no_pool"], report.fleet["kv_aware"]
+    assert aware["blocks_computed"] < alone["blocks_computed"]
+
+
 @pytest.mark.parametrize("placement", ["random", "kv_aware"])
 def test_2000_requests_with_faults(placement: str) -> None:
     """Every fault, under one placement. Faults cost hits, and no byte is wrong."""
