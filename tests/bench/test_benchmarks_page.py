@@ -154,6 +154,13 @@ def test_bad_options_and_files_change_nothing(tmp_path, capsys):
     assert path.read_text() == page("lag")
 
 
+def test_an_interpreter_may_be_named_relative_to_the_folder(tmp_path, monkeypatch):
+    (tmp_path / "real").touch()
+    (tmp_path / "python").symlink_to("real")
+    monkeypatch.chdir(tmp_path)
+    assert command.parsed(["--vllm-python", "python"]).vllm_python == str(tmp_path / "python")
+
+
 def test_a_run_that_needs_more_memory_than_is_free_is_left_out(monkeypatch):
     (large,) = runs.selected(["index_large"])
     monkeypatch.setattr(runs, "free_gib", lambda: 2.0)

@@ -79,9 +79,13 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--from runs nothing: --to and --quick have no effect with it")
     if options.source is not None and not options.source.is_dir():
         parser.error(f"--from {options.source} is no folder")
-    for python in (options.vllm_python, options.sglang_python):
-        if python and not Path(python).exists():
-            parser.error(f"there is no {python}")
+    for peer in ("vllm_python", "sglang_python"):
+        if python := getattr(options, peer):
+            if not Path(python).exists():
+                parser.error(f"there is no {python}")
+            # benchmarks run in another folder. A link to the interpreter is not followed: it is
+            # what makes a virtual environment
+            setattr(options, peer, str(Path(python).absolute()))
     return options
 
 

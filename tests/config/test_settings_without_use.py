@@ -78,6 +78,10 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         r"host\.low_watermark has no use without a host tier",
     ),
     (
+        {"host": {"slots": 4, "staging_bytes": 0, "staging_min_bytes": 65536}},
+        r"host\.staging_min_bytes has no use with host\.staging_bytes = 0",
+    ),
+    (
         {"attention_store": {"pod_name": "x"}},
         r"attention_store\.pod_name has no use without a sink",
     ),

@@ -543,25 +543,35 @@ class TorchLike:
         self.cuda_stream = handle
 
 
-@pytest.mark.parametrize("form", [int, TorchLike])
-async def test_an_engines_stream_waits_for_the_layers_of_a_lease(fake, monkeypatch, form):
-    """Each layer is a copy. The stream goes on after the copy of its layer, without the loop."""
+@pytest.mark.parametrize(
+    ("form", "gathered"), [(int, False), (TorchLike, False), (TorchLike, True)]
+)
+async def test_an_engines_stream_waits_for_the_layers_of_a_lease(fake, monkeypatch, form, gathered):
+    """Each layer is a copy, or a copy and a kernel. The stream goes on after its layer, without the
+    loop."""
     monkeypatch.setattr(cuda_executor, "GROUP", 1)
-    monkeypatch.setattr(
-        local,
-        "make_engine",
-        lambda device, arena, config, *, inline: CudaCopyEngine(device, arena, batch_from=0),
-    )
+    ways = {
+        "dma_min_bytes": 1 << 40 if gathered else 0,
+        "staging_min_bytes": 0,
+        "merge_min_blocks": 1 << 30,
+    }
     layout = GQALayout(3, 2, 32, 16, "bfloat16")
     device = CudaDevice.allocate(layout, 6, driver=CudaDriver(fake.path))
     settings = {
         "cache": {"block_size": 16, "default_deadline_s": 60.0},
         "device": {"num_blocks": 6, "layerwise": True},
-        "host": {"slots": 16},
+        "host": {"slots": 16, **ways},
         "layout": {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "bfloat16"},
     }
     driver = device.driver
     async with kvactors.open(Config.from_mapping(settings), device=device) as cache:
+        found = cache.statistics().copies
+        assert (found.batch_from, found.stage_from, found.merge_from, found.timings) == (
+            1 << 40 if gathered else 0,
+            0,
+            1 << 30,
+            (),
+        ), "the settings of [host]"
         with device.current():
             engine, event = driver.read("cuStreamCreate", 1), driver.read("cuEventCreate", 2)
         for seed in (1, 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutation import Mutation
 
+EXECUTOR = "tests/gpu_swapper/test_cuda_executor.py::"
 GATHER = "tests/gpu_swapper/test_cuda_gather.py::"
 MERGING = "tests/data_plane/test_cuda_merging.py::"
 
@@ -119,5 +120,24 @@ BUGS: tuple[Mutation, ...] = (
         "",
         "a worker that ends leaves memory on the GPU",
         (GATHER + "test_kernels_of_a_copy_begin_after_the_engines_work",),
+    ),
+    Mutation(
+        "settings_of_gathering_are_ignored",
+        "data_plane/local.py",
+        """\
+            stage_from=config.staging_min_bytes,
+            merge_from=config.merge_min_blocks,
+""",
+        "",
+        "thresholds that are set are measured all the same",
+        (EXECUTOR + "test_an_engines_stream_waits_for_the_layers_of_a_lease",),
+    ),
+    Mutation(
+        "both_directions_of_the_bench_share_slots",
+        "bench/copy_gpu.py",
+        "(ids[-half:], slots[-half:])",
+        "(ids[:half], slots[:half])",
+        "the bench of both directions at once copies from slots that are being written",
+        ("tests/device/test_gpu_command.py::test_every_benchmark_row_runs_on_the_stand_in",),
     ),
 )
