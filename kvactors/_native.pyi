@@ -144,6 +144,11 @@ class Path:
     num_blocks: int
     """Entries of the block table."""
 
+    salt: int
+    """A number for the salt of the request, 0 for none."""
+    forgotten: bool
+    """Nothing more of the path is committed: its salt was cleared."""
+
     def extend(self, tokens: Tokens) -> None:
         """Append tokens. ValueError for an id below 0 or above 2**32 - 1, TypeError for
         non-integers. On an error nothing is appended."""
@@ -340,6 +345,65 @@ class BlockTree:
         ties), mark them OFFLOADING, and return (nodes, hashes, parent hashes, device blocks, state
         bits). `nodes` is the handle for `finish_offload`. Without `hashes` both are empty, and
         nothing is hashed."""
+
+    def evict_for(
+        self, count: int, hashes: bool, salt: int, incoming: int, now: float
+    ) -> tuple[
+        tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes],
+        tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]],
+    ]:
+        """`evict` by quotas and hints, for a request of `salt` that takes `incoming` blocks: first
+        blocks that have expired at `now`, then those of the salt itself if it would be above its
+        quota, then those of any salt above its quota, then by priority. Returns the result of
+        `evict`, and salt, priority and expiry of each block."""
+
+    sharing: bool
+    """Whether the tree tracks salts, quotas and hints: from the first of them on."""
+    pinned: int
+    """Blocks that are pinned."""
+    quota_evictions: int
+    """Blocks that `evict_for` chose because of a quota."""
+
+    def share(self) -> None:
+        """Track salts and hints from now on. One pass over the tree."""
+
+    def set_default_quota(self, blocks: int) -> None:
+        """The most device blocks of each salt that has no named quota, negative for none."""
+
+    def set_quota(self, salt: int, blocks: int, named: bool = True) -> None:
+        """The most device blocks of a salt, negative for no limit. Without `named` the default
+        applies again."""
+
+    def owners(self) -> dict[int, tuple[int, int, int]]:
+        """Device blocks, evictable ones and evictions because of the quota, by salt."""
+
+    def owner(self, salt: int) -> tuple[int, int, int]:
+        """The entry of one salt in `owners`."""
+
+    def hint(self, path: Path, priority: int, expiry: float = ...) -> None:
+        """The request of the path has ended, with these hints for its blocks. A block is never
+        evicted before those below it, so it keeps the highest priority and the latest expiry that
+        one of them has."""
+
+    def pin_blocks(self, path: Path, blocks: int, limit: int) -> NDArray[np.uint32] | None:
+        """Pin the first `blocks` blocks of a path, all of them committed. None, and no change, if
+        more than `limit` blocks would be pinned. The result is the handle for `unpin_blocks`."""
+
+    def unpin_blocks(self, nodes: NDArray[np.uint32]) -> list[int]:
+        """End one pin of these nodes. Returns the device blocks that are free now, of a retired
+        tree or a forgotten salt."""
+
+    def forget(self, salt: int, hashes: bool = True) -> tuple[list[int], bytes]:
+        """End all matching of a salt's blocks. Returns the device blocks that are free now, and the
+        hashes of all its blocks on the device. Referenced ones are returned by a later `release`,
+        in-flight ones by `finish_load` and `finish_offload`. One pass over the tree."""
+
+    def is_forgotten(self, path: Path) -> bool:
+        """Whether the blocks of a path were forgotten since it was matched, or the path is marked
+        so."""
+
+    def forgotten(self, nodes: NDArray[np.uint32]) -> list[int]:
+        """The indices of nodes that were forgotten."""
 
     def contents(self, nodes: NDArray[np.uint32]) -> tuple[bytes, bytes, list[tuple[int, bytes]]]:
         """The root hashes and the tokens of nodes in the tree, each as one buffer, and (index,

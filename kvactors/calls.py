@@ -203,6 +203,8 @@ class CacheCalls(OpenCache):
     # -- the whole cache
 
     clear = tenants.clear
+    set_quota = tenants.set_quota
+    unpin = tenants.unpin
 
     async def pause(self, *, deadline: float | None = None) -> None:
         """Stop admission. Returns when no transfer is in flight. Requests acquired from now on wait

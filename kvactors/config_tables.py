@@ -21,6 +21,7 @@ from kvactors.renamed_settings import (
     used_share,
 )
 from kvactors.setting_types import (
+    BlockSize,
     ByteCount,
     ByteSize,
     Count,
@@ -43,6 +44,47 @@ from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig
 
 ROUNDING = 1e-5
 """A share of blocks that differs from a whole number by less counts as that number."""
+
+
+class SaltQuota(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The quota of one salt.
+
+    Attributes:
+        device: the most resident device blocks, or bytes such as "8 GiB". None: no limit.
+        host: as `device`, in the host tier.
+    """
+
+    device: BlockSize | None = None
+    host: BlockSize | None = None
+
+
+class QuotaConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The most resident blocks of each salt, beyond which its own blocks are evicted first. A quota
+    refuses no request, and applies only while blocks must be evicted.
+
+    Attributes:
+        device: device blocks of a salt that is not named, and of requests without a salt, or bytes
+            such as "8 GiB". None: no limit.
+        host: as `device`, in the host tier.
+        salts: quotas of named salts, in place of the defaults.
+        storage: refused with a ConfigError: stores keep blocks without their salts.
+    """
+
+    device: BlockSize | None = None
+    host: BlockSize | None = None
+    salts: dict[str, SaltQuota] = {}
+    storage: BlockSize | None = None
+
+
+class HintsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Hints of requests.
+
+    Attributes:
+        pin_share: share of the device blocks, and of the host tier, that may be pinned. A pin
+            beyond it is refused, and the request is not.
+    """
+
+    pin_share: Share = 0.25
 
 
 class CacheConfig(
@@ -384,3 +426,5 @@ class ConfigTables(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     attention_store: AttentionStoreConfig = AttentionStoreConfig()
     actors: ActorsConfig = ActorsConfig()
     ranks: RanksConfig = RanksConfig()
+    quota: QuotaConfig = QuotaConfig()
+    hints: HintsConfig = HintsConfig()

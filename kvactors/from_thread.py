@@ -217,6 +217,8 @@ class FromThread:
     sleep = _blocking(CacheCalls.sleep)
     wake = _blocking(CacheCalls.wake)
     clear = _blocking(CacheCalls.clear)
+    set_quota = _blocking(CacheCalls.set_quota)
+    unpin = _blocking(CacheCalls.unpin)
     pause = _blocking(CacheCalls.pause)
     resume = _blocking(CacheCalls.resume)
     set_namespace = _blocking(CacheCalls.set_namespace)
@@ -357,6 +359,11 @@ class ThreadLease:
     def pending(self) -> bool:
         """See `Lease`."""
         return self._lease.pending
+
+    @property
+    def pinned_blocks(self) -> int:
+        """See `Lease`."""
+        return self._lease.pinned_blocks
 
     @property
     def hits(self) -> Hits:

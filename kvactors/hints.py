@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -51,6 +51,20 @@ class Hints(msgspec.Struct, frozen=True):
                 "hints.returns_in is the time until the session's next request, and "
                 "hints.session_ends is for a session without one: set one of them"
             )
+
+
+class Traits(NamedTuple):
+    """Salt and hints of the blocks of a message, one entry for each.
+
+    Attributes:
+        salts: see `kvactors.quotas.salt_id`.
+        priorities: -2 to 2.
+        expiries: loop times from which the blocks are the first victims.
+    """
+
+    salts: tuple[int, ...]
+    priorities: tuple[int, ...]
+    expiries: tuple[float, ...]
 
 
 def check_hints(hints: Any) -> Hints:

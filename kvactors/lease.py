@@ -51,6 +51,7 @@ class Lease:
             that storage is still asked for.
         pending: whether loads are in flight.
         num_tokens: tokens of the request, those of `extend` included.
+        pinned_blocks: that `finish` has pinned, 0 if `hints.pin_share` did not allow it.
     """
 
     def __init__(
@@ -65,10 +66,9 @@ class Lease:
     ) -> None:
         self.request_id = request_id
         self._table: Sequence[int] = granted.blocks
-        self.cached_tokens = granted.cached_tokens
-        self.pending = granted.pending
+        self.cached_tokens, self.pending = granted.cached_tokens, granted.pending
         self._hits = (granted.device_hits, 0, 0)
-        self.num_tokens = path.num_tokens
+        self.num_tokens, self.pinned_blocks = path.num_tokens, 0
         self._hold = LeaseHold(client, lease, request_id, loads_end)
         self._path = path
         self._media = media  # (offset, length) of the media items
@@ -266,7 +266,7 @@ class Lease:
             deadline: seconds from now.
             output_tokens: tokens that the model has produced, which the eviction policy `retain`
                 learns from. None: those that were added by `extend`, if any.
-            hints: known at the end of the request only. They replace those of `acquire`.
+            hints: in place of those of `acquire`, whose pin is of the prompt's blocks only.
 
         Raises:
             NotReady: loads are in flight. This, ValueError and TypeError leave the lease open, as
@@ -280,7 +280,8 @@ class Lease:
         if hints is not None:
             hints = check_hints(hints)
         message = Finish(self._hold.id, computed, output, hints)
-        await self._hold.end(message, self._path, self.num_tokens, event, deadline)
+        ended = await self._hold.end(message, self._path, self.num_tokens, event, deadline)
+        self.pinned_blocks = ended.pinned
 
     async def preempt(
         self,

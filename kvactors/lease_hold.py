@@ -13,6 +13,7 @@ from kvactors.device_events import Completion
 from kvactors.errors import ActorFailed, LeaseBusy, LeaseEnded, NotReady
 from kvactors.native import Path
 from kvactors.prefix_index.messages import (
+    Ack,
     AcquireResult,
     Commit,
     Extend,
@@ -195,7 +196,7 @@ class LeaseHold(msgspec.Struct, eq=False):
         num_tokens: int,
         event: Completion | None,
         deadline: float | None,
-    ) -> None:
+    ) -> Ack:
         """End the lease with a message, which may commit tokens. The lease stays open only if the
         event fails or the message is refused."""
         at, computed = self.deadline(deadline), message.computed_tokens or 0
@@ -204,13 +205,14 @@ class LeaseHold(msgspec.Struct, eq=False):
         try:
             if computed > self.client.part_tokens:
                 await self._commit_parts(path, computed, num_tokens, at)
-            await self.ask(message, at)
+            reply: Ack = await self.ask(message, at)
         except (ValueError, TypeError, NotReady, LeaseBusy):
             raise
         except BaseException:
             self.give_up()
             raise
         self.ended = True
+        return reply
 
     def give_up(self) -> None:
         """End the lease without waiting for an answer."""

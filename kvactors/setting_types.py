@@ -38,5 +38,8 @@ Multiple = Annotated[float, Meta(ge=1, le=1 << 10)]
 
 SIZE_PATTERN = r"^\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[iI]?[bB]?\s*$"
 
+BlockSize = Count | Annotated[str, Meta(pattern=SIZE_PATTERN)]
+"""Blocks, or bytes as a text with a unit such as "8 GiB" (see `sizes`)."""
+
 ByteSize = ByteCount | Annotated[str, Meta(pattern=SIZE_PATTERN)]
 """Bytes, or a text such as "8 GiB" (see `sizes`)."""

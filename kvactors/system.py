@@ -46,6 +46,7 @@ from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.opening import Opening
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.policy import Clock
+from kvactors.quota_settings import quotas_of
 from kvactors.shutdown import QUIET, STOP, Shutdown
 from kvactors.storage.backends import Backend
 from kvactors.summary import summarize
@@ -90,6 +91,7 @@ class System:
         )
         given = None if config.flush.flush_only else backend
         self.config = config = in_blocks(config, self.layout, self.storage, given)
+        quotas = quotas_of(config.quota, self.layout.block_bytes)
         self.plane: LocalPlane | RanksPlane
         if config.ranks.count > 1:
             if device is not None or backend is not None:
@@ -136,6 +138,7 @@ class System:
             self.layout.fingerprint,
             self.supervisor,
             clock,
+            quotas=quotas,
         )
         self.roots = wiring.roots
         self.index, self.swapper, self.evictor = wiring.index, wiring.swapper, wiring.evictor

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
-from kvactors.arguments import check_flag
+from collections.abc import Sequence
+
+from kvactors.arguments import (
+    Media,
+    check_flag,
+    check_int,
+    check_optional_text,
+    check_text,
+    request_path,
+    request_scope,
+)
 from kvactors.errors import StoreUnsupported
 from kvactors.open_cache import OpenCache
-from kvactors.prefix_index.messages import Clear
+from kvactors.prefix_index.messages import ChangeShares, Clear, SetQuota, Unpin
+from kvactors.quota_settings import quota_in_blocks
+from kvactors.types import Tokens
 
 
-async def clear(self: OpenCache, *, storage: bool = False, deadline: float | None = None) -> int:
+async def clear(
+    self: OpenCache,
+    *,
+    storage: bool = False,
+    salt: str | None = None,
+    deadline: float | None = None,
+) -> int:
     """Drop every cached block. Leases in use keep theirs, which cannot be hit any more.
 
     Args:
         self: the cache.
         storage: empty the store as well.
+        salt: drop only the blocks of requests with this salt, under every namespace and adapter.
+            None: all blocks.
         deadline: seconds from now.
 
     Returns:
         Device blocks that became free at once.
 
     Raises:
-        StoreUnsupported: the store has no such operation (AttentionStore), and no tier was
-            cleared. Use `set_namespace` or another `attention_store.model_version`.
+        StoreUnsupported: the store has no such operation (AttentionStore), or stored blocks of one
+            salt were to be removed, which no store can tell from others. No tier was cleared. Use
+            `set_namespace` or another `attention_store.model_version`.
     """
     at = self._client.deadline(deadline)
+    check_optional_text("salt", salt)
     if check_flag("storage", storage) and self.system.device_store is not None:
         raise StoreUnsupported(
             f"storage.backend {self.config.storage.backend!r} has no call that removes blocks, "
@@ -31,4 +53,70 @@ async def clear(self: OpenCache, *, storage: bool = False, deadline: float | Non
             "storage=True, and set_namespace() or another attention_store.model_version keeps "
             "what it holds from being hit"
         )
-    return int((await self._client.ask(Clear(storage), at)).count)
+    if storage and salt is not None and self.system.store is not None:
+        raise StoreUnsupported(
+            f"storage.backend {self.config.storage.backend!r} keeps blocks without their salts, so "
+            "it cannot remove those of one, and nothing was cleared: clear without storage=True, "
+            "or the whole store without salt"
+        )
+    return int((await self._client.ask(Clear(storage, salt), at)).count)
+
+
+async def set_quota(
+    self: OpenCache,
+    salt: str,
+    *,
+    device: int | str | None = None,
+    host: int | str | None = None,
+    deadline: float | None = None,
+) -> None:
+    """Change the most resident blocks of a salt, beyond which its own blocks are evicted first. No
+    block leaves at once.
+
+    Args:
+        self: the cache.
+        salt: as in `acquire`.
+        device: device blocks, or bytes such as "8 GiB". None: no limit.
+        host: as `device`, in the host tier.
+        deadline: seconds from now.
+
+    Raises:
+        ConfigError: a size is none, or holds no block.
+    """
+    at = self._client.deadline(deadline)
+    check_text("salt", salt)
+    block_bytes = self.system.layout.block_bytes
+    for name, size in (("device", device), ("host", host)):
+        if size is not None and not isinstance(size, str):
+            check_int(name, size, 1, 1 << 31)
+    quota = quota_in_blocks("set_quota", device, host, block_bytes)
+    await self._client.ask(ChangeShares(SetQuota(salt, quota)), at)
+
+
+async def unpin(
+    self: OpenCache,
+    tokens: Tokens,
+    *,
+    extra_keys: Sequence[Media] = (),
+    salt: str | None = None,
+    lora: str | None = None,
+    deadline: float | None = None,
+) -> int:
+    """End the pin of exactly the full blocks of `tokens`. They are evicted like others from now on.
+
+    Args:
+        self: the cache.
+        tokens: the prompt of the request that pinned them, with its output if the pin was a hint of
+            `Lease.finish`.
+        extra_keys: as in `acquire`.
+        salt: as in `acquire`.
+        lora: as in `acquire`.
+        deadline: seconds from now.
+
+    Returns:
+        The blocks, 0 if they were not pinned as one path.
+    """
+    at = self._client.deadline(deadline)
+    scope = request_scope(salt, lora)
+    path, _ = request_path(self.block_size, self.system.roots.root(scope), tokens, extra_keys)
+    return int((await self._client.ask(ChangeShares(Unpin(path, scope)), at)).count)

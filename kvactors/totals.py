@@ -36,6 +36,9 @@ COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
         "resumed",
         "forks",
         "tails_copied",
+        "pins_refused",
+        "pins_expired",
+        "quota_evictions",
     ),
     HostStatistics: (
         "evicted",
@@ -46,6 +49,8 @@ COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
         "shed",
         "copy_failures",
         "write_failures",
+        "quota_evictions",
+        "pins_refused",
     ),
     SwapperStatistics: (
         "blocks_to_host",

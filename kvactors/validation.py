@@ -10,6 +10,7 @@ from typing import Any
 from kvactors.applicable import check_applicable
 from kvactors.config_tables import ConfigTables, StorageConfig
 from kvactors.errors import ConfigError
+from kvactors.quota_settings import check_quota
 from kvactors.ranges import check_values, hints_of, value_fault
 from kvactors.sink_config import check_sinks
 from kvactors.sizes import in_bytes
@@ -24,6 +25,8 @@ CONFIG_TABLES = (
     "attention_store",
     "actors",
     "ranks",
+    "quota",
+    "hints",
 )
 
 
@@ -75,6 +78,7 @@ def _agreements(config: ConfigTables) -> Iterator[Callable[[], None]]:
     yield partial(config.ranks.check, config.layout.tensor_parallel)
     yield partial(config.attention_store.check, config.layout.tensor_parallel, config.ranks.count)
     yield partial(check_sinks, config.flush.sinks)
+    yield partial(check_quota, config.quota)
 
 
 def _validate_retries(config: ConfigTables) -> None:

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from functools import partial
 
 from kvactors.actor import Actor, ActorRef, ActorSpec, Group, Supervisor
+from kvactors.actor.clock import now
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.messages import EmptyHost, HostReply, HostRequest
+from kvactors.cpu_evictor.shares import HostShares
 from kvactors.data_plane.local import LocalPlane
 from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.flush_notifier.actor import FlushNotifier
@@ -32,6 +34,7 @@ from kvactors.prefix_index.messages import IndexRequest, SetNumBlocks
 from kvactors.prefix_index.policy import Clock, policies_of
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
+from kvactors.quotas import Quotas, salt_id
 from kvactors.storage.device_store import StorageDirect
 from kvactors.storage.messages import DeviceStoreMessage, ReaderMessage, StorageReply, WriterMessage
 from kvactors.storage.reader import StorageReader
@@ -53,6 +56,7 @@ class Wiring:
         fingerprint: the layout's fingerprint, part of every root hash.
         supervisor: makes the refs.
         clock: of the ages of blocks, the loop's if None.
+        quotas: of salts.
 
     Attributes:
         asleep: whether the cache sleeps: an index that is made then admits no request.
@@ -68,8 +72,10 @@ class Wiring:
         fingerprint: bytes,
         supervisor: Supervisor,
         clock: Clock | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         self.clock, self.asleep = clock, False
+        self.quotas = Quotas() if quotas is None else quotas
         self.config, self.storage, self.plane, self.sinks = config, storage, plane, sinks
         self.epoch = time.time_ns() // 1_000_000
         self.roots = Roots(config.cache.model, config.cache.namespace, fingerprint)
@@ -144,7 +150,7 @@ class Wiring:
             recompute_last_token=config.cache.recompute_last_token,
             memory_generation=self.plane.generation,
             policy=policies_of(
-                config.device.policy, host.policy if host.slots else "lru", self.clock
+                config.device.policy, host.policy if host.slots else "lru", self.clock, self.quotas
             ),
             hashes=bool(self.sinks) or host_tier or stored,
         )
@@ -163,6 +169,7 @@ class Wiring:
             host_blocks=host.kept_blocks,
             keep_lineages=self.plane.store is not None and self.plane.store.keeps_lineages,
             asleep=self.asleep,
+            pin_share=config.hints.pin_share,
         )
         return PrefixIndex(
             ref,
@@ -191,6 +198,16 @@ class Wiring:
             device_store=self.device_store,
             layerwise=self.config.device.layerwise,
             memory_generation=self.plane.generation,
+            shares=self._host_shares(),
+        )
+
+    def _host_shares(self) -> HostShares:
+        quotas, config = self.quotas, self.config
+        return HostShares(
+            quotas.default.host,
+            {salt_id(salt): quota.host for salt, quota in quotas},
+            int(config.hints.pin_share * config.host.slots),
+            now if self.clock is None else self.clock,
         )
 
     def _make_reader(

@@ -183,6 +183,15 @@ void bind_path(nb::module_& m) {
             for (std::size_t i = 0; i < blocks.size(); ++i) narrow_blocks[i] = block_of(blocks[i]);
             p.assign(size_of(start, "start out of range"), narrow_blocks.data(), narrow_blocks.size());
         }, "start"_a, "blocks"_a)
+        .def_prop_rw("salt", [](const PyPath& p) { return p.salt; }, [](PyPath& p, u64 salt) {
+            const Busy busy(p.busy);
+            if (p.held() != 0 && p.salt != salt) throw nb::value_error("the path holds blocks of another salt");
+            p.salt = salt;
+        })
+        .def_prop_rw("forgotten", [](const PyPath& p) { return p.forgotten; }, [](PyPath& p, bool forgotten) {
+            const Busy busy(p.busy);
+            p.forgotten = forgotten;
+        })
         .def("is_shared", [](const PyPath& p, Id position) {
             const Busy busy(p.busy);
             if (position < 0 || position >= Id(p.shared.size())) throw nb::value_error("position out of range");

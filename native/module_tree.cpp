@@ -26,6 +26,14 @@ std::vector<Key> keys_of(const nb::bytes& keys) {
     return result;
 }
 
+u64 quota_of(Id blocks) { return blocks < 0 ? kUnlimited : u64(blocks); }  // negative: none
+
+nb::tuple evicted_tuple(Evicted out) {
+    return nb::make_tuple(nodes_of(std::move(out.nodes)), bytes_of(out.keys.data(), out.keys.size()),
+                          bytes_of(out.parents.data(), out.parents.size()), ids_of(out.blocks),
+                          nb::bytes(out.states.data(), out.states.size()));
+}
+
 nb::tuple match_tuple(const Match& match) {
     return nb::make_tuple(match.device_run, nb::bytes(match.states.data(), match.states.size()));
 }
@@ -179,13 +187,87 @@ void bind_tree(nb::module_& m) {
             d["oldest"] = c.oldest;
             return d;
         }, "host"_a = false)
+        .def("share", [](PyTree& t) {
+            const Change change(t);
+            t.share();
+        })
+        .def_prop_ro("pinned", [](const PyTree& t) { return t.statistics().pinned; })
+        .def_prop_ro("quota_evictions", [](const PyTree& t) { return t.sharing() == nullptr ? 0 : t.sharing()->quota_evictions(); })
+        .def_prop_ro("sharing", [](const PyTree& t) { return t.sharing() != nullptr; })
+        .def("set_default_quota", [](PyTree& t, Id blocks) {
+            const Change change(t);
+            t.share();
+            if (t.sharing() != nullptr) t.sharing()->set_default(quota_of(blocks));
+        }, "blocks"_a)
+        .def("set_quota", [](PyTree& t, u64 salt, Id blocks, bool named) {
+            const Change change(t);
+            t.share();
+            if (t.sharing() == nullptr) return;
+            if (named) t.sharing()->set_quota(salt, quota_of(blocks));
+            else t.sharing()->reset_quota(salt);
+        }, "salt"_a, "blocks"_a, "named"_a = true)
+        .def("owners", [](const PyTree& t) {
+            const Busy busy(t.busy);
+            nb::dict found;
+            if (t.sharing() == nullptr) return found;
+            for (const auto& [salt, at] : t.sharing()->by_salt()) {
+                const Owner& owner = t.sharing()->owner(at);
+                found[nb::int_(salt)] = nb::make_tuple(owner.resident, owner.evictable, owner.evicted);
+            }
+            return found;
+        })
+        .def("owner", [](const PyTree& t, u64 salt) {
+            const Busy busy(t.busy);
+            const u32 at = t.sharing() == nullptr ? kNil : t.sharing()->find_owner(salt);
+            const Owner owner = at == kNil ? Owner{} : t.sharing()->owner(at);
+            return nb::make_tuple(owner.resident, owner.evictable, owner.evicted);
+        }, "salt"_a)
+        .def("hint", [](PyTree& t, const PyPath& p, int priority, double expiry) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            if (priority < -2 || priority > 2) throw nb::value_error("priority out of range");
+            t.hint(p, u32(priority + 2), expiry);
+        }, "path"_a, "priority"_a, "expiry"_a = Sharing::kNever)
+        .def("pin_blocks", [](PyTree& t, const PyPath& p, Id blocks, Id limit) -> nb::object {
+            const Change change(t);
+            const Busy busy(p.busy);
+            std::vector<u32> nodes;
+            if (!t.pin_blocks(p, size_of(blocks, "blocks out of range"), size_of(limit, "limit out of range"), nodes))
+                return nb::none();
+            return nb::cast(nodes_of(std::move(nodes)));
+        }, "path"_a, "blocks"_a, "limit"_a)
+        .def("unpin_blocks", [](PyTree& t, const NodesIn& nodes) {
+            const Change change(t);
+            return ids_of(t.unpin_blocks(nodes.data(), nodes.shape(0)));
+        }, "nodes"_a)
+        .def("forget", [](PyTree& t, u64 salt, bool hashes) {
+            const Change change(t);
+            const Forgotten out = t.forget(salt, hashes);
+            return nb::make_tuple(ids_of(out.freed), bytes_of(out.keys.data(), out.keys.size()));
+        }, "salt"_a, "hashes"_a = true)
+        .def("is_forgotten", [](const PyTree& t, const PyPath& p) {
+            const Busy busy(t.busy), path_busy(p.busy);
+            return t.is_forgotten(p);
+        }, "path"_a)
+        .def("forgotten", [](const PyTree& t, const NodesIn& nodes) {
+            const Busy busy(t.busy);
+            std::vector<u32> found;
+            for (std::size_t j = 0; j < nodes.shape(0); ++j)
+                if (t.is_gone(nodes.data()[j])) found.push_back(u32(j));
+            return found;
+        }, "nodes"_a)
         .def("evict", [](PyTree& t, Id count, bool hashes) {
             const Change change(t);
-            Evicted out = t.evict(size_of(count, "count out of range"), hashes);
-            return nb::make_tuple(nodes_of(std::move(out.nodes)), bytes_of(out.keys.data(), out.keys.size()),
-                                  bytes_of(out.parents.data(), out.parents.size()), ids_of(out.blocks),
-                                  nb::bytes(out.states.data(), out.states.size()));
+            return evicted_tuple(t.evict(size_of(count, "count out of range"), hashes));
         }, "count"_a, "hashes"_a = true)
+        .def("evict_for", [](PyTree& t, Id count, bool hashes, u64 salt, Id incoming, double now) {
+            const Change change(t);
+            const Demand demand{salt, size_of(incoming, "incoming out of range"), now};
+            Evicted out = t.evict(size_of(count, "count out of range"), hashes, demand);
+            const nb::tuple traits = nb::make_tuple(nb::tuple(nb::cast(out.salts)), nb::tuple(nb::cast(out.priorities)),
+                                                    nb::tuple(nb::cast(out.expiries)));
+            return nb::make_tuple(evicted_tuple(std::move(out)), traits);
+        }, "count"_a, "hashes"_a, "salt"_a, "incoming"_a, "now"_a)
         .def("contents", [](const PyTree& t, const NodesIn& nodes) {
             const Busy busy(t.busy);
             const Contents out = t.contents(nodes.data(), nodes.shape(0));

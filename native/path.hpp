@@ -53,6 +53,8 @@ public:
     Raw<u8> shared;                      // per table entry: 1 where the block is the tree's
     u32 committed = 0;
     u64 tree = 0;                        // serial number of the tree the nodes belong to
+    u64 salt = 0;                        // a digest of the salt, 0 for none
+    bool forgotten = false;              // nothing more of it is entered into a tree
     Acquired acquired;                   // for an eviction policy that learns
 };
 

@@ -31,8 +31,6 @@ unsigned chunk_shift(std::size_t capacity) {
     return shift;
 }
 
-std::string text(const Key& key) { return std::string(reinterpret_cast<const char*>(key.bytes), 32); }
-
 std::atomic<u64> next_serial{1};
 
 }  // namespace
@@ -50,6 +48,8 @@ Tree::Tree(u32 block_size, std::size_t capacity, bool touch, std::shared_ptr<Lif
       children_(capacity, false),
       names_(capacity, touch && names_at_once),
       extras_(1) {
+    std::fill_n(heads_, kLevels, kNil);
+    std::fill_n(tails_, kLevels, kNil);
     std::random_device entropy;
     for (u64& word : seed_) word = u64(entropy()) << 32 | entropy();
     for (u32& word : token_seed_) word = u32(entropy());
@@ -86,7 +86,7 @@ u32 Tree::name_hash(const Key& name) const {
 }
 
 u32 Tree::find_root(const Key& root) const {
-    const auto found = roots_.find(text(root));
+    const auto found = roots_.find(text_of(root));
     return found == roots_.end() ? kNil : found->second;
 }
 
@@ -98,9 +98,9 @@ u32 Tree::find_name(const Key& name) const {
 // a name.
 u32 Tree::find_named(const Key& key) {
     const u32 id = find_name(key);
-    if (id != kNil || names_.used() == counts_.nodes) return id;
+    if (id != kNil || names_.used() + forgotten_ == counts_.nodes) return id;
     for (u32 each = 0; each < next_id_; ++each)
-        if (is_node(each)) name(each);
+        if (is_node(each) && !gone(each)) name(each);
     return find_name(key);
 }
 
@@ -191,7 +191,7 @@ u32 Tree::make_root(const Key& root) {
     give_name(id, root);
     node.parent = node.block = kNil;
     node.bits = kRoot;
-    roots_.emplace(text(root), id);
+    roots_.emplace(text_of(root), id);
     if (policy_ != nullptr) policy_->add(id, kNil, key_of(id));
     if (memory_ != nullptr) memory_->add(id, kNil, key_of(id));
     return id;
@@ -203,6 +203,8 @@ void Tree::create(Path& path, u32 from, u32 upto) {
     if (names_at_once_) path.name_to(upto);
     const u32 named = u32(std::min<std::size_t>(path.names.size(), upto));
     u32 parent = from == 0 ? make_root(path.root) : path.nodes[from - 1];
+    if (path.salt != 0 && sharing_ == nullptr) share();
+    const u32 owner = sharing_ == nullptr ? 0 : sharing_->owner_of(path.salt);
     path.nodes.resize(upto);
     hashes_.clear();
     std::size_t apart = 0;  // nodes for the table of children
@@ -220,6 +222,7 @@ void Tree::create(Path& path, u32 from, u32 upto) {
         std::memcpy(tokens_of(id), path.block_tokens(i), 4 * std::size_t(block_size_));
         if (policy_ != nullptr) policy_->add(id, parent, key_of(id));
         if (memory_ != nullptr) memory_->add(id, parent, key_of(id));
+        if (sharing_ != nullptr) sharing_->add(id, owner);
         if (id != parent + 1) {
             hashes_.push_back(child_hash(parent, node.extra, path.block_tokens(i)));
             hashes_.push_back(id);
@@ -260,7 +263,7 @@ void Tree::reap(u32 id) {
 void Tree::drop(u32 id) {
     Node& node = at(id);
     if ((node.bits & kRoot) != 0) {
-        roots_.erase(text(given_name(id)));
+        if (node.extra == 0) roots_.erase(text_of(given_name(id)));  // else another root may have the name
     } else {
         if (policy_ != nullptr) policy_->remove(id);
         if (memory_ != nullptr) memory_->remove(id);
@@ -272,6 +275,7 @@ void Tree::drop(u32 id) {
             free_extras_.push_back(node.extra);
         }
         --counts_.nodes;
+        if (sharing_ != nullptr) forgotten_ -= sharing_->forgotten(id), sharing_->remove(id);
     }
     node.parent = kFree;
     node.next = free_;
@@ -284,6 +288,7 @@ void Tree::take_device(u32 id, u32 block) {
     node.bits = u8((node.bits | kDevice) & ~kAnnounced);
     ++counts_.device;
     settle_memory(id);
+    if (sharing_ != nullptr) sharing_->gained(id);
 }
 
 u32 Tree::lose_device(u32 id) {
@@ -291,6 +296,7 @@ u32 Tree::lose_device(u32 id) {
     const u32 block = node.block;
     if ((node.bits & kListed) != 0) unlink(id);
     if ((node.bits & kOffloading) != 0) --counts_.offloading;
+    else if (sharing_ != nullptr) sharing_->lost(id);
     --counts_.device;
     node.block = kNil;
     node.bits &= u8(~(kDevice | kOffloading));
@@ -301,7 +307,10 @@ u32 Tree::lose_device(u32 id) {
 // The last reference of a node that does not stay on the device for others is dropped.
 void Tree::let_go_last(u32 id, std::vector<u32>& freed) {
     const Node& node = at(id);
-    if (retired_ && node.pending == 0 && (node.bits & kDevice) != 0) freed.push_back(lose_device(id));
+    if ((retired_ || gone(id)) && node.pending == 0 && (node.bits & kDevice) != 0) {
+        if (policy_ != nullptr) policy_->evicted(id, false);
+        freed.push_back(lose_device(id));
+    }
     reap(id);
 }
 

@@ -10,6 +10,7 @@
 #include "path.hpp"
 #include "retain.hpp"
 #include "sha256.hpp"
+#include "sharing.hpp"
 #include "slab.hpp"
 #include "table.hpp"
 
@@ -44,6 +45,8 @@ struct alignas(32) Node {
 };
 static_assert(sizeof(Node) == 32, "two nodes fill a cache line");
 
+inline std::string text_of(const Key& key) { return std::string(reinterpret_cast<const char*>(key.bytes), 32); }
+
 struct Match {
     u32 device_run;
     std::string states;  // of the matched nodes beyond the run
@@ -58,6 +61,22 @@ struct Evicted {
     std::vector<u32> nodes, blocks;
     std::vector<Key> keys, parents;
     std::string states;
+    // Of a tree that tracks them: salt, priority and expiry of each block.
+    std::vector<u64> salts;
+    std::vector<int> priorities;
+    std::vector<double> expiries;
+};
+
+// What an eviction is for.
+struct Demand {
+    u64 salt = 0;      // of the request
+    u64 incoming = 0;  // blocks that it takes, 0 if it is for no request
+    double now = 0;
+};
+
+struct Forgotten {
+    std::vector<u32> freed;
+    std::vector<Key> keys;  // of all blocks that were on the device
 };
 
 struct Offloaded {
@@ -86,7 +105,7 @@ struct Listing {
 };
 
 struct Statistics {
-    u64 nodes = 0, device = 0, host = 0, evictable = 0, referenced = 0, loading = 0, offloading = 0;
+    u64 nodes = 0, device = 0, host = 0, evictable = 0, referenced = 0, loading = 0, offloading = 0, pinned = 0;
 };
 
 class Tree {
@@ -124,7 +143,7 @@ public:
     std::vector<u32> finish_load(const u32* nodes, std::size_t count, std::size_t good);
 
     // tree_evict.cpp
-    Evicted evict(std::size_t count, bool with_names = true);
+    Evicted evict(std::size_t count, bool with_names = true, const Demand& demand = {});
     Offloaded finish_offload(const u32* nodes, std::size_t count, const u8* on_host);
     std::size_t host_blocks_added(const Key* keys, std::size_t count);
     std::size_t host_blocks_removed(const Key* keys, std::size_t count);
@@ -144,6 +163,17 @@ public:
     u32 host_lacks(const Path& path, u32 start, u32 stop) const;
     const Retention* retention() const { return retention_.get(); }
     const Retention* host_retention() const { return host_retention_.get(); }
+
+    // tree_share.cpp: salts, quotas and hints
+    void share();
+    Sharing* sharing() { return sharing_; }
+    const Sharing* sharing() const { return sharing_; }
+    void hint(const Path& path, u32 level, double expiry);
+    bool pin_blocks(const Path& path, u32 blocks, u64 limit, std::vector<u32>& nodes);
+    std::vector<u32> unpin_blocks(const u32* nodes, std::size_t count);
+    Forgotten forget(u64 salt, bool with_names);
+    bool is_forgotten(const Path& path) const { return path.forgotten || (path.held() != 0 && gone(path.nodes[0])); }
+    bool is_gone(u32 id) const { return is_node(id) && gone(id); }
 
     // tree_inspect.cpp
     std::vector<Key> device_hashes();
@@ -182,6 +212,12 @@ private:
     // Resident and not being evicted. The set of firm nodes is closed upwards (see tree_evict.cpp).
     static bool is_firm(const Node& node) { return (node.bits & (kDevice | kOffloading)) == kDevice; }
 
+    // Cleared with its salt, and kept only for those that use it.
+    bool gone(u32 id) const { return sharing_ != nullptr && sharing_->forgotten(id); }
+    bool has_listed() const { return counts_.evictable != 0; }
+    u32 first_listed() const;
+    u32 shared_victim(const Demand& demand, bool& chosen);
+
     // tree.cpp: nodes, their tables and the list
     u32 child_hash(u32 parent, u32 extra, const u32* tokens) const;
     u32 name_hash(const Key& name) const;
@@ -200,6 +236,7 @@ private:
     void reap(u32 id);
     void drop(u32 id);
     void push(u32 id);
+    u32 list_shared(u32 id);
     void unlink(u32 id);
     void take_device(u32 id, u32 block);
     u32 lose_device(u32 id);
@@ -231,7 +268,8 @@ private:
     ChainHasher hasher_;
     u32 next_id_ = 0;
     u32 free_ = kNil;
-    u32 head_ = kNil, tail_ = kNil;  // least and most recently used
+    // Least and most recently used, by priority. Without hints all blocks have the same one.
+    u32 heads_[kLevels], tails_[kLevels];
     // Children whose id is not that of their parent plus 1, and nodes that have a name.
     Table children_, names_;
     std::unordered_map<std::string, u32> roots_;
@@ -250,6 +288,9 @@ private:
     // that only the host has.
     std::unique_ptr<Retention> host_retention_;
     Retention* memory_ = nullptr;
+    std::unique_ptr<Sharing> shared_;
+    Sharing* sharing_ = nullptr;  // nullptr without salts, quotas and hints
+    u64 forgotten_ = 0;           // nodes
 };
 
 }  // namespace kvactors

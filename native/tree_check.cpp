@@ -17,7 +17,7 @@ void expect(bool holds, const char* what, u64 id) {
 TreeCheck::TreeCheck(const Tree& tree)
     : tree_(tree),
       end_(tree.next_id_),
-      id_(tree.head_),
+      id_(tree.heads_[0]),
       children_(tree.next_id_),
       place_(tree.next_id_),
       extra_uses_(tree.extras_.size()) {}
@@ -48,8 +48,10 @@ void TreeCheck::enter(Phase phase, u32 id) {
 
 void TreeCheck::list() {
     if (id_ == kNil) {
-        expect(tree_.tail_ == before_, "tail of the list", tree_.tail_);
-        enter(Phase::free, tree_.free_);
+        expect(tree_.tails_[level_] == before_, "tail of the list", tree_.tails_[level_]);
+        before_ = kNil;
+        if (++level_ < kLevels) enter(Phase::list, tree_.heads_[level_]);
+        else enter(Phase::free, tree_.free_);
         return;
     }
     const Node& node = tree_.at(id_);
@@ -81,7 +83,9 @@ void TreeCheck::node() {
     const Node& node = tree_.at(id);
     if ((node.bits & kRoot) != 0) {
         ++roots_;
-        expect(node.parent == kNil && node.named != 0 && tree_.find_root(tree_.given_name(id)) == id, "root", id);
+        past_roots_ += node.extra != 0;
+        const bool found = tree_.find_root(tree_.given_name(id)) == id;
+        expect(node.parent == kNil && node.named != 0 && found == (node.extra == 0), "root", id);
         return;
     }
     const u32 state = node.bits & kStateBits;
@@ -96,11 +100,13 @@ void TreeCheck::node() {
     expect(node.refs == 0 || (parent.bits & kRoot) != 0 || parent.refs != 0, "unreferenced above a referenced", id);
     expect(parent.children != 0, "number of children", node.parent);
     const bool evictable = Tree::is_firm(node) && node.refs == 0, listed = (node.bits & kListed) != 0;
-    expect(listed == evictable || (tree_.retired_ && !listed), "evictable", id);
+    const bool gone = tree_.gone(id);
+    expect(listed == evictable || ((tree_.retired_ || gone) && !listed), "evictable", id);
+    if (tree_.sharing_ != nullptr) shared(id, node);
     // A node not in the list was removed by a sweep, or was referenced: an operation is reading its
     // block.
     expect(listed || !evictable || node.pending != 0, "block of a retired tree that nothing gives back", id);
-    if (Tree::is_firm(node) && !tree_.retired_) expect((parent.bits & kRoot) != 0 || Tree::is_firm(parent), "hole above", id);
+    if (Tree::is_firm(node) && !tree_.retired_ && !gone) expect((parent.bits & kRoot) != 0 || Tree::is_firm(parent), "hole above", id);
     expect(tree_.find_child(node.parent, node.extra, tree_.tokens_of(id)) == id, "table of children", id);
     if (node.named != 0) name(id, node);
     if (exact_) count(id, node);
@@ -135,6 +141,57 @@ void TreeCheck::count(u32 id, const Node& node) {
     seen_.referenced += node.refs != 0;
 }
 
+// Salt, level and expiry of a node, and its owner's counts.
+void TreeCheck::shared(u32 id, const Node& node) {
+    const Sharing& sharing = *tree_.sharing_;
+    const Sharing::Row& row = sharing.row(id);
+    const bool listed = (node.bits & kListed) != 0, below_root = (tree_.at(node.parent).bits & kRoot) != 0;
+    expect(below_root || sharing.row(node.parent).owner == row.owner, "salt of a path", id);
+    expect(!row.forgotten || (!listed && node.named == 0), "forgotten block", id);
+    expect(row.pins == 0 || (node.refs != 0 && (node.bits & kDevice) != 0), "pinned block without a reference", id);
+    expect((row.place != kNil) == (listed && row.expires != Sharing::kNever), "block that expires", id);
+    expect(row.place == kNil || sharing.heap()[row.place] == id, "place among the blocks that expire", id);
+    if (listed && !below_root && (tree_.at(node.parent).bits & kListed) != 0) {
+        const Sharing::Row& above = sharing.row(node.parent);
+        expect(above.level >= row.level && above.expires >= row.expires && above.order > row.order, "order above a block", id);
+    }
+    if (!exact_) return;
+    Owner& owner = owners_[row.owner];
+    ++owner.nodes;
+    owner.resident += (node.bits & (kDevice | kOffloading)) == kDevice;
+    owner.evictable += listed;
+    seen_.pinned += row.pins != 0;
+    forgotten_ += row.forgotten;
+}
+
+void TreeCheck::owners() const {
+    const Sharing& sharing = *tree_.sharing_;
+    u64 evictable = 0, above = 0;
+    for (const auto& [salt, at] : sharing.by_salt()) {
+        const Owner& owner = sharing.owner(at);
+        const auto found = owners_.find(at);
+        const Owner counted = found == owners_.end() ? Owner{} : found->second;
+        expect(owner.used && owner.salt == salt && owner.nodes == counted.nodes && owner.resident == counted.resident &&
+                   owner.evictable == counted.evictable, "counts of a salt", at);
+        expect(owner.above == (owner.resident > owner.quota && owner.evictable != 0), "salt above its quota", at);
+        u64 listed = 0;
+        for (u32 level = 0; level < kLevels; ++level) {
+            u32 before = kNil;
+            for (u32 id = owner.head[level]; id != kNil; before = id, id = sharing.row(id).after, ++listed)
+                expect(sharing.row(id).before == before && sharing.row(id).level == level, "list of a salt", id);
+            expect(owner.tail[level] == before, "end of the list of a salt", at);
+        }
+        expect(listed == owner.evictable, "length of the list of a salt", at);
+        evictable += owner.evictable;
+        above += owner.above;
+    }
+    for (u32 at = sharing.above(); at != kNil; at = sharing.owner(at).after, --above)
+        expect(sharing.owner(at).above, "list of salts above their quotas", at);
+    expect(above == 0 && evictable == tree_.counts_.evictable && seen_.pinned == tree_.counts_.pinned &&
+               forgotten_ == tree_.forgotten_ && owners_.size() <= sharing.owners(),
+           "counts of salts", 0);
+}
+
 void TreeCheck::children() {
     if (id_ >= end_) {
         totals();
@@ -153,12 +210,13 @@ void TreeCheck::totals() const {
     if (tree_.retired_ && tree_.next_id_ == 0) return;
     for (u32 id = 1; id < extra_uses_.size(); ++id)
         expect(extra_uses_[id] == tree_.extras_[id].uses, "uses of an extra key", id);
-    expect(seen_.nodes + roots_ + free_ == tree_.next_id_ && roots_ == tree_.roots_.size(), "number of nodes", tree_.next_id_);
+    expect(seen_.nodes + roots_ + free_ == tree_.next_id_ && roots_ - past_roots_ == tree_.roots_.size(), "number of nodes", tree_.next_id_);
     expect(seen_.nodes == counts.nodes && seen_.device == counts.device && seen_.host == counts.host &&
                seen_.evictable == counts.evictable && seen_.referenced == counts.referenced &&
                seen_.loading == counts.loading && seen_.offloading == counts.offloading && read_ == tree_.read_ &&
                tree_.children_.used() == seen_.nodes - beside_ && tree_.names_.used() == named_,
            "counts", 0);
+    if (tree_.sharing_ != nullptr) owners();
 }
 
 void Tree::check() const {

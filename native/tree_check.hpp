@@ -50,6 +50,8 @@ private:
     void count(u32 id, const Node& node);
     void children();
     void totals() const;
+    void shared(u32 id, const Node& node);
+    void owners() const;
 
     const Tree& tree_;
     const u32 end_;
@@ -59,6 +61,10 @@ private:
     Statistics seen_;
     std::size_t roots_ = 0, free_ = 0;
     u64 read_ = 0;
+    u32 level_ = 0;
+    std::size_t past_roots_ = 0;
+    u64 forgotten_ = 0;
+    std::unordered_map<u32, Owner> owners_;  // counted
     u64 beside_ = 0, named_ = 0;  // nodes that follow their parent's id, nodes with a name
     Zeros children_, place_, extra_uses_;
 };

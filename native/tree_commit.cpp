@@ -21,7 +21,7 @@ Committed Tree::commit(Path& path, u32 upto) {
     require(path);
     require_blocks(path, upto);
     Committed result{path.committed, path.committed, {}};
-    if (retired_) return result;
+    if (retired_ || is_forgotten(path)) return result;
     path.make_room();
     for (u32 i = path.committed; i < upto; ++i) {
         if (i == path.held()) {
@@ -56,6 +56,7 @@ void Tree::adopt(Path& path, u32 position, u32 id, Committed& result) {
         if ((node.bits & kOffloading) != 0) {
             node.bits &= u8(~kOffloading);
             --counts_.offloading;
+            if (sharing_ != nullptr) sharing_->gained(id);
         }
         return;
     }

@@ -8,19 +8,23 @@
 // referenced, except that a load may outlive its request. In that case finish_load does not make it
 // resident under a parent that is being evicted. So picking from the head is leaf-first LRU at O(1)
 // a block, and the resident nodes that are not being evicted form a tree that hangs from the roots.
+// With priorities there is one list for each, and the same holds from list to list: see sharing.hpp.
+#include <algorithm>
 #include <stdexcept>
 
 #include "tree.hpp"
 
 namespace kvactors {
 
-Evicted Tree::evict(std::size_t count, bool with_names) {
+Evicted Tree::evict(std::size_t count, bool with_names, const Demand& demand) {
     Evicted result;
     if (retired_) return result;
     if (policy_ != nullptr) policy_->next_choice();
-    while (result.nodes.size() < count && head_ != kNil) {
+    while (result.nodes.size() < count && has_listed()) {
         bool chosen = false;
-        const u32 id = policy_ == nullptr ? head_ : victim(chosen);
+        const u32 id = sharing_ != nullptr   ? shared_victim(demand, chosen)
+                       : policy_ == nullptr ? heads_[kPlainLevel]
+                                            : victim(chosen);
         Node& node = at(id);
         // 255 operations read this block, and no node above it may be evicted before it.
         if (node.pending == 0xff) break;
@@ -29,6 +33,12 @@ Evicted Tree::evict(std::size_t count, bool with_names) {
         node.bits |= kOffloading;
         ++node.pending;
         ++counts_.offloading;
+        if (sharing_ != nullptr) {
+            sharing_->lost(id);
+            result.salts.push_back(sharing_->salt_of(id));
+            result.priorities.push_back(sharing_->priority_of(id));
+            result.expiries.push_back(sharing_->expiry_of(id));
+        }
         result.nodes.push_back(id);
         result.blocks.push_back(node.block);
         if (with_names) {
@@ -53,8 +63,8 @@ Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, const u8* on
         Node& node = at(id);
         if (!is_node(id) || node.pending == 0) throw std::invalid_argument("a node occurs twice in this offload");
         if (--node.pending == 0 && (node.bits & kListed) != 0) --read_;
-        if (on_host[j] != 0) set_host(id);
-        const bool abandoned = retired_ && node.refs == 0;
+        if (on_host[j] != 0 && !gone(id)) set_host(id);
+        const bool abandoned = (retired_ || gone(id)) && node.refs == 0;
         if (node.pending != 0 || !((node.bits & kOffloading) != 0 || abandoned)) {
             result.kept.push_back(u32(j));
             continue;
@@ -148,8 +158,8 @@ std::size_t Tree::retire() {
 std::vector<u32> Tree::sweep(std::size_t count) {
     if (!retired_) throw std::invalid_argument("sweep of a tree that is in use");
     std::vector<u32> freed;
-    while (freed.size() < count && head_ != kNil) {
-        const u32 id = head_;
+    while (freed.size() < count && has_listed()) {
+        const u32 id = first_listed();
         if (at(id).pending == 0) freed.push_back(lose_device(id));
         else unlink(id);  // `finish_offload` frees its block
     }
@@ -161,11 +171,17 @@ std::vector<u32> Tree::sweep(std::size_t count) {
 bool Tree::dismantle() {
     if (!idle()) throw std::invalid_argument("a tree is dismantled although something uses it");
     next_id_ = 0;
-    head_ = tail_ = free_ = kNil;
+    free_ = kNil;
+    std::fill_n(heads_, kLevels, kNil);
+    std::fill_n(tails_, kLevels, kNil);
+    sharing_ = nullptr;
+    forgotten_ = 0;
     counts_ = Statistics{};
     roots_.clear();
-    if (retention_ != nullptr || host_retention_ != nullptr) {
-        (retention_ != nullptr ? retention_ : host_retention_).reset();
+    if (retention_ != nullptr || host_retention_ != nullptr || shared_ != nullptr) {
+        if (retention_ != nullptr) retention_.reset();
+        else if (host_retention_ != nullptr) host_retention_.reset();
+        else shared_.reset();
         return false;
     }
     if (nodes_.drop() || tokens_.drop() || keys_.drop() || children_.drop() || names_.drop()) return false;

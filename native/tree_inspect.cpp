@@ -15,14 +15,14 @@ std::vector<Key> Tree::device_hashes() {
     std::vector<Key> keys;
     keys.reserve(counts_.device);
     for (u32 id = 0; id < next_id_; ++id)
-        if (is_node(id) && (at(id).bits & kDevice) != 0) keys.push_back(name(id));
+        if (is_node(id) && !gone(id) && (at(id).bits & kDevice) != 0) keys.push_back(name(id));
     return keys;
 }
 
 std::vector<Leaf> Tree::leaves() {
     std::vector<Leaf> result;
     for (u32 id = 0; id < next_id_; ++id) {
-        if (!is_node(id) || at(id).children != 0) continue;
+        if (!is_node(id) || gone(id) || at(id).children != 0) continue;
         std::vector<u32> chain;
         u32 up = id;
         for (; (at(up).bits & kRoot) == 0; up = at(up).parent) chain.push_back(up);
@@ -71,14 +71,14 @@ Contents Tree::contents(const u32* nodes, std::size_t count) const {
 std::size_t Tree::bytes() const {
     return sizeof(*this) + nodes_.bytes() + tokens_.bytes() + keys_.bytes() + children_.bytes() + names_.bytes() +
            (retention_ == nullptr ? 0 : retention_->bytes()) +
-           (host_retention_ == nullptr ? 0 : host_retention_->bytes());
+           (host_retention_ == nullptr ? 0 : host_retention_->bytes()) + (shared_ == nullptr ? 0 : shared_->bytes());
 }
 
 Listing Tree::listing(u32 start, std::size_t count) {
     Listing result;
     u32 id = start;
     for (; id < next_id_ && result.keys.size() < count; ++id) {
-        if (!is_node(id)) continue;
+        if (!is_node(id) || gone(id)) continue;
         result.keys.push_back(name(id));
         result.states.push_back(char(state(at(id))));
     }

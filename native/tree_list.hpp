@@ -9,10 +9,11 @@ namespace kvactors {
 inline void Tree::push(u32 id) {
     Node& node = at(id);
     node.bits |= kListed;
-    node.prev = tail_;
+    const u32 level = sharing_ == nullptr ? kPlainLevel : list_shared(id);
+    node.prev = tails_[level];
     node.next = kNil;
-    (tail_ == kNil ? head_ : at(tail_).next) = id;
-    tail_ = id;
+    (tails_[level] == kNil ? heads_[level] : at(tails_[level]).next) = id;
+    tails_[level] = id;
     ++counts_.evictable;
     read_ += node.pending != 0;
     if (policy_ != nullptr) policy_->list(id);
@@ -20,8 +21,9 @@ inline void Tree::push(u32 id) {
 
 inline void Tree::unlink(u32 id) {
     Node& node = at(id);
-    (node.prev == kNil ? head_ : at(node.prev).next) = node.next;
-    (node.next == kNil ? tail_ : at(node.next).prev) = node.prev;
+    const u32 level = sharing_ == nullptr ? kPlainLevel : sharing_->unlist(id);
+    (node.prev == kNil ? heads_[level] : at(node.prev).next) = node.next;
+    (node.next == kNil ? tails_[level] : at(node.next).prev) = node.prev;
     node.bits &= u8(~kListed);
     --counts_.evictable;
     read_ -= node.pending != 0;
@@ -56,7 +58,7 @@ inline void Tree::let_go(u32 id, std::vector<u32>& freed) {
     if (--node.refs != 0) return;
     --counts_.referenced;
     settle_memory(id);
-    if (is_firm(node) && !retired_) push(id);
+    if (is_firm(node) && !retired_ && !gone(id)) push(id);
     else let_go_last(id, freed);
 }
 

@@ -69,7 +69,8 @@ std::vector<u32> Tree::finish_load(const u32* nodes, std::size_t count, std::siz
         --counts_.loading;
         const Node& parent = at(node.parent);
         // Under a parent that is being evicted the block would be unreachable after the eviction.
-        const bool keep = i < good && ((parent.bits & kRoot) != 0 || is_firm(parent)) && (!retired_ || node.refs != 0);
+        const bool keep = i < good && ((parent.bits & kRoot) != 0 || is_firm(parent)) &&
+                          (!(retired_ || gone(nodes[i])) || node.refs != 0);
         if (keep) {
             take_device(nodes[i], node.block);
         } else {

@@ -119,6 +119,7 @@ Match Tree::pin(Path& path, u32 limit) {
         if (i < match.device_run && (node.bits & kOffloading) != 0) {
             node.bits &= u8(~kOffloading);
             --counts_.offloading;
+            if (sharing_ != nullptr) sharing_->gained(id);
         }
         const bool usable = i < match.device_run || (node.bits & kLoading) != 0;
         path.nodes[position] = id;
@@ -207,6 +208,8 @@ std::vector<u32> Tree::fork(const Path& from, Path& to) {
     if (to.block_size != block_size_) throw std::invalid_argument("path and tree differ in block size");
     if (!to.tokens.empty() || !to.nodes.empty() || !to.table.empty()) throw std::invalid_argument("the fork is no empty path");
     to.root = from.root;
+    to.salt = from.salt;
+    to.forgotten = from.forgotten;
     to.tokens = from.tokens;
     to.names = from.names;
     to.fixed = std::max(from.fixed, from.held());

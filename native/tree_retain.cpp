@@ -50,7 +50,7 @@ void Tree::note_match(Path& path, u32 held, u32 limit, const Match& match) const
 u32 Tree::victim(bool& chosen) {
     const u32 id = policy_->victim();
     chosen = id != kNil;
-    return chosen ? id : head_;
+    return chosen ? id : heads_[kPlainLevel];
 }
 
 // Blocks that the host tier should evict next, in this order. They are no longer ranked, until they

@@ -32,7 +32,7 @@ bool TreeWalk::step(std::size_t count, std::vector<Stretch>& out) {
         } else if (!chain_.empty()) {
             const u32 above = above_, id = chain_.back();
             const bool is_root = tree_.is_used(above) && (tree_.at(above).bits & kRoot) != 0;
-            if (!tree_.is_used(above) || !(is_root || met(above)) || !tree_.is_node(id) || tree_.at(id).parent != above) {
+            if (!tree_.is_used(above) || !(is_root || met(above)) || !tree_.is_node(id) || tree_.gone(id) || tree_.at(id).parent != above) {
                 chain_.clear();  // removed between two steps, with all nodes below it
                 continue;
             }
@@ -46,7 +46,7 @@ bool TreeWalk::step(std::size_t count, std::vector<Stretch>& out) {
             return true;
         } else {
             const u32 id = next_++;
-            if (tree_.is_node(id) && !met(id)) up_ = id;
+            if (tree_.is_node(id) && !tree_.gone(id) && !met(id)) up_ = id;
         }
     }
     return false;

@@ -17,6 +17,7 @@ from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import (
     Cancel,
     ClearHost,
+    ClearHostSalt,
     DropHostCopies,
     EmptyHost,
     EvictFirst,
@@ -32,19 +33,25 @@ from kvactors.cpu_evictor.messages import (
     LoadStalled,
     Offload,
     Offloaded,
+    PinHostBlocks,
     PrefetchToHost,
     Save,
     Saved,
     SaveUnanswered,
+    SetHostQuota,
     SetTargets,
+    ShareMessage,
+    UnpinHostBlocks,
 )
 from kvactors.cpu_evictor.offload import OffloadJob
 from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.cpu_evictor.prefetch import PrefetchJob
 from kvactors.cpu_evictor.requests import Peers, RequestTable
 from kvactors.cpu_evictor.save import SaveJob
+from kvactors.cpu_evictor.shares import HostShares
 from kvactors.cpu_evictor.slots import HostTier
 from kvactors.cpu_evictor.statistics import HostStatistics, host_statistics
+from kvactors.cpu_evictor.victims import change_shares
 from kvactors.device.arena import HostSlots
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, Report, TierCleared
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
@@ -67,7 +74,6 @@ from kvactors.storage.messages import (
     WriterMessage,
     Written,
 )
-from kvactors.types import split_hashes
 
 
 class CpuEvictor(Actor):
@@ -117,12 +123,15 @@ class CpuEvictor(Actor):
         device_store: ActorRef[DeviceStoreMessage] | None,
         layerwise: bool,
         memory_generation: int,
+        shares: HostShares | None = None,
     ) -> None:
         super().__init__(ref)
         self.layerwise = layerwise
         self.peers = Peers(index, swapper, readers, writers, notifier, device_store)
         self._arena = arena
-        self.host = HostTier(config.slots, arena.num_slots, arena.in_use, POLICIES[config.policy]())
+        self.host = HostTier(
+            config.slots, arena.num_slots, arena.in_use, POLICIES[config.policy](), shares
+        )
         self.requests = RequestTable(self.peers, storage, memory_generation, now)
         self.memory = HostMemory(self.host, self.requests, config, storage)
         self.loads: dict[int, LoadJob] = {}
@@ -167,16 +176,11 @@ class CpuEvictor(Actor):
             self._perform(job.set_targets(message.blocks))
 
     @on(Cancel)
-    def cancel(self, message: Cancel) -> None:
-        """A load without targets is cancelled."""
-        if (job := self.loads.get(message.op)) is not None:
-            self._perform(job.cancel())
-
     @on(FetchDeadline)
-    def fetch_deadline(self, message: FetchDeadline) -> None:
-        """The deadline of a load that waits for storage."""
+    def end_load(self, message: Cancel | FetchDeadline) -> None:
+        """A load without targets is cancelled, or the deadline of one that waits for storage."""
         if (job := self.loads.get(message.op)) is not None:
-            self._perform(job.on_deadline())
+            self._perform(job.cancel() if isinstance(message, Cancel) else job.on_deadline())
 
     @on(PrefetchToHost)
     def prefetch(self, message: PrefetchToHost) -> None:
@@ -195,17 +199,19 @@ class CpuEvictor(Actor):
         drop, keep = self.memory.drop_host_copies, self.memory.keep_host_copies
         self._perform((drop if isinstance(message, DropHostCopies) else keep)(message.hashes))
 
-    @on(EvictFirst)
-    def evict_first(self, message: EvictFirst) -> None:
-        """The policy's victims of the next evictions."""
-        self.host.policy.evict_first(split_hashes(message.hashes))
-
     @on(ClearHost)
-    def clear(self, message: ClearHost) -> None:
-        """Drop every block, on request those in storage too."""
-        self._perform(self.memory.clear())
-        if message.storage:
-            self._perform([self.memory.clear_store(message.op)])
+    @on(ClearHostSalt)
+    def clear(self, message: ClearHost | ClearHostSalt) -> None:
+        """Drop every block, or those of a salt, on request those in storage too."""
+        self._perform(self.memory.on_clear(message))
+
+    @on(EvictFirst)
+    @on(PinHostBlocks)
+    @on(UnpinHostBlocks)
+    @on(SetHostQuota)
+    def share(self, message: ShareMessage) -> None:
+        """Victims of the policy, pins, and quotas of salts."""
+        change_shares(self.host, message)
 
     @on(EmptyHost)
     def empty(self, message: EmptyHost, envelope: Envelope[int]) -> None:

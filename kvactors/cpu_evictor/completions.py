@@ -78,6 +78,8 @@ class Completions:
         Args:
             peer: name of the actor.
         """
+        if peer == "prefix_index":
+            self._memory.host.shares.unpin(b"")  # pins end with its state
         actions: list[Action] = []
         for op, request in self._requests.open_at(peer):
             failed = bytes([Outcome.UNAVAILABLE]) * request.size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from kvactors.cpu_evictor.actions import Action, StartTimer, StopTimer, send
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import FetchDeadline, LayersLoaded, Load, Loaded, LoadStalled
@@ -132,7 +134,9 @@ class LoadJob:
         first, reading = len(self._sources), self._reading
         actions: list[Action] = []
         if not memory.exclusive:
-            actions += memory.make_space(found, found, self._hashes)
+            staying = found - memory.surplus(message.salt, found)
+            salts = {message.salt: staying}
+            actions += memory.make_space(staying, found, self._hashes, salts)
         for position in range(message.start + first, len(self._hashes)):
             block_hash = self._hashes[position]
             block = host.readable(block_hash)
@@ -149,6 +153,7 @@ class LoadJob:
                 parent,
                 SlotState.RESIDENT if stays else SlotState.TRANSIT,
                 lineage(message.lineages, position, len(self._hashes), parent),
+                (message.salt, 0, inf),
             )
             host.pin(block)
             self._sources.append(block)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actions import Action, send
-from kvactors.cpu_evictor.messages import HostBlocksAdded, HostBlocksRemoved, HostCleared
+from kvactors.cpu_evictor.messages import (
+    ClearHost,
+    ClearHostSalt,
+    HostBlocksAdded,
+    HostBlocksRemoved,
+    HostCleared,
+)
 from kvactors.cpu_evictor.requests import RequestTable
-from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
+from kvactors.cpu_evictor.slots import NOTHING, HostBlock, HostTier, SlotState
 from kvactors.cpu_evictor.statistics import Counts
+from kvactors.cpu_evictor.victims import clear_salt
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.storage.messages import Outcome
 from kvactors.types import Reason, Tier, join_hashes, split_hashes
@@ -49,12 +56,22 @@ class HostMemory:
     # -- eviction
 
     def make_space(
-        self, incoming: int, slots: int, protected: Sequence[bytes] = ()
+        self,
+        incoming: int,
+        slots: int,
+        protected: Sequence[bytes] = (),
+        salts: Mapping[int, int] = NOTHING,
     ) -> list[Action]:
         """Evict until `incoming` more residents fit the capacity. Victims are not written back as
-        far as fewer than `slots` slots are free."""
+        far as fewer than `slots` slots are free. salts: the incoming ones by salt."""
         over = self.host.resident + incoming - self.host.capacity
-        return self.evict(self.host.victims(over, protected), slots)
+        return self.evict(self.host.victims(over, protected, salts), slots)
+
+    def surplus(self, salt: int, incoming: int) -> int:
+        """Incoming blocks of a salt that do not stay, see `HostShares.surplus`."""
+        host = self.host
+        over = host.resident + incoming - host.capacity
+        return host.shares.surplus(salt, incoming, over)
 
     def keep_watermarks(self) -> list[Action]:
         """Above the high watermark evict down to the low one."""
@@ -184,11 +201,25 @@ class HostMemory:
             self.host.mark_not_on_device(block)
         return self.keep_if_space([block for block in found if not block.pins])
 
+    def on_clear(self, message: ClearHost | ClearHostSalt) -> list[Action]:
+        """Drop every block, or those of a salt, on request those in storage too."""
+        if isinstance(message, ClearHostSalt):
+            return self.clear_salt(message.salt)
+        actions = self.clear()
+        return [*actions, self.clear_store(message.op)] if message.storage else actions
+
     def clear(self) -> list[Action]:
         """Drop every block. Copies in flight end on blocks that are not found any longer."""
         self.host.clear()
+        self.host.shares.unpin(b"")
         self.clears += 1
         return [send(self._notifier, TierCleared(Tier.HOST, Reason.CLEAR))]
+
+    def clear_salt(self, salt: int) -> list[Action]:
+        """Drop every block of a salt. Copies in flight end on blocks that are not found."""
+        actions = self._report_gone(clear_salt(self.host, salt), Reason.CLEAR)
+        self.clears += 1
+        return actions
 
     def lose(self) -> list[Action]:
         """The bytes in the slots may be lost."""

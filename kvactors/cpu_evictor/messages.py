@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from kvactors.actor import Ask, Control
 from kvactors.actor.message import Message
+from kvactors.hints import Traits
 from kvactors.lineage import Lineages
 
 
@@ -17,6 +20,7 @@ class Offload(Message, frozen=True, eq=False):
         blocks: their device blocks.
         memory_generation: that the device blocks are in. Blocks of another one are not kept.
         lineages: of the blocks, if the store keeps them.
+        traits: of the blocks, if the device tier tracks them.
     """
 
     op: int
@@ -25,6 +29,7 @@ class Offload(Message, frozen=True, eq=False):
     blocks: tuple[int, ...]
     memory_generation: int = 0
     lineages: Lineages | None = None
+    traits: Traits | None = None
 
 
 class Offloaded(Control, frozen=True, eq=False):
@@ -53,6 +58,7 @@ class Load(Message, frozen=True, eq=False):
         tokens: token ids of the path (little-endian uint32), for a store addressed by tokens.
         memory_generation: that the device blocks are in.
         lineages: of the blocks of `hashes`, if the store keeps them.
+        salt: of the path, see `kvactors.quotas.salt_id`.
     """
 
     op: int
@@ -65,6 +71,7 @@ class Load(Message, frozen=True, eq=False):
     tokens: bytes = b""
     memory_generation: int = 0
     lineages: Lineages | None = None
+    salt: int = 0
 
 
 class LayersLoaded(Control, frozen=True, eq=False):
@@ -112,6 +119,7 @@ class PrefetchToHost(Message, frozen=True, eq=False):
     start: int
     deadline: float
     lineages: Lineages | None = None
+    salt: int = 0
 
 
 class SetTargets(Message, frozen=True, eq=False):
@@ -137,6 +145,7 @@ class Save(Message, frozen=True, eq=False):
         blocks: their device blocks.
         keep: whether the host tier keeps a copy (inclusive tiers).
         save: positions of the blocks to write to storage.
+        priority, expiry: of the blocks, see `kvactors.hints.Traits`.
 
     The other fields are those of Load.
     """
@@ -150,6 +159,9 @@ class Save(Message, frozen=True, eq=False):
     tokens: bytes = b""
     memory_generation: int = 0
     lineages: Lineages | None = None
+    salt: int = 0
+    priority: int = 0
+    expiry: float = inf
 
 
 class Saved(Control, frozen=True, eq=False):
@@ -189,6 +201,19 @@ class EvictFirst(Message, frozen=True, eq=False):
     hashes: bytes
 
 
+class PinHostBlocks(Message, frozen=True, eq=False):
+    """Blocks of a path are pinned: the host tier does not evict those that it has, or gets, as far
+    as its share of pinned blocks allows."""
+
+    hashes: bytes
+
+
+class UnpinHostBlocks(Message, frozen=True, eq=False):
+    """The blocks of a PinHostBlocks are not pinned any longer."""
+
+    hashes: bytes
+
+
 class ClearHost(Message, frozen=True, eq=False):
     """Drop every block, those being copied when their copy ends.
 
@@ -209,6 +234,30 @@ class EmptyHost(Ask[int], frozen=True, eq=False):
     """
 
     count: int
+
+
+class SetHostQuota(Message, frozen=True, eq=False):
+    """Change the quota of a salt in the host tier.
+
+    Attributes:
+        salt: see `kvactors.quotas.salt_id`.
+        blocks: the most resident blocks, None for no limit.
+        named: without it the default applies again.
+    """
+
+    salt: int
+    blocks: int | None
+    named: bool
+
+
+class ClearHostSalt(Message, frozen=True, eq=False):
+    """Drop every block of one salt, those being copied when their copy ends.
+
+    Attributes:
+        salt: see `kvactors.quotas.salt_id`.
+    """
+
+    salt: int
 
 
 class HostCleared(Control, frozen=True, eq=False):
@@ -254,6 +303,9 @@ class FetchDeadline(Control, frozen=True, eq=False):
     op: int
 
 
+ShareMessage = EvictFirst | PinHostBlocks | UnpinHostBlocks | SetHostQuota
+"""Changes of the order of eviction, pins and quotas."""
+
 HostRequest = (
     Offload
     | Load
@@ -264,6 +316,10 @@ HostRequest = (
     | KeepHostCopies
     | EvictFirst
     | ClearHost
+    | ClearHostSalt
+    | SetHostQuota
+    | PinHostBlocks
+    | UnpinHostBlocks
     | PrefetchToHost
 )
 """Messages of PrefixIndex to CpuEvictor."""

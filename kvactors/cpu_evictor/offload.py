@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from kvactors.cpu_evictor.actions import Action, send
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import Offload, Offloaded
-from kvactors.cpu_evictor.slots import HostBlock, SlotState
+from kvactors.cpu_evictor.slots import PLAIN_BLOCK, BlockTraits, HostBlock, SlotState
+from kvactors.cpu_evictor.victims import set_traits
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.lineage import lineage
 from kvactors.types import split_hashes
@@ -39,6 +41,7 @@ class OffloadJob:
                 block.state is SlotState.RESIDENT or host.resident < host.capacity
             ):
                 host.move(block, SlotState.RESIDENT)
+                set_traits(host, block, self._traits(position))
                 host.touch((block_hash,))
                 self._kept[position] = 1
             elif block_hash not in host.blocks:
@@ -54,7 +57,8 @@ class OffloadJob:
         """Take slots for new blocks, for the last used of them if there are not enough. Blocks
         beyond the tier's capacity only pass through, on their way to storage."""
         message, memory, host = self._message, self._memory, self._memory.host
-        actions = memory.make_space(len(new), len(new), self._hashes)
+        new, staying, salts = self._sort(new)
+        actions = memory.make_space(staying, len(new), self._hashes, salts)
         passing = max(0, len(new) - (host.capacity - host.resident))
         first = max(0 if memory.write_back else passing, len(new) - host.free)
         if memory.write_back:
@@ -68,9 +72,36 @@ class OffloadJob:
                 parent,
                 SlotState.TRANSIT if i < passing else SlotState.RESIDENT,
                 lineage(message.lineages, position, len(self._hashes), parent),
+                self._traits(position),
             )
             self._blocks.append(block)
         return actions
+
+    def _sort(self, new: Sequence[int]) -> tuple[Sequence[int], int, Mapping[int, int]]:
+        """Put blocks beyond the quota of their salt first: they only pass through. Returns the
+        positions, how many blocks stay, and those by salt."""
+        host = self._memory.host
+        salts = Counter(self._traits(position)[0] for position in new)
+        over = host.resident + len(new) - host.capacity
+        surplus: list[int] = []
+        for salt, count in salts.items():
+            beyond = host.shares.surplus(salt, count, over - len(surplus))
+            if beyond:
+                own = [position for position in new if self._traits(position)[0] == salt]
+                surplus += own[:beyond]
+        if not surplus:
+            return new, len(new), salts
+        passing = set(surplus)
+        salts.subtract(self._traits(position)[0] for position in surplus)
+        rest = [position for position in new if position not in passing]
+        return [*surplus, *rest], len(rest), salts
+
+    def _traits(self, position: int) -> BlockTraits:
+        traits = self._message.traits
+        if traits is None:
+            return PLAIN_BLOCK
+        salts, priorities, expiries = traits
+        return salts[position], priorities[position], expiries[position]
 
     def on_copied(self, first: int, size: int, failed: frozenset[int]) -> list[Action]:
         """See `CopyJob.on_copied`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from kvactors.cpu_evictor.actions import Action
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import PrefetchToHost
@@ -49,7 +51,9 @@ class PrefetchJob:
         ]
         if found < memory.storage.min_fetch_blocks or not lacking:
             return []
-        actions = memory.make_space(len(lacking), len(lacking), self._hashes)
+        del lacking[len(lacking) - memory.surplus(message.salt, len(lacking)) :]
+        salts = {message.salt: len(lacking)}
+        actions = memory.make_space(len(lacking), len(lacking), self._hashes, salts)
         space = min(host.free, host.capacity - host.resident)
         for position in lacking[:space]:
             parent = self._hashes[position - 1] if position else message.root
@@ -58,6 +62,7 @@ class PrefetchJob:
                 parent,
                 SlotState.RESIDENT,
                 lineage(message.lineages, position, len(self._hashes), parent),
+                (message.salt, 0, inf),
             )
             self._blocks.append(block)
         if self._blocks:

@@ -7,6 +7,7 @@ from kvactors.cpu_evictor.actions import Action, StartTimer, StopTimer, send
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import Save, Saved, SaveUnanswered
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
+from kvactors.cpu_evictor.victims import set_traits
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.lineage import lineage
 from kvactors.types import split_hashes
@@ -67,8 +68,11 @@ class SaveJob:
         saved = set(self._save)
         lacking = [i for i, block_hash in enumerate(self._hashes) if block_hash not in host.blocks]
         if message.keep:
-            actions += memory.make_space(len(lacking), len(lacking), self._hashes)
-            space = max(0, min(len(lacking), host.capacity - host.resident, host.free))
+            staying = len(lacking) - memory.surplus(message.salt, len(lacking))
+            salts = {message.salt: staying}
+            actions += memory.make_space(staying, len(lacking), self._hashes, salts)
+            self._renew()
+            space = max(0, min(staying, host.capacity - host.resident, host.free))
             state = SlotState.RESIDENT
         else:
             passing = saved if memory.requests.peers.device_store is None else set()
@@ -84,6 +88,7 @@ class SaveJob:
                 parent,
                 state,
                 lineage(message.lineages, position, len(self._hashes), parent),
+                (message.salt, message.priority, message.expiry),
             )
             self._blocks.append(block)
         host.touch(reversed(self._hashes))
@@ -92,6 +97,14 @@ class SaveJob:
         device_blocks = [message.blocks[position] for position in lacking]
         copy = memory.requests.copy(self, Direction.TO_HOST, device_blocks, self._blocks)
         return [*actions, copy]
+
+    def _renew(self) -> None:
+        """Blocks that the host has already were used with the hints of this request."""
+        message, host = self._message, self._memory.host
+        for block_hash in self._hashes:
+            block = host.blocks.get(block_hash)
+            if block is not None:
+                set_traits(host, block, (message.salt, message.priority, message.expiry))
 
     def on_copied(self, first: int, size: int, failed: frozenset[int]) -> list[Action]:
         """See `CopyJob.on_copied`: write to storage."""

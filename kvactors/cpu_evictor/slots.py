@@ -6,16 +6,25 @@ Nothing here needs an event loop: the thread that owns a `HostTier` calls it dir
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvactors.cpu_evictor.policy.lru import Lru
+from kvactors.cpu_evictor.shares import HostShares
+from kvactors.cpu_evictor.victims import choose_victims
 from kvactors.invariant import ensure
 
 if TYPE_CHECKING:
     from kvactors.cpu_evictor.policy import EvictionPolicy
     from kvactors.lineage import Lineage
+
+BlockTraits = tuple[int, int, float]
+"""Salt, priority and expiry of a block: see `kvactors.hints.Traits`."""
+
+PLAIN_BLOCK: BlockTraits = (0, 0, inf)
+NOTHING: Mapping[int, int] = {}
 
 STEP = 512
 """Blocks that one step of a check covers."""
@@ -46,18 +55,25 @@ class HostBlock:
         on_device: it was copied to the device: a `DropHostCopies` or `KeepHostCopies` for it is on
             its way.
         dropped: removed from the tier. The slot is free as soon as it has no pins.
+        salt: see `kvactors.quotas.salt_id`.
+        priority, expiry: see `kvactors.hints.Traits`.
+        listed: it is resident, and `HostShares` has it.
     """
 
     __slots__ = (
         "announced",
         "arriving",
         "dropped",
+        "expiry",
         "hash",
         "lineage",
+        "listed",
         "on_device",
         "parent",
         "pins",
         "prefetched",
+        "priority",
+        "salt",
         "slot",
         "state",
     )
@@ -81,6 +97,10 @@ class HostBlock:
         self.prefetched = False
         self.on_device = False
         self.dropped = False
+        self.salt = 0
+        self.priority = 0
+        self.expiry = inf
+        self.listed = False
 
 
 class HostTier:
@@ -96,6 +116,7 @@ class HostTier:
         in_use: slots that a call of an earlier incarnation may still access (`Arena.in_use`). They
             are handed out once they have left it.
         policy: the order of eviction.
+        shares: what comes before the policy's order, quotas and pins.
 
     Raises:
         ValueError: the capacity is negative or larger than the number of slots.
@@ -107,6 +128,7 @@ class HostTier:
         num_slots: int,
         in_use: Container[int] = (),
         policy: EvictionPolicy | None = None,
+        shares: HostShares | None = None,
     ) -> None:
         if not 0 <= capacity <= num_slots:
             raise ValueError(f"a capacity of {capacity} blocks in {num_slots} slots")
@@ -115,6 +137,7 @@ class HostTier:
         self.resident = 0  # blocks that count against the capacity
         self.blocks: dict[bytes, HostBlock] = {}
         self.policy: EvictionPolicy = Lru() if policy is None else policy
+        self.shares = HostShares() if shares is None else shares
         self.generation = 0  # calls of `clear`
         self.changes = 0  # calls that changed something
         # Called before a block changes its state (None: it is dropped), for tests.
@@ -189,7 +212,12 @@ class HostTier:
         )
 
     def add(
-        self, block_hash: bytes, parent: bytes, state: SlotState, lineage: Lineage | None = None
+        self,
+        block_hash: bytes,
+        parent: bytes,
+        state: SlotState,
+        lineage: Lineage | None = None,
+        traits: BlockTraits = PLAIN_BLOCK,
     ) -> HostBlock:
         """Put a new block into a free slot, as most recently used, arriving and pinned.
 
@@ -204,6 +232,7 @@ class HostTier:
         self._pinned += 1
         block = HostBlock(block_hash, parent, self._free.pop(), state, lineage)
         block.arriving = True
+        block.salt, block.priority, block.expiry = traits
         block.pins = 1
         self.blocks[block_hash] = block
         if state is SlotState.RESIDENT:
@@ -230,30 +259,21 @@ class HostTier:
             self.unpin(block)
         return landed
 
-    def victims(self, count: int, protected: Iterable[bytes] = ()) -> list[HostBlock]:
-        """Choose up to `count` blocks to evict, in the policy's order: not pinned, not protected,
-        without resident children that stay. Nothing changes."""
-        if count <= 0:
-            return []
-        spare = set(protected)
-        chosen: list[HostBlock] = []
-        gone: Counter[bytes] = Counter()
-        passed: set[bytes] = set()  # older than their children
-        for candidate in self.policy.candidates():
-            block: HostBlock | None = candidate
-            while block is not None and not (block.pins or block.hash in spare):
-                if self._children[block.hash] > gone[block.hash]:
-                    passed.add(block.hash)
-                    break
-                chosen.append(block)
-                gone[block.parent] += 1
-                if len(chosen) == count:
-                    return chosen
-                block = self.blocks[block.parent] if block.parent in passed else None
-        return chosen
+    def victims(
+        self,
+        count: int,
+        protected: Iterable[bytes] = (),
+        incoming: Mapping[int, int] = NOTHING,
+    ) -> list[HostBlock]:
+        """Choose up to `count` blocks to evict, see `choose_victims`. incoming: blocks that are
+        about to become resident, by salt."""
+        return choose_victims(self, count, protected, incoming)
 
     def touch(self, hashes: Iterable[bytes]) -> None:
         """Blocks were used, in this order. Blocks that are not resident are ignored."""
+        if self.shares.in_use:
+            hashes = list(hashes)
+            self.shares.touch_all(self.blocks, hashes)
         self.policy.touch(hashes)
 
     def move(self, block: HostBlock, state: SlotState) -> None:
@@ -351,6 +371,7 @@ class HostTier:
             yield
         ensure(len(self.policy) == self.resident, "order and blocks disagree")
         ensure(self.resident <= self.capacity, "more residents than capacity")
+        self.shares.check(self.resident)
         if changes != self.changes:
             return
         unused = self._free + self._withheld
@@ -369,11 +390,15 @@ class HostTier:
     def _enter(self, block: HostBlock) -> None:
         self.resident += 1
         self.policy.add(block)
+        block.listed = True
+        self.shares.add(block)
         self._children[block.parent] += 1
 
     def _exit(self, block: HostBlock) -> None:
         self.resident -= 1
         self.policy.remove(block)
+        block.listed = False
+        self.shares.remove(block)
         self._children[block.parent] -= 1
         if not self._children[block.parent]:
             del self._children[block.parent]

@@ -42,6 +42,9 @@ class HostStatistics(NamedTuple):
         shed: blocks that were due and not written to storage, for lack of slots.
         copy_failures: blocks whose copy between device and host failed.
         write_failures: blocks that the store did not take.
+        quota_evictions: evicted blocks that were chosen because their salt was above its quota.
+        pins_refused: pinned paths beyond the share of pinned blocks.
+        pinned_blocks: blocks that are pinned, resident or not.
     """
 
     slots: int
@@ -58,16 +61,22 @@ class HostStatistics(NamedTuple):
     shed: int
     copy_failures: int
     write_failures: int
+    quota_evictions: int
+    pins_refused: int
+    pinned_blocks: int
 
 
 def host_statistics(host: HostTier, counts: Counts, arena: HostSlots) -> HostStatistics:
     """Statistics of a host tier, of the blocks moved through it, and of its memory."""
     return HostStatistics(
-        host.num_slots,
-        host.resident,
-        host.free,
-        host.pinned,
-        host.capacity,
-        arena.small_pages,
-        *msgspec.structs.astuple(counts),
+        slots=host.num_slots,
+        resident=host.resident,
+        free_slots=host.free,
+        pinned=host.pinned,
+        capacity=host.capacity,
+        quota_evictions=host.shares.quota_evictions,
+        pins_refused=host.shares.pins_refused,
+        pinned_blocks=host.shares.pinned,
+        small_pages=arena.small_pages,
+        **msgspec.structs.asdict(counts),
     )

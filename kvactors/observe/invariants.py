@@ -187,10 +187,10 @@ def _unfinished(system: System) -> Iterator[str]:
 
 
 def _unused(index: IndexStatistics) -> Iterator[str]:
-    """Without leases every device block is free or evictable."""
-    if index.nodes_referenced:
+    """Without leases every device block is free, evictable or pinned."""
+    if index.nodes_referenced != index.pinned:
         yield f"prefix_index: {index.nodes_referenced} blocks are referenced, and there is no lease"
-    if index.blocks_free + index.evictable != index.blocks_total:
+    if index.blocks_free + index.evictable + index.pinned != index.blocks_total:
         yield (
             f"prefix_index: {index.blocks_free} free and {index.evictable} evictable of "
             f"{index.blocks_total} blocks, and there is no lease"

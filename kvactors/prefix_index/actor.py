@@ -31,6 +31,7 @@ from kvactors.prefix_index.messages import (
     Acquire,
     AcquireResult,
     AdmissionDeadline,
+    ChangeShares,
     Clear,
     Commit,
     Continue,
@@ -41,6 +42,7 @@ from kvactors.prefix_index.messages import (
     LayerReady,
     LoadDeadline,
     Pause,
+    PinExpired,
     Preempt,
     Prefetch,
     Proceed,
@@ -134,11 +136,6 @@ class PrefixIndex(Actor):
         """Drop tokens of a lease, and reserved blocks."""
         self._perform(self._tables.truncate(message, envelope))
 
-    @on(Withdrawn)
-    def withdrawn(self, message: Withdrawn) -> None:
-        """A waiting extend was cancelled."""
-        self._perform(self.core.admission.withdraw(message.lease))
-
     @on(StepLeases)
     def step_leases(self, message: StepLeases, envelope: Envelope[StepResult]) -> None:
         """Extend and commit many leases."""
@@ -160,17 +157,22 @@ class PrefixIndex(Actor):
         self._perform(self._endings.preempt(message.lease, message.computed_tokens, envelope))
 
     @on(Abandon)
-    def abandon(self, message: Abandon) -> None:
+    @on(Withdrawn)
+    def abandon(self, message: Abandon | Withdrawn) -> None:
         """The holder of a lease, or the caller of a request that waits, has gone."""
-        self._perform(self._endings.abandon(message.lease))
-        self._perform(self._requests.cancel(message.lease))
+        self._perform(self.core.abandon(message))
 
     # -- the whole cache
 
     @on(Clear)
     def clear(self, message: Clear, envelope: Envelope[Ack]) -> None:
         """Empty the cache."""
-        self._perform(self.core.clear(envelope, storage=message.storage))
+        self._perform(self.core.clear(message, envelope))
+
+    @on(ChangeShares)
+    def change_shares(self, message: ChangeShares, envelope: Envelope[Ack]) -> None:
+        """Change a pin or a quota."""
+        self._perform(self.core.change_shares(message, envelope))
 
     @on(Pause)
     def pause(self, message: Pause, envelope: Envelope[Ack]) -> None:
@@ -191,8 +193,6 @@ class PrefixIndex(Actor):
     def set_num_blocks(self, message: SetNumBlocks) -> None:
         """Take the device blocks of a cache that was opened without any."""
         self.core.set_num_blocks(message)
-
-    # -- completions, and messages to itself
 
     @on(Loaded)
     def loaded(self, message: Loaded) -> None:
@@ -239,9 +239,10 @@ class PrefixIndex(Actor):
         self._perform(self.core.peer_restarted(message.name))
 
     @on(AdmissionDeadline)
-    def admission_deadline(self, message: AdmissionDeadline) -> None:
-        """The deadline of a wait, for blocks or for the end of a pause."""
-        self._perform(self._requests.expire(message.lease, message.ticket))
+    @on(PinExpired)
+    def deadline(self, message: AdmissionDeadline | PinExpired) -> None:
+        """The deadline of a wait, for blocks or for the end of a pause, or the end of a pin."""
+        self._perform(self.core.expire(message))
 
     @on(Proceed)
     @on(Sweep)

@@ -28,19 +28,21 @@ class Waiter(Timed, ABC):
 
     Attributes:
         needed: blocks.
+        salt: of the request, see `kvactors.quotas.salt_id`.
         lacking: those that it does not have yet.
         taken: those that it has.
         ticket: of its deadline, since a lease may wait again.
         reserves: its blocks are counted in `BlockIndex.reserved`, and taken by it in later turns.
     """
 
-    __slots__ = ("envelope", "lacking", "lease", "needed", "taken", "ticket")
+    __slots__ = ("envelope", "lacking", "lease", "needed", "salt", "taken", "ticket")
 
     reserves: ClassVar[bool] = False
 
-    def __init__(self, lease: int, envelope: Envelope[Any], needed: int) -> None:
+    def __init__(self, lease: int, envelope: Envelope[Any], needed: int, salt: int = 0) -> None:
         super().__init__()
         self.lease = lease
+        self.salt = salt
         self.envelope = envelope
         self.needed = needed
         self.lacking = needed
@@ -141,7 +143,7 @@ class Admission:
         if deficit > 0:
             if self._index.evictable() < deficit and not self.releasing:
                 return False, actions
-            evicted, actions = self._evictions.evict(deficit)
+            evicted, actions = self._evictions.evict(deficit, waiter.salt, waiter.needed)
             if self._fits(waiter):
                 return True, actions + self._give(waiter)
         if not wait:
@@ -267,7 +269,9 @@ class Admission:
             self._dequeue(waiter)
             return True, waiter.complete(waiter.taken)
         deficit = -self.unpromised()
-        evicted, actions = self._evictions.evict(deficit) if deficit > 0 else (0, [])
+        evicted, actions = 0, list[Action]()
+        if deficit > 0:
+            evicted, actions = self._evictions.evict(deficit, waiter.salt, waiter.needed)
         if evicted == index.part:
             return True, actions  # there may be more to evict
         if deficit <= 0 or evicted or self.releasing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvactors.actor import Envelope
-from kvactors.cpu_evictor.messages import ClearHost
+from kvactors.cpu_evictor.messages import ClearHost, ClearHostSalt
 from kvactors.errors import StoreError
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.messages import Ack
@@ -23,9 +23,20 @@ class Clears:
         self._ops = ops
         self._waiting: dict[int, tuple[Envelope[Ack], int]] = {}
 
-    def start(self, envelope: Envelope[Ack], freed: int, *, storage: bool) -> list[Action]:
-        """Clear the host tier, and the store if `storage`. freed: device blocks, for the answer."""
+    def start(
+        self, envelope: Envelope[Ack], freed: int, *, storage: bool, salt: int | None = None
+    ) -> list[Action]:
+        """Clear the host tier, and the store if `storage`.
+
+        Args:
+            envelope: answered when that is done.
+            freed: device blocks, for the answer.
+            storage: whether the store is emptied.
+            salt: only the host tier's blocks of this salt are dropped.
+        """
         self.sent += 1
+        if salt is not None:
+            return [ClearHostSalt(salt), Reply(envelope, Ack(freed))]
         op = next(self._ops)
         clear = ClearHost(storage, op)
         if storage:

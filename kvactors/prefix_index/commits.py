@@ -8,7 +8,7 @@ from kvactors.errors import LeaseEnded, NotReady, RankLost
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.evictions import Evictions
-from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.index import BlockIndex, is_past
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.messages import Ack
 from kvactors.prefix_index.records import LeaseFault, LeaseState
@@ -65,7 +65,7 @@ class Commits:
                 (f"lease of {lease.request_id!r} has ended: acquire again ({refused})",),
             )
             return lease.fault.error()
-        if stop <= start or lease.tree.retired:
+        if stop <= start or is_past(lease.tree, path):
             return []
         actions = self._announcements.cached(path, start, stop, Reason.COMMIT)
         if adopted:

@@ -27,8 +27,19 @@ from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.loads import LoadTable
 from kvactors.prefix_index.long_requests import LongRequests
-from kvactors.prefix_index.messages import Ack, SetNumBlocks
+from kvactors.prefix_index.messages import (
+    Abandon,
+    Ack,
+    AdmissionDeadline,
+    ChangeShares,
+    Clear,
+    PinExpired,
+    SetNumBlocks,
+    Unpin,
+    Withdrawn,
+)
 from kvactors.prefix_index.parts import next_part
+from kvactors.prefix_index.pins import Pins
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.prefix_index.requests import Requests
 from kvactors.prefix_index.roots import Roots
@@ -37,6 +48,7 @@ from kvactors.prefix_index.settings import IndexSettings
 from kvactors.prefix_index.sleeping import Sleep
 from kvactors.prefix_index.steps import Steps
 from kvactors.prefix_index.tables import BlockTables
+from kvactors.quotas import Quota, salt_id
 from kvactors.types import Reason
 
 
@@ -80,8 +92,16 @@ class IndexCore:
             free_low=settings.free_low,
             free_high=settings.free_high,
         )
+        self.pins = Pins(index, settings.pin_share, host=settings.host_tier)
         self.endings = Endings(
-            index, self.leases, self.loads, self.saves, news, self.commits, self.admission
+            index,
+            self.leases,
+            self.loads,
+            self.saves,
+            news,
+            self.commits,
+            self.admission,
+            self.pins,
         )
         self.grants = Grants(
             index,
@@ -98,7 +118,9 @@ class IndexCore:
         self.forks = Forks(index, self.leases, self.tables, self.admission, self.endings, ops)
         self.steps = Steps(index, self.leases, self.tables, self.commits, self.admission)
         long = LongRequests(index, self.admission, self.grants, roots, settings)
-        sleep = Sleep(index, self.held, self.leases, self.evictions, news, self.admission)
+        sleep = Sleep(
+            index, self.held, self.leases, self.evictions, news, self.admission, self.pins
+        )
         self.requests = Requests(
             index, self.held, self.admission, self.grants, long, lineages, victims, settings, sleep
         )
@@ -174,21 +196,72 @@ class IndexCore:
 
     # -- the whole cache
 
-    def clear(self, envelope: Envelope[Ack], *, storage: bool) -> list[Action]:
-        """Continue with an empty tree, host tier and, if `storage`, store. Leases keep their blocks
-        in the old tree until they end."""
+    def change_shares(self, message: ChangeShares, envelope: Envelope[Ack]) -> list[Action]:
+        """Change a pin or a quota."""
+        change = message.change
+        if isinstance(change, Unpin):
+            return self._unpin(change, envelope)
+        return self._set_quota(change.salt, change.quota, envelope)
+
+    def clear(self, message: Clear, envelope: Envelope[Ack]) -> list[Action]:
+        """Continue with an empty tree, host tier and, on request, store, or without the blocks of a
+        salt. Leases keep their blocks in the old tree until they end."""
         if self.held.asleep:
             return [Refusal(envelope, CacheAsleep())]
+        if message.salt is not None:
+            return self._clear_salt(salt_id(message.salt), envelope)
+        actions = self.pins.end_all()
         freed = self.index.retire()
-        actions = self.announcements.cleared(Reason.CLEAR)
-        actions += self.clears.start(envelope, freed, storage=storage)
+        actions += self.announcements.cleared(Reason.CLEAR)
+        actions += self.clears.start(envelope, freed, storage=message.storage)
         return actions + self.admission.serve_waiting()
+
+    def _clear_salt(self, salt: int, envelope: Envelope[Ack]) -> list[Action]:
+        """Forget the blocks of a salt. Leases keep theirs, which nothing else finds."""
+        index = self.index
+        actions = self.pins.end_all(salt)
+        freed, hashes = index.tree.forget(salt, index.hashes)
+        index.pool.give(freed)
+        used = [lease.path for lease in self.leases]
+        used += self.loads.paths()
+        used += [saved.path for saved in self.saves.paths()]
+        for path in used:
+            if path.salt == salt:
+                path.forgotten = True
+        actions += self.announcements.removed(hashes, Reason.CLEAR)
+        actions += self.clears.start(envelope, len(freed), storage=False, salt=salt)
+        return actions + self.admission.serve_waiting()
+
+    def _unpin(self, message: Unpin, envelope: Envelope[Ack]) -> list[Action]:
+        """End the pin of a path."""
+        self.grants.set_root(message.path, message.scope)
+        blocks, actions = self.pins.unpin(message.path)
+        return [*actions, Reply(envelope, Ack(blocks)), *self.admission.serve_waiting()]
+
+    def expire(self, message: AdmissionDeadline | PinExpired) -> list[Action]:
+        """The deadline of a wait, for blocks or for the end of a pause, or the end of a pin."""
+        if isinstance(message, PinExpired):
+            return self.pins.expire(message.number) + self.admission.serve_waiting()
+        return self.requests.expire(message.lease, message.ticket)
+
+    def abandon(self, message: Abandon | Withdrawn) -> list[Action]:
+        """The holder of a lease, or the caller of a request that waits, has gone."""
+        if isinstance(message, Withdrawn):
+            return self.admission.withdraw(message.lease)
+        actions = self.endings.abandon(message.lease)
+        return actions + self.requests.cancel(message.lease)
+
+    def _set_quota(self, salt: str, quota: Quota | None, envelope: Envelope[Ack]) -> list[Action]:
+        """Change the quota of a salt, in both tiers."""
+        changed = self.index.policy.set_quota(self.index.tree, salt, quota)
+        return [changed, Reply(envelope, Ack())]
 
     def device_lost(self, memory_generation: int) -> list[Action]:
         """The blocks on the device may be lost: none of them can be hit any more, and no granted
         lease can be used."""
         self.index.memory_generation = memory_generation
         self.index.retire()
+        self.pins.device_lost()
         actions = self.announcements.cleared(Reason.RESTART)
         actions += self.leases.fail_all(
             RankLost, "a rank was lost, and with it what this lease's blocks held there"
@@ -206,6 +279,7 @@ class IndexCore:
         self.index.tree.clear_host()
         actions += next_part(self._sweep_host(self.index.tree))
         self.clears.host_lost()
+        actions += self.pins.again()
         actions += self.admission.serve_waiting()
         return actions + self.clears.again()
 
@@ -233,7 +307,8 @@ class IndexCore:
         """
         if idle and not self.in_use():
             tree = self.index.tree.statistics()
-            ensure(tree["referenced"] == 0, f"{tree['referenced']} nodes referenced, no lease")
+            used = tree["referenced"] - self.index.tree.pinned
+            ensure(used == 0, f"{used} nodes referenced, no lease")
             used = self.index.pool.total - self.index.free
             ensure(used == tree["device"], f"{used} blocks in use, {tree['device']} in the tree")
             shared = self.index.pool.num_shared
@@ -269,4 +344,8 @@ class IndexCore:
             forks=self.forks.forks,
             tails_copied=self.forks.tails,
             blocks_shared=self.index.pool.num_shared,
+            pinned=self.index.tree.pinned,
+            pins_refused=self.pins.refused,
+            pins_expired=self.pins.expired,
+            quota_evictions=self.index.policy.quota_evictions + self.index.tree.quota_evictions,
         )

@@ -7,11 +7,12 @@ from kvactors.prefix_index.actions import Action, Refusal, Reply, Work
 from kvactors.prefix_index.admission import Admission
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.commits import Commits
-from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.index import BlockIndex, is_past
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.loads import LoadTable
 from kvactors.prefix_index.messages import Ack, Finish
 from kvactors.prefix_index.parts import next_part, parts
+from kvactors.prefix_index.pins import Pins
 from kvactors.prefix_index.records import LeaseState
 from kvactors.prefix_index.saves import SavedPath, SaveTable
 
@@ -32,6 +33,7 @@ class Endings:
         announcements: Announcements,
         commits: Commits,
         admission: Admission,
+        pins: Pins,
     ) -> None:
         self.preempted = self.abandoned = 0
         self._index = index
@@ -41,6 +43,7 @@ class Endings:
         self._announcements = announcements
         self._commits = commits
         self._admission = admission
+        self._pins = pins
 
     def finish(self, message: Finish, envelope: Envelope[Ack]) -> list[Action]:
         """End a lease: commit its computed tokens, unless they were committed before, then
@@ -53,8 +56,12 @@ class Endings:
             return [Refusal(envelope, committed)]
         lease.output_tokens = message.output_tokens
         if message.hints is not None:
-            lease.hints = message.hints
-        return committed + next_part(self._close(lease, envelope))
+            lease.hints, lease.pin_prompt = message.hints, False
+        pinned = 0
+        if lease.hints is not None and lease.hints.pin:
+            pinned, pins = self._pins.pin(lease)
+            committed += pins
+        return committed + next_part(self._close(lease, envelope, pinned))
 
     def preempt(self, number: int, computed: int, envelope: Envelope[Ack]) -> list[Action]:
         """End a lease whose request will be acquired again."""
@@ -96,33 +103,40 @@ class Endings:
         actions += self.detach(lease)
         return actions + self._admission.release(lease.tree, lease.path)
 
-    def _close(self, lease: LeaseState, envelope: Envelope[Ack] | None) -> Work:
+    def _tell_policy(self, lease: LeaseState, saved: SavedPath) -> None:
+        policy = self._index.policy
+        policy.end(lease.tree, lease.path, lease.output(), lease.hints)
+        if lease.hints is not None or lease.tree.sharing:
+            saved.priority, saved.expiry = policy.hint(lease.tree, lease.path, lease.hints)
+
+    def _close(self, lease: LeaseState, envelope: Envelope[Ack] | None, pinned: int = 0) -> Work:
         """End a lease, a part of its blocks a turn: announce, save, release.
 
         Args:
             lease: the lease.
             envelope: answered with the blocks that stay cached. None if the caller has gone: then
                 nothing is saved.
+            pinned: blocks that the end of the request has pinned.
         """
         path, tree, part = lease.path, lease.tree, self._index.part
         actions = self.detach(lease)
-        committed = 0 if tree.retired else path.num_committed
+        committed = 0 if is_past(tree, path) else path.num_committed
         saved = SavedPath(tree, path, 1)
         self._admission.closing += 1
-        self._index.policy.end(tree, path, lease.output(), lease.hints)
+        self._tell_policy(lease, saved)
         if self._announcements.enabled:
             for start, stop in parts(0, committed, part):
                 if start:
                     yield actions
                     actions = []
-                if not tree.retired:
+                if not is_past(tree, path):
                     actions += self._announcements.finished(tree, path, start, stop)
         if envelope is not None and self._saves.enabled:
             for start, stop in self._saves.ranges(committed):
                 if committed > part:
                     yield actions
                     actions = []
-                if saved.parts and not tree.retired:
+                if saved.parts and not is_past(tree, path):
                     actions += self._saves.start(saved, start, stop)
         if saved.answered():
             for _ in self._index.release_parts(tree, path):
@@ -130,5 +144,5 @@ class Endings:
                 actions = self._admission.serve_waiting()
         self._admission.closing -= 1
         if envelope is not None:
-            actions.append(Reply(envelope, Ack(committed)))
+            actions.append(Reply(envelope, Ack(committed, pinned)))
         return actions + self._admission.serve_waiting()

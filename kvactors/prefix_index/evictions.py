@@ -60,13 +60,19 @@ class Evictions:
         """Device blocks of those, stalled ones included."""
         return sum(op.total for op in self._in_flight.values())
 
-    def evict(self, wanted: int) -> tuple[int, list[Action]]:
+    def evict(self, wanted: int, salt: int = 0, incoming: int = 0) -> tuple[int, list[Action]]:
         """Begin to free `wanted` device blocks, at most a part.
+
+        Args:
+            wanted: blocks.
+            salt: of the request that needs them.
+            incoming: blocks that the request takes in all.
 
         Returns:
             How many blocks are free or will be, and the actions.
         """
-        op = self._index.evict(min(wanted, self._index.part), next(self._ops))
+        part = self._index.part
+        op = self._index.evict(min(wanted, part), next(self._ops), salt, incoming)
         if not op.total:
             return 0, []
         self.started += op.total
@@ -77,15 +83,15 @@ class Evictions:
         self.blocks_being_freed += op.total
         lineages = self._lineages.of_eviction(op)
         generation = self._index.memory_generation
-        offload = Offload(op.op, op.hashes, op.parents, op.blocks, generation, lineages)
+        offload = Offload(op.op, op.hashes, op.parents, op.blocks, generation, lineages, op.traits)
         return op.total, [*self._victims.before(self.blocks_being_freed), offload]
 
-    def drop(self, wanted: int) -> list[Action]:
-        """Free device blocks without a copy. A block with another owner leaves the tree, and is not
-        free: then the next ones are evicted."""
+    def drop(self, wanted: int, salt: int = 0) -> list[Action]:
+        """Free device blocks without a copy, for a request of a salt. A block with another owner
+        leaves the tree, and is not free: then the next ones are evicted."""
         actions, until = list[Action](), self._index.free + wanted
         while (lacking := until - self._index.free) > 0:
-            op = self._index.evict(lacking, next(self._ops))
+            op = self._index.evict(lacking, next(self._ops), salt, wanted)
             if not op.total:
                 break
             self.evicted += op.total
@@ -131,10 +137,14 @@ class Evictions:
         return eviction
 
     def _complete(self, op: Eviction, on_host: bytes) -> list[Action]:
+        past = frozenset(op.tree.forgotten(op.nodes)) if op.tree.sharing else frozenset()
         went, stayed = self._index.finish_evict(op, on_host)
         self.rescued += len(stayed)
         if op.tree.retired:
             return []
+        if past:
+            went = [j for j in went if j not in past]
+            stayed = [j for j in stayed if j not in past]
         actions: list[Action] = []
         for hosted, reason in ((True, Reason.DEVICE_EVICTION), (False, Reason.DEVICE_DROP)):
             gone = pick_hashes(op.hashes, [j for j in went if bool(on_host[j]) is hosted])

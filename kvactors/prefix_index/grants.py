@@ -18,6 +18,7 @@ from kvactors.prefix_index.messages import Acquire, AcquireResult
 from kvactors.prefix_index.records import LeaseState
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
+from kvactors.quotas import salt_id
 
 
 class Grants:
@@ -52,6 +53,8 @@ class Grants:
         changed = path.root != root
         if changed:
             path.set_root(root)
+        if scope.salt is not None:
+            path.salt = salt_id(scope.salt)
         self._announcements.remember(root, scope)
         return changed
 
@@ -135,7 +138,7 @@ class Grants:
         lease.expected_blocks = again.expected_blocks
         lacking = max(0, again.new_blocks - len(blocks))  # a clear may have removed hits
         if lacking > index.free:
-            actions += self._evictions.drop(lacking - index.free)
+            actions += self._evictions.drop(lacking - index.free, lease.path.salt)
         if lacking > index.free:
             index.pool.give(blocks)
             actions += self.forget(lease)
@@ -190,7 +193,7 @@ class AcquireWaiter(Waiter):
         message: Acquire,
         envelope: Envelope[AcquireResult],
     ) -> None:
-        super().__init__(lease.id, envelope, match.new_blocks)
+        super().__init__(lease.id, envelope, match.new_blocks, lease.path.salt)
         self._grants = grants
         self._state = lease
         self._match = match

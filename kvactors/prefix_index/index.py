@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvactors.hints import Traits
 from kvactors.invariant import ensure
 from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path, TreeCheck
 from kvactors.prefix_index.parts import part_of
@@ -68,6 +69,7 @@ class Eviction(NamedTuple):
         hashes, parents: hashes of the blocks and of those above them, empty in an index without
             hashes.
         states: the state bits of each node when it was chosen.
+        traits: of the blocks, if the tree tracks them.
     """
 
     op: int
@@ -77,6 +79,7 @@ class Eviction(NamedTuple):
     parents: bytes
     blocks: tuple[int, ...]
     states: bytes
+    traits: Traits | None = None
 
     @property
     def total(self) -> int:
@@ -312,10 +315,9 @@ class BlockIndex:
         """Device blocks that could be evicted now."""
         return self.tree.statistics()["evictable"]
 
-    def evict(self, count: int, op: int) -> Eviction:
-        """Choose up to `count` device blocks to leave the device, by the policy."""
-        nodes, hashes, parents, blocks, states = self.tree.evict(count, hashes=self.hashes)
-        return Eviction(op, self.tree, nodes, hashes, parents, tuple(blocks), states)
+    def evict(self, count: int, op: int, salt: int = 0, incoming: int = 0) -> Eviction:
+        """See `choose_victims`."""
+        return choose_victims(self, count, op, salt, incoming)
 
     def finish_evict(self, op: Eviction, on_host: bytes) -> tuple[list[int], list[int]]:
         """Free the blocks of a completed eviction, except those that were matched again or that
@@ -336,6 +338,7 @@ class BlockIndex:
         Returns:
             The device blocks that no lease and no copy uses: they count as free from now on.
         """
+        self.policy.quota_evictions += self.tree.quota_evictions
         unused = self.tree.retire()
         self.returning += unused
         self.retired.append(self.tree)
@@ -384,6 +387,32 @@ class BlockIndex:
             yield
         check_returning(self)
         yield from self.pool.check_steps()
+
+
+def choose_victims(index: BlockIndex, count: int, op: int, salt: int, incoming: int) -> Eviction:
+    """Choose up to `count` device blocks to leave the device, by quotas, hints and the policy.
+
+    Args:
+        index: the blocks.
+        count: blocks.
+        op: the operation.
+        salt: of the request that needs them.
+        incoming: blocks that the request takes in all.
+    """
+    tree = index.tree
+    if not tree.sharing:
+        nodes, hashes, parents, blocks, states = tree.evict(count, hashes=index.hashes)
+        return Eviction(op, tree, nodes, hashes, parents, tuple(blocks), states)
+    now = index.policy.now()
+    chosen, traits = tree.evict_for(count, index.hashes, salt, incoming, now)
+    nodes, hashes, parents, blocks, states = chosen
+    return Eviction(op, tree, nodes, hashes, parents, tuple(blocks), states, Traits(*traits))
+
+
+def is_past(tree: BlockTree, path: Path) -> bool:
+    """Whether the blocks of a path were cleared since it was matched: nothing more of it may be
+    cached or reported."""
+    return tree.retired or (tree.sharing and tree.is_forgotten(path))
 
 
 def renew_tree(index: BlockIndex) -> None:

@@ -247,7 +247,7 @@ class LeaseTable:
         """Blocks to compute into at these positions. If there are none the lease fails."""
         index, actions = self._index, list[Action]()
         if index.free < len(positions):
-            actions = self._evictions.drop(len(positions) - index.free)
+            actions = self._evictions.drop(len(positions) - index.free, lease.path.salt)
         if index.free < len(positions):
             lease.fault = lease.fault or LeaseFault(NoRoom, (len(positions), index.free))
             for position in positions:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvactors.cpu_evictor.messages import Cancel, Load, SetTargets
+from kvactors.native import Path
 from kvactors.prefix_index.actions import Action, StartTimer
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.host_victims import HostVictims
-from kvactors.prefix_index.index import BlockIndex, Segment
+from kvactors.prefix_index.index import BlockIndex, Segment, is_past
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.messages import LoadDeadline
@@ -129,6 +130,7 @@ class LoadTable:
             path.tokens(0, stop) if by_tokens else b"",
             self._index.memory_generation,
             self._lineages.of_path(path, 0, stop) if fetch else None,
+            path.salt,
         )
         return [*victims, request]
 
@@ -140,6 +142,10 @@ class LoadTable:
         return StartTimer(load, lease.deadline, LoadDeadline(load.op), GRACE)
 
     # -- end
+
+    def paths(self) -> list[Path]:
+        """The paths of the loads in flight."""
+        return [load.path for load in self._loads.values()]
 
     def finish(self, op: int, num_loaded: int, from_host: int) -> list[Action] | None:
         """A load is answered.
@@ -219,7 +225,7 @@ class LoadTable:
         if load.owner is None:
             self._index.pool.give(unused)
         actions: list[Action] = []
-        if not load.tree.retired:
+        if not is_past(load.tree, load.path):
             path, start = load.path, load.start
             if resident:
                 actions += self._announcements.cached(path, start, start + resident, Reason.LOAD)

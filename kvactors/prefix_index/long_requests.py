@@ -168,7 +168,7 @@ class LongWaiter(Waiter):
         total: int,
         envelope: Envelope[AcquireResult],
     ) -> None:
-        super().__init__(lease.id, envelope, total - lease.device_hits)
+        super().__init__(lease.id, envelope, total - lease.device_hits, lease.path.salt)
         self._long = long
         self._state = lease
         self._message = message

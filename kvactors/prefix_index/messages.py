@@ -12,6 +12,7 @@ from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.hints import Hints
 from kvactors.native import Path
 from kvactors.prefix_index.actions import Work
+from kvactors.quotas import Quota
 
 
 class AcquireResult(Message, frozen=True, eq=False):
@@ -46,9 +47,11 @@ class Ack(Message, frozen=True, eq=False):
 
     Attributes:
         count: blocks concerned, where that applies.
+        pinned: blocks that the end of a request has pinned.
     """
 
     count: int = 0
+    pinned: int = 0
 
 
 class Acquire(Ask[AcquireResult], frozen=True, eq=False):
@@ -264,9 +267,40 @@ class Clear(Ask[Ack], frozen=True, eq=False):
     Attributes:
         storage: also empty the store. Ack counts the device blocks that are free by it: those that
             no lease and no copy uses.
+        salt: of the blocks that are dropped, None for all blocks.
     """
 
     storage: bool = False
+    salt: str | None = None
+
+
+class Unpin(NamedTuple):
+    """End the pin of the full blocks of a path. Ack counts them, 0 if they were not pinned.
+
+    Attributes:
+        path: used by this message alone.
+        scope: what is in the path's root.
+    """
+
+    path: Path
+    scope: RequestScope = PLAIN
+
+
+class SetQuota(NamedTuple):
+    """Change the quota of a salt.
+
+    Attributes:
+        quota: None: the default applies again.
+    """
+
+    salt: str
+    quota: Quota | None
+
+
+class ChangeShares(Ask[Ack], frozen=True, eq=False):
+    """Change a pin or a quota."""
+
+    change: Unpin | SetQuota
 
 
 class Pause(Ask[Ack], frozen=True, eq=False):
@@ -330,6 +364,16 @@ class LoadDeadline(Control, frozen=True, eq=False):
     op: int
 
 
+class PinExpired(Control, frozen=True, eq=False):
+    """To itself: the time of a pin is over.
+
+    Attributes:
+        number: of the pin.
+    """
+
+    number: int
+
+
 class AdmissionDeadline(Control, frozen=True, eq=False):
     """To itself: the deadline of a wait, for blocks or for the end of a pause.
 
@@ -372,6 +416,7 @@ IndexRequest = (
     | Preempt
     | Abandon
     | Clear
+    | ChangeShares
     | Pause
     | Resume
     | SetNamespace

@@ -4,10 +4,13 @@ requests."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from kvactors.actor.clock import now
+from kvactors.cpu_evictor.messages import SetHostQuota
 from kvactors.hints import Hints
 from kvactors.native import BlockTree, LifeTables, Path
+from kvactors.quotas import Quota, Quotas, salt_id
 
 Clock = Callable[[], float]
 """Seconds, never running backwards."""
@@ -23,6 +26,7 @@ class TierPolicies:
         tables: the statistics of RETAIN, which outlast a clear. None: both tiers are LRU.
         clock: of the ages of blocks.
         device, host: whether RETAIN is the policy of this tier.
+        quotas: of salts.
     """
 
     def __init__(
@@ -32,18 +36,21 @@ class TierPolicies:
         *,
         device: bool = True,
         host: bool = False,
+        quotas: Quotas | None = None,
     ) -> None:
         self.tables = tables
+        self.quotas = Quotas() if quotas is None else quotas
+        self.quota_evictions = 0  # of cleared trees
         self.host = host and tables is not None
         self._device = device
-        self._clock = clock
+        self.now = clock
 
     def tree(
         self, block_size: int, capacity: int, *, hashes: bool, touch: bool = True
     ) -> BlockTree:
         """An empty tree. hashes: blocks are hashed when they enter it. touch: bring its memory in
         now."""
-        return BlockTree(
+        tree = BlockTree(
             block_size,
             capacity,
             touch,
@@ -51,11 +58,33 @@ class TierPolicies:
             eager_hashes=hashes,
             retain_host=self.tables if self.host else None,
         )
+        if self.quotas:
+            tree.set_default_quota(blocks_of(self.quotas.default))
+            for salt, quota in self.quotas:
+                tree.set_quota(salt_id(salt), blocks_of(quota))
+        return tree
+
+    def set_quota(self, tree: BlockTree, salt: str, quota: Quota | None) -> SetHostQuota:
+        """Change the quota of a salt, None for the default. Returns the message for the host tier."""
+        number, named = salt_id(salt), quota is not None
+        self.quotas.set(salt, quota)
+        tree.set_quota(number, -1 if quota is None else blocks_of(quota), named)
+        return SetHostQuota(number, None if quota is None else quota.host, named)
+
+    def hint(self, tree: BlockTree, path: Path, hints: Hints | None) -> tuple[int, float]:
+        """A request ends: its hints are those of its blocks, until their next use. Returns their
+        priority and the time when they expire."""
+        priority, expiry = 0, inf
+        if hints is not None:
+            priority = hints.priority
+            expiry = inf if hints.ttl is None else self.now() + hints.ttl
+        tree.hint(path, priority, expiry)
+        return priority, expiry
 
     def advance(self, tree: BlockTree) -> None:
         """A request is about to be matched."""
         if self.tables is not None:
-            tree.advance(self._clock())
+            tree.advance(self.now())
 
     def end(
         self, tree: BlockTree, path: Path, output_tokens: int, hints: Hints | None = None
@@ -63,7 +92,7 @@ class TierPolicies:
         """A request has ended, and still references its blocks. output_tokens: -1 if not known."""
         if self.tables is None:
             return
-        tree.advance(self._clock())
+        tree.advance(self.now())
         if hints is None:
             tree.touch(path, output_tokens)
         else:
@@ -71,10 +100,17 @@ class TierPolicies:
             tree.touch(path, output_tokens, hints.session_ends, later)
 
 
-def policies_of(device: str, host: str = "lru", clock: Clock | None = None) -> TierPolicies:
+def blocks_of(quota: Quota) -> int:
+    """The device blocks of a quota, as a tree takes it."""
+    return -1 if quota.device is None else quota.device
+
+
+def policies_of(
+    device: str, host: str = "lru", clock: Clock | None = None, quotas: Quotas | None = None
+) -> TierPolicies:
     """The policies of the names in `device.policy` and `host.policy`. clock: the running loop's if
     None."""
     retained = [name == "retain" for name in (device, host)]
     tables = LifeTables() if any(retained) else None
     clock = now if clock is None else clock
-    return TierPolicies(tables, clock, device=retained[0], host=retained[1])
+    return TierPolicies(tables, clock, device=retained[0], host=retained[1], quotas=quotas)

@@ -47,6 +47,7 @@ class LeaseState(msgspec.Struct, eq=False):
         prompt_tokens: tokens that it was acquired with.
         output_tokens: of the model, if its holder has given their number.
         hints: about the reuse of its blocks, None for none.
+        pin_prompt: a pin is of the blocks of its prompt only.
     """
 
     id: int
@@ -68,6 +69,7 @@ class LeaseState(msgspec.Struct, eq=False):
     prompt_tokens: int = 0
     output_tokens: int | None = None
     hints: Hints | None = None
+    pin_prompt: bool = True
 
     def output(self) -> int:
         """Tokens that the model has produced, -1 if that is not known."""
@@ -166,6 +168,10 @@ class IndexStatistics(NamedTuple):
         tails_copied: device blocks that were copied for them, since they were not full.
         blocks_shared: device blocks with more than one owner: full blocks of forks that are not
             committed by all of them, and blocks that are being copied.
+        pinned: device blocks that are pinned.
+        pins_refused: pins beyond the share of pinned blocks.
+        pins_expired: pins that ended with their time to live.
+        quota_evictions: evicted blocks that were chosen because their salt was above its quota.
     """
 
     requests: int
@@ -193,3 +199,7 @@ class IndexStatistics(NamedTuple):
     forks: int = 0
     tails_copied: int = 0
     blocks_shared: int = 0
+    pinned: int = 0
+    pins_refused: int = 0
+    pins_expired: int = 0
+    quota_evictions: int = 0

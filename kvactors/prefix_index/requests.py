@@ -204,7 +204,7 @@ class Requests:
             held = sum(1 for state in states[:wanted] if state & HOST)
             actions = [
                 *self._victims.before(wanted - held),
-                PrefetchToHost(path.root, hashes, start, deadline, lineages),
+                PrefetchToHost(path.root, hashes, start, deadline, lineages, path.salt),
                 *actions,
             ]
         return actions

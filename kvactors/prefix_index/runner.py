@@ -7,15 +7,19 @@ from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import (
     Cancel,
     ClearHost,
+    ClearHostSalt,
     DropHostCopies,
     EvictFirst,
     HostRequest,
     KeepHostCopies,
     Load,
     Offload,
+    PinHostBlocks,
     PrefetchToHost,
     Save,
+    SetHostQuota,
     SetTargets,
+    UnpinHostBlocks,
 )
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
@@ -39,6 +43,10 @@ TO_EVICTOR = (
     KeepHostCopies,
     ClearHost,
     EvictFirst,
+    ClearHostSalt,
+    PinHostBlocks,
+    UnpinHostBlocks,
+    SetHostQuota,
     PrefetchToHost,
 )
 TO_NOTIFIER = (PathCached, BlocksAdded, BlocksRemoved, TierCleared, NamespaceChanged)

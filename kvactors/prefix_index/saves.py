@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -11,7 +12,7 @@ from kvactors.cpu_evictor.messages import Save
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action
 from kvactors.prefix_index.host_victims import HostVictims
-from kvactors.prefix_index.index import BlockIndex, pick_hashes
+from kvactors.prefix_index.index import BlockIndex, is_past, pick_hashes
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.parts import parts
 from kvactors.prefix_index.settings import IndexSettings
@@ -23,11 +24,14 @@ class SavedPath(msgspec.Struct, eq=False):
     Attributes:
         parts: messages without an answer, and one more until the finish has sent all of them. 0
             after a restart of the host tier.
+        priority, expiry: of its blocks.
     """
 
     tree: BlockTree
     path: Path
     parts: int
+    priority: int = 0
+    expiry: float = inf
 
     def answered(self) -> bool:
         """A message is answered, or all are sent. Returns whether nothing is left to wait for: then
@@ -105,6 +109,9 @@ class SaveTable:
                 path.tokens(0, save[-1] + 1) if by_tokens else b"",
                 self._index.memory_generation,
                 self._lineages.of_path(path, start, stop),
+                path.salt,
+                whole.priority,
+                whole.expiry,
             ),
         ]
 
@@ -122,7 +129,7 @@ class SaveTable:
         if part is None:
             return None
         whole = part.whole
-        if not whole.tree.retired:
+        if not is_past(whole.tree, whole.path):
             hashes = whole.path.hashes(part.start, part.start + len(on_host))
             whole.tree.host_blocks_added(
                 pick_hashes(hashes, [j for j, kept in enumerate(on_host) if kept])

@@ -28,6 +28,7 @@ class IndexSettings(NamedTuple):
             was opened with.
         asleep: the cache sleeps, so that no request is admitted.
         keep_lineages: the store keeps the inputs of block hashes.
+        pin_share: of the device blocks, at most so many are pinned.
     """
 
     exclusive: bool
@@ -43,6 +44,7 @@ class IndexSettings(NamedTuple):
     token_root: bytes | None = None
     keep_lineages: bool = False
     asleep: bool = False
+    pin_share: float = 0.25
 
     @property
     def offload(self) -> bool:

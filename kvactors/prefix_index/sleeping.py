@@ -12,6 +12,7 @@ from kvactors.prefix_index.held import HeldRequests
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.messages import Ack
+from kvactors.prefix_index.pins import Pins
 from kvactors.types import Reason
 
 
@@ -27,6 +28,7 @@ class Sleep:
         evictions: Evictions,
         announcements: Announcements,
         admission: Admission,
+        pins: Pins,
     ) -> None:
         self._index = index
         self._held = held
@@ -34,16 +36,18 @@ class Sleep:
         self._evictions = evictions
         self._announcements = announcements
         self._admission = admission
+        self._pins = pins
         self._envelope: Envelope[Ack] | None = None
 
     def begin(self, envelope: Envelope[Ack]) -> list[Action]:
-        """Refuse new requests from now on. Answered when nothing is on the device."""
+        """Refuse new requests from now on, and end all pins. Answered when nothing is on the
+        device."""
         if self._is_busy():
             return [Refusal(envelope, LeasesOpen(len(self._leases)))]
         self._held.asleep = True
         self._envelope = envelope
         self._admission.on_idle = self._on_idle
-        return self._admission.serve_waiting()
+        return self._pins.end_all() + self._admission.serve_waiting()
 
     def end(self) -> None:
         """Admit requests again."""

@@ -155,7 +155,7 @@ class GrowthWaiter(Waiter):
         needed: int,
         message: Extend | Reserve,
     ) -> None:
-        super().__init__(lease.id, envelope, needed)
+        super().__init__(lease.id, envelope, needed, lease.path.salt)
         self._path = lease.path
         self._message = message
 

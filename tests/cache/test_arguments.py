@@ -170,6 +170,7 @@ def kinds():
         "device": [5, "cuda", b"cuda", [], {}, object(), Odd()],
         "steps": [None, 5, "x", b"x", [5], [None], {1}, (x for x in "a"), [Step(5)], Step(5)],
         "hints": [5, "pin", b"pin", {"pin": True}, ("pin",), object(), True, Odd()],
+        "size": [0, -1, 2**40, 1.5, True, b"8 GiB", [8], "many", "1 B", "-8 GiB", object(), Odd()],
         "sink": [None, 5, b"memory", ["memory"], "nope", "", "\ud800", object()],
         "names": ["b", b"b", 5, ["b", "c"], [], [5], [None], {"b"}, {"b": 1}],
         "sinks": [
@@ -219,7 +220,12 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     ),
     (KVCache, "sleep"): ({"level": 1}, {"level": "int", "deadline": "seconds"}),
     (KVCache, "wake"): ({}, {"device": "device", "deadline": "seconds"}),
-    (KVCache, "clear"): ({}, {"storage": "flag", "deadline": "seconds"}),
+    (KVCache, "clear"): ({}, {"storage": "flag", "salt": "text", "deadline": "seconds"}),
+    (KVCache, "set_quota"): (
+        {"salt": "s"},
+        {"salt": "text", "device": "size", "host": "size", "deadline": "seconds"},
+    ),
+    (KVCache, "unpin"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST, "deadline": "seconds"}),
     (KVCache, "pause"): ({}, {"deadline": "seconds"}),
     (KVCache, "resume"): ({}, {"deadline": "seconds"}),
     (KVCache, "set_namespace"): ({"namespace": "n"}, {"namespace": "text", "deadline": "seconds"}),
@@ -288,7 +294,7 @@ def wrong_calls():
                 ):
                     continue
                 found.append((owner, method, name, kind, position))
-        if method in ("acquire", "prefetch", "lookup"):
+        if method in ("acquire", "prefetch", "lookup", "unpin"):
             found += [(owner, method, "tokens", "prompt", position) for position in range(3)]
     return found
 

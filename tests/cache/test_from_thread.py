@@ -19,7 +19,7 @@ OWN = {"close", "from_thread", "system"}
 """Parts of an open cache that only its loop uses."""
 ATTRIBUTES = {
     KVCache: {"block_size", "config", "device", "system"},
-    Lease: {"request_id", "cached_tokens", "pending", "num_tokens"},
+    Lease: {"request_id", "cached_tokens", "pending", "num_tokens", "pinned_blocks"},
 }
 """Public attributes that the constructors set."""
 

@@ -1,0 +1,91 @@
+"""Blocks of the host tier by what their requests have asked for: the choice of victims, and changes
+of hints, pins and quotas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from kvactors.cpu_evictor.messages import EvictFirst, PinHostBlocks, ShareMessage, UnpinHostBlocks
+from kvactors.types import split_hashes
+
+if TYPE_CHECKING:
+    from kvactors.cpu_evictor.slots import BlockTraits, HostBlock, HostTier
+
+
+def choose_victims(
+    tier: HostTier, count: int, protected: Iterable[bytes], incoming: Mapping[int, int]
+) -> list[HostBlock]:
+    """Choose up to `count` blocks to evict: not in use, not protected, not pinned, without resident
+    children that stay. First those whose time is over, then those of salts above their quota, then
+    by priority, and among these blocks in the policy's order. No block changes.
+
+    Args:
+        tier: the blocks.
+        count: blocks.
+        protected: hashes of blocks that stay.
+        incoming: blocks that are about to become resident, by salt.
+    """
+    if count <= 0:
+        return []
+    shares, taken = tier.shares, Counter[int]()
+    spare = set(protected)
+    chosen: list[HostBlock] = []
+    chosen_hashes: set[bytes] = set()
+    gone: Counter[bytes] = Counter()
+    passed: set[bytes] = set()  # older than their children
+    for candidate in shares.candidates(tier.policy.candidates(), incoming, taken):
+        block: HostBlock | None = candidate
+        while block is not None and not (
+            block.pins
+            or block.hash in spare
+            or block.hash in chosen_hashes
+            or shares.is_pinned(block.hash)
+        ):
+            if tier._children[block.hash] > gone[block.hash]:
+                passed.add(block.hash)
+                break
+            chosen.append(block)
+            chosen_hashes.add(block.hash)
+            taken[block.salt] += 1
+            gone[block.parent] += 1
+            if len(chosen) == count:
+                return chosen
+            block = tier.blocks[block.parent] if block.parent in passed else None
+    return chosen
+
+
+def set_traits(tier: HostTier, block: HostBlock, traits: BlockTraits) -> None:
+    """A block was used with these hints."""
+    if traits == (block.salt, block.priority, block.expiry):
+        return
+    tier.changes += 1
+    if block.listed:
+        tier.shares.remove(block)
+    block.salt, block.priority, block.expiry = traits
+    if block.listed:
+        tier.shares.add(block)
+
+
+def clear_salt(tier: HostTier, salt: int) -> list[HostBlock]:
+    """Drop every block of a salt. Returns them."""
+    tier.generation += 1
+    found = [block for block in tier.blocks.values() if block.salt == salt]
+    for block in found:
+        tier.drop(block)
+    return found
+
+
+def change_shares(tier: HostTier, message: ShareMessage) -> None:
+    """Change the order of eviction, pins or the quota of a salt."""
+    tier.changes += 1
+    if isinstance(message, EvictFirst):
+        tier.policy.evict_first(split_hashes(message.hashes))
+    elif isinstance(message, PinHostBlocks):
+        tier.shares.pin(message.hashes)
+    elif isinstance(message, UnpinHostBlocks):
+        tier.shares.unpin(message.hashes)
+    else:
+        residents = tier.policy.candidates()
+        tier.shares.set_quota(message.salt, message.blocks, residents, named=message.named)

@@ -1,0 +1,154 @@
+"""Pinned paths: their blocks stay on the device, and in the host tier, until they are unpinned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvactors.cpu_evictor.messages import PinHostBlocks, UnpinHostBlocks
+from kvactors.native import BlockTree, Path
+from kvactors.prefix_index.actions import Action, StartTimer, Timed
+from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.messages import PinExpired
+from kvactors.prefix_index.records import LeaseState
+
+
+class Pin(Timed):
+    """One pinned path.
+
+    Attributes:
+        number: of its timer.
+        salt: see `kvactors.quotas.salt_id`.
+        hashes: of its blocks, from the first on.
+        tree, nodes: where its blocks are. Without nodes the device has lost them.
+    """
+
+    __slots__ = ("hashes", "nodes", "number", "salt", "tree")
+
+    def __init__(
+        self, number: int, salt: int, hashes: bytes, tree: BlockTree, nodes: NDArray[np.uint32]
+    ) -> None:
+        super().__init__()
+        self.number = number
+        self.salt = salt
+        self.hashes = hashes
+        self.tree = tree
+        self.nodes: NDArray[np.uint32] | None = nodes
+
+
+class Pins:
+    """Pins paths of finished requests, up to a share of the device.
+
+    Args:
+        share: of the device blocks, at most.
+        host: whether there is a host tier, whose copies of the blocks are pinned as well.
+
+    Attributes:
+        refused, expired: pins so far that were beyond the share, and that ended with their time.
+    """
+
+    def __init__(self, index: BlockIndex, share: float, *, host: bool) -> None:
+        self.refused = self.expired = 0
+        self._index = index
+        self._share = share
+        self._host = host
+        self._numbers = count(1)
+        self._pins: dict[bytes, Pin] = {}  # by the hash of the last block
+        self._by_number: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def limit(self) -> int:
+        """Device blocks that may be pinned."""
+        return int(self._share * self._index.pool.total)
+
+    @property
+    def blocks(self) -> int:
+        """Device blocks that are pinned."""
+        return self._index.tree.pinned
+
+    def pin(self, lease: LeaseState) -> tuple[int, list[Action]]:
+        """Pin the committed blocks of a lease that ends, as its hints ask.
+
+        Returns:
+            Blocks pinned, 0 if that was refused, and the actions.
+        """
+        path, hints = lease.path, lease.hints
+        if hints is None or not hints.pin or lease.tree.retired:
+            return 0, []
+        blocks = path.num_committed
+        if lease.pin_prompt:
+            blocks = min(blocks, lease.prompt_tokens // self._index.block_size)
+        if not blocks or lease.tree.is_forgotten(path):
+            return 0, []
+        hashes = path.hashes(0, blocks)
+        last = hashes[-32:]
+        nodes = lease.tree.pin_blocks(path, blocks, self.limit)
+        if nodes is None:
+            self.refused += 1
+            return 0, []
+        actions = self._end(last)  # pinned again: only the time is new
+        pin = Pin(next(self._numbers), path.salt, hashes, lease.tree, nodes)
+        self._pins[last] = pin
+        self._by_number[pin.number] = last
+        if hints.ttl is not None:
+            deadline = self._index.policy.now() + hints.ttl
+            actions.append(StartTimer(pin, deadline, PinExpired(pin.number)))
+        if self._host:
+            actions.append(PinHostBlocks(hashes))
+        return blocks, actions
+
+    def unpin(self, path: Path) -> tuple[int, list[Action]]:
+        """End the pin of exactly these full blocks. Returns how many they are, 0 without a pin."""
+        blocks = path.num_full_blocks
+        last = path.hashes(blocks - 1, blocks) if blocks else b""
+        if last not in self._pins:
+            return 0, []
+        return blocks, self._end(last)
+
+    def expire(self, number: int) -> list[Action]:
+        """The time of a pin is over."""
+        last = self._by_number.get(number)
+        if last is None:
+            return []
+        self.expired += 1
+        return self._end(last)
+
+    def end_all(self, salt: int | None = None) -> list[Action]:
+        """End every pin, or those of one salt."""
+        ended = [last for last, pin in self._pins.items() if salt is None or pin.salt == salt]
+        return [action for last in ended for action in self._end(last)]
+
+    def device_lost(self) -> None:
+        """The device has lost its blocks: only copies in the host tier stay pinned."""
+        for pin in self._pins.values():
+            self._release(pin)
+
+    def again(self) -> list[Action]:
+        """Pin the blocks in a restarted host tier."""
+        if not self._host:
+            return []
+        return [PinHostBlocks(pin.hashes) for pin in self._pins.values()]
+
+    def hashes(self) -> Iterator[bytes]:
+        """The joined hashes of each pinned path."""
+        return (pin.hashes for pin in self._pins.values())
+
+    def _end(self, last: bytes) -> list[Action]:
+        pin = self._pins.pop(last, None)
+        if pin is None:
+            return []
+        del self._by_number[pin.number]
+        pin.stop_timer()
+        self._release(pin)
+        return [UnpinHostBlocks(pin.hashes)] if self._host else []
+
+    def _release(self, pin: Pin) -> None:
+        if pin.nodes is not None:
+            self._index.pool.give(pin.tree.unpin_blocks(pin.nodes))
+            pin.nodes = None

@@ -1,0 +1,183 @@
+"""Quotas, priorities, times to live, pins and clears by salt, through the public API."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvactors import Hints
+from kvactors.errors import ConfigError, StoreUnsupported
+from tests.support.cache import opened
+
+BLOCK = 4
+
+
+def tokens_of(number: int, blocks: int = 2) -> list[int]:
+    return list(range(1000 * number, 1000 * number + BLOCK * blocks))
+
+
+async def use(cache, number, *, salt=None, hints=None, end=None, blocks=2):
+    tokens = tokens_of(number, blocks)
+    lease = await cache.acquire(f"{salt} {number}", tokens, salt=salt, hints=hints)
+    await lease.wait_ready()
+    await lease.finish(len(tokens), hints=end)
+    return lease
+
+
+def held(cache, number, *, salt=None, blocks=2) -> int:
+    """Blocks of a prompt on the device."""
+    return cache.lookup([*tokens_of(number, blocks), 1], salt=salt).device
+
+
+def hosted(cache, number, *, salt=None, blocks=2) -> int:
+    return cache.lookup([*tokens_of(number, blocks), 1], salt=salt).host
+
+
+async def settle(cache) -> None:
+    await cache.wait_idle()
+    await cache.wait_flushed()
+    assert cache.check() == []
+    assert cache.count_divergent_blocks() == 0
+
+
+async def test_a_salt_above_its_quota_makes_only_its_own_blocks_leave():
+    async with opened(device=8, quota={"device": 4}) as cache:
+        await use(cache, 1, salt="quiet")
+        for number in range(2, 12):
+            await use(cache, number, salt="noisy")
+        assert held(cache, 1, salt="quiet") == 2
+        assert cache.system.index_actor.index.tree.quota_evictions > 0
+        await settle(cache)
+
+
+async def test_without_a_quota_the_same_flood_evicts_the_other_salt():
+    async with opened(device=8) as cache:
+        await use(cache, 1, salt="quiet")
+        for number in range(2, 12):
+            await use(cache, number, salt="noisy")
+        assert held(cache, 1, salt="quiet") == 0
+
+
+async def test_a_quota_refuses_no_request_and_uses_free_blocks():
+    async with opened(device=8, quota={"device": 2}) as cache:
+        await use(cache, 1, salt="a", blocks=8)
+        assert held(cache, 1, salt="a", blocks=8) == 8
+        await use(cache, 2, salt="b", blocks=6)
+        assert held(cache, 1, salt="a", blocks=8) == 2
+        await settle(cache)
+
+
+async def test_a_quota_is_kept_in_the_host_tier():
+    host = {"slots": 4, "transit_slots": 8}
+    async with opened(device=4, host=host, quota={"host": 2}) as cache:
+        await use(cache, 1, salt="quiet")
+        await use(cache, 2, salt="noisy", blocks=4)
+        for number in range(3, 9):
+            await use(cache, number, salt="noisy", blocks=4)
+        await cache.wait_idle()
+        assert hosted(cache, 1, salt="quiet") == 2
+        await settle(cache)
+
+
+async def test_a_quota_can_be_changed_while_the_cache_runs():
+    async with opened(device=8) as cache:
+        await use(cache, 1, salt="quiet")
+        await use(cache, 2, salt="noisy")
+        await cache.set_quota("noisy", device=4)
+        for number in range(3, 12):
+            await use(cache, number, salt="noisy")
+        assert held(cache, 1, salt="quiet") == 2
+        with pytest.raises(ValueError, match="device"):
+            await cache.set_quota("noisy", device=0)
+        with pytest.raises(ConfigError, match="one block takes"):
+            await cache.set_quota("noisy", device="1 B")
+
+
+async def test_blocks_of_a_lower_priority_leave_first():
+    async with opened(device=8) as cache:
+        await use(cache, 1, hints=Hints(priority=1))
+        await use(cache, 2)
+        await use(cache, 3, hints=Hints(priority=-1))
+        await use(cache, 4)
+        await use(cache, 5)
+        assert [held(cache, n) for n in range(1, 6)] == [2, 2, 0, 2, 2]
+        await use(cache, 6, blocks=4)
+        assert [held(cache, n) for n in range(1, 6)] == [2, 0, 0, 0, 2]
+        await settle(cache)
+
+
+async def test_pinned_blocks_stay_up_to_the_share():
+    async with opened(device=8, hints={"pin_share": 0.5}) as cache:
+        lease = await use(cache, 1, hints=Hints(pin=True))
+        assert lease.pinned_blocks == 2
+        refused = await use(cache, 2, blocks=3, hints=Hints(pin=True))
+        assert refused.pinned_blocks == 0
+        for number in range(3, 9):
+            await use(cache, number, blocks=4)
+        assert held(cache, 1) == 2
+        assert held(cache, 2, blocks=3) == 0
+        assert cache.system.index_actor.core.pins.refused == 1
+        assert await cache.unpin(tokens_of(1)) == 2
+        assert await cache.unpin(tokens_of(1)) == 0
+        await use(cache, 9, blocks=8)
+        assert held(cache, 1) == 0
+        await settle(cache)
+
+
+async def test_a_pin_of_finish_is_of_the_output_too():
+    async with opened(device=16, hints={"pin_share": 1.0}) as cache:
+        lease = await cache.acquire("r", tokens_of(1), hints=Hints(pin=True))
+        await lease.extend(tokens_of(2))
+        await lease.finish(4 * BLOCK)
+        assert lease.pinned_blocks == 2
+        lease = await cache.acquire("r", tokens_of(1))
+        await lease.extend(tokens_of(2))
+        await lease.finish(4 * BLOCK, hints=Hints(pin=True))
+        assert lease.pinned_blocks == 4
+        assert await cache.unpin([*tokens_of(1), *tokens_of(2)]) == 4
+        assert cache.system.index_actor.core.pins.blocks == 2
+
+
+async def test_a_clear_ends_pins():
+    async with opened(device=8, host={"slots": 4}) as cache:
+        await use(cache, 1, hints=Hints(pin=True))
+        await cache.clear()
+        assert cache.system.index_actor.core.pins.blocks == 0
+        await use(cache, 2, blocks=8)
+        await settle(cache)
+
+
+async def test_a_clear_of_one_salt_forgets_it_in_device_and_host():
+    host = {"slots": 8, "transit_slots": 8}
+    async with opened(device=8, host=host) as cache:
+        await use(cache, 1, salt="a")
+        await use(cache, 2, salt="b")
+        await use(cache, 3, salt="a", blocks=4)
+        await use(cache, 4, salt="b", blocks=4)
+        await cache.wait_idle()
+        assert hosted(cache, 1, salt="a") == 2
+        lease = await cache.acquire("open", tokens_of(3, 4), salt="a")
+        await cache.clear(salt="a")
+        for number, blocks in ((1, 2), (3, 4)):
+            assert held(cache, number, salt="a", blocks=blocks) == 0
+            assert hosted(cache, number, salt="a", blocks=blocks) == 0
+        assert hosted(cache, 2, salt="b") == 2
+        assert held(cache, 4, salt="b", blocks=4) == 4
+        await cache.wait_flushed()
+        assert cache.count_divergent_blocks() == 0
+        await lease.finish(4 * BLOCK)
+        assert held(cache, 3, salt="a", blocks=4) == 0
+        await use(cache, 3, salt="a", blocks=4)
+        assert held(cache, 3, salt="a", blocks=4) == 4
+        await settle(cache)
+
+
+async def test_stored_blocks_of_one_salt_cannot_be_removed():
+    async with opened(storage={"backend": "memory", "write_policy": "write_through"}) as cache:
+        with pytest.raises(StoreUnsupported, match="without their salts"):
+            await cache.clear(salt="a", storage=True)
+
+
+async def test_a_quota_of_the_store_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"quota\.storage"):
+        async with opened(quota={"storage": 4}):
+            pass
