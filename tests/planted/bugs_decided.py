@@ -110,9 +110,11 @@ BUGS: tuple[Mutation, ...] = (
         "prefix_index/core.py",
         """\
         self.index.retire()
+        self.pins.device_lost()
         actions = self.announcements.cleared(Reason.RESTART)
 """,
         """\
+        self.pins.device_lost()
         actions = self.announcements.cleared(Reason.RESTART)
 """,
         "blocks lost with a rank's process are served as hits",

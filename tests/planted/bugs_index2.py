@@ -29,8 +29,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "eviction_hashes_what_nothing_needs",
         "prefix_index/index.py",
-        "self.tree.evict(count, hashes=self.hashes)",
-        "self.tree.evict(count)",
+        "tree.evict(count, hashes=index.hashes)",
+        "tree.evict(count)",
         "a device alone hashes every block that it evicts, and all blocks above it",
         (f"{HASHING}::test_an_eviction_from_a_device_alone_has_no_hashes",),
     ),

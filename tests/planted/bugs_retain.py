@@ -14,7 +14,7 @@ BUGS: tuple[Mutation, ...] = (
         "prefix_index/policy.py",
         """\
         if self.tables is not None:
-            tree.advance(self._clock())
+            tree.advance(self.now())
 
 """,
         "\n",
