@@ -126,9 +126,8 @@ class CpuEvictor(Actor):
         shares: HostShares | None = None,
     ) -> None:
         super().__init__(ref)
-        self.layerwise = layerwise
+        self.layerwise, self._arena = layerwise, arena
         self.peers = Peers(index, swapper, readers, writers, notifier, device_store)
-        self._arena = arena
         self.host = HostTier(
             config.slots, arena.num_slots, arena.in_use, POLICIES[config.policy](), shares
         )

@@ -39,8 +39,8 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "older_parent_is_never_a_victim",
-        "cpu_evictor/slots.py",
-        "block = self.blocks[block.parent] if block.parent in passed else None",
+        "cpu_evictor/victims.py",
+        "block = tier.blocks[block.parent] if block.parent in passed else None",
         "block = None",
         "a block that is older than its children is evicted only by chance",
         (

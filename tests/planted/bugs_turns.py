@@ -157,10 +157,10 @@ BUGS: tuple[Mutation, ...] = (
         "evictions_of_any_number_of_blocks",
         "prefix_index/evictions.py",
         """\
-        op = self._index.evict(min(wanted, self._index.part), next(self._ops))
+        op = self._index.evict(min(wanted, part), next(self._ops), salt, incoming)
 """,
         """\
-        op = self._index.evict(wanted, next(self._ops))
+        op = self._index.evict(wanted, next(self._ops), salt, incoming)
 """,
         "a request of a million blocks evicts as many in one turn",
         (TURNS + "test_a_long_request_is_admitted_in_parts_whether_it_hits_or_must_evict",),
