@@ -65,7 +65,7 @@ class TierPolicies:
         return tree
 
     def set_quota(self, tree: BlockTree, salt: str, quota: Quota | None) -> SetHostQuota:
-        """Change the quota of a salt, None for the default. Returns the message for the host tier."""
+        """Change the quota of a salt, None for the default. Returns the host tier's message."""
         number, named = salt_id(salt), quota is not None
         self.quotas.set(salt, quota)
         tree.set_quota(number, -1 if quota is None else blocks_of(quota), named)
