@@ -66,6 +66,7 @@ def test_every_check_is_right_on_the_stand_in(fake, capsys, tmp_path, monkeypatc
         ("every copy path, real bytes", (CudaDevice, "check")),
         ("cancelled copies", (CudaDevice, "check")),
         ("a cache with three tiers", (CudaDevice, "check")),
+        ("sleep and wake", (CudaDevice, "check")),
         ("two ranks", (CudaDevice, "check")),
         ("copies without an event loop", (CudaDevice, "check")),
         ("an engine's stream waits for layers", (Lane, "submit")),

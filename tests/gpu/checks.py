@@ -215,6 +215,29 @@ async def cache(driver: CudaDriver) -> str:
     return f"{hits} blocks from the tiers"
 
 
+async def sleeping(driver: CudaDriver) -> str:
+    """Device memory is given back while a cache sleeps, and blocks come back to new memory."""
+    config = Config.from_mapping(settings())
+    layout = make_layout(config.layout, 16)
+    hits = 0
+    with ExitStack() as cleanup:
+        device = CudaDevice.allocate(layout, 6, driver=driver)
+        cleanup.callback(device.close)
+        async with kvactors.open(config, device=device) as opened_cache:
+            for level in (1, 2):
+                await served(opened_cache, [device], 2)
+                await opened_cache.sleep(level)
+                device.close()
+                device = CudaDevice.allocate(layout, 6, driver=driver)
+                cleanup.callback(device.close)
+                await opened_cache.wake(device)
+                before = opened_cache.statistics().host_hits
+                hits += await served(opened_cache, [device], 1)
+                found = opened_cache.statistics().host_hits - before
+                ensure(level == 2 or found > 0, "nothing came back after the sleep")
+    return f"2 levels, {hits} blocks after them"
+
+
 async def ranks(driver: CudaDriver) -> str:
     """Two ranks with a share of each block, on one GPU."""
     with tempfile.TemporaryDirectory() as folder:
@@ -275,6 +298,7 @@ CHECKS: dict[str, Callable[[CudaDriver], Awaitable[str]]] = {
     "an engine's stream waits for layers": events,
     "cancelled copies": cancelled,
     "a cache with three tiers": cache,
+    "sleep and wake": sleeping,
     "two ranks": ranks,
     "copies without an event loop": worker,
 }
