@@ -11,7 +11,7 @@ import pytest
 
 from kvactors.config import read_toml
 from kvactors.scenario.fleet.run import run_fleet
-from kvactors.scenario.report import Report
+from kvactors.scenario.report import Report, Totals
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import Scenario, disappointments
 from tests.interop.network import raise_loopback
@@ -106,3 +106,25 @@ def test_nodes_without_memory_of_the_pool_hit_what_others_computed() -> None:
     assert figures["hit_rate_storage"] > 0.1
     assert figures["pool_objects"] == figures["blocks_distinct"]
     assert figures["blocks_computed"] < alone["blocks_computed"]
+
+
+class Interrupted(Exception):
+    """Raised by the caller of a fleet."""
+
+
+def test_a_fleet_that_is_interrupted_leaves_no_process() -> None:
+    """On loopback no namespace ends the master and the nodes."""
+    raise_loopback()
+
+    def interrupt(totals: Totals) -> None:
+        if totals.requests:
+            raise Interrupted
+
+    def listening() -> int:
+        states = [line.split()[3] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return states.count("0A")
+
+    before = listening()
+    with pytest.raises(Interrupted):
+        asyncio.run(run_fleet(small(), 1, interrupt, isolate=False))
+    assert listening() == before

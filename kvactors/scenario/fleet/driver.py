@@ -6,7 +6,6 @@ end.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 import time
@@ -35,6 +34,7 @@ from kvactors.scenario.fleet.texts import Chain, Conversation
 from kvactors.scenario.report import Report, Totals
 from kvactors.scenario.session import beside
 from kvactors.scenario.spec import Scenario
+from kvactors.terminable import run_terminable
 from kvactors.testing.mooncake_master import Master
 
 PROGRESS = 0.2
@@ -384,4 +384,4 @@ if __name__ == "__main__":
         wrapper_class=structlog.make_filtering_bound_logger(40),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    asyncio.run(main())
+    run_terminable(main())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from signal import Signals
 from typing import Any
 
+import anyio
 import msgspec
 
 from kvactors.scenario.child import start_child
@@ -13,6 +15,9 @@ from kvactors.scenario.report import Report, Totals
 
 PATIENCE = 600.0
 """Seconds without a line of the driver. Only a hang takes as long."""
+
+END = 30.0
+"""Seconds within which the driver must end its nodes."""
 
 
 async def run_fleet(
@@ -37,4 +42,8 @@ async def run_fleet(
                 return msgspec.json.decode(line.removeprefix("report "), type=Report)
             progress(msgspec.json.decode(line, type=Totals))
     finally:
+        if not prefix:  # nothing else ends the pool's master
+            driver.signal(Signals.SIGTERM)
+            with anyio.move_on_after(END, shield=True):
+                await driver.process.wait()
         await driver.kill()
