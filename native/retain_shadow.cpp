@@ -12,7 +12,7 @@
 namespace kvactors {
 namespace {
 
-constexpr double kSlope = 20;    // blocks that may be displaced for each hit of trust
+constexpr double kSlope = 17;    // blocks that may be displaced for each hit of trust
 constexpr double kInitial = 16;  // trust before anything is observed
 // The policy may lose this share of the blocks against LRU. A part of that is granted as trust
 // without a hit: `kMost` at first, a quarter of the part each time trust is used up, and `kMost`

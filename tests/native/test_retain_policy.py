@@ -122,6 +122,7 @@ def test_floods_do_not_displace_chats():
 
 
 @pytest.mark.traces
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [300, 1000, 2900, 6000])
 @pytest.mark.parametrize("name", ADVERSARIES)
 def test_adversaries(name, size):

@@ -174,7 +174,7 @@ class Guard:
     blocks for the trust there is, the statistics choose the victim, else it is the oldest block.
     """
 
-    START, SLOPE = 16.0, 20.0
+    START, SLOPE = 16.0, 17.0
     LOSS = 0.002  # of all blocks
     FULL, LEAST = 0.9, 0.036  # shares of that
 
