@@ -181,3 +181,22 @@ async def test_a_quota_of_the_store_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"quota\.storage"):
         async with opened(quota={"storage": 4}):
             pass
+
+
+async def test_a_lease_of_before_a_clear_of_its_salt_caches_nothing():
+    async with opened(device=8) as cache:
+        lease = await cache.acquire("open", tokens_of(1, 2), salt="a")
+        await cache.clear(salt="a")
+        await lease.finish(2 * BLOCK)
+        assert held(cache, 1, salt="a") == 0
+        await settle(cache)
+
+
+async def test_a_clear_of_a_salt_ends_its_pins_alone():
+    async with opened(device=8, hints={"pin_share": 1.0}) as cache:
+        for salt in ("a", "b"):
+            await use(cache, 1, salt=salt, hints=Hints(pin=True))
+        await cache.clear(salt="a")
+        await use(cache, 2, blocks=6)
+        assert [held(cache, 1, salt=salt) for salt in ("a", "b")] == [0, 2]
+        await settle(cache)

@@ -262,6 +262,7 @@ def test_scenarios_are_shipped():
         "two_sinks_one_dead",
         "router_view",
         "process_restart",
+        "noisy_tenant",
         "salted_tenants",
         "media",
     }

@@ -1,0 +1,65 @@
+"""Defects of quotas, hints, pins and clears by salt."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+TESTS = "tests/cache/test_quotas.py::"
+BUGS = (
+    Mutation(
+        "salt_does_not_reach_the_eviction",
+        "prefix_index/grants.py",
+        "            path.salt = salt_id(scope.salt)\n",
+        "            pass\n",
+        "all requests count as one tenant, and a flood evicts the others' blocks",
+        (TESTS + "test_a_salt_above_its_quota_makes_only_its_own_blocks_leave",),
+    ),
+    Mutation(
+        "host_ignores_quotas",
+        "cpu_evictor/shares.py",
+        "        if over <= 0 or not self.limited:\n",
+        "        if True:\n",
+        "offloaded blocks of a salt beyond its quota evict those of another salt",
+        (TESTS + "test_a_quota_is_kept_in_the_host_tier",),
+    ),
+    Mutation(
+        "hints_are_not_applied",
+        "prefix_index/policy.py",
+        "        tree.hint(path, priority, expiry)\n",
+        "",
+        "blocks of a low priority stay as long as others",
+        (TESTS + "test_blocks_of_a_lower_priority_leave_first",),
+    ),
+    Mutation(
+        "pins_are_not_bounded",
+        "prefix_index/pins.py",
+        "lease.tree.pin_blocks(path, blocks, self.limit)",
+        "lease.tree.pin_blocks(path, blocks, 1 << 30)",
+        "pins take the whole device",
+        (TESTS + "test_pinned_blocks_stay_up_to_the_share",),
+    ),
+    Mutation(
+        "clear_keeps_pins",
+        "prefix_index/core.py",
+        "        actions = self.pins.end_all()\n",
+        "        actions = list[Action]()\n",
+        "device blocks of before a clear are never free again",
+        (TESTS + "test_a_clear_ends_pins",),
+    ),
+    Mutation(
+        "clear_of_a_salt_leaves_the_host",
+        "cpu_evictor/victims.py",
+        "    for block in found:\n        tier.drop(block)\n",
+        "",
+        "blocks of a tenant that was forgotten are still in host memory",
+        (TESTS + "test_a_clear_of_one_salt_forgets_it_in_device_and_host",),
+    ),
+    Mutation(
+        "open_lease_brings_a_salt_back",
+        "prefix_index/core.py",
+        "                path.forgotten = True\n",
+        "                pass\n",
+        "a request from before the clear of its salt makes its blocks hits again",
+        (TESTS + "test_a_lease_of_before_a_clear_of_its_salt_caches_nothing",),
+    ),
+)
