@@ -10,7 +10,20 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from kvactors.arguments import Media
-from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, RankLost, TokensCommitted
+from kvactors.errors import (
+    ActorFailed,
+    CacheAsleep,
+    DeadlineExceeded,
+    DeviceError,
+    KVActorsError,
+    LeaseEnded,
+    LeasesOpen,
+    NoRoom,
+    NumBlocksUnset,
+    RankLost,
+    SleepUnsupported,
+    TokensCommitted,
+)
 from kvactors.lease import Lease
 from kvactors.prefix_index.loads import GRACE
 from kvactors.prefix_index.parts import part_of
@@ -25,6 +38,17 @@ LONG = 8.0
 
 DOUBT = 8.0
 """Seconds in which the loss of a rank must have been detected."""
+
+
+class Extra(NamedTuple):
+    """Shares of requests that are forked, and of orders that are sleeps. 0 in most runs, so that
+    their seeds stay as they are."""
+
+    forks: float = 0.0
+    sleeps: float = 0.0
+
+
+EXTRA = Extra()
 
 
 class Prompt(NamedTuple):
@@ -44,6 +68,7 @@ class Client(CacheClient):
         self.story: list[int] = []  # of a conversation of many turns
         # Apart from `rng`, so that new operations leave the other draws of a seed as they are.
         self.api_rng = random.Random(world.drawn.seed * 2003 + number)
+        self.extra_rng = random.Random(world.drawn.seed * 3001 + number)
         self.requests = self.answered = 0
 
     async def run(self) -> None:
@@ -64,6 +89,9 @@ class Client(CacheClient):
     async def order(self) -> None:
         """One of them."""
         cache, rng = self.world.cache, self.rng
+        if EXTRA.sleeps and self.extra_rng.random() < EXTRA.sleeps:
+            await self._sleep()
+            return
         kind = rng.choice(
             ("clear", "clear", "pause", "namespace", "prefetch", "prefetch", "wait_idle")
         )
@@ -85,6 +113,29 @@ class Client(CacheClient):
             await self.ask("wait_idle", lambda: cache.wait_idle(limit), limit)
         else:
             await self._pause()
+
+    async def _sleep(self) -> None:
+        """Sleep once no lease is open, and wake, whatever happens on the way."""
+        cache, rng, level = self.world.cache, self.extra_rng, self.extra_rng.choice((1, 2))
+        try:
+            for _ in range(20):
+                with suppress(LeasesOpen):
+                    await cache.sleep(level, deadline=rng.choice((0.05, 1.0)))
+                    self.world.seen[f"slept {level}"] += 1
+                    break
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(rng.choice((0.0, 0.05)))
+        except (SleepUnsupported, DeadlineExceeded, CacheAsleep, NumBlocksUnset, ActorFailed):
+            self.world.seen["sleep refused"] += 1
+        finally:
+            for _ in range(20):
+                if self.world.closing:
+                    break
+                try:
+                    await cache.wake(deadline=5.0)
+                    break
+                except CacheAsleep:  # another client falls asleep or wakes
+                    await asyncio.sleep(0.05)
 
     async def _pause(self) -> None:
         cache = self.world.cache
@@ -183,6 +234,8 @@ class Client(CacheClient):
             served = Served(self, lease, deadline, incarnation)
             if not await served.prefill():
                 return True
+            if EXTRA.forks and self.extra_rng.random() < EXTRA.forks:
+                await served.fork()
             for _ in range(rng.choice((0, 0, 1, 2))):
                 await rng.choice((served.decode, served.speculate, served.step))()
             return await served.end()
@@ -223,6 +276,40 @@ class Served:
             await self._chunk()
         await self._compute()
         return True
+
+    async def fork(self) -> None:
+        """Branches with bytes of their own, which end in any order."""
+        lease, rng, world = self.lease, self.client.extra_rng, self.world
+        count, deadline = rng.choice((1, 1, 2)), rng.choice((0.05, 1.0))
+        try:
+            made = await self.client.ask(
+                "fork", lambda: lease.fork_many(count, deadline=deadline), deadline
+            )
+        except (NoRoom, DeviceError):
+            return
+        world.seen["forked"] += count
+        branches: list[Served] = []
+        try:
+            for one in made:
+                branch = Served(self.client, one, deadline, self.incarnation)
+                branch.request.known, branch.request.tail = self.request.known, self.request.tail
+                branches.append(branch)
+                await branch.verify("forked")
+            await self.verify("forked from")
+            for branch in branches:
+                tokens = [rng.randrange(3) for _ in range(rng.randint(1, BLOCK + 1))]
+                with suppress(NoRoom, DeadlineExceeded):
+                    await branch.lease.extend(tokens, deadline=deadline)
+                    await branch._compute()
+                    world.seen["branch computed"] += 1
+            await self.verify("beside branches")
+            for branch in branches:
+                await branch.verify("of branches")
+                if rng.random() < 0.5:
+                    await branch.lease.finish(branch.lease.num_tokens, deadline=2.0)
+        finally:
+            for one in made:
+                one.abandon()
 
     async def _chunk(self) -> None:
         """Compute the blocks of a chunk, and take those of the next one."""

@@ -15,6 +15,7 @@ import anyio
 from kvactors.attention_store import SHARED, Sdk, Shared
 from kvactors.cache import KVCache
 from kvactors.data_plane.local import LocalPlane
+from kvactors.device.base import Device
 from kvactors.device.host import HostDevice
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
@@ -93,9 +94,16 @@ class World:
             assert isinstance(plane, LocalPlane)
             assert isinstance(plane.device, HostDevice)
             plane.engine = self.executor = SimExecutor(plane.device, plane.arena, self._lag(0))
+            plane.make_engine = self._make_engine
         self.model = RankModel(self.layout, self._devices)
         self.cache: KVCache
         self._injector = Injector(self._target_of, self._fault_begins)
+
+    def _make_engine(self, device: Device) -> SimExecutor:
+        """The copy engine after a sleep."""
+        assert self.executor is not None
+        self.executor = SimExecutor(device, self.system.arena, self.executor.latency)
+        return self.executor
 
     def _lag(self, which: int) -> Latency:
         return latency(self.rng, self.drawn.lags[which])
