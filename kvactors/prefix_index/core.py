@@ -192,6 +192,8 @@ class IndexCore:
         """The host tier has lost its operations in flight, or a notifier its ledger."""
         if name == "cpu_evictor":
             return self.host_lost()
+        if name == "gpu_swapper":
+            return self.forks.swapper_lost()
         return self.announcements.announce_all() if name == "flush_notifier" else []
 
     # -- the whole cache
@@ -273,7 +275,6 @@ class IndexCore:
         have not arrived, and the host tier is empty."""
         actions = self.loads.host_lost()
         actions += self.evictions.host_lost()
-        actions += self.forks.host_lost()
         for saved in self.saves.host_lost():
             actions += self.admission.release(saved.tree, saved.path)
         self.index.tree.clear_host()

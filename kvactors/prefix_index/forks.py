@@ -128,8 +128,9 @@ class Forks:
         error = DeviceError("the last block could not be copied for the fork: nothing was changed")
         return self._refuse(copy.forks, copy.envelope, error)
 
-    def host_lost(self) -> list[Action]:
-        """The swapper has restarted: no copy is in flight."""
+    def swapper_lost(self) -> list[Action]:
+        """The swapper has restarted: no copy is in flight. The notice of the host tier's restart
+        comes first, and a copy that is sent between the two is dropped like those before."""
         actions: list[Action] = []
         for op, copy in list(self._copies.items()):
             actions += self.copied(op, tuple(range(len(copy.targets))))

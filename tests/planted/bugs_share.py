@@ -100,6 +100,14 @@ BUGS = (
         (FORK + "test_a_cancelled_fork_leaves_nothing",),
     ),
     Mutation(
+        "copies_end_before_the_swapper_is_new",
+        "prefix_index/core.py",
+        '        if name == "gpu_swapper":\n',
+        '        if name == "cpu_evictor ":\n',
+        "a fork that a restart of the swapper interrupts keeps its blocks",
+        (WALKS,),
+    ),
+    Mutation(
         "sleep_with_an_open_lease",
         "prefix_index/sleeping.py",
         "        if self._is_busy():\n            return [Refusal",

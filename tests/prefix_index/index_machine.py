@@ -587,8 +587,9 @@ class IndexMachine(RuleBasedStateMachine):
             self.loads.clear()
             self.offloads.clear()
             self.admits.clear()
-            self.copies.clear()
             self.turn(PeerRestarted("cpu_evictor", self.incarnation))
+            self.copies.clear()  # what is sent between the two is dropped
+            self.turn(PeerRestarted("gpu_swapper", self.incarnation))
 
     @rule(sure=st.integers(0, 3))
     def notifier_restarted(self, sure: int) -> None:

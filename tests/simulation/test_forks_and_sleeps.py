@@ -11,7 +11,7 @@ from tests.simulation import run_seed, workload
 from tests.simulation.workload import Extra
 
 
-@pytest.mark.parametrize("first", [0, 10, 20])
+@pytest.mark.parametrize("first", [0, 10, 20, 330])
 def test_nothing_is_violated(first, monkeypatch):
     monkeypatch.setattr(workload, "EXTRA", Extra(forks=0.6, sleeps=0.5))
     some = [run_seed(seed) for seed in range(first, first + 10)]
