@@ -49,7 +49,7 @@ def test_true_hints_help():
 
 
 def test_false_hints_are_learned_away():
-    """A session that is said to end returns, and the other way round: the opposite is learned."""
+    """A session with the hint that it ends returns, and the other way round: the opposite is learned."""
     true, _ = chats(3000, honest=True)
     false, lru = chats(3000, honest=False)
     assert false > 0.9 * true

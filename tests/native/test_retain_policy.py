@@ -58,8 +58,8 @@ def two_tiers(requests, device, host, retain, inverted):
 
 
 def three_tiers(requests, retain):
-    """The hit rate of 3,000, 30,000 and 100,000 blocks, and the blocks moved down. What leaves the
-    host is stored, and what leaves the store is what was stored first."""
+    """The hit rate of 3,000, 30,000 and 100,000 blocks, and the blocks moved down. The store
+    takes the blocks that leave the host, and evicts those that it has had longest."""
     tiers, store = TwoTiers(3000, 30_000, LifeTables(), retain), OrderedDict()
     hits = stored = 0
     for one in requests:

@@ -226,7 +226,7 @@ def pauses(draw: Callable[[random.Random], float], stays: float = 0.8) -> Iterat
 
 
 def bursts() -> Iterator[Request]:
-    """Everybody asks within 20 s, and then nobody for 10 minutes."""
+    """All requests of 20 s, then none for 10 minutes."""
     for one in pauses(lambda rng: rng.expovariate(1 / 60)):
         yield one._replace(now=one.now % 20 + one.now // 20 * 620)
 

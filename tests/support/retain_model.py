@@ -83,8 +83,8 @@ def classify(
         uses: requests that used it, this one included.
         gap: seconds since the request that this one continues, -1 if it continues none.
         output: tokens that the request produced.
-        ends: the session was said to end.
-        returns_in: seconds in which it was said to continue, -1 without.
+        ends: the hint that the session ends.
+        returns_in: the hint in how many seconds it continues, -1 without.
     """
     if ends or returns_in >= 0:
         hint = 0 if ends else 1 + step_of(returns_in, (8, 32, 128, 512))
