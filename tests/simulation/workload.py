@@ -115,7 +115,7 @@ class Client(CacheClient):
             await self._pause()
 
     async def _sleep(self) -> None:
-        """Sleep once no lease is open, and wake, whatever happens on the way."""
+        """Sleep once no lease is open, and wake, also after a failure or a cancellation."""
         cache, rng, level = self.world.cache, self.extra_rng, self.extra_rng.choice((1, 2))
         try:
             for _ in range(20):
@@ -278,7 +278,7 @@ class Served:
         return True
 
     async def fork(self) -> None:
-        """Branches with bytes of their own, which end in any order."""
+        """Branches with separate bytes, which end in any order."""
         lease, rng, world = self.lease, self.client.extra_rng, self.world
         count, deadline = rng.choice((1, 1, 2)), rng.choice((0.05, 1.0))
         try:
