@@ -7,12 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvactors.arguments import check_flag, check_int, check_seconds, kind
-
-MIN_PRIORITY = -2
-"""The priority of blocks that leave first."""
-
-MAX_PRIORITY = 2
-"""The priority of blocks that leave last."""
+from kvactors.types import MAX_PRIORITY, MIN_PRIORITY
 
 
 class Hints(msgspec.Struct, frozen=True):

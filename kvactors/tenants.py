@@ -13,7 +13,7 @@ from kvactors.arguments import (
     request_path,
     request_scope,
 )
-from kvactors.errors import StoreUnsupported
+from kvactors.errors import ConfigError, StoreUnsupported
 from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.messages import ChangeShares, Clear, SetQuota, Unpin
 from kvactors.quota_settings import quota_in_blocks
@@ -81,7 +81,7 @@ async def set_quota(
         deadline: seconds from now.
 
     Raises:
-        ConfigError: a size is none, or holds no block.
+        ValueError: a size is malformed, or holds no block.
     """
     at = self._client.deadline(deadline)
     check_text("salt", salt)
@@ -89,7 +89,10 @@ async def set_quota(
     for name, size in (("device", device), ("host", host)):
         if size is not None and not isinstance(size, str):
             check_int(name, size, 1, 1 << 31)
-    quota = quota_in_blocks("set_quota", device, host, block_bytes)
+    try:
+        quota = quota_in_blocks("set_quota", device, host, block_bytes)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
     await self._client.ask(ChangeShares(SetQuota(salt, quota)), at)
 
 

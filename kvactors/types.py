@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 HASH_BYTES = 32
 """Bytes in a block hash (SHA-256)."""
 
+MIN_PRIORITY = -2
+"""The priority of blocks that leave first."""
+
+MAX_PRIORITY = 2
+"""The priority of blocks that leave last."""
+
 Tokens: TypeAlias = (
     "list[int] | tuple[int, ...] | array[int] | memoryview | NDArray[np.integer[Any]]"
 )

@@ -7,12 +7,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from math import inf
+from time import monotonic
 from typing import TYPE_CHECKING
 
-from kvactors.actor.clock import now
-from kvactors.hints import MAX_PRIORITY, MIN_PRIORITY
 from kvactors.invariant import ensure
-from kvactors.types import split_hashes
+from kvactors.types import MAX_PRIORITY, MIN_PRIORITY, split_hashes
 
 if TYPE_CHECKING:
     from kvactors.cpu_evictor.slots import HostBlock
@@ -42,7 +41,7 @@ class HostShares:
         default: int | None = None,
         named: Mapping[int, int | None] | None = None,
         pin_limit: int = 0,
-        clock: Callable[[], float] = now,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self.quota_evictions = self.pins_refused = 0
         self._default = default

@@ -65,7 +65,7 @@ void moves_and_verifies(const World& world, bool held, bool whole) {
     world.bind(queue);
     std::vector<SlabItem> items;
     for (i64 slot = 0; slot < i64(kSlots); slot += slot % 7 == 6 ? 2 : 1) items.push_back(world.item(slot, held, whole));
-    queue.submit(true, false, items, std::string(kEntry * items.size(), 'x'));
+    queue.submit(SlabWork::kWrite, false, items, std::string(kEntry * items.size(), 'x'));
     auto ended = drained(queue);
     assert(ended.size() == 1);
     std::string marks;
@@ -79,8 +79,8 @@ void moves_and_verifies(const World& world, bool held, bool whole) {
         marks += entry.substr(88, 8) + entry.substr(kEntry - 8);
     }
     marks[16 * 5] = char(marks[16 * 5] ^ 1);
-    for (int round = 0; round < 20; ++round) queue.submit(false, false, items, marks);
-    queue.submit(false, false, {}, "");
+    for (int round = 0; round < 20; ++round) queue.submit(SlabWork::kRead, false, items, marks);
+    queue.submit(SlabWork::kRead, false, {}, "");
     std::size_t seen = 0;
     for (const auto& one : drained(queue)) {
         ++seen;
@@ -104,8 +104,8 @@ void outlives_its_queue(const World& world) {
     auto queue = std::make_unique<SlabQueue>(1, 1, 0);
     world.bind(*queue);
     queue->set_calls({kSystemCalls.read, hanging, kSystemCalls.inode});
-    queue->submit(true, false, {world.item(0)}, std::string(kEntry, 'x'));
-    const u64 second = queue->submit(true, false, {world.item(9)}, std::string(kEntry, 'x'));
+    queue->submit(SlabWork::kWrite, false, {world.item(0)}, std::string(kEntry, 'x'));
+    const u64 second = queue->submit(SlabWork::kWrite, false, {world.item(9)}, std::string(kEntry, 'x'));
     while (!g_begun.load()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     queue->cancel(second);
     assert(!queue->wait_idle(0.01) && queue->in_flight() == 2);

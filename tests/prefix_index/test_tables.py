@@ -24,6 +24,7 @@ from kvactors.prefix_index.messages import (
     Ack,
     Acquire,
     AcquireResult,
+    Clear,
     Continue,
     Extend,
     Finish,
@@ -185,7 +186,7 @@ class TablesMachine(RuleBasedStateMachine):
     @rule(sure=st.integers(0, 3))
     def clear(self, sure: int) -> None:
         if not sure:
-            self.state.clear(Request(), storage=False)
+            self.state.clear(Clear(), Request())
             while self.state.index.sweeping:
                 self.state.index.sweep()
 

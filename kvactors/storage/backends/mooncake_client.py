@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import anyio
 
 from kvactors.actor.log import get_logger
-from kvactors.actor.uncancelled import wait_uncancelled
+from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
 from kvactors.errors import StoreError
 from kvactors.mooncake_address import endpoints
 from kvactors.mooncake_config import MooncakeConfig
@@ -110,8 +110,7 @@ class MooncakeClient:
                 await anyio.sleep(RETRY)
             check_result(code, self.config.master_server_address)
         except BaseException:
-            with anyio.CancelScope(shield=True):
-                await self.close()
+            await uncancelled(self.close())
             raise
 
     async def reachable(self, seconds: float) -> bool:
