@@ -48,10 +48,10 @@ from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.cpu_evictor.prefetch import PrefetchJob
 from kvactors.cpu_evictor.requests import Peers, RequestTable
 from kvactors.cpu_evictor.save import SaveJob
+from kvactors.cpu_evictor.share_changes import change_shares
 from kvactors.cpu_evictor.shares import HostShares
 from kvactors.cpu_evictor.slots import HostTier
 from kvactors.cpu_evictor.statistics import HostStatistics, host_statistics
-from kvactors.cpu_evictor.victims import change_shares
 from kvactors.device.arena import HostSlots
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, Report, TierCleared
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus

@@ -1,14 +1,11 @@
 """Blocks of the host tier by what their requests have asked for: the choice of victims, and changes
-of hints, pins and quotas."""
+of hints and salts."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
-
-from kvactors.cpu_evictor.messages import EvictFirst, PinHostBlocks, ShareMessage, UnpinHostBlocks
-from kvactors.types import split_hashes
 
 if TYPE_CHECKING:
     from kvactors.cpu_evictor.slots import BlockTraits, HostBlock, HostTier
@@ -75,17 +72,3 @@ def clear_salt(tier: HostTier, salt: int) -> list[HostBlock]:
     for block in found:
         tier.drop(block)
     return found
-
-
-def change_shares(tier: HostTier, message: ShareMessage) -> None:
-    """Change the order of eviction, pins or the quota of a salt."""
-    tier.changes += 1
-    if isinstance(message, EvictFirst):
-        tier.policy.evict_first(split_hashes(message.hashes))
-    elif isinstance(message, PinHostBlocks):
-        tier.shares.pin(message.hashes)
-    elif isinstance(message, UnpinHostBlocks):
-        tier.shares.unpin(message.hashes)
-    else:
-        residents = tier.policy.candidates()
-        tier.shares.set_quota(message.salt, message.blocks, residents, named=message.named)
