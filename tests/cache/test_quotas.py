@@ -88,7 +88,7 @@ async def test_a_quota_can_be_changed_while_the_cache_runs():
         assert held(cache, 1, salt="quiet") == 2
         with pytest.raises(ValueError, match="device"):
             await cache.set_quota("noisy", device=0)
-        with pytest.raises(ConfigError, match="one block takes"):
+        with pytest.raises(ValueError, match="one block takes"):
             await cache.set_quota("noisy", device="1 B")
 
 
