@@ -38,7 +38,7 @@ class DeviceCache:
         self.reports: IndexReports | None = None
 
     @property
-    def room(self) -> int:
+    def available(self) -> int:
         """Blocks that are free or can be evicted."""
         return self.blocks.free + self.index.unreferenced
 

@@ -135,10 +135,10 @@ class Matcher:
         Raises:
             NoRoom: the first one that does not fit is in host memory.
         """
-        room = self._cache.room
-        if len(sources) > room and sources[room] is Tier.HOST:
-            raise NoRoom(len(sources), room)
-        return min(len(sources), room)
+        available = self._cache.available
+        if len(sources) > available and sources[available] is Tier.HOST:
+            raise NoRoom(len(sources), available)
+        return min(len(sources), available)
 
     def _hold(self, record: RequestRecord, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Index blocks that have arrived, held by the request."""
@@ -157,7 +157,7 @@ class Matcher:
         are not read."""
         cache, direct = self._cache, self._cache.direct
         start = len(record.nodes)
-        count = min(full - start, cache.room)
+        count = min(full - start, cache.available)
         if direct is None or record.has_media or count < 1:
             return
         cache.make_room(count)

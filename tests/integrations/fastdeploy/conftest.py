@@ -65,7 +65,7 @@ class Engine:
         return sorted(self.manager.gpu_free_block_list)
 
     @property
-    def room(self) -> int:
+    def available(self) -> int:
         found = self.manager.statistics()
         return found.free_gpu_blocks + found.evictable_gpu_blocks
 

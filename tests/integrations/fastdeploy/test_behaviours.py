@@ -138,7 +138,7 @@ def test_host_blocks_that_do_not_fit_on_the_device_are_an_error_that_holds_nothi
         with pytest.raises(NoRoom):
             one.match(Request("b", [*A, 1, 2, 3, 4]))
         one.free(Request("b", A))
-    assert one.room == 1
+    assert one.available == 1
     one.manager.recycle_gpu_blocks(taken, "other")
     found = one.prefill(Request("b", [*A, 1, 2, 3, 4]))
     assert (found["gpu_match_token_num"], found["cpu_match_token_num"]) == (4, 8)
@@ -263,7 +263,7 @@ def test_a_block_of_two_requests_has_one_owner(engine):
     one.free(second)
     assert one.free_blocks == [2, 3, 4, 5, 6, 7]
     one.free(first)
-    assert one.room == 6, "the third request holds 2"
+    assert one.available == 6, "the third request holds 2"
 
 
 def test_output_replaces_a_host_copy(engine):
@@ -327,7 +327,7 @@ def test_a_second_match_without_a_release_holds_the_blocks_once(engine):
     for _ in range(5):
         one.match(request)
     one.free(request)
-    assert one.room == 4
+    assert one.available == 4
 
 
 def test_a_hit_that_is_pulled_back_for_media_stays_counted(engine):
@@ -340,7 +340,7 @@ def test_a_hit_that_is_pulled_back_for_media_stays_counted(engine):
     assert request.num_cached_blocks == 3
     one.free(request)
     one.manager.check()
-    assert one.room == 6
+    assert one.available == 6
 
 
 # -- eviction

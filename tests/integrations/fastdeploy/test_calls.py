@@ -110,7 +110,7 @@ def test_recorded_admission_chunks_and_finish(engine):
         "release_block_ids",
         "recycle_gpu_blocks",
     ]
-    assert one.room == 8
+    assert one.available == 8
     assert len(one.free_blocks) == 5, "3 full blocks are cached"
 
 
@@ -134,7 +134,7 @@ def test_recorded_preemption_in_decode(engine):
     ]
     scheduler.run()
     assert not scheduler.wrong
-    assert one.room == 4
+    assert one.available == 4
 
 
 def test_recorded_admission_that_does_not_fit(engine):
@@ -152,7 +152,7 @@ def test_recorded_admission_that_does_not_fit(engine):
     ]
     one.manager.recycle_gpu_blocks(taken, "other")
     scheduler.run()
-    assert one.room == 4
+    assert one.available == 4
 
 
 def test_a_match_gives_blocks_tokens_and_metrics(engine):

@@ -51,7 +51,7 @@ def test_a_pool_that_hangs_costs_misses(engine, shared):
     one.serve("a", A)
     one.serve("b", A)
     assert one.manager.statistics().written_blocks == 0
-    assert one.room == 6
+    assert one.available == 6
     shared.mode = "ok"
 
 

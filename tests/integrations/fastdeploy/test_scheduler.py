@@ -45,7 +45,7 @@ def drive(one: Any, seed: int, requests: int = 40, fault: Any = lambda rng: None
     one.manager.check()
     assert scheduler.wrong == []
     assert scheduler.failures == []
-    assert one.room == one.manager.num_gpu_blocks, "blocks are lost"
+    assert one.available == one.manager.num_gpu_blocks, "blocks are lost"
     assert one.manager.statistics().requests == 0
     return scheduler
 

@@ -58,7 +58,7 @@ def test_finish_threads_write_while_the_scheduler_goes_on(engine, pool, seed):
     assert scheduler.wrong == []
     assert scheduler.failures == []
     one.manager.check()
-    assert one.room == 6
+    assert one.available == 6
     found = one.manager.statistics()
     assert found.failed_blocks == 0
     assert found.written_blocks > 0
@@ -170,7 +170,7 @@ def test_a_store_that_hangs_does_not_keep_requests(engine, faults, monkeypatch):
     monkeypatch.setattr(faults, "_fault", hang)
     one.serve("a", A)
     assert one.manager.statistics().failed_blocks == 2
-    assert one.room == 4
+    assert one.available == 4
     one.manager.check()
 
 
@@ -206,7 +206,7 @@ def test_a_close_during_a_write_ends_it(engine, pool, monkeypatch):
     write.result(LIMIT)
     one.manager.close()
     one.free(request)
-    assert one.room == 2
+    assert one.available == 2
 
 
 # -- copies that do not end
@@ -241,7 +241,7 @@ def test_blocks_of_a_copy_to_the_device_that_does_not_end_are_not_given_out(engi
     one.free(request)
     one.manager.check()
     assert one.free_blocks == [2, 3], "block 1 may still be written"
-    assert one.room == 3, "the matched block is evictable again"
+    assert one.available == 3, "the matched block is evictable again"
 
 
 def test_a_copy_for_storage_that_does_not_end_stops_the_writes(engine, monkeypatch):
@@ -252,4 +252,4 @@ def test_a_copy_for_storage_that_does_not_end_stops_the_writes(engine, monkeypat
     one.serve("b", list(range(50, 58)))
     found = one.manager.statistics()
     assert (found.written_blocks, found.failed_blocks) == (0, 4)
-    assert one.room == 4
+    assert one.available == 4
