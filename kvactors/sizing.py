@@ -7,6 +7,8 @@ model, measures how much device memory is left, and sets the number once.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -67,10 +69,31 @@ async def set_num_blocks(
     if system.sizing is not None and not system.sizing.done():
         raise ConfigError("device.num_blocks is being set by another call")
     config = _config_with(system, int(num_blocks), device)
+    await change_memory(system, _set(self, config, device), at, "the device did not open in time")
+
+
+async def change_memory(
+    system: System, work: Coroutine[Any, Any, None], at: float, late: str
+) -> None:
+    """Run a change of the memory, the only one of its cache at this moment.
+
+    If the deadline passes or the caller is cancelled, the change is cancelled, and this returns
+    when the state is defined.
+
+    Args:
+        system: the system whose memory changes.
+        work: the change.
+        at: the deadline, on the loop's clock.
+        late: text of the error after the deadline.
+
+    Raises:
+        DeadlineExceeded: the deadline has passed.
+        CacheClosed: the cache was closed.
+    """
     loop = asyncio.get_running_loop()
-    task = system.sizing = loop.create_task(_set(self, config, device), name="kvactors device")
+    task = system.sizing = loop.create_task(work, name="kvactors memory")
     try:
-        await asyncio.wait((task,), timeout=at - loop.time())
+        await asyncio.wait((task,), timeout=max(0.0, at - loop.time()))
     finally:
         if not task.done():
             task.cancel()
@@ -78,7 +101,7 @@ async def set_num_blocks(
     if task.cancelled():
         if system.shutdown.begun:
             raise CacheClosed("the cache was closed during this call")
-        raise DeadlineExceeded("the device did not open in time")
+        raise DeadlineExceeded(late)
     task.result()
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
-from kvactors.actor.uncancelled import ended, uncancelled
+from kvactors.actor.uncancelled import uncancelled
 from kvactors.arguments import check_int, kind
 from kvactors.cpu_evictor.messages import EmptyHost
 from kvactors.data_plane.devices import make_device
@@ -17,9 +15,7 @@ from kvactors.data_plane.local import LocalPlane
 from kvactors.device.base import Device, DeviceBlocks
 from kvactors.errors import (
     CacheAsleep,
-    CacheClosed,
     ConfigError,
-    DeadlineExceeded,
     DeviceError,
     LayoutError,
     NumBlocksUnset,
@@ -27,7 +23,7 @@ from kvactors.errors import (
 )
 from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.messages import Pause, Resume
-from kvactors.sizing import LateOpening, opened_engine
+from kvactors.sizing import LateOpening, change_memory, opened_engine
 from kvactors.system import System
 from kvactors.threads import in_thread
 
@@ -36,6 +32,8 @@ PART = 512
 
 AWAKE_LIMIT = 10.0
 """Seconds that an index may take to admit requests again."""
+
+LATE = "the memory was not released or taken in time"
 
 log = get_logger()
 
@@ -68,7 +66,7 @@ async def sleep(self: OpenCache, level: int = 1, *, deadline: float | None = Non
     check_int("level", level, 1, 2)
     system = self.system
     _check_supported(system, level)
-    await _run(self, _fall_asleep(self, level, at), at + AWAKE_LIMIT)
+    await change_memory(self.system, _fall_asleep(self, level, at), at + AWAKE_LIMIT, LATE)
 
 
 async def wake(
@@ -99,7 +97,7 @@ async def wake(
     if not self.system.asleep:
         return
     _check_device(self.system, device)
-    await _run(self, _wake(self, device), at)
+    await change_memory(self.system, _wake(self, device), at, LATE)
 
 
 def _check_free(system: System) -> None:
@@ -138,24 +136,6 @@ def _check_device(system: System, device: Device | None) -> None:
         )
     if device.layout.fingerprint != before.layout.fingerprint:
         raise LayoutError("the device has another layout than before the sleep")
-
-
-async def _run(cache: OpenCache, work: Coroutine[Any, Any, None], at: float) -> None:
-    """Run a change of the memory as the only one, also if the caller is cancelled: then it is
-    cancelled, and this returns when the state is defined."""
-    system, loop = cache.system, asyncio.get_running_loop()
-    task = system.sizing = loop.create_task(work, name="kvactors sleep")
-    try:
-        await asyncio.wait((task,), timeout=max(0.0, at - loop.time()))
-    finally:
-        if not task.done():
-            task.cancel()
-            await ended(task)
-    if task.cancelled():
-        if system.shutdown.begun:
-            raise CacheClosed("the cache was closed during this call")
-        raise DeadlineExceeded("the memory was not released or taken in time")
-    task.result()
 
 
 async def _fall_asleep(cache: OpenCache, level: int, at: float) -> None:

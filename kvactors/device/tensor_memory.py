@@ -9,12 +9,13 @@ some tensors (eight-bit floats, tensors with autograd): such tensors are describ
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvactors.errors import DeviceError
+from kvactors.layout.base import Layout
 
 HOST_DEVICES = {1, 3, 11}
 """DLPack's device types whose memory the host can address: CPU, pinned for CUDA, pinned for
@@ -133,6 +134,20 @@ def address_of(tensor: Any) -> int:
     if isinstance(tensor, np.ndarray):
         return int(tensor.ctypes.data)
     return describe(tensor).address
+
+
+def ensure_in_place(layout: Layout, tensors: Sequence[Any], addresses: Iterable[int]) -> None:
+    """Check that no tensor of a device has moved since it was registered.
+
+    Raises:
+        DeviceError: a tensor has moved, so its framework may have reused the memory.
+    """
+    for piece, tensor, address in zip(layout.pieces, tensors, addresses, strict=True):
+        if address_of(tensor) != address:
+            raise DeviceError(
+                f"the tensor of layer {piece.layer}, {piece.role}, has moved since it was "
+                "registered"
+            )
 
 
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.device.regions import copy_regions, regions_to_device, regions_to_host
-from kvactors.device.tensor_memory import address_of, describe, is_contiguous
+from kvactors.device.tensor_memory import describe, ensure_in_place, is_contiguous
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
 from kvactors.native import check_blocks, fill_blocks
@@ -138,13 +138,7 @@ class TensorDevice(Device):
         Raises:
             DeviceError: a tensor has moved, so its framework may have reused the memory.
         """
-        for i, tensor in enumerate(self.tensors):
-            if address_of(tensor) != self.regions[i]:
-                piece = self.layout.pieces[i]
-                raise DeviceError(
-                    f"the tensor of layer {piece.layer}, {piece.role}, has moved since it was "
-                    "registered"
-                )
+        ensure_in_place(self.layout, self.tensors, self.regions)
 
     def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
         """See `Device`."""

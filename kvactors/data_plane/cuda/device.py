@@ -22,7 +22,7 @@ from kvactors.data_plane.cuda.staging import StagedBlocks
 from kvactors.data_plane.cuda.within import copy_blocks
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
-from kvactors.device.tensor_memory import TYPESTRS, address_of
+from kvactors.device.tensor_memory import TYPESTRS, ensure_in_place
 from kvactors.device.tensors import Region, TensorDevice, region_of
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import ITEM_BYTES, Layout
@@ -178,13 +178,7 @@ class CudaDevice(CudaContext, Device):
     def ensure_in_place(self) -> None:
         """DeviceError if a tensor has moved since it was registered: its framework has given the
         memory away."""
-        for i, tensor in enumerate(self.tensors):
-            if address_of(tensor) != self.regions[i]:
-                piece = self.layout.pieces[i]
-                raise DeviceError(
-                    f"the tensor of layer {piece.layer}, {piece.role}, has moved since it was "
-                    "registered"
-                )
+        ensure_in_place(self.layout, self.tensors, self.regions)
 
     def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
         """See `Device`; DeviceError and CudaError besides. One driver call per piece:
