@@ -19,7 +19,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 // Tokens from which releasing the GIL gains more than it costs.
-constexpr std::size_t kLarge = 4096;
+constexpr std::size_t kLarge = 32768;
 
 inline Key key_of(const nb::bytes& bytes, const char* what) {
     if (bytes.size() != 32) throw nb::value_error(what);

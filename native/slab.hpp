@@ -2,33 +2,40 @@
 // address.
 #pragma once
 
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <cstdlib>
 
 #include "common.hpp"
 
 namespace kvactors {
 
-template <class T>
+// kWidth: the width where it is known here, 0 elsewhere.
+template <class T, std::size_t kWidth = 0>
 class Slab {
 public:
     Slab(std::size_t width, unsigned shift) : width_(width), shift_(shift), mask_((u32(1) << shift) - 1) {}
 
-    T* row(u32 id) { return chunks_[id >> shift_].get() + (id & mask_) * width_; }
-    const T* row(u32 id) const { return chunks_[id >> shift_].get() + (id & mask_) * width_; }
+    T* row(u32 id) { return chunks_[id >> shift_].get() + (id & mask_) * width(); }
+    const T* row(u32 id) const { return chunks_[id >> shift_].get() + (id & mask_) * width(); }
 
     // Rows from this one to the end of its chunk, which lie side by side.
     u32 rows_beside(u32 id) const { return mask_ + 1 - (id & mask_); }
 
     std::size_t rows() const { return chunks_.size() << shift_; }
-    std::size_t bytes() const { return rows() * width_ * sizeof(T); }
+    std::size_t bytes() const { return rows() * width() * sizeof(T); }
 
+    // touch: bring in the pages of these rows now, and not during the first request. Chunks that fill
+    // huge pages ask for such, since a walk over a large tree would otherwise miss the TLB at each 4 KiB.
     void reserve(std::size_t rows_wanted, bool touch = true) {
-        const std::size_t chunk_bytes = ((width_ * sizeof(T)) << shift_) + 63 & ~std::size_t(63);
+        const std::size_t row_bytes = width() * sizeof(T), chunk_bytes = (row_bytes << shift_) + 63 & ~std::size_t(63);
+        const bool huge = touch && chunk_bytes % kHugePage == 0;
         while (rows() < rows_wanted) {
-            void* memory = std::aligned_alloc(64, chunk_bytes);
+            void* memory = std::aligned_alloc(huge ? kHugePage : 64, chunk_bytes);
             if (memory == nullptr) throw std::bad_alloc();
-            // Bring the pages in now, not during the first request.
-            if (touch) std::memset(memory, 0, chunk_bytes);
+            if (huge) ::madvise(memory, chunk_bytes, MADV_HUGEPAGE);  // no effect where the system has none
+            if (touch) std::memset(memory, 0, std::min(chunk_bytes, (rows_wanted - rows()) * row_bytes));
             chunks_.emplace_back(static_cast<T*>(memory));
         }
     }
@@ -41,6 +48,9 @@ public:
     }
 
 private:
+    std::size_t width() const { return kWidth != 0 ? kWidth : width_; }
+
+    static constexpr std::size_t kHugePage = std::size_t(2) << 20;
     struct Free {
         void operator()(T* p) const { std::free(p); }
     };

@@ -5,6 +5,9 @@
 namespace kvactors {
 namespace {
 
+// A processor's own prefetching ends at each 4 KiB page, and a prompt's tokens lie on many.
+constexpr std::size_t kStride = 64, kAhead = 8192;  // tokens, bytes
+
 // The part of a value that must be zero in a token id: the sign for narrow types, the sign and
 // upper half for 64-bit ones. It is collected with OR, so the loop has no branch and vectorises.
 template <class T>
@@ -20,7 +23,16 @@ inline __attribute__((always_inline)) bool narrow_as(const void* source, std::pt
     std::make_unsigned_t<T> bad = 0;
     if (stride == std::ptrdiff_t(sizeof(T)) && reinterpret_cast<std::uintptr_t>(source) % alignof(T) == 0) {
         const T* in = static_cast<const T*>(source);
-        for (std::size_t i = 0; i < count; ++i) {
+        std::size_t i = 0;
+        for (; i + kStride <= count; i += kStride) {
+            for (std::size_t byte = 0; byte < kStride * sizeof(T); byte += 64)
+                __builtin_prefetch(reinterpret_cast<const u8*>(in + i) + kAhead + byte);
+            for (std::size_t j = i; j < i + kStride; ++j) {
+                bad = std::make_unsigned_t<T>(bad | excess(in[j]));
+                out[j] = u32(in[j]);
+            }
+        }
+        for (; i < count; ++i) {
             bad = std::make_unsigned_t<T>(bad | excess(in[i]));
             out[i] = u32(in[i]);
         }

@@ -45,7 +45,7 @@ Tree::Tree(u32 block_size, std::size_t capacity, bool touch, std::shared_ptr<Lif
       tokens_(block_size, chunk_shift(capacity)),
       keys_(1, chunk_shift(capacity)),
       hasher_(block_size),
-      children_(capacity, false),
+      children_(capacity / 16, false),
       names_(capacity, touch && names_at_once),
       extras_(1) {
     std::fill_n(heads_, kLevels, kNil);
@@ -128,6 +128,7 @@ const Key& Tree::name(u32 id) {
 // other children are in the table, and only for those a hash is needed.
 u32 Tree::find_child(u32 parent, u32 extra, const u32* tokens) const {
     const auto same = [&](u32 id) {
+        __builtin_prefetch(tokens_of(id));  // beside the miss for the node
         const Node& node = at(id);
         return node.parent == parent && node.extra == extra &&
                std::memcmp(tokens_of(id), tokens, 4 * std::size_t(block_size_)) == 0;
@@ -174,9 +175,10 @@ u32 Tree::take_id() {
     id = next_id_;
     if (id >= kFree) throw std::runtime_error("the block tree is full");
     if (id >= nodes_.rows()) {
-        nodes_.reserve(std::size_t(id) + 1);
-        tokens_.reserve(std::size_t(id) + 1);
-        keys_.reserve(std::size_t(id) + 1, names_at_once_);
+        const std::size_t rows = std::size_t(id) + nodes_.rows_beside(id);
+        nodes_.reserve(rows);
+        tokens_.reserve(rows);
+        keys_.reserve(rows, names_at_once_);
     }
     ++next_id_;
     return id;

@@ -188,8 +188,9 @@ public:
 private:
     friend class TreeCheck;
     friend class TreeWalk;
+    friend class Unlisting;
     static constexpr u32 kFree = 0xfffffffeu;
-    static constexpr u32 kChainTokens = 256;  // tokens that are compared together
+    static constexpr u32 kChainTokens = 1024;  // tokens that are compared together
 
     struct Extra {
         std::string bytes;
@@ -214,6 +215,8 @@ private:
 
     // Cleared with its salt, and kept only for those that use it.
     bool gone(u32 id) const { return sharing_ != nullptr && sharing_->forgotten(id); }
+    // Whether a node in the list has no place elsewhere: LRU, without salts, quotas and hints.
+    bool is_plain() const { return policy_ == nullptr && memory_ == nullptr && sharing_ == nullptr; }
     bool has_listed() const { return counts_.evictable != 0; }
     u32 first_listed() const;
     u32 shared_victim(const Demand& demand, bool& chosen);
@@ -242,6 +245,7 @@ private:
     u32 lose_device(u32 id);
     void acquire(u32 id);
     void let_go(u32 id, std::vector<u32>& freed);
+    void let_go_run(const u32* first, const u32* end, std::vector<u32>& freed);
     void let_go_last(u32 id, std::vector<u32>& freed);
 
     void require(const Path& path) const;
@@ -262,9 +266,9 @@ private:
     u64 seed_[4];
     Raw<u32> token_seed_;  // one random word a token, which makes the hash of a block universal
     const bool names_at_once_;
-    Slab<Node> nodes_;
+    Slab<Node, 1> nodes_;
     Slab<u32> tokens_;
-    Slab<Key> keys_;  // names by node
+    Slab<Key, 1> keys_;  // names by node
     ChainHasher hasher_;
     u32 next_id_ = 0;
     u32 free_ = kNil;

@@ -62,4 +62,48 @@ inline void Tree::let_go(u32 id, std::vector<u32>& freed) {
     else let_go_last(id, freed);
 }
 
+// References nodes one after another. In the list of a plain tree a path that was released lies in
+// reverse, so each run of nodes that are neighbours there is cut out at once, at its end.
+class Unlisting {
+public:
+    explicit Unlisting(Tree& tree) : tree_(tree), plain_(tree.is_plain()) {}
+    ~Unlisting() { close(); }
+    Unlisting(const Unlisting&) = delete;
+    Unlisting& operator=(const Unlisting&) = delete;
+
+    void acquire(u32 id, Node& node) {
+        if (!plain_) return tree_.acquire(id);
+        if (node.refs++ != 0) return;
+        ++referenced_;
+        if ((node.bits & kListed) == 0) return;
+        node.bits &= u8(~kListed);
+        ++unlisted_;
+        tree_.read_ -= node.pending != 0;
+        if (first_ == kNil || node.next != first_) {
+            cut();
+            after_ = node.next;
+        }
+        first_ = id;
+    }
+
+private:
+    void cut() {
+        if (first_ == kNil) return;
+        const u32 before = tree_.at(first_).prev;
+        (before == kNil ? tree_.heads_[kPlainLevel] : tree_.at(before).next) = after_;
+        (after_ == kNil ? tree_.tails_[kPlainLevel] : tree_.at(after_).prev) = before;
+    }
+
+    void close() {
+        cut();
+        tree_.counts_.referenced += referenced_;
+        tree_.counts_.evictable -= unlisted_;
+    }
+
+    Tree& tree_;
+    const bool plain_;
+    u32 first_ = kNil, after_ = kNil;  // the run: its first node, and the one behind it in the list
+    u32 referenced_ = 0, unlisted_ = 0;
+};
+
 }  // namespace kvactors

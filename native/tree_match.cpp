@@ -48,6 +48,7 @@ u32 Tree::chain_below(u32 parent, const u32* tokens, u32 limit) const {
     if (first >= next_id_) return 0;
     limit = std::min({limit, std::max(kChainTokens / block_size_, u32(1)), next_id_ - first, nodes_.rows_beside(first)});
     const Node* nodes = nodes_.row(first);
+    for (u32 i = limit; i < 2 * limit; i += 2) __builtin_prefetch(nodes + i);  // of the call after this one
     u32 linked = 0;
     while (linked < limit && nodes[linked].parent == parent + linked && nodes[linked].extra == 0) ++linked;
     const std::size_t bytes = 4 * std::size_t(block_size_);
@@ -111,10 +112,11 @@ Match Tree::pin(Path& path, u32 limit) {
     path.shared.resize(held + count);
     const bool has_names = path.names.size() >= held && path.names.size() < held + count;
     if (has_names) path.names.reserve(held + count);
+    Unlisting unlisting(*this);
     for (u32 i = 0; i < count; ++i) {
         const u32 id = scratch_[i], position = held + i;
         Node& node = at(id);
-        acquire(id);
+        unlisting.acquire(id, node);
         if (node.hits != 0xffff) ++node.hits;
         if (i < match.device_run && (node.bits & kOffloading) != 0) {
             node.bits &= u8(~kOffloading);
@@ -180,6 +182,39 @@ std::vector<u32> Tree::truncate(Path& path, std::size_t tokens, std::string extr
     return freed;
 }
 
+// Drops one reference of each node, the last one first. The end of the list stays in registers.
+void Tree::let_go_run(const u32* first, const u32* end, std::vector<u32>& freed) {
+    if (!is_plain() || retired_) {
+        while (end != first) let_go(*--end, freed);
+        return;
+    }
+    u32 tail = tails_[kPlainLevel], dropped = 0, listed = 0;
+    const auto store = [&] {
+        tails_[kPlainLevel] = tail;
+        counts_.referenced -= std::exchange(dropped, 0);
+        counts_.evictable += std::exchange(listed, 0);
+    };
+    while (end != first) {
+        const u32 id = *--end;
+        Node& node = at(id);
+        if (--node.refs != 0) continue;
+        ++dropped;
+        if (!is_firm(node)) {
+            store();
+            let_go_last(id, freed);
+            continue;
+        }
+        node.bits |= kListed;
+        node.prev = tail;
+        node.next = kNil;
+        (tail == kNil ? heads_[kPlainLevel] : at(tail).next) = id;
+        tail = id;
+        ++listed;
+        read_ += node.pending != 0;
+    }
+    store();
+}
+
 // Deepest first, so that in the list a parent is always younger than its children and the eldest is
 // always a leaf. keep: leading blocks that a later call drops. Until then the path has no other
 // use.
@@ -189,7 +224,7 @@ std::vector<u32> Tree::release(Path& path, u32 keep) {
     path.fixed = std::max(path.fixed, path.held());
     for (std::size_t i = keep; i < path.table.size(); ++i)
         if (path.shared[i] == 0 && path.table[i] != kNil) freed.push_back(path.table[i]);
-    for (std::size_t i = path.nodes.size(); i-- > keep;) let_go(path.nodes[i], freed);
+    let_go_run(path.nodes.data() + std::min<std::size_t>(keep, path.nodes.size()), path.nodes.data() + path.nodes.size(), freed);
     if (path.nodes.size() > keep) path.nodes.resize(keep);
     if (path.table.size() > keep) {
         path.table.resize(keep);

@@ -166,10 +166,9 @@ class Bench:
         """The rows of an index that has `blocks`."""
         per_prompt = LENGTH // block_size
         stored = -(-blocks // per_prompt)
-        new = count * per_prompt * (self._rounds + 1)
         self._ours.drop()
         before = resident_bytes()
-        self._new(block_size, stored * per_prompt + new, hashes=False)
+        self._new(block_size, stored * per_prompt + 1, hashes=False)  # full, with its root
         self._ours.fill(stored)
         # A small index may fit in memory that the process has.
         ours = max(resident_bytes() - before, 1) / (stored * per_prompt)
@@ -180,6 +179,9 @@ class Bench:
             self.rows.append(time_row(f"block {block_size}, {name}", ours, found, "bytes", PEER))
         case = f"block {block_size}, {blocks:,} blocks before"
         self._measure(f"{case}, look-up", "look_up", (count,))
+        added = count * per_prompt * (self._rounds + 1)
+        self._ours.new(block_size, hashes=False, blocks=stored * per_prompt + added)
+        self._ours.fill(stored)
         self._measure(case, "insert", (count, LENGTH))
         self._new(block_size, 1024, hashes=False)
 
