@@ -16,8 +16,8 @@ constexpr u32 kDepthBits = 24;
 
 }  // namespace
 
-Retention::Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity, bool observes)
-    : tables_(std::move(tables)), observes_(observes), rows_(1, kRowShift), by_key_(kGhosts, false), buckets_(kBuckets) {
+Retention::Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity, const Guard& guard, bool observes)
+    : tables_(std::move(tables)), observes_(observes), guard_(guard), rows_(1, kRowShift), by_key_(kGhosts, false), buckets_(kBuckets) {
     rows_.reserve(capacity, false);
     // The memory is used as it is needed, and nothing is copied while it grows.
     runs_.reserve(2 * kLostRuns);

@@ -34,6 +34,17 @@ struct Visit {
     u32 hint = 0;      // see `LifeTables::hint_of`
 };
 
+// How far the model may leave LRU: see retain_shadow.cpp.
+struct Guard {
+    double slope;    // blocks that may be displaced for each hit of trust
+    double initial;  // trust before anything is observed
+    double most;     // largest share of the permitted loss that is granted as trust
+};
+
+constexpr Guard kDeviceGuard{17, 16, 0.9};
+// Of device and host together, where a share of the hits as large needs fewer displaced blocks.
+constexpr Guard kTotalGuard{2, 32, 0.4};
+
 struct RetentionCounts {
     u64 runs = 0, ghosts = 0, requests = 0, touched = 0, hits = 0, shadow_hits = 0;
     u64 resident = 0, displaced = 0, limit = 0;
@@ -43,7 +54,7 @@ struct RetentionCounts {
 class Retention {
 public:
     // observes: it adds what it sees to the tables. False if another one of the same blocks does.
-    Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity, bool observes = true);
+    Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity, const Guard& guard, bool observes = true);
     Retention(const Retention&) = delete;
     Retention& operator=(const Retention&) = delete;
 
@@ -74,6 +85,11 @@ public:
     u32 oldest();  // the least recently used block that can be evicted
     void evicted(u32 id, bool chosen);  // or it was lost
     void next_choice() { current_ = oldest_ = kNil; }
+    // Another tier is about to move `blocks` of these blocks to this one. Where the record allows
+    // no more displaced blocks, those that the shadow has evicted or is about to are due: they have
+    // to leave that tier first, as this one can only evict what it has.
+    void expect(u64 blocks);
+    bool is_due(u32 id) const { return row(id).run != kNil && runs_[row(id).run].order < due_; }
 
     // A victim that is still there: it is not listed, until it is touched or has gone.
     void mark_leaving(u32 id);
@@ -157,6 +173,7 @@ private:
 
     std::shared_ptr<LifeTables> tables_;
     const bool observes_;
+    const Guard guard_;
     double now_ = 0;
     u64 serial_ = 0;  // touches
     Slab<Row> rows_;
@@ -177,6 +194,7 @@ private:
     u64 resident_ = 0, displaced_ = 0;
     u32 edge_ = kNil;  // the oldest run of the shadow, of which `edge_inside_` blocks are in it
     u64 edge_inside_ = 0, younger_ = 0;  // younger_: blocks of the runs after it
+    u64 due_ = 0;  // the order before which runs are due
     double trust_, share_;  // see `judge`
     RetentionCounts counts_;
 };

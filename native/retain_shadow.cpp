@@ -12,18 +12,21 @@
 namespace kvactors {
 namespace {
 
-constexpr double kSlope = 17;    // blocks that may be displaced for each hit of trust
-constexpr double kInitial = 16;  // trust before anything is observed
 // The policy may lose this share of the blocks against LRU. A part of that is granted as trust
-// without a hit: `kMost` at first, a quarter of the part each time trust is used up, and `kMost`
-// again when it is full.
-constexpr double kLoss = 0.002, kMost = 0.9, kLeast = 0.036;
+// without a hit: `Guard::most` at first, a quarter of the part each time trust is used up, and
+// `Guard::most` again when it is full.
+constexpr double kLoss = 0.002, kLeast = 0.036;
+
+// Blocks that are due before the shadow has evicted them: so many times those that are moved, and
+// some more. The host tier evicts as many at the same time, and those of the next request.
+constexpr u64 kAhead = 2, kAheadMore = 32;
+constexpr u32 kAheadRuns = 64;
 
 }  // namespace
 
 void Retention::begin_trust() {
-    trust_ = kInitial;
-    share_ = kMost;
+    trust_ = guard_.initial;
+    share_ = guard_.most;
 }
 
 Mark Retention::mark() const {
@@ -69,7 +72,20 @@ void Retention::settle_edge() {
     }
 }
 
-u64 Retention::limit() const { return trust_ <= 0 ? 0 : u64(trust_ * kSlope); }
+void Retention::expect(u64 blocks) {
+    const u64 ahead = kAhead * blocks + kAheadMore;
+    due_ = 0;
+    if (edge_ == kNil || displaced_ + ahead < limit()) return;
+    u64 passed = edge_inside_;
+    u32 run = edge_;
+    for (u32 steps = 0; passed < ahead && run != kNil && steps < kAheadRuns; ++steps) {
+        run = next_younger(run);
+        if (run != kNil) passed += runs_[run].total;
+    }
+    due_ = run == kNil ? ~u64(0) : runs_[run].order;
+}
+
+u64 Retention::limit() const { return trust_ <= 0 ? 0 : u64(trust_ * guard_.slope); }
 
 void Retention::judge(u32 touched, u32 hits, u32 shadow_hits) {
     ++counts_.requests;
@@ -80,9 +96,10 @@ void Retention::judge(u32 touched, u32 hits, u32 shadow_hits) {
     trust_ += share_ * kLoss * double(touched) + hits - double(shadow_hits);
     if (before > 0 && trust_ <= 0) share_ = std::max(kLeast, share_ / 4);
     // Beyond the size of the tier more trust would only delay the answer to a change.
-    if (trust_ < kInitial + double(resident_)) return;
-    trust_ = kInitial + double(resident_);
-    share_ = kMost;
+    const double full = guard_.initial + double(resident_);
+    if (trust_ < full) return;
+    trust_ = full;
+    share_ = guard_.most;
 }
 
 }  // namespace kvactors

@@ -255,6 +255,7 @@ private:
     void note_match(Path& path, u32 held, u32 limit, const Match& match) const;
     void settle_memory(u32 id);
     u64 key_of(u32 id) const;
+    u32 preferred();
     u32 victim(bool& chosen);
     void require_blocks(const Path& path, u32 upto) const;
     void adopt(Path& path, u32 position, u32 id, Committed& result);

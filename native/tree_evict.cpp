@@ -20,6 +20,7 @@ Evicted Tree::evict(std::size_t count, bool with_names, const Demand& demand) {
     Evicted result;
     if (retired_) return result;
     if (policy_ != nullptr) policy_->next_choice();
+    if (memory_ != nullptr) memory_->expect(count);
     while (result.nodes.size() < count && has_listed()) {
         bool chosen = false;
         const u32 id = sharing_ != nullptr   ? shared_victim(demand, chosen)

@@ -46,9 +46,14 @@ void Tree::note_match(Path& path, u32 held, u32 limit, const Match& match) const
 }
 
 // The policy's choice. It has none while it is not trusted, and the least recently used block is as
-// well a leaf.
+// well a leaf. Nor while that block is due, by the guard of both tiers.
+u32 Tree::preferred() {
+    if (policy_ == nullptr) return kNil;
+    return memory_ != nullptr && memory_->is_due(first_listed()) ? kNil : policy_->victim();
+}
+
 u32 Tree::victim(bool& chosen) {
-    const u32 id = policy_->victim();
+    const u32 id = preferred();
     chosen = id != kNil;
     return chosen ? id : heads_[kPlainLevel];
 }

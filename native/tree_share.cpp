@@ -38,7 +38,7 @@ u32 Tree::shared_victim(const Demand& demand, bool& chosen) {
     if (expired != kNil) return expired;
     const u32 above = sharing_->above_quota(demand.salt, demand.incoming);
     const u32 first = above == kNil ? first_listed() : sharing_->owner_head(above);
-    const u32 preferred = policy_ == nullptr ? kNil : policy_->victim();
+    const u32 preferred = this->preferred();
     const Sharing& sharing = *sharing_;
     chosen = preferred != kNil && sharing.row(preferred).level == sharing.row(first).level &&
              (above == kNil || sharing_->owner_at(preferred) == above);

@@ -132,10 +132,23 @@ def test_it_learns_a_cycle_that_lru_never_hits(retain):
 
 def test_both_tiers_share_what_one_of_them_observes():
     """An observation counts once, so the device evicts the same blocks with and without the
-    host's policy."""
-    alone, both = (TwoTiers(30, 60, LifeTables(), (True, host)) for host in (False, True))
+    host's policy, as long as both tiers hold all blocks."""
+    alone, both = (TwoTiers(30, 9000, LifeTables(), (True, host)) for host in (False, True))
     for one in adversaries.first(adversaries.ADVERSARIES["branches"], 400):
         ids = np.array(one.ids, np.uint32)
         assert (
             alone.request(ids, one.now, one.output)[0] == both.request(ids, one.now, one.output)[0]
         )
+
+
+def test_blocks_that_leave_an_lru_of_both_tiers_leave_the_device():
+    """The device keeps old blocks by its own record. While the record of both tiers is bad, it
+    lets go of those that the host would otherwise have to evict younger ones for."""
+    tiers, over = TwoTiers(300, 600, LifeTables()), 0
+    for one in adversaries.first(adversaries.ADVERSARIES["heavy tail of pauses"], 2500):
+        tiers.request(np.array(one.ids, np.uint32), one.now, one.output)
+        counts = tiers.tree.retention(True)
+        over += counts["displaced"] > counts["limit"] + 50
+    counts = tiers.tree.retention(True)
+    assert counts["shadow_hits"] - counts["hits"] < 120
+    assert over < 25
