@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from kvactors.config import (
     ActorsConfig,
     CacheConfig,
@@ -72,7 +74,7 @@ def draw_run(seed: int) -> Draw:
         cache=CacheConfig(
             block_size=BLOCK, recompute_last_token=rng.random() < 0.7, default_deadline_s=5.0
         ),
-        device=_device(rng, blocks),
+        device=replace(_device(rng, blocks), policy=_policy(seed, "device")),
         layout=LayoutConfig(
             num_layers=rng.choice((1, 2, 3)),
             num_kv_heads=ranks,
@@ -80,7 +82,7 @@ def draw_run(seed: int) -> Draw:
             dtype="uint8",
             tensor_parallel=ranks,
         ),
-        host=_host(rng, blocks),
+        host=replace(_host(rng, blocks), policy=_policy(seed, "host")),
         storage=_storage(rng, direct=direct) if stored else StorageConfig(),
         flush=FlushConfig(
             mode="flush_only" if rng.random() < 0.08 else "normal",
@@ -158,6 +160,11 @@ def _limited(plan: FaultPlan, most: int) -> FaultPlan:
     """Limit the crashes of a plan to the number that the supervisor allows."""
     crashes = [fault for fault in plan.fault if fault.kind == "actor_crash"][most:]
     return FaultPlan(tuple(fault for fault in plan.fault if fault not in crashes))
+
+
+def _policy(seed: int, tier: str) -> Any:
+    # Apart from the other choices, so that those of a seed stay the same.
+    return random.Random(f"policy of {tier}, {seed}").choice(("lru", "retain"))
 
 
 def _device(rng: random.Random, blocks: int) -> DeviceConfig:
