@@ -2,6 +2,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <atomic>
+#include <system_error>
+#include <thread>
+
 #include "common.hpp"
 #include "gil.hpp"
 #include "xxh3.hpp"
@@ -12,6 +17,8 @@ namespace kvactors {
 namespace {
 
 constexpr std::size_t kHeader = 96, kDigestAt = 16, kKeyAt = 48, kSizeAt = 80, kSumAt = 88;
+// Bytes for which another thread is worth its start, and threads of a call at most: a transfer waits for the checksums.
+constexpr std::size_t kThreadBytes = 4 << 20, kThreads = 4;
 
 // Objects of one size in memory that the caller keeps.
 class Objects {
@@ -48,6 +55,25 @@ private:
     u8 blank_[kHeader] = {};
 };
 
+// visit(i) for each object, by more than one thread if the objects are large. A system that starts no thread is slower.
+template <typename Visit>
+void each(const Objects& objects, std::size_t size, const Visit& visit) {
+    std::atomic<std::size_t> next{0};
+    const auto work = [&] {
+        for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < objects.count();) visit(i);
+    };
+    const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
+    const std::size_t wanted = std::min({objects.count(), objects.count() * size / kThreadBytes, kThreads, cores});
+    std::vector<std::thread> others;
+    others.reserve(kThreads);
+    try {
+        while (others.size() + 1 < wanted) others.emplace_back(work);
+    } catch (const std::system_error&) {
+    }
+    work();
+    for (std::thread& other : others) other.join();
+}
+
 std::vector<std::uintptr_t> addresses(nb::list views) {
     std::vector<std::uintptr_t> found;
     found.reserve(views.size());
@@ -64,20 +90,20 @@ void make_headers(nb::bytes digest, nb::bytes keys, const std::vector<std::uintp
                   const std::vector<std::uintptr_t>& headers, std::size_t size) {
     const Objects objects(digest, keys, payloads, headers, size);
     const ReleasedGil released;
-    for (std::size_t i = 0; i < objects.count(); ++i) objects.make(i, objects.header(i));
+    each(objects, size, [&](std::size_t i) { objects.make(i, objects.header(i)); });
 }
 
 std::vector<bool> headers_fit(nb::bytes digest, nb::bytes keys, const std::vector<std::uintptr_t>& payloads,
                               const std::vector<std::uintptr_t>& headers, std::size_t size) {
     const Objects objects(digest, keys, payloads, headers, size);
-    std::vector<bool> fit(objects.count());
+    std::vector<u8> fit(objects.count());  // threads cannot share the words of a vector<bool>
     const ReleasedGil released;
-    u8 expected[kHeader];
-    for (std::size_t i = 0; i < objects.count(); ++i) {
+    each(objects, size, [&](std::size_t i) {
+        u8 expected[kHeader];
         objects.make(i, expected);
         fit[i] = std::memcmp(expected, objects.header(i), kHeader) == 0;
-    }
-    return fit;
+    });
+    return {fit.begin(), fit.end()};
 }
 
 }  // namespace

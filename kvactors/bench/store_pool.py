@@ -14,6 +14,8 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
+from kvactors.native import headers_fit, make_headers
+from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.messages import Outcome
 from kvactors.terminable import run_terminable
@@ -23,19 +25,87 @@ ROUNDS = 9
 LOADS = ((2 << 20, 256 << 20), (64 << 10, 64 << 20), (4 << 10, 16 << 20))
 """Bytes of an object, and of a round."""
 
-BATCH_BYTES = 64 << 20
-RAW = "the raw client, no checksums"
+BATCH_BYTES, BATCH = 64 << 20, 1024
+"""Bytes and objects of a batch at most. Each runner moves the same batches. The client rejects
+transfers beyond those that it queues for a peer, which are 1,024 by default."""
+
+OURS, RAW, CHECKED = range(3)
+RUNNERS = (OURS, RAW, CHECKED)
+RAW_NAME = "the raw client, nothing verified"
+CHECKED_NAME = "the raw client, checksums by its caller"
 MEMCPY = "MC_STORE_MEMCPY"
 """Variable of the client: with 0 it moves objects in the same process over TCP as well."""
 
-Directions = dict[tuple[str, bool], list[tuple[float, float]]]
-"""Bytes a second and processor seconds for a GB, by direction and whether through the back end."""
+Directions = dict[tuple[str, int], list[tuple[float, float]]]
+"""Bytes a second and processor seconds for a GB, by direction and runner."""
+
+
+class PoolRunners:
+    """The same objects through the back end and through its raw client.
+
+    Args:
+        store: the back end.
+        arena: registered with the client.
+        count: objects of a round.
+    """
+
+    def __init__(self, store: MooncakeBackend, arena: Arena, count: int) -> None:
+        self._store, self._arena = store, arena
+        self.keys = names(count)
+        self.raw = ["raw/" + key.hex() for key in self.keys]
+        self._views = [arena.view(slot) for slot in range(arena.num_slots)]
+        self._deadline = asyncio.get_running_loop().time() + 600.0
+
+    async def move(self, what: str, runner: int) -> None:
+        """All objects, batch by batch.
+
+        Raises:
+            RuntimeError: an object was lost.
+        """
+        slots = self._arena.num_slots
+        for start in range(0, len(self.keys), slots):
+            some = slice(start, min(start + slots, len(self.keys)))
+            moved = self._ours if runner == OURS else self._raw
+            if not await moved(what, some, runner == CHECKED):
+                raise RuntimeError("an object was lost")
+
+    def _expired(self) -> bool:
+        return asyncio.get_running_loop().time() > self._deadline
+
+    async def _ours(self, what: str, some: slice, _checked: bool) -> bool:
+        call = self._store.write if what == "write" else self._store.read
+        keys = self.keys[some]
+        report = await call(keys, self._views[: len(keys)], self._expired)
+        return set(report.outcomes) == {Outcome.OK}
+
+    async def _raw(self, what: str, some: slice, checked: bool) -> bool:
+        """One call of the client, and without `checked` nothing else. With it, headers are made
+        before a write and compared after a read, as by a user who verifies objects."""
+        client, size = self._store.client, self._store.block_bytes
+        keys, stride = self.keys[some], self._arena.stride
+        payloads = [self._arena.address + slot * stride for slot in range(len(keys))]
+        pointers = [[at] for at in payloads]
+        sizes = [[size + (HEADER.size if checked else 0)]] * len(keys)
+        about = (DIGEST, b"".join(keys), payloads, [at + size for at in payloads], size)
+        if checked and what == "write":
+            await asyncio.to_thread(make_headers, *about)
+        transfer = client.put if what == "write" else client.get
+        codes = await transfer(self.raw[some], pointers, sizes)
+        if checked and what == "read":
+            return all(await asyncio.to_thread(headers_fit, *about))
+        return min(codes) >= 0
+
+    async def remove(self, runner: int) -> None:
+        """The objects of a round."""
+        if runner == OURS:
+            await self._store.remove(self.keys)
+        else:
+            await self._store.client.remove(self.raw)
 
 
 async def in_pool(address: str, size: int, total: int, rounds: int) -> Directions:
-    """Rounds through the back end, checksums included, and through the raw client in calls of
-    BATCH_BYTES, in another order each time. The first round is not counted."""
-    count, slots = total // size, max(4, min(total, BATCH_BYTES) // size)
+    """Rounds of all runners, in another order each time. The first round is not counted."""
+    count, slots = total // size, max(4, min(min(total, BATCH_BYTES) // size, BATCH))
     config = MooncakeConfig(
         master_server_address=address,
         local_hostname="127.0.0.1",
@@ -47,38 +117,19 @@ async def in_pool(address: str, size: int, total: int, rounds: int) -> Direction
     arena.touch()
     await store.open()
     await store.attach(arena)
-    client, deadline = store.client, asyncio.get_running_loop().time() + 600.0
-    found: Directions = {(what, ours): [] for what in ("write", "read") for ours in (True, False)}
-    raw = ["raw/" + key.hex() for key in names(count)]
-
-    async def move(what: str, start: int, ours: bool) -> None:
-        some = min(slots, count - start)
-        if ours:
-            call = store.write if what == "write" else store.read
-            views = [arena.view(slot) for slot in range(some)]
-            expired = lambda: asyncio.get_running_loop().time() > deadline  # noqa: E731
-            report = await call(names(some, start), views, expired)
-            good = set(report.outcomes) == {Outcome.OK}
-        else:
-            transfer = client.put if what == "write" else client.get
-            pointers = [[arena.address + slot * arena.stride] for slot in range(some)]
-            codes = await transfer(raw[start : start + some], pointers, [[size]] * some)
-            good = min(codes) >= 0
-        if not good:
-            raise RuntimeError("a block was lost")
-
+    runners, loop = PoolRunners(store, arena, count), asyncio.get_running_loop()
+    found: Directions = {(what, one): [] for what in ("write", "read") for one in RUNNERS}
     for number in range(rounds + 1):
-        for what in ("write", "read"):
-            for ours in (True, False) if number % 2 else (False, True):
-                began, used = asyncio.get_running_loop().time(), processor_seconds()
-                for start in range(0, count, slots):
-                    await move(what, start, ours)
-                took = asyncio.get_running_loop().time() - began
+        at = number % len(RUNNERS)
+        for one in RUNNERS[at:] + RUNNERS[:at]:
+            for what in ("write", "read"):
+                began, used = loop.time(), processor_seconds()
+                await runners.move(what, one)
+                took = loop.time() - began
                 cost = (processor_seconds() - used) / (total / 1e9)
                 if number:
-                    found[what, ours].append((total / took, cost))
-        await store.remove(names(count))
-        await client.remove(raw)
+                    found[what, one].append((total / took, cost))
+            await runners.remove(one)
     await store.close()
     arena.close()
     return found
@@ -115,13 +166,29 @@ def pool_rows(*, quick: bool = False) -> tuple[list[Row], dict[str, str]]:
             place = "over TCP" if tcp else "in memory"
             for what in ("write", "read"):
                 case = f"Mooncake {place}, {size >> 10} KiB blocks, {what}"
-                both = found[what, True], found[what, False]
-                us, raw = (statistics.median(rate for rate, _ in of) / 1e6 for of in both)
-                rows.append(rate_row(case, us, raw, "MB/s", RAW))
-                ratios = [mine / theirs for (mine, _), (theirs, _) in zip(*both, strict=True)]
-                cost, theirs = (statistics.median(used for _, used in of) for of in both)
-                spread[case] = (
-                    f"of the raw client {min(ratios):.2f} to {max(ratios):.2f}, "
-                    f"processor {cost:.2f} and {theirs:.2f} s/GB"
-                )
+                rows += rows_beside(case, found, what)
+                spread[case] = spread_beside(found, what)
     return rows, spread
+
+
+def rows_beside(case: str, found: Directions, what: str) -> list[Row]:
+    """Medians of the back end beside those of the raw client, without checksums and with."""
+    us, raw, checked = (
+        statistics.median(rate for rate, _ in found[what, one]) / 1e6 for one in RUNNERS
+    )
+    return [
+        rate_row(case, us, raw, "MB/s", RAW_NAME),
+        rate_row(f"{case}, verified", us, checked, "MB/s", CHECKED_NAME),
+    ]
+
+
+def spread_beside(found: Directions, what: str) -> str:
+    """The ratios to the raw client in the same round, and processor seconds a GB."""
+    parts = []
+    for one, of in ((RAW, "of the raw client"), (CHECKED, "with checksums by its caller")):
+        pairs = zip(found[what, OURS], found[what, one], strict=True)
+        ratios = [mine / theirs for (mine, _), (theirs, _) in pairs]
+        parts.append(f"{of} {min(ratios):.2f} to {max(ratios):.2f}")
+    costs = (statistics.median(cost for _, cost in found[what, one]) for one in RUNNERS)
+    shown = ", ".join(f"{cost:.2f}" for cost in costs)
+    return f"{', '.join(parts)}, processor s/GB of the three {shown}"

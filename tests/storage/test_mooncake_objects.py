@@ -5,16 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvactors.device.arena import Arena
 from kvactors.native import addresses, headers_fit, make_headers
 from kvactors.storage.backends.header import HEADER, MAGIC, VERSION
 from kvactors.storage.backends.mooncake_codes import NO_SPACE, NOT_FOUND
-from kvactors.storage.backends.mooncake_objects import MooncakeObjects
+from kvactors.storage.backends.mooncake_objects import (
+    SHORT,
+    WHOLE_BYTES,
+    MooncakeObjects,
+    cuts,
+    slices,
+)
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key, never
@@ -50,6 +59,7 @@ class Pool:
         return codes
 
     async def get(self, names, pointers, sizes) -> list[int]:
+        self.calls.append(len(names))
         codes = []
         for name, where, lengths in zip(names, pointers, sizes, strict=True):
             data = self.objects.get(name)
@@ -159,6 +169,58 @@ async def test_a_cancelled_write_ends_after_its_checksums(bench):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert bench.objects._checksums.busy == 0
+
+
+@given(
+    st.integers(0, 70), st.integers(1, 64), st.sampled_from([1, WHOLE_BYTES // 8, 2 * WHOLE_BYTES])
+)
+def test_calls_of_a_batch_have_each_object_once_and_the_first_of_a_large_one_is_short(
+    count, step, block_bytes
+):
+    parts = cuts(count, step, block_bytes)
+    assert [i for some in slices(parts) for i in range(count)[some]] == list(range(count))
+    assert all(0 < part <= step for part in parts)
+    if count * block_bytes <= WHOLE_BYTES or min(count, step) < SHORT:
+        assert len(parts) == -(-count // step)
+    else:
+        assert parts[0] <= min(count, step) / SHORT
+    assert all(one == step for one, _ in list(pairwise(parts))[1:])
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+async def test_large_batches_have_their_short_call_first_in_writes_and_last_in_reads(
+    bench, monkeypatch, backwards
+):
+    monkeypatch.setattr("kvactors.storage.backends.mooncake_objects.WHOLE_BYTES", SIZE)
+    bench.objects._step = 4
+    keys, views = bench.keys, bench.views
+    if backwards:
+        keys, views = keys[::-1], views[::-1]
+    assert await bench.objects.write(keys, views, never) == bytes([OK] * 8)
+    assert bench.pool.calls == [1, 4, 3]
+    bench.pool.calls.clear()
+    wanted = [bytes(view) for view in views]
+    for view in views:
+        view[:] = bytes(SIZE)
+    assert await bench.objects.read(keys, views, never) == bytes([OK] * 8)
+    assert bench.pool.calls == [3, 4, 1]
+    assert [bytes(view) for view in views] == wanted
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_headers_of_large_objects_by_several_threads_are_those_of_one(count):
+    size = (8 << 20) // count + 17
+    memory = np.zeros((count, size + HEADER.size), np.uint8)
+    memory[:, :size] = np.random.default_rng(count).integers(0, 256, (count, size), np.uint8)
+    keys = [key(i) for i in range(count)]
+    payloads = [int(row.ctypes.data) for row in memory]
+    about = (DIGEST, b"".join(keys), payloads, [at + size for at in payloads], size)
+    make_headers(*about)
+    for name, row in zip(keys, memory, strict=True):
+        assert bytes(row[size:]) == header(name, bytes(row[:size]))
+    assert headers_fit(*about) == [True] * count
+    memory[count - 1, size // 2] ^= 1
+    assert headers_fit(*about) == [True] * (count - 1) + [False]
 
 
 def test_headers_of_lists_that_do_not_fit_are_refused():

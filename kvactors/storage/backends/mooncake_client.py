@@ -39,6 +39,10 @@ CLOSE_LIMIT = 10.0
 """Seconds `close` waits for calls in flight, and for the client's own close (2 s when all is
 well)."""
 
+QUEUED = 16384
+"""Transfers that the client queues for another node over TCP. Those beyond are rejected. Its own
+limit is 1,024, as many as two calls of the back end have."""
+
 RETRY = 0.5
 """Seconds until a warm-up that failed is tried again: the pool may still place objects on a node
 that has ended."""
@@ -67,6 +71,7 @@ class MooncakeClient:
         os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(1000 * config.timeout_s)))
         os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", str(int(1000 * config.timeout_s)))
         os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", str(max(1, int(config.timeout_s))))
+        os.environ.setdefault("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", str(QUEUED))
         arguments = (
             config.local_hostname or own_address(config.master_server_address),
             config.metadata_server,
