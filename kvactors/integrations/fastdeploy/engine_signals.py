@@ -17,7 +17,6 @@ from kvactors.integrations.fastdeploy.signals import (
 
 if TYPE_CHECKING:
     from kvactors.integrations.fastdeploy.manager import PrefixCacheManager
-    from kvactors.integrations.fastdeploy.settings import ManagerSettings
 
 
 class EngineSignals:
@@ -94,7 +93,7 @@ class EngineSignals:
 
 
 def check_launch(
-    settings: ManagerSettings,
+    manager: PrefixCacheManager,
     tensor_parallel_size: int,
     device_ids: Sequence[int],
     create_cache_tensor: bool,
@@ -105,23 +104,26 @@ def check_launch(
     `ipc_suffix` part of the names of tensors that processes attach.
 
     Args:
-        settings: of the manager.
+        manager: not launched yet.
         tensor_parallel_size: as in the constructor.
         device_ids: one for each rank.
         create_cache_tensor: must be false: the workers make the tensors.
 
     Raises:
-        ConfigError: a value is not supported.
+        ConfigError: a value is not supported, or the manager was launched already.
     """
+    if manager.signals is not None:
+        raise ConfigError("the manager was launched already")
     if create_cache_tensor:
         raise ConfigError(
             "create_cache_tensor must be false: the workers make the tensors, and "
             "PrefixCacheManager is given them (tensors=)"
         )
-    if tensor_parallel_size != settings.ranks or len(device_ids) < settings.ranks:
+    ranks = manager.settings.ranks
+    if tensor_parallel_size != ranks or len(device_ids) < ranks:
         raise ConfigError(
             f"tensor_parallel_size is {tensor_parallel_size} with {len(device_ids)} devices, and "
-            f"was {settings.ranks} in the constructor"
+            f"was {ranks} in the constructor"
         )
 
 

@@ -75,11 +75,22 @@ class EngineTiers:
         self._named = named
         self._stream = stream
         self._tensors: EngineTensors | None = None
+        self._renewed = True
         self._closed = False
 
     @property
     def root(self) -> bytes:
-        """The hash that the chains of all requests start from."""
+        """The hash that the chains of all requests start from.
+
+        Raises:
+            ConfigError: the last `renew` has failed. Under the earlier version a request would be
+                given blocks of other weights.
+        """
+        if not self._renewed:
+            raise ConfigError(
+                "the version of the weights is not known since the last reset, which has failed: "
+                "reset the manager again"
+            )
         return self._scope.root(self._fingerprint)
 
     @property
@@ -176,17 +187,20 @@ class EngineTiers:
             cache.reports = reports
 
     def renew(self) -> None:
-        """The cache was emptied: take over the version of the weights.
+        """The cache was emptied: take over the version of the weights. If that fails, no request is
+        matched before the next call.
 
         Raises:
             ConfigError: the version cannot be read.
+            StoreError, SinkError: AttentionStore or an index cannot be used.
         """
+        known, self._renewed = self._renewed, False
         settings = self.settings.with_version()
-        if settings.config.cache.namespace == self.settings.config.cache.namespace:
-            return
-        self._close_services()
-        self.settings = settings
-        self._open_services()
+        if not known or settings.config.cache.namespace != self.settings.config.cache.namespace:
+            self._close_services()
+            self.settings = settings
+            self._open_services()
+        self._renewed = True
 
     @property
     def troubles(self) -> tuple[str, ...]:

@@ -7,11 +7,15 @@ that scheduler (tests/integrations/fastdeploy).
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvactors.integrations.fastdeploy.arguments import (
+    name_of,
+    required_blocks,
+    rounded_up,
+    whole,
+)
 from kvactors.integrations.fastdeploy.device_blocks import FreeBlockList
 from kvactors.integrations.fastdeploy.device_cache import DeviceCache
 from kvactors.integrations.fastdeploy.engine_signals import (
@@ -134,14 +138,11 @@ class PrefixCacheManager:
         Raises:
             DeviceError: a copy to host memory does not end.
         """
+        count = rounded_up("num_blocks", num_blocks)
         with self._turns:
             self._cache.settle()
-            count = math.ceil(num_blocks)
-            if count <= self._cache.blocks.free:
-                return True
-            if not (try_free_gpu_blocks and self.settings.prefix_caching):
-                return False
-            found = self._cache.make_room(count)
+            evicts = try_free_gpu_blocks and self.settings.prefix_caching
+            found = self._cache.make_room(count) if evicts else count <= self._cache.blocks.free
             self._changed()
             return found
 
@@ -151,8 +152,9 @@ class PrefixCacheManager:
         Raises:
             NoRoom: fewer are free. Nothing changed.
         """
+        count = max(0, whole("num_blocks", num_blocks))
         with self._turns:
-            found = self._cache.blocks.take(max(0, operator.index(num_blocks)), req_id)
+            found = self._cache.blocks.take(count, req_id)
             self._changed()
             return found
 
@@ -167,23 +169,22 @@ class PrefixCacheManager:
                 Nothing changed.
         """
         many = hasattr(gpu_block_ids, "__len__")
-        ids: Any = gpu_block_ids if many else [gpu_block_ids]
+        given: Any = gpu_block_ids if many else [gpu_block_ids]
+        ids = [whole("gpu_block_ids", block) for block in given]
         with self._turns:
-            self._cache.blocks.give([operator.index(block) for block in ids], req_id)
+            self._cache.blocks.give(ids, req_id)
             self._changed()
 
     def free_block_ids(self, need_block_num: float) -> None:
         """Evict cached blocks that no request holds, at most as many as asked for. With a host tier
         their bytes are there when this returns."""
+        count = rounded_up("need_block_num", need_block_num)
         with self._turns:
             self._cache.settle()
-            self._cache.evict(math.ceil(need_block_num))
+            self._cache.evict(count)
             self._changed()
 
-    @staticmethod
-    def get_required_block_num(input_token_num: int, block_size: int) -> int:
-        """Blocks that so many tokens take."""
-        return (input_token_num + block_size - 1) // block_size
+    get_required_block_num = staticmethod(required_blocks)
 
     def get_prefill_threshold(self, num_new_blocks: int, num_running: int) -> int:
         """Blocks to be free before a scheduler admits a chunk: the chunk's, those reserved for the
@@ -206,7 +207,9 @@ class PrefixCacheManager:
         Raises:
             NoRoom: blocks in host memory do not fit on the device. Nothing is held: schedule the
                 request again later.
-            ValueError: tokens or media are malformed, or the block size is another one.
+            TypeError, ValueError: tokens or media are malformed, or the block size is another one.
+                Nothing changed.
+            ConfigError: the last reset could not read the version of the weights.
             DeviceError: a copy does not end.
         """
         with self._turns:
@@ -224,7 +227,8 @@ class PrefixCacheManager:
             ValueError: the block table does not have the blocks, or the block size is another one.
                 Nothing changed.
         """
-        self._commit(task, block_size, lambda tokens: min(tokens, num_computed_tokens))
+        limit = whole("num_computed_tokens", num_computed_tokens)
+        self._commit(task, block_size, lambda tokens: min(tokens, limit))
 
     def cache_output_blocks(self, task: Any, block_size: int) -> None:
         """Index the full blocks of a request and its output. See `update_cache_blocks`. The last
@@ -242,7 +246,7 @@ class PrefixCacheManager:
         """A request ends, is preempted or was not admitted: it holds its cached blocks no more.
         Nothing happens if it holds none."""
         with self._turns:
-            self._cache.release(task.request_id)
+            self._cache.release(name_of(task))
             self._changed()
 
     def write_cache_to_storage(self, request: Any) -> None:
@@ -250,7 +254,7 @@ class PrefixCacheManager:
         the last write. Failures are logged and counted.
 
         Any thread may call it, without the engine's lock, before `release_block_ids`."""
-        self._calls.write(request.request_id)
+        self._calls.write(name_of(request))
 
     # -- engine
 
@@ -266,7 +270,7 @@ class PrefixCacheManager:
     ) -> list[Any]:
         """Wait for the workers' tensors, and open host memory, storage and indexes. No process is
         started, so there is none to end. See `check_launch` and `launch` in engine_signals.py."""
-        check_launch(self.settings, tensor_parallel_size, device_ids, create_cache_tensor)
+        check_launch(self, tensor_parallel_size, device_ids, create_cache_tensor)
         self.update_cache_config(cache_config)
         self.signals = launch(self, engine_worker_queue_port)
         return []
@@ -303,6 +307,8 @@ class PrefixCacheManager:
         Raises:
             DeadlineExceeded: a write to storage does not end.
             ConfigError: the version of the weights cannot be read.
+                No request is matched before another reset.
+            StoreError, SinkError: AttentionStore or an index cannot be opened. The same applies.
         """
         with self._turns:
             self._cache.reset(2 * self.settings.storage.timeout_s)

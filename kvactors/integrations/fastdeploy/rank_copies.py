@@ -78,8 +78,8 @@ class RankCopies:
             submit = one.submit_store if to_host else one.submit_load
             try:
                 submit(job, blocks, slots, stream=self._stream())
-            except DeviceError as error:
-                errors.append(str(error))
+            except Exception as error:  # of the engine's function too: this copy has not begun
+                errors.append(repr(error))
                 break
             begun.append(one)
         for one in begun:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import KVActorsError
+from kvactors.integrations.fastdeploy.arguments import name_of, sequence_of, whole
 from kvactors.integrations.fastdeploy.device_cache import DeviceCache
 from kvactors.integrations.fastdeploy.engine_tiers import EngineTiers
 from kvactors.integrations.fastdeploy.hit_rates import HitRates, HitTokens
@@ -33,11 +34,10 @@ class RequestCalls:
 
     def match(self, task: Any, block_size: int) -> tuple[list[int], Match]:
         """See `PrefixCacheManager.request_match_blocks`. Returns the blocks and where they were."""
-        self._check_size(block_size)
-        request = task.request_id
+        request, root = name_of(task), self._tiers.root
+        record = RequestRecord(task, self._checked_size(block_size), root)
         self._cache.release(request)
-        record = RequestRecord(task, block_size, self._tiers.root)
-        found = self._matcher.match(request, record)
+        found = self._matcher.match(request, record) if self._caches else Match()
         self._cache.requests.open(request, record)
         gpu, cpu, storage = (
             len(some) * block_size for some in (found.gpu, found.cpu, found.storage)
@@ -62,8 +62,8 @@ class RequestCalls:
             LookupError: the request was not matched, or was released.
             ValueError: the block table does not have the blocks, or the block size is another one.
         """
-        self._check_size(block_size)
-        request = task.request_id
+        request = name_of(task)
+        self._checked_size(block_size)
         self._cache.settle()
         try:
             record = self._cache.requests.named(request)
@@ -73,8 +73,8 @@ class RequestCalls:
             log.warning("request not cached during a reset", request=request)
             return
         record.extend(task)
-        full = computed(record.path.num_tokens) // block_size
-        self._cache.commit(record, task.block_tables, full, request)
+        full = computed(record.path.num_tokens) // block_size if self._caches else 0
+        self._cache.commit(record, sequence_of(task, "block_tables"), full, request)
         task.num_cached_blocks = len(record.nodes)
 
     def write(self, request: str) -> None:
@@ -101,7 +101,13 @@ class RequestCalls:
         if direct is not None and nodes and not record.has_media:
             direct.save(record.path.tokens(0, len(nodes)), 0, blocks)
 
-    def _check_size(self, block_size: int) -> None:
-        expected = self._tiers.settings.block_size
-        if block_size != expected:
-            raise ValueError(f"block_size is {expected} in the config, and {block_size} here")
+    @property
+    def _caches(self) -> bool:
+        """Whether prefix caching is on. Otherwise requests hold nothing: nothing evicts blocks."""
+        return self._tiers.settings.prefix_caching
+
+    def _checked_size(self, block_size: int) -> int:
+        size, expected = whole("block_size", block_size), self._tiers.settings.block_size
+        if size != expected:
+            raise ValueError(f"block_size is {expected} in the config, and {size} here")
+        return size

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvactors.extra_keys import block_extras
+from kvactors.integrations.fastdeploy.arguments import sequence_of, whole
 from kvactors.integrations.fastdeploy.block_index import BlockIndex, IndexedBlock
 from kvactors.integrations.fastdeploy.device_blocks import DeviceBlocks
 from kvactors.native import Path
@@ -34,7 +35,9 @@ class RequestRecord:
         has_media: whether media take part in its block hashes.
 
     Raises:
-        ValueError: a token is no integer from 0 to 2**32 - 1, or media overlap or are not in order.
+        TypeError: a token is no integer, or tokens or media have another form.
+        ValueError: a token is not in 0 .. 2**32 - 1, or media overlap, are not in order or end
+            after the last token.
     """
 
     def __init__(self, request: Any, block_size: int, root: bytes) -> None:
@@ -52,9 +55,14 @@ class RequestRecord:
         positions, hashes = inputs.get("mm_positions") or (), inputs.get("mm_hashes") or ()
         if not len(positions):
             return False
-        places = [(int(one.offset), int(one.length)) for one in positions]
-        last = (max(offset + length for offset, length in places) - 1) // block_size + 1
-        extras = block_extras(last, block_size, places, list(hashes))
+        places = [
+            (whole("a media offset", one.offset), whole("a media length", one.length))
+            for one in positions
+        ]
+        total = sum(len(tokens) for tokens in _parts(request))
+        extras = block_extras(
+            -(-total // block_size), block_size, places, list(hashes), num_tokens=total
+        )
         for block, extra in extras.items():
             self.path.set_extra(block, extra)
         return bool(extras)
@@ -65,7 +73,7 @@ class RequestRecord:
         Raises:
             ValueError: the request has fewer tokens than before, or a token is out of range.
         """
-        prompt, outputs = request.prompt_token_ids, request.output_token_ids
+        prompt, outputs = _parts(request)
         chained, total = self.path.num_tokens, len(prompt) + len(outputs)
         if total < chained:
             raise ValueError(
@@ -81,6 +89,11 @@ class RequestRecord:
         """Hashes of full blocks."""
         packed = self.path.hashes(start, stop)
         return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
+
+
+def _parts(request: Any) -> tuple[Any, Any]:
+    """Prompt and output of a request."""
+    return sequence_of(request, "prompt_token_ids"), sequence_of(request, "output_token_ids")
 
 
 class Requests:
@@ -169,7 +182,7 @@ class Requests:
                 f"the block table of request {request!r} has {len(table)} blocks, and {full} are "
                 "full"
             )
-        own = [int(block) for block in table[start:full]]
+        own = [whole("a block id", block) for block in table[start:full]]
         self._blocks.check_held(own, request)
         added = 0
         for block_hash, block in zip(record.hashes(start, full), own, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from kvactors.config import Config
 from kvactors.config_faults import convert
 from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.errors import ConfigError
+from kvactors.integrations.fastdeploy.option_uses import check_uses
 from kvactors.integrations.fastdeploy.weights import weights_version
 from kvactors.setting_types import Count, DeviceNumber, Seconds, Threads
 from kvactors.tier_cache import TierStorage
@@ -190,7 +192,7 @@ def read_settings(
             f"kvcache_storage_backend 'attention_store' with tensor_parallel_size {ranks}: one "
             "process has the SDK object of one shard. FD_AS_ONLY_FLUSH=1 is supported"
         )
-    return ManagerSettings(
+    settings = ManagerSettings(
         block_size=block_size,
         prefix_caching=bool(_field(cache, "enable_prefix_caching")),
         host_blocks=_number(cache, "num_cpu_blocks", 0),
@@ -210,7 +212,9 @@ def read_settings(
         model_path=model_path,
         config=resolved,
         options=options,
-    ).with_version()
+    )
+    check_uses(settings)
+    return settings.with_version()
 
 
 def check_blocks(settings: ManagerSettings, num_blocks: int) -> None:
@@ -373,6 +377,11 @@ def _number(part: Any, name: str, least: int) -> int:
 
 
 def _checked(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    """An integer, also one of numpy: FastDeploy reads its number of device blocks from an array."""
+    try:
+        found = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = least - 1
+    if found < least:
         raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
-    return int(value)
+    return found

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, NamedTuple
 
 from kvactors.integrations.fastdeploy.device_cache import DeviceCache
 from kvactors.integrations.fastdeploy.finish_writes import WriteCounters
 from kvactors.integrations.fastdeploy.hit_rates import HitRates
+
+PLAIN = Real | str | None
+"""Types of fields that are labels of `cache_config_info`."""
 
 
 class ManagerStatistics(NamedTuple):
@@ -82,7 +86,7 @@ def _labels(cache_config: Any) -> dict[str, str]:
     return {
         name: str(value)
         for name, value in sorted(fields.items())
-        if name.isidentifier() and isinstance(value, int | float | str | None)
+        if name.isidentifier() and isinstance(value, PLAIN)
     }
 
 

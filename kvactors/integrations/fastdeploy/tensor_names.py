@@ -37,9 +37,13 @@ def tensors_by_rank(named: Mapping[str, Any]) -> list[RankTensors]:
         LayoutError: a name has another form, two names mean one tensor, the ranks are not 0, 1, ..
             or have different tensors.
     """
+    if not isinstance(named, Mapping):
+        raise LayoutError(
+            f"the cache tensors must be a mapping of names to tensors, not {type(named).__name__}"
+        )
     ranks: dict[int, RankTensors] = {}
     for name, tensor in named.items():
-        found = NAME.fullmatch(name)
+        found = NAME.fullmatch(str(name))
         if found is None:
             raise LayoutError(
                 f"{name!r} is no name of a cache tensor: expected {', '.join(ROLES)} with "

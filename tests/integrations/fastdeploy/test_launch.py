@@ -98,6 +98,17 @@ def test_a_launch_takes_over_the_blocks_that_fastdeploy_has_counted(engine, proc
     assert one.manager.num_gpu_blocks == 6
 
 
+def test_a_second_launch_is_refused_and_the_first_one_goes_on(engine, process):
+    one = engine(gpu=4, cpu=2, ranks=process.ranks, attach=False)
+    process.launch(one, process.ranks)
+    with pytest.raises(ConfigError, match="launched already"):
+        process.launch(one, process.ranks)
+    assert (FOLDER / f"cache_task_inflight.{process.port}").exists()
+    one.serve("a", list(range(8)))
+    one.manager.close()
+    assert not (FOLDER / f"cache_task_inflight.{process.port}").exists()
+
+
 def test_a_launch_without_ready_workers_ends(engine, process):
     process.signals["cache_ready_signal"].value[0] = 0
     options = {"launch_timeout_s": 0.01}

@@ -163,6 +163,26 @@ def test_an_option_that_cannot_be_honoured_is_named(options, text):
     assert settings_of(options=FastDeployOptions()).options == FastDeployOptions()
 
 
+@pytest.mark.parametrize(
+    ("options", "engine", "text"),
+    [
+        ({"storage": {"directory": "/x"}}, {}, "storage.directory has no use with storage none"),
+        ({"storage": {"capacity_bytes": 5}}, {"cpu_blocks": 2}, "storage.capacity_bytes has no"),
+        ({"storage": {"mooncake": {"protocol": "tcp"}}}, {"backend": "file"}, "storage.mooncake"),
+        ({"storage": {"min_hits": 3}}, {"backend": "file"}, "storage.min_hits has no use"),
+        ({"storage": {"io_depth": 3}}, {"backend": "attention_store"}, "storage.io_depth has no"),
+        ({"fetch_wait_s": 3}, {"cpu_blocks": 2}, "fetch_wait_s has no use .* a host tier"),
+        ({"staging_slots": 3}, {"backend": "attention_store"}, "staging_slots has no use"),
+        ({"eviction_policy": "retain"}, {}, "eviction_policy has no use .* no host tier"),
+        ({"numa_node": 0}, {}, "numa_node has no use"),
+        ({"copy_threads": 3}, {"backend": "attention_store"}, "copy_threads has no use"),
+    ],
+)
+def test_an_option_without_a_use_is_refused(options, engine, text):
+    with pytest.raises(ConfigError, match=text):
+        settings_of(make_config(**engine), {"FILE_BACKEND_STORAGE_DIR": "/kv"}, options)
+
+
 # -- drafts and reserves
 
 

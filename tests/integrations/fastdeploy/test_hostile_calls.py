@@ -1,0 +1,430 @@
+"""Calls with nonsense, in the wrong order, repeated, before the start and after the end: a named
+error, and nothing has changed."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvactors.errors import CacheClosed, ConfigError, DeviceError, LayoutError, NoRoom, SinkError
+from kvactors.integrations.fastdeploy import PrefixCacheManager
+from kvactors.integrations.fastdeploy.index_reports import IndexReports
+from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from tests.integrations.fastdeploy.config import BLOCK_SIZE, Position, Request, make_config
+from tests.integrations.fastdeploy.oracle import ModelMemory
+
+A = list(range(8))
+NAN, INFINITE = float("nan"), float("inf")
+
+
+def state(manager: Any) -> Any:
+    """Everything that a refused call must not change."""
+    manager.check()
+    cache = manager._cache
+    nodes = {node.hash: (node.block, node.refs) for node in cache.index.blocks.values()}
+    return sorted(cache.blocks.free_list), dict(cache.blocks.held), nodes, len(cache.requests)
+
+
+@pytest.fixture
+def busy(engine):
+    """An engine with a request `u` that has computed one of its two blocks."""
+    one = engine(gpu=6, cpu=2)
+    request = Request("u", [9, *A])
+    one.match(request)
+    request.block_tables = one.manager.allocate_gpu_blocks(3, "u")
+    one.manager.update_cache_blocks(request, BLOCK_SIZE, 4)
+    one.request = request
+    return one
+
+
+COUNTS = [
+    (None, TypeError),
+    ("3", TypeError),
+    ([1], TypeError),
+    (NAN, ValueError),
+    (INFINITE, ValueError),
+    (-INFINITE, ValueError),
+    (np.array([1, 2]), TypeError),
+]
+
+
+@pytest.mark.parametrize(("value", "error"), COUNTS)
+@pytest.mark.parametrize(
+    ("call", "name"), [("can_allocate_gpu_blocks", "num_blocks"), ("free_block_ids", "need_block")]
+)
+def test_a_number_of_blocks_that_is_none_is_named(busy, call, name, value, error):
+    before = state(busy.manager)
+    with pytest.raises(error, match=name):
+        getattr(busy.manager, call)(value)
+    assert state(busy.manager) == before
+
+
+@pytest.mark.parametrize("value", [None, "1", 1.0, NAN, [1], np.array([1, 2])])
+def test_whole_numbers_are_needed(busy, value):
+    manager, before = busy.manager, state(busy.manager)
+    with pytest.raises(TypeError, match="num_blocks must be an integer"):
+        manager.allocate_gpu_blocks(value, "u")
+    with pytest.raises(TypeError, match="gpu_block_ids must be an integer"):
+        manager.recycle_gpu_blocks([value], "u")
+    with pytest.raises(TypeError, match="num_computed_tokens must be an integer"):
+        manager.update_cache_blocks(busy.request, BLOCK_SIZE, value)
+    for call in (manager.request_match_blocks, manager.cache_output_blocks):
+        with pytest.raises(TypeError, match="block_size must be an integer"):
+            call(busy.request, value)
+    for arguments in ((value, BLOCK_SIZE), (8, value)):
+        with pytest.raises(TypeError, match="must be an integer"):
+            manager.get_required_block_num(*arguments)
+    assert state(manager) == before
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_block_size_below_1_is_refused(busy, size):
+    with pytest.raises(ValueError, match="block_size must be at least 1"):
+        busy.manager.get_required_block_num(8, size)
+
+
+@pytest.mark.parametrize("request_id", [None, 7, NAN, ["a"]])
+def test_a_request_id_is_a_string(busy, request_id):
+    manager, before = busy.manager, state(busy.manager)
+    request = Request(request_id, A)
+    for call in (
+        lambda: manager.request_match_blocks(request, BLOCK_SIZE),
+        lambda: manager.update_cache_blocks(request, BLOCK_SIZE, 8),
+        lambda: manager.cache_output_blocks(request, BLOCK_SIZE),
+        lambda: manager.write_cache_to_storage(request),
+        lambda: manager.release_block_ids(request),
+    ):
+        with pytest.raises(TypeError, match="request_id must be a string"):
+            call()
+    assert state(manager) == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "text"),
+    [
+        ("prompt_token_ids", None, TypeError, "prompt_token_ids of request 'u' must be a list"),
+        ("prompt_token_ids", "text", TypeError, "prompt_token_ids of request 'u' must be a list"),
+        ("prompt_token_ids", [-1], ValueError, "token ids must be between 0 and"),
+        ("prompt_token_ids", [2**32], ValueError, "token ids must be between 0 and"),
+        ("prompt_token_ids", [1.5], TypeError, "integer"),
+        ("prompt_token_ids", [True], TypeError, "not bool"),
+        ("output_token_ids", {}, TypeError, "output_token_ids of request 'u' must be a list"),
+        ("output_token_ids", 5, TypeError, "output_token_ids of request 'u' must be a list"),
+    ],
+)
+def test_tokens_that_are_none_are_refused_and_the_earlier_match_stays(
+    busy, field, value, error, text
+):
+    before = state(busy.manager)
+    kept = getattr(busy.request, field)
+    setattr(busy.request, field, value)
+    with pytest.raises(error, match=text):
+        busy.manager.request_match_blocks(busy.request, BLOCK_SIZE)
+    assert state(busy.manager) == before
+    setattr(busy.request, field, kept)
+    busy.manager.update_cache_blocks(busy.request, BLOCK_SIZE, 8)
+    assert busy.request.num_cached_blocks == 2
+
+
+@pytest.mark.parametrize(
+    ("positions", "hashes", "error", "text"),
+    [
+        ([Position(0, 1 << 40)], ["a"], ValueError, "beyond the prompt's 9 tokens"),
+        ([Position(9, 1)], ["a"], ValueError, "beyond the prompt's 9 tokens"),
+        ([Position(0, -1)], ["a"], ValueError, "items must be ascending"),
+        ([Position(4, 2), Position(0, 2)], ["a", "b"], ValueError, "items must be ascending"),
+        ([Position(0, 4), Position(3, 2)], ["a", "b"], ValueError, "items must be ascending"),
+        ([Position(0, 2)], [], ValueError, "1 media positions, 0 hashes"),
+        ([Position(0.5, 2)], ["a"], TypeError, "a media offset must be an integer"),
+        ([Position(0, "2")], ["a"], TypeError, "a media length must be an integer"),
+        ([Position(0, 2)], [None], TypeError, "a media hash must be bytes, str or int"),
+    ],
+)
+def test_media_that_do_not_fit_are_refused_at_once(busy, positions, hashes, error, text):
+    before = state(busy.manager)
+    busy.request.multimodal_inputs = {"mm_positions": positions, "mm_hashes": hashes}
+    with pytest.raises(error, match=text):
+        busy.manager.request_match_blocks(busy.request, BLOCK_SIZE)
+    assert state(busy.manager) == before
+
+
+@pytest.mark.parametrize("table", [None, 5, {0: 0}, [0, "1"], [0, 1.0], [0, None]])
+def test_a_block_table_of_nonsense_is_refused(busy, table):
+    before = state(busy.manager)
+    busy.request.block_tables = table
+    with pytest.raises(TypeError, match=r"block_tables of request 'u'|a block id must be"):
+        busy.manager.update_cache_blocks(busy.request, BLOCK_SIZE, 8)
+    assert state(busy.manager) == before
+
+
+def test_a_request_that_lost_tokens_is_refused(busy):
+    busy.request.prompt_token_ids = A[:2]
+    with pytest.raises(ValueError, match="had 9 tokens and has 2 now"):
+        busy.manager.update_cache_blocks(busy.request, BLOCK_SIZE, 2)
+
+
+def test_buffers_of_a_request_may_be_used_again(engine):
+    """The chain of a request is that of the tokens at its match."""
+    one = engine(gpu=4)
+    prompt = np.array(A)
+    request = Request("a", prompt)
+    one.match(request)
+    request.block_tables = one.manager.allocate_gpu_blocks(2, "a")
+    prompt[:] = 77
+    one.manager.update_cache_blocks(request, BLOCK_SIZE, 8)
+    one.free(request)
+    assert one.match(Request("b", [77] * 8))[1] == 0
+    assert one.match(Request("c", A))[1] == 8
+
+
+def test_repeated_calls_change_nothing(busy):
+    manager, request = busy.manager, busy.request
+    manager.update_cache_blocks(request, BLOCK_SIZE, 4)
+    before = state(manager)
+    for computed in (4, 0, -8):
+        manager.update_cache_blocks(request, BLOCK_SIZE, computed)
+        assert request.num_cached_blocks == 1
+    assert state(manager) == before
+    for _ in range(3):
+        manager.release_block_ids(request)
+    manager.recycle_gpu_blocks(request.block_tables[1:], "u")
+    assert busy.available == 6
+    with pytest.raises(ValueError, match="free already"):
+        manager.recycle_gpu_blocks(request.block_tables[1:], "u")
+    assert busy.available == 6
+
+
+def test_calls_about_unknown_requests(engine):
+    one = engine(gpu=2, cpu=1)
+    manager, before = one.manager, state(one.manager)
+    unknown = Request("x", A)
+    for call in (
+        lambda: manager.update_cache_blocks(unknown, BLOCK_SIZE, 8),
+        lambda: manager.cache_output_blocks(unknown, BLOCK_SIZE),
+    ):
+        with pytest.raises(LookupError, match="request 'x' holds nothing"):
+            call()
+    manager.release_block_ids(unknown)
+    manager.write_cache_to_storage(unknown)
+    manager.free_block_ids(100)
+    assert state(manager) == before
+
+
+# -- before the start and after the end
+
+
+def test_calls_before_the_tensors_are_attached(engine):
+    """A manager answers, and blocks of then keep the tensors from being attached."""
+    one = engine(gpu=4, cpu=2, attach=False)
+    one.serve("a", A)
+    with pytest.raises(ConfigError, match="blocks are in use"):
+        one.manager.attach()
+    one.manager.reset()
+    one.manager.attach()
+    one.serve("a", A)
+    one.manager.free_block_ids(2)
+    assert one.serve("b", A)["cpu_match_token_num"] == 8
+
+
+def test_calls_after_the_end(engine):
+    one = engine(gpu=4, cpu=2, file=True)
+    one.serve("a", A)
+    request = Request("b", A)
+    one.match(request)
+    for _ in range(2):
+        one.manager.close()
+    one.manager.write_cache_to_storage(request)
+    one.free(request)
+    assert one.manager.can_allocate_gpu_blocks(4)
+    one.serve("c", A)
+    one.manager.free_block_ids(4)
+    one.manager.reset()
+    assert one.available == 4
+    one.manager.check()
+    with pytest.raises(CacheClosed):
+        one.manager.attach()
+
+
+def test_an_end_during_a_match(engine, monkeypatch):
+    """The engine's process ends while its scheduler waits for a copy."""
+    one = engine(gpu=4, cpu=2)
+    one.serve("a", A)
+    one.manager.free_block_ids(2)
+    load = RankCopies.load
+
+    def closed(copies, blocks, slots):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(one.manager.close).result(30)
+        return load(copies, blocks, slots)
+
+    monkeypatch.setattr(RankCopies, "load", closed)
+    request = Request("b", A)
+    try:
+        one.match(request)
+    except CacheClosed:
+        request.block_tables = []
+    else:
+        assert not one.wrong(request, len(request.block_tables) * BLOCK_SIZE)
+    one.manager.release_block_ids(request)
+
+
+# -- numbers of numpy, and caching that is off
+
+
+def test_numbers_of_fastdeploys_shared_arrays_are_integers():
+    """FastDeploy sets `total_block_num` from an array in shared memory."""
+    config = make_config(0)
+    manager = PrefixCacheManager(config, np.int64(1), environ={})
+    config.cache_config.total_block_num = np.array([4], np.int32)[0]
+    manager.update_cache_config(config.cache_config)
+    assert manager.allocate_gpu_blocks(np.int32(4), "a") == [0, 1, 2, 3]
+    assert manager.statistics().config["total_block_num"] == "4"
+
+
+def test_without_prefix_caching_requests_hold_nothing(engine):
+    one = engine(gpu=4, enable_prefix_caching=False)
+    for number in range(3):
+        request = Request(f"r{number}", A)
+        assert one.prefill(request)["gpu_match_token_num"] == 0
+        assert request.num_cached_blocks == 0
+        one.manager.cache_output_blocks(request, BLOCK_SIZE)
+        one.free(request)
+        assert one.free_blocks == [0, 1, 2, 3]
+
+
+# -- functions of the engine that fail
+
+
+@pytest.mark.parametrize("stream", [lambda: 1 // 0, lambda: "x", lambda: 7, 5])
+def test_a_stream_that_cannot_be_used_costs_hits_and_no_block(stream):
+    memory = ModelMemory(4, BLOCK_SIZE)
+    manager = PrefixCacheManager(
+        make_config(4, 2), 1, tensors=memory.tensors, stream=stream, environ={}
+    )
+    manager.attach()
+    request = Request("a", A)
+    manager.request_match_blocks(request, BLOCK_SIZE)
+    request.block_tables = manager.allocate_gpu_blocks(2, "a")
+    manager.update_cache_blocks(request, BLOCK_SIZE, 8)
+    manager.release_block_ids(request)
+    manager.free_block_ids(2)
+    manager.check()
+    assert len(manager.gpu_free_block_list) == 4
+    assert manager.request_match_blocks(Request("b", A), BLOCK_SIZE)[1] == 0
+    manager.close()
+
+
+@pytest.mark.parametrize("tensors", [5, "x", {1: 2}, {"key_caches_0_rank0": None}])
+def test_tensors_of_nonsense_leave_a_manager_that_can_be_closed(tensors):
+    manager = PrefixCacheManager(make_config(4, 2), 1, tensors=tensors, environ={})
+    with pytest.raises((LayoutError, DeviceError), match="tensor"):
+        manager.attach()
+    assert manager.allocate_gpu_blocks(1, "a") == [0]
+    manager.close()
+
+
+# -- resets that fail
+
+
+def test_no_request_is_matched_under_weights_without_a_known_version(engine, tmp_path):
+    """Under the earlier version it would be given stored blocks of other weights."""
+    model = tmp_path / "model"
+    model.mkdir()
+    version = model / "version.yaml"
+    version.write_text("version: RL-STEP01-1-a\n", "utf-8")
+    one = engine(gpu=4, file=True, model=str(model))
+    one.serve("a", A)
+    version.write_text("unreadable", "utf-8")
+    with pytest.raises(ConfigError, match="has no line 'version: NAME'"):
+        one.manager.reset()
+    with pytest.raises(ConfigError, match="version of the weights is not known"):
+        one.match(Request("b", A))
+    one.manager.check()
+    version.write_text("version: RL-STEP02-1-a\n", "utf-8")
+    one.manager.reset()
+    assert one.match(Request("b", A))[1] == 0
+
+
+def test_an_index_that_does_not_open_after_a_reset_is_opened_by_the_next(
+    engine, tmp_path, monkeypatch
+):
+    model = tmp_path / "model"
+    model.mkdir()
+    version = model / "version.yaml"
+    version.write_text("version: RL-STEP01-1-a\n", "utf-8")
+    path = tmp_path / "events.jsonl"
+    sink = {"kind": "jsonl", "path": str(path), "name": "router"}
+    one = engine(gpu=4, model=str(model), options={"sinks": [sink]})
+    version.write_text("version: RL-STEP02-1-a\n", "utf-8")
+
+    def fail(*_):
+        raise SinkError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexReports, "open", fail)
+        with pytest.raises(SinkError):
+            one.manager.reset()
+    with pytest.raises(ConfigError, match="version of the weights is not known"):
+        one.match(Request("a", A))
+    one.manager.reset()
+    one.serve("a", A)
+    one.manager.close()
+    assert '"resident"' in path.read_text("utf-8")
+
+
+# -- sequences of calls, drawn
+
+NUMBERS = st.one_of(
+    st.integers(-3, 66),
+    st.sampled_from([None, "3", 1.5, NAN, INFINITE, np.int32(2), 1 << 70, [1]]),
+)
+REFUSALS = (TypeError, ValueError, LookupError, NoRoom)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    total=st.integers(1, 64),
+    calls=st.lists(
+        st.tuples(st.integers(0, 8), st.sampled_from("abc"), NUMBERS, NUMBERS), max_size=40
+    ),
+)
+def test_any_sequence_of_calls_leaves_each_block_in_one_place(total, calls):
+    """Calls in any order and with any number. A refused one changes nothing."""
+    manager = PrefixCacheManager(make_config(total), 1, environ={})
+    requests = {name: Request(name, [ord(name) % 2] * 9) for name in "abc"}
+    for kind, name, first, second in calls:
+        request = requests[name]
+        before = state(manager)
+        try:
+            _call(manager, kind, request, first, second)
+        except REFUSALS:
+            assert state(manager) == before
+        state(manager)
+    found = manager.statistics()
+    held = len(manager._cache.blocks.held)
+    in_use = sum(node.refs > 0 for node in manager._cache.index.blocks.values())
+    assert found.free_gpu_blocks + found.evictable_gpu_blocks + held + in_use == total
+
+
+def _call(manager: Any, kind: int, request: Any, first: Any, second: Any) -> None:
+    size = second if kind == 8 else BLOCK_SIZE
+    calls: list[Any] = [
+        lambda: manager.can_allocate_gpu_blocks(first),
+        lambda: request.block_tables.extend(manager.allocate_gpu_blocks(first, request.request_id)),
+        lambda: manager.recycle_gpu_blocks([first, second], request.request_id),
+        lambda: manager.free_block_ids(first),
+        lambda: request.__setattr__(
+            "block_tables", manager.request_match_blocks(request, BLOCK_SIZE)[0]
+        ),
+        lambda: manager.update_cache_blocks(request, BLOCK_SIZE, first),
+        lambda: manager.cache_output_blocks(request, BLOCK_SIZE),
+        lambda: manager.release_block_ids(request),
+        lambda: manager.request_match_blocks(SimpleNamespace(**vars(request)), size),
+    ]
+    calls[kind]()
