@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar, cast
 
-from kvactors.arguments import check_int, check_text, kind
+from kvactors.arguments import check_flag, check_int, check_text, kind
 from kvactors.device_events import Completion
 from kvactors.lease_hold import LeaseHold
 from kvactors.prefix_index.messages import AcquireResult, Fork, ForkedLease
@@ -40,6 +40,8 @@ async def fork(  # noqa: D417  (a method of Lease)
     *,
     event: Completion | None = None,
     deadline: float | None = None,
+    wait_for_evictions: bool = True,
+    wait_for_room: bool = False,
 ) -> L:
     """Make a second lease of the same tokens, for another sample of a prompt or a beam.
 
@@ -56,6 +58,12 @@ async def fork(  # noqa: D417  (a method of Lease)
         event: completes when the device has computed the last block (see `commit`). It is waited
             for before the copy begins. None: the block is computed.
         deadline: seconds from now.
+        wait_for_evictions: whether to wait, within the deadline, for evictions and copies in flight
+            that will free blocks, as in `KVCache.acquire`.
+        wait_for_room: whether to wait, within the deadline, until other requests release device
+            blocks. Forks that wait get blocks in the order of their calls, and before requests that
+            wait. The lease keeps its blocks: two leases whose forks wait for each other's blocks
+            both wait until their deadlines.
 
     Returns:
         The fork. Finish it as any lease.
@@ -63,10 +71,20 @@ async def fork(  # noqa: D417  (a method of Lease)
     Raises:
         LeaseBusy: as in `extend`.
         NoRoom: no device block can be freed for the copy. Nothing changed.
+        DeadlineExceeded: no block became free in time. Nothing changed.
         DeviceError: the event has failed, or the block could not be copied. Nothing changed.
     """
     request_ids = None if request_id is None else (request_id,)
-    return (await fork_many(self, 1, request_ids, event=event, deadline=deadline))[0]
+    made = await fork_many(
+        self,
+        1,
+        request_ids,
+        event=event,
+        deadline=deadline,
+        wait_for_evictions=wait_for_evictions,
+        wait_for_room=wait_for_room,
+    )
+    return made[0]
 
 
 async def fork_many(  # noqa: D417  (a method of Lease)
@@ -76,6 +94,8 @@ async def fork_many(  # noqa: D417  (a method of Lease)
     *,
     event: Completion | None = None,
     deadline: float | None = None,
+    wait_for_evictions: bool = True,
+    wait_for_room: bool = False,
 ) -> tuple[L, ...]:
     """Make `count` forks at once (see `fork`): all of them or none.
 
@@ -84,14 +104,20 @@ async def fork_many(  # noqa: D417  (a method of Lease)
         request_ids: one for each fork. None: that of this lease.
         event: as in `fork`.
         deadline: seconds from now.
+        wait_for_evictions: as in `fork`.
+        wait_for_room: as in `fork`.
 
     Raises:
-        LeaseBusy, NoRoom, DeviceError: as in `fork`.
+        LeaseBusy, NoRoom, DeadlineExceeded, DeviceError: as in `fork`.
     """
     hold = self._hold
     at = hold.deadline(deadline)
     number = check_int("count", count, 1, MOST_FORKS)
     names = _names(self.request_id, number, request_ids)
+    waits = (
+        check_flag("wait_for_evictions", wait_for_evictions),
+        check_flag("wait_for_room", wait_for_room),
+    )
     if event is not None:
         await hold.wait_event(event, self.num_tokens, self.num_tokens, at)
     forks: list[L] = []
@@ -100,7 +126,8 @@ async def fork_many(  # noqa: D417  (a method of Lease)
         for start in range(0, number, step):
             part = names[start : start + step]
             numbers = tuple(next(hold.client.lease_numbers) for _ in part)
-            made = await hold.fork(Fork(hold.id, self.num_tokens, numbers, part), at)
+            message = Fork(hold.id, self.num_tokens, numbers, part, at, *waits)
+            made = await hold.fork(message, at)
             forks += [
                 _lease_of(self, lease, name, one)
                 for lease, name, one in zip(numbers, part, made.leases, strict=True)

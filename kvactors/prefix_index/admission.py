@@ -15,9 +15,10 @@ from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.held import SpaceQueue
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.loads import LoadTable
-from kvactors.prefix_index.messages import Ack, Acquire, AdmissionDeadline, Proceed, Sweep
+from kvactors.prefix_index.messages import Ack, Acquire, AdmissionDeadline, Fork, Proceed
 from kvactors.prefix_index.parts import next_part
 from kvactors.prefix_index.saves import SaveTable
+from kvactors.prefix_index.sweeps import Sweeper
 
 STEPS = 64
 """Requests that one turn serves, refuses or admits. The others follow in later turns."""
@@ -60,7 +61,8 @@ class Waiter(Timed, ABC):
 
 def waits_for_room(envelope: Envelope[Any]) -> bool:
     """Whether a request waits until other requests release device blocks."""
-    return type(envelope.message) is Acquire and envelope.message.wait_for_room
+    message = envelope.message
+    return isinstance(message, Acquire | Fork) and message.wait_for_room
 
 
 class Admission:
@@ -70,7 +72,9 @@ class Admission:
         waiting: by lease, in order of arrival. A lease waits for one thing at a time. They wait for
             evictions and releases in flight, with the blocks that they have already.
         space: requests that wait, holding nothing, until other requests release blocks.
+        forking: forks that wait for that, before those of `space`, by the lease that is forked.
         blocks_promised: device blocks that the waiting ones lack.
+        free_low, free_high: see `IndexSettings`.
         closing: paths whose blocks are being released in parts.
         on_idle: called whenever no transfer is in flight, for a sleep.
         copies: copies within the device that are in flight.
@@ -89,13 +93,14 @@ class Admission:
         free_high: int,
     ) -> None:
         self.waiting: dict[int, Waiter] = {}
-        self.space = SpaceQueue(tickets)
+        self.space: SpaceQueue[Acquire] = SpaceQueue(tickets)
+        self.forking: SpaceQueue[Fork] = SpaceQueue(tickets)
         self._patient: dict[int, Waiter] = {}  # those of `waiting` that may wait in `space` as well
         self.blocks_promised = 0
         self.closing = self.no_room = self.copies = 0
-        self.sweeping = False
+        self.sweeper = Sweeper(index)
         self.free_low = free_low
-        self._free_high = free_high
+        self.free_high = free_high
         self._index = index
         self._loads = loads
         self._evictions = evictions
@@ -105,16 +110,15 @@ class Admission:
         self._serving = self._proceeding = False
         self.on_idle: Callable[[], list[Action]] | None = None
 
-    def set_watermarks(self, free_low: int, free_high: int) -> None:
-        """See `IndexSettings`. For an index whose device blocks are set after it was made."""
-        self.free_low, self._free_high = free_low, free_high
-
     # -- the queue
 
     @property
     def releasing(self) -> bool:
-        """Whether blocks of ended leases will be free without an eviction."""
-        return bool(self._saves.in_flight) or self.closing > 0
+        """Whether blocks of ended leases will be free, or evictable, without an eviction: copies
+        in flight own theirs until they end."""
+        if self._saves.in_flight or self.closing > 0 or self.copies > 0:
+            return True
+        return self._loads.any_unused()
 
     def unpromised(self) -> int:
         """Blocks that evictions in flight will free, less those that requests wait for."""
@@ -173,8 +177,11 @@ class Admission:
         """A request that is not in the queue cannot get `needed` blocks now: refuse it, or let it
         wait for space."""
         message = envelope.message
-        if isinstance(message, Acquire) and message.wait_for_room and not envelope.abandoned:
-            return self.space.hold_first(message, envelope)
+        if waits_for_room(envelope) and not envelope.abandoned:
+            if isinstance(message, Acquire):
+                return self.space.hold_first(message, envelope)
+            if isinstance(message, Fork):
+                return self.forking.hold_again(message, envelope)
         return self.count_refusal(envelope, NoRoom(needed, self.available()))
 
     def end_retry(self, lease: int) -> list[Action]:
@@ -199,15 +206,23 @@ class Admission:
 
     def cancel(self, lease: int, reason: str) -> list[Action]:
         """Refuse the request of a lease, if it waits."""
+        held = self.forking.remove(lease)
+        if held is not None:
+            return [Refusal(held.envelope, LeaseEnded(reason))]
         waiter = self.waiting.get(lease)
         return [] if waiter is None else self.refuse(waiter, LeaseEnded(reason))
 
+    def call_of(self, lease: int) -> Envelope[Any] | None:
+        """The call of a lease that waits for blocks, None if there is none."""
+        waits = self.waiting.get(lease) or self.forking.requests.get(lease)
+        return None if waits is None else waits.envelope
+
     def withdraw(self, lease: int) -> list[Action]:
-        """The waiting extend of a lease was cancelled, unless it was answered before."""
-        waiter = self.waiting.get(lease)
-        if waiter is None or not waiter.envelope.abandoned:
+        """The waiting extend or fork of a lease was cancelled, unless it was answered before."""
+        call = self.call_of(lease)
+        if call is None or not call.abandoned:
             return []
-        return self.refuse(waiter, LeaseEnded("this call was cancelled")) + self.serve_waiting()
+        return self.cancel(lease, "this call was cancelled") + self.serve_waiting()
 
     def expire(self, lease: int, ticket: int) -> list[Action]:
         """The deadline of a wait has passed."""
@@ -290,12 +305,12 @@ class Admission:
     def serve_waiting(self) -> list[Action]:
         """Blocks became free, or an operation ended: serve the requests that wait for that."""
         actions = self._serve()
-        return actions + self.proceed_later() if self.space.requests else actions
+        return actions + self.proceed_later() if self.space or self.forking else actions
 
     def _serve(self) -> list[Action]:
         actions = self._serve_queue() if self.waiting else []
         if self._index.retired:
-            actions += self._sweep_later()
+            actions += self.sweeper.later()
         if not (self._pausing or self.on_idle):
             return actions
         busy = self._loads or self._evictions or self.releasing or self.copies
@@ -317,7 +332,7 @@ class Admission:
     def evict_to_watermark(self) -> list[Action]:
         """Evict ahead of need if the free device blocks are fewer than the low watermark."""
         free = self._index.free + self.unpromised()
-        return self._evictions.evict(self._free_high - free)[1] if free < self.free_low else []
+        return self._evictions.evict(self.free_high - free)[1] if free < self.free_low else []
 
     def proceed_later(self) -> list[Action]:
         """Continue with the queues in a later turn, after other messages."""
@@ -330,19 +345,6 @@ class Admission:
         """That turn's share of the queue."""
         self._proceeding = False
         return self._serve()
-
-    def sweep(self) -> list[Action]:
-        """A turn's share of the work after a clear. Requests do not wait for it: `BlockIndex.take`
-        returns what they need."""
-        self.sweeping = False
-        self._index.sweep()
-        return self._sweep_later()
-
-    def _sweep_later(self) -> list[Action]:
-        if self.sweeping or not self._index.sweeping:
-            return []
-        self.sweeping = True
-        return [Sweep()]
 
     # -- releases
 

@@ -46,6 +46,7 @@ from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.saves import SaveTable
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.prefix_index.sleeping import Sleep
+from kvactors.prefix_index.statistics import statistics_of
 from kvactors.prefix_index.steps import Steps
 from kvactors.prefix_index.tables import BlockTables
 from kvactors.quotas import Quota, salt_id
@@ -122,7 +123,16 @@ class IndexCore:
             index, self.held, self.leases, self.evictions, news, self.admission, self.pins
         )
         self.requests = Requests(
-            index, self.held, self.admission, self.grants, long, lineages, victims, settings, sleep
+            index,
+            self.held,
+            self.admission,
+            self.grants,
+            long,
+            lineages,
+            victims,
+            settings,
+            sleep,
+            self.forks,
         )
 
     def set_namespace(self, namespace: str, envelope: Envelope[Ack]) -> list[Action]:
@@ -138,7 +148,8 @@ class IndexCore:
         """Take the device blocks of a cache that was opened without any."""
         if not self.index.pool.total:
             set_num_blocks(self.index, message.num_blocks)
-            self.admission.set_watermarks(message.free_low, message.free_high)
+            self.admission.free_low = message.free_low
+            self.admission.free_high = message.free_high
 
     # -- completions
 
@@ -318,35 +329,4 @@ class IndexCore:
 
     def statistics(self) -> IndexStatistics:
         """A snapshot."""
-        tree, leases, evictions = self.index.tree.statistics(), self.leases, self.evictions
-        return IndexStatistics(
-            requests=leases.requests,
-            blocks_looked_up=leases.looked_up,
-            device_hits=leases.device_hits,
-            host_hits=leases.host_hits,
-            storage_hits=leases.storage_hits,
-            no_room=self.admission.no_room,
-            preempted=self.endings.preempted,
-            abandoned=self.endings.abandoned,
-            leases=len(leases),
-            waiting=len(self.admission.waiting) + len(self.admission.space),
-            blocks_total=self.index.pool.total,
-            blocks_free=self.index.free,
-            nodes=tree["nodes"],
-            nodes_referenced=tree["referenced"],
-            evictable=tree["evictable"],
-            evicted=evictions.evicted,
-            rescued=evictions.rescued,
-            loads_in_flight=len(self.loads),
-            offloads_in_flight=len(evictions),
-            saves_in_flight=len(self.saves),
-            overdue_loads=self.loads.overdue_loads,
-            resumed=leases.resumed,
-            forks=self.forks.forks,
-            tails_copied=self.forks.tails,
-            blocks_shared=self.index.pool.num_shared,
-            pinned=self.index.tree.pinned,
-            pins_refused=self.pins.refused,
-            pins_expired=self.pins.expired,
-            quota_evictions=self.index.policy.quota_evictions + self.index.tree.quota_evictions,
-        )
+        return statistics_of(self)

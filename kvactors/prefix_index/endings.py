@@ -87,7 +87,7 @@ class Endings:
         """Remove a lease from everything that waits for it or with it. Its blocks stay as they
         are."""
         ended = self._leases.remove(lease)
-        if lease.granted and lease.id in self._admission.waiting:  # an extend
+        if lease.granted and self._admission.call_of(lease.id):  # an extend or a fork
             return self._admission.cancel(lease.id, "it has ended") + ended
         return ended
 

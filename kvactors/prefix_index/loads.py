@@ -143,6 +143,14 @@ class LoadTable:
 
     # -- end
 
+    def any_unused(self) -> bool:
+        """Whether a load, not overdue, is of leases that have all ended: its blocks can be evicted,
+        or are free, when it is answered."""
+        return any(
+            load.owner is None and load.blocks and not (load.sharers or load.lost)
+            for load in self._loads.values()
+        )
+
     def paths(self) -> list[Path]:
         """The paths of the loads in flight."""
         return [load.path for load in self._loads.values()]

@@ -173,12 +173,17 @@ class Fork(Ask[ForkResult], frozen=True, eq=False):
         position: as in `Extend`.
         leases: numbers of the new leases.
         request_ids: one for each.
+        deadline: absolute loop time until which the call waits for blocks.
+        wait, wait_for_room: as in `Acquire`.
     """
 
     lease: int
     position: int
     leases: tuple[int, ...]
     request_ids: tuple[str, ...]
+    deadline: float
+    wait: bool = True
+    wait_for_room: bool = False
 
 
 class Truncate(Ask[Ack], frozen=True, eq=False):

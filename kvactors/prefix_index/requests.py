@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvactors.actor import Envelope
 from kvactors.cpu_evictor.messages import PrefetchToHost
 from kvactors.errors import (
@@ -15,6 +17,7 @@ from kvactors.errors import (
 from kvactors.native import HOST
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.admission import STEPS, Admission
+from kvactors.prefix_index.forks import Forks
 from kvactors.prefix_index.grants import Grants
 from kvactors.prefix_index.held import Held, HeldRequests
 from kvactors.prefix_index.host_victims import HostVictims
@@ -51,8 +54,10 @@ class Requests:
         victims: HostVictims,
         settings: IndexSettings,
         sleep: Sleep,
+        forks: Forks,
     ) -> None:
         self._sleep = sleep
+        self._forks = forks
         self._index = index
         self._held = held
         self._admission = admission
@@ -76,7 +81,7 @@ class Requests:
         needed = self._index.blocks_for(message.path.num_tokens)
         if needed > self._index.pool.total:
             return [admission.never_fits(envelope, needed)]
-        if not admission.space.is_busy:
+        if not (admission.space.is_busy or admission.forking.is_busy):
             return self._admit(message, needed, envelope)
         if message.wait_for_room:
             return [admission.space.hold(message, envelope)]
@@ -110,19 +115,20 @@ class Requests:
         """A turn's share of the requests that wait, for blocks or after a pause, or of the work
         after a clear."""
         if isinstance(message, Sweep):
-            return self._admission.sweep()
+            return self._admission.sweeper.step()
         return self._admission.proceed() + self._admit_waiting()
 
     def _admit_waiting(self) -> list[Action]:
-        """Those that wait for space came before those of a pause."""
-        return self._admit_room() + self._admit_held()
+        """Those that wait for space came before those of a pause. Forks come before both: the
+        leases that they are of hold blocks."""
+        return self._forks.retry() + self._admit_room() + self._admit_held()
 
     def _admit_room(self) -> list[Action]:
         """A turn's share of the requests that wait for space, up to the first that does not fit."""
         space, admission, actions = self._admission.space, self._admission, list[Action]()
         for _ in range(STEPS):
             held = space.first
-            if held is None or self._held.paused or space.retried:
+            if held is None or self._held.paused or space.retried or admission.forking.requests:
                 return actions
             message, envelope = held.message, held.envelope
             if envelope.abandoned:
@@ -167,7 +173,7 @@ class Requests:
             actions += self._give_up(queue.remove(lease))
         return actions + self._admission.serve_waiting()
 
-    def _give_up(self, held: Held | None) -> list[Action]:
+    def _give_up(self, held: Held[Acquire] | None) -> list[Action]:
         return [] if held is None else [Refusal(held.envelope, LeaseEnded(GIVEN_UP))]
 
     def expire(self, lease: int, ticket: int) -> list[Action]:
@@ -176,14 +182,20 @@ class Requests:
         if held is not None:
             return [Refusal(held.envelope, Paused("the cache is paused"))]
         held = self._admission.space.expire(lease, ticket)
-        if held is None:
-            return self._admission.expire(lease, ticket)
-        needed = self._index.blocks_for(held.message.path.num_tokens)
+        if held is not None:
+            needed = self._index.blocks_for(held.message.path.num_tokens)
+            return self._not_released(held.envelope, needed)
+        fork = self._admission.forking.expire(lease, ticket)
+        if fork is not None:
+            return self._not_released(fork.envelope, len(fork.message.leases))
+        return self._admission.expire(lease, ticket)
+
+    def _not_released(self, envelope: Envelope[Any], needed: int) -> list[Action]:
         error = DeadlineExceeded(
             f"other requests did not release enough device blocks in time: {needed} needed, "
             f"{self._admission.available()} available"
         )
-        return [Refusal(held.envelope, error), *self._admission.serve_waiting()]
+        return [Refusal(envelope, error), *self._admission.serve_waiting()]
 
     def prefetch(self, message: Prefetch, envelope: Envelope[Ack]) -> list[Action]:
         """Ask the host tier to fetch the blocks that the device lacks."""

@@ -9,6 +9,7 @@ from kvactors.prefix_index.commits import Commits
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.messages import StepEntry, StepLeases, StepOutcome, StepResult
+from kvactors.prefix_index.records import LeaseState
 from kvactors.prefix_index.tables import BlockTables, append
 
 
@@ -56,7 +57,7 @@ class Steps:
         if entry.added is not None:
             total = self._index.blocks_for(entry.position + entry.added.num_tokens)
             if total > path.num_blocks:
-                waiter = StepWaiter(lease.id, envelope, total - path.num_blocks)
+                waiter = StepWaiter(lease, envelope, total - path.num_blocks)
                 accepted, more = self._admission.request(waiter, wait=False, deadline=0.0)
                 actions += more
                 if not accepted:
@@ -78,8 +79,8 @@ class StepWaiter(Waiter):
 
     __slots__ = ("blocks",)
 
-    def __init__(self, lease: int, envelope: Envelope[StepResult], needed: int) -> None:
-        super().__init__(lease, envelope, needed)
+    def __init__(self, lease: LeaseState, envelope: Envelope[StepResult], needed: int) -> None:
+        super().__init__(lease.id, envelope, needed, lease.path.salt)
         self.blocks: list[int] = []
 
     def complete(self, blocks: list[int]) -> list[Action]:

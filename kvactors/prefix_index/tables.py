@@ -78,11 +78,11 @@ class BlockTables:
         if lease.fault is not None and lease.fault.kind is RankLost:
             return [], lease.fault.error()
         actions: list[Action] = []
-        waiting = self._admission.waiting.get(lease.id)
-        if waiting is not None and waiting.envelope.abandoned:
+        call = self._admission.call_of(lease.id)
+        if call is not None and call.abandoned:
             actions = self._admission.cancel(lease.id, "this call was cancelled")
-            waiting = None
-        if waiting is None and position == lease.path.num_tokens:
+            call = None
+        if call is None and position == lease.path.num_tokens:
             return actions, None
         return actions, LeaseBusy(
             f"the lease of {lease.request_id!r} has {lease.path.num_tokens} tokens, or is being "
@@ -122,13 +122,14 @@ class BlockTables:
             if load.path is path:
                 load.path = copy_of(path, load.stop)
 
-    def take(self, waiter: Waiter, lease_deadline: float) -> list[Action]:
-        """Give a waiter its blocks, or let it wait for them."""
+    def take(self, waiter: Waiter, lease_deadline: float, *, wait: bool = True) -> list[Action]:
+        """Give a waiter its blocks, or let it wait for them. wait: whether it waits for evictions
+        and copies in flight."""
         if not waiter.needed:
             return waiter.complete([])
         envelope, admission = waiter.envelope, self._admission
         deadline = envelope.deadline if envelope.deadline is not None else lease_deadline
-        accepted, actions = admission.request(waiter, wait=True, deadline=deadline)
+        accepted, actions = admission.request(waiter, wait=wait, deadline=deadline)
         if not accepted:
             actions.append(admission.no_room_refusal(envelope, waiter.needed))
         return actions

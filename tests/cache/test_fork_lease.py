@@ -182,17 +182,128 @@ async def test_a_fork_waits_for_an_eviction_within_its_deadline():
             await one.finish()
 
 
+def holds_back(monkeypatch, device, call: str) -> threading.Event:
+    """The device's copies of a kind begin when the event is set."""
+    may_copy, copy = threading.Event(), getattr(device, call)
+
+    def held_back(*arguments):
+        may_copy.wait(30)
+        copy(*arguments)
+
+    monkeypatch.setattr(device, call, held_back)
+    return may_copy
+
+
+CALLS = {
+    "fork": lambda cache, lease, **how: lease.fork_many(2, **how),
+    "extend": lambda cache, lease, **how: lease.extend(prompt(2, 2), **how),
+    "reserve": lambda cache, lease, **how: lease.reserve(2 * BLOCK, **how),
+    "acquire": lambda cache, lease, **how: cache.acquire("b", prompt(2, 2), **how),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_blocks_of_cancelled_forks_are_waited_for(monkeypatch, call):
+    async with opened(device=4) as cache:
+        lease = await cache.acquire("a", prompt(1, 1, tail=1))
+        may_copy = holds_back(monkeypatch, cache.device, "copy_blocks")
+        cancelled = asyncio.ensure_future(lease.fork_many(2))
+        while not cache.statistics().prefix.tails_copied:
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        with pytest.raises(kvactors.DeadlineExceeded):
+            await CALLS[call](cache, lease, deadline=0.01)
+        if call in ("fork", "acquire"):
+            with pytest.raises(NoRoom):
+                await CALLS[call](cache, lease, wait_for_evictions=False)
+        waiting = asyncio.ensure_future(CALLS[call](cache, lease))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        may_copy.set()
+        made = await waiting
+        for one in {"fork": made, "acquire": [made]}.get(call, []):
+            await one.finish()
+        await lease.finish()
+
+
+async def test_blocks_of_a_load_without_a_lease_are_waited_for(monkeypatch):
+    async with opened(device=8, host=HOST) as cache:
+        await serve(cache, "a", tokens := prompt(1, 4))
+        await serve(cache, "b", prompt(2, 8))
+        await cache.wait_idle()
+        may_load = holds_back(monkeypatch, cache.device, "copy_to_device")
+        (await cache.acquire("a", tokens)).abandon()
+        waiting = asyncio.ensure_future(cache.acquire("c", prompt(3, 8)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        may_load.set()
+        await (await waiting).finish()
+
+
+async def test_a_fork_waits_for_other_leases_if_it_is_asked_to():
+    async with opened(device=6) as cache:
+        lease = await cache.acquire("a", prompt(1, 1, tail=1))
+        other = await cache.acquire("b", prompt(2, 3))
+        with pytest.raises(NoRoom):
+            await lease.fork_many(2)
+        forks = asyncio.ensure_future(lease.fork_many(2, wait_for_room=True))
+        await asyncio.sleep(0.01)
+        behind = asyncio.ensure_future(cache.acquire("c", prompt(3, 1), wait_for_room=True))
+        await asyncio.sleep(0.01)
+        with pytest.raises(NoRoom):
+            await cache.acquire("d", prompt(4, 1))  # the block that is free is not for it
+        assert not forks.done()
+        assert cache.statistics().prefix.waiting == 2
+        with pytest.raises(LeaseBusy):
+            await lease.extend([1])
+        await other.finish()
+        for one in (*(await forks), lease, await behind):
+            await one.finish()
+
+
+@pytest.mark.parametrize("ends", ["deadline", "cancel", "finish", "abandon", "clear"])
+async def test_a_fork_that_waits_for_others_ends(ends):
+    async with opened(device=6) as cache:
+        lease = await cache.acquire("a", prompt(1, 1, tail=1))
+        other = await cache.acquire("b", prompt(2, 3))
+        deadline = 0.05 if ends == "deadline" else None
+        forks = asyncio.ensure_future(lease.fork_many(4, wait_for_room=True, deadline=deadline))
+        await asyncio.sleep(0.01)
+        assert cache.statistics().prefix.waiting == 1
+        error: type[BaseException] = LeaseEnded
+        if ends == "cancel":
+            forks.cancel()
+            error = asyncio.CancelledError
+        elif ends == "deadline":
+            error = kvactors.DeadlineExceeded
+        elif ends == "finish":
+            await lease.finish()
+        elif ends == "abandon":
+            lease.abandon()
+        else:
+            await cache.clear()
+            await other.finish()
+            for fork in await forks:
+                await fork.finish()
+        if ends != "clear":
+            with pytest.raises(error):
+                await forks
+            await cache.wait_idle()
+            await other.finish()
+        assert cache.statistics().prefix.waiting == 0
+        if ends in ("deadline", "cancel", "clear"):
+            await (await lease.fork()).finish()
+            await lease.finish()
+
+
 async def test_loads_in_flight_are_waited_for_by_both(monkeypatch):
     async with opened(device=8, host=HOST) as cache:
         await serve(cache, "a", tokens := prompt(1, 4))
         await serve(cache, "b", prompt(2, 8))
-        may_load, copy = threading.Event(), cache.device.copy_to_device
-
-        def held_back(*pairs):
-            may_load.wait(30)
-            copy(*pairs)
-
-        monkeypatch.setattr(cache.device, "copy_to_device", held_back)
+        may_load = holds_back(monkeypatch, cache.device, "copy_to_device")
         lease = await cache.acquire("a", tokens)
         assert lease.pending
         fork = await lease.fork()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors import Hints
+from kvactors import Hints, Step
 from kvactors.errors import ConfigError, StoreUnsupported
 from tests.support.cache import opened
 
@@ -46,6 +46,27 @@ async def test_a_salt_above_its_quota_makes_only_its_own_blocks_leave():
             await use(cache, number, salt="noisy")
         assert held(cache, 1, salt="quiet") == 2
         assert cache.system.index_actor.index.tree.quota_evictions > 0
+        await settle(cache)
+
+
+@pytest.mark.parametrize("call", ["fork", "extend", "reserve", "step"])
+async def test_blocks_that_a_lease_takes_later_count_for_the_quota_of_its_salt(call):
+    async with opened(device=8, quota={"device": 4}) as cache:
+        await use(cache, 1, salt="quiet")
+        await use(cache, 2, salt="noisy")
+        await use(cache, 3, salt="noisy")
+        lease = await cache.acquire("open", [*tokens_of(4, 1), 1], salt="noisy")
+        if call == "fork":
+            await (await lease.fork()).finish()
+        elif call == "extend":
+            await lease.extend([1] * BLOCK)
+        elif call == "reserve":
+            await lease.reserve(BLOCK)
+        else:
+            (found,) = await cache.step([Step(lease, [1] * BLOCK)])
+            assert len(found.blocks) == 1
+        assert held(cache, 1, salt="quiet") == 2
+        await lease.finish()
         await settle(cache)
 
 

@@ -32,7 +32,7 @@ BUGS: tuple[Mutation, ...] = (
         "extends_overlap_in_the_index",
         "prefix_index/tables.py",
         """\
-        if waiting is None and position == lease.path.num_tokens:
+        if call is None and position == lease.path.num_tokens:
 """,
         """\
         if True:

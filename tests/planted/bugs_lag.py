@@ -102,9 +102,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "granted_leases_count_when_received",
-        "prefix_index/core.py",
-        "            leases=len(leases),\n",
-        "            leases=0,\n",
+        "prefix_index/statistics.py",
+        "        leases=len(leases),\n",
+        "        leases=0,\n",
         "an engine that waits until the cache has no lease changes its weights below a lease",
         (f"{ENGINE}::test_weights_that_change_in_the_step_of_a_grant",),
     ),

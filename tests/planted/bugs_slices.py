@@ -37,10 +37,10 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a_sweep_does_not_go_on",
-        "prefix_index/admission.py",
+        "prefix_index/sweeps.py",
         """\
         self._index.sweep()
-        return self._sweep_later()
+        return self.later()
 """,
         """\
         self._index.sweep()

@@ -356,8 +356,16 @@ class IndexMachine(RuleBasedStateMachine):
         self.turn(Reserve(lease, self.leases[lease], upto), self.stepper.now + 1.0)
 
     @precondition(lambda self: self.leases)
-    @rule(which=choice, count=st.integers(1, 2), stale=st.sampled_from([0, 0, 0, 1]))
-    def fork(self, which: int, count: int, stale: int = 0) -> None:
+    @rule(
+        which=choice,
+        count=st.integers(1, 2),
+        stale=st.sampled_from([0, 0, 0, 1]),
+        wait=st.booleans(),
+        room=st.booleans(),
+    )
+    def fork(
+        self, which: int, count: int, stale: int = 0, wait: bool = True, room: bool = False
+    ) -> None:
         if len(self.leases) + len(self.open) > 6:
             return
         lease = self.lease(which)
@@ -365,8 +373,9 @@ class IndexMachine(RuleBasedStateMachine):
         numbers = tuple(self.number + 1 + i for i in range(count))
         self.number += count
         names = tuple(f"r{number}" for number in numbers)
-        message = Fork(lease, self.leases[lease] - stale, numbers, names)
-        effects = self.turn(message, self.stepper.now + 1.0)
+        deadline = self.stepper.now + 1.0
+        message = Fork(lease, self.leases[lease] - stale, numbers, names, deadline, wait, room)
+        effects = self.turn(message, deadline)
         for answered in effects.answered:
             if answered.message is message and busy:
                 assert answered.error is not None, "a fork in the wrong place was made"
@@ -441,10 +450,10 @@ class IndexMachine(RuleBasedStateMachine):
 
     def changes(self, lease: int) -> bool:
         """Whether an extend, a reserve or a fork of a lease waits for blocks."""
-        waiter = self.actor.core.admission.waiting.get(lease)
+        call = self.actor.core.admission.call_of(lease)
         return any(
             (isinstance(one.message, (Extend, Reserve)) and one.message.lease == lease)
-            or (waiter is not None and one.message is waiter.envelope.message)
+            or (call is not None and one.message is call.message)
             for one in self.stepper._open
         )
 
@@ -656,7 +665,7 @@ class IndexMachine(RuleBasedStateMachine):
         core = self.actor.core
         waiting = list(core.admission.waiting.values())
         assert core.admission.blocks_promised == sum(waiter.lacking for waiter in waiting)
-        assert core.admission.sweeping or not self.index.sweeping, (
+        assert core.admission.sweeper.scheduled or not self.index.sweeping, (
             "nothing brings back what a clear left"
         )
         assert 0 <= core.evictions.blocks_being_freed <= core.evictions.blocks_in_flight

@@ -221,7 +221,7 @@ def test_blocks_of_a_clear_come_back_in_later_turns():
     state.index.retire()
     assert [type(one) for one in state.admission.serve_waiting()] == [Sweep]
     assert state.admission.serve_waiting() == [], "one turn of it is in the mailbox already"
-    assert [type(one) for one in state.admission.sweep()] == [Sweep]
+    assert [type(one) for one in state.admission.sweeper.step()] == [Sweep]
     assert state.index.pool.free == 4
 
 

@@ -41,7 +41,7 @@ def request(machine: IndexMachine, blocks: int, *, wait: bool = True) -> object:
 def sweeps(machine: IndexMachine) -> list[int]:
     """The blocks that each turn brings back, until nothing is left to do."""
     steps = []
-    while machine.actor.core.admission.sweeping:
+    while machine.actor.core.admission.sweeper.scheduled:
         before = machine.index.pool.free
         effects = machine.turn(Sweep())
         steps.append(machine.index.pool.free - before)
