@@ -1,0 +1,200 @@
+"""Times to live and pins that expire, through the public API on a loop of virtual time, and hints
+and quotas at the ends of their ranges."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvactors import Hints
+from kvactors.testing.loop import simulate
+from tests.cache.test_quotas import BLOCK, held, hosted, settle, tokens_of, use
+from tests.support.cache import opened
+
+DAY = 86_400.0
+
+
+def in_virtual_time(main, **options):
+    """Run a test on a cache without threads."""
+
+    async def run() -> None:
+        async with opened(inline=True, **options) as cache:
+            await main(cache)
+
+    simulate(run)
+
+
+@pytest.mark.parametrize("later", [9.0, 11.0])
+def test_blocks_leave_before_others_once_their_time_is_over(later):
+    async def main(cache):
+        await use(cache, 1, hints=Hints(priority=2, ttl=10.0))
+        await asyncio.sleep(later)
+        await use(cache, 2)
+        await use(cache, 3)
+        await use(cache, 4)
+        await use(cache, 5)
+        assert [held(cache, n) for n in (1, 2)] == ([2, 0] if later < 10 else [0, 2])
+        await settle(cache)
+
+    in_virtual_time(main)
+
+
+def test_the_time_counts_from_the_last_use():
+    async def main(cache):
+        for _ in range(3):
+            await use(cache, 1, hints=Hints(priority=1, ttl=10.0))
+            await asyncio.sleep(9.0)
+        await use(cache, 2, blocks=6)
+        await use(cache, 3)
+        assert held(cache, 1) == 2
+        await asyncio.sleep(2.0)
+        await use(cache, 4)
+        assert held(cache, 1) == 0
+        await settle(cache)
+
+    in_virtual_time(main)
+
+
+def test_expired_blocks_leave_before_those_of_a_salt_above_its_quota():
+    async def main(cache):
+        await use(cache, 1, salt="a", hints=Hints(ttl=1.0))
+        await use(cache, 2, salt="noisy", blocks=6)
+        await asyncio.sleep(2.0)
+        await use(cache, 3, salt="b")
+        assert held(cache, 1, salt="a") == 0
+        assert held(cache, 2, salt="noisy", blocks=6) == 6
+        await settle(cache)
+
+    in_virtual_time(main, quota={"device": 2})
+
+
+def test_expired_blocks_leave_the_host_tier_first():
+    async def main(cache):
+        await use(cache, 1, hints=Hints(ttl=5.0), blocks=4)
+        await use(cache, 2, blocks=4)
+        await use(cache, 3, blocks=4)  # both are on the host now
+        assert [hosted(cache, n, blocks=4) for n in (1, 2)] == [4, 4]
+        assert cache.lookup([*tokens_of(1, 4), 1]).host == 4  # no use: the time goes on
+        await asyncio.sleep(6.0)
+        await use(cache, 4, blocks=4)
+        await cache.wait_idle()
+        assert [hosted(cache, n, blocks=4) for n in (1, 2)] == [0, 4]
+        await settle(cache)
+
+    in_virtual_time(main, device=4, host={"slots": 8, "transit_slots": 8})
+
+
+def test_a_pin_ends_with_its_time():
+    async def main(cache):
+        lease = await use(cache, 1, hints=Hints(pin=True, ttl=10.0))
+        assert lease.pinned_blocks == 2
+        for number in range(2, 6):
+            await use(cache, number, blocks=4)
+        assert held(cache, 1) == 2
+        await asyncio.sleep(10.5)
+        prefix = cache.statistics().prefix
+        assert (prefix.pinned, prefix.pins_expired) == (0, 1)
+        await use(cache, 6, blocks=7)
+        assert held(cache, 1) == 0
+        assert await cache.unpin(tokens_of(1)) == 0
+        await settle(cache)
+
+    in_virtual_time(main)
+
+
+def test_a_pin_that_is_repeated_lasts_from_then_on():
+    async def main(cache):
+        for _ in range(3):
+            await use(cache, 1, hints=Hints(pin=True, ttl=10.0))
+            await asyncio.sleep(8.0)
+        assert cache.statistics().prefix.pinned == 2
+        await use(cache, 1, hints=Hints(pin=True))  # and now without a time
+        await asyncio.sleep(DAY)
+        prefix = cache.statistics().prefix
+        assert (prefix.pinned, prefix.pins_expired) == (2, 0)
+        assert await cache.unpin(tokens_of(1)) == 2
+        await settle(cache)
+
+    in_virtual_time(main)
+
+
+def test_a_pin_that_a_clear_has_ended_expires_no_more():
+    async def main(cache):
+        await use(cache, 1, hints=Hints(pin=True, ttl=10.0))
+        await cache.clear()
+        await use(cache, 1, hints=Hints(pin=True, ttl=100.0))
+        await asyncio.sleep(50.0)
+        prefix = cache.statistics().prefix
+        assert (prefix.pinned, prefix.pins_expired) == (2, 0)
+        await asyncio.sleep(60.0)
+        assert cache.statistics().prefix.pinned == 0
+        await settle(cache)
+
+    in_virtual_time(main)
+
+
+def test_a_pinned_prefix_stays_when_the_pin_of_its_continuation_ends():
+    async def main(cache):
+        await use(cache, 1, hints=Hints(pin=True, ttl=100.0))
+        await use(cache, 1, blocks=4, hints=Hints(pin=True, ttl=10.0))
+        assert cache.statistics().prefix.pinned == 4
+        await asyncio.sleep(20.0)
+        assert cache.statistics().prefix.pinned == 2
+        await use(cache, 2, blocks=6)
+        assert held(cache, 1) == 2
+        await settle(cache)
+
+    in_virtual_time(main, hints={"pin_share": 0.5})
+
+
+async def test_a_quota_below_what_is_resident_moves_no_block_at_once():
+    async with opened(device=8, host={"slots": 8, "transit_slots": 8}) as cache:
+        await use(cache, 1, salt="a", blocks=6)
+        await cache.set_quota("a", device=1, host=1)
+        assert held(cache, 1, salt="a", blocks=6) == 6
+        await use(cache, 2, salt="b", blocks=3)  # one more than is free
+        assert held(cache, 1, salt="a", blocks=6) == 5
+        await use(cache, 3, salt="b", blocks=4)
+        assert held(cache, 1, salt="a", blocks=6) == 1
+        assert held(cache, 2, salt="b", blocks=3) == 3
+        await cache.set_quota("a")  # none
+        await use(cache, 1, salt="a", blocks=6)
+        await settle(cache)
+
+
+async def test_a_quota_of_one_block_keeps_the_first_and_serves_all():
+    async with opened(device=8, quota={"salts": {"a": {"device": 1}}}) as cache:
+        for number in range(1, 6):
+            await use(cache, number, salt="a", blocks=8)
+        assert held(cache, 5, salt="a", blocks=8) == 8  # as long as nothing needs the blocks
+        await use(cache, 9, salt="b", blocks=4)
+        await use(cache, 8, salt="b", blocks=3)
+        assert held(cache, 5, salt="a", blocks=8) == 1
+        await settle(cache)
+
+
+async def test_a_quota_of_no_block_is_refused_by_name_and_nothing_changes():
+    async with opened(device=8, quota={"salts": {"a": {"device": 2}}}) as cache:
+        for size in (0, -1, True, 1.5, None.__class__, "", "-1 GiB", "1 B"):
+            with pytest.raises((ValueError, TypeError), match="device"):
+                await cache.set_quota("a", device=size)
+            with pytest.raises((ValueError, TypeError), match="host"):
+                await cache.set_quota("a", host=size)
+        with pytest.raises(TypeError, match="salt"):
+            await cache.set_quota(None, device=1)
+        assert dict(cache.system.index_actor.index.policy.quotas)["a"].device == 2
+
+
+@pytest.mark.parametrize("hints", [{}, {"pin": True}, 1, "pin", Hints, [Hints()], object()])
+async def test_nonsense_in_place_of_hints_changes_nothing(hints):
+    async with opened(device=8) as cache:
+        with pytest.raises(TypeError, match=r"must be a kvactors\.Hints"):
+            await cache.acquire("r", tokens_of(1), hints=hints)
+        assert cache.statistics().prefix.requests == 0
+        lease = await cache.acquire("r", tokens_of(1), hints=Hints(pin=True))
+        with pytest.raises(TypeError, match=r"must be a kvactors\.Hints"):
+            await lease.finish(2 * BLOCK, hints=hints)
+        await lease.finish(2 * BLOCK)
+        assert lease.pinned_blocks == 2
+        await settle(cache)

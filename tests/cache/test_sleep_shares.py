@@ -1,0 +1,165 @@
+"""Sleep of a cache with pins, quotas, forks, waiting calls and transfers, and its cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import kvactors
+from kvactors import Hints
+from kvactors.errors import CacheAsleep, LeasesOpen
+from tests.cache.test_fork_lease import holds_back
+from tests.cache.test_quotas import held, hosted, settle, tokens_of, use
+from tests.cache.test_sleep import HOST, TOKENS, stored
+from tests.support.cache import BLOCK, opened, prompt, serve
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_sleep_ends_pins_and_keeps_quotas(level, tmp_path):
+    options = {"quota": {"device": 4}, "hints": {"pin_share": 1.0}}
+    async with opened(device=8, host=HOST, storage=stored(tmp_path), **options) as cache:
+        await cache.set_quota("noisy", device=2)
+        await use(cache, 1, salt="quiet", hints=Hints(pin=True))
+        assert cache.statistics().prefix.pinned == 2
+        await cache.sleep(level)
+        statistics = cache.statistics()
+        assert statistics.prefix.pinned == statistics.host.pinned_blocks == 0
+        await cache.wake()
+        assert held(cache, 1, salt="quiet") == 0
+        assert hosted(cache, 1, salt="quiet") == (2 if level == 1 else 0)
+        await use(cache, 1, salt="quiet")
+        for number in range(2, 6):
+            await use(cache, number, salt="noisy")
+        assert held(cache, 1, salt="quiet") == 2, "the quota of before the sleep is kept"
+        assert cache.statistics().prefix.pinned == 0
+        await settle(cache)
+
+
+async def test_a_quota_can_be_changed_during_the_sleep():
+    async with opened(device=8, host=HOST) as cache:
+        await cache.sleep()
+        await cache.set_quota("noisy", device=4)
+        await cache.wake()
+        await use(cache, 1, salt="quiet")
+        for number in range(2, 8):
+            await use(cache, number, salt="noisy")
+        assert held(cache, 1, salt="quiet") == 2
+        await settle(cache)
+
+
+def state(cache):
+    """The state that a refused sleep leaves as it was."""
+    statistics = cache.statistics()
+    prefix, host = statistics.prefix, statistics.host
+    return (
+        (prefix.evicted, prefix.blocks_free, prefix.leases, prefix.waiting, prefix.pinned),
+        (host.resident, host.pinned_blocks),
+        held(cache, 1),
+        cache.system.asleep,
+    )
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_forks_and_calls_that_wait_refuse_the_sleep_and_nothing_changes(level, tmp_path):
+    options = {"hints": {"pin_share": 0.25}, "storage": stored(tmp_path)}
+    async with opened(device=8, host=HOST, **options) as cache:
+        await use(cache, 1, hints=Hints(pin=True))
+        lease = await cache.acquire("a", prompt(1, 1, tail=1))
+        fork = await lease.fork()
+        await lease.finish()
+        before = state(cache)
+        with pytest.raises(LeasesOpen, match="1 lease open"):
+            await cache.sleep(level)
+        assert state(cache) == before
+        waiting = asyncio.ensure_future(fork.fork_many(5, wait_for_room=True))
+        behind = asyncio.ensure_future(cache.acquire("b", prompt(2, 8), wait_for_room=True))
+        await asyncio.sleep(0.01)
+        before = state(cache)
+        with pytest.raises(LeasesOpen):
+            await cache.sleep(level)
+        assert state(cache) == before
+        for call in (waiting, behind):
+            assert not call.done()
+            call.cancel()
+        await asyncio.gather(waiting, behind, return_exceptions=True)
+        await fork.finish()
+        await cache.sleep(level)
+        await cache.wake()
+
+
+async def test_a_sleep_waits_for_the_transfers_of_ended_leases(monkeypatch):
+    async with opened(device=8, host=HOST) as cache:
+        await serve(cache, "a", TOKENS)
+        await serve(cache, "b", prompt(2, 8))
+        await cache.wait_idle()
+        may_copy = holds_back(monkeypatch, cache.device, "copy_to_device")
+        lease = await cache.acquire("a", TOKENS)
+        with pytest.raises(LeasesOpen):
+            await cache.sleep()
+        lease.abandon()
+        call = asyncio.ensure_future(cache.sleep())
+        await asyncio.sleep(0.01)
+        assert not call.done()
+        assert not cache.system.asleep
+        with pytest.raises(CacheAsleep):
+            await cache.acquire("c", TOKENS)
+        may_copy.set()
+        await call
+        await cache.wake()
+        assert (await serve(cache, "a", TOKENS)).hits.host == 3
+
+
+STEPS = [*range(12), *range(12, 60, 4)]
+
+
+@pytest.mark.parametrize("steps", STEPS)
+async def test_a_cancelled_wake_leaves_the_cache_asleep_or_awake(steps, tmp_path):
+    async with opened(device=8, host=HOST, storage=stored(tmp_path), inline=True) as cache:
+        await serve(cache, "a", TOKENS)
+        await cache.sleep(2)
+        call = asyncio.ensure_future(cache.wake())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        while True:  # a wake that has taken memory goes on to its end
+            try:
+                await cache.wake()
+                break
+            except CacheAsleep:
+                await asyncio.sleep(0)
+        assert cache.health() == ("ok", ())
+        assert (await serve(cache, "a", TOKENS)).hits.storage == 3
+
+
+@pytest.mark.parametrize("steps", [3, 5, 6, 7, 9, 10, 11, 12, 14, 20, 24, 28, 40, 48, 56])
+async def test_a_cancelled_sleep_ends_pins_alone(steps, tmp_path):
+    async with opened(device=8, host=HOST, storage=stored(tmp_path), inline=True) as cache:
+        await use(cache, 1, hints=Hints(pin=True))
+        call = asyncio.ensure_future(cache.sleep(2))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        if cache.system.asleep:
+            await cache.wake()
+        lease = await cache.acquire("again", [*tokens_of(1), 1])
+        await lease.wait_ready()
+        assert lease.cached_tokens == 2 * BLOCK
+        await lease.finish()
+        await settle(cache)
+
+
+async def test_nonsense_changes_nothing():
+    async with opened(device=8, host=HOST) as cache:
+        for level in (0, 3, -1, True, 1.0, "1", None):
+            with pytest.raises((TypeError, ValueError), match="level"):
+                await cache.sleep(level)
+        for deadline in (-1.0, float("nan"), "1"):
+            with pytest.raises((TypeError, ValueError), match="deadline"):
+                await cache.sleep(deadline=deadline)
+            with pytest.raises((TypeError, ValueError), match="deadline"):
+                await cache.wake(deadline=deadline)
+        assert cache.health() == ("ok", ())
+        assert issubclass(LeasesOpen, kvactors.KVActorsError)
