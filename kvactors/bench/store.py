@@ -15,16 +15,8 @@ from typing import Any
 
 from kvactors.bench.report import Row, bench_report, time_row
 from kvactors.bench.store_pool import pool_rows
-from kvactors.bench.store_rounds import (
-    DIGEST,
-    Measured,
-    VllmTier,
-    load_of,
-    measured,
-    names,
-    rows_of,
-    spread_of,
-)
+from kvactors.bench.store_rounds import DIGEST, Measured, VllmTier, load_of, measured, names
+from kvactors.bench.store_summary import rounds_of, rows_of, spread_of
 from kvactors.observe.lag import LagMonitor, Lags
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.backends.slab_table import PAGE, Meta, entry_of
@@ -79,7 +71,7 @@ def lag_rows(found: Measured, quiet: Lags) -> list[Row]:
 
 
 def run(*, quick: bool = False, vllm_python: str = "") -> dict[str, Any]:
-    """All rows.
+    """All rows, and with the key "rounds" each round of each runner.
 
     Args:
         quick: a moment only, for tests.
@@ -95,6 +87,7 @@ def run(*, quick: bool = False, vllm_python: str = "") -> dict[str, Any]:
     loads = [load_of(*one) for one in (((64 << 10, 2 << 20),) if quick else LOADS)]
     rows: list[Row] = []
     spread: dict[str, str] = {}
+    every: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory(prefix="kvactors-store-", dir=".") as name,
         ExitStack() as stack,
@@ -112,11 +105,13 @@ def run(*, quick: bool = False, vllm_python: str = "") -> dict[str, Any]:
             found = measured(folder, load, rounds, vllm)
             rows += rows_of(found)
             spread |= spread_of(found)
+            every |= rounds_of(found)
             rows += lag_rows(found, quiet)
-        pool, pool_spread = pool_rows(quick=quick)
+        pool, pool_spread, pool_rounds = pool_rows(quick=quick)
         rows += pool
+        every |= pool_rounds
         took = run_terminable(scan_of(folder / "scan", slots))
         rows.append(time_row(f"start-up scan of {slots:,} slots", took, 2.0, "s", "the bar"))
     settings = {"rounds": rounds, "quick": quick, "vllm": vllm_python or "not installed"}
     settings |= {"GB/s, " + k: v for k, v in spread.items()} | pool_spread
-    return bench_report("store", rows, settings)
+    return bench_report("store", rows, settings) | {"rounds": every}

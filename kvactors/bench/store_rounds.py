@@ -7,7 +7,6 @@ import asyncio
 import os
 import resource
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ import numpy as np
 
 from kvactors.actor import Actor, ActorRef, ActorSpec, Group, InFlight, Supervisor, on
 from kvactors.bench.engine import EngineProcess
-from kvactors.bench.report import Row, rate_row, time_row
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathsFound, TierCleared
 from kvactors.lineage import Lineage
@@ -45,8 +43,6 @@ APART = 4
 LAG_EVERY = 3
 """Rounds after which the loop's lag is measured again."""
 
-PEER = "vLLM's fs tier, nothing verified"
-DISK = "plain O_DIRECT threads, best of"
 PLAIN: tuple[tuple[str, int, bool], ...] = (
     ("4 threads, one file", 4, False),
     ("16 threads, one file", 16, False),
@@ -369,37 +365,3 @@ def _line(found: Measured) -> str:
     if found.vllm:
         shown.append(("vLLM's", found.vllm[-1][:2]))
     return ", ".join(f"{name} {w / 1e9:.2f} / {r / 1e9:.2f}" for name, (w, r) in shown)
-
-
-def rows_of(found: Measured) -> list[Row]:
-    """Rows of a load: medians of both directions beside the disk and vLLM's tier."""
-    rows = []
-    for i, what in enumerate(("write", "read")):
-        case = f"{found.load.case}, {what}"
-        mine = statistics.median(one[i] for one in found.ours) / 1e6
-        by_name = {name: statistics.median(r[i] for r in of) for name, of in found.plain.items()}
-        best = max(by_name, key=lambda name: by_name[name])
-        rows.append(
-            rate_row(case, mine, by_name[best] / 1e6, "MB/s", f"{DISK} {len(PLAIN)}: {best}")
-        )
-        if found.vllm:
-            theirs = statistics.median(one[i] for one in found.vllm) / 1e6
-            rows.append(rate_row(f"{case}, beside vLLM", mine, theirs, "MB/s", PEER))
-            cost, theirs = (
-                statistics.median(one[2 + i] for one in of) for of in (found.ours, found.vllm)
-            )
-            rows.append(time_row(f"{case}, processor time", cost, theirs, "s/GB", PEER))
-    return rows
-
-
-def spread_of(found: Measured) -> dict[str, str]:
-    """The least and the most GB/s of every runner, by direction."""
-    runners = {"ours": found.ours, "vLLM's": found.vllm, **found.plain}
-    return {
-        f"{found.load.case}, {what}": ", ".join(
-            f"{name} {min(r[i] for r in of) / 1e9:.2f} to {max(r[i] for r in of) / 1e9:.2f}"
-            for name, of in runners.items()
-            if of
-        )
-        for i, what in enumerate(("write", "read"))
-    }

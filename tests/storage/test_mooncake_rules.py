@@ -4,6 +4,7 @@ registration in pieces, addresses of elected masters, and leaving a pool without
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from kvactors.mooncake_address import Endpoint, endpoints
 from kvactors.mooncake_config import MooncakeConfig, largest_registration
 from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.mooncake import MooncakeBackend
-from kvactors.storage.backends.mooncake_client import MooncakeClient
+from kvactors.storage.backends.mooncake_client import MooncakeClient, defaults
 from kvactors.storage.backends.mooncake_codes import NO_SPACE
 from kvactors.storage.backends.mooncake_registration import pieces
 from kvactors.storage.backends.mooncake_warm_up import PREFIX
@@ -62,6 +63,31 @@ async def test_the_first_object_is_put_read_and_removed(standin):
         assert standin.objects == {}
         await client.close()
         assert standin.calls[-2:] == ["health_check", "close"]
+
+
+@pytest.mark.parametrize("users", [{}, {"MC_TCP_SLICE_SIZE": "4096"}])
+async def test_the_client_finds_its_variables_and_those_of_the_user_stay(
+    standin, monkeypatch, users
+):
+    found: dict[str, str] = {}
+    for name in defaults(1.0):
+        monkeypatch.setenv(name, "")  # restored behind the test
+        monkeypatch.delenv(name)
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    setup = standin.setup
+    monkeypatch.setattr(standin, "setup", lambda *more: found.update(os.environ) or setup(*more))
+    async with listening() as port:
+        client = MooncakeClient(config(f"127.0.0.1:{port}", timeout_s=2.5))
+        await client.open()
+        await client.close()
+    assert {name: value for name, value in found.items() if name in defaults(1.0)} == {
+        "MC_RPC_TIMEOUT_MS": "2500",
+        "MC_RPC_CONNECT_TIMEOUT_MS": "2500",
+        "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384",
+        "MC_TCP_SLICE_SIZE": "1048576",
+    } | users
 
 
 async def test_a_pool_that_stores_nothing_fails_at_start_and_is_left(standin):

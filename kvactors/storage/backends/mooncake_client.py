@@ -43,6 +43,10 @@ QUEUED = 16384
 """Transfers that the client queues for another node over TCP. Those beyond are rejected. Its own
 limit is 1,024, as many as two calls of the back end have."""
 
+SLICE = 1 << 20
+"""Bytes of a read or write of a socket. With the client's own 64 KiB, an object of 64 KiB and its
+header took a fifth more processor time than one without a header."""
+
 RETRY = 0.5
 """Seconds until a warm-up that failed is tried again: the pool may still place objects on a node
 that has ended."""
@@ -67,11 +71,8 @@ class MooncakeClient:
         config = self.config
         if not await self.reachable(config.connect_timeout_s):
             raise StoreError(f"Mooncake's master at {config.master_server_address} does not answer")
-        # Read by the client at setup. Values that the user has set take precedence.
-        os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(1000 * config.timeout_s)))
-        os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", str(int(1000 * config.timeout_s)))
-        os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", str(max(1, int(config.timeout_s))))
-        os.environ.setdefault("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", str(QUEUED))
+        for name, value in defaults(config.timeout_s).items():
+            os.environ.setdefault(name, value)
         arguments = (
             config.local_hostname or own_address(config.master_server_address),
             config.metadata_server,
@@ -229,6 +230,18 @@ class MooncakeClient:
                 "process ends"
             )
         self._workers.close()
+
+
+def defaults(timeout_s: float) -> dict[str, str]:
+    """Variables of the environment that the client reads at setup. Values that the user has set
+    take precedence."""
+    return {
+        "MC_RPC_TIMEOUT_MS": str(int(1000 * timeout_s)),
+        "MC_RPC_CONNECT_TIMEOUT_MS": str(int(1000 * timeout_s)),
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(max(1, int(timeout_s))),
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(QUEUED),
+        "MC_TCP_SLICE_SIZE": str(SLICE),
+    }
 
 
 def _close_late(store: Any, joined: Future[int]) -> None:
