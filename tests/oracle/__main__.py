@@ -55,7 +55,7 @@ def main() -> int:
         f"{total.verified} blocks verified, {total.wrong} wrong, {total.restarts} actor restarts, "
         f"{total.failed} failures"
     )
-    for what, count in sorted(total.seen.items()):
+    for what, count in total.reached().items():
         print(f"  {what}: {count}")
     for what in total.failures:
         print(f"FAILED {what}", file=sys.stderr)

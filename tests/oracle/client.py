@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvactors import KVActorsError, Lease, LeaseEnded, NoRoom
+from kvactors import CacheAsleep, KVActorsError, Lease, LeaseEnded, NoRoom
 
 from .model import Prompt, Scope
+from .sharing import branch, draw_hints
 from .world import World
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class Client:
     def __init__(self, world: World, number: int, requests: list[int]) -> None:
         self.world = world
         self.rng = random.Random(f"client {world.drawn.seed} {number}")
+        self.sharing_rng = random.Random(f"sharing {world.drawn.seed} {number}")
         self.requests = requests
         self.story: list[int] = []
         self.suspect: list[
@@ -174,8 +176,11 @@ class Request:
         self.world = client.world
         self.rng = client.rng
         self.number = number
-        self.cut = self.held = False
+        self.cut = self.held = self.over = False
         self.until = 0
+        self.written = False
+        self.tail = b""  # the digest of the last block, which is not full
+        self.hints = draw_hints(self.world, client.sharing_rng)
         self.prompt: Prompt
         self.lease: Lease
         rng, drawn = self.rng, self.world.drawn
@@ -221,7 +226,7 @@ class Request:
         except KVActorsError as error:
             world.judge("acquire", error)
             await asyncio.sleep(rng.choice((0.0, 0.001)))
-            return isinstance(error, NoRoom)
+            return isinstance(error, NoRoom | CacheAsleep)
         return await self._serve()
 
     async def _prefetch(self) -> None:
@@ -242,6 +247,7 @@ class Request:
             extra_keys=self.media,
             salt=self.salt,
             lora=self.lora,
+            hints=self.hints,
             deadline=rng.choice((0.05, 2.0, 2.0)),
         )
         if rng.random() < 0.2:
@@ -297,7 +303,9 @@ class Request:
         await asyncio.sleep(rng.choice((0.0, 0.0, 0.0, 0.001)))
         await self._commit()
         for _ in range(0 if world.draining else rng.choice((0, 0, 1, 3))):
-            await self._decode()
+            await self.decode()
+        if self.client.sharing_rng.random() < world.drawn.forks:
+            await branch(self)
         if world.drawn.hostile and rng.random() < 0.3:
             await self._hostile()
         world.verify("held to the end", lease.block_table[: self.prompt.full], self.prompt, -1)
@@ -323,8 +331,53 @@ class Request:
         world.memory.write(
             blocks[first:full], self.prompt.digests[first:full], world.history.stamp(self.number)
         )
+        self.written, self.tail = True, b""
         if len(blocks) > full:
-            world.memory.write(blocks[full:], [self.rng.randbytes(24)] * (len(blocks) - full), 0)
+            self.tail = self.rng.randbytes(24)
+            world.memory.write(blocks[full:], [self.tail] * (len(blocks) - full), 0)
+
+    # -- forks
+
+    def branch(self, lease: Lease) -> Request:
+        """The request of a fork."""
+        one = object.__new__(Request)
+        vars(one).update(vars(self))
+        one.lease, one.prompt, one.cut, one.over = lease, self.prompt.copy(), False, False
+        return one
+
+    def check_fork(self, parent: Request) -> None:
+        """A fork has the full blocks of its parent and a copy of the last one."""
+        full, mine, others = self.prompt.full, self.lease.block_table, parent.lease.block_table
+        if tuple(mine[:full]) != tuple(others[:full]):
+            self.world.fail("a fork has other full blocks than its parent")
+        if len(mine) > full and mine[full] == others[full]:
+            self.world.fail("a fork has the last block of its parent")
+        self._check_table()
+        self.check_bytes("forked")
+
+    def check_bytes(self, when: str) -> None:
+        """Every block holds its bytes, the last one included."""
+        if self.over or self.lease.num_tokens != len(self.prompt.tokens):
+            return
+        world, full = self.world, self.prompt.full
+        world.verify(when, self.lease.block_table[:full], self.prompt, -1)
+        if self.tail:
+            found = world.memory.read(self.lease.block_table[full : full + 1], [self.tail])
+            world.seen["tails verified"] += 1
+            if found != [0]:
+                world.record.wrong += 1
+                world.fail(f"{when}: the last block of a lease holds other bytes")
+
+    async def finish(self) -> None:
+        """End the request, perhaps with other hints, and note what is pinned since."""
+        world, lease, prompt = self.world, self.lease, self.prompt
+        hints = draw_hints(world, self.client.sharing_rng)
+        epoch = world.pins.begin()
+        await self.client.call(lambda: lease.finish(hints=hints))
+        if lease.pinned_blocks:
+            world.pins.add(epoch, prompt, lease.pinned_blocks)
+        if not prompt.media and len(world.prompts) < 40:
+            world.prompts.append(prompt.copy())
 
     async def _commit(self) -> None:
         total = len(self.prompt.tokens)
@@ -339,7 +392,7 @@ class Request:
         if self.rng.random() < 0.1:
             await self.lease.commit(computed)  # a retried call
 
-    async def _decode(self) -> None:
+    async def decode(self) -> None:
         world, rng, lease = self.world, self.rng, self.lease
         before, first = len(self.prompt.tokens), self.prompt.full
         tokens = [rng.randrange(5) for _ in range(rng.randint(1, 2 * world.drawn.block_size))]
@@ -421,7 +474,7 @@ class Request:
         kind = rng.choices(("finish", "preempt", "abandon", "fail", "leave"), (10, 3, 1, 1, 2))[0]
         world.seen[f"end by {kind}"] += 1
         if kind == "finish":
-            await self.client.call(lease.finish)
+            await self.finish()
             world.record.finished += 1
             if rng.random() < 0.1:
                 try:

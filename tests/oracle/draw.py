@@ -41,6 +41,13 @@ class Draw:
     media: bool
     scopes: bool
     sinks: tuple[str, ...]
+    forks: float = 0.0
+    hints: float = 0.0
+    pins: float = 0.0
+    pins_end: bool = False  # with a time to live
+    sleeps: bool = False
+    salt_clears: bool = False
+    quotas: bool = False
     seen: list[str] = field(default_factory=list)
 
     @property
@@ -93,7 +100,7 @@ def draw(
             "ready_interval_s": 0.01,
             "model_version": "v0",
         }
-    return Draw(
+    made = Draw(
         seed=seed,
         tables=tables,
         clients=clients,
@@ -111,6 +118,29 @@ def draw(
         scopes=rng.random() < 0.6,
         sinks=names,
     )
+    _share(random.Random(f"sharing {seed}"), made)
+    return made
+
+
+def _share(rng: random.Random, made: Draw) -> None:
+    """Draw the parts of the work that tenants share by: forks, hints, pins, quotas, sleeps. Apart
+    from the other draws, so that the rest of a seed stays."""
+    made.forks = rng.choice((0.0, 0.2, 0.6))
+    made.hints = rng.choice((0.0, 0.3, 0.8))
+    made.pins = rng.choice((0.0, 0.3, 0.8))
+    made.pins_end, made.sleeps = rng.random() < 0.4, rng.random() < 0.4
+    made.salt_clears, made.quotas = rng.random() < 0.5, rng.random() < 0.6
+    made.tables["hints"] = {"pin_share": rng.choice((0.1, 0.25, 0.25, 0.5, 1.0))}
+    if made.quotas:
+        made.tables["quota"] = _quota(rng)
+        if rng.random() < 0.7:
+            made.tables["quota"]["salts"] = {
+                salt: _quota(rng) for salt in ("salt-a", "salt-b", "") if rng.random() < 0.6
+            }
+
+
+def _quota(rng: random.Random) -> dict[str, Any]:
+    return {tier: limit(rng) for tier in ("device", "host") if rng.random() < 0.7}
 
 
 def _longest(rng: random.Random, blocks: int, clients: int) -> int:

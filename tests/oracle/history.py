@@ -17,7 +17,7 @@ class History:
         self.floor = floor  # of an earlier process: computations before this clear must not be hit
         self.open: set[int] = set()
         self._requests = 0
-        self._done: dict[int, frozenset[int]] = {}
+        self._done: dict[int, tuple[frozenset[int], str | None]] = {}
 
     def request(self) -> int:
         """The number of a request that begins."""
@@ -38,9 +38,10 @@ class History:
         self.begun += 1
         return self.begun
 
-    def cleared(self, clear: int, open_at: frozenset[int]) -> None:
-        """A clear has returned. open_at: the requests that were open when it began."""
-        self._done[clear] = open_at
+    def cleared(self, clear: int, open_at: frozenset[int], salt: str | None = None) -> None:
+        """A clear has returned. open_at: the requests that were open when it began. salt: of the
+        blocks that it removed, None for all."""
+        self._done[clear] = open_at, salt
         while len(self._done) > 256:
             del self._done[min(self._done)]
 
@@ -52,13 +53,13 @@ class History:
         """The last clear that has returned, of which a hit must be younger."""
         return max(self._done, default=self.floor)
 
-    def stale(self, stamp: int, until: int) -> bool:
+    def stale(self, stamp: int, until: int, salt: str | None = None) -> bool:
         """Whether a block of this computation must have been removed by a clear up to `until` (see
-        `snapshot`)."""
+        `snapshot`). salt: of the block."""
         begun, request = stamp >> self.SHIFT, stamp & ((1 << self.SHIFT) - 1)
         if begun < self.floor:
             return True
         return any(
-            begun < clear <= until and request not in open_at
-            for clear, open_at in self._done.items()
+            begun < clear <= until and request not in open_at and of in (None, salt)
+            for clear, (open_at, of) in self._done.items()
         )

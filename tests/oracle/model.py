@@ -37,9 +37,16 @@ class Prompt:
         self.block_size = block_size
         self.tokens = list(tokens)
         self.media = tuple(media)
+        self.scope = scope
         self.digests: list[bytes] = []
         self._scope = repr(tuple(scope)).encode()
         self._name()
+
+    def copy(self) -> Prompt:
+        """The same tokens, to be continued apart."""
+        other = Prompt(self.block_size, self.scope, (), self.media)
+        other.tokens, other.digests = list(self.tokens), list(self.digests)
+        return other
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append decoded tokens."""

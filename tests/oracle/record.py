@@ -7,6 +7,31 @@ from dataclasses import dataclass, field
 
 SHOWN = 20
 
+SHARING = (
+    "forked",
+    "forks of a fork",
+    "fork cut",
+    "branches computed",
+    "tails verified",
+    "hints",
+    "pinned",
+    "pins refused",
+    "pins expired",
+    "pins looked up",
+    "unpin",
+    "quota",
+    "evictions watched",
+    "evictions by a quota",
+    "host evictions watched",
+    "host evictions by a quota",
+    "clear salt",
+    "clear salt compared",
+    "slept 1",
+    "slept 2",
+    "sleep cut",
+)
+"""Counted also where they never happened: forks, hints, pins, quotas, clears of a salt, sleeps."""
+
 
 @dataclass
 class Record:
@@ -21,6 +46,10 @@ class Record:
     failures: list[str] = field(default_factory=list)
     failed: int = 0
     seen: Counter[str] = field(default_factory=Counter)
+
+    def reached(self) -> dict[str, int]:
+        """The counts of `seen`, and 0 for those of `SHARING` without an entry."""
+        return dict(sorted({**dict.fromkeys(SHARING, 0), **self.seen}.items()))
 
     def fail(self, what: str) -> None:
         """One failure."""

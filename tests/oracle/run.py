@@ -7,10 +7,12 @@ import asyncio
 import random
 import shutil
 import tempfile
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import kvactors
+from tests.support.share_watch import ShareWatch
 
 from .client import Client
 from .draw import MODEL, Draw, draw
@@ -40,8 +42,12 @@ async def serve_round(
     rng = random.Random(f"round {drawn.seed} {life}")
     recorder = Recorder(drawn.block_size, record)
     config = kvactors.Config.from_mapping(drawn.tables)
-    async with kvactors.open(config, sinks=[recorder], inline_copies=inline) as cache:
+    async with (
+        kvactors.open(config, sinks=[recorder], inline_copies=inline) as cache,
+        AsyncExitStack() as stack,
+    ):
         world = World(cache, drawn, history, record, rng)
+        stack.enter_context(ShareWatch(world.fail, world.seen).installed())
         if readers is not None:
             readers.begin(cache)
         loop = asyncio.get_running_loop()

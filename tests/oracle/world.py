@@ -9,6 +9,7 @@ from typing import Any
 
 from kvactors import (
     ActorFailed,
+    CacheAsleep,
     DeadlineExceeded,
     KVActorsError,
     KVCache,
@@ -23,6 +24,7 @@ from .draw import MODEL, Draw
 from .history import History
 from .model import Memory, Prompt, Scope
 from .record import Record
+from .sharing import Pins, clear_salt, compare_clears, count_statistics, set_quota, sleep
 
 REST = 60.0
 """Seconds within which a cache without work must be idle. Only a hang takes as long."""
@@ -43,8 +45,19 @@ class World:
         self.weights: str = drawn.tables["cache"]["namespace"]
         self.leases = 0
         self.draining = False
-        layout = drawn.tables["layout"]
-        self.memory = Memory(cache.device, range(layout["num_layers"]), ("key", "value"))
+        self.pins = Pins(self)
+        self.prompts: list[Prompt] = []  # of finished requests, without media
+        self._sharing_rng = random.Random(f"sharing {drawn.seed}")
+        self._of: Any = None
+
+    @property
+    def memory(self) -> Memory:
+        """The device memory. After a sleep it is another."""
+        if self._of is not self.cache.device:
+            self._of = self.cache.device
+            layers = range(self.drawn.tables["layout"]["num_layers"])
+            self._memory = Memory(self._of, layers, ("key", "value"))
+        return self._memory
 
     @property
     def seen(self) -> Any:
@@ -71,7 +84,7 @@ class World:
             if stamp is None:
                 self.record.wrong += 1
                 self.fail(f"{what}: a block holds other bytes (block {position} of {len(found)})")
-            elif self.history.stale(stamp, until):
+            elif self.history.stale(stamp, until, prompt.scope.salt):
                 self.record.wrong += 1
                 self.fail(
                     f"{what}: a block computed before a clear (block {position} of {len(found)})"
@@ -82,6 +95,8 @@ class World:
         cancelled before."""
         self.seen[f"{what} {type(error).__name__}"] += 1
         if isinstance(error, StoreUnsupported) and self.drawn.store == "attention_store":
+            return
+        if isinstance(error, CacheAsleep) and self.drawn.sleeps:
             return
         if isinstance(error, NoRoom | DeadlineExceeded | Paused) or (
             isinstance(error, LeaseEnded) and cut
@@ -105,12 +120,17 @@ class World:
             + ["clear storage"] * drawn.clears
             + ["pause"] * drawn.pauses
             + ["weights"] * drawn.weights
+            + ["clear salt"] * drawn.salt_clears
+            + ["quota"] * drawn.quotas
+            + ["unpin"] * (drawn.pins > 0 and drawn.hints > 0)
+            + ["sleep"] * drawn.sleeps
         )
         while True:
             await asyncio.sleep(rng.choice((0.002, 0.01, 0.05)))
             under_load = self.cache.check()
             if under_load:
                 self.fail(f"check under load: {under_load[:3]}")
+            self.pins.check()
             if not kinds:
                 continue
             kind = rng.choice(kinds)
@@ -127,6 +147,14 @@ class World:
             await self.clear(storage=kind == "clear storage")
         elif kind == "pause":
             await self.pause(None)
+        elif kind == "clear salt":
+            await clear_salt(self, self._sharing_rng)
+        elif kind == "quota":
+            await set_quota(self, self._sharing_rng)
+        elif kind == "unpin":
+            await self.pins.unpin(self._sharing_rng)
+        elif kind == "sleep":
+            await sleep(self, self._sharing_rng)
         else:
             await self.pause(self.rng.choice(("weights-0", "weights-1", "weights-2")))
 
@@ -136,7 +164,8 @@ class World:
         everything = storage or self.drawn.store == "none"
         open_at = self.history.open_now()
         number = self.history.clear() if everything else 0
-        await self.cache.clear(storage=storage, deadline=30.0)
+        with self.pins.ending():
+            await self.cache.clear(storage=storage, deadline=30.0)
         if everything:
             self.history.cleared(number, open_at)
 
@@ -173,10 +202,14 @@ class World:
         try:
             await cache.resume(deadline=30.0)
             problems = await problems_at_rest(cache, REST)
+            self.pins.check()
+            await compare_clears(self)
+            problems += await problems_at_rest(cache, REST)
         except KVActorsError as error:
             problems = [f"not idle: {error!r}"]
         for problem in problems:
             self.fail(f"at rest: {problem}")
+        count_statistics(self)
         statistics = cache.statistics()
         if statistics.supervisor.restarts:
             self.record.restarts += statistics.supervisor.restarts

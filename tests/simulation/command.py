@@ -71,13 +71,15 @@ def run_simulate(
     processes: int = 2,
     seed: int | None = None,
     direct: float = 0.0,
+    sharing: bool = True,
 ) -> int:
     """Run, print and write. Returns the exit status, 0 only if nothing was violated. minutes: as
     many seeds as they allow, in place of `seeds`. seed: only this one, with its plan, its
-    configuration and its trace. direct: share of the asks that may be direct turns. ConfigError for counts that cannot be."""
+    configuration and its trace. direct: share of the asks that may be direct turns. sharing: with forks, sleeps, quotas, hints,
+    pins and clears of one salt. ConfigError for counts that cannot be."""
     _check(seeds, first, minutes, processes, seed, direct)
     if seed is not None:
-        return _run_one(seed, json, direct)
+        return _run_one(seed, json, direct, sharing)
     began = time.monotonic()
     until = float("inf") if minutes is None else began + 60 * minutes
     report, seen = SimulationReport(first), Counter[str]()
@@ -88,6 +90,7 @@ def run_simulate(
             processes,
             until=until,
             direct=direct,
+            sharing=sharing,
         ):
             report.add(one)
             seen.update(one.seen)
@@ -125,8 +128,8 @@ def _check(
         raise ConfigError(f"--minutes must be a positive number, not {minutes}")
 
 
-def _run_one(seed: int, json: Path | None, direct: float) -> int:
-    (report,) = run_seeds(seed, 1, 1, keep=TRACE, direct=direct)
+def _run_one(seed: int, json: Path | None, direct: float, sharing: bool) -> int:
+    (report,) = run_seeds(seed, 1, 1, keep=TRACE, direct=direct, sharing=sharing)
     print(f"seed {seed}\nconfig {report.config}\nplan {report.plan}")
     for line in report.tail:
         print(line)

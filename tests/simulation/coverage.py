@@ -67,6 +67,11 @@ OUTCOMES: Mapping[str, tuple[str, ...]] = {
     "clear storage": ("ok", "ActorFailed", "StoreUnsupported", "cancelled"),
     "pause": ("ok", "DeadlineExceeded", "ActorFailed", "cancelled"),
     "set_namespace": ("ok", "ActorFailed", "cancelled"),
+    "fork": ("ok", "NoRoom", "DeadlineExceeded", "ActorFailed", "LeaseEnded", "cancelled"),
+    "sleep": ("ok", "LeasesOpen", "CacheAsleep", "SleepUnsupported", "ActorFailed", "cancelled"),
+    "unpin": ("ok", "ActorFailed", "cancelled"),
+    "set_quota": ("ok", "ActorFailed", "cancelled"),
+    "clear salt": ("ok", "ActorFailed", "cancelled"),
     "prefetch": ("ok", "ActorFailed", "StoreUnsupported", "cancelled"),
     "wait_idle": ("ok", "DeadlineExceeded", "cancelled"),
 }
@@ -112,6 +117,19 @@ STATES = (
         )
     ),
     "lives again",
+    "forked",
+    "forks of a fork",
+    "branch computed",
+    "slept 1",
+    "slept 2",
+    "fork or sleep cut",
+    "hints",
+    "pinned",
+    "unpinned",
+    "pins compared",
+    "clear salt compared",
+    "evictions by a quota",
+    "host evictions by a quota",
     *(
         f"load {what}"
         for what in (

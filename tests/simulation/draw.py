@@ -21,6 +21,7 @@ from kvactors.ranks_config import RanksConfig
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.plan import FaultPlan, Targets, draw
 from tests.simulation.limits import draw_limit, draw_limits
+from tests.simulation.sharing import Extra
 
 BLOCK = 4
 """Tokens a block."""
@@ -40,7 +41,8 @@ class Draw(NamedTuple):
     stop_at: second at which the system is stopped in the middle of everything, None if it may come
     to rest. again: whether a second system then finds what the stores have kept. lags: mean seconds
     of a copy, of an access to the store, of a sink's call, of a message to a rank. limits: see
-    `simulation.limits`. token_index: whether AttentionStore's index is a sink.
+    `simulation.limits`. token_index: whether AttentionStore's index is a sink. extra: see
+    `simulation.sharing`.
     """
 
     seed: int
@@ -58,6 +60,7 @@ class Draw(NamedTuple):
     lags: tuple[float, float, float, float]
     limits: dict[str, int]
     token_index: bool
+    extra: Extra = Extra()
 
 
 def draw_run(seed: int) -> Draw:

@@ -18,6 +18,7 @@ from kvactors.storage.breaker import PAUSE
 from kvactors.testing.attentionstore_sdk import services
 from kvactors.testing.rest import left_over
 from tests.simulation.draw import BLOCK, INDEX
+from tests.simulation.sharing import check_clear, check_sharing
 from tests.simulation.world import World
 from tests.support.rank_process import keys_on_rank
 
@@ -42,6 +43,8 @@ async def rest(world: World) -> None:
     still(world)
     await serves_again(world)
     try:
+        if world.drawn.extra.orders:
+            await check_clear(world)
         await cache.wait_idle(REST)
         await cache.wait_flushed(REST)
     except KVActorsError as error:
@@ -61,6 +64,8 @@ def still(world: World) -> None:
     _supervision(world)
     _bytes_below(world)
     _token_index(world)
+    if world.drawn.extra.orders:
+        check_sharing(world)
 
 
 def _supervision(world: World) -> None:

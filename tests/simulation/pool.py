@@ -33,17 +33,19 @@ class Stuck(KeyboardInterrupt):
     """The alarm of a seed that takes too long: a loop passes nothing else on."""
 
 
-def run_chunk(first: int, count: int, keep: int, direct: float = 0.0) -> list[SeedReport]:
-    """Seeds first, first + 1, .. in this process. keep: lines of each trace. direct: see
-    `run_seed`."""
-    return [_guarded(seed, keep, direct) for seed in range(first, first + count)]
+def run_chunk(
+    first: int, count: int, keep: int, direct: float = 0.0, sharing: bool = False
+) -> list[SeedReport]:
+    """Seeds first, first + 1, .. in this process. keep: lines of each trace. direct,
+    sharing: see `run_seed`."""
+    return [_guarded(seed, keep, direct, sharing) for seed in range(first, first + count)]
 
 
-def _guarded(seed: int, keep: int, direct: float) -> SeedReport:
+def _guarded(seed: int, keep: int, direct: float, sharing: bool) -> SeedReport:
     before = signal.signal(signal.SIGPROF, _alarm)
     signal.setitimer(signal.ITIMER_PROF, STUCK)
     try:
-        return run_seed(seed, keep=keep, direct=direct)
+        return run_seed(seed, keep=keep, direct=direct, sharing=sharing)
     except Stuck as stuck:
         return SeedReport(seed, [f"stuck for {STUCK:.0f} s of processor time at {stuck}"])
     finally:
@@ -91,9 +93,10 @@ def run_seeds(
     until: float = float("inf"),
     keep: int = 50,
     direct: float = 0.0,
+    sharing: bool = False,
 ) -> Iterator[SeedReport]:
-    """Reports as they come. until: `time.monotonic()` after which no more seeds are begun. direct:
-    see `run_seed`."""
+    """Reports as they come. until: `time.monotonic()` after which no more seeds are begun. direct,
+    sharing: see `run_seed`."""
     context = multiprocessing.get_context("spawn")
     with (
         _same_hashes(),
@@ -106,7 +109,7 @@ def run_seeds(
         while open_ or (following < last and time.monotonic() < until):
             while len(open_) < 2 * processes and following < last and time.monotonic() < until:
                 count = min(CHUNK, last - following)
-                open_.add(pool.submit(run_chunk, following, count, keep, direct))
+                open_.add(pool.submit(run_chunk, following, count, keep, direct, sharing))
                 following += count
             done, open_ = wait(open_, return_when=FIRST_COMPLETED)
             for future in done:

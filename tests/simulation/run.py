@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import anyio
@@ -24,8 +24,10 @@ from tests.simulation.draw import Draw, draw_run
 from tests.simulation.invariants import rest
 from tests.simulation.limits import limited
 from tests.simulation.record import SeedReport
+from tests.simulation.sharing import with_sharing
 from tests.simulation.workload import Client
 from tests.simulation.world import World
+from tests.support.share_watch import ShareWatch
 
 WORK = 300.0
 """Virtual seconds in which all clients must have ended."""
@@ -38,11 +40,18 @@ STOP = 120.0
 
 
 def run_seed(
-    seed: int, drawn: Draw | None = None, keep: int = 200, *, direct: float = 0.0
+    seed: int,
+    drawn: Draw | None = None,
+    keep: int = 200,
+    *,
+    direct: float = 0.0,
+    sharing: bool = False,
 ) -> SeedReport:
     """Run one seed. drawn: in place of what the seed draws. keep: lines of the trace in the report,
-    the last ones. direct: share of the asks that may be direct turns, by the seed as well."""
+    the last ones. direct: share of the asks that may be direct turns, by the seed as well. sharing:
+    with the parts of `simulation.sharing`."""
     drawn = drawn or draw_run(seed)
+    drawn = with_sharing(drawn) if sharing else drawn
     report = SeedReport(seed)
     report.config = msgspec.json.encode(drawn.config).decode()
     report.plan = drawn.plan.to_json()
@@ -78,8 +87,10 @@ async def _live(world: World, report: SeedReport) -> World:
     clients = [Client(world, number) for number in range(drawn.clients)]
     ended = False
     try:
-        with anyio.move_on_after(2 * (WORK + STOP)):
+        with anyio.move_on_after(2 * (WORK + STOP)), ExitStack() as stack:
+            watch = ShareWatch(world.violated, world.seen)
             async with world.running():
+                stack.enter_context(watch.installed())
                 tasks = [
                     loop.create_task(client.run(), name=f"client {client.number}")
                     for client in clients

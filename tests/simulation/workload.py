@@ -28,9 +28,11 @@ from kvactors.lease import Lease
 from kvactors.prefix_index.loads import GRACE
 from kvactors.prefix_index.parts import part_of
 from kvactors.scenario.engine import Request
+from kvactors.sleeping import AWAKE_LIMIT
 from kvactors.steps import Step
 from tests.simulation.client import CacheClient
 from tests.simulation.draw import BLOCK
+from tests.simulation.sharing import SALTS, draw_hints
 from tests.simulation.world import World
 
 LONG = 8.0
@@ -38,17 +40,6 @@ LONG = 8.0
 
 DOUBT = 8.0
 """Seconds in which the loss of a rank must have been detected."""
-
-
-class Extra(NamedTuple):
-    """Shares of requests that are forked, and of orders that are sleeps. 0 in most runs, so that
-    their seeds stay as they are."""
-
-    forks: float = 0.0
-    sleeps: float = 0.0
-
-
-EXTRA = Extra()
 
 
 class Prompt(NamedTuple):
@@ -89,8 +80,12 @@ class Client(CacheClient):
     async def order(self) -> None:
         """One of them."""
         cache, rng = self.world.cache, self.rng
-        if EXTRA.sleeps and self.extra_rng.random() < EXTRA.sleeps:
+        extra = self.world.drawn.extra
+        if extra.sleeps and self.extra_rng.random() < extra.sleeps:
             await self._sleep()
+            return
+        if extra.orders and self.extra_rng.random() < extra.orders:
+            await self._share()
             return
         kind = rng.choice(
             ("clear", "clear", "pause", "namespace", "prefetch", "prefetch", "wait_idle")
@@ -117,10 +112,20 @@ class Client(CacheClient):
     async def _sleep(self) -> None:
         """Sleep once no lease is open, and wake, also after a failure or a cancellation."""
         cache, rng, level = self.world.cache, self.extra_rng, self.extra_rng.choice((1, 2))
+        held = rng.random() < 0.7  # else leases end while others begin
         try:
-            for _ in range(20):
+            if held:
+                with suppress(DeadlineExceeded):
+                    await cache.pause(deadline=0.02)
+            for _ in range(40):
                 with suppress(LeasesOpen):
-                    await cache.sleep(level, deadline=rng.choice((0.05, 1.0)))
+                    limit = rng.choice((0.05, 1.0))
+                    self.cut()
+                    await self.ask(
+                        "sleep",
+                        lambda: cache.sleep(level, deadline=limit),  # noqa: B023
+                        limit + 2 * AWAKE_LIMIT,
+                    )
                     self.world.seen[f"slept {level}"] += 1
                     break
                 await asyncio.sleep(0.02)
@@ -136,6 +141,39 @@ class Client(CacheClient):
                     break
                 except CacheAsleep:  # another client falls asleep or wakes
                     await asyncio.sleep(0.05)
+            if held and not self.world.closing:
+                with suppress(CacheAsleep):
+                    await cache.resume(deadline=5.0)
+
+    def cut(self) -> None:
+        """Cancel this client's task soon, in some runs."""
+        rng, extra = self.extra_rng, self.world.drawn.extra
+        if extra.cut and self.task is not None and rng.random() < extra.cut:
+            self.world.seen["fork or sleep cut"] += 1
+            asyncio.get_running_loop().call_later(rng.random() * 0.02, self.task.cancel)
+
+    async def _share(self) -> None:
+        """A quota, the end of a pin, or the clear of a salt."""
+        cache, rng = self.world.cache, self.extra_rng
+        kind, salt = rng.choice(("unpin", "set_quota", "clear salt")), rng.choice(SALTS)
+        if kind == "unpin":
+            pins = list(self.world.pinned)
+            if not pins:
+                return
+            tokens, of, lora = rng.choice(pins)
+            blocks = await self.ask(
+                kind, lambda: cache.unpin(tokens, salt=of, lora=lora, deadline=2.0), 2.0
+            )
+            self.world.seen["unpinned"] += blocks > 0
+        elif kind == "set_quota":
+            sizes = [rng.choice((None, 1, 2, rng.randint(1, 64))) for _ in range(2)]
+            await self.ask(
+                kind,
+                lambda: cache.set_quota(salt, device=sizes[0], host=sizes[1], deadline=2.0),
+                2.0,
+            )
+        else:
+            await self.ask(kind, lambda: cache.clear(salt=salt, deadline=2.0), 2.0)
 
     async def _pause(self) -> None:
         cache = self.world.cache
@@ -166,6 +204,8 @@ class Client(CacheClient):
         if rng.random() < 0.15:
             self.story = tokens[:]
         salt, lora = rng.choice(((None, None),) * 8 + (("salt", None), (None, "lora")))
+        if self.world.drawn.extra.orders:
+            salt = self.extra_rng.choice((None, salt, *SALTS))
         media: tuple[Media, ...] = (
             ((rng.randrange(length), 1, rng.choice(("picture", "film"))),)
             if rng.random() < 0.1
@@ -210,6 +250,7 @@ class Client(CacheClient):
         chunk = self.api_rng.choice((None, None, None, 1, BLOCK, 2 * BLOCK + 1))
         if self.api_rng.random() < 0.2:
             self.look(prompt)
+        hints = draw_hints(self.world, self.extra_rng)
         lease = await self.ask(
             "acquire",
             lambda: cache.acquire(
@@ -222,6 +263,7 @@ class Client(CacheClient):
                 wait_for_evictions=wait,
                 wait_for_room=space,
                 chunk_tokens=chunk,
+                hints=hints,
             ),
             deadline,
             fits=len(prompt.tokens) <= cache.config.device.num_blocks * BLOCK,
@@ -231,10 +273,11 @@ class Client(CacheClient):
             self.world.seen["lease granted to forgotten"] += 1
             return True
         async with lease:
-            served = Served(self, lease, deadline, incarnation)
+            served = Served(self, lease, deadline, incarnation, prompt)
             if not await served.prefill():
                 return True
-            if EXTRA.forks and self.extra_rng.random() < EXTRA.forks:
+            forks = self.world.drawn.extra.forks
+            if forks and self.extra_rng.random() < forks:
                 await served.fork()
             for _ in range(rng.choice((0, 0, 1, 2))):
                 await rng.choice((served.decode, served.speculate, served.step))()
@@ -246,8 +289,11 @@ class Served:
     and calls that may be cancelled. incarnation: of the index that gave the lease. An engine detects
     the failure of that index at once, and leaves the blocks alone, which have other owners then."""
 
-    def __init__(self, client: Client, lease: Lease, deadline: float, incarnation: int) -> None:
+    def __init__(
+        self, client: Client, lease: Lease, deadline: float, incarnation: int, prompt: Prompt
+    ) -> None:
         self.client = client
+        self.prompt = prompt
         self.incarnation = incarnation
         self.world = client.world
         self.rng = client.rng
@@ -277,10 +323,11 @@ class Served:
         await self._compute()
         return True
 
-    async def fork(self) -> None:
+    async def fork(self, depth: int = 0) -> None:
         """Branches with separate bytes, which end in any order."""
         lease, rng, world = self.lease, self.client.extra_rng, self.world
         count, deadline = rng.choice((1, 1, 2)), rng.choice((0.05, 1.0))
+        self.client.cut()
         try:
             made = await self.client.ask(
                 "fork", lambda: lease.fork_many(count, deadline=deadline), deadline
@@ -288,10 +335,11 @@ class Served:
         except (NoRoom, DeviceError):
             return
         world.seen["forked"] += count
+        world.seen["forks of a fork"] += count * (depth > 0)
         branches: list[Served] = []
         try:
             for one in made:
-                branch = Served(self.client, one, deadline, self.incarnation)
+                branch = Served(self.client, one, deadline, self.incarnation, self.prompt)
                 branch.request.known, branch.request.tail = self.request.known, self.request.tail
                 branches.append(branch)
                 await branch.verify("forked")
@@ -302,6 +350,8 @@ class Served:
                     await branch.lease.extend(tokens, deadline=deadline)
                     await branch._compute()
                     world.seen["branch computed"] += 1
+                    if depth < 2 and rng.random() < 0.3:
+                        await branch.fork(depth + 1)
             await self.verify("beside branches")
             for branch in branches:
                 await branch.verify("of branches")
@@ -486,7 +536,9 @@ class Served:
         await self.verify("held to the end")
         seen[f"lease ready to {kind}"] += 1
         if kind == "finish":
-            await self.client.ask("finish", lambda: lease.finish(deadline=3.0), 3.0)
+            hints = draw_hints(self.world, self.client.extra_rng)
+            await self.client.ask("finish", lambda: lease.finish(hints=hints, deadline=3.0), 3.0)
+            self._note_pin()
         elif kind == "preempt":
             computed = rng.choice((0, lease.num_tokens))
             await self.client.ask("preempt", lambda: lease.preempt(computed, deadline=3.0), 3.0)
@@ -496,6 +548,15 @@ class Served:
         else:
             raise EngineFailed
         return True
+
+    def _note_pin(self) -> None:
+        """Remember what is pinned, for a later `unpin`."""
+        lease, pins = self.lease, self.world.pinned
+        if lease.pinned_blocks:
+            self.world.seen["pinned"] += 1
+            tokens, salt, lora = self.prompt.tokens, self.prompt.salt, self.prompt.lora
+            pins.append((tokens[: lease.pinned_blocks * BLOCK], salt, lora))
+            del pins[:-20]
 
 
 class EngineFailed(KVActorsError):

@@ -57,6 +57,7 @@ class World:
         self.rng = random.Random(drawn.seed + 1)
         self.service_rng = random.Random(drawn.seed + 2)
         self.violations: list[str] = []
+        self.pinned: list[tuple[list[int], str | None, str | None]] = []  # tokens, salt, adapter
         self.jumped = 0.0
         self.closing = False
         self.recorder = Recorder(

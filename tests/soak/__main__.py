@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from kvactors.report import print_details, print_fields, write_json
-from tests.oracle.record import Record
+from tests.oracle.record import SHARING, Record
 from tests.soak.memory import Memory, grown, growth
 from tests.soak.rounds import work
 
@@ -126,7 +126,7 @@ def soak(
         "memory_kib": [sum(column) for column in zip(*points, strict=True)] if points else [],
         "held_kib": [sum(pair[i].held_kib for pair in ends) for i in range(2)],
         "python_blocks": [sum(pair[i].blocks for pair in ends) for i in range(2)],
-        "seen": dict(sorted(total.seen.items())),
+        "seen": total.reached(),
         "shown": total.failures,
         "settings": {
             "seed": seed,
@@ -168,6 +168,8 @@ def show(report: dict[str, Any]) -> None:
     }
     console = Console()
     print_fields(f"soak, seed {report['settings']['seed']}", rows.items(), console)
+    if never := [what for what in SHARING if not report["seen"].get(what)]:
+        print_details(f"never reached: {', '.join(never)}", console)
     seen = ", ".join(f"{what} {count:,}" for what, count in report["seen"].items())
     print_details(f"reached: {seen}", console)
     for what in report["shown"]:

@@ -1,0 +1,146 @@
+"""A watch of every choice of victims: the rules of quotas, times to live, priorities and pins, stated
+apart from the code that keeps them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from math import inf
+from typing import Any
+
+from kvactors.cpu_evictor import slots
+from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
+from kvactors.prefix_index import index as device
+from kvactors.quotas import salt_id
+
+Fail = Callable[[str], None]
+
+
+class ShareWatch:
+    """Looks at the blocks before and after each choice.
+
+    Args:
+        fail: called with a text for each broken rule.
+        seen: counts of evictions.
+    """
+
+    def __init__(self, fail: Fail, seen: Counter[str]) -> None:
+        self._fail = fail
+        self._seen = seen
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Watch within a block. One watch a process at a time."""
+        of_device, of_host = vars(device), vars(slots)
+        before = of_device["choose_victims"], of_host["choose_victims"]
+
+        def on_device(index: Any, count: int, op: int, salt: int, incoming: int) -> Any:
+            owners = index.tree.owners() if index.tree.sharing else {}
+            found = before[0](index, count, op, salt, incoming)
+            now = index.policy.now()
+            if found.traits is not None:
+                self._device(index, owners, found.traits, (salt, incoming), now)
+            return found
+
+        def on_host(
+            tier: HostTier, count: int, protected: Iterable[bytes], incoming: Mapping[int, int]
+        ) -> list[HostBlock]:
+            spare, now = set(protected), tier.shares._clock()
+            found: list[HostBlock] = before[1](tier, count, spare, incoming)
+            times = now, tier.shares._clock()
+            self._host(tier, count, spare, incoming, found, times)
+            return found
+
+        of_device["choose_victims"], of_host["choose_victims"] = on_device, on_host
+        try:
+            yield
+        finally:
+            of_device["choose_victims"], of_host["choose_victims"] = before
+
+    def _device(
+        self, index: Any, owners: dict[int, Any], traits: Any, demand: tuple[int, int], now: float
+    ) -> None:
+        quotas = index.policy.quotas
+        named = {salt_id(salt): quota.device for salt, quota in quotas}
+
+        def quota(salt: int) -> float:
+            blocks = named.get(salt, quotas.default.device)
+            return inf if blocks is None else blocks
+
+        held = Counter({salt: counts[0] for salt, counts in owners.items()})
+        left = Counter({salt: counts[1] for salt, counts in owners.items()})
+        own, incoming = demand
+        for salt, expiry in zip(traits.salts, traits.expiries, strict=True):
+            self._seen["evictions watched"] += 1
+            if left[own] and held[own] + incoming > quota(own):
+                above = {own}
+            else:
+                above = {one for one in left if left[one] and held[one] > quota(one)}
+            if expiry > now and above:
+                self._seen["evictions by a quota"] += 1
+                if salt not in above:
+                    self._fail("device: a block left before those of a salt above its quota")
+            held[salt] -= 1
+            left[salt] -= 1
+
+    def _host(
+        self,
+        tier: HostTier,
+        count: int,
+        spare: set[bytes],
+        incoming: Mapping[int, int],
+        found: list[HostBlock],
+        times: tuple[float, float],
+    ) -> None:
+        shares = tier.shares
+        resident = {
+            key: block for key, block in tier.blocks.items() if block.state is SlotState.RESIDENT
+        }
+        held = Counter(block.salt for block in resident.values())
+        held.update(incoming)
+        children = Counter(block.parent for block in resident.values())
+
+        def allowed() -> list[HostBlock]:
+            return [
+                block
+                for key, block in resident.items()
+                if not (block.pins or key in spare or key in shares._pinned or children[key])
+            ]
+
+        if shares.pinned > shares._pin_limit:
+            self._fail("host: more pinned blocks than the share")
+        for victim in found:
+            self._seen["host evictions watched"] += 1
+            free = allowed()
+            if victim not in free:
+                self._fail("host: a block left that is pinned, in use or has children")
+                return
+            if not victim.expiry <= times[1]:
+                self._choice(tier, victim, free, held, times[0])
+            del resident[victim.hash]
+            children[victim.parent] -= 1
+            held[victim.salt] -= 1
+        if len(found) < count and allowed():
+            self._fail("host: fewer blocks left than could have")
+
+    def _choice(
+        self,
+        tier: HostTier,
+        victim: HostBlock,
+        free: list[HostBlock],
+        held: Counter[int],
+        now: float,
+    ) -> None:
+        """Of the blocks that may leave, a block whose time is not over was chosen."""
+        shares = tier.shares
+        if any(block.expiry <= now for block in free):
+            self._fail("host: a block left before one whose time is over")
+            return
+        above = [block for block in free if held[block.salt] > shares.quota(block.salt)]
+        if above:
+            self._seen["host evictions by a quota"] += 1
+            if victim not in above:
+                self._fail("host: a block left before those of a salt above its quota")
+        elif victim.priority > min(block.priority for block in free):
+            self._fail("host: a block left before one of a lower priority")
