@@ -14,7 +14,7 @@ from kvactors.prefix_index.messages import Ack, Finish
 from kvactors.prefix_index.parts import next_part, parts
 from kvactors.prefix_index.pins import Pins
 from kvactors.prefix_index.records import LeaseState
-from kvactors.prefix_index.saves import SavedPath, SaveTable
+from kvactors.prefix_index.saves import NO_HINT, SavedPath, SaveTable
 
 
 class Endings:
@@ -44,6 +44,7 @@ class Endings:
         self._commits = commits
         self._admission = admission
         self._pins = pins
+        self._reports = announcements.enabled or saves.enabled
 
     def finish(self, message: Finish, envelope: Envelope[Ack]) -> list[Action]:
         """End a lease: commit its computed tokens, unless they were committed before, then
@@ -61,7 +62,7 @@ class Endings:
         if lease.hints is not None and lease.hints.pin:
             pinned, pins = self._pins.pin(lease)
             committed += pins
-        return committed + next_part(self._close(lease, envelope, pinned))
+        return committed + self._close(lease, envelope, pinned)
 
     def preempt(self, number: int, computed: int, envelope: Envelope[Ack]) -> list[Action]:
         """End a lease whose request will be acquired again."""
@@ -73,7 +74,7 @@ class Endings:
             return [Refusal(envelope, committed)]
         self.preempted += 1
         self._leases.remember_preempted(lease.request_id)
-        return committed + next_part(self._close(lease, envelope))
+        return committed + self._close(lease, envelope)
 
     def abandon(self, number: int) -> list[Action]:
         """End a lease whose holder has gone."""
@@ -81,7 +82,7 @@ class Endings:
         if lease is None:
             return []
         self.abandoned += 1
-        return next_part(self._close(lease, None))
+        return self._close(lease, None)
 
     def detach(self, lease: LeaseState) -> list[Action]:
         """Remove a lease from everything that waits for it or with it. Its blocks stay as they
@@ -103,14 +104,18 @@ class Endings:
         actions += self.detach(lease)
         return actions + self._admission.release(lease.tree, lease.path)
 
-    def _tell_policy(self, lease: LeaseState, saved: SavedPath) -> None:
+    def _tell_policy(self, lease: LeaseState) -> tuple[int, float]:
+        """Returns priority and expiry of the lease's blocks."""
         policy = self._index.policy
         policy.end(lease.tree, lease.path, lease.output(), lease.hints)
-        if lease.hints is not None or lease.tree.sharing:
-            saved.priority, saved.expiry = policy.hint(lease.tree, lease.path, lease.hints)
+        if lease.hints is None and not lease.tree.sharing:
+            return NO_HINT
+        return policy.hint(lease.tree, lease.path, lease.hints)
 
-    def _close(self, lease: LeaseState, envelope: Envelope[Ack] | None, pinned: int = 0) -> Work:
-        """End a lease, a part of its blocks a turn: announce, save, release.
+    def _close(
+        self, lease: LeaseState, envelope: Envelope[Ack] | None, pinned: int = 0
+    ) -> list[Action]:
+        """End a lease: announce, save, release.
 
         Args:
             lease: the lease.
@@ -118,12 +123,27 @@ class Endings:
                 nothing is saved.
             pinned: blocks that the end of the request has pinned.
         """
+        path, tree, pool = lease.path, lease.tree, self._index.pool
+        if self._reports or path.num_blocks > self._index.part:
+            return next_part(self._close_in_parts(lease, envelope, pinned))
+        actions = self.detach(lease)
+        committed = 0 if is_past(tree, path) else path.num_committed
+        self._tell_policy(lease)
+        pool.note_release(path)
+        pool.give(tree.release(path))
+        if envelope is not None:
+            actions.append(Reply(envelope, Ack(committed, pinned)))
+        return actions + self._admission.serve_waiting()
+
+    def _close_in_parts(
+        self, lease: LeaseState, envelope: Envelope[Ack] | None, pinned: int
+    ) -> Work:
+        """The same, a part of the lease's blocks a turn."""
         path, tree, part = lease.path, lease.tree, self._index.part
         actions = self.detach(lease)
         committed = 0 if is_past(tree, path) else path.num_committed
-        saved = SavedPath(tree, path, 1)
         self._admission.closing += 1
-        self._tell_policy(lease, saved)
+        saved = SavedPath(tree, path, 1, *self._tell_policy(lease))
         if self._announcements.enabled:
             for start, stop in parts(0, committed, part):
                 if start:

@@ -42,6 +42,10 @@ class SavedPath(msgspec.Struct, eq=False):
         return not self.parts
 
 
+NO_HINT = (0, inf)
+"""Priority and expiry of blocks without hints."""
+
+
 class SavedPart(NamedTuple):
     """The blocks of one message, from position `start` on."""
 
