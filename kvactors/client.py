@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 from kvactors.actor import ActorRef, Ask
+from kvactors.actor.clock import clock_of
 from kvactors.actor.log import get_logger
 from kvactors.arguments import check_seconds
 from kvactors.device_events import DeviceEvents
@@ -54,6 +55,7 @@ class Client:
         self._supervisor = system.supervisor
         self._thread = threading.get_ident()
         self._default_deadline = system.config.cache.default_deadline_s
+        self._clock = clock_of(self.loop)
 
     def check(self) -> None:
         """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a
@@ -104,7 +106,7 @@ class Client:
         seconds = (
             self._default_deadline if deadline is None else check_seconds("deadline", deadline)
         )
-        return self.loop.time() + seconds  # the running loop, as was just checked
+        return self._clock() + seconds
 
     async def ask(self, message: Ask[Any], at: float) -> Any:
         """Ask PrefixIndex in the same step as the call of `deadline`. at: its result."""

@@ -28,33 +28,37 @@ TIME = 0.0005
 
 
 class DirectTurns:
-    """The direct turns of one incarnation. Made in the actor's task."""
+    """The direct turns of one incarnation. Made in the actor's task.
+
+    Attributes:
+        loop: that the actor runs on.
+    """
 
     __slots__ = (
         "_broken",
         "_channel",
         "_chosen",
         "_clock",
+        "_handle",
         "_in_flight",
         "_instruments",
         "_left",
-        "_loop",
         "_mailbox",
         "_outbox",
         "_ref",
         "_run",
-        "_turn",
         "_until",
+        "loop",
     )
 
     def __init__(self, actor: Actor) -> None:
         self._ref, self._channel, self._outbox = actor.ref, actor.ref.channel, actor.context.outbox
         self._in_flight, self._instruments = actor.ref.in_flight, actor.ref.instruments
-        self._mailbox, self._turn = actor.mailbox, actor.mailbox.turn
-        self._loop = asyncio.get_running_loop()
-        self._chosen = choice_of(self._loop)
+        self._mailbox, self._handle = actor.mailbox, actor.mailbox.handle
+        self.loop = asyncio.get_running_loop()
+        self._chosen = choice_of(self.loop)
         # A loop of virtual time has its own clock. Others read this one, through another call.
-        self._clock = time.monotonic if self._chosen is None else self._loop.time
+        self._clock = time.monotonic if self._chosen is None else self.loop.time
         self._run: Callable[..., None] = copy_context().run
         self._left, self._until = TURNS, 0.0
         self._broken: BaseException | None = None
@@ -69,7 +73,7 @@ class DirectTurns:
             if not self._channel.pass_directly():
                 return False
             self._until = self._clock() + TIME
-            self._loop.call_soon(self._renew)
+            self.loop.call_soon(self._renew)
         elif not left or self._clock() > self._until or not self._channel.pass_directly():
             return False
         self._left = left - 1
@@ -81,7 +85,7 @@ class DirectTurns:
                 self._instruments.notify("sent", ref, envelope, self._instruments.turn)
                 self._run(self._mailbox.observed_turn, envelope)
             else:
-                self._run(self._turn, envelope)
+                self._run(self._handle, envelope)
         except BaseException as error:
             self._broken = error
             self._in_flight.begin()

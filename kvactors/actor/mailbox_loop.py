@@ -130,24 +130,27 @@ class MailboxLoop:
                 in_flight.end()
 
     def turn(self, envelope: Envelope[Any]) -> None:
-        """One turn: give the message to its handler."""
-        message = envelope.message
-        context, reply = self._context, envelope.reply
-        if envelope.incarnation != context.incarnation or (reply is not None and reply.done()):
+        """One turn, unless the message is for an earlier incarnation or its asker has gone."""
+        if envelope.incarnation != self._context.incarnation or envelope.abandoned:
             self.skipped += 1
             self._ref.fail_with_actor(envelope, self._ref.name, None)
-            return
+        else:
+            self.handle(envelope)
+
+    def handle(self, envelope: Envelope[Any]) -> None:
+        """Give a message to its handler."""
+        message, context = envelope.message, self._context
         kind = type(message)
-        if isinstance(message, PeerRestarted) and message.incarnation >= 0:
-            context.peer_incarnations[message.name] = message.incarnation
         self.turns += 1
         handler = self._handlers.get(kind)
+        if envelope.reply is not None and handler is not None:
+            context.unanswered[envelope] = None
+            handler(message, envelope)
+            return
+        if isinstance(message, PeerRestarted) and message.incarnation >= 0:
+            context.peer_incarnations[message.name] = message.incarnation
         if handler is not None:
-            if reply is None:
-                handler(message)
-            else:
-                context.unanswered[envelope] = None
-                handler(message, envelope)
+            handler(message)
         elif isinstance(message, JobBroken):
             raise message.error
         elif kind is Stop:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
@@ -155,15 +156,28 @@ class ActorRef(Generic[M_contra]):
         lost: called with an answer that does not reach the caller, because it was cancelled after
         the actor had answered.
         """
-        reply: asyncio.Future[R] = asyncio.Future()
+        direct = self.direct
+        reply: asyncio.Future[R] = asyncio.Future(loop=None if direct is None else direct.loop)
         envelope: Envelope[R] = Envelope(message, reply, deadline, self.incarnation)
-        direct, asks = self.direct, self._asks
         taken = direct is not None and direct.take(envelope)
         if taken and reply.done():
             return reply.result()
+        return await self._answer(envelope, reply, lost, taken=taken)
+
+    async def _answer(
+        self,
+        envelope: Envelope[R],
+        reply: asyncio.Future[R],
+        lost: Callable[[R], None] | None,
+        *,
+        taken: bool,
+    ) -> R:
+        """Wait for the answer of an ask. taken: the actor has begun with it, else it goes through
+        the channel."""
+        asks, deadline = self._asks, envelope.deadline
         try:
             if not taken and not self.try_send(envelope):
-                with anyio.CancelScope(deadline=deadline):
+                with anyio.CancelScope(deadline=inf if deadline is None else deadline):
                     await self.send(envelope)
                     asks.open[reply] = envelope
                     if asks.timer is None:
@@ -171,7 +185,8 @@ class ActorRef(Generic[M_contra]):
                     return await reply
                 if reply.done() and not reply.cancelled():
                     return reply.result()  # answered in the step in which the deadline passed
-                raise DeadlineExceeded(f"{self.name} did not take {type(message).__name__} in time")
+                message = type(envelope.message).__name__
+                raise DeadlineExceeded(f"{self.name} did not take {message} in time")
             asks.open[reply] = envelope
             if asks.timer is None:
                 asks.start_timer()
