@@ -12,7 +12,7 @@ import msgspec
 from kvactors.actor.log import get_logger
 from kvactors.config_faults import faults
 from kvactors.errors import ConfigError
-from kvactors.mooncake_address import endpoints
+from kvactors.mooncake_address import endpoints, metadata_endpoints
 from kvactors.ranges import check_values
 from kvactors.renamed_settings import Earlier, SettingsMeta, modern_names
 from kvactors.setting_types import ByteSize, Seconds
@@ -45,7 +45,7 @@ class MooncakeConfig(
     Attributes:
         master_server_address: host:port of mooncake_master, or etcd://host:port;host:port where
             etcd elects one of several masters.
-        metadata_server: P2PHANDSHAKE or a URL.
+        metadata_server: P2PHANDSHAKE, http://host:port/metadata, or etcd://host:port;host:port.
         local_hostname: by which other clients reach this one (this machine's address if empty).
         global_segment_size: bytes of memory given to the pool (0: none).
         local_buffer_size: bytes of staging.
@@ -81,6 +81,7 @@ class MooncakeConfig(
                 "storage.mooncake.master_server_address is missing (host:port of mooncake_master)"
             )
         endpoints(self.master_server_address)
+        metadata_endpoints(self.metadata_server)
         if self.local_hostname == "localhost":
             raise ConfigError(
                 "storage.mooncake.local_hostname must be an address that other nodes can reach, "

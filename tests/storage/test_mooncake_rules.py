@@ -15,7 +15,7 @@ import pytest
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError, StoreError
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_address import Endpoint, endpoints
+from kvactors.mooncake_address import Endpoint, endpoints, metadata_endpoints
 from kvactors.mooncake_config import MooncakeConfig, largest_registration
 from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.mooncake import MooncakeBackend
@@ -188,6 +188,61 @@ def test_addresses(address, found):
 def test_an_address_of_another_form_is_named(address, complaint):
     with pytest.raises(ConfigError, match=complaint):
         config(address).check()
+
+
+@pytest.mark.parametrize(
+    ("server", "found"),
+    [
+        ("P2PHANDSHAKE", []),
+        ("http://m:8080/metadata", [Endpoint("m", 8080)]),
+        ("http://user:word@m/metadata", [Endpoint("m", 80)]),
+        ("https://[fd00::1]/metadata", [Endpoint("fd00::1", 443)]),
+        ("etcd://a:2379;b:2380", [Endpoint("a", 2379), Endpoint("b", 2380)]),
+        ("a:2379", [Endpoint("a", 2379)]),
+    ],
+)
+def test_metadata_servers(server, found):
+    assert list(metadata_endpoints(server)) == found
+    config("m:1", metadata_server=server).check()
+
+
+@pytest.mark.parametrize(
+    ("server", "complaint"),
+    [
+        ("redis://r:6379", "would abort the process"),
+        ("zookeeper://z:1", "P2PHANDSHAKE, http://host:port/metadata or etcd://host:port, not"),
+        ("etcd://http://a:1", "etcd://host:port, not"),
+        ("p2phandshake", "'p2phandshake' has no port"),
+        ("", "'' has no port"),
+        ("http://", "'' has no port"),
+        ("http://m:port/metadata", "no port"),
+        ("etcd://a:1;b", "'b' has no port"),
+    ],
+)
+def test_a_metadata_server_that_mooncake_would_abort_or_wait_for_is_named(server, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        config("m:1", metadata_server=server).check()
+
+
+@pytest.mark.parametrize("scheme", ["etcd", "http"])
+async def test_a_metadata_server_that_does_not_answer_fails_the_start(standin, scheme):
+    """Mooncake's `setup` would block the process for minutes."""
+    async with listening() as port:
+        server = f"{scheme}://127.0.0.1:1"
+        client = MooncakeClient(config(f"127.0.0.1:{port}", metadata_server=server))
+        with pytest.raises(StoreError, match=rf"metadata server at {server} does not answer"):
+            await client.open()
+        assert standin.calls == []
+
+
+async def test_a_pool_whose_metadata_server_is_gone_is_not_left(standin):
+    async with listening() as port:
+        async with listening() as metadata:
+            server = f"etcd://127.0.0.1:{metadata}"
+            client = MooncakeClient(config(f"127.0.0.1:{port}", metadata_server=server))
+            await client.open()
+        await client.close()
+        assert "close" not in standin.calls
 
 
 # -- registration

@@ -4,7 +4,8 @@ The client ends the process if it is called before `setup` or after `close`, wai
 unreachable master, and returns no result for some failures. Here every call runs in one of a few
 threads, no call begins after `close` has begun, `close` waits for the calls in flight, and a call
 without a result returns a negative code. `setup` and `close` hold the interpreter's lock for as
-long as they try to reach the master (90 s and 18 s when it is gone), so the master is probed first.
+long as they try to reach the master (90 s and 18 s when it is gone), so the master and the
+metadata server are probed first.
 Observed with mooncake-transfer-engine 0.3.13.
 """
 
@@ -23,7 +24,7 @@ import anyio
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
 from kvactors.errors import StoreError
-from kvactors.mooncake_address import endpoints
+from kvactors.mooncake_address import Endpoint, endpoints, metadata_endpoints
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.sizes import in_bytes
 from kvactors.storage.backends.mooncake_codes import NO_SPACE, OK, RPC_FAILED
@@ -69,8 +70,12 @@ class MooncakeClient:
         setting."""
         store = self._make()
         config = self.config
-        if not await self.reachable(config.connect_timeout_s):
+        if not await any_answers(endpoints(config.master_server_address), config.connect_timeout_s):
             raise StoreError(f"Mooncake's master at {config.master_server_address} does not answer")
+        if not await self._metadata_reachable(config.connect_timeout_s):
+            raise StoreError(
+                f"Mooncake's metadata server at {config.metadata_server} does not answer"
+            )
         for name, value in defaults(config.timeout_s).items():
             os.environ.setdefault(name, value)
         arguments = (
@@ -119,19 +124,16 @@ class MooncakeClient:
             await uncancelled(self.close())
             raise
 
-    async def reachable(self, seconds: float) -> bool:
-        """Whether a server accepts connections at the master's address. With an election, one of
-        the servers that hold it."""
-        for host, port in endpoints(self.config.master_server_address):
-            with anyio.move_on_after(seconds), suppress(OSError):
-                async with await anyio.connect_tcp(host, port):
-                    return True
-        return False
+    async def _metadata_reachable(self, seconds: float) -> bool:
+        """Whether a metadata server accepts connections, if the pool has one."""
+        servers = metadata_endpoints(self.config.metadata_server)
+        return not servers or await any_answers(servers, seconds)
 
     async def _leavable(self) -> bool:
         """Whether the client can leave the pool at once: it blocks the process while it looks for a
-        master that is gone."""
-        if not await self.reachable(1.0):
+        master or a metadata server that is gone."""
+        masters = endpoints(self.config.master_server_address)
+        if not await any_answers(masters, 1.0) or not await self._metadata_reachable(1.0):
             return False
         healthy = asyncio.wrap_future(self._workers.submit(self._store.health_check))
         with anyio.move_on_after(1.0):
@@ -242,6 +244,15 @@ def defaults(timeout_s: float) -> dict[str, str]:
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(QUEUED),
         "MC_TCP_SLICE_SIZE": str(SLICE),
     }
+
+
+async def any_answers(servers: Sequence[Endpoint], seconds: float) -> bool:
+    """Whether one of some servers accepts connections. Each is given `seconds`."""
+    for host, port in servers:
+        with anyio.move_on_after(seconds), suppress(OSError):
+            async with await anyio.connect_tcp(host, port):
+                return True
+    return False
 
 
 def _close_late(store: Any, joined: Future[int]) -> None:
