@@ -62,7 +62,7 @@ def test_2000_requests_with_faults(placement: str) -> None:
     data["fleet"] |= {"placements": [placement], "twins": 0}
     for fault in data["fleet"]["fault"]:
         fault["after"] *= 3
-    data["expect"] = {"requests": 2000, f"fleet.{placement}.computed_once": {"min": 0.3}}
+    data["expect"] = {"requests": 2000, f"fleet.{placement}.computed_once": {"min": 0.25}}
     report = run(data)
     show(report)
     figures = report.fleet[placement]
@@ -106,6 +106,39 @@ def test_nodes_without_memory_of_the_pool_hit_what_others_computed() -> None:
     assert figures["hit_rate_storage"] > 0.1
     assert figures["pool_objects"] == figures["blocks_distinct"]
     assert figures["blocks_computed"] < alone["blocks_computed"]
+
+
+ALWAYS = {"after": 0, "requests": 1 << 30}
+"""A fault from the first request to the last."""
+
+
+def test_a_full_pool_costs_hits_only() -> None:
+    """A node keeps the pool full of pinned objects. Saves are refused, and prompts that a node does
+    not have are computed."""
+    data = small(fault=[{"kind": "full", "node": 2, **ALWAYS}])
+    report = run(data)
+    show(report)
+    figures = report.fleet["random"]
+    assert figures["requests"] == 80
+    assert figures["pool_no_space"] > 0
+    assert figures["hit_rate_storage"] < 0.1
+    assert figures["hit_rate"] > 0.1, "of device and host"
+
+
+def test_a_slow_pool_costs_hits_only() -> None:
+    """One node has the pool's memory, behind a slow link. Loads end at the deadline of their
+    request, however little has arrived."""
+    slow = {"kind": "slow", "node": 0, "mbit_per_s": 16.0, **ALWAYS}
+    data = small(clients=2, fault=[slow])
+    data["cache"]["default_deadline_s"] = 1.0
+    data["storage"]["mooncake"]["timeout_s"] = 1.0
+    report = run(data)
+    show(report)
+    figures = report.fleet["random"]
+    assert figures["requests"] == 80
+    assert figures["pool_late"] + figures["pool_unavailable"] > 0
+    assert figures["hit_rate"] > 0.1, "of device and host, and of the node that has the memory"
+    assert figures["wait_max_s"] < 30.0, "storage.timeout_s is 60"
 
 
 class Interrupted(Exception):

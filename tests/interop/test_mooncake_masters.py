@@ -1,5 +1,5 @@
 """Mooncake masters that etcd elects: joining by an etcd:// address, a kill of the elected one,
-and leaving without one."""
+and leaving without one. Elections by Redis are refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,14 @@ def wait_until(what: str, true: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
+def healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return b'"true"' in answer.read()
+    except OSError:
+        return False
+
+
 @contextmanager
 def etcd(folder: Path) -> Iterator[int]:
     """An etcd server. Gives the port of its clients."""
@@ -62,7 +71,7 @@ def etcd(folder: Path) -> Iterator[int]:
     with (folder / "etcd.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            wait_until("etcd listens", lambda: accepts(port))
+            wait_until("etcd answers", lambda: healthy(clients))
             yield port
         finally:
             process.kill()
@@ -99,9 +108,9 @@ def candidates(port: int) -> Iterator[list[Candidate]]:
             one.kill()
 
 
-def backend(port: int) -> MooncakeBackend:
+def backend(port: int, scheme: str = "etcd") -> MooncakeBackend:
     config = MooncakeConfig(
-        master_server_address=f"etcd://127.0.0.1:{port}",
+        master_server_address=f"{scheme}://127.0.0.1:{port}",
         local_hostname="127.0.0.1",
         global_segment_size="64MB",
         local_buffer_size="16MB",
@@ -177,3 +186,26 @@ def test_without_an_elected_master_joining_fails_at_once(tmp_path: Path) -> None
 
     with etcd(tmp_path) as port:
         asyncio.run(run(port))
+
+
+# -- Redis. Mooncake's packages are built without it. A test that fails here shows that this has
+# changed: elections by Redis can be tested then as those by etcd are.
+
+
+def test_the_master_refuses_elections_by_redis() -> None:
+    one = Master("--enable_ha=true", "--ha_backend_type=redis", "--logtostderr=true")
+    command = [*one.command, f"--ha_backend_connstring=127.0.0.1:{free_port()}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 255
+    assert "UNAVAILABLE_IN_CURRENT_MODE, backend_type=redis" in done.stderr
+
+
+def test_a_client_refuses_masters_that_redis_elects() -> None:
+    raise_loopback()
+
+    async def run(port: int) -> None:
+        with pytest.raises(StoreError, match=rf"redis://127\.0\.0\.1:{port} refused .* code -1"):
+            await backend(port, "redis").open()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        asyncio.run(run(listening.getsockname()[1]))

@@ -6,6 +6,8 @@ end.
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import sys
 import time
@@ -119,6 +121,7 @@ class Run:
     ) -> None:
         self.figures = Figures()
         self._served = False
+        self._pause_at = 0.0  # requests wait for the first fault
         self._scenario = scenario
         self._fleet, self._work = scenario.fleet, scenario.workload
         self._aware = placement == "kv_aware"
@@ -171,10 +174,13 @@ class Run:
                 await anyio.to_thread.run_sync(self._master.kill)
 
     async def _chat(self) -> None:
-        """Every conversation has its turn before any has its next one."""
+        """Every conversation has its turn before any has its next one. Requests wait for a fault
+        that is due."""
 
         async def client(sessions: Iterator[int], turn: int) -> None:
             for session in sessions:
+                while self.figures.finished >= self._pause_at:  # noqa: ASYNC110  (set elsewhere)
+                    await anyio.sleep(0.02)
                 await self._turn(session, turn)
 
         for turn in range(self._work.turns):
@@ -232,27 +238,38 @@ class Run:
     # -- faults
 
     async def _faults(self) -> None:
-        """Carry the faults out, one after another. One that has not begun when all requests have
-        ended is left out."""
-        for fault in sorted(self._fleet.fault, key=lambda fault: fault.after):
-            if not self._pooled and (fault.target == "master" or fault.kind == "full"):
-                continue
-            while self.figures.finished < fault.after and not self._served:  # noqa: ASYNC110  (counted elsewhere)
-                await anyio.sleep(0.02)
+        """Carry the faults out, one after another. One that needs more requests than there are, or
+        a namespace, is left out."""
+        faults = [
+            fault
+            for fault in sorted(self._fleet.fault, key=lambda fault: fault.after)
+            if self._pooled or not (fault.target == "master" or fault.kind == "full")
+        ]
+        for fault, following in itertools.zip_longest(faults, faults[1:]):
+            self._pause_at = fault.after
+            await self._reach(fault.after)
             if not self._served and await self._begin(fault):
                 self.figures.faults += 1
                 until = self.figures.finished + fault.requests
+                self._pause_at = max(until, following.after) if following else math.inf
                 await anyio.sleep(fault.seconds)
-                while self.figures.finished < until and not self._served:  # noqa: ASYNC110
-                    await anyio.sleep(0.02)
+                await self._reach(until)
                 await self._end(fault)
             else:
                 self.figures.faults_left_out += 1
+        self._pause_at = math.inf
+
+    async def _reach(self, finished: int) -> None:
+        """Return when so many requests have ended, or all."""
+        while self.figures.finished < finished and not self._served:  # noqa: ASYNC110  (counted elsewhere)
+            await anyio.sleep(0.02)
 
     async def _begin(self, fault: FleetFault) -> bool:
         member, process = self._members[fault.node], self._master.process
         if fault.kind == "slow":
             return self._network.slow(fault.node, fault.mbit_per_s)
+        if fault.kind == "cut":
+            return self._network.cut(fault.node)
         if fault.target == "master":
             if fault.kind == "kill":
                 await anyio.to_thread.run_sync(self._master.kill)
@@ -268,7 +285,7 @@ class Run:
 
     async def _end(self, fault: FleetFault) -> None:
         member, process = self._members[fault.node], self._master.process
-        if fault.kind == "slow":
+        if fault.kind in ("slow", "cut"):
             self._network.restore(fault.node)
         elif fault.target == "master":
             if fault.kind == "kill":

@@ -114,7 +114,15 @@ class Network:
                 return True
         return False
 
+    def cut(self, node: int) -> bool:
+        """Take the link to a node down. Returns False where that is not possible."""
+        if self.isolated:
+            ip("link", "set", f"kvhub{node}", "down")
+        return self.isolated
+
     def restore(self, node: int) -> None:
-        """Remove the limit of a link. A link that was made anew has none."""
+        """Remove the limit of a link, and take it up. A link that was made anew has none."""
         with suppress(NetworkError, OSError):
             _run("tc", "qdisc", "del", "dev", f"kvhub{node}", "root")
+        with suppress(NetworkError):
+            ip("link", "set", f"kvhub{node}", "up")

@@ -17,17 +17,17 @@ class FleetFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         kind: kill (SIGKILL, started again at the end), pause (SIGSTOP), slow (the node's link has
-            `mbit_per_s` only, which needs network namespaces), full (the node fills the pool with
-            pinned objects, and removes them at the end).
+            `mbit_per_s` only), cut (the link is down), full (the node fills the pool with pinned
+            objects, and removes them at the end). slow and cut need network namespaces.
         target: the pool's master, or a node.
         node: number of the node.
-        after: requests that have ended when the fault begins.
+        after: requests that have ended when the fault begins. Further ones wait until it has.
         seconds: duration at least.
         requests: how many requests end during it at least.
         mbit_per_s: of a slow link.
     """
 
-    kind: Literal["kill", "pause", "slow", "full"]
+    kind: Literal["kill", "pause", "slow", "cut", "full"]
     target: Literal["master", "node"] = "node"
     node: int = 0
     after: int = 0
