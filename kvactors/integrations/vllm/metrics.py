@@ -15,9 +15,13 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics as Cpu
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics as Tiering
 
 from kvactors.tier_cache import TierCache, TierStatistics
+from kvactors.tier_cache.metrics import PREFIX
 
 HOST, STORAGE = ("kvactors_host",), ("kvactors_storage",)
 """Values of the label `tier`."""
+
+HEALTHY = f"{PREFIX}healthy"
+"""vLLM's tiers have no such metric."""
 
 PIECES = {
     Cpu.CPU_CACHE_USAGE_PERC: "copies, reads and writes",
@@ -40,6 +44,7 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     Cpu.CPU_ALLOCATION_SIZE: OffloadingHistogramMetadata(
         "Slots that each store of a request took.", buckets=tuple(4**i for i in range(10))
     ),
+    HEALTHY: OffloadingGaugeMetadata("1 while every tier and sink works."),
     **{name: OffloadingCounterMetadata(text, ("tier",)) for name, text in COUNTERS.items()},
     Tiering.PROMOTION_ALLOCATION_FAILURES: OffloadingCounterMetadata(
         "Look-ups of stored chunks that were misses since no host slot could be had."
@@ -63,6 +68,7 @@ class Metrics:
         stats = OffloadingConnectorStats()
         now = tiers.statistics()
         self._set_gauges(stats, now, len(tiers.copies_in_flight().stores))
+        stats.set_gauge(HEALTHY, float(tiers.health().status == "ok"))
         for count in self._allocations:
             stats.observe_histogram(Cpu.CPU_ALLOCATION_SIZE, count)
         self._allocations.clear()

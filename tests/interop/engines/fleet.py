@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from tests.interop.consumers.base import wait_until
 from tests.interop.consumers.router import COLOUR, CREDITED
 from tests.interop.engines.stores import offloading
 from tests.interop.engines.vllm_child import TINY
-from tests.interop.engines.vllm_engine import ENVIRONMENT, VARIABLES
+from tests.interop.engines.vllm_engine import ENVIRONMENT, VARIABLES, descendants
 from tests.interop.environments import Environments
 from tests.interop.processes import Child
 
@@ -21,14 +24,15 @@ MODEL = "tiny"
 START = 600.0
 """Seconds within which a server must answer. Only a hang takes as long."""
 ROUTER_PORT = 18200
+ROUTER = f"http://127.0.0.1:{ROUTER_PORT}"
 
 
-def post(port: int, prompt: Sequence[int], max_tokens: int = 4, **options: Any) -> Any:
+def post(url: str, prompt: Sequence[int], max_tokens: int = 4, **options: Any) -> Any:
     """Complete a prompt of token ids. Returns the answer."""
     body = {"model": MODEL, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
     body |= options
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions",
+        f"{url}/v1/completions",
         json.dumps(body).encode(),
         {"content-type": "application/json"},
     )
@@ -36,16 +40,16 @@ def post(port: int, prompt: Sequence[int], max_tokens: int = 4, **options: Any) 
         return json.loads(answer.read())
 
 
-def complete(port: int, prompt: Sequence[int]) -> list[int]:
+def complete(url: str, prompt: Sequence[int]) -> list[int]:
     """The tokens that a server samples. vLLM's router ignores prefixes of such a request."""
-    return list(post(port, prompt, return_token_ids=True)["choices"][0]["token_ids"])
+    return list(post(url, prompt, return_token_ids=True)["choices"][0]["token_ids"])
 
 
-def answers(child: Child, port: int) -> bool:
+def answers(child: Child, url: str) -> bool:
     """Whether a server is up."""
     child.check()
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
@@ -61,6 +65,8 @@ class Server:
         port: of the server. The events have the two ports after it.
         storage: settings below the host tier in place of a file store.
         environment: that the server runs in.
+        host: the address that it listens at.
+        prefix: a command that runs it, for example `nsenter`.
     """
 
     def __init__(
@@ -71,10 +77,11 @@ class Server:
         port: int,
         storage: dict[str, Any] | None = None,
         environment: str = ENVIRONMENT,
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
     ) -> None:
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}"
-        self.events, self.replay = (f"tcp://127.0.0.1:{port + i}" for i in (1, 2))
+        self.url = f"http://{host}:{port}"
+        self.events, self.replay = (f"tcp://{host}:{port + i}" for i in (1, 2))
         # vLLM's publisher binds to wildcards, and connects to other endpoints
         events = {
             "enable_kv_cache_events": True,
@@ -91,11 +98,12 @@ class Server:
         }
         if storage is not None:
             transfer["kv_connector_extra_config"]["storage"] = storage
-        command = [
+        self._command = [
+            *prefix,
             environments.program(environment),
             *("-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", MODEL),
-            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--host", host, "--port", str(port)),
             "--enforce-eager",
             "--skip-tokenizer-init",
             *("--kv-events-config", json.dumps(events)),
@@ -103,12 +111,24 @@ class Server:
         ]
         names = ("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "seed")
         for name in (*names, "max_num_seqs"):
-            command += [f"--{name.replace('_', '-')}", str(TINY[name])]
-        self.child = Child(f"server {port}", command, folder / f"server-{port}.log", env=VARIABLES)
+            self._command += [f"--{name.replace('_', '-')}", str(TINY[name])]
+        self._log = folder / f"server-{port}.log"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, also again."""
+        self.child = Child(f"server {self.url}", self._command, self._log, env=VARIABLES)
 
     def wait(self) -> None:
         """Return when it answers."""
-        wait_until(f"{self.url} answers", lambda: answers(self.child, self.port), START)
+        wait_until(f"{self.url} answers", lambda: answers(self.child, self.url), START)
+
+    def kill(self) -> None:
+        """kill -9, of the processes that it has started too."""
+        for process in descendants(self.child.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.child.kill()
 
     def metric(self, name: str) -> float:
         """A counter, summed over its labels."""
@@ -127,6 +147,8 @@ class FleetRouter:
             *("--host", "127.0.0.1", "--port", str(ROUTER_PORT), "--policy", "kv_aware"),
             *("--kv-event-block-size", str(TINY["block_size"]), "--kv-event-model", MODEL),
             *("--prometheus-port", str(ROUTER_PORT + 9), "--log-level", "debug"),
+            *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "60"),
+            *("--cb-timeout-duration-secs", "2"),
             *("--worker-urls", *(server.url for server in servers)),
         ]
         for server in servers:
@@ -137,12 +159,12 @@ class FleetRouter:
 
     def wait(self) -> None:
         """Return when it answers."""
-        wait_until("the router answers", lambda: answers(self.child, ROUTER_PORT), START)
+        wait_until("the router answers", lambda: answers(self.child, ROUTER), START)
 
     def route(self, prompt: Sequence[int]) -> int:
         """Complete a prompt through the router. Returns the tokens that it takes for cached."""
         logged = self.child.log.stat().st_size
-        post(ROUTER_PORT, prompt)
+        post(ROUTER, prompt)
         credited: list[str] = []
 
         def decided() -> bool:

@@ -34,7 +34,7 @@ def follow(router: FleetRouter, server: Server, draw: random.Random) -> None:
 
     def known() -> bool:
         each = prompt(draw, 96)
-        post(server.port, each)
+        post(server.url, each)
         return router.route(each) >= 64
 
     wait_until(f"the router has the blocks of {server.url}", known, START)
@@ -49,10 +49,10 @@ def test_prompts_go_where_their_blocks_are(environments: Environments, tmp_path:
         for server in servers:
             server.wait()
         draw = random.Random(9)
-        home = {server.port: [prompt(draw, LENGTH) for _ in range(PROMPTS)] for server in servers}
+        home = {server.url: [prompt(draw, LENGTH) for _ in range(PROMPTS)] for server in servers}
         for server in servers:
-            for each in home[server.port]:
-                post(server.port, each)
+            for each in home[server.url]:
+                post(server.url, each)
         router = FleetRouter(environments, tmp_path, servers)
         children.append(router.child)
         router.wait()
@@ -62,7 +62,7 @@ def test_prompts_go_where_their_blocks_are(environments: Environments, tmp_path:
         for index in range(PROMPTS):
             for server in servers:
                 served, hits = server.metric(SERVED), server.metric(HITS)
-                router.route([*home[server.port][index], 7])
+                router.route([*home[server.url][index], 7])
                 routed.append(server.metric(SERVED) - served)
                 cached.append(server.metric(HITS) - hits)
         print(f"{routed.count(1)} of {len(routed)} sent home, tokens from the host tier: {cached}")

@@ -77,7 +77,7 @@ class Terminal:
         log = self.folder / "server.log"
         self._server = Child("SGLang", ["bash", "-c", line], log, env=self.variables)
         until = time.monotonic() + START
-        while not answers(self._server, PORT):
+        while not answers(self._server, f"http://127.0.0.1:{PORT}"):
             assert time.monotonic() < until, self._server.end_of_log()
             time.sleep(0.2)
 

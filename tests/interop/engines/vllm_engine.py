@@ -67,6 +67,15 @@ def prompts(count: int, length: int = 320, shared: int = 64, seed: int = 1) -> l
     return [start + [draw.randrange(3, 1000) for _ in range(length - shared)] for _ in range(count)]
 
 
+def descendants(process: int) -> list[int]:
+    """The processes that a process has started, and those that they have started."""
+    found = [process]
+    for each in found:
+        tasks = Path(f"/proc/{each}/task").glob("*/children")
+        found += [int(child) for task in tasks for child in task.read_text().split()]
+    return found[1:]
+
+
 class VllmHost:
     """A process that has imported vLLM, and forks engines.
 
@@ -274,11 +283,7 @@ class VllmEngine:
 
     def children(self) -> list[int]:
         """The processes that the engine has started, and those that they have started."""
-        found = [self.pid]
-        for process in found:
-            tasks = Path(f"/proc/{process}/task").glob("*/children")
-            found += [int(child) for task in tasks for child in task.read_text().split()]
-        return found[1:]
+        return descendants(self.pid)
 
     def kill(self) -> None:
         """kill -9, of the processes that it has started too."""
