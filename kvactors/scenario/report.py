@@ -61,6 +61,8 @@ class Report(msgspec.Struct):
         blocks_moved: blocks that were copied from the device to the host, or written to storage.
         fleet: of a fleet, the figures of each placement of its requests, and whether its nodes had
             network namespaces.
+        tenants: of a flood by a tenant, the share of the blocks looked up that each tenant hits, by
+            policy and case.
         errors: errors of the run, violated invariants included.
     """
 
@@ -87,6 +89,7 @@ class Report(msgspec.Struct):
     loop_own_lag_ms: dict[str, float] = msgspec.field(default_factory=dict)
     loop_cpu_ms: dict[str, float] = msgspec.field(default_factory=dict)
     fleet: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    tenants: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
 
 
 def make_report(
@@ -230,6 +233,10 @@ def report_rows(report: Report) -> list[tuple[str, str]]:
         rows.append(("sinks", "\n".join(told)))
     if report.router:
         rows.append(("router", "  ".join(f"{key} {value}" for key, value in report.router.items())))
+    rows += [
+        (f"hit rate, {case.replace('_', ', ')}", rates_text(of_case))
+        for case, of_case in report.tenants.items()
+    ]
     if report.storage:
         rows.append(("storage", storage_row(report.storage)))
     return rows

@@ -19,6 +19,7 @@ from kvactors.scenario.report import Report
 from kvactors.scenario.router import compare, routing
 from kvactors.scenario.session import Progress, Session, beside, session
 from kvactors.scenario.spec import Pool, Scenario, events_of
+from kvactors.scenario.tenants import check_tenants, run_tenants
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.terminable import run_terminable, temporary_folder
 
@@ -54,6 +55,8 @@ def run_scenario(
             seed = scenario.scenario.seed
         if seed < 0:
             raise ConfigError(f"a seed is 0 or more, not {seed}")
+        if scenario.workload.kind == "tenants":
+            check_tenants(scenario)
         if virtual:
             from kvactors.testing.loop import simulate
 
@@ -91,6 +94,8 @@ async def run_session(
 ) -> Report:
     """Run the scenario in this process, after its `process.restarts` earlier runs, with the
     processes beside it: a router, a pool's master and another node."""
+    if scenario.workload.kind == "tenants":
+        return await run_tenants(scenario, seed, progress, virtual=virtual)
     if scenario.mooncake.enabled:
         async with pool(scenario.mooncake) as address:
             return await run_in_pool(with_master(scenario, address), seed, progress, observe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -58,13 +58,17 @@ class Session:
         }
         self.living = None if not dead else [name for name in cache.sinks if name not in dead]
 
-    async def run(self, seed: int, progress: Progress) -> Report:
-        """Run workload and faults, wait until the cache is idle, and make the report."""
-        engine, monitor, work = (
-            Engine(self.cache, self.totals),
-            LagMonitor(),
-            self.scenario.workload,
-        )
+    async def run(
+        self,
+        seed: int,
+        progress: Progress,
+        requests: Callable[[Engine], Awaitable[None]] | None = None,
+    ) -> Report:
+        """Run workload and faults, wait until the cache is idle, and make the report. requests: in
+        place of the scenario's workload."""
+        work = self.scenario.workload
+        engine = Engine(self.cache, self.totals, thorough=requests is not None)
+        monitor = LagMonitor()
         began = time.monotonic()
         async with (
             beside(
@@ -73,7 +77,9 @@ class Session:
             ),
             monitor.running(),
         ):
-            if work.kind == "chat":
+            if requests is not None:
+                await requests(engine)
+            elif work.kind == "chat":
                 await chat(engine, work, seed, self._before_turn)
             else:
                 await Script(engine, seed).run(work.step)

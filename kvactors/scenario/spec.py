@@ -41,12 +41,22 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     do: the operation. request: name of the request. prompt: seed of the tokens of acquire and
     extend. tokens: how many, or for commit and preempt how many are computed (commit: 0 means all).
-    salt, lora, media: of acquire. expect: ok, or the refusal that must come. cached_tokens: tokens
-    that must be cached after the loads of acquire. -1: any number.
+    salt, lora, media: of acquire. level: of sleep. expect: ok, or the refusal that must come.
+    cached_tokens: tokens that must be cached after the loads of acquire. -1: any number.
     """
 
     do: Literal[
-        "acquire", "extend", "commit", "finish", "preempt", "clear", "pause", "resume", "settle"
+        "acquire",
+        "extend",
+        "commit",
+        "finish",
+        "preempt",
+        "clear",
+        "pause",
+        "resume",
+        "sleep",
+        "wake",
+        "settle",
     ]
     request: str = ""
     prompt: int = 0
@@ -54,13 +64,16 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     salt: str | None = None
     lora: str | None = None
     media: tuple[MediaSpec, ...] = ()
-    expect: Literal["ok", "no_room", "paused"] = "ok"
+    level: int = 1
+    expect: Literal["ok", "no_room", "paused", "asleep", "leases_open"] = "ok"
     cached_tokens: int = -1
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """kind: chat (conversations that grow by turns behind a shared system prompt) or script (the
-    steps, in order).
+    """kind: chat (conversations that grow by turns behind a shared system prompt), script (the
+    steps, in order) or tenants (a quiet tenant and a noisy one, with both policies: `sessions`
+    prompts of the quiet one, `turns` times each, and after each request `flood` unique prompts of
+    the noisy one, each three times).
 
     sessions, turns: how many conversations of how many turns. concurrency: sessions at once.
     system_tokens: shared beginning. user_tokens, output_tokens: mean lengths of a turn's question
@@ -73,7 +86,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     depend on how fast the disk is.
     """
 
-    kind: Literal["chat", "script"] = "chat"
+    kind: Literal["chat", "script", "tenants"] = "chat"
     sessions: int = 8
     turns: int = 4
     concurrency: int = 4
@@ -86,6 +99,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     images: int = 1
     image_tokens: int = 0
     settle: bool = False
+    flood: int = 0
     step: tuple[Step, ...] = ()
 
 
@@ -241,13 +255,21 @@ def validate_workload(work: Workload) -> None:
         ("adapters", 1),
         ("images", 1),
         ("image_tokens", 0),
+        ("flood", 0),
     ):
         if getattr(work, name) < low:
             raise ConfigError(f"workload.{name} must be at least {low}, not {getattr(work, name)}")
+    if work.flood and work.kind != "tenants":
+        raise ConfigError("workload.flood belongs to kind = 'tenants'")
     if work.images > 1 and not work.image_tokens:
         raise ConfigError("workload.images needs image_tokens: without them no prompt has an image")
     if not 0 <= work.think < float("inf"):
         raise ConfigError(f"workload.think must be finite and not negative: {work.think}")
+    validate_script(work)
+
+
+def validate_script(work: Workload) -> None:
+    """Raise ConfigError for a step that cannot be, with its number."""
     for number, step in enumerate(work.step, 1):
         if step.do in ABOUT_A_REQUEST and not step.request:
             raise ConfigError(f"workload.step, step {number} ({step.do}): request is missing")
@@ -261,6 +283,10 @@ def validate_workload(work: Workload) -> None:
             "lora": step.lora is not None,
             "media": bool(step.media),
         }
+        if step.level != 1 and (step.do != "sleep" or step.level != 2):
+            raise ConfigError(
+                f"workload.step, step {number} ({step.do}): level is 1 or 2, of sleep"
+            )
         for name, given in of_acquire.items():
             if given and step.do != "acquire":
                 raise ConfigError(

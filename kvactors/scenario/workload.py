@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.arguments import Media
-from kvactors.errors import KVActorsError, NoRoom, Paused
-from kvactors.scenario.engine import Engine, Request
+from kvactors.errors import CacheAsleep, KVActorsError, LeasesOpen, NoRoom, Paused
+from kvactors.scenario.engine import DeviceModel, Engine, Request
 from kvactors.scenario.spec import Step, Workload
 
 VOCABULARY = 150_000
@@ -135,6 +135,10 @@ class Script:
                 self.engine.totals.no_room += 1
             except Paused:
                 outcome = "paused"
+            except CacheAsleep:
+                outcome = "asleep"
+            except LeasesOpen:
+                outcome = "leases_open"
             except KeyError:
                 self._complain(number, step, f"there is no lease of {step.request!r}")
                 continue
@@ -184,5 +188,10 @@ class Script:
             await cache.pause()
         elif step.do == "resume":
             await cache.resume()
+        elif step.do == "sleep":
+            await cache.sleep(step.level)
+        elif step.do == "wake":
+            await cache.wake()
+            engine.model = DeviceModel(cache.device)
         else:
             await cache.wait_idle()
