@@ -206,15 +206,16 @@ class HostShares:
         policy: Iterable[HostBlock],
         incoming: Mapping[int, int],
         taken: Mapping[int, int],
-    ) -> Iterator[HostBlock]:
-        """Resident blocks, the first to evict first, some of them twice.
+    ) -> Iterator[tuple[HostBlock, float]]:
+        """Resident blocks, the first to evict first, some of them twice, each with the most blocks
+        to evict by it.
 
         Args:
             policy: all of them, in its order.
             incoming: blocks that are about to become resident, by salt.
             taken: blocks chosen so far, by salt. Changed by the caller between two candidates.
         """
-        yield from self._expired()
+        yield from ((block, inf) for block in self._expired())
         for salt in [*incoming, *(self._above - incoming.keys())]:
             if salt not in self._salts:
                 continue
@@ -224,15 +225,18 @@ class HostShares:
                     if taken[salt] >= size:
                         break
                     before = taken[salt]
-                    yield block
+                    yield block, size - before
                     self.quota_evictions += taken[salt] - before
         for priority in range(MIN_PRIORITY, 0):
-            yield from self._levels.get(priority, {}).values()
+            yield from self._level(priority)
         for block in policy:
             if block.priority == 0:
-                yield block
+                yield block, inf
         for priority in range(1, MAX_PRIORITY + 1):
-            yield from self._levels.get(priority, {}).values()
+            yield from self._level(priority)
+
+    def _level(self, priority: int) -> Iterator[tuple[HostBlock, float]]:
+        return ((block, inf) for block in self._levels.get(priority, {}).values())
 
     def _expired(self) -> Iterator[HostBlock]:
         heap, found = self._expiring, list[tuple[float, int, "HostBlock"]]()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,9 +32,10 @@ def choose_victims(
     chosen: list[HostBlock] = []
     chosen_hashes: set[bytes] = set()
     gone: Counter[bytes] = Counter()
-    passed: set[bytes] = set()  # older than their children
-    for candidate in shares.candidates(tier.policy.candidates(), incoming, taken):
+    passed: dict[bytes, float] = {}  # limits of blocks that come before their children
+    for candidate, most in shares.candidates(tier.policy.candidates(), incoming, taken):
         block: HostBlock | None = candidate
+        end = len(chosen) + most
         while block is not None and not (
             block.pins
             or block.hash in spare
@@ -41,7 +43,7 @@ def choose_victims(
             or shares.is_pinned(block.hash)
         ):
             if tier._children[block.hash] > gone[block.hash]:
-                passed.add(block.hash)
+                passed.setdefault(block.hash, most)
                 break
             chosen.append(block)
             chosen_hashes.add(block.hash)
@@ -49,7 +51,9 @@ def choose_victims(
             gone[block.parent] += 1
             if len(chosen) == count:
                 return chosen
-            block = tier.blocks[block.parent] if block.parent in passed else None
+            # A quota evicts no more than the blocks beyond it, and its limit is used up perhaps.
+            follows = len(chosen) < end or passed.get(block.parent) == inf
+            block = tier.blocks[block.parent] if follows and block.parent in passed else None
     return chosen
 
 

@@ -180,3 +180,18 @@ def test_host_blocks_leave_in_the_order_of_the_model(steps):
                 tier.drop(victim)
         tier.check()
         assert shares.pinned == len(model.pinned)
+
+
+def test_a_quota_evicts_no_more_than_the_blocks_beyond_it():
+    """A block that comes before its child by priority does not follow it beyond the quota."""
+    tier = HostTier(8, 8, shares=HostShares(named={1: 1}))
+    above, below, other = (bytes([number]) * 32 for number in (1, 2, 3))
+    for block_hash, parent, traits in (
+        (above, b"root" * 8, (1, 0, inf)),
+        (below, above, (1, 1, inf)),
+        (other, b"root" * 8, (2, -1, inf)),
+    ):
+        made = tier.add(block_hash, parent, SlotState.RESIDENT, None, traits)
+        tier.land([made], frozenset())
+    assert [block.hash for block in tier.victims(2)] == [below, other]
+    assert [block.hash for block in tier.victims(3)] == [below, other, above]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutation import Mutation
 
 TESTS = "tests/cache/test_quotas.py::"
+ORDER = "tests/cpu_evictor/test_share_order.py::"
 BUGS = (
     Mutation(
         "salt_does_not_reach_the_eviction",
@@ -61,5 +62,37 @@ BUGS = (
         "                pass\n",
         "a request from before the clear of its salt makes its blocks hits again",
         (TESTS + "test_a_lease_of_before_a_clear_of_its_salt_caches_nothing",),
+    ),
+    Mutation(
+        "quota_evicts_beyond_its_excess",
+        "cpu_evictor/victims.py",
+        "            follows = len(chosen) < end or passed.get(block.parent) == inf\n",
+        "            follows = True\n",
+        "a salt at its quota loses a block before other salts' blocks of a lower priority",
+        (ORDER + "test_a_quota_evicts_no_more_than_the_blocks_beyond_it",),
+    ),
+    Mutation(
+        "pinned_host_blocks_leave",
+        "cpu_evictor/victims.py",
+        "            or shares.is_pinned(block.hash)\n",
+        "",
+        "pinned blocks are evicted from the host tier",
+        (ORDER + "test_host_blocks_leave_in_the_order_of_the_model",),
+    ),
+    Mutation(
+        "host_pins_are_not_bounded",
+        "cpu_evictor/shares.py",
+        "        if self.pinned + fresh > self._pin_limit:\n",
+        "        if False:\n",
+        "pins take the whole host tier",
+        (ORDER + "test_host_blocks_leave_in_the_order_of_the_model",),
+    ),
+    Mutation(
+        "expired_host_blocks_stay",
+        "cpu_evictor/shares.py",
+        "        yield from ((block, inf) for block in self._expired())\n",
+        "",
+        "host blocks whose time to live is over stay as long as others",
+        (ORDER + "test_host_blocks_leave_in_the_order_of_the_model",),
     ),
 )
