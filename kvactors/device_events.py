@@ -23,6 +23,13 @@ class DeviceEvent(Protocol):
         """Whether all work before the event has completed. Raises if it has failed."""
 
 
+class RecordedEvent(DeviceEvent, Protocol):
+    """An event that the data plane has recorded on an engine's stream."""
+
+    def release(self) -> None:
+        """No waiter needs it any more."""
+
+
 Completion: TypeAlias = DeviceEvent | Awaitable[object]
 """Completes when asynchronous device work has."""
 
@@ -58,7 +65,7 @@ class DeviceEvents:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def wait(self, event: Completion, at: float) -> None:
+    async def wait(self, event: Completion | None, at: float) -> None:
         """Return when an event has completed.
 
         Args:

@@ -70,6 +70,7 @@ async def fork(  # noqa: D417  (a method of Lease)
 
     Raises:
         LeaseBusy: as in `extend`.
+        NotReady: `wait_ready()` is needed first, as before a commit.
         NoRoom: no device block can be freed for the copy. Nothing changed.
         DeadlineExceeded: no block became free in time. Nothing changed.
         DeviceError: the event has failed, or the block could not be copied. Nothing changed.
@@ -108,7 +109,7 @@ async def fork_many(  # noqa: D417  (a method of Lease)
         wait_for_room: as in `fork`.
 
     Raises:
-        LeaseBusy, NoRoom, DeadlineExceeded, DeviceError: as in `fork`.
+        LeaseBusy, NotReady, NoRoom, DeadlineExceeded, DeviceError: as in `fork`.
     """
     hold = self._hold
     at = hold.deadline(deadline)
@@ -118,8 +119,9 @@ async def fork_many(  # noqa: D417  (a method of Lease)
         check_flag("wait_for_evictions", wait_for_evictions),
         check_flag("wait_for_room", wait_for_room),
     )
+    hold.check_read()
     if event is not None:
-        await hold.wait_event(event, self.num_tokens, self.num_tokens, at)
+        await hold.wait_event(event, None, self.num_tokens, self.num_tokens, at)
     forks: list[L] = []
     step = max(1, TURN_BLOCKS // max(1, len(self._table)))
     try:

@@ -13,11 +13,11 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from kvactors import forking, growth
+from kvactors import forking, growth, lease_loads
 from kvactors.arguments import Media, added_media, check_int, extend_path
 from kvactors.client import Client
 from kvactors.deprecated import renamed
-from kvactors.device_events import Completion, Stream, stream_handle
+from kvactors.device_events import Completion, Stream
 from kvactors.hints import Hints, check_hints
 from kvactors.lease_hold import LeaseHold
 from kvactors.native import Path
@@ -26,9 +26,7 @@ from kvactors.prefix_index.messages import (
     Commit,
     Extend,
     Finish,
-    LayerReady,
     Preempt,
-    Ready,
 )
 from kvactors.types import Tokens
 
@@ -86,63 +84,8 @@ class Lease:
             self._table = tuple(self._table)
         return self._table
 
-    async def wait_ready(self, *, deadline: float | None = None) -> None:
-        """Wait until every load has completed or has become a miss, also of a store that does not
-        answer. `block_table` and `cached_tokens` are final then.
-
-        Args:
-            deadline: seconds from now. None: wait until the loads, which have the deadline of
-                `acquire`, have completed or been given up.
-
-        Raises:
-            NoRoom: a failed load left blocks that could not be replaced.
-        """
-        at = self._hold.loads_deadline(deadline)
-        if not self.pending:
-            return
-        landed = await self._hold.ask(Ready(self._hold.id), at)
-        self._table = (
-            *landed.blocks,
-            *self._table[len(landed.blocks) :],
-        )  # an extend may have been answered since
-        self.cached_tokens, self.pending = landed.cached_tokens, False
-        self._hits = (landed.device_hits, landed.host_hits, landed.storage_hits)
-
-    async def wait_layer(
-        self, layer: int, *, stream: Stream | None = None, deadline: float | None = None
-    ) -> int:
-        """Wait until one layer of every load has arrived, so that attention on it can start while
-        later layers still load. Layers arrive one by one with `device.layerwise`, else all at once.
-
-        `wait_ready` has the final result: if `cached_tokens` is smaller after it, discard the KV
-        computed on top of the missing tokens.
-
-        Args:
-            layer: counted from the layout's first, which is 0.
-            stream: the engine's CUDA stream, as the driver's handle or with an attribute
-                `cuda_stream`. If all copies of the loads are on kvactors' stream, this stream waits
-                for the layer in place of the caller: work put on it from now on finds the layer.
-            deadline: as in `wait_ready`.
-
-        Returns:
-            Tokens that are cached in this layer, with a waiting stream if the copies succeed.
-
-        Raises:
-            NoRoom: as in `wait_ready`.
-            ValueError: the layout has no such layer.
-            DeviceError: the driver refused to let the stream wait.
-        """
-        at = self._hold.loads_deadline(deadline)
-        number = check_int("layer", layer, 0, self._hold.client.layers - 1)
-        handle = None if stream is None else stream_handle(stream)
-        if not self.pending:
-            return self.cached_tokens
-        if handle is not None:
-            loading = self._table[self._hits[0] : self.cached_tokens // self._path.block_size]
-            if self._hold.client.system.plane.make_stream_wait(handle, loading, number):
-                return self.cached_tokens
-        return int(await self._hold.ask(LayerReady(self._hold.id, number), at))
-
+    wait_ready = lease_loads.wait_ready
+    wait_layer = lease_loads.wait_layer
     ready = renamed("ready", wait_ready)
     layer_ready = renamed("layer_ready", wait_layer)
 
@@ -219,6 +162,7 @@ class Lease:
         computed_tokens: int,
         *,
         event: Completion | None = None,
+        stream: Stream | None = None,
         deadline: float | None = None,
     ) -> int:
         """Make the full blocks among the first `computed_tokens` tokens shareable.
@@ -230,20 +174,24 @@ class Lease:
             event: completes when the device has computed them: a GPU event with `query()`, as
                 PyTorch's and Paddle's, or an awaitable. The blocks are shareable only then. None:
                 they are computed.
+            stream: the engine's CUDA stream, in place of an event, as the driver's handle or with
+                an attribute `cuda_stream`. An event is recorded on it when the call begins.
             deadline: seconds from now, for the event as well.
 
         Returns:
             Committed blocks of the lease.
 
         Raises:
-            NotReady: loads are in flight.
-            DeviceError: the event has failed. Nothing changed.
+            NotReady: loads are in flight, or a stream or layer was waited for and `wait_ready()`
+                has not returned since.
+            DeviceError: the event has failed, or the device has no CUDA streams. Nothing changed.
         """
         at = self._hold.deadline(deadline)
         computed = check_int("computed_tokens", computed_tokens)
         hold = self._hold
-        if event is not None:
-            await hold.wait_event(event, computed, self.num_tokens, at)
+        hold.check_read(computed)
+        if event is not None or stream is not None:
+            await hold.wait_event(event, stream, computed, self.num_tokens, at)
         if computed <= hold.client.part_tokens:
             return int((await hold.ask(Commit(hold.id, computed), at, has_effect=True)).count)
         return await hold.commit_in_parts(self._path, computed, self.num_tokens, at)
@@ -253,6 +201,7 @@ class Lease:
         computed_tokens: int | None = None,
         *,
         event: Completion | None = None,
+        stream: Stream | None = None,
         deadline: float | None = None,
         output_tokens: int | None = None,
         hints: Hints | None = None,
@@ -263,6 +212,7 @@ class Lease:
             computed_tokens: commit that many tokens first (see `commit`). None: only the blocks
                 committed before stay cached.
             event: completes when the device uses no block of the lease any more (see `commit`).
+            stream: in place of an event, the only one that uses the blocks still (see `commit`).
             deadline: seconds from now.
             output_tokens: tokens that the model has produced, which the eviction policy `retain`
                 learns from. None: those that were added by `extend`, if any.
@@ -280,7 +230,7 @@ class Lease:
         if hints is not None:
             hints = check_hints(hints)
         message = Finish(self._hold.id, computed, output, hints)
-        ended = await self._hold.end(message, self._path, self.num_tokens, event, deadline)
+        ended = await self._hold.end(message, self._path, self.num_tokens, event, stream, deadline)
         self.pinned_blocks = ended.pinned
 
     async def preempt(
@@ -288,6 +238,7 @@ class Lease:
         computed_tokens: int = 0,
         *,
         event: Completion | None = None,
+        stream: Stream | None = None,
         deadline: float | None = None,
     ) -> None:
         """End the lease of a request that will be resumed. The next `acquire` with its request_id
@@ -296,13 +247,14 @@ class Lease:
         Args:
             computed_tokens: commit that many tokens first (see `commit`).
             event: as in `finish`.
+            stream: as in `finish`.
             deadline: seconds from now.
 
         Raises:
             NotReady, DeviceError: as in `finish`.
         """
         message = Preempt(self._hold.id, check_int("computed_tokens", computed_tokens))
-        await self._hold.end(message, self._path, self.num_tokens, event, deadline)
+        await self._hold.end(message, self._path, self.num_tokens, event, stream, deadline)
 
     def hashes(self, start: int, stop: int) -> bytes:
         """Hashes of the full blocks from `start` to before `stop`, 32 bytes each."""

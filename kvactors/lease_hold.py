@@ -9,8 +9,8 @@ import msgspec
 
 from kvactors.actor import Ask
 from kvactors.client import Client
-from kvactors.device_events import Completion
-from kvactors.errors import ActorFailed, LeaseBusy, LeaseEnded, NotReady
+from kvactors.device_events import Completion, Stream, stream_handle
+from kvactors.errors import ActorFailed, DeviceError, LeaseBusy, LeaseEnded, NotReady
 from kvactors.native import Path
 from kvactors.prefix_index.messages import (
     Ack,
@@ -43,6 +43,7 @@ class LeaseHold(msgspec.Struct, eq=False):
         changing: the call in progress that changes the block table, "" if there is none.
         committing: tokens of the commits in progress that take several steps. They must stay until
             the commits are answered.
+        unread: whether the caller, or a stream, works with loads whose result it has not read.
     """
 
     client: Client
@@ -52,6 +53,7 @@ class LeaseHold(msgspec.Struct, eq=False):
     ended: bool = False
     changing: str = ""
     committing: list[int] = []
+    unread: bool = False
 
     def deadline(self, deadline: float | None) -> float:
         """Check that the lease can be used here and now. Returns the absolute deadline."""
@@ -139,19 +141,43 @@ class LeaseHold(msgspec.Struct, eq=False):
         self.check_ended()
         return left
 
+    def check_read(self, computed: int = 1) -> None:
+        """NotReady if computed tokens may be on top of a load that has failed since."""
+        if computed and self.unread:
+            raise NotReady(
+                f"loads of the lease of {self.request_id!r} may have failed after the wait for a "
+                "stream or a layer: await wait_ready() first"
+            )
+
     async def wait_event(
-        self, event: Completion, computed: int, num_tokens: int, at: float
+        self,
+        event: Completion | None,
+        stream: Stream | None,
+        computed: int,
+        num_tokens: int,
+        at: float,
     ) -> None:
-        """Wait until the device has computed tokens that are going to be committed."""
+        """Wait until the device has computed tokens that are going to be committed, by an event or
+        by one that is recorded now."""
         if computed > num_tokens:
             raise ValueError(f"computed_tokens is {computed}, the lease has {num_tokens} tokens")
         if self.changing == "truncate":
             raise LeaseBusy(f"a truncate of the lease of {self.request_id!r} has not returned yet")
+        recorded = None
+        if stream is not None:
+            if event is not None:
+                raise ValueError("event and stream are given: give one of them")
+            recorded = self.client.system.plane.streams.record_event(stream_handle(stream))
         self.committing.append(computed)
         try:
-            await self.client.events.wait(event, at)
+            await self.client.events.wait(event if recorded is None else recorded, at)
+        except DeviceError:
+            self.client.check()  # the event of a cache that was closed
+            raise
         finally:
             self.committing.remove(computed)
+            if recorded is not None:
+                recorded.release()
         self.client.check()
         self.check_ended()
 
@@ -195,13 +221,15 @@ class LeaseHold(msgspec.Struct, eq=False):
         path: Path,
         num_tokens: int,
         event: Completion | None,
+        stream: Stream | None,
         deadline: float | None,
     ) -> Ack:
         """End the lease with a message, which may commit tokens. The lease stays open only if the
         event fails or the message is refused."""
         at, computed = self.deadline(deadline), message.computed_tokens or 0
-        if event is not None:
-            await self.wait_event(event, computed, num_tokens, at)
+        self.check_read(computed)
+        if event is not None or stream is not None:
+            await self.wait_event(event, stream, computed, num_tokens, at)
         try:
             if computed > self.client.part_tokens:
                 await self._commit_parts(path, computed, num_tokens, at)

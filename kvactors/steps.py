@@ -90,6 +90,7 @@ class _Plan:
         """Keep other calls from changing the lease. False if the step cannot be done."""
         try:
             self.lease._hold.check_ended()
+            self.lease._hold.check_read(self.computed or 0)
             self.lease._hold.begin_change("step")
         except KVActorsError as error:
             self.outcome = Stepped(error=error)

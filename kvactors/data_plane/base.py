@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from enum import Enum
 from typing import Any
 
+from kvactors.data_plane.streams import OUT_OF_REACH, EngineStreams
 from kvactors.device.arena import HostSlots
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import StoreError
@@ -137,22 +138,10 @@ class DataPlane(ABC):
     ) -> tuple[int, ...]:
         """Carry out `copy`."""
 
-    def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
-        """Make an engine's stream wait until one layer of copies in flight into device blocks has
-        arrived.
-
-        Args:
-            stream: the driver's handle.
-            blocks: device blocks.
-            layer: counted from the layout's first.
-
-        Returns:
-            Whether it waits for all of the blocks. Otherwise its owner must wait in another way.
-
-        Raises:
-            DeviceError: the driver refused it.
-        """
-        return False
+    @property
+    def streams(self) -> EngineStreams:
+        """The engine's CUDA streams."""
+        return OUT_OF_REACH
 
     async def read(
         self, generation: int, keys: Sequence[bytes], slots: Sequence[int], expired: Expired

@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.data_plane.base import CLOSE_LIMIT, Direction, Progress
+from kvactors.data_plane.streams import NO_STREAMS
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
+from kvactors.device_events import RecordedEvent
+from kvactors.errors import DeviceError
 from kvactors.threads import end_at_exit, in_thread, lower_priority
 
 PIECE = 2 << 20
@@ -51,9 +54,21 @@ class CopyEngine(ABC):
         progress: with it, a copy to the device goes layer by layer.
         """
 
+    def check_streams(self) -> None:
+        """See `EngineStreams`."""
+        raise DeviceError(NO_STREAMS)
+
     def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
-        """See `DataPlane`."""
+        """See `EngineStreams`."""
         return False
+
+    def begin_stream_wait(self, stream: int, blocks: Sequence[int]) -> asyncio.Future[None] | None:
+        """See `EngineStreams`."""
+        return None
+
+    def record_event(self, stream: int) -> RecordedEvent:
+        """See `EngineStreams`."""
+        raise DeviceError(NO_STREAMS)
 
     async def close(self) -> None:
         """No more copies."""

@@ -11,6 +11,7 @@ from kvactors.config import Config, HostConfig, StorageConfig
 from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChanged
 from kvactors.data_plane.devices import make_device
 from kvactors.data_plane.engine import CopyEngine, InlineCopies, NoCopies, ThreadedCopies
+from kvactors.data_plane.streams import EngineStreams
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device, DeviceBlocks
 from kvactors.errors import DeviceError, StoreError
@@ -84,9 +85,10 @@ class LocalPlane(DataPlane):
         """See `DataPlane`."""
         return await self.engine.run(direction, blocks, slots, progress)
 
-    def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
+    @property
+    def streams(self) -> EngineStreams:
         """See `DataPlane`."""
-        return self.engine.make_stream_wait(stream, blocks, layer)
+        return self.engine
 
     def set_device(self, device: Device, engine: CopyEngine, *, owned: bool) -> None:
         """Take the device of a plane that was opened without one, and its open engine. owned: the

@@ -192,7 +192,12 @@ SYNCHRONOUS = ("lookup", "count_divergent_blocks", "hashes")
 """Methods that take a deadline in other threads only."""
 TOKENS = {"tokens": "tokens"}
 REQUEST = {"extra_keys": "media", "salt": "text", "lora": "text"}
-COMPUTED = {"computed_tokens": "int", "event": "event", "deadline": "seconds"}
+COMPUTED = {
+    "computed_tokens": "int",
+    "event": "event",
+    "stream": "stream",
+    "deadline": "seconds",
+}
 CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "acquire"): (
         {"request_id": "r", "tokens": prompt(1, 2), "lora": "adapter"},
@@ -234,7 +239,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "resync"): ({"sink": "memory"}, {"sink": "sink", "deadline": "seconds"}),
     (KVCache, "count_divergent_blocks"): ({}, {"sinks": "sinks"}),
     (KVCache, "count_divergent_blocks_slices"): ({}, {"sinks": "sinks"}),
-    (Lease, "wait_ready"): ({}, {"deadline": "seconds"}),
+    (Lease, "wait_ready"): ({}, {"stream": "stream", "deadline": "seconds"}),
     (Lease, "wait_layer"): (
         {"layer": 0},
         {"layer": "int", "stream": "stream", "deadline": "seconds"},

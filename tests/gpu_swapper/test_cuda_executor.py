@@ -585,9 +585,9 @@ async def test_an_engines_stream_waits_for_the_layers_of_a_lease(fake, monkeypat
         fake.gate(0)
         plane, blocks = cache.system.plane, lease.block_table[:5]
         handle = form(engine)
-        while not plane.make_stream_wait(engine, blocks, 0):
+        while not plane.streams.make_stream_wait(engine, blocks, 0):
             await asyncio.sleep(0.001)
-        assert not plane.make_stream_wait(engine, [*blocks, lease.block_table[5]], 0)
+        assert not plane.streams.make_stream_wait(engine, [*blocks, lease.block_table[5]], 0)
         assert await lease.wait_layer(1, stream=handle) == 80
         with device.current():
             driver.call("cuEventRecord", event, engine)

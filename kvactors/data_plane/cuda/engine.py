@@ -25,6 +25,7 @@ from kvactors.data_plane.cuda.gather import STAGING_BYTES
 from kvactors.data_plane.cuda.lane import Lane, Op
 from kvactors.data_plane.cuda.operations import Operations
 from kvactors.data_plane.cuda.statistics import CudaStatistics, statistics_of
+from kvactors.data_plane.cuda.stream_events import StreamEvent, StreamEvents, StreamWait
 from kvactors.data_plane.cuda.within import copied_within
 from kvactors.data_plane.engine import CopyEngine
 from kvactors.device.arena import Arena
@@ -83,6 +84,7 @@ class CudaCopyEngine(CopyEngine):
         self._lost = self._unacknowledged = False
         self._changed: Callable[[bool, bool], None] | None = None
         self._operations = Operations(device, self._break)
+        self._events = StreamEvents(device, self._break)
 
     @property
     def trouble(self) -> str:
@@ -100,6 +102,7 @@ class CudaCopyEngine(CopyEngine):
     def _open(self) -> None:
         with self.device.current():
             try:
+                self._undo.callback(self._events.close)
                 slots = self.device.register_arena(self.arena)
                 self._undo.callback(self.device.unregister_arena, self.arena)
                 copies = self._copies = Copies(self.device, self.arena, slots, self._undo)
@@ -128,6 +131,7 @@ class CudaCopyEngine(CopyEngine):
         end within the limit is never freed."""
         lanes, self._lanes = self._lanes, {}
         self._broken = self._broken or "closed"
+        self._events.ended = True
         if not lanes:
             return
         settled = [asyncio.wrap_future(lane.workers.submit(lane.settle)) for lane in lanes.values()]
@@ -190,7 +194,7 @@ class CudaCopyEngine(CopyEngine):
     # -- for engines
 
     def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
-        """See `DataPlane`. Copies that are not on their stream yet are not waited for."""
+        """See `EngineStreams`. Copies that are not on their stream yet are not waited for."""
         lane, missing = self._lanes.get(Direction.TO_DEVICE), set(blocks)
         loads = [
             op
@@ -206,6 +210,22 @@ class CudaCopyEngine(CopyEngine):
                 group = next(i for i, layers in enumerate(op.groups) if layer in layers)
                 self.device.driver.call("cuStreamWaitEvent", stream, op.events[group], 0)
         return True
+
+    def check_streams(self) -> None:
+        """See `EngineStreams`: they are in reach."""
+
+    def begin_stream_wait(self, stream: int, blocks: Sequence[int]) -> asyncio.Future[None] | None:
+        """See `EngineStreams`."""
+        lane = self._lanes.get(Direction.TO_DEVICE)
+        if lane is None:
+            return None
+        wait = StreamWait(self.device, stream, blocks)
+        self._operations.add_wait(wait, lane)
+        return wait.done
+
+    def record_event(self, stream: int) -> StreamEvent:
+        """See `EngineStreams`."""
+        return self._events.record(stream)
 
     # -- status
 

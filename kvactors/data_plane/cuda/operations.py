@@ -17,6 +17,7 @@ from kvactors.actor.log import get_logger
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import NOT_READY, CudaError
 from kvactors.data_plane.cuda.lane import Lane, Op
+from kvactors.data_plane.cuda.stream_events import StreamWait
 from kvactors.errors import DeviceError
 
 FIRST_PAUSE, LAST_PAUSE = 100e-6, 2e-3
@@ -42,6 +43,7 @@ class Operations:
         self.in_flight: dict[Op, Lane] = {}
         self._broken = broken
         self._watched: list[Op] = []  # those on a stream
+        self._waits: dict[StreamWait, Lane] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._pause = FIRST_PAUSE
 
@@ -64,12 +66,24 @@ class Operations:
             if not op.done.done():
                 op.done.set_result(False)
 
+    def add_wait(self, wait: StreamWait, lane: Lane) -> None:
+        """Let an engine's stream wait for operations of a lane that are on its stream, and for
+        later ones as soon as they are."""
+        self._waits[wait] = lane
+        wait.done.add_done_callback(lambda _: self._waits.pop(wait, None))
+        for op, its_lane in self.in_flight.items():
+            if its_lane is lane and op.submitted and not (op.failed or op.over):
+                wait.add(op)
+
     async def wait_ended(self) -> None:
         """Wait until every operation in flight has ended."""
         await asyncio.gather(*(op.ended for op in self.in_flight))
 
     def _submitted(self, op: Op, error: BaseException | None) -> None:
         if error is None:
+            for wait, lane in list(self._waits.items()):
+                if self.in_flight[op] is lane and not op.over:
+                    wait.add(op)
             self._watched.append(op)
             self._pause = FIRST_PAUSE
             self._ask_later()
