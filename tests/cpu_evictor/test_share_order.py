@@ -195,3 +195,12 @@ def test_a_quota_evicts_no_more_than_the_blocks_beyond_it():
         tier.land([made], frozenset())
     assert [block.hash for block in tier.victims(2)] == [below, other]
     assert [block.hash for block in tier.victims(3)] == [below, other, above]
+
+
+def test_a_path_beyond_the_share_of_pins_is_refused_as_a_whole():
+    shares = HostShares(pin_limit=PIN_LIMIT)
+    hashes = [bytes([number]) * 32 for number in range(4)]
+    shares.pin(b"".join(hashes))
+    assert (shares.pinned, shares.pins_refused) == (0, 1)
+    shares.pin(b"".join(hashes[:3]))
+    assert (shares.pinned, shares.pins_refused) == (3, 1)

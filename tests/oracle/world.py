@@ -48,16 +48,17 @@ class World:
         self.pins = Pins(self)
         self.prompts: list[Prompt] = []  # of finished requests, without media
         self._sharing_rng = random.Random(f"sharing {drawn.seed}")
-        self._of: Any = None
+        self._memory: tuple[Any, Memory] | None = None
 
     @property
     def memory(self) -> Memory:
         """The device memory. After a sleep it is another."""
-        if self._of is not self.cache.device:
-            self._of = self.cache.device
+        device, found = self.cache.device, self._memory
+        if found is None or found[0] is not device:
             layers = range(self.drawn.tables["layout"]["num_layers"])
-            self._memory = Memory(self._of, layers, ("key", "value"))
-        return self._memory
+            # One assignment: clients in threads read it.
+            found = self._memory = device, Memory(device, layers, ("key", "value"))
+        return found[1]
 
     @property
     def seen(self) -> Any:

@@ -85,7 +85,7 @@ BUGS = (
         "        if self.pinned + fresh > self._pin_limit:\n",
         "        if False:\n",
         "pins take the whole host tier",
-        (ORDER + "test_host_blocks_leave_in_the_order_of_the_model",),
+        (ORDER + "test_a_path_beyond_the_share_of_pins_is_refused_as_a_whole",),
     ),
     Mutation(
         "expired_host_blocks_stay",
