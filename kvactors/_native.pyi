@@ -136,6 +136,8 @@ class Path:
     num_plain_blocks: int
     """Leading full blocks without an extra key in their path, which tokens alone tell from others
     of this root."""
+    num_hashed: int
+    """Leading blocks whose hashes the path has."""
     num_held: int
     """Nodes referenced by this path: the first `num_held` blocks."""
     num_committed: int

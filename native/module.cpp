@@ -122,6 +122,7 @@ void bind_path(nb::module_& m) {
         .def_prop_ro("num_tokens", [](const PyPath& p) { return guarded(p, [&] { return p.tokens.size(); }); })
         .def_prop_ro("num_full_blocks", [](const PyPath& p) { return guarded(p, [&] { return p.full_blocks(); }); })
         .def_prop_ro("num_plain_blocks", [](const PyPath& p) { return guarded(p, [&] { return p.plain_blocks(); }); })
+        .def_prop_ro("num_hashed", [](const PyPath& p) { return guarded(p, [&] { return p.names.size(); }); })
         .def_prop_ro("num_held", [](const PyPath& p) { return guarded(p, [&] { return p.held(); }); })
         .def_prop_ro("num_committed", [](const PyPath& p) { return guarded(p, [&] { return p.committed; }); })
         .def_prop_ro("num_blocks", [](const PyPath& p) { return guarded(p, [&] { return p.table.size(); }); })

@@ -39,8 +39,9 @@ std::vector<Leaf> Tree::leaves() {
     return result;
 }
 
-// Each node on the way to a root is visited once: blocks of one eviction share most of their
-// ancestors.
+// Blocks of one eviction share most of their ancestors, which may be very many. They come deepest
+// first, so the last one is looked at first, and each climbs until it meets a node whose root is
+// noted: those of the eviction, and about every 64th of the others.
 Contents Tree::contents(const u32* nodes, std::size_t count) const {
     for (std::size_t j = 0; j < count; ++j)
         if (!is_node(nodes[j])) throw std::invalid_argument("contents of a node that is not there");
@@ -48,18 +49,25 @@ Contents Tree::contents(const u32* nodes, std::size_t count) const {
     result.roots.reserve(count);
     result.tokens.reserve(count * block_size_);
     std::unordered_map<u32, u32> root_of;
-    std::vector<u32> passed;
-    for (std::size_t j = 0; j < count; ++j) {
-        u32 up = nodes[j];
-        passed.clear();
-        auto known = root_of.find(up);
-        for (; known == root_of.end() && (at(up).bits & kRoot) == 0; known = root_of.find(up)) {
-            passed.push_back(up);
+    std::vector<u32> passed, roots(count);
+    constexpr u32 kNoted = 1u << 26;
+    for (std::size_t j = count; j-- > 0;) {
+        const u32 parent = at(nodes[j]).parent;
+        auto known = root_of.find(parent);
+        u32 up = parent;
+        passed.assign(1, nodes[j]);
+        while (known == root_of.end() && (at(up).bits & kRoot) == 0) {
+            if (up * 0x9e3779b1u < kNoted) {
+                known = root_of.find(up);
+                passed.push_back(up);
+            }
             up = at(up).parent;
         }
-        const u32 root = known == root_of.end() ? up : known->second;
-        for (const u32 id : passed) root_of.emplace(id, root);
-        result.roots.push_back(given_name(root));
+        roots[j] = known == root_of.end() ? up : known->second;
+        for (const u32 id : passed) root_of.emplace(id, roots[j]);
+    }
+    for (std::size_t j = 0; j < count; ++j) {
+        result.roots.push_back(given_name(roots[j]));
         const u32* tokens = tokens_of(nodes[j]);
         result.tokens.insert(result.tokens.end(), tokens, tokens + block_size_);
         const u32 extra = at(nodes[j]).extra;

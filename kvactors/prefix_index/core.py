@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 
 from kvactors.actor import Envelope
@@ -38,7 +39,7 @@ from kvactors.prefix_index.messages import (
     Unpin,
     Withdrawn,
 )
-from kvactors.prefix_index.parts import next_part
+from kvactors.prefix_index.parts import hash_first, next_part
 from kvactors.prefix_index.pins import Pins
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.prefix_index.requests import Requests
@@ -248,6 +249,12 @@ class IndexCore:
     def _unpin(self, message: Unpin, envelope: Envelope[Ack]) -> list[Action]:
         """End the pin of a path."""
         self.grants.set_root(message.path, message.scope)
+        end = partial(self._end_pin, message, envelope)
+        return hash_first(message.path, self.index.part, end)
+
+    def _end_pin(self, message: Unpin, envelope: Envelope[Ack]) -> list[Action]:
+        if self.grants.set_root(message.path, message.scope):
+            return self._unpin(message, envelope)  # the namespace has changed since
         blocks, actions = self.pins.unpin(message.path)
         return [*actions, Reply(envelope, Ack(blocks)), *self.admission.serve_waiting()]
 

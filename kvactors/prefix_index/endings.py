@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvactors.actor import Envelope
 from kvactors.prefix_index.actions import Action, Refusal, Reply, Work
 from kvactors.prefix_index.admission import Admission
@@ -11,7 +13,7 @@ from kvactors.prefix_index.index import BlockIndex, is_past
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.loads import LoadTable
 from kvactors.prefix_index.messages import Ack, Finish
-from kvactors.prefix_index.parts import next_part, parts
+from kvactors.prefix_index.parts import hash_first, next_part, parts
 from kvactors.prefix_index.pins import Pins
 from kvactors.prefix_index.records import LeaseState
 from kvactors.prefix_index.saves import NO_HINT, SavedPath, SaveTable
@@ -49,6 +51,15 @@ class Endings:
     def finish(self, message: Finish, envelope: Envelope[Ack]) -> list[Action]:
         """End a lease: commit its computed tokens, unless they were committed before, then
         close."""
+        lease = self._leases.get(message.lease)
+        if lease is None:
+            return [self._leases.refusal(envelope)]
+        hints = message.hints or lease.hints
+        if hints is None or not hints.pin:
+            return self._finish(message, envelope)
+        return hash_first(lease.path, self._index.part, partial(self._finish, message, envelope))
+
+    def _finish(self, message: Finish, envelope: Envelope[Ack]) -> list[Action]:
         lease, computed = self._leases.get(message.lease), message.computed_tokens
         if lease is None:
             return [self._leases.refusal(envelope)]

@@ -3,8 +3,9 @@ messages between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from kvactors.native import Path
 from kvactors.prefix_index.actions import Action, Work
 from kvactors.prefix_index.messages import Continue
 
@@ -26,6 +27,21 @@ def parts(start: int, stop: int, part: int) -> Iterator[tuple[int, int]]:
         end = min(start + part, stop)
         yield start, end
         start = end
+
+
+def hash_first(path: Path, part: int, then: Callable[[], list[Action]]) -> list[Action]:
+    """Do something that needs all block hashes of a path. Those of a long path are made in parts
+    before."""
+    if path.num_full_blocks - path.num_hashed <= part:
+        return then()
+    return next_part(_hash_parts(path, part, then))
+
+
+def _hash_parts(path: Path, part: int, then: Callable[[], list[Action]]) -> Work:
+    while path.num_full_blocks - path.num_hashed > part:  # both may change between the turns
+        path.hashes(path.num_hashed, path.num_hashed + part)
+        yield []
+    return then()
 
 
 def next_part(work: Work) -> list[Action]:

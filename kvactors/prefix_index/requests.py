@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kvactors.actor import Envelope
@@ -34,6 +35,7 @@ from kvactors.prefix_index.messages import (
     Resume,
     Sweep,
 )
+from kvactors.prefix_index.parts import hash_first
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.prefix_index.sleeping import Sleep
 
@@ -199,12 +201,21 @@ class Requests:
 
     def prefetch(self, message: Prefetch, envelope: Envelope[Ack]) -> list[Action]:
         """Ask the host tier to fetch the blocks that the device lacks."""
-        path, index = message.path, self._index
-        if not index.pool.total:
+        if not self._index.pool.total:
             return [Refusal(envelope, NumBlocksUnset())]
         if self._held.asleep:
             return [Refusal(envelope, CacheAsleep())]
-        self._grants.set_root(path, message.scope)
+        self._grants.set_root(message.path, message.scope)
+        if not self._settings.fetchable(message.path):
+            return [Reply(envelope, Ack())]
+        begin = partial(self._prefetch, message, envelope)
+        return hash_first(message.path, self._index.part, begin)
+
+    def _prefetch(self, message: Prefetch, envelope: Envelope[Ack]) -> list[Action]:
+        """The same with the block hashes."""
+        path, index = message.path, self._index
+        if self._held.asleep or self._grants.set_root(path, message.scope):
+            return self.prefetch(message, envelope)  # changed since
         limit = index.match_limit(path)
         start, states = index.tree.peek(path, limit)
         limit = min(limit, self._settings.fetchable(path))

@@ -3,16 +3,29 @@ caller asks."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvactors.actor import Envelope
+from kvactors.arguments import request_path
+from kvactors.cache import KVCache
+from kvactors.flush_notifier.messages import PLAIN, RequestScope
+from kvactors.hints import Hints
 from kvactors.native import BlockTree, Path, chain_hashes
 from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.messages import Continue, Prefetch
+from kvactors.prefix_index.parts import next_part
 from kvactors.types import HASH_BYTES, split_hashes
 from tests.support.cache import BLOCK, opened, prompt
 
 ROOT = bytes(32)
+LONG = 16
+"""Blocks of a part, for tests of long requests."""
 HOST = {"slots": 8, "transit_slots": 16}
 STORE = {"backend": "memory", "write_policy": "write_through"}
 
@@ -138,3 +151,91 @@ def test_an_eviction_from_a_device_alone_has_no_hashes() -> None:
         assert eviction.total == 2
         assert len(eviction.hashes) == len(eviction.parents) == (2 * HASH_BYTES if hashes else 0)
         assert index.tree.hashed == (4 if hashes else 0)
+
+
+async def hashed_by_turn(
+    cache: KVCache, path: Path, asked: Awaitable[Any]
+) -> tuple[Any, list[int]]:
+    """The result of a call, and how many blocks of a path each turn of the index hashes."""
+    index = cache.system.index_actor
+    counts, handle = [path.num_hashed], index.mailbox.handle
+
+    def counted(envelope: Envelope[Any]) -> None:
+        handle(envelope)
+        counts.append(path.num_hashed)
+
+    index.mailbox.handle = cache.system.index.direct._handle = counted
+    result = await asked
+    return result, [after - before for before, after in pairwise(counts) if after > before]
+
+
+async def test_a_pin_of_a_long_request_hashes_a_part_a_turn() -> None:
+    blocks = 3 * LONG + 5
+    tokens = prompt(0, blocks)
+    async with opened(device=4 * blocks, sinks=()) as cache:
+        cache.system.index_actor.index.part = LONG
+        lease = await cache.acquire("long", tokens)
+        path = lease._path
+        await lease.commit(len(tokens))
+        pin = Hints(pin=True)
+        _, hashed = await hashed_by_turn(cache, path, lease.finish(hints=pin))
+        assert lease.pinned_blocks == blocks == path.num_hashed
+        assert hashed == [LONG, LONG, LONG, 5]
+        assert await cache.unpin(tokens) == blocks
+        assert await cache.unpin(tokens) == 0
+
+
+async def test_a_prefetch_of_a_long_prompt_hashes_a_part_a_turn() -> None:
+    blocks = 3 * LONG + 5
+    async with opened(device=8, sinks=(), storage=STORE, host=HOST) as cache:
+        cache.system.index_actor.index.part = LONG
+        scope = RequestScope(None, None)
+        path, _ = request_path(BLOCK, cache.system.roots.root(scope), prompt(0, blocks, tail=1), ())
+        message = Prefetch(path, cache._client.deadline(None), scope)
+        asked = cache.system.index.ask(message, deadline=message.deadline)
+        reply, hashed = await hashed_by_turn(cache, path, asked)
+        assert (reply.count, hashed) == (blocks, [LONG, LONG, LONG, 5])
+
+
+async def test_a_namespace_that_changes_between_the_parts_starts_the_hashes_again() -> None:
+    blocks = 2 * LONG
+    async with opened(device=8, sinks=(), storage=STORE, host=HOST) as cache:
+        cache.system.index_actor.index.part = LONG
+        path, _ = request_path(BLOCK, cache.system.roots.root(PLAIN), prompt(0, blocks, tail=1), ())
+        message = Prefetch(path, cache._client.deadline(None), PLAIN)
+        core = cache.system.index_actor.core
+        actions = core.requests.prefetch(message, Envelope(message))
+        core.roots.namespace = "other"
+        turns = 1
+        while isinstance(actions[-1], Continue):
+            actions, turns = next_part(actions[-1].work), turns + 1
+        assert (actions[-1].value.count, turns) == (blocks, 3)
+        root = cache.system.roots.root(PLAIN)
+        assert path.root == root
+        assert path.hashes(0, blocks) == chain_hashes(root, prompt(0, blocks), BLOCK)
+
+
+@given(st.data())
+def test_the_inputs_of_hashes_are_found_over_any_ancestors(data: st.DataObject) -> None:
+    tree, block = BlockTree(1), 0
+    wanted: dict[int, tuple[bytes, int]] = {}
+    grown: list[tuple[bytes, list[int]]] = [(bytes([n]) * 32, []) for n in range(2)]
+    for number in range(data.draw(st.integers(1, 8))):
+        root, above = data.draw(st.sampled_from(grown))
+        tokens = above[: data.draw(st.integers(0, len(above)))]
+        tokens = [*tokens, *range(1000 * number, 1000 * number + data.draw(st.integers(1, 150)))]
+        path = Path(1, root)
+        path.extend(tokens)
+        run, _ = tree.pin(path)
+        path.assign(run, range(block, block + len(tokens) - run))
+        tree.commit(path, len(tokens))
+        tree.release(path)
+        wanted |= {block + j - run: (root, tokens[j]) for j in range(run, len(tokens))}
+        block += len(tokens) - run
+        grown.append((root, tokens))
+    count = data.draw(st.integers(1, block))
+    nodes, _, _, blocks, _ = tree.evict(count, hashes=False)
+    roots, inputs, extras = tree.contents(nodes)
+    assert extras == []
+    assert split_hashes(roots) == [wanted[one][0] for one in blocks]
+    assert list(memoryview(inputs).cast("I")) == [wanted[one][1] for one in blocks]
