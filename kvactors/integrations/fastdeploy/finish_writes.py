@@ -59,7 +59,7 @@ class FinishWrites:
         self._storage = storage
         self._staging = staging
         self._wait_s = wait_s
-        self._ready: SimpleQueue[Staging] = SimpleQueue()
+        self._ready: SimpleQueue[Staging | None] = SimpleQueue()  # None: writes have stopped
         self._ready.put(staging)
         self._jobs = count()
         self.counters = WriteCounters()
@@ -85,6 +85,10 @@ class FinishWrites:
             self._count(failed=len(keys))
             log.error("blocks not written: staging slots in use", blocks=len(keys))
             return 0
+        if staging is None:
+            self._ready.put(None)
+            self._count(failed=len(keys))
+            return 0
         free = True
         try:
             return self._write(keys, blocks, staging, wanted)
@@ -95,8 +99,7 @@ class FinishWrites:
         except CacheClosed:
             log.warning("blocks not written: storage is closed", blocks=len(keys))
         finally:
-            if free:
-                self._ready.put(staging)
+            self._ready.put(staging if free else None)
         self._count(failed=len(keys))
         return 0
 

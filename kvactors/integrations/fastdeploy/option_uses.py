@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvactors.integrations.fastdeploy.settings import ManagerSettings
 
 OPENING = {"open_timeout_s", "close_timeout_s"}
-SLOTS = {"eviction_policy", "numa_node", "copy_threads"}
+SLOTS = {"numa_node", "copy_threads"}
 """Options of host slots."""
 READS = {"staging_slots", "fetch_wait_s"}
 """Options of storage that blocks reach through host slots."""

@@ -12,7 +12,7 @@ import msgspec
 
 from kvactors.config import Config
 from kvactors.config_faults import convert
-from kvactors.cpu_evictor.policy import POLICIES
+from kvactors.cpu_evictor.policy import ALONE
 from kvactors.errors import ConfigError
 from kvactors.integrations.fastdeploy.option_uses import check_uses
 from kvactors.integrations.fastdeploy.weights import weights_version
@@ -134,10 +134,10 @@ def read_options(options: FastDeployOptions | Mapping[str, Any] | None) -> FastD
     """
     given = msgspec.to_builtins(options) if isinstance(options, FastDeployOptions) else options
     found = convert(given or {}, FastDeployOptions)
-    if found.eviction_policy not in POLICIES:
+    if found.eviction_policy not in ALONE:
         raise ConfigError(
             f"options: unknown eviction_policy {found.eviction_policy!r}, known are "
-            f"{', '.join(POLICIES)}"
+            f"{', '.join(ALONE)}"
         )
     for name, default in OWN_STORAGE.items():
         if getattr(found.storage, name) != default:

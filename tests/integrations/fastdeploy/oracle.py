@@ -11,6 +11,9 @@ import numpy as np
 WORD = 8
 """Bytes of a token in a tensor: one number."""
 
+GARBAGE = 0xDEAD
+"""In place of all bytes of a memory that is lost."""
+
 
 def seeds_of(request: Any) -> list[int]:
     """A number for each token, which stands for the tokens and media up to it."""
@@ -54,6 +57,7 @@ class ModelMemory:
         self.block_size = block_size
         self.tensors: dict[str, Any] = {}
         self._words: list[tuple[Any, int]] = []
+        self._weights = 0
         for rank in range(ranks):
             for layer in range(layers):
                 for role in roles:
@@ -64,7 +68,14 @@ class ModelMemory:
                     factor = int.from_bytes(hashlib.sha256(name.encode()).digest()[:WORD], "little")
                     self._words.append((words, factor | 1))
 
+    def lose(self, weights: int = 0) -> None:
+        """All bytes are others, and what the model computes from now on is that of its weights."""
+        self._weights = weights
+        for words, _ in self._words:
+            words[:] = GARBAGE
+
     def _expected(self, seeds: Sequence[int], factor: int) -> Any:
+        factor += 2 * self._weights  # odd
         return np.array([seed * factor % (1 << 64) for seed in seeds], np.uint64)
 
     def compute(self, seeds: Sequence[int], table: Sequence[int], start: int, stop: int) -> None:

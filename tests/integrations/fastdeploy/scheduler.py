@@ -15,6 +15,11 @@ from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.oracle import ModelMemory, seeds_of
 
 
+def seed_of_garbage(number: int) -> int:
+    """The bytes of a token that no request has."""
+    return 2 * number + 2
+
+
 class Scheduler:
     """Admits, computes, preempts and ends requests over one manager.
 
@@ -24,6 +29,9 @@ class Scheduler:
         config: FastDeploy's config.
         chunk: tokens of a prefill at most in a step.
         next_token: the model's choice for a request.
+        max_running: requests that decode at once, at most.
+        drafts: tokens that a draft model proposes for each decoded one (MTP).
+        accepted: how many of them the model accepts for a request.
 
     Attributes:
         wrong: (request, tokens) whose cached bytes were not the model's.
@@ -39,10 +47,13 @@ class Scheduler:
         chunk: int = 64,
         next_token: Callable[[Request], int] = lambda request: len(request.tokens) % 7,
         max_running: int = 4,
+        drafts: int = 0,
+        accepted: Callable[[Request], int] = lambda request: 0,
     ) -> None:
         self.manager, self.memory, self.config = manager, memory, config
         self.block_size = config.cache_config.block_size
         self.chunk, self.next_token, self.max_running = chunk, next_token, max_running
+        self.drafts, self.accepted = drafts, accepted
         self.lock = threading.Lock()  # noqa: TID251 - stands for the scheduler's
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -148,9 +159,8 @@ class Scheduler:
                 continue
             total = len(request.tokens)
             start = total - 1
-            needs = 1 if start % self.block_size == 0 else 0
-            if len(request.block_tables) * self.block_size >= total:
-                needs = 0
+            blocks = -(-(total + self.drafts) // self.block_size)
+            needs = max(0, blocks - len(request.block_tables))
             if needs and not self.manager.can_allocate_gpu_blocks(needs):
                 self.manager.free_block_ids(len(self.running))
                 while not self.manager.can_allocate_gpu_blocks(needs):
@@ -187,9 +197,19 @@ class Scheduler:
         self.memory.compute(seeds, request.block_tables, start, stop)
 
     def _sample(self, request: Request) -> None:
-        request.output_token_ids.append(self.next_token(request))
-        prompt = len(request.prompt_token_ids)
-        if len(request.tokens) - prompt >= self.limits[request.request_id]:
+        """A token, after those of the drafts that the model accepts. The places of the refused ones
+        have bytes of other tokens."""
+        left = self.limits[request.request_id] - len(request.output_token_ids)
+        start = len(request.tokens)
+        decoded = len(request.block_tables) * self.block_size >= start + self.drafts
+        accepted = min(self.accepted(request), self.drafts, left - 1) if decoded else 0
+        for _ in range(accepted + 1):
+            request.output_token_ids.append(self.next_token(request))
+        if decoded and self.drafts:
+            seeds = seeds_of(request)[: start + accepted]
+            garbage = [*seeds, *(seed_of_garbage(i) for i in range(self.drafts - accepted))]
+            self.memory.compute(garbage, request.block_tables, start, start + self.drafts)
+        if len(request.output_token_ids) >= self.limits[request.request_id]:
             self.end(request)
 
     # -- ends

@@ -148,6 +148,7 @@ def test_a_model_is_named_by_its_folder_or_by_a_variable():
     [
         ({"unknown": 1}, "unknown"),
         ({"eviction_policy": "best"}, "unknown eviction_policy 'best'"),
+        ({"eviction_policy": "retain"}, "unknown eviction_policy 'retain', known are lru"),
         ({"storage": {"backend": "file"}}, "storage.backend is FastDeploy's"),
         ({"storage": {"write_policy": "write_back"}}, "storage.write_policy is FastDeploy's"),
         ({"storage": {"rank": 1}}, "storage.rank is FastDeploy's"),
@@ -173,7 +174,6 @@ def test_an_option_that_cannot_be_honoured_is_named(options, text):
         ({"storage": {"io_depth": 3}}, {"backend": "attention_store"}, "storage.io_depth has no"),
         ({"fetch_wait_s": 3}, {"cpu_blocks": 2}, "fetch_wait_s has no use .* a host tier"),
         ({"staging_slots": 3}, {"backend": "attention_store"}, "staging_slots has no use"),
-        ({"eviction_policy": "retain"}, {}, "eviction_policy has no use .* no host tier"),
         ({"numa_node": 0}, {}, "numa_node has no use"),
         ({"copy_threads": 3}, {"backend": "attention_store"}, "copy_threads has no use"),
     ],

@@ -245,10 +245,14 @@ def test_blocks_of_a_copy_to_the_device_that_does_not_end_are_not_given_out(engi
 
 
 def test_a_copy_for_storage_that_does_not_end_stops_the_writes(engine, monkeypatch):
-    one = engine(gpu=4, file=True, options={"storage": {"timeout_s": 0.05}})
+    one = engine(gpu=4, file=True)
     monkeypatch.setattr(RankCopies, "store", hang)
     one.serve("a", A)
     monkeypatch.undo()
+
+    writes = one.manager._cache.lower.writes
+    assert writes._ready.get(timeout=0) is None
+    writes._ready.put(None)
     one.serve("b", list(range(50, 58)))
     found = one.manager.statistics()
     assert (found.written_blocks, found.failed_blocks) == (0, 4)

@@ -1,0 +1,323 @@
+"""Drawn runs of the scheduler's model over one manager after another, with faults.
+
+A run draws the sizes (device, host, block, ranks, chunks, drafts, decode reserve), the requests and
+the faults: a store that is slow, refuses, damages or is gone, copies that fail, a rank that does not
+respond (its copies do not end, and the engine restarts), an engine that restarts, device memory
+that is lost, and new weights. Every byte that a request starts from is compared with the model's.
+
+`python -m tests.integrations.fastdeploy.simulation --first 0 --seeds 300`
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import cyclopts
+
+from kvactors.errors import DeviceError, NoRoom
+from kvactors.integrations.fastdeploy import PrefixCacheManager
+from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.storage import backends
+from kvactors.storage.backends.base import ReadReport
+from kvactors.storage.messages import Outcome
+from tests.integrations.fastdeploy.config import Request, make_config
+from tests.integrations.fastdeploy.conftest import RESERVE
+from tests.integrations.fastdeploy.oracle import ModelMemory
+from tests.integrations.fastdeploy.scheduler import Scheduler
+from tests.tier_cache.faulty_stores import MODES, Faults
+from tests.tier_cache.stores import SharedStore
+
+STEPS = 20_000
+
+
+class FaultyPool(Faults, SharedStore):
+    """A pool that outlives an engine, with faults."""
+
+    async def read_damaged(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Any
+    ) -> ReadReport:
+        for view in views:
+            view[:] = b"\xee" * view.nbytes
+        await self.remove(keys)
+        return ReadReport(bytes([Outcome.CORRUPT]) * len(keys), [])
+
+
+def made_pool(config: Any, _model: str, digest: bytes, size: int) -> FaultyPool:
+    """In the place of `make_backend`."""
+    return FaultyPool(config, digest, size)
+
+
+class FaultyCopies:
+    """Copies that fail, or do not end, on demand."""
+
+    def __init__(self) -> None:
+        self.fails = {"store": False, "load": False}
+        self.hangs = False
+
+    def around(self, name: str) -> Any:
+        good = getattr(RankCopies, name)
+
+        def copy(copies: Any, blocks: Any, slots: Any) -> str:
+            if self.hangs:
+                raise DeviceError("a rank is not responding")
+            return "injected" if self.fails[name] else good(copies, blocks, slots)
+
+        return copy
+
+
+class Simulation:
+    """One run.
+
+    Args:
+        rng: draws everything.
+        folder: for the model's `version.yaml`.
+
+    Attributes:
+        hits: tokens found, by tier.
+        restarts: engines that ended early.
+    """
+
+    def __init__(self, rng: Any, folder: Path) -> None:
+        self.rng, self.folder = rng, folder
+        self.copies = FaultyCopies()
+        self.version = 0
+        self.hits = {"gpu": 0, "cpu": 0, "storage": 0}
+        self.restarts = self.preemptions = 0
+        self._draw_sizes()
+
+    def _draw_sizes(self) -> None:
+        rng = self.rng
+        self.size = rng.choice((1, 2, 4, 8))
+        self.blocks = rng.randrange(2, 17) if rng.random() < 0.8 else rng.randrange(17, 65)
+        self.cpu = rng.choice((0, 0, 1, 2, 5, 16, 64))
+        self.stored = rng.random() < 0.6
+        self.ranks, self.layers = rng.choice((1, 1, 2)), rng.choice((1, 2))
+        self.drafts = rng.choice((0, 0, 1, 3))
+        self.draft_layers = 1 if self.drafts and self.layers > 1 else 0
+        self.reserve = rng.choice((0, 0, 1, 16))
+        self.staging = rng.choice((1, 3, 32))
+        self.chunk = self.size * rng.choice((1, 2, 64))
+        self.max_running = rng.choice((1, 2, 5))
+
+    # -- the engine
+
+    def open(self) -> None:
+        """A new engine: its memory holds nothing that a request may use."""
+        config = make_config(
+            self.blocks,
+            self.cpu,
+            backend="file" if self.stored else None,
+            drafts=self.draft_layers if self.drafts else None,
+            model=str(self.folder),
+            block_size=self.size,
+        )
+        options: dict[str, Any] = {}
+        if self.stored:
+            options["storage"] = {"timeout_s": 5.0, "slot_timeout_s": 0.002}
+            options |= {"fetch_wait_s": 0.02, "staging_slots": self.staging}
+        self.memory = ModelMemory(self.blocks, self.size, ranks=self.ranks, layers=self.layers)
+        self.memory.lose(self.version)
+        self.manager = PrefixCacheManager(
+            config,
+            self.ranks,
+            tensors=self.memory.tensors,
+            environ={RESERVE: str(self.reserve), "FILE_BACKEND_STORAGE_DIR": "/unused"},
+            options=options,
+        )
+        self.manager.attach()
+        rng = self.rng
+        self.scheduler = Scheduler(
+            self.manager,
+            self.memory,
+            config,
+            chunk=self.chunk,
+            max_running=self.max_running,
+            next_token=lambda _: rng.randrange(3),
+            drafts=self.drafts,
+            accepted=lambda _: rng.randrange(self.drafts + 1),
+        )
+        self.ends: list[Request] = []
+        self.scheduler.finisher = self.ends.append
+
+    def restart(self) -> None:
+        """The engine ends, and clients send the requests that it had not finished again."""
+        self.check_bytes()
+        limits, before = self.scheduler.limits, self.scheduler
+        unfinished = [*before.waiting, *before.running]
+        if before.prefilling is not None:
+            unfinished.append(before.prefilling)
+        self.manager.close()
+        self.copies.hangs = False
+        self.restarts += 1
+        self.open()
+        for request in unfinished:
+            again = Request(request.request_id, request.prompt_token_ids)
+            again.multimodal_inputs = request.multimodal_inputs
+            self.scheduler.add(again, limits[request.request_id])
+
+    def lose_memory(self, *, new_weights: bool = False) -> None:
+        """Device memory is lost, or the weights are new: every request begins again."""
+        scheduler = self.scheduler
+        self.end_some(len(self.ends))
+        running = [*scheduler.running, *filter(None, [scheduler.prefilling])]
+        scheduler.running.clear()
+        scheduler.prefilling = None
+        if new_weights:
+            self.version += 1
+            self.write_version()
+        self.manager.reset()
+        self.memory.lose(self.version)
+        for request in running:
+            scheduler._free(request)
+            request.num_computed_tokens = request.num_cached_blocks = 0
+            scheduler.waiting.append(request)
+
+    def write_version(self) -> None:
+        text = f"version: RL-STEP{self.version:02}-x\n"
+        (self.folder / "version.yaml").write_text(text, "utf-8")
+
+    def end_some(self, count: int) -> None:
+        """The finish thread writes and releases, later than the scheduler."""
+        for request in [self.ends.pop(0) for _ in range(min(count, len(self.ends)))]:
+            self.scheduler.finish_now(request)
+
+    # -- requests and faults
+
+    def add(self, number: int) -> None:
+        rng, longest = self.rng, (self.blocks - 1) * self.size - self.drafts - 6
+        longest = max(1, min(longest, 40))
+        base = rng.choice(self.bases)
+        prompt = [*base[: rng.randrange(1, len(base) + 1)], rng.randrange(3)][:longest]
+        media = None
+        if len(prompt) > 3 and rng.random() < 0.2:
+            media = [(rng.randrange(2), 2, rng.choice(("cat", "dog")))]
+        most = max(1, self.blocks * self.size - len(prompt) - self.drafts)
+        request = Request(f"r{number}", prompt, media)
+        self.scheduler.add(request, min(most, rng.randrange(1, 8)))
+        self.started.append(request)
+        if rng.random() < 0.3:
+            self.bases.append(list(request.tokens))
+
+    def fault(self) -> None:
+        rng = self.rng
+        Faults.mode = rng.choice(MODES) if rng.random() < 0.3 else "ok"
+        for name in self.copies.fails:
+            self.copies.fails[name] = rng.random() < 0.05
+        self.copies.hangs = rng.random() < 0.02
+        chance = rng.random()
+        if chance < 0.02:
+            self.restart()
+        elif chance < 0.06:
+            self.lose_memory(new_weights=chance < 0.04)
+        elif chance < 0.15:
+            self.scheduler.abort(rng.choice(self.started))
+
+    def step(self) -> None:
+        try:
+            self.scheduler.step()
+            self.end_some(self.rng.randrange(4))
+        except DeviceError:
+            self.restart()
+            return
+        if any(isinstance(error, DeviceError) for error in self.scheduler.failures):
+            self.restart()
+
+    def run(self, requests: int) -> None:
+        """Serve requests to their ends."""
+        rng = self.rng
+        self.bases = [[rng.randrange(3) for _ in range(40)] for _ in range(3)]
+        self.started: list[Request] = []
+        self.write_version()
+        self.open()
+        try:
+            for number in range(requests):
+                self.add(number)
+                for _ in range(rng.randrange(4)):
+                    self.step()
+                self.manager.check()
+                self.fault()
+            self._end()
+        finally:
+            self.manager.close()
+
+    def _end(self) -> None:
+        Faults.mode = "ok"
+        self.copies.fails = {"store": False, "load": False}
+        self.copies.hangs = False
+        for _ in range(STEPS):
+            one = self.scheduler
+            if not (one.waiting or one.running or one.prefilling or self.ends):
+                break
+            self.step()
+        else:
+            raise AssertionError(f"requests left: {self.scheduler.left()}")
+        self.check_bytes()
+        self.manager.check()
+        found = self.manager.statistics()
+        available = found.free_gpu_blocks + found.evictable_gpu_blocks
+        assert available == self.blocks, f"{self.blocks - available} blocks are lost"
+        assert found.requests == 0, "requests hold blocks after their ends"
+
+    def check_bytes(self) -> None:
+        """No request has started from other bytes than the model's, and no match has failed for
+        another reason than too few blocks."""
+        one = self.scheduler
+        assert one.wrong == [], f"wrong bytes: {one.wrong}"
+        odd = [error for error in one.failures if not isinstance(error, NoRoom | DeviceError)]
+        assert odd == [], f"matches have failed: {odd}"
+        for _, _, metrics in one.hits:
+            for tier in self.hits:
+                self.hits[tier] += metrics[f"{tier}_match_token_num"]
+        self.preemptions += one.preemptions
+
+
+def simulate(rng: Any, requests: int = 15) -> Simulation:
+    """A run over drawn sizes.
+
+    Raises:
+        AssertionError: wrong bytes, lost blocks, a request that does not end.
+    """
+    SharedStore.pool.clear()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        one = Simulation(rng, folder)
+        for name in ("store", "load"):
+            stack.enter_context(mock.patch.object(RankCopies, name, one.copies.around(name)))
+        stack.enter_context(mock.patch.object(backends, "make_backend", made_pool))
+        stack.callback(setattr, Faults, "mode", "ok")
+        stack.callback(SharedStore.pool.clear)
+        one.run(requests)
+        return one
+
+
+def main(first: int = 0, seeds: int = 100, requests: int = 30) -> None:
+    """Run seeds, and name the first one that fails."""
+    import random
+
+    begun, totals = time.monotonic(), {"gpu": 0, "cpu": 0, "storage": 0}
+    restarts = preemptions = 0
+    for seed in range(first, first + seeds):
+        try:
+            found = simulate(random.Random(seed), requests)
+        except BaseException:
+            print(f"seed {seed} fails", file=sys.stderr)
+            raise
+        for tier, tokens in found.hits.items():
+            totals[tier] += tokens
+        restarts += found.restarts
+        preemptions += found.preemptions
+    print(
+        f"{seeds} seeds in {time.monotonic() - begun:.0f} s: 0 wrong bytes, 0 lost blocks, "
+        f"hit tokens {totals}, {preemptions} preemptions, {restarts} restarts"
+    )
+
+
+if __name__ == "__main__":
+    cyclopts.run(main)
