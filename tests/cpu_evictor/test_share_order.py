@@ -204,3 +204,11 @@ def test_a_path_beyond_the_share_of_pins_is_refused_as_a_whole():
     assert (shares.pinned, shares.pins_refused) == (0, 1)
     shares.pin(b"".join(hashes[:3]))
     assert (shares.pinned, shares.pins_refused) == (3, 1)
+
+
+def test_host_blocks_whose_time_is_over_leave_before_a_lower_priority():
+    tier = HostTier(8, 8, shares=HostShares(clock=lambda: 5.0))
+    for number, traits in ((1, (1, -2, inf)), (2, (1, 2, 4.0)), (3, (1, -1, 6.0))):
+        made = tier.add(bytes([number]) * 32, b"root" * 8, SlotState.RESIDENT, None, traits)
+        tier.land([made], frozenset())
+    assert [block.hash[0] for block in tier.victims(3)] == [2, 1, 3]

@@ -93,6 +93,6 @@ BUGS = (
         "        yield from ((block, inf) for block in self._expired())\n",
         "",
         "host blocks whose time to live is over stay as long as others",
-        (ORDER + "test_host_blocks_leave_in_the_order_of_the_model",),
+        (ORDER + "test_host_blocks_whose_time_is_over_leave_before_a_lower_priority",),
     ),
 )
