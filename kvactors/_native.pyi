@@ -377,7 +377,8 @@ class BlockTree:
         applies again."""
 
     def owners(self) -> dict[int, tuple[int, int, int]]:
-        """Device blocks, evictable ones and evictions because of the quota, by salt."""
+        """Device blocks, evictable ones and evictions because of the quota, by salt. Evictions are
+        counted of the first 4,096 salts, and of those with a named quota."""
 
     def owner(self, salt: int) -> tuple[int, int, int]:
         """The entry of one salt in `owners`."""

@@ -33,6 +33,7 @@ from kvactors.lease import Lease
 from kvactors.observe.health import Health, health
 from kvactors.observe.invariants import divergence_in_slices, invariants, invariants_in_slices
 from kvactors.observe.statistics import CacheStatistics, collect, residency
+from kvactors.observe.tenants import Tenants, collect_tenants
 from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.messages import (
     Acquire,
@@ -252,6 +253,12 @@ class CacheCalls(OpenCache):
         """The statistics of every actor, as of now."""
         self._client.check_thread()
         return collect(self.system)
+
+    def tenants(self) -> Tenants:
+        """Statistics by salt, as of now: of the salts with a named quota, of the first 1,000
+        others, and of all other requests together."""
+        self._client.check_thread()
+        return collect_tenants(self.system)
 
     def health(self) -> Health:
         """Whether the cache works, is degraded (works without a sink, the notifier, a store or a

@@ -23,6 +23,7 @@ from kvactors.lease_hold import AFTER_LOADS
 from kvactors.lookup import FreeBlocks, PromptHits
 from kvactors.observe.health import Health
 from kvactors.observe.statistics import CacheStatistics
+from kvactors.observe.tenants import Tenants
 from kvactors.steps import Step, Stepped
 from kvactors.types import Tokens
 
@@ -292,6 +293,10 @@ class FromThread:
     def statistics(self, *, deadline: float | None = None) -> CacheStatistics:
         """See `KVCache.statistics`."""
         return self._call(partial(self._now, self._cache.statistics), deadline)
+
+    def tenants(self, *, deadline: float | None = None) -> Tenants:
+        """See `KVCache.tenants`."""
+        return self._call(partial(self._now, self._cache.tenants), deadline)
 
     def health(self, *, deadline: float | None = None) -> Health:
         """See `KVCache.health`."""

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
+import msgspec
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
@@ -224,10 +225,15 @@ class Endpoint:
         return Answer(status, json.dumps(found).encode() + b"\n", "application/json")
 
     def statistics(self) -> Answer:
-        """`KVCache.statistics` as JSON, 503 without an open cache."""
+        """`KVCache.statistics` as JSON, with `tenants`: those of the salts with a named
+        quota. 503 without an open cache."""
+        from kvactors.observe.tenants import named_tenants
+
         with suppress(KVActorsError):
             if self._caches:
-                found = self._caches[-1][0].statistics().as_dict()
+                cache = self._caches[-1][0]
+                found = cache.statistics().as_dict()
+                found["tenants"] = msgspec.to_builtins(named_tenants(cache.system))
                 return Answer(200, json.dumps(found).encode() + b"\n", "application/json")
         return Answer(503, b"no cache is open\n")
 

@@ -12,9 +12,9 @@ def check_quota(config: QuotaConfig) -> None:
     """Raise ConfigError for a quota that no tier can keep."""
     if config.storage is not None:
         raise ConfigError(
-            "quota.storage cannot be kept: a store finds blocks by their hashes, and a salt is not "
-            "written to it. Bound the whole store by storage.capacity_bytes, or use a store for "
-            "each tenant"
+            "quota.storage is not kept yet: a store finds blocks by their hashes, and a salt is "
+            "not written to it. Bound the whole store by storage.capacity_bytes, or use a store "
+            "for each tenant"
         )
     for salt in config.salts:
         if any("\ud800" <= letter <= "\udfff" for letter in salt):

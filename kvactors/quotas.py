@@ -1,11 +1,15 @@
-"""Quotas of salts: the most resident blocks of each in the device and host tiers."""
+"""Quotas of salts, the most resident blocks of each in the device and host tiers, and counters of
+salts."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
+
+UNNAMED_SALTS = 1000
+"""Salts without a named quota that have counters."""
 
 
 @lru_cache(4096)
@@ -24,17 +28,86 @@ class Quota(NamedTuple):
     host: int | None = None
 
 
+class SaltCount:
+    """Counters of one salt, over all incarnations of the actors.
+
+    Attributes:
+        salt: the string of the requests.
+        device_evicted, host_evicted: blocks evicted because of the quota, without those that the
+            present block tree and the present host tier count.
+    """
+
+    __slots__ = (
+        "device_evicted",
+        "device_hits",
+        "host_evicted",
+        "host_hits",
+        "looked_up",
+        "named",
+        "requests",
+        "salt",
+        "storage_hits",
+    )
+
+    def __init__(self, salt: str, *, named: bool) -> None:
+        self.salt = salt
+        self.named = named
+        self.requests = self.looked_up = 0
+        self.device_hits = self.host_hits = self.storage_hits = 0
+        self.device_evicted = self.host_evicted = 0
+
+
+class SaltCounts:
+    """Counters by salt: of every salt that has had a named quota, and of the first
+    UNNAMED_SALTS others.
+
+    Attributes:
+        rows: by the number of the salt. Empty without salts and named quotas.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[int, SaltCount] = {}
+        self._unnamed = 0
+
+    def name(self, salt: str) -> None:
+        """A salt gets a named quota."""
+        row = self.rows.setdefault(salt_id(salt), SaltCount(salt, named=True))
+        if not row.named:
+            row.named = True
+            self._unnamed -= 1
+
+    def see(self, number: int, salt: str) -> None:
+        """A request has this salt."""
+        if number not in self.rows and self._unnamed < UNNAMED_SALTS:
+            self.rows[number] = SaltCount(salt, named=False)
+            self._unnamed += 1
+
+    def device_ended(self, evicted: Callable[[int], int]) -> None:
+        """A block tree is cleared, or lost with its index. evicted: its count of a salt."""
+        for number, row in self.rows.items():
+            row.device_evicted += evicted(number)
+
+    def host_ended(self, evicted: Mapping[int, int]) -> None:
+        """The host tier has been restarted. evicted: its counts by salt."""
+        for number, row in self.rows.items():
+            row.host_evicted += evicted.get(number, 0)
+
+
 class Quotas:
     """Quotas by salt. Owned by the system, so that a restarted actor continues with them, and
     changed by PrefixIndex alone.
 
     Attributes:
         default: of salts that are not named, and of requests without a salt.
+        counts: counters of salts.
     """
 
     def __init__(self, default: Quota = Quota(), named: dict[str, Quota] | None = None) -> None:  # noqa: B008
         self.default = default
         self._named = {} if named is None else dict(named)
+        self.counts = SaltCounts()
+        for salt in self._named:
+            self.counts.name(salt)
 
     def __bool__(self) -> bool:
         return self.default != Quota() or bool(self._named)
@@ -51,3 +124,8 @@ class Quotas:
             self._named.pop(salt, None)
         else:
             self._named[salt] = quota
+            self.counts.name(salt)
+
+    def get(self, salt: str) -> Quota | None:
+        """The quota of a named salt."""
+        return self._named.get(salt)

@@ -91,7 +91,7 @@ class System:
         )
         given = None if config.flush.flush_only else backend
         self.config = config = in_blocks(config, self.layout, self.storage, given)
-        quotas = quotas_of(config.quota, self.layout.block_bytes)
+        self.quotas = quotas = quotas_of(config.quota, self.layout.block_bytes)
         self.plane: LocalPlane | RanksPlane
         if config.ranks.count > 1:
             if device is not None or backend is not None:
@@ -120,7 +120,7 @@ class System:
             RestartBudget(config.actors.max_restarts_per_minute),
             lambda: CacheClosed("the cache is closed"),
         )
-        self.totals = Totals()
+        self.totals = Totals(quotas.counts)
         self.supervisor.on_replaced = self.totals.replaced
         self.shutdown = Shutdown(config.actors.drain_timeout_s, self.arena)
         self.forked = False

@@ -17,6 +17,7 @@ from kvactors.flush_notifier.deliveries import SinkStatistics
 from kvactors.gpu_swapper.actor import GpuSwapper, SwapperStatistics
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.records import IndexStatistics
+from kvactors.quotas import SaltCounts
 
 Record = TypeVar("Record", bound=NamedTuple)
 
@@ -70,9 +71,14 @@ present."""
 
 
 class Totals:
-    """Sums of the counters of replaced incarnations."""
+    """Sums of the counters of replaced incarnations.
 
-    def __init__(self) -> None:
+    Args:
+        salts: counters by salt, None for a system that has none.
+    """
+
+    def __init__(self, salts: SaltCounts | None = None) -> None:
+        self._salts = salts
         self._sums: dict[tuple[type[Any], str], tuple[float, ...]] = {}
 
     def replaced(self, actor: Actor) -> None:
@@ -80,8 +86,11 @@ class Totals:
         self._add(actor.ref.name, actor.statistics())
         if isinstance(actor, PrefixIndex):
             self._add("", actor.core.statistics())
+            actor.core.index.policy.keep_counts(actor.core.index.tree)
         elif isinstance(actor, CpuEvictor):
             self._add("", actor.host_statistics())
+            if self._salts is not None:
+                self._salts.host_ended(actor.host.shares.evicted)
         elif isinstance(actor, GpuSwapper):
             self._add("", actor.swapper_statistics())
         elif isinstance(actor, FlushNotifier):

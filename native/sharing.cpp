@@ -32,7 +32,7 @@ void Sharing::add(u32 id, u32 at) {
 void Sharing::remove(u32 id) {
     const u32 at = row(id).owner;
     Owner& owner = owners_[at];
-    if (--owner.nodes != 0 || at == 0 || quotas_.count(owner.salt) != 0) return;
+    if (--owner.nodes != 0 || at == 0 || owner.counted || quotas_.count(owner.salt) != 0) return;
     if (owner.above) settle(at);
     by_salt_.erase(owner.salt);
     owner.used = false;
@@ -64,6 +64,14 @@ u32 Sharing::owner_of(u64 salt) {
     renew(owner);
     by_salt_.emplace(salt, at);
     return at;
+}
+
+void Sharing::count_quota(u32 id) {
+    ++quota_evictions_;
+    Owner& owner = owners_[row(id).owner];
+    const bool stays = owner.counted || quotas_.count(owner.salt) != 0;
+    if (!stays && counted_ < kCounted) owner.counted = true, ++counted_;
+    if (stays || owner.counted) ++owner.evicted;
 }
 
 void Sharing::changed(u32 at, int by) {

@@ -15,6 +15,7 @@ namespace kvactors {
 constexpr u32 kLevels = 5;  // priorities -2 .. 2
 constexpr u32 kPlainLevel = 2;
 constexpr u64 kUnlimited = ~u64(0);
+constexpr std::size_t kCounted = 4096;  // salts without a named quota whose evictions are counted
 
 // The blocks of one salt.
 struct Owner {
@@ -22,11 +23,11 @@ struct Owner {
     u64 resident = 0;   // device blocks that are not leaving
     u64 evictable = 0;  // those in the lists
     u64 quota = kUnlimited;
-    u64 evicted = 0;  // because of the quota
+    u64 evicted = 0;  // because of the quota, as far as it is counted: see count_quota
     u64 nodes = 0;
     u32 head[kLevels], tail[kLevels];
     u32 before = kNil, after = kNil;  // among the owners above their quota with evictable blocks
-    bool above = false, used = false;
+    bool above = false, used = false, counted = false;
 };
 
 class Sharing {
@@ -70,7 +71,9 @@ public:
     u32 expired(double now) const;
     u32 above_quota(u64 salt, u64 incoming);  // of the salt itself, else of any that is above its quota
     u32 above() const { return above_first_; }
-    void count_quota(u32 id) { ++owners_[row(id).owner].evicted, ++quota_evictions_; }
+    // A block was evicted because of a quota. By salt, the first kCounted salts are counted, and those
+    // with a named quota: their records stay when their last block leaves.
+    void count_quota(u32 id);
     u32 owner_head(u32 at) const;
 
     bool hinted = false;  // whether a request had a priority or a time to live
@@ -113,6 +116,7 @@ private:
     u32 above_first_ = kNil, above_last_ = kNil;
     std::vector<u32> heap_;  // listed nodes that expire, the first to expire first
     u64 order_ = 0, quota_evictions_ = 0;
+    std::size_t counted_ = 0;
 };
 
 }  // namespace kvactors

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 Order = OrderedDict[bytes, "HostBlock"]
 """Blocks in the order of their last use."""
 
+COUNTED_SALTS = 4096
+"""Salts without a named quota whose victims are counted."""
+
 
 class HostShares:
     """Resident blocks by salt, priority and time to live, and the pinned ones.
@@ -34,6 +37,8 @@ class HostShares:
     Attributes:
         quota_evictions: victims chosen because of a quota.
         pins_refused: pinned paths beyond the limit.
+        evicted: victims chosen because of a quota, by salt, of the first COUNTED_SALTS salts and of
+            those that are named.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class HostShares:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.quota_evictions = self.pins_refused = 0
+        self.evicted: dict[int, int] = {}
         self._default = default
         self._named = dict(named or {})
         self._clock = clock
@@ -79,6 +85,10 @@ class HostShares:
         """The most resident blocks of a salt."""
         quota = self._named.get(salt, self._default)
         return inf if quota is None else quota
+
+    def resident(self, salt: int) -> int | None:
+        """Resident blocks of a salt, None if they are not followed by salt."""
+        return self._counts.get(salt, 0) if self.limited else None
 
     def set_quota(
         self, salt: int, blocks: int | None, residents: Iterable[HostBlock], *, named: bool
@@ -225,8 +235,10 @@ class HostShares:
                     if taken[salt] >= size:
                         break
                     before = taken[salt]
-                    yield block, size - before
-                    self.quota_evictions += taken[salt] - before
+                    try:
+                        yield block, size - before
+                    finally:  # also of the last one, after which the caller has enough
+                        self._count_victims(salt, taken[salt] - before)
         for priority in range(MIN_PRIORITY, 0):
             yield from self._level(priority)
         for block in policy:
@@ -234,6 +246,13 @@ class HostShares:
                 yield block, inf
         for priority in range(1, MAX_PRIORITY + 1):
             yield from self._level(priority)
+
+    def _count_victims(self, salt: int, blocks: int) -> None:
+        self.quota_evictions += blocks
+        if not blocks:
+            return
+        if salt in self.evicted or len(self.evicted) < COUNTED_SALTS or salt in self._named:
+            self.evicted[salt] = self.evicted.get(salt, 0) + blocks
 
     def _level(self, priority: int) -> Iterator[tuple[HostBlock, float]]:
         return ((block, inf) for block in self._levels.get(priority, {}).values())

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvactors.histogram import Histogram
 from kvactors.observe.metrics import ROUTES, Snapshot
+from kvactors.observe.tenants import TenantStatistics
 
 PREFIX = "kvactors:"
 FASTDEPLOY = "fastdeploy:"
@@ -52,6 +53,22 @@ def each(
 ) -> Callable[[Snapshot], Samples]:
     """Samples of a metric with one label, of records that have a name."""
     return lambda snapshot: [((item.name,), value(item)) for item in items(snapshot)]
+
+
+def of_salts(value: Callable[[TenantStatistics], float]) -> Callable[[Snapshot], Samples]:
+    """Samples of a metric by salt."""
+    return lambda s: [((salt,), value(found)) for salt, found in s.tenants.items()]
+
+
+def of_salts_by_tier(*fields: str) -> Callable[[Snapshot], Samples]:
+    """Samples of a metric by salt and tier, of fields that begin with the tier. None has no
+    sample."""
+    return lambda s: [
+        ((salt, field.partition("_")[0]), getattr(found, field))
+        for salt, found in s.tenants.items()
+        for field in fields
+        if getattr(found, field) is not None
+    ]
 
 
 def _hits(s: Snapshot) -> dict[str, float]:
@@ -341,6 +358,22 @@ FAMILIES: tuple[Family, ...] = (
            "50 ms.", one(lambda s: s.watch.histograms.loop_lag)),
     Family("start_time_seconds", "gauge", (), "Unix time at which the cache was opened.",
            one(lambda s: s.opened_at)),
+    # salts
+    Family("tenant_requests", "counter", ("salt",),
+           "Requests of a salt with a named quota. Other salts have no metrics.",
+           of_salts(lambda one: one.requests)),
+    Family("tenant_blocks_looked_up", "counter", ("salt",), "Full blocks of their prompts.",
+           of_salts(lambda one: one.blocks_looked_up)),
+    Family("tenant_block_hits", "counter", ("salt", "tier"), "Blocks of these that were cached.",
+           of_salts_by_tier("device_hits", "host_hits", "storage_hits")),
+    Family("tenant_blocks", "gauge", ("salt", "tier"), "Resident blocks of the salt.",
+           of_salts_by_tier("device_blocks", "host_blocks")),
+    Family("tenant_quota_blocks", "gauge", ("salt", "tier"),
+           "The quota of the salt, absent for no limit.",
+           of_salts_by_tier("device_quota", "host_quota")),
+    Family("tenant_quota_evictions", "counter", ("salt", "tier"),
+           "Blocks of the salt that were evicted because of its quota.",
+           of_salts_by_tier("device_quota_evictions", "host_quota_evictions")),
     # health
     Family("health", "gauge", ("status",), "1 for the present status.", by(_status)),
     Family("degraded", "gauge", ("component",), "1 for each part that does not work.",

@@ -8,6 +8,7 @@ from kvactors.histogram import AGES, BYTES, SECONDS, Histogram
 from kvactors.observe.health import Health, health
 from kvactors.observe.operations import Operation, OperationWatch
 from kvactors.observe.statistics import CacheStatistics, collect
+from kvactors.observe.tenants import TenantStatistics, named_tenants
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.ages import BlockAges
 from kvactors.summary import Summary, summarize
@@ -115,6 +116,7 @@ class Snapshot(NamedTuple):
     Attributes:
         leaked: leases that were garbage-collected before their end.
         opened_at: Unix time at which the cache was opened.
+        tenants: statistics of the salts with a named quota.
     """
 
     statistics: CacheStatistics
@@ -124,6 +126,7 @@ class Snapshot(NamedTuple):
     leaked: int
     ranks: tuple[tuple[int, str, int, int, int], ...]
     opened_at: float
+    tenants: dict[str, TenantStatistics]
 
 
 def take_snapshot(system: System, watch: MetricsWatch, leaked: int) -> Snapshot:
@@ -137,6 +140,7 @@ def take_snapshot(system: System, watch: MetricsWatch, leaked: int) -> Snapshot:
         leaked,
         tuple((one.rank, one.health, one.operations, one.losses, one.silences) for one in ranks),
         system.opened_at,
+        named_tenants(system),
     )
 
 

@@ -54,7 +54,8 @@ class Grants:
         if changed:
             path.set_root(root)
         if scope.salt is not None:
-            path.salt = salt_id(scope.salt)
+            path.salt = number = salt_id(scope.salt)
+            self._index.policy.quotas.counts.see(number, scope.salt)
         self._announcements.remember(root, scope)
         return changed
 

@@ -338,7 +338,7 @@ class BlockIndex:
         Returns:
             The device blocks that no lease and no copy uses: they count as free from now on.
         """
-        self.policy.quota_evictions += self.tree.quota_evictions
+        self.policy.retire(self.tree)
         unused = self.tree.retire()
         self.returning += unused
         self.retired.append(self.tree)

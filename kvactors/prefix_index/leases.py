@@ -38,6 +38,7 @@ class LeaseTable:
     def __init__(self, index: BlockIndex, evictions: Evictions, *, restarted: bool) -> None:
         self.requests = self.looked_up = self.resumed = 0
         self.device_hits = self.host_hits = self.storage_hits = 0
+        self._salts = index.policy.quotas.counts.rows  # empty without salts
         self._index = index
         self._evictions = evictions
         self._restarted = restarted
@@ -71,6 +72,9 @@ class LeaseTable:
         if lease.counted:
             self.requests += 1
             self.looked_up += lease.path.num_full_blocks
+            if self._salts and (row := self._salts.get(lease.path.salt)) is not None:
+                row.requests += 1
+                row.looked_up += lease.path.num_full_blocks
         else:
             del self._preempted[lease.request_id]
             self.resumed += 1
@@ -189,6 +193,10 @@ class LeaseTable:
             self.device_hits += lease.device_hits
             self.host_hits += lease.host_hits
             self.storage_hits += lease.storage_hits
+            if self._salts and (row := self._salts.get(lease.path.salt)) is not None:
+                row.device_hits += lease.device_hits
+                row.host_hits += lease.host_hits
+                row.storage_hits += lease.storage_hits
         if lease.ready:
             waiting, lease.ready = lease.ready, []
             actions += [self._landed(lease, envelope) for envelope in waiting]

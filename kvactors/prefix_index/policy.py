@@ -64,6 +64,16 @@ class TierPolicies:
                 tree.set_quota(salt_id(salt), blocks_of(quota))
         return tree
 
+    def retire(self, tree: BlockTree) -> None:
+        """A tree is cleared: keep its counts."""
+        self.quota_evictions += tree.quota_evictions
+        self.keep_counts(tree)
+
+    def keep_counts(self, tree: BlockTree) -> None:
+        """A tree counts no longer: keep its counts by salt."""
+        if tree.quota_evictions:
+            self.quotas.counts.device_ended(lambda salt: tree.owner(salt)[2])
+
     def set_quota(self, tree: BlockTree, salt: str, quota: Quota | None) -> SetHostQuota:
         """Change the quota of a salt, None for the default. Returns the host tier's message."""
         number, named = salt_id(salt), quota is not None
