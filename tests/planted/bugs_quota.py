@@ -5,15 +5,32 @@ from __future__ import annotations
 from mutation import Mutation
 
 TESTS = "tests/cache/test_quotas.py::"
+TENANTS = "tests/cache/test_tenants.py::"
 ORDER = "tests/cpu_evictor/test_share_order.py::"
 BUGS = (
     Mutation(
         "salt_does_not_reach_the_eviction",
         "prefix_index/grants.py",
-        "            path.salt = salt_id(scope.salt)\n",
-        "            pass\n",
+        "            path.salt = number = salt_id(scope.salt)\n",
+        "            number = salt_id(scope.salt)\n",
         "all requests count as one tenant, and a flood evicts the others' blocks",
         (TESTS + "test_a_salt_above_its_quota_makes_only_its_own_blocks_leave",),
+    ),
+    Mutation(
+        "clear_loses_the_evictions_of_a_salt",
+        "prefix_index/policy.py",
+        "        self.keep_counts(tree)\n",
+        "        pass\n",
+        "evictions because of a quota go down when the cache is cleared",
+        (TENANTS + "test_evictions_of_a_quota_are_those_of_its_salt",),
+    ),
+    Mutation(
+        "salts_with_counters_are_not_bounded",
+        "quotas.py",
+        "        if number not in self.rows and self._unnamed < UNNAMED_SALTS:\n",
+        "        if number not in self.rows:\n",
+        "a client that draws salts fills the memory",
+        (TENANTS + "test_at_most_1000_salts_without_a_quota_have_an_entry",),
     ),
     Mutation(
         "host_ignores_quotas",

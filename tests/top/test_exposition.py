@@ -39,7 +39,7 @@ def test_a_real_exposition_is_read_as_prometheus_client_reads_it():
         assert found.value(name, **sample.labels) == sample.value
     assert {one.name for one in FAMILIES if one.kind == "gauge"} - {
         name for name in (one.name for one in FAMILIES) if name in found
-    } <= {"rank_healthy", "degraded"}
+    } <= {"rank_healthy", "degraded", "tenant_blocks", "tenant_quota_blocks"}
     view = Readings()
     view.add(Reading(0.0, found, None))
     assert view.view("u", 0.0).status == "ok"
