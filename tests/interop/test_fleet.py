@@ -4,6 +4,12 @@ etcd elects."""
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +167,44 @@ def test_a_fleet_that_is_interrupted_leaves_no_process() -> None:
     with pytest.raises(Interrupted):
         asyncio.run(run_fleet(small(), 1, interrupt, isolate=False))
     assert listening() == before
+
+
+RUNNER = """
+import asyncio, json, sys
+from kvactors.scenario.fleet.run import run_fleet
+def served(totals):
+    if totals.requests:
+        print("served", flush=True)
+asyncio.run(run_fleet(json.loads(sys.argv[1]), 1, served, isolate=sys.argv[2] == "True"))
+"""
+"""Runs the fleet of its first argument, and prints once requests are served."""
+
+LAST = 60.0
+"""Seconds within which the processes of a killed fleet must have ended. On loopback the driver ends
+its nodes in order."""
+
+
+def marked(name: str) -> list[int]:
+    """Processes with a variable of this name in their environment."""
+    found = []
+    for one in Path("/proc").iterdir():
+        with suppress(OSError):
+            if one.name.isdecimal() and name.encode() in (one / "environ").read_bytes():
+                found.append(int(one.name))
+    return found
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_runner_that_is_killed_leaves_no_process(isolate: bool) -> None:
+    raise_loopback()
+    mark = f"KVACTORS_FLEET_{os.getpid()}_{isolate}"
+    command = [sys.executable, "-c", RUNNER, json.dumps(small(placements=["random"])), str(isolate)]
+    with subprocess.Popen(command, env={**os.environ, mark: "1"}, stdout=subprocess.PIPE) as runner:
+        assert runner.stdout is not None
+        assert runner.stdout.readline().strip() == b"served"
+        assert len(marked(mark)) > 4, "the runner, the driver, the nodes and the master"
+        runner.kill()
+    until = time.monotonic() + LAST
+    while (left := marked(mark)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert left == []

@@ -33,11 +33,14 @@ def _run(*command: str) -> None:
 
 def isolation() -> list[str]:
     """The start of a command that runs the rest of it in new network and process namespaces, which
-    end with it. Empty where that is not permitted, or without a bridge."""
-    user = [] if os.geteuid() == 0 else ["--map-root-user"]
-    prefix = ["unshare", *user, "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    if not shutil.which("unshare") or not shutil.which("ip"):
+    end with it, and with the process that starts it. Empty where that is not permitted, or without
+    a bridge."""
+    if not all(map(shutil.which, ("setpriv", "unshare", "ip"))):
         return []
+    user = [] if os.geteuid() == 0 else ["--map-root-user"]
+    # `--kill-child` ends the namespaces with `unshare`, which a kill of its parent does not end.
+    prefix = ["setpriv", "--pdeathsig", "KILL", "unshare", *user]
+    prefix += ["--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     try:
         _run(*prefix, "ip", "link", "add", "name", BRIDGE, "type", "bridge")
     except (NetworkError, OSError, subprocess.TimeoutExpired):
