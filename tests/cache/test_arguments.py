@@ -198,6 +198,7 @@ COMPUTED = {
     "stream": "stream",
     "deadline": "seconds",
 }
+WAITS = {"wait_for_evictions": "flag", "wait_for_room": "flag"}
 CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "acquire"): (
         {"request_id": "r", "tokens": prompt(1, 2), "lora": "adapter"},
@@ -250,11 +251,17 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (Lease, "truncate"): ({"num_tokens": 8}, {"num_tokens": "int", "deadline": "seconds"}),
     (Lease, "fork"): (
         {},
-        {"request_id": "text", "event": "event", "deadline": "seconds"},
+        {"request_id": "text", "event": "event", "deadline": "seconds", **WAITS},
     ),
     (Lease, "fork_many"): (
         {"count": 1},
-        {"count": "int", "request_ids": "names", "event": "event", "deadline": "seconds"},
+        {
+            "count": "int",
+            "request_ids": "names",
+            "event": "event",
+            "deadline": "seconds",
+            **WAITS,
+        },
     ),
     (Lease, "commit"): ({"computed_tokens": 0}, COMPUTED),
     (Lease, "finish"): ({}, {**COMPUTED, "output_tokens": "int", "hints": "hints"}),

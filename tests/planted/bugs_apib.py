@@ -87,7 +87,8 @@ BUGS = (
     Mutation(
         "blocks_are_shared_before_their_event",
         "lease.py",
-        "            await hold.wait_event(event, computed, self.num_tokens, at)\n        if computed",
+        "            await hold.wait_event(event, stream, computed, self.num_tokens, at)\n"
+        "        if computed",
         "            hold.client.events  # noqa: B018\n        if computed",
         "a request hits blocks that the device has not computed yet",
         (EVENTS + "test_blocks_are_shared_only_after_their_event",),
@@ -160,8 +161,8 @@ BUGS = (
     Mutation(
         "a_stream_waits_for_the_first_layers_only",
         "data_plane/cuda/engine.py",
-        "stream, op.events[group], 0)\n        return True\n\n    # -- status",
-        "stream, op.events[0], 0)\n        return True\n\n    # -- status",
+        "stream, op.events[group], 0)\n        return True\n\n    def check_streams",
+        "stream, op.events[0], 0)\n        return True\n\n    def check_streams",
         "an engine computes on layers that have not arrived",
         (STREAMS + "test_a_stream_waits_for_the_layer_of_each_copy",),
     ),

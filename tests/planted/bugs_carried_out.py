@@ -177,9 +177,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "messages_to_a_failed_actor_are_read",
         "actor/mailbox_loop.py",
-        "        if envelope.incarnation != context.incarnation or (reply is not None and reply.done()):"
-        "\n",
-        "        if reply is not None and reply.done():\n",
+        "        if envelope.incarnation != self._context.incarnation or envelope.abandoned:\n",
+        "        if envelope.abandoned:\n",
         "a restarted actor acts on messages to its last incarnation",
         (
             "tests/planted/test_gaps.py::test_messages_to_a_failed_actor_do_not_reach_its_next_incarnation",

@@ -22,7 +22,7 @@ BUGS: tuple[Mutation, ...] = (
         "abandoned_lease_keeps_its_references",
         "prefix_index/endings.py",
         """\
-        return next_part(self._close(lease, None))
+        return self._close(lease, None)
 """,
         """\
         return self.detach(lease)

@@ -97,10 +97,10 @@ BUGS: tuple[Mutation, ...] = (
         "mooncake_asks_one_server_of_an_election",
         "storage/backends/mooncake_client.py",
         """\
-        for host, port in endpoints(self.config.master_server_address):
+    for host, port in servers:
 """,
         """\
-        for host, port in endpoints(self.config.master_server_address)[:1]:
+    for host, port in servers[:1]:
 """,
         "a node does not start while one of several etcd servers is down",
         (f"{RULES}::test_any_server_of_an_election_will_do",),

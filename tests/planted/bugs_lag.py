@@ -77,8 +77,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "direct_turn_in_the_asker_s_context",
         "actor/direct.py",
-        "                self._run(self._turn, envelope)\n",
-        "                self._turn(envelope)\n",
+        "                self._run(self._handle, envelope)\n",
+        "                self._handle(envelope)\n",
         "jobs of an actor have the context variables of a caller: its span, its log context, and "
         "another system's waits for threads",
         (f"{DIRECT}::test_turns_and_their_jobs_run_in_the_context_of_the_actor",),

@@ -40,7 +40,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "older_parent_is_never_a_victim",
         "cpu_evictor/victims.py",
-        "block = tier.blocks[block.parent] if block.parent in passed else None",
+        "block = tier.blocks[block.parent] if follows and block.parent in passed else None",
         "block = None",
         "a block that is older than its children is evicted only by chance",
         (
