@@ -278,7 +278,7 @@ for (owner, method), (valid, arguments) in list(CALLS.items()):
             else arguments
         ),
     )
-for method in ("free_blocks", "statistics", "health", "check", "check_slices"):
+for method in ("free_blocks", "statistics", "tenants", "health", "check", "check_slices"):
     CALLS[FromThread, method] = {}, {"deadline": "seconds"}
 NOT_CHECKED = {"self", "kind", "error", "trace"}
 EARLIER = {
