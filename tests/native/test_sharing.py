@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from math import inf
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvactors.native import BlockTree, Path
@@ -32,15 +32,26 @@ STEPS = st.lists(
 
 
 class Model:
-    """Resident blocks as (salt, path): [order of use, priority, expiry]."""
+    """Resident blocks as (salt, path), with their expiry: the latest of their own and of those that
+    continued them, until a use that finds none below."""
 
     def __init__(self) -> None:
-        self.blocks: dict[tuple[int, tuple[int, ...]], list[float]] = {}
+        self.blocks: dict[tuple[int, tuple[int, ...]], float] = {}
+        self.floors: dict[tuple[int, tuple[int, ...]], float] = {}
         self.quotas: dict[int, int] = {}
 
-    def use(self, salt, prompt, priority, expiry, order):
-        for depth in range(1, len(prompt) + 1):
-            self.blocks[salt, prompt[:depth]] = [order - depth / 10, priority, expiry]
+    def use(self, salt, prompt, expiry):
+        path = [(salt, prompt[:depth]) for depth in range(1, len(prompt) + 1)]
+        for block in path:
+            self.floors[block] = self.floors.get(block, -inf) if block in self.blocks else -inf
+            self.blocks[block] = expiry
+        for block in reversed(path):
+            if len(self.below(block)) == 1:
+                self.floors[block] = -inf
+            self.blocks[block] = max(expiry, self.floors[block])
+            above = (salt, block[1][:-1])
+            if above in self.blocks:
+                self.floors[above] = max(self.floors[above], self.blocks[block])
 
     def below(self, block):
         salt, path = block
@@ -50,7 +61,7 @@ class Model:
         """Blocks that may be evicted now: leaves of the first class that has one."""
         held = {s: sum(one[0] == s for one in self.blocks) for s in (1, 2, 3)}
         leaves = [block for block in self.blocks if len(self.below(block)) == 1]
-        expired = [block for block in leaves if self.blocks[block][2] <= now]
+        expired = [block for block in leaves if self.blocks[block] <= now]
         if expired:
             return expired
         own = [block for block in leaves if block[0] == salt]
@@ -70,8 +81,19 @@ def committed(tree, salt, prompt):
 
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
+@example(
+    [
+        ("quota", (1, 0)),
+        ("use", (2, (0, 1, 2), 0, inf)),
+        ("use", (2, (0,), 0, 3.0)),
+        ("evict", (0, 0, 0.0)),
+        ("evict", (0, 0, 0.0)),
+        ("use", (1, (0,), 0, inf)),
+        ("evict", (0, 0, 5.0)),
+    ]
+)
 def test_every_victim_is_allowed_and_the_counts_agree(steps):
-    tree, model, free, order = BlockTree(1, 8), Model(), list(range(64)), 0
+    tree, model, free = BlockTree(1, 8), Model(), list(range(64))
     tree.share()
     for kind, given_values in steps:
         if kind == "use":
@@ -83,8 +105,7 @@ def test_every_victim_is_allowed_and_the_counts_agree(steps):
             tree.commit(path, len(prompt))
             tree.hint(path, priority, expiry)
             free += tree.release(path)
-            order += 1
-            model.use(salt, prompt, priority, expiry, order)
+            model.use(salt, prompt, expiry)
         elif kind == "evict":
             salt, incoming, now = given_values
             allowed = model.victims(salt, incoming, now)
