@@ -32,8 +32,8 @@ STEPS = st.lists(
 
 
 class Model:
-    """Resident blocks as (salt, path), with their expiry: the latest of their own and of those that
-    continued them, until a use that finds none below."""
+    """Resident blocks as (salt, path) with their expiry: the latest of the block's hint and of the
+    blocks that continued it, until a use that finds none below."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, tuple[int, ...]], float] = {}
