@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -20,6 +21,16 @@ STATUS = 128 + signal.SIGTERM
 
 _received: list[int] = []
 """SIGTERMs that the command of this process has received."""
+
+_interrupts: list[int] = []
+"""SIGINTs that it has received outside of an event loop."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt. Python drops it in a finalizer or in the import system, so it is
+    remembered."""
+    _interrupts.append(number)
+    signal.default_int_handler(number, frame)
 
 
 def run_terminable(main: Coroutine[Any, Any, Result]) -> Result:
@@ -36,14 +47,21 @@ def run_terminable(main: Coroutine[Any, Any, Result]) -> Result:
     if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set
         return asyncio.run(main)
     received = _received
+    if signal.getsignal(signal.SIGINT) is _interrupt:  # asyncio sets its handler for this one only
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    dropped = bool(_interrupts)
     try:
-        return asyncio.run(_cancelled_by_sigterm(main, received))
+        return asyncio.run(_cancelled_by_sigterm(main, received, dropped=dropped))
     finally:
         if received:  # any result or error of `main` is dropped
             sys.exit(STATUS)
+        if dropped:
+            raise KeyboardInterrupt
 
 
-async def _cancelled_by_sigterm(main: Coroutine[Any, Any, Result], received: list[int]) -> Result:
+async def _cancelled_by_sigterm(
+    main: Coroutine[Any, Any, Result], received: list[int], *, dropped: bool
+) -> Result:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
@@ -54,7 +72,7 @@ async def _cancelled_by_sigterm(main: Coroutine[Any, Any, Result], received: lis
         loop.call_soon_threadsafe(task.cancel)
 
     before = signal.signal(signal.SIGTERM, cancel)
-    if received:  # before this handler was set, and the exception of the other one was dropped
+    if received or dropped:  # before this handler was set, and the exception was dropped
         task.cancel()
     try:
         return await main
@@ -105,9 +123,10 @@ def _signals_held_back() -> Iterator[None]:
 @contextmanager
 def sigterm_ends() -> Iterator[None]:
     """SIGTERM interrupts the part of a command that runs without an event loop. The process exits
-    with STATUS."""
+    with STATUS. An interrupt by SIGINT is not lost either."""
     received = _received
     received.clear()
+    _interrupts.clear()
 
     def end(number: int, _frame: object) -> None:
         received.append(number)
@@ -119,10 +138,16 @@ def sigterm_ends() -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGTERM, end)
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        if interrupt is signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupt)
+        _interrupts.clear()
         if received:  # any result or error of the command is dropped
             received.clear()
             sys.exit(STATUS)

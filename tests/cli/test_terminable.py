@@ -159,3 +159,29 @@ def test_a_temporary_folder_is_removed_in_the_end(tmp_path, monkeypatch):
     with temporary_folder() as folder:
         assert [str(one) for one in tmp_path.iterdir()] == [folder]
     assert list(tmp_path.iterdir()) == []
+
+
+class Interrupting:
+    """Gets a signal in its finalizer, where Python drops the exception of the handler."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_drops_before_the_loop_ends_the_command():
+    async def endless():
+        await asyncio.sleep(60)
+
+    def command():
+        with sigterm_ends():
+            Interrupting()
+            run_terminable(endless())
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            command()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
