@@ -201,6 +201,7 @@ class World:
         cache = self.cache
         gc.collect()  # forgotten leases that an exception's traceback still referred to
         try:
+            await cache.wake(deadline=30.0)  # the controller may have been cancelled in its wake
             await cache.resume(deadline=30.0)
             problems = await problems_at_rest(cache, REST)
             self.pins.check()
