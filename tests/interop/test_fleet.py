@@ -134,7 +134,7 @@ def test_a_full_pool_costs_hits_only() -> None:
 def test_a_slow_pool_costs_hits_only() -> None:
     """One node has the pool's memory, behind a slow link. Loads end at the deadline of their
     request, however little has arrived."""
-    slow = {"kind": "slow", "node": 0, "mbit_per_s": 16.0, **ALWAYS}
+    slow = {"kind": "slow", "node": 0, "mbit_per_s": 4.0, **ALWAYS}
     data = small(clients=2, fault=[slow])
     data["cache"]["default_deadline_s"] = 1.0
     data["storage"]["mooncake"]["timeout_s"] = 1.0
