@@ -32,7 +32,7 @@ BUGS = (
         "prefix_index/admission.py",
         "        return self._loads.any_unused()\n",
         "        return False\n",
-        "a request is refused though the blocks of a load that nobody waits for can be evicted soon",
+        "a request is refused though the blocks of a load without a lease can be evicted soon",
         (FORK + "test_blocks_of_a_load_without_a_lease_are_waited_for",),
     ),
     Mutation(

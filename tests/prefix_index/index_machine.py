@@ -361,10 +361,10 @@ class IndexMachine(RuleBasedStateMachine):
         count=st.integers(1, 2),
         stale=st.sampled_from([0, 0, 0, 1]),
         wait=st.booleans(),
-        room=st.booleans(),
+        for_room=st.booleans(),
     )
     def fork(
-        self, which: int, count: int, stale: int = 0, wait: bool = True, room: bool = False
+        self, which: int, count: int, stale: int = 0, wait: bool = True, for_room: bool = False
     ) -> None:
         if len(self.leases) + len(self.open) > 6:
             return
@@ -374,7 +374,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.number += count
         names = tuple(f"r{number}" for number in numbers)
         deadline = self.stepper.now + 1.0
-        message = Fork(lease, self.leases[lease] - stale, numbers, names, deadline, wait, room)
+        message = Fork(lease, self.leases[lease] - stale, numbers, names, deadline, wait, for_room)
         effects = self.turn(message, deadline)
         for answered in effects.answered:
             if answered.message is message and busy:
