@@ -207,7 +207,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "sigterm_before_the_loop_is_forgotten",
         "terminable.py",
-        "    if received:  # before this handler was set, and the exception of the other one was dropped\n"
+        "    if received or dropped:  # before this handler was set, and the exception was dropped\n"
         "        task.cancel()\n",
         "",
         "SIGTERM that arrives in a finalizer before the event loop starts is lost",

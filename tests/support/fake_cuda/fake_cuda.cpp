@@ -270,6 +270,16 @@ void enqueue(Stream* stream, bool data, std::function<Result(Access&)> work, con
     world().changed.notify_all();
 }
 
+// What a failed device has not run is dropped, also where a stream's thread has not come to it yet: it would run later,
+// beside the work of the device that was reset.
+void drop_after_failure(Guard& guard) {
+    World& w = world();
+    const auto dropped = [&] {
+        return std::all_of(w.streams.begin(), w.streams.end(), [](Stream* one) { return one->done == one->submitted; });
+    };
+    if (w.sticky != OK) w.changed.wait_for(guard, std::chrono::seconds(10), dropped);
+}
+
 bool known(Stream* stream) { return world().streams.count(stream) != 0 || (stream != nullptr && stream == world().standard); }
 
 // The stream of a handle: 0 is the default one, made on first use. Under the mutex.
@@ -469,6 +479,7 @@ Result product_now(const Product& p, Access& access) {
 API void fake_reset() {
     World& w = world();
     Guard guard(w.mutex);
+    drop_after_failure(guard);
     w.calls.clear();
     w.settings.clear();
     w.faults.clear();
@@ -494,6 +505,7 @@ API void fake_gate(long ops) {
 }
 API void fake_sticky(int code) {
     Guard guard(world().mutex);
+    if (code == OK) drop_after_failure(guard);
     world().sticky = code;
     world().changed.notify_all();
 }
