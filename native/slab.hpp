@@ -20,6 +20,29 @@ public:
     T* row(u32 id) { return chunks_[id >> shift_].get() + (id & mask_) * width(); }
     const T* row(u32 id) const { return chunks_[id >> shift_].get() + (id & mask_) * width(); }
 
+    // Rows one after another: the chunk is looked up only where an id lies in another one. In a loop
+    // that writes to rows a compiler would read the slab's own members again for each.
+    class Cursor {
+    public:
+        explicit Cursor(Slab& slab) : slab_(slab), width_(slab.width()), shift_(slab.shift_), mask_(slab.mask_) {}
+        T& operator[](u32 id) {
+            if (id >> shift_ != chunk_) {
+                chunk_ = id >> shift_;
+                first_ = slab_.chunks_[chunk_].get();
+            }
+            return first_[(id & mask_) * (kWidth != 0 ? kWidth : width_)];
+        }
+
+    private:
+        Slab& slab_;
+        const std::size_t width_;
+        const unsigned shift_;
+        const u32 mask_;
+        u32 chunk_ = 0xffffffffu;
+        T* first_ = nullptr;
+    };
+    Cursor cursor() { return Cursor(*this); }
+
     // Rows from this one to the end of its chunk, which lie side by side.
     u32 rows_beside(u32 id) const { return mask_ + 1 - (id & mask_); }
 

@@ -230,7 +230,7 @@ private:
     const Key& name(u32 id);
     void give_name(u32 id, const Key& name);
     u32 find_child(u32 parent, u32 extra, const u32* tokens) const;
-    u32 chain_below(u32 parent, const u32* tokens, u32 limit) const;
+    u32 chain_below(u32 parent, const u32* tokens, u32 limit, bool& resident) const;
     u32 known_extra(const Path& path, u32 block) const;
     u32 intern(const std::string* extra);
     u32 take_id();
@@ -250,8 +250,9 @@ private:
 
     void require(const Path& path) const;
     void require_held(const Path& path, u32 upto) const;
-    void walk(const Path& path, u32 limit, std::vector<u32>& found, u32 start = 0) const;
-    Match describe(const std::vector<u32>& found) const;
+    u32 walk(const Path& path, u32 limit, std::vector<u32>& found, u32 start = 0) const;
+    Match describe(const std::vector<u32>& found, u32 resident) const;
+    void take_names(Path& path) const;
     void note_match(Path& path, u32 held, u32 limit, const Match& match) const;
     void settle_memory(u32 id);
     u64 key_of(u32 id) const;

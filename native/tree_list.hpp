@@ -86,6 +86,38 @@ public:
         first_ = id;
     }
 
+    // Nodes of a device run, in a plain tree: references and uses. Writes their blocks.
+    void acquire_run(const u32* ids, u32 count, u32* blocks) {
+        Slab<Node, 1>::Cursor rows = tree_.nodes_.cursor();
+        u32 first = first_, referenced = 0, unlisted = 0, read = 0;
+        for (u32 i = 0; i < count; ++i) {
+            const u32 id = ids[i];
+            Node& node = rows[id];
+            blocks[i] = node.block;
+            if (node.hits != 0xffff) ++node.hits;
+            if ((node.bits & kOffloading) != 0) {
+                node.bits &= u8(~kOffloading);
+                --tree_.counts_.offloading;
+            }
+            if (node.refs++ != 0) continue;
+            ++referenced;
+            if ((node.bits & kListed) == 0) continue;
+            node.bits &= u8(~kListed);
+            ++unlisted;
+            read += node.pending != 0;
+            if (first == kNil || node.next != first) {
+                first_ = first;
+                cut();
+                after_ = node.next;
+            }
+            first = id;
+        }
+        first_ = first;
+        referenced_ += referenced;
+        unlisted_ += unlisted;
+        tree_.read_ -= read;
+    }
+
 private:
     void cut() {
         if (first_ == kNil) return;

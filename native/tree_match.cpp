@@ -16,41 +16,63 @@ void Tree::require_held(const Path& path, u32 upto) const {
     if (upto > path.held()) throw std::invalid_argument("beyond the nodes this path holds");
 }
 
-void Tree::walk(const Path& path, u32 limit, std::vector<u32>& found, u32 start) const {
+// Finds the nodes of a path. Returns how many leading ones are known to be on the device, which may
+// be fewer than there are.
+u32 Tree::walk(const Path& path, u32 limit, std::vector<u32>& found, u32 start) const {
     found.clear();
-    if (retired_) return;
+    if (retired_) return 0;
     u32 parent = start == 0 ? find_root(path.root) : path.nodes[start - 1];
-    if (parent == kNil) return;
+    if (parent == kNil) return 0;
     limit = std::min(limit, path.full_blocks());
+    u32 known = 0;
     for (u32 i = start; i < limit;) {
-        const u32 chain = path.extras.empty() ? chain_below(parent, path.block_tokens(i), limit - i) : 0;
+        bool resident = false;
+        const u32 chain = path.extras.empty() ? chain_below(parent, path.block_tokens(i), limit - i, resident) : 0;
         if (chain != 0) {
             const std::size_t before = found.size();
             found.resize(before + chain);
-            for (u32 j = 0; j < chain; ++j) found[before + j] = ++parent;
+            u32* out = found.data() + before;
+            for (u32 j = 0; j < chain; ++j) out[j] = parent + 1 + j;
+            parent += chain;
+            if (resident && known == before) known += chain;
             i += chain;
             continue;
         }
         const u32 extra = path.extras.empty() ? 0 : known_extra(path, i);
-        if (extra == kNil) return;
+        if (extra == kNil) break;
         const u32 child = find_child(parent, extra, path.block_tokens(i));
-        if (child == kNil) return;
+        if (child == kNil) break;
+        if (known == found.size() && (at(child).bits & kDevice) != 0) ++known;
         found.push_back(child);
         parent = child;
         ++i;
     }
+    return known;
 }
 
 // Blocks without an extra key that match below a node in ascending ids: their tokens lie side by
-// side, and are compared together.
-u32 Tree::chain_below(u32 parent, const u32* tokens, u32 limit) const {
+// side, and are compared together. resident: whether all of them are known to be on the device.
+u32 Tree::chain_below(u32 parent, const u32* tokens, u32 limit, bool& resident) const {
     const u32 first = parent + 1;
     if (first >= next_id_) return 0;
     limit = std::min({limit, std::max(kChainTokens / block_size_, u32(1)), next_id_ - first, nodes_.rows_beside(first)});
     const Node* nodes = nodes_.row(first);
     for (u32 i = limit; i < 2 * limit; i += 2) __builtin_prefetch(nodes + i);  // of the call after this one
     u32 linked = 0;
-    while (linked < limit && nodes[linked].parent == parent + linked && nodes[linked].extra == 0) ++linked;
+    u8 bits = kDevice;
+    const auto other = [&](u32 i) { return (nodes[i].parent ^ (parent + i)) | nodes[i].extra; };  // 0 for a link of the chain
+    for (constexpr u32 kTogether = 8; linked + kTogether <= limit; linked += kTogether) {
+        u32 others = 0;
+        u8 all = kDevice;
+        for (u32 i = linked; i < linked + kTogether; ++i) {
+            others |= other(i);
+            all &= nodes[i].bits;
+        }
+        if (others != 0) break;
+        bits &= all;
+    }
+    for (; linked < limit && other(linked) == 0; ++linked) bits &= nodes[linked].bits;
+    resident = bits != 0;
     const std::size_t bytes = 4 * std::size_t(block_size_);
     const u32* stored = tokens_of(first);
     if (std::memcmp(stored, tokens, linked * bytes) == 0) return linked;
@@ -63,8 +85,9 @@ u32 Tree::chain_below(u32 parent, const u32* tokens, u32 limit) const {
     return same;
 }
 
-Match Tree::describe(const std::vector<u32>& found) const {
-    Match match{0, {}};
+// resident: leading nodes that are known to be on the device.
+Match Tree::describe(const std::vector<u32>& found, u32 resident) const {
+    Match match{resident, {}};
     while (match.device_run < found.size() && (at(found[match.device_run]).bits & kDevice) != 0) ++match.device_run;
     match.states.reserve(found.size() - match.device_run);
     for (std::size_t i = match.device_run; i < found.size(); ++i)
@@ -74,8 +97,8 @@ Match Tree::describe(const std::vector<u32>& found) const {
 
 Match Tree::peek(const Path& path, u32 limit) {
     require(path);
-    walk(path, limit, scratch_);
-    return describe(scratch_);
+    const u32 resident = walk(path, limit, scratch_);
+    return describe(scratch_, resident);
 }
 
 // References are closed upwards, so the referenced nodes of a path are a leading run.
@@ -94,8 +117,8 @@ Match Tree::pin(Path& path, u32 limit) {
     require(path);
     const u32 held = path.held();
     if (path.table.size() != held) throw std::invalid_argument("path already holds device blocks of its own");
-    walk(path, limit, scratch_, held);
-    Match match = describe(scratch_);
+    const u32 resident = walk(path, limit, scratch_, held);
+    Match match = describe(scratch_, resident);
     if (path.committed < held) {  // the run has ended before
         std::string all;
         for (u32 i = 0; i < match.device_run; ++i) all.push_back(char(state(at(scratch_[i]))));
@@ -110,11 +133,13 @@ Match Tree::pin(Path& path, u32 limit) {
     path.nodes.resize(held + count);
     path.table.resize(held + count);
     path.shared.resize(held + count);
-    const bool has_names = path.names.size() >= held && path.names.size() < held + count;
-    if (has_names) path.names.reserve(held + count);
+    std::memcpy(path.nodes.data() + held, scratch_.data(), 4 * std::size_t(count));
+    const u32 together = is_plain() ? match.device_run : 0;
+    std::memset(path.shared.data() + held, 1, together);
     Unlisting unlisting(*this);
-    for (u32 i = 0; i < count; ++i) {
-        const u32 id = scratch_[i], position = held + i;
+    unlisting.acquire_run(scratch_.data(), together, path.table.data() + held);
+    for (u32 i = together; i < count; ++i) {
+        const u32 id = scratch_[i];
         Node& node = at(id);
         unlisting.acquire(id, node);
         if (node.hits != 0xffff) ++node.hits;
@@ -124,12 +149,23 @@ Match Tree::pin(Path& path, u32 limit) {
             if (sharing_ != nullptr) sharing_->gained(id);
         }
         const bool usable = i < match.device_run || (node.bits & kLoading) != 0;
-        path.nodes[position] = id;
-        path.put(position, usable ? node.block : kNil, usable);
-        if (has_names && position == path.names.size() && node.named != 0) path.names.push_back(given_name(id));
+        path.put(held + i, usable ? node.block : kNil, usable);
     }
+    if (path.names.size() >= held) take_names(path);
     path.committed += match.device_run;
     return match;
+}
+
+// The names that the path's further nodes have, as far as no node without one is between.
+void Tree::take_names(Path& path) const {
+    const u32 count = path.held();
+    if (path.names.size() >= count) return;
+    path.names.reserve(count);
+    while (path.names.size() < count) {
+        const u32 id = path.nodes[path.names.size()];
+        if (at(id).named == 0) return;
+        path.names.push_back(given_name(id));
+    }
 }
 
 std::vector<u32> Tree::trim(Path& path, u32 held) {
@@ -188,31 +224,32 @@ void Tree::let_go_run(const u32* first, const u32* end, std::vector<u32>& freed)
         while (end != first) let_go(*--end, freed);
         return;
     }
-    u32 tail = tails_[kPlainLevel], dropped = 0, listed = 0;
-    const auto store = [&] {
-        tails_[kPlainLevel] = tail;
-        counts_.referenced -= std::exchange(dropped, 0);
-        counts_.evictable += std::exchange(listed, 0);
-    };
+    u32 tail = tails_[kPlainLevel], dropped = 0, listed = 0, read = 0;
+    Node* last = tail == kNil ? nullptr : &at(tail);
+    Slab<Node, 1>::Cursor rows = nodes_.cursor();
     while (end != first) {
         const u32 id = *--end;
-        Node& node = at(id);
+        Node& node = rows[id];
         if (--node.refs != 0) continue;
         ++dropped;
         if (!is_firm(node)) {
-            store();
-            let_go_last(id, freed);
+            let_go_last(id, freed);  // no node of the list changes
             continue;
         }
         node.bits |= kListed;
         node.prev = tail;
         node.next = kNil;
-        (tail == kNil ? heads_[kPlainLevel] : at(tail).next) = id;
+        if (last == nullptr) heads_[kPlainLevel] = id;
+        else last->next = id;
+        last = &node;
         tail = id;
         ++listed;
-        read_ += node.pending != 0;
+        read += node.pending != 0;
     }
-    store();
+    tails_[kPlainLevel] = tail;
+    counts_.referenced -= dropped;
+    counts_.evictable += listed;
+    read_ += read;
 }
 
 // Deepest first, so that in the list a parent is always younger than its children and the eldest is
@@ -222,8 +259,13 @@ std::vector<u32> Tree::release(Path& path, u32 keep) {
     require(path);
     std::vector<u32> freed;
     path.fixed = std::max(path.fixed, path.held());
-    for (std::size_t i = keep; i < path.table.size(); ++i)
-        if (path.shared[i] == 0 && path.table[i] != kNil) freed.push_back(path.table[i]);
+    const u8* shared = path.shared.data();
+    for (std::size_t i = keep, size = path.table.size(); i < size; ++i) {
+        const void* own = std::memchr(shared + i, 0, size - i);
+        if (own == nullptr) break;
+        i = std::size_t(static_cast<const u8*>(own) - shared);
+        if (path.table[i] != kNil) freed.push_back(path.table[i]);
+    }
     let_go_run(path.nodes.data() + std::min<std::size_t>(keep, path.nodes.size()), path.nodes.data() + path.nodes.size(), freed);
     if (path.nodes.size() > keep) path.nodes.resize(keep);
     if (path.table.size() > keep) {

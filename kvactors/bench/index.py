@@ -31,6 +31,9 @@ PROMPTS = 64
 ROOT = bytes(32)
 BLOCKS = 1_000_000
 """Blocks that the index has before, in the rows of a filled index."""
+LOOK_UPS = 5
+"""Turns of a row of look-ups for each of another row. One takes about a millisecond, so that a
+neighbour on the same processor slows some of them as a whole."""
 LONG = 131_072
 """Tokens of a long prompt."""
 PEER = "SGLang's Rust tree, same run"
@@ -126,6 +129,13 @@ class OurTree:
             tree.release(path)
         return Turn(time.process_time() - began, hits)
 
+    def visit(self) -> None:
+        """Match every stored prompt once."""
+        for number in range(self._stored):
+            path = Path(self._block_size, ROOT)
+            path.extend(stored_prompt(number))
+            self._current().peek(path)
+
     def _current(self) -> BlockTree:
         if self._tree is None:
             raise RuntimeError("no tree has been made")
@@ -178,7 +188,11 @@ class Bench:
             found = self._peer.ask("fill", prompts=stored)["bytes"] / (stored * per_prompt)
             self.rows.append(time_row(f"block {block_size}, {name}", ours, found, "bytes", PEER))
         case = f"block {block_size}, {blocks:,} blocks before"
-        self._measure(f"{case}, look-up", "look_up", (count,))
+        # A hypervisor may give memory that was idle for a while only at the next access.
+        self._ours.visit()
+        if self._peer is not None:
+            self._peer.ask("visit")
+        self._measure(f"{case}, look-up", "look_up", (count,), rounds=LOOK_UPS * self._rounds)
         added = count * per_prompt * (self._rounds + 1)
         self._ours.new(block_size, hashes=False, blocks=stored * per_prompt + added)
         self._ours.fill(stored)
@@ -198,13 +212,14 @@ class Bench:
         before: Any = None,
         *,
         hashes: bool = False,
+        rounds: int = 0,
     ) -> float:
-        """Take turns, and add the row."""
+        """Take turns, and add the row. rounds: 0 for the usual number."""
         names = ("count", "length")[: len(sizes)]
         tokens = sizes[0] * (sizes[1] if len(sizes) > 1 else LENGTH)
         ours: list[float] = []
         theirs: list[float] = []
-        for number in range(self._rounds):
+        for number in range(rounds or self._rounds):
             if before is not None:
                 before()
             turns = {}

@@ -2,7 +2,7 @@
 
 Only the extension module of SGLang's wheel is loaded. The prompts and the way to count are those of
 `kvactors.bench.index`, which imports them from here. Each line of the input asks for something, and
-is answered with a line of JSON: `new`, `fill`, `insert`, `look_up`.
+is answered with a line of JSON: `new`, `fill`, `insert`, `look_up`, `visit`.
 """
 
 from __future__ import annotations
@@ -149,6 +149,13 @@ class RustTree:
             hits += match.device_prefix_len
         return {"seconds": time.process_time() - began, "hits": hits}
 
+    def visit(self) -> dict[str, Any]:
+        """Match every stored prompt once."""
+        for number in range(self._stored):
+            key = self._module.MatchParamsBinding(key=stored_prompt(number))
+            self._tree.match_prefix(key)
+        return {}
+
     def _unlock(self, node: int, lock: Any) -> None:
         params = self._module.DecLockRefParamsBinding(
             node_id=node,
@@ -168,6 +175,7 @@ def main() -> None:
         "fill": tree.fill,
         "insert": tree.insert,
         "look_up": tree.look_up,
+        "visit": tree.visit,
     }
     for line in sys.stdin:
         message = json.loads(line)

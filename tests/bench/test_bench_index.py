@@ -27,6 +27,8 @@ for line in sys.stdin:
     elif do == "fill":
         tree.fill(message["prompts"])
         answer = {{"bytes": 1000 * message["prompts"]}}
+    elif do == "visit":
+        tree.visit()
     else:
         turn = getattr(tree, do)(*message.values())
         answer = {{"seconds": 1.0, "hits": turn.hits + {more}}}
@@ -60,6 +62,8 @@ def test_the_peer_has_the_same_prompts_in_the_same_state(tmp_path: Path) -> None
     assert (memory["limit"], memory["unit"]) == (round(1000 * 8 / 1024, 4), "bytes")
     asked = log.read_text()
     assert asked.count('"hashes": true') == 2
+    assert asked.count('"do": "visit"') == 2
+    assert asked.count('"do": "look_up"') == 2 * index.LOOK_UPS
     assert '"do": "fill", "prompts": 8}' in asked
     assert '"do": "fill", "prompts": 2}' in asked
 
