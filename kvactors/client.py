@@ -14,8 +14,8 @@ from kvactors.actor import ActorRef, Ask
 from kvactors.actor.clock import clock_of
 from kvactors.actor.log import get_logger
 from kvactors.arguments import check_seconds
-from kvactors.device_events import DeviceEvents
-from kvactors.errors import ActorFailed, CacheClosed, KVActorsError, WrongLoop
+from kvactors.device_events import Completion, DeviceEvents, Stream, stream_handle
+from kvactors.errors import ActorFailed, CacheClosed, DeviceError, KVActorsError, WrongLoop
 from kvactors.prefix_index.messages import Abandon, IndexRequest, Withdrawn
 from kvactors.prefix_index.parts import part_of
 from kvactors.system import System
@@ -115,6 +115,26 @@ class Client:
         except ActorFailed as error:
             self.refine(error)
             raise
+
+    async def wait_device(self, event: Completion | None, stream: Stream | None, at: float) -> None:
+        """Wait until the device has completed an event, or the work that a stream has got when the
+        call begins. Neither is given: return at once. at: the absolute deadline."""
+        if event is None and stream is None:
+            return
+        recorded = None
+        if stream is not None:
+            if event is not None:
+                raise ValueError("event and stream are given: give one of them")
+            recorded = self.system.plane.streams.record_event(stream_handle(stream))
+        try:
+            await self.events.wait(event if recorded is None else recorded, at)
+        except DeviceError:
+            self.check()  # the event of a cache that was closed
+            raise
+        finally:
+            if recorded is not None:
+                recorded.release()
+        self.check()
 
     def refine(self, error: ActorFailed) -> None:
         """CacheClosed if an ask has failed because the cache was closed."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 from kvactors.arguments import check_flag, check_int, check_text, kind
-from kvactors.device_events import Completion
+from kvactors.device_events import Completion, Stream
 from kvactors.lease_hold import LeaseHold
 from kvactors.prefix_index.messages import AcquireResult, Fork, ForkedLease
 
@@ -39,6 +39,7 @@ async def fork(  # noqa: D417  (a method of Lease)
     request_id: str | None = None,
     *,
     event: Completion | None = None,
+    stream: Stream | None = None,
     deadline: float | None = None,
     wait_for_evictions: bool = True,
     wait_for_room: bool = False,
@@ -57,6 +58,7 @@ async def fork(  # noqa: D417  (a method of Lease)
         request_id: of the fork, as in `KVCache.acquire`. None: that of this lease.
         event: completes when the device has computed the last block (see `commit`). It is waited
             for before the copy begins. None: the block is computed.
+        stream: the engine's CUDA stream, in place of an event (see `commit`).
         deadline: seconds from now.
         wait_for_evictions: whether to wait, within the deadline, for evictions and copies in flight
             that will free blocks, as in `KVCache.acquire`.
@@ -73,7 +75,8 @@ async def fork(  # noqa: D417  (a method of Lease)
         NotReady: `wait_ready()` is needed first, as before a commit.
         NoRoom: no device block can be freed for the copy. Nothing changed.
         DeadlineExceeded: no block became free in time. Nothing changed.
-        DeviceError: the event has failed, or the block could not be copied. Nothing changed.
+        DeviceError: the event has failed, the device has no CUDA streams, or the block could not be
+            copied. Nothing changed.
     """
     request_ids = None if request_id is None else (request_id,)
     made = await fork_many(
@@ -81,6 +84,7 @@ async def fork(  # noqa: D417  (a method of Lease)
         1,
         request_ids,
         event=event,
+        stream=stream,
         deadline=deadline,
         wait_for_evictions=wait_for_evictions,
         wait_for_room=wait_for_room,
@@ -94,6 +98,7 @@ async def fork_many(  # noqa: D417  (a method of Lease)
     request_ids: Sequence[str] | None = None,
     *,
     event: Completion | None = None,
+    stream: Stream | None = None,
     deadline: float | None = None,
     wait_for_evictions: bool = True,
     wait_for_room: bool = False,
@@ -104,6 +109,7 @@ async def fork_many(  # noqa: D417  (a method of Lease)
         count: how many, at least 1.
         request_ids: one for each fork. None: that of this lease.
         event: as in `fork`.
+        stream: as in `fork`.
         deadline: seconds from now.
         wait_for_evictions: as in `fork`.
         wait_for_room: as in `fork`.
@@ -120,8 +126,8 @@ async def fork_many(  # noqa: D417  (a method of Lease)
         check_flag("wait_for_room", wait_for_room),
     )
     hold.check_read()
-    if event is not None:
-        await hold.wait_event(event, None, self.num_tokens, self.num_tokens, at)
+    if event is not None or stream is not None:
+        await hold.wait_event(event, stream, self.num_tokens, self.num_tokens, at)
     forks: list[L] = []
     step = max(1, TURN_BLOCKS // max(1, len(self._table)))
     try:

@@ -15,7 +15,7 @@ from kvactors.arguments import Media, check_seconds
 from kvactors.calls import CacheCalls
 from kvactors.config import Config
 from kvactors.deprecated import renamed
-from kvactors.device_events import Completion
+from kvactors.device_events import Completion, Stream
 from kvactors.errors import CacheClosed, DeadlineExceeded, WrongLoop
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.lease import Hits, Lease
@@ -272,6 +272,7 @@ class FromThread:
         steps: Sequence[Step],
         *,
         event: Completion | None = None,
+        stream: Stream | None = None,
         deadline: float | None = None,
     ) -> list[Stepped]:
         """See `KVCache.step`. The leases are those of `FromThread.acquire`."""
@@ -283,7 +284,9 @@ class FromThread:
                     step.lease.abandon()
 
         return self._call(
-            partial(self._cache.step, own, event=event, deadline=deadline), deadline, lost
+            partial(self._cache.step, own, event=event, stream=stream, deadline=deadline),
+            deadline,
+            lost,
         )
 
     def free_blocks(self, *, deadline: float | None = None) -> FreeBlocks:

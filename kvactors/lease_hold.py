@@ -9,8 +9,8 @@ import msgspec
 
 from kvactors.actor import Ask
 from kvactors.client import Client
-from kvactors.device_events import Completion, Stream, stream_handle
-from kvactors.errors import ActorFailed, DeviceError, LeaseBusy, LeaseEnded, NotReady
+from kvactors.device_events import Completion, Stream
+from kvactors.errors import ActorFailed, LeaseBusy, LeaseEnded, NotReady
 from kvactors.native import Path
 from kvactors.prefix_index.messages import (
     Ack,
@@ -163,22 +163,11 @@ class LeaseHold(msgspec.Struct, eq=False):
             raise ValueError(f"computed_tokens is {computed}, the lease has {num_tokens} tokens")
         if self.changing == "truncate":
             raise LeaseBusy(f"a truncate of the lease of {self.request_id!r} has not returned yet")
-        recorded = None
-        if stream is not None:
-            if event is not None:
-                raise ValueError("event and stream are given: give one of them")
-            recorded = self.client.system.plane.streams.record_event(stream_handle(stream))
         self.committing.append(computed)
         try:
-            await self.client.events.wait(event if recorded is None else recorded, at)
-        except DeviceError:
-            self.client.check()  # the event of a cache that was closed
-            raise
+            await self.client.wait_device(event, stream, at)
         finally:
             self.committing.remove(computed)
-            if recorded is not None:
-                recorded.release()
-        self.client.check()
         self.check_ended()
 
     async def commit_in_parts(self, path: Path, computed: int, num_tokens: int, at: float) -> int:

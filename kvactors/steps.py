@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvactors.arguments import Media, added_media, check_int, extend_path, kind
-from kvactors.device_events import Completion
+from kvactors.device_events import Completion, Stream
 from kvactors.errors import ActorFailed, KVActorsError, LeaseEnded
 from kvactors.lease import Lease
 from kvactors.native import Path
@@ -142,6 +142,7 @@ async def step(  # noqa: D417  (a method of the cache)
     steps: Sequence[Step],
     *,
     event: Completion | None = None,
+    stream: Stream | None = None,
     deadline: float | None = None,
 ) -> list[Stepped]:
     """Extend and commit many leases with one message, as one decode step needs it.
@@ -153,18 +154,19 @@ async def step(  # noqa: D417  (a method of the cache)
         steps: one per lease. A lease occurs once.
         event: completes when the device has computed the tokens that are committed. Nothing happens
             before. See `Lease.commit`.
+        stream: the engine's CUDA stream, in place of an event. See `Lease.commit`.
         deadline: seconds from now, for the event as well.
 
     Returns:
         An outcome per step, in the same order. An error in it concerns its lease alone.
 
     Raises:
-        DeviceError: the event has failed. Nothing changed.
+        DeviceError: the event has failed, or the device has no CUDA streams. Nothing changed.
     """
     at = self._client.deadline(deadline)
     plans = _plan(self, steps)
-    if event is not None:
-        await _wait(self, plans, event, at)
+    if event is not None or stream is not None:
+        await _wait(self, plans, event, stream, at)
         plans = _plan(self, steps)
     begun: list[_Plan] = []
     try:
@@ -205,17 +207,22 @@ async def _carry_out(cache: OpenCache, plans: list[_Plan], at: float) -> None:
         await asyncio.gather(*(plan.alone(at) for plan in left))
 
 
-async def _wait(cache: OpenCache, plans: list[_Plan], event: Completion, at: float) -> None:
-    """Wait for an event. The tokens to be committed stay until then."""
+async def _wait(
+    cache: OpenCache,
+    plans: list[_Plan],
+    event: Completion | None,
+    stream: Stream | None,
+    at: float,
+) -> None:
+    """Wait for an event or a stream. The tokens to be committed stay until then."""
     waiting = [(plan.lease._hold, plan.computed or 0) for plan in plans]
     for hold, computed in waiting:
         hold.committing.append(computed)
     try:
-        await cache._client.events.wait(event, at)
+        await cache._client.wait_device(event, stream, at)
     finally:
         for hold, computed in waiting:
             hold.committing.remove(computed)
-    cache._client.check()
 
 
 async def _step_batch(cache: OpenCache, batch: list[_Plan], at: float) -> None:

@@ -218,7 +218,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "lookup"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST}),
     (KVCache, "step"): (
         {"steps": []},
-        {"steps": "steps", "event": "event", "deadline": "seconds"},
+        {"steps": "steps", "event": "event", "stream": "stream", "deadline": "seconds"},
     ),
     (KVCache, "set_num_blocks"): (
         {"num_blocks": 8},
@@ -251,7 +251,13 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (Lease, "truncate"): ({"num_tokens": 8}, {"num_tokens": "int", "deadline": "seconds"}),
     (Lease, "fork"): (
         {},
-        {"request_id": "text", "event": "event", "deadline": "seconds", **WAITS},
+        {
+            "request_id": "text",
+            "event": "event",
+            "stream": "stream",
+            "deadline": "seconds",
+            **WAITS,
+        },
     ),
     (Lease, "fork_many"): (
         {"count": 1},
@@ -259,6 +265,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
             "count": "int",
             "request_ids": "names",
             "event": "event",
+            "stream": "stream",
             "deadline": "seconds",
             **WAITS,
         },

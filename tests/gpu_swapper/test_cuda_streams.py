@@ -11,18 +11,21 @@ from types import SimpleNamespace
 import pytest
 
 import kvactors
+from kvactors import Step
 from kvactors.config import Config
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda import engine as cuda_engine
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.errors import DeadlineExceeded, DeviceError, NotReady
+from kvactors.from_thread import ThreadLease
 from kvactors.layout import GQALayout
 from tests.support import cuda
 from tests.support.cache import opened as opened_on_host
 from tests.support.cache import prompt
 from tests.support.cuda_stand import until
 
+ENDS = {"cancelled": asyncio.CancelledError, "late": DeadlineExceeded, "refused": DeviceError}
 HELD = 0.02
 """Seconds in which a call that does not wait would have returned."""
 
@@ -76,6 +79,11 @@ class Stand:
             for region, size in pieces
             for block in blocks
         ]
+
+    def write(self, block, byte):
+        """Fill a block with one byte, as a kernel does."""
+        for region, size in zip(self.device.regions, self.device.piece_bytes, strict=True):
+            ctypes.memset(int(region + size * block), byte, int(size))
 
     @property
     def events(self):
@@ -151,6 +159,106 @@ async def test_the_blocks_of_a_lease_are_free_when_its_stream_has_come_so_far(fa
             fake.gate(-1)
             await task
             await (await stand.cache.acquire("b", [2] * 81)).finish()
+
+
+@pytest.mark.parametrize("where", ["fork", "fork_many", "from_thread"])
+async def test_a_fork_copies_the_last_block_when_its_stream_has_come_so_far(fake, where):
+    """The work of the stream writes the block, and both leases have its bytes."""
+    async with standing(fake, blocks=12) as stand:
+        lease = await stand.cache.acquire("a", [1] * 85)
+        last = lease.block_table[5]
+        fake.gate(0)
+        stand.work(stand.stream, lambda: stand.write(last, 0x5A))
+        if where == "fork":
+            call = lease.fork(stream=stand.stream)
+        elif where == "fork_many":
+            call = lease.fork_many(1, stream=SimpleNamespace(cuda_stream=stand.stream))
+        else:
+            call = asyncio.to_thread(
+                ThreadLease(stand.cache.from_thread, lease).fork, stream=stand.stream
+            )
+        task = asyncio.ensure_future(call)
+        await asyncio.sleep(HELD)
+        assert not task.done()
+        with pytest.raises(ValueError, match="event and stream"):
+            await lease.fork(stream=stand.stream, event=asyncio.Event())
+        fake.gate(-1)
+        made = await task
+        fork = made[0] if isinstance(made, tuple) else made
+        assert fork.block_table[:5] == lease.block_table[:5]
+        assert fork.block_table[5] != last
+        found = stand.bytes_of([fork.block_table[5]])
+        assert found == stand.bytes_of([last])
+        assert set(b"".join(found)) == {0x5A}
+        await lease.finish()
+        if where == "from_thread":
+            await asyncio.to_thread(fork.finish)
+        else:
+            await fork.finish()
+        assert stand.cache.check() == []
+
+
+@pytest.mark.parametrize("where", ["loop", "thread"])
+async def test_a_step_is_shared_when_its_stream_has_come_so_far(fake, where):
+    async with standing(fake, blocks=12) as stand:
+        lease = await stand.cache.acquire("a", [1] * 80)
+        fake.gate(0)
+        stand.work(stand.stream)
+        if where == "loop":
+            call = stand.cache.step([Step(lease, [1], 80)], stream=stand.stream)
+        else:
+            entry = Step(ThreadLease(stand.cache.from_thread, lease), [1], 80)
+            call = asyncio.to_thread(stand.cache.from_thread.step, [entry], stream=stand.stream)
+        step = asyncio.ensure_future(call)
+        await asyncio.sleep(HELD)
+        assert not step.done()
+        assert lease.num_tokens == 80
+        assert await stand.hits(1) == 0
+        with pytest.raises(ValueError, match="event and stream"):
+            await stand.cache.step([], stream=stand.stream, event=asyncio.Event())
+        fake.gate(-1)
+        (outcome,) = await step
+        assert outcome.error is None
+        assert outcome.committed_blocks == 5
+        assert lease.num_tokens == 81
+        assert await stand.hits(1) == 5
+        await lease.finish()
+
+
+@pytest.mark.parametrize("what", ["fork", "step"])
+@pytest.mark.parametrize("how", ["cancelled", "late", "refused"])
+async def test_a_fork_or_step_that_ends_before_its_event_changes_nothing(fake, what, how):
+    async with standing(fake, blocks=12) as stand:
+        lease = await stand.cache.acquire("a", [1] * 85)
+        free = stand.cache.free_blocks()
+
+        def call(**more):
+            if what == "fork":
+                return lease.fork(stream=stand.stream, **more)
+            return stand.cache.step([Step(lease, [1], 80)], stream=stand.stream, **more)
+
+        fake.gate(0)
+        stand.work(stand.stream)
+        if how == "refused":
+            fake.fail("cuEventRecord", 1)
+        task = asyncio.ensure_future(call(**({"deadline": 0.01} if how == "late" else {})))
+        await asyncio.sleep(0.005)
+        if how == "cancelled":
+            task.cancel()
+        with pytest.raises(ENDS[how]):
+            await task
+        assert stand.cache.free_blocks() == free
+        assert lease.num_tokens == 85
+        assert not lease._hold.committing
+        assert await stand.hits(1) == 0
+        fake.gate(-1)
+        made = await call()
+        if what == "fork":
+            await made.finish()
+        else:
+            assert made[0].committed_blocks == 5
+        await lease.finish()
+        assert stand.cache.check() == []
 
 
 @pytest.mark.parametrize("how", ["cancelled", "late"])
@@ -330,6 +438,9 @@ async def test_host_memory_has_no_streams():
             lambda: lease.commit(8, stream=7),
             lambda: lease.finish(8, stream=7),
             lambda: lease.preempt(8, stream=7),
+            lambda: lease.fork(stream=7),
+            lambda: lease.fork_many(2, stream=7),
+            lambda: cache.step([Step(lease, [1], 8)], stream=7),
             lambda: lease.wait_ready(stream=7),
             lambda: lease.wait_layer(0, stream=7),
         ):
