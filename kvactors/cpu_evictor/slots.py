@@ -26,7 +26,7 @@ BlockTraits = tuple[int, int, float]
 PLAIN_BLOCK: BlockTraits = (0, 0, inf)
 NOTHING: Mapping[int, int] = {}
 
-STEP = 512
+STEP = 128
 """Blocks that one step of a check covers."""
 
 

@@ -26,7 +26,7 @@ from kvactors.types import Tier, split_hashes
 SLICE = 0.0005
 """Seconds of steps before other tasks run."""
 
-PAGE = 256
+PAGE = 64
 """Keys a step."""
 
 ATTEMPTS = 3

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Media = tuple[tuple[int, int], ...]
 """(offset, length) in tokens of media items, in ascending order."""
 
-NODES = 256
+NODES = 128
 """Nodes of the tree that a step of a check covers: hashing the tokens of one takes a microsecond
 or more."""
 

@@ -8,7 +8,7 @@ from kvactors.invariant import ensure
 from kvactors.native import Path
 from kvactors.prefix_index.ages import BlockAges
 
-STEP = 2048
+STEP = 512
 """Blocks that a step of a check covers."""
 
 
