@@ -183,6 +183,9 @@ class Path:
         """The block table (a copy): device block ids, -1 where none is assigned. `stop` -1: to the
         end."""
 
+    def table(self) -> tuple[int, ...]:
+        """The whole block table, as `blocks` returns it, in a tuple."""
+
     def assign(self, start: int, blocks: Sequence[int]) -> None:
         """Write private device blocks into the table from position `start`, growing it as needed.
         ValueError for a gap (`start` beyond the end), or a position whose block belongs to the

@@ -149,7 +149,7 @@ class CacheCalls(OpenCache):
             hints,
         )
         try:
-            granted = await self._client.index.ask(message, deadline=at)
+            granted = await self._client.index.begin_ask(message, at)
         except (NoRoom, Paused):
             raise
         except BaseException as error:

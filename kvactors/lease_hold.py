@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -62,10 +63,10 @@ class LeaseHold(msgspec.Struct, eq=False):
             self.check_ended()
         return at
 
-    def loads_deadline(self, deadline: float | None) -> float:
-        """The same, by default late enough for every load to complete or to be given up."""
-        at = self.deadline(deadline)
-        return max(at, self.loads_end + AFTER_LOADS) if deadline is None else at
+    def after_loads(self, at: float) -> float:
+        """The default deadline of a wait for loads: `at` or later, when each of them has completed
+        or was given up."""
+        return max(at, self.loads_end + AFTER_LOADS)
 
     def check_ended(self) -> None:
         """LeaseEnded once the lease has ended."""
@@ -80,13 +81,17 @@ class LeaseHold(msgspec.Struct, eq=False):
             )
         self.changing = call
 
-    async def ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
-        """Ask the index. has_effect: the call changes the lease, so the lease ends if the caller
-        is cancelled after the change."""
+    def ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Awaitable[Any]:
+        """Ask the index. Await the answer in the same step. has_effect: the call changes the
+        lease, so the lease ends if the caller is cancelled after the change."""
+        asked = self.client.index.begin_ask(message, at, self._lost if has_effect else None)
+        if isinstance(asked, asyncio.Future) and asked.exception() is None:
+            return asked  # a direct turn has answered
+        return self._answer(asked)
+
+    async def _answer(self, asked: Awaitable[Any]) -> Any:
         try:
-            return await self.client.index.ask(
-                message, deadline=at, lost=self._lost if has_effect else None
-            )
+            return await asked
         except LeaseEnded as error:
             self.ended = True
             raise LeaseEnded(f"lease of {self.request_id!r}: {error}") from None

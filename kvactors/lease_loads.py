@@ -48,10 +48,12 @@ async def wait_ready(  # noqa: D417  (a method of Lease)
         DeviceError: the device has no CUDA streams, or the driver refused to let the stream wait.
     """
     hold = self._hold
-    at = hold.loads_deadline(deadline)
-    handle = _checked(hold, stream)
+    at = hold.deadline(deadline)
+    handle = None if stream is None else _checked(hold, stream)
     if not self.pending:
         return
+    if deadline is None:
+        at = hold.after_loads(at)
     waits = (
         None
         if handle is None
@@ -92,9 +94,9 @@ async def wait_layer(  # noqa: D417  (a method of Lease)
         ValueError: the layout has no such layer.
     """
     hold = self._hold
-    at = hold.loads_deadline(deadline)
+    at = hold.deadline(deadline)
     number = check_int("layer", layer, 0, hold.client.layers - 1)
-    handle = _checked(hold, stream)
+    handle = None if stream is None else _checked(hold, stream)
     if not self.pending:
         return self.cached_tokens
     if handle is not None and hold.client.system.plane.streams.make_stream_wait(
@@ -102,15 +104,15 @@ async def wait_layer(  # noqa: D417  (a method of Lease)
     ):
         hold.unread = True
         return self.cached_tokens
+    if deadline is None:
+        at = hold.after_loads(at)
     cached = int(await hold.ask(LayerReady(hold.id, number), at))
     hold.unread |= self.pending
     return cached
 
 
-def _checked(hold: LeaseHold, stream: Stream | None) -> int | None:
+def _checked(hold: LeaseHold, stream: Stream) -> int:
     """The driver's handle. DeviceError if the device has no streams."""
-    if stream is None:
-        return None
     handle = stream_handle(stream)
     hold.client.system.plane.streams.check_streams()
     return handle
@@ -123,7 +125,7 @@ def _blocks(self: Loading) -> Sequence[int]:
 
 async def _ready_before(hold: LeaseHold, waits: asyncio.Future[None], at: float) -> Any:
     """The result of the loads, or None if `waits` is done before."""
-    asked = asyncio.ensure_future(hold.ask(Ready(hold.id), at))
+    asked: asyncio.Future[Any] = asyncio.ensure_future(hold.ask(Ready(hold.id), at))
     try:
         await asyncio.wait((asked, waits), return_when=asyncio.FIRST_COMPLETED)
         if asked.done():

@@ -178,6 +178,10 @@ void bind_path(nb::module_& m) {
             if (start < 0 || start > stop || stop > size) throw nb::value_error("positions out of range");
             return ids_of(p.table.data() + start, std::size_t(stop - start));
         }, "start"_a = 0, "stop"_a = -1)
+        .def("table", [](const PyPath& p) {
+            const Busy busy(p.busy);
+            return tuple_of(p.table.data(), p.table.size());
+        })
         .def("assign", [](PyPath& p, Id start, const std::vector<Id>& blocks) {
             const Busy busy(p.busy);
             std::vector<u32> narrow_blocks(blocks.size());

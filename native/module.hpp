@@ -113,6 +113,19 @@ inline std::vector<Id> ids_of(const u32* blocks, std::size_t count) {
 
 inline std::vector<Id> ids_of(const std::vector<u32>& blocks) { return ids_of(blocks.data(), blocks.size()); }
 
+// The same as a tuple, without an array between.
+inline nb::tuple tuple_of(const u32* blocks, std::size_t count) {
+    PyObject* made = PyTuple_New(Py_ssize_t(count));
+    if (made == nullptr) throw nb::python_error();
+    nb::tuple ids = nb::steal<nb::tuple>(made);
+    for (std::size_t i = 0; i < count; ++i) {
+        PyObject* id = PyLong_FromLongLong(blocks[i] == kNil ? -1 : Id(blocks[i]));
+        if (id == nullptr) throw nb::python_error();
+        PyTuple_SetItem(made, Py_ssize_t(i), id);
+    }
+    return ids;
+}
+
 inline u32 block_of(Id block) {
     if (block < 0 || block >= Id(kNil)) throw nb::value_error("device block id out of range");
     return u32(block);

@@ -4,7 +4,7 @@ across the actor's failures and restarts."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from math import inf
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -156,13 +156,20 @@ class ActorRef(Generic[M_contra]):
         lost: called with an answer that does not reach the caller, because it was cancelled after
         the actor had answered.
         """
+        return await self.begin_ask(message, deadline, lost)
+
+    def begin_ask(
+        self, message: Ask[R], deadline: float, lost: Callable[[R], None] | None = None
+    ) -> Awaitable[R]:
+        """`ask` without a coroutine if a direct turn answers: then a future that is done. Await the
+        result in the same step, once."""
         direct = self.direct
         reply: asyncio.Future[R] = asyncio.Future(loop=None if direct is None else direct.loop)
         envelope: Envelope[R] = Envelope(message, reply, deadline, self.incarnation)
         taken = direct is not None and direct.take(envelope)
         if taken and reply.done():
-            return reply.result()
-        return await self._answer(envelope, reply, lost, taken=taken)
+            return reply
+        return self._answer(envelope, reply, lost, taken=taken)
 
     async def _answer(
         self,

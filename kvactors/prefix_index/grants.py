@@ -159,7 +159,7 @@ class Grants:
         if lease.media:
             expected = self._index.before_media(expected, lease.media)
         reply = AcquireResult(
-            tuple(lease.path.blocks()) if table is None else table,
+            lease.path.table() if table is None else table,
             expected * self._index.block_size,
             bool(lease.loads),
             lease.device_hits,
