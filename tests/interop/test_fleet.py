@@ -37,16 +37,18 @@ def run(data: dict[str, Any], *, isolate: bool = True) -> Report:
 
 
 def show(report: Report) -> None:
-    """Print the share of the tokens computed once, by placement."""
+    """Print the share of the tokens computed once and what became of the pool's objects, by
+    placement."""
     for placement, figures in report.fleet.items():
         if placement != "namespaces":
+            pool = {name: n for name, n in figures.items() if name.startswith(("pool_", "shed"))}
             print(
                 f"{placement}: {figures['requests']:.0f} requests, hit rate "
                 f"{figures['hit_rate']} (one large cache: {figures['ideal_hit_rate']}), tokens "
                 f"computed once {figures['computed_once']} (one large cache: 1), "
                 f"{figures['verified']:.0f} blocks verified, {figures['corrupt']:.0f} wrong, "
                 f"{figures['retried']:.0f} requests sent again, {figures['faults']:.0f} faults, "
-                f"wait p99 {figures['wait_p99_s']} s"
+                f"wait p99 {figures['wait_p99_s']} s, {pool}"
             )
 
 
@@ -110,7 +112,9 @@ def test_nodes_without_memory_of_the_pool_hit_what_others_computed() -> None:
     show(report)
     figures, alone = report.fleet["random"], report.fleet["no_pool"]
     assert figures["hit_rate_storage"] > 0.1
-    assert figures["pool_objects"] == figures["blocks_distinct"]
+    # on a loaded machine a node without free transit slots does not save
+    least = figures["blocks_distinct"] - figures["shed"]
+    assert least <= figures["pool_objects"] <= figures["blocks_distinct"]
     assert figures["blocks_computed"] < alone["blocks_computed"]
 
 

@@ -101,6 +101,7 @@ class Node:
 
     async def _settle(self, order: Order) -> Answer:
         one, cache = self._session, self._session.cache
+        await self._engine.idle()  # saves in flight are objects of the pool that is judged
         await self._engine.settle()
         settings = events_of(one.scenario)
         if settings is None:
@@ -117,6 +118,7 @@ class Node:
             "divergence": cache.count_divergent_blocks(),
             "messages": statistics.messages,
             "events": statistics.flush[0].delivered,
+            "shed": statistics.host.shed,
             "cpu_s": time.process_time(),
         }
         if statistics.store is not None:
