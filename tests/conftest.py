@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import sys
 from collections.abc import Iterator
@@ -137,6 +138,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if left and not hasattr(session.config, "workerinput"):
         print(f"\ntests have written into the clone: {', '.join(sorted(left))}", file=sys.stderr)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _earlier_objects_are_not_scanned() -> None:
+    """A pass of the garbage collector scans the objects of tests, not the millions of modules and
+    collected tests: with all of them a pass takes 0.2 seconds. `gc.unfreeze` in a test ends this,
+    until the next file."""
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
