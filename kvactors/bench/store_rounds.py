@@ -9,7 +9,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -49,6 +49,24 @@ PLAIN: tuple[tuple[str, int, bool], ...] = (
     ("16 threads, a file an object", 16, True),
 )
 """Plain threads: a name, how many, and whether each object is a file."""
+
+
+LEAST_ROUNDS = 4
+"""Rounds of a load, also on a machine where they take long."""
+
+
+def rounds_within(rounds: int, seconds: float) -> Iterator[int]:
+    """The numbers of the rounds of a load.
+
+    Args:
+        rounds: at most.
+        seconds: no round begins behind them, once there were LEAST_ROUNDS.
+    """
+    until = time.monotonic() + seconds
+    for number in range(rounds):
+        if number >= LEAST_ROUNDS and time.monotonic() > until:
+            return
+        yield number
 
 
 class Round(NamedTuple):
@@ -322,9 +340,9 @@ class Measured(NamedTuple):
     lags: Lags
 
 
-def measured(folder: Path, load: Load, rounds: int, vllm: VllmTier | None) -> Measured:
-    """Interleaved rounds, in another order each time. In every LAG_EVERY-th one the store takes a
-    second turn, in which the loop's lag is measured."""
+def measured(folder: Path, load: Load, numbers: Iterable[int], vllm: VllmTier | None) -> Measured:
+    """Interleaved rounds of these numbers, in another order each time. In every LAG_EVERY-th one
+    the store takes a second turn, in which the loop's lag is measured."""
     arena = Arena(load.slots, load.size)
     arena.touch()
     for slot in range(arena.num_slots):
@@ -346,7 +364,7 @@ def measured(folder: Path, load: Load, rounds: int, vllm: VllmTier | None) -> Me
     if vllm is not None:
         peer = vllm
         runners.append(lambda: found.vllm.append(peer.round(load)))
-    for number in range(rounds):
+    for number in numbers:
         at = number % len(runners)
         for runner in runners[at:] + runners[:at]:
             runner()

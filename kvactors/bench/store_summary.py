@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 
 from kvactors.bench.report import Row, rate_row, time_row
 from kvactors.bench.store_rounds import PLAIN, Measured, Round
@@ -77,3 +78,12 @@ def rounds_of(found: Measured) -> dict[str, dict[str, list[dict[str, float]]]]:
             name: [one._asdict() for one in of] for name, of in by_runner(found).items() if of
         }
     }
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """How many rounds each load had: the usual number, and the loads with another one."""
+    if not counts:
+        return "0"
+    usual = max(counts.values())
+    fewer = [f"{case} {count}" for case, count in counts.items() if count != usual]
+    return f"{usual} ({', '.join(fewer)})" if fewer else str(usual)

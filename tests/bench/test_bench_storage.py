@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvactors.bench import store
-from kvactors.bench.store_rounds import load_of
-from kvactors.bench.store_summary import PEER
+from kvactors.bench.store_rounds import LEAST_ROUNDS, load_of, rounds_within
+from kvactors.bench.store_summary import PEER, counted
 from kvactors.cli import main
 
 STAND_IN = """#!{python}
@@ -39,6 +39,18 @@ def test_the_store_reports_both_directions_beside_plain_threads(tmp_path, monkey
     assert {len(of) for runners in report["rounds"].values() for of in runners.values()} == {1}
     assert set(report["rounds"]) <= {case.rsplit(", ", 1)[0] for case in cases} | set(cases)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rounds_end_behind_their_seconds_but_for_the_least():
+    assert list(rounds_within(9, 3600.0)) == list(range(9))
+    assert list(rounds_within(9, -1.0)) == list(range(LEAST_ROUNDS))
+    assert list(rounds_within(2, -1.0)) == [0, 1]
+
+
+def test_the_report_names_the_loads_with_fewer_rounds():
+    assert counted({}) == "0"
+    assert counted({"a": 9, "b": 9}) == "9"
+    assert counted({"a": 9, "b": 4, "c": 5}) == "9 (b 4, c 5)"
 
 
 def stand_in(folder: Path, log: Path, failed: int = 0) -> str:
