@@ -5,25 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvactors.device.arena import Arena
 from kvactors.native import addresses, headers_fit, make_headers
 from kvactors.storage.backends.header import HEADER, MAGIC, VERSION
 from kvactors.storage.backends.mooncake_codes import NO_SPACE, NOT_FOUND
-from kvactors.storage.backends.mooncake_objects import (
-    SHORT,
-    WHOLE_BYTES,
-    MooncakeObjects,
-    cuts,
-    slices,
-)
+from kvactors.storage.backends.mooncake_objects import MooncakeObjects
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key, never
@@ -77,7 +71,7 @@ class Bench:
     def __init__(self, trailer: int = HEADER.size, slots: int = 8, step: int = 3) -> None:
         self.pool, self.breaker = Pool(), Breaker()
         self.objects = MooncakeObjects(self.pool, "p/", DIGEST, SIZE, lambda: self.breaker)
-        self.objects._step = step
+        self.objects.calls.most_objects = step
         self.arena = self.objects.arena = Arena(slots, SIZE, trailer=trailer)
         for slot in range(slots):
             self.arena.view(slot)[:] = np.random.default_rng(slot).bytes(SIZE)
@@ -171,40 +165,68 @@ async def test_a_cancelled_write_ends_after_its_checksums(bench):
     assert bench.objects._checksums.busy == 0
 
 
-@given(
-    st.integers(0, 70), st.integers(1, 64), st.sampled_from([1, WHOLE_BYTES // 8, 2 * WHOLE_BYTES])
+class Fault(NamedTuple):
+    """A change of a stored object."""
+
+    removed: bool = False
+    at: int = -1  # of a byte that changes
+
+
+FAULTS = st.one_of(
+    st.just(Fault()),
+    st.just(Fault(removed=True)),
+    st.integers(0, SIZE + 95).map(lambda at: Fault(at=at)),
 )
-def test_calls_of_a_batch_have_each_object_once_and_the_first_of_a_large_one_is_short(
-    count, step, block_bytes
-):
-    parts = cuts(count, step, block_bytes)
-    assert [i for some in slices(parts) for i in range(count)[some]] == list(range(count))
-    assert all(0 < part <= step for part in parts)
-    if count * block_bytes <= WHOLE_BYTES or min(count, step) < SHORT:
-        assert len(parts) == -(-count // step)
-    else:
-        assert parts[0] <= min(count, step) / SHORT
-    assert all(one == step for one, _ in list(pairwise(parts))[1:])
 
 
-@pytest.mark.parametrize("backwards", [False, True])
-async def test_large_batches_have_their_short_call_first_in_writes_and_last_in_reads(
-    bench, monkeypatch, backwards
-):
-    monkeypatch.setattr("kvactors.storage.backends.mooncake_objects.WHOLE_BYTES", SIZE)
-    bench.objects._step = 4
-    keys, views = bench.keys, bench.views
-    if backwards:
-        keys, views = keys[::-1], views[::-1]
-    assert await bench.objects.write(keys, views, never) == bytes([OK] * 8)
-    assert bench.pool.calls == [1, 4, 3]
-    bench.pool.calls.clear()
-    wanted = [bytes(view) for view in views]
+@pytest.mark.parametrize("by_slot", [False, True])
+@settings(max_examples=40)
+@given(st.lists(FAULTS, min_size=1, max_size=20), st.integers(1, 64), st.randoms())
+async def test_every_object_of_a_batch_is_verified(by_slot, faults, step, random):
+    """The model: an object is a hit if no byte of it changed, corrupt if one did, and else missing.
+    Slots are in any order."""
+    count = len(faults)
+    bench = Bench(slots=count, step=step)
+    slots = random.sample(range(count), count)
+    views = [bench.views[slot] for slot in slots]
+    write, read = bench.objects.write, bench.objects.read
+    where: list[int] | list[memoryview] = views
+    if by_slot:
+        write, read = bench.objects.write_slots, bench.objects.read_slots
+        where = slots
+    stored, names = bench.pool.objects, [bench.objects.name(one) for one in bench.keys]
+    assert await write(bench.keys, where, never) == bytes([OK]) * count
+    payloads = [bytes(view) for view in views]
+    for name, payload, one, fault in zip(names, payloads, bench.keys, faults, strict=True):
+        assert stored[name] == payload + header(one, payload)
+        if fault.removed:
+            del stored[name]
+        elif fault.at >= 0:
+            data = bytearray(stored[name])
+            data[fault.at] ^= 0x10
+            stored[name] = bytes(data)
     for view in views:
         view[:] = bytes(SIZE)
-    assert await bench.objects.read(keys, views, never) == bytes([OK] * 8)
-    assert bench.pool.calls == [3, 4, 1]
-    assert [bytes(view) for view in views] == wanted
+    wanted = [
+        Outcome.MISS if fault.removed else CORRUPT if fault.at >= 0 else OK for fault in faults
+    ]
+    assert list(await read(bench.keys, where, never)) == wanted
+    for view, payload, outcome in zip(views, payloads, wanted, strict=True):
+        assert outcome != OK or bytes(view) == payload
+    assert max(bench.pool.calls) <= step
+    bench.close()
+
+
+def test_only_slots_of_the_registered_arena_are_moved_without_views(bench):
+    has, arena = bench.objects.has_slots, bench.arena
+    assert has(arena, [7, 0], 2)
+    for slots, count in (([7, 8], 2), ([-1, 0], 2), ([1], 2), ([1, 2], 1), ([], 0)):
+        assert not has(arena, slots, count)
+    other = Arena(8, SIZE, trailer=HEADER.size)
+    assert not has(other, [0], 1)
+    for arena in (Arena(8, SIZE), Arena(8, 2 * SIZE, trailer=HEADER.size)):
+        bench.objects.arena = arena
+        assert not has(arena, [0], 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -14,11 +14,13 @@ from functools import partial
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
+from kvactors.lineage import Lineage
 from kvactors.mooncake_config import MooncakeConfig, largest_registration
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.mooncake_client import MooncakeClient
-from kvactors.storage.backends.mooncake_objects import BATCH, MooncakeObjects
+from kvactors.storage.backends.mooncake_objects import MooncakeObjects
+from kvactors.storage.backends.mooncake_presence import PoolPresence
 from kvactors.storage.backends.mooncake_registration import Registration
 from kvactors.storage.backends.views import move_fitting
 from kvactors.storage.messages import Outcome
@@ -48,6 +50,7 @@ class MooncakeBackend(Backend):
             block_bytes,
             lambda: self.counters.breaker,
         )
+        self._presence = PoolPresence(self.client, self.objects.name, self.counters)
 
     async def open(self) -> None:
         """See `Backend.open`. Joins the pool."""
@@ -63,35 +66,12 @@ class MooncakeBackend(Backend):
         return 0 if self.counters.breaker.state() == "open" else None
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """See `Backend.ask`. The master gives each object that it is asked about a lease, so no key
-        behind the leading run is asked about."""
-        run = 0
-        for start in range(0, len(keys), BATCH):
-            some = keys[start : start + BATCH]
-            if expired() or not self.counters.breaker.closed():
-                return run
-            codes = await self.client.exist([self.objects.name(key) for key in some])
-            self.counters.breaker.saw(any(code >= 0 for code in codes))
-            self.counters.outcomes[Outcome.UNAVAILABLE] += sum(code < 0 for code in codes)
-            good = next((i for i, code in enumerate(codes) if code != 1), len(some))
-            run += good
-            if good < len(some):
-                return run
-        return run
+        """See `Backend.ask`."""
+        return await self._presence.run(keys, expired)
 
     async def ask_each(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
-        """See `presence.ask_each`. The leases of objects behind a missing one cost the pool little:
-        they end after seconds."""
-        found: list[bool] = []
-        for start in range(0, len(keys), BATCH):
-            some = keys[start : start + BATCH]
-            if expired() or not self.counters.breaker.closed():
-                break
-            codes = await self.client.exist([self.objects.name(key) for key in some])
-            self.counters.breaker.saw(any(code >= 0 for code in codes))
-            self.counters.outcomes[Outcome.UNAVAILABLE] += sum(code < 0 for code in codes)
-            found += [code == 1 for code in codes]
-        return found + [False] * (len(keys) - len(found))
+        """See `presence.ask_each`."""
+        return await self._presence.each(keys, expired)
 
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
@@ -99,11 +79,24 @@ class MooncakeBackend(Backend):
         """See `Backend.read`. Corrupt objects are removed from the pool."""
         move = partial(self.objects.read, expired=expired)
         outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=True)
-        results = zip(keys, outcomes, strict=True)
-        await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
-        self.record_outcomes(bytes(outcomes))
+        return await self._read_report(keys, bytes(outcomes))
+
+    async def read_slots(
+        self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
+    ) -> ReadReport:
+        """See `Backend.read_slots`. Views of slots would cost as much as small objects."""
+        if not self.objects.has_slots(arena, slots, len(keys)):
+            return await super().read_slots(keys, arena, slots, expired)
+        outcomes = await self.objects.read_slots(keys, slots, expired)
+        return await self._read_report(keys, bytes(outcomes))
+
+    async def _read_report(self, keys: Sequence[bytes], outcomes: bytes) -> ReadReport:
+        if Outcome.CORRUPT in outcomes:
+            results = zip(keys, outcomes, strict=True)
+            await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
+        self.record_outcomes(outcomes)
         self.counters.reads += outcomes.count(Outcome.OK)
-        return ReadReport(bytes(outcomes), [])
+        return ReadReport(outcomes, [])
 
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
@@ -111,9 +104,25 @@ class MooncakeBackend(Backend):
         """See `Backend.write`."""
         move = partial(self.objects.write, expired=expired)
         outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=False)
-        self.record_outcomes(bytes(outcomes))
+        return self._write_report(bytes(outcomes))
+
+    async def write_slots(
+        self,
+        keys: Sequence[bytes],
+        arena: Arena,
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+    ) -> WriteReport:
+        """See `Backend.write_slots`."""
+        if not self.objects.has_slots(arena, slots, len(keys)):
+            return await super().write_slots(keys, arena, slots, expired)
+        return self._write_report(bytes(await self.objects.write_slots(keys, slots, expired)))
+
+    def _write_report(self, outcomes: bytes) -> WriteReport:
+        self.record_outcomes(outcomes)
         self.counters.writes += outcomes.count(Outcome.OK)
-        return WriteReport(bytes(outcomes), [])
+        return WriteReport(outcomes, [])
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`."""

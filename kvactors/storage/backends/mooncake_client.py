@@ -178,23 +178,23 @@ class MooncakeClient:
         )
 
     async def put(
-        self, keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
+        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]
     ) -> list[int]:
         """Write objects, each of several pieces of memory. Returns a code for each key. 0 does not
         prove that the object is readable: see `exist`."""
-        work = [list(keys), [list(p) for p in pointers], [list(s) for s in sizes]]
         return await self.call(
-            lambda store: list(store.batch_put_from_multi_buffers(*work)), [RPC_FAILED] * len(keys)
+            lambda store: list(store.batch_put_from_multi_buffers(keys, pointers, sizes)),
+            [RPC_FAILED] * len(keys),
         )
 
     async def get(
-        self, keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
+        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]
     ) -> list[int]:
         """Read objects into several pieces of memory each: the bytes read, or a negative code, a
         key."""
-        work = [list(keys), [list(p) for p in pointers], [list(s) for s in sizes]]
         return await self.call(
-            lambda store: list(store.batch_get_into_multi_buffers(*work)), [RPC_FAILED] * len(keys)
+            lambda store: list(store.batch_get_into_multi_buffers(keys, pointers, sizes)),
+            [RPC_FAILED] * len(keys),
         )
 
     async def remove(self, keys: Sequence[str]) -> list[int]:
