@@ -399,10 +399,23 @@ class BlockTree:
         """End one pin of these nodes. Returns the device blocks that are free now, of a retired
         tree or a forgotten salt."""
 
-    def forget(self, salt: int, hashes: bool = True) -> tuple[list[int], bytes]:
-        """End all matching of a salt's blocks. Returns the device blocks that are free now, and the
-        hashes of all its blocks on the device. Referenced ones are returned by a later `release`,
-        in-flight ones by `finish_load` and `finish_offload`. One pass over the tree."""
+    def begin_forget(self, salt: int) -> bool:
+        """End all matching of a salt's blocks, in a time that does not depend on their number.
+        `forget_step` frees them. Returns whether there are any."""
+
+    def forget_step(self, count: int, hashes: bool = True) -> tuple[bool, list[int], bytes]:
+        """A step after `begin_forget`, over about `count` blocks. Returns whether it was the last
+        one, the device blocks that are free now, and the hashes of blocks that are not on the
+        device any more. Referenced blocks are returned by a later `release`, in-flight ones by
+        `finish_load` and `finish_offload`."""
+
+    @property
+    def forgetting(self) -> bool:
+        """Whether `forget_step` has something to do."""
+
+    def take_discarded(self) -> list[int]:
+        """Device blocks that the last `evict_for` has freed beside those that it returned: blocks
+        that were forgotten, and that no `forget_step` had met."""
 
     def is_forgotten(self, path: Path) -> bool:
         """Whether the blocks of a path were forgotten since it was matched, or the path is marked

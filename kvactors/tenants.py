@@ -37,7 +37,7 @@ async def clear(
         deadline: seconds from now.
 
     Returns:
-        Device blocks that became free at once.
+        Device blocks that the call has freed.
 
     Raises:
         StoreUnsupported: the store has no such operation (AttentionStore), or stored blocks of one

@@ -240,11 +240,21 @@ void bind_tree(nb::module_& m) {
             const Change change(t);
             return ids_of(t.unpin_blocks(nodes.data(), nodes.shape(0)));
         }, "nodes"_a)
-        .def("forget", [](PyTree& t, u64 salt, bool hashes) {
+        .def("begin_forget", [](PyTree& t, u64 salt) {
             const Change change(t);
-            const Forgotten out = t.forget(salt, hashes);
-            return nb::make_tuple(ids_of(out.freed), bytes_of(out.keys.data(), out.keys.size()));
-        }, "salt"_a, "hashes"_a = true)
+            return t.begin_forget(salt);
+        }, "salt"_a)
+        .def("forget_step", [](PyTree& t, Id count, bool hashes) {
+            const Change change(t);
+            Forgotten out;
+            const bool over = t.forget_step(size_of(count, "count out of range"), hashes, out);
+            return nb::make_tuple(over, ids_of(out.freed), bytes_of(out.keys.data(), out.keys.size()));
+        }, "count"_a, "hashes"_a = true)
+        .def_prop_ro("forgetting", [](const PyTree& t) { return t.forgetting(); })
+        .def("take_discarded", [](PyTree& t) {
+            const Change change(t);
+            return ids_of(t.take_discarded());
+        })
         .def("is_forgotten", [](const PyTree& t, const PyPath& p) {
             const Busy busy(t.busy), path_busy(p.busy);
             return t.is_forgotten(p);

@@ -2,6 +2,7 @@
 #include "sharing.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvactors {
 namespace {
@@ -32,11 +33,44 @@ void Sharing::add(u32 id, u32 at) {
 void Sharing::remove(u32 id) {
     const u32 at = row(id).owner;
     Owner& owner = owners_[at];
-    if (--owner.nodes != 0 || at == 0 || owner.counted || quotas_.count(owner.salt) != 0) return;
+    if (--owner.nodes != 0 || at == 0) return;
+    if (!owner.cleared && (owner.counted || quotas_.count(owner.salt) != 0)) return;
     if (owner.above) settle(at);
-    by_salt_.erase(owner.salt);
-    owner.used = false;
+    if (!owner.cleared) by_salt_.erase(owner.salt);
+    free_owner(at);
+}
+
+void Sharing::free_owner(u32 at) {
+    owners_[at].used = owners_[at].cleared = false;
+    owners_[at].roots.clear();
     free_.push_back(at);
+}
+
+u32 Sharing::clear(u64 salt) {
+    const u32 at = find_owner(salt);
+    if (at == kNil || owners_[at].nodes == 0) return kNil;
+    by_salt_.erase(salt);
+    owners_[at].cleared = true;
+    owners_[at].quota = kUnlimited;
+    settle(at);
+    if (!owners_[at].counted && quotas_.count(salt) == 0) return at;
+    const u32 next = owner_of(salt);  // its counts stay
+    owners_[next].counted = std::exchange(owners_[at].counted, false);
+    owners_[next].evicted = owners_[at].evicted;
+    return at;
+}
+
+void Sharing::add_root(u32 id, u32 at) {
+    if (id >= rows_.rows()) rows_.reserve(std::size_t(id) + 1, false);
+    std::vector<u32>& roots = owners_[at].roots;
+    if (std::find(roots.begin(), roots.end(), id) != roots.end()) return;
+    row(id).owner = at;
+    roots.push_back(id);
+}
+
+void Sharing::remove_root(u32 id) {
+    std::vector<u32>& roots = owners_[row(id).owner].roots;
+    roots.erase(std::remove(roots.begin(), roots.end(), id), roots.end());
 }
 
 u32 Sharing::find_owner(u64 salt) const {

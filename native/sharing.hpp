@@ -7,6 +7,7 @@
 
 #include <limits>
 #include <unordered_map>
+#include <vector>
 
 #include "slab.hpp"
 
@@ -28,6 +29,8 @@ struct Owner {
     u32 head[kLevels], tail[kLevels];
     u32 before = kNil, after = kNil;  // among the owners above their quota with evictable blocks
     bool above = false, used = false, counted = false;
+    bool cleared = false;     // none of its blocks is found any more: see Tree::begin_forget
+    std::vector<u32> roots;  // nodes that its paths start from
 };
 
 class Sharing {
@@ -59,8 +62,16 @@ public:
     bool pin(u32 id) { return row(id).pins++ == 0; }
     bool unpin(u32 id) { return --row(id).pins == 0; }
     bool pinned(u32 id) const { return row(id).pins != 0; }
+
+    // The clear of a salt. Its blocks belong to the record that it has had, and are forgotten one by
+    // one. The salt gets a new record with its next block.
+    u32 clear(u64 salt);  // returns the record, kNil without blocks
     void forget(u32 id) { row(id).forgotten = true; }
-    bool forgotten(u32 id) const { return row(id).forgotten; }
+    bool is_swept(u32 id) const { return row(id).forgotten; }
+    bool awaits_sweep(u32 id) const { return !row(id).forgotten && owners_[row(id).owner].cleared; }
+    bool forgotten(u32 id) const { return row(id).forgotten || owners_[row(id).owner].cleared; }
+    void add_root(u32 id, u32 owner);
+    void remove_root(u32 id);
 
     // Quotas. kUnlimited for none; `reset` lets the default apply.
     void set_default(u64 quota);
@@ -79,7 +90,7 @@ public:
     bool hinted = false;  // whether a request had a priority or a time to live
 
     u64 quota_evictions() const { return quota_evictions_; }
-    std::size_t owners() const { return by_salt_.size(); }
+    const std::vector<Owner>& owners() const { return owners_; }
     const std::unordered_map<u64, u32>& by_salt() const { return by_salt_; }
     std::size_t bytes() const;
 
@@ -100,6 +111,7 @@ public:
 private:
     Row& row(u32 id) { return *rows_.row(id); }
     void changed(u32 at, int by);
+    void free_owner(u32 at);
     void settle(u32 at);
     void renew(Owner& owner);
     bool sooner(u32 a, u32 b) const;

@@ -91,7 +91,7 @@ u32 Tree::find_root(const Key& root) const {
 }
 
 u32 Tree::find_name(const Key& name) const {
-    return names_.find(name_hash(name), [&](u32 id) { return given_name(id) == name; });
+    return names_.find(name_hash(name), [&](u32 id) { return given_name(id) == name && !gone(id); });
 }
 
 // The node of a hash that comes from outside: if it is not found, it may be that of a node without
@@ -118,6 +118,10 @@ const Key& Tree::name(u32 id) {
         const std::string& extra = extras_[at(node).extra].bytes;
         Key name;
         hasher_.name(given_name(at(node).parent), tokens_of(node), reinterpret_cast<const u8*>(extra.data()), u32(extra.size()), name);
+        if (sharing_ != nullptr && sharing_->is_swept(node)) {
+            *keys_.row(node) = name;  // it is found no more
+            continue;
+        }
         give_name(node, name);
         names_.insert(name_hash(name), node);
     }
@@ -207,6 +211,7 @@ void Tree::create(Path& path, u32 from, u32 upto) {
     u32 parent = from == 0 ? make_root(path.root) : path.nodes[from - 1];
     if (path.salt != 0 && sharing_ == nullptr) share();
     const u32 owner = sharing_ == nullptr ? 0 : sharing_->owner_of(path.salt);
+    if (sharing_ != nullptr && from == 0) sharing_->add_root(parent, owner);
     path.nodes.resize(upto);
     hashes_.clear();
     std::size_t apart = 0;  // nodes for the table of children
@@ -251,10 +256,8 @@ void Tree::create(Path& path, u32 from, u32 upto) {
 // retired tree nodes stay until `dismantle`: no look-up reaches them, and the removal of a long
 // chain would be a long call.
 void Tree::reap(u32 id) {
-    while (!retired_) {
-        const Node& node = at(id);
-        if (node.refs != 0 || node.children != 0 || (node.bits & kStateBits) != 0) return;
-        const u32 parent = node.parent;
+    while (!retired_ && !is_kept(id)) {
+        const u32 parent = at(id).parent;
         drop(id);
         if (parent == kNil) return;
         --at(parent).children;
@@ -262,9 +265,17 @@ void Tree::reap(u32 id) {
     }
 }
 
+// A node that was cleared with its salt stays until `forget_step` meets it, which reports its name.
+bool Tree::is_kept(u32 id) const {
+    const Node& node = at(id);
+    if (node.refs != 0 || node.children != 0 || (node.bits & kStateBits) != 0) return true;
+    return sharing_ != nullptr && (node.bits & kRoot) == 0 && sharing_->awaits_sweep(id);
+}
+
 void Tree::drop(u32 id) {
     Node& node = at(id);
     if ((node.bits & kRoot) != 0) {
+        if (sharing_ != nullptr) sharing_->remove_root(id);
         if (node.extra == 0) roots_.erase(text_of(given_name(id)));  // else another root may have the name
     } else {
         if (policy_ != nullptr) policy_->remove(id);

@@ -6,6 +6,7 @@
 
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "path.hpp"
 #include "retain.hpp"
@@ -76,7 +77,7 @@ struct Demand {
 
 struct Forgotten {
     std::vector<u32> freed;
-    std::vector<Key> keys;  // of all blocks that were on the device
+    std::vector<Key> keys;  // of blocks that are not on the device any more
 };
 
 struct Offloaded {
@@ -171,7 +172,10 @@ public:
     void hint(const Path& path, u32 level, double expiry);
     bool pin_blocks(const Path& path, u32 blocks, u64 limit, std::vector<u32>& nodes);
     std::vector<u32> unpin_blocks(const u32* nodes, std::size_t count);
-    Forgotten forget(u64 salt, bool with_names);
+    bool begin_forget(u64 salt);
+    bool forget_step(std::size_t count, bool with_names, Forgotten& out);
+    bool forgetting() const { return to_forget_ != 0 || bare_ != kNil; }
+    std::vector<u32> take_discarded() { return std::exchange(discarded_, {}); }
     bool is_forgotten(const Path& path) const { return path.forgotten || (path.held() != 0 && gone(path.nodes[0])); }
     bool is_gone(u32 id) const { return is_node(id) && gone(id); }
 
@@ -238,6 +242,9 @@ private:
     void create(Path& path, u32 from, u32 upto);
     void reap(u32 id);
     void drop(u32 id);
+    bool is_kept(u32 id) const;
+    void forget_node(u32 id, bool with_names, Forgotten& out);
+    void discard(u32 id, std::vector<u32>& freed);
     void push(u32 id);
     u32 list_shared(u32 id);
     void unlink(u32 id);
@@ -296,7 +303,10 @@ private:
     Retention* memory_ = nullptr;
     std::unique_ptr<Sharing> shared_;
     Sharing* sharing_ = nullptr;  // nullptr without salts, quotas and hints
-    u64 forgotten_ = 0;           // nodes
+    u64 forgotten_ = 0;           // nodes that a `forget_step` has met
+    u32 to_forget_ = 0;           // nodes below this id may be cleared with their salt and not met yet
+    u32 bare_ = kNil;             // where `forget_step` continues a chain of nodes that nothing keeps
+    std::vector<u32> discarded_;  // blocks that `evict` has freed: cleared with their salt
 };
 
 }  // namespace kvactors

@@ -91,7 +91,7 @@ void TreeCheck::node() {
     const u32 state = node.bits & kStateBits;
     expect(tree_.is_used(node.parent), "parent of a node is gone", id);
     const Node& parent = tree_.at(node.parent);
-    expect(state != 0 || node.refs != 0 || node.children != 0 || tree_.retired_ || id == tree_.reaping_, "node that nothing keeps", id);
+    expect(state != 0 || node.refs != 0 || node.children != 0 || tree_.retired_ || id == tree_.reaping_ || id == tree_.bare_ || tree_.is_kept(id), "node that nothing keeps", id);
     expect((node.bits & kHost) == 0 || tree_.hosted(node) || id < tree_.stale_ || tree_.retired_, "hint of before a clear", id);
     expect((node.block != kNil) == ((state & (kDevice | kLoading)) != 0), "device block without a reason", id);
     expect((state & (kDevice | kLoading)) != (kDevice | kLoading), "loading although resident", id);
@@ -108,7 +108,7 @@ void TreeCheck::node() {
     expect(listed || !evictable || node.pending != 0, "block of a retired tree that nothing gives back", id);
     if (Tree::is_firm(node) && !tree_.retired_ && !gone) expect((parent.bits & kRoot) != 0 || Tree::is_firm(parent), "hole above", id);
     expect(tree_.find_child(node.parent, node.extra, tree_.tokens_of(id)) == id, "table of children", id);
-    if (node.named != 0) name(id, node);
+    if (node.named != 0 && !gone) name(id, node);
     if (exact_) count(id, node);
 }
 
@@ -167,11 +167,15 @@ void TreeCheck::shared(u32 id, const Node& node) {
 void TreeCheck::owners() const {
     const Sharing& sharing = *tree_.sharing_;
     u64 evictable = 0, above = 0;
-    for (const auto& [salt, at] : sharing.by_salt()) {
+    for (const auto& [salt, at] : sharing.by_salt())
+        expect(sharing.owner(at).used && sharing.owner(at).salt == salt && !sharing.owner(at).cleared, "record of a salt", at);
+    for (u32 at = 0; at < sharing.owners().size(); ++at) {
         const Owner& owner = sharing.owner(at);
+        if (!owner.used) continue;
+        expect(owner.cleared || sharing.find_owner(owner.salt) == at, "record of a salt", at);
         const auto found = owners_.find(at);
         const Owner counted = found == owners_.end() ? Owner{} : found->second;
-        expect(owner.used && owner.salt == salt && owner.nodes == counted.nodes && owner.resident == counted.resident &&
+        expect(owner.nodes == counted.nodes && owner.resident == counted.resident &&
                    owner.evictable == counted.evictable, "counts of a salt", at);
         expect(owner.above == (owner.resident > owner.quota && owner.evictable != 0), "salt above its quota", at);
         u64 listed = 0;
@@ -188,7 +192,7 @@ void TreeCheck::owners() const {
     for (u32 at = sharing.above(); at != kNil; at = sharing.owner(at).after, --above)
         expect(sharing.owner(at).above, "list of salts above their quotas", at);
     expect(above == 0 && evictable == tree_.counts_.evictable && seen_.pinned == tree_.counts_.pinned &&
-               forgotten_ == tree_.forgotten_ && owners_.size() <= sharing.owners(),
+               forgotten_ == tree_.forgotten_,
            "counts of salts", 0);
 }
 
@@ -201,7 +205,7 @@ void TreeCheck::children() {
     const u32 id = id_++;
     if (!tree_.is_used(id)) return;
     expect(children_[id] == tree_.at(id).children, "number of children", id);
-    if ((tree_.at(id).bits & kRoot) != 0 && id != tree_.reaping_) expect(children_[id] != 0, "root without children", id);
+    if ((tree_.at(id).bits & kRoot) != 0 && id != tree_.reaping_ && id != tree_.bare_) expect(children_[id] != 0, "root without children", id);
 }
 
 void TreeCheck::totals() const {

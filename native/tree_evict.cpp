@@ -21,11 +21,16 @@ Evicted Tree::evict(std::size_t count, bool with_names, const Demand& demand) {
     if (retired_) return result;
     if (policy_ != nullptr) policy_->next_choice();
     if (memory_ != nullptr) memory_->expect(count);
-    while (result.nodes.size() < count && has_listed()) {
+    discarded_.clear();
+    while (result.nodes.size() + discarded_.size() < count && has_listed()) {
         bool chosen = false;
         const u32 id = sharing_ != nullptr   ? shared_victim(demand, chosen)
                        : policy_ == nullptr ? heads_[kPlainLevel]
                                             : victim(chosen);
+        if (gone(id)) {
+            discard(id, discarded_);
+            continue;
+        }
         Node& node = at(id);
         // 255 operations read this block, and no node above it may be evicted before it.
         if (node.pending == 0xff) break;
@@ -137,9 +142,8 @@ bool Tree::sweep_host(std::size_t count) {
         }
         reaping_ = kNil;
         if (!is_used(id)) continue;  // another operation has removed it since
-        const Node& node = at(id);
-        if (node.refs != 0 || node.children != 0 || (node.bits & kStateBits) != 0) continue;
-        const u32 parent = node.parent;
+        if (is_kept(id)) continue;
+        const u32 parent = at(id).parent;
         drop(id);
         if (parent == kNil) continue;
         --at(parent).children;
@@ -176,7 +180,8 @@ bool Tree::dismantle() {
     std::fill_n(heads_, kLevels, kNil);
     std::fill_n(tails_, kLevels, kNil);
     sharing_ = nullptr;
-    forgotten_ = 0;
+    forgotten_ = to_forget_ = 0;
+    bare_ = kNil;
     counts_ = Statistics{};
     roots_.clear();
     if (retention_ != nullptr || host_retention_ != nullptr || shared_ != nullptr) {

@@ -10,6 +10,7 @@ std::vector<u32> Tree::begin_load(Path& path, u32 start, u32 stop) {
     if (retired_) throw std::invalid_argument("the tree is retired: nothing can be loaded into it");
     if (stop < start || stop > path.full_blocks()) throw std::invalid_argument("load beyond the full blocks of the path");
     if (stop > path.table.size()) throw std::invalid_argument("load into a position without a device block");
+    if (path.held() != 0 && gone(path.nodes[0])) throw std::invalid_argument("the blocks of the path were cleared");
     std::vector<u32> known;
     u32 parent = start == 0 ? find_root(path.root) : path.nodes[start - 1];
     for (u32 i = start; i < stop; ++i) {

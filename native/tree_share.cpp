@@ -5,6 +5,11 @@
 #include "tree.hpp"
 
 namespace kvactors {
+namespace {
+
+constexpr std::size_t kPassed = 16;  // nodes of other salts that cost a step as much as one to forget
+
+}  // namespace
 
 // Blocks from before belong to requests without a salt: the first one with a salt calls this. One
 // pass over the nodes, unless the tree is empty.
@@ -13,6 +18,7 @@ void Tree::share() {
     shared_ = std::make_unique<Sharing>(std::max<std::size_t>(next_id_, nodes_.rows()));
     sharing_ = shared_.get();
     for (u32 id = 0; id < next_id_; ++id) {
+        if (is_used(id) && (at(id).bits & kRoot) != 0) sharing_->add_root(id, 0);
         if (!is_node(id)) continue;
         sharing_->add(id, 0);
         if (is_firm(at(id))) sharing_->gained(id);
@@ -90,39 +96,69 @@ std::vector<u32> Tree::unpin_blocks(const u32* nodes, std::size_t count) {
     return freed;
 }
 
-// Ends all matching of a salt's blocks. The unused ones are free now, and the others when their last
-// use ends. One pass over the tree.
-Forgotten Tree::forget(u64 salt, bool with_names) {
-    Forgotten result;
-    const u32 owner = retired_ || sharing_ == nullptr ? kNil : sharing_->find_owner(salt);
-    if (owner == kNil) return result;
-    std::vector<u32> nodes;
-    for (u32 id = 0; id < next_id_; ++id)
-        if (is_node(id) && sharing_->owner_at(id) == owner && !gone(id)) nodes.push_back(id);
-    for (const u32 id : nodes)
-        if (with_names && (at(id).bits & kDevice) != 0) result.keys.push_back(name(id));
-    for (u32 id = sharing_->owner_head(owner); id != kNil; id = sharing_->owner_head(owner)) {
-        if (policy_ != nullptr) policy_->evicted(id, false);
-        unlink(id);
-        if (at(id).pending == 0) result.freed.push_back(lose_device(id));  // else `finish_offload` frees it
+// Ends all matching of a salt's blocks, in a time that does not depend on their number: no path
+// starts from the roots of the salt any more, and no name is found. `forget_step` goes over the
+// nodes later.
+bool Tree::begin_forget(u64 salt) {
+    const u32 owner = retired_ || sharing_ == nullptr ? kNil : sharing_->clear(salt);
+    if (owner == kNil) return false;
+    for (const u32 id : sharing_->owner(owner).roots) {
+        Node& root = at(id);
+        if (root.extra != 0) continue;
+        roots_.erase(text_of(given_name(id)));
+        root.extra = 1;  // a root of this name may be made again
     }
-    for (const u32 id : nodes) {
-        Node& node = at(id);
-        sharing_->forget(id);
-        ++forgotten_;
-        if (node.named != 0) names_.erase(name_hash(given_name(id)), id);
-        node.named = 0;
-        if (hosted(node)) --counts_.host;
-        node.bits &= u8(~(kHost | kHostAge));
-        settle_memory(id);
-        Node& parent = at(node.parent);
-        if ((parent.bits & kRoot) == 0 || parent.extra != 0) continue;
-        roots_.erase(text_of(given_name(node.parent)));
-        parent.extra = 1;  // a root of this name may be made again
+    to_forget_ = next_id_;
+    return true;
+}
+
+// One step after `begin_forget`: frees the unused blocks of about `count` nodes, the used ones are
+// freed when their last use ends. True when nothing is left to do. The youngest node is the first,
+// so that a chain that nothing else keeps is removed leaf by leaf.
+bool Tree::forget_step(std::size_t count, bool with_names, Forgotten& out) {
+    if (retired_) to_forget_ = 0, bare_ = kNil;
+    for (std::size_t left = count * kPassed; forgetting();) {
+        if (left == 0) return false;
+        u32 id = std::exchange(bare_, kNil);
+        if (id == kNil) {
+            id = --to_forget_;
+            --left;
+            if (!is_node(id) || !sharing_->awaits_sweep(id)) continue;
+            forget_node(id, with_names, out);
+        }
+        left -= std::min(left, kPassed);
+        if (!is_used(id) || is_kept(id)) continue;
+        const u32 parent = at(id).parent;
+        drop(id);
+        if (parent == kNil) continue;
+        --at(parent).children;
+        bare_ = parent;
     }
-    for (const u32 id : nodes)
-        if (is_node(id)) reap(id);
-    return result;
+    return true;
+}
+
+void Tree::forget_node(u32 id, bool with_names, Forgotten& out) {
+    Node& node = at(id);
+    const Key key = with_names ? name(id) : Key{};
+    if (node.named != 0) names_.erase(name_hash(given_name(id)), id);
+    node.named = 0;
+    sharing_->forget(id);
+    ++forgotten_;
+    if (with_names) {
+        const u32 again = find_named(key);  // computed since
+        if (again == kNil || (at(again).bits & kDevice) == 0) out.keys.push_back(key);
+    }
+    if ((node.bits & kListed) != 0) discard(id, out.freed);
+    if (hosted(node)) --counts_.host;
+    node.bits &= u8(~(kHost | kHostAge));
+    settle_memory(id);
+}
+
+// Removes a listed block from the device. `finish_offload` frees one that a copy still reads.
+void Tree::discard(u32 id, std::vector<u32>& freed) {
+    if (policy_ != nullptr) policy_->evicted(id, false);
+    unlink(id);
+    if (at(id).pending == 0) freed.push_back(lose_device(id));
 }
 
 }  // namespace kvactors

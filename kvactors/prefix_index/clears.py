@@ -23,26 +23,26 @@ class Clears:
         self._ops = ops
         self._waiting: dict[int, tuple[Envelope[Ack], int]] = {}
 
-    def start(
-        self, envelope: Envelope[Ack], freed: int, *, storage: bool, salt: int | None = None
-    ) -> list[Action]:
+    def start(self, envelope: Envelope[Ack], freed: int, *, storage: bool) -> list[Action]:
         """Clear the host tier, and the store if `storage`.
 
         Args:
             envelope: answered when that is done.
             freed: device blocks, for the answer.
             storage: whether the store is emptied.
-            salt: only the host tier's blocks of this salt are dropped.
         """
         self.sent += 1
-        if salt is not None:
-            return [ClearHostSalt(salt), Reply(envelope, Ack(freed))]
         op = next(self._ops)
         clear = ClearHost(storage, op)
         if storage:
             self._waiting[op] = (envelope, freed)
             return [clear]
         return [clear, Reply(envelope, Ack(freed))]
+
+    def start_salt(self, salt: int) -> Action:
+        """Clear the host tier's blocks of a salt."""
+        self.sent += 1
+        return ClearHostSalt(salt)
 
     def finish(self, op: int, error: str) -> list[Action]:
         """The store is empty, or it could not be emptied for the reason `error`."""

@@ -232,19 +232,32 @@ class IndexCore:
 
     def _clear_salt(self, salt: int, envelope: Envelope[Ack]) -> list[Action]:
         """Forget the blocks of a salt. Leases keep theirs, which nothing else finds."""
-        index = self.index
+        tree = self.index.tree
         actions = self.pins.end_all(salt)
-        freed, hashes = index.tree.forget(salt, index.hashes)
-        index.pool.give(freed)
+        tree.begin_forget(salt)
         used = [lease.path for lease in self.leases]
         used += self.loads.paths()
         used += [saved.path for saved in self.saves.paths()]
         for path in used:
             if path.salt == salt:
                 path.forgotten = True
-        actions += self.announcements.removed(hashes, Reason.CLEAR)
-        actions += self.clears.start(envelope, len(freed), storage=False, salt=salt)
-        return actions + self.admission.serve_waiting()
+        actions.append(self.clears.start_salt(salt))
+        return actions + next_part(self._forget(tree, envelope))
+
+    def _forget(self, tree: BlockTree, envelope: Envelope[Ack]) -> Work:
+        """Free and report the blocks that are not found any more, a part of them a turn."""
+        index, count, over = self.index, 0, False
+        self.admission.closing += 1
+        while True:
+            over, freed, hashes = tree.forget_step(index.part, index.hashes)
+            index.pool.give(freed)
+            count += len(freed)
+            actions = [] if tree.retired else self.announcements.removed(hashes, Reason.CLEAR)
+            if over:
+                break
+            yield actions + self.admission.serve_waiting()
+        self.admission.closing -= 1
+        return [*actions, Reply(envelope, Ack(count)), *self.admission.serve_waiting()]
 
     def _unpin(self, message: Unpin, envelope: Envelope[Ack]) -> list[Action]:
         """End the pin of a path."""

@@ -74,17 +74,19 @@ class Evictions:
         part = self._index.part
         op = self._index.evict(min(wanted, part), next(self._ops), salt, incoming)
         if not op.total:
-            return 0, []
+            return op.freed, []
         self.started += op.total
         self.evicted += op.total
         if not self._offload:
-            return op.total, self._complete(op, bytes(state & HOST for state in op.states))
+            return op.total + op.freed, self._complete(
+                op, bytes(state & HOST for state in op.states)
+            )
         self._in_flight[op.op] = op
         self.blocks_being_freed += op.total
         lineages = self._lineages.of_eviction(op)
         generation = self._index.memory_generation
         offload = Offload(op.op, op.hashes, op.parents, op.blocks, generation, lineages, op.traits)
-        return op.total, [*self._victims.before(self.blocks_being_freed), offload]
+        return op.total + op.freed, [*self._victims.before(self.blocks_being_freed), offload]
 
     def drop(self, wanted: int, salt: int = 0) -> list[Action]:
         """Free device blocks without a copy, for a request of a salt. A block with another owner
@@ -92,7 +94,7 @@ class Evictions:
         actions, until = list[Action](), self._index.free + wanted
         while (lacking := until - self._index.free) > 0:
             op = self._index.evict(lacking, next(self._ops), salt, wanted)
-            if not op.total:
+            if not (op.total or op.freed):
                 break
             self.evicted += op.total
             actions += self._complete(op, bytes(state & HOST for state in op.states))

@@ -70,6 +70,7 @@ class Eviction(NamedTuple):
             hashes.
         states: the state bits of each node when it was chosen.
         traits: of the blocks, if the tree tracks them.
+        freed: blocks of a cleared salt that were freed at once, beside those.
     """
 
     op: int
@@ -80,6 +81,7 @@ class Eviction(NamedTuple):
     blocks: tuple[int, ...]
     states: bytes
     traits: Traits | None = None
+    freed: int = 0
 
     @property
     def total(self) -> int:
@@ -406,7 +408,11 @@ def choose_victims(index: BlockIndex, count: int, op: int, salt: int, incoming: 
     now = index.policy.now()
     chosen, traits = tree.evict_for(count, index.hashes, salt, incoming, now)
     nodes, hashes, parents, blocks, states = chosen
-    return Eviction(op, tree, nodes, hashes, parents, tuple(blocks), states, Traits(*traits))
+    freed = tree.take_discarded() if tree.forgetting else []
+    index.pool.give(freed)
+    return Eviction(
+        op, tree, nodes, hashes, parents, tuple(blocks), states, Traits(*traits), len(freed)
+    )
 
 
 def is_past(tree: BlockTree, path: Path) -> bool:

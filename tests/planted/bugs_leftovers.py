@@ -184,7 +184,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "ready_raises_before_loads_are_given_up",
         "lease_hold.py",
-        "max(at, self.loads_end + AFTER_LOADS) if deadline is None else at",
+        "max(at, self.loads_end + AFTER_LOADS)",
         "at",
         "a store that does not answer is DeadlineExceeded instead of misses with default deadlines",
         (

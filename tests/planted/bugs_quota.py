@@ -6,6 +6,7 @@ from mutation import Mutation
 
 TESTS = "tests/cache/test_quotas.py::"
 TENANTS = "tests/cache/test_tenants.py::"
+CLEAR = "tests/cache/test_clear_salt.py::"
 ORDER = "tests/cpu_evictor/test_share_order.py::"
 BUGS = (
     Mutation(
@@ -63,6 +64,22 @@ BUGS = (
         "        actions = list[Action]()\n",
         "device blocks of before a clear are never free again",
         (TESTS + "test_a_clear_ends_pins",),
+    ),
+    Mutation(
+        "clear_of_a_salt_reports_its_first_part_only",
+        "prefix_index/core.py",
+        "actions = [] if tree.retired else self.announcements.removed(hashes, Reason.CLEAR)",
+        "actions = self.announcements.removed(hashes if not count else b'', Reason.CLEAR)",
+        "an index sends requests for the blocks of a cleared salt",
+        (CLEAR + "test_requests_of_the_salt_during_its_clear_are_cached_anew",),
+    ),
+    Mutation(
+        "eviction_loses_blocks_of_a_clear_in_progress",
+        "prefix_index/index.py",
+        "    index.pool.give(freed)\n    return Eviction(",
+        "    return Eviction(",
+        "device blocks are never free again",
+        (CLEAR + "test_blocks_of_a_clear_in_progress_are_taken_without_a_copy",),
     ),
     Mutation(
         "clear_of_a_salt_leaves_the_host",
