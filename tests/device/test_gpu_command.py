@@ -10,9 +10,13 @@ from kvactors.bench import copy_gpu
 from kvactors.bench.copy_gpu import gpu_rows
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
+from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.data_plane.cuda.lane import Lane
+from kvactors.data_plane.cuda.stream_events import StreamEvent, StreamWait
+from kvactors.lease_hold import LeaseHold
 from tests.gpu import __main__ as command
 from tests.gpu import checks
+from tests.gpu.common import Wrong
 from tests.support import cuda
 
 
@@ -87,9 +91,46 @@ def test_a_wrong_byte_or_a_failed_copy_is_found(fake, name, broken, monkeypatch)
     assert text.startswith(("Wrong: ", "ExceptionGroup: "))
 
 
+@pytest.mark.parametrize(
+    ("name", "broken", "answer", "text"),
+    [
+        (
+            "calls of a lease wait for an engine's stream",
+            (StreamEvent, "query"),
+            lambda _: True,
+            "commit has not waited",
+        ),
+        (
+            "an engine's stream waits for loads",
+            (StreamWait, "add"),
+            lambda wait, _: wait.done.done() or wait.done.set_result(None),
+            "wait_ready: the stream has not waited",
+        ),
+        (
+            "an engine's stream waits for loads",
+            (CudaCopyEngine, "make_stream_wait"),
+            lambda *_: True,
+            "wait_layer: the stream has not waited",
+        ),
+        (
+            "an engine's stream waits for loads",
+            (LeaseHold, "check_read"),
+            lambda *_: None,
+            "shared before the result",
+        ),
+    ],
+)
+def test_a_stream_that_is_not_waited_for_is_found(fake, name, broken, answer, text, monkeypatch):
+    monkeypatch.setattr(*broken, answer)
+    ((good, found),) = asyncio.run(checks.run_checks(CudaDriver(fake.path), [name])).values()
+    fake.forgive()  # the races that follow
+    assert not good
+    assert text in found
+
+
 def test_a_failed_check_is_on_the_page_and_in_the_exit_status(fake, tmp_path, monkeypatch):
     async def bad(_: CudaDriver) -> str:
-        raise checks.Wrong("block 3 | has other bytes")
+        raise Wrong("block 3 | has other bytes")
 
     monkeypatch.setattr(checks, "CHECKS", {"copies": bad})
     page = tmp_path / "page.md"

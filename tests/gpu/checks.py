@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
 import numpy as np
@@ -23,11 +22,10 @@ from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.device.arena import Arena
 from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout, make_layout
 from kvactors.tier_cache import CopyWorker, SlotMemory
+from tests.gpu.common import LIMIT, ensure, settings
+from tests.gpu.streams import loads_under_a_stream, ordered_calls
 
 BLOCKS = 16
-LIMIT = 60.0
-"""Seconds that a check may take. Only a hang takes as long."""
-
 LAYOUTS: dict[str, Layout] = {
     "1090 bytes": GQALayout(2, 1, 10, 109, "uint8"),
     "1 KiB": GQALayout(3, 2, 16, 16, "float16"),
@@ -47,16 +45,6 @@ WAYS: dict[str, dict[str, int]] = {
         "staging_bytes": 1 << 20,
     },
 }
-
-
-class Wrong(Exception):
-    """A check has failed."""
-
-
-def ensure(good: object, text: str) -> None:
-    """Wrong with a text unless something is true."""
-    if not good:
-        raise Wrong(text)
 
 
 class Bench:
@@ -169,17 +157,6 @@ async def cancelled(driver: CudaDriver) -> str:
             await bench.copy(Direction.TO_DEVICE, numbers, numbers)
             ensure(not bench.device.check(numbers, bench.keys), f"{way}: other bytes")
     return f"{count} of 40 cancelled"
-
-
-def settings(**more: Any) -> dict[str, Any]:
-    """Settings of a small cache."""
-    return {
-        "cache": {"block_size": 16, "model": "checks"},
-        "device": {"num_blocks": 6},
-        "host": {"slots": 16},
-        "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32, "dtype": "bfloat16"},
-        **more,
-    }
 
 
 async def served(cache: kvactors.KVCache, devices: Sequence[CudaDevice], rounds: int) -> int:
@@ -296,6 +273,8 @@ async def worker(driver: CudaDriver) -> str:
 CHECKS: dict[str, Callable[[CudaDriver], Awaitable[str]]] = {
     "every copy path, real bytes": copies,
     "an engine's stream waits for layers": events,
+    "calls of a lease wait for an engine's stream": ordered_calls,
+    "an engine's stream waits for loads": loads_under_a_stream,
     "cancelled copies": cancelled,
     "a cache with three tiers": cache,
     "sleep and wake": sleeping,

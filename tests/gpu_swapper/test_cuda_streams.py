@@ -352,6 +352,34 @@ async def test_a_stream_waits_for_all_layers_in_place_of_the_caller(fake, monkey
         assert stand.cache.check() == []
 
 
+@pytest.mark.parametrize("by", ["stream", "caller"])
+async def test_a_layers_wait_needs_the_result_of_the_load_as_well(fake, by):
+    """The load has ended, but the caller has not read its result."""
+    async with standing(fake, blocks=7) as stand:  # one is free for a fork
+        for seed in (1, 2):
+            await stand.stored(seed)
+        lease = await stand.cache.acquire("again", [1] * 81)
+        assert lease.pending
+        if by == "stream":
+            fake.gate(0)
+            await lease.wait_ready(stream=stand.other)  # all copies are on their stream
+            lease._hold.unread = False
+            await lease.wait_layer(0, stream=stand.stream, deadline=5.0)
+            fake.gate(-1)
+        else:
+            await lease.wait_layer(0)
+        await stand.cache.wait_idle()
+        for call in (lease.commit(80), lease.fork(), lease.preempt(80), lease.finish(80)):
+            with pytest.raises(NotReady):
+                await call
+        (outcome,) = await stand.cache.step([Step(lease, [1], 80)])
+        assert isinstance(outcome.error, NotReady)
+        await lease.wait_ready()
+        assert await lease.commit(80) == 5
+        await lease.finish()
+        assert stand.cache.check() == []
+
+
 async def test_a_stream_waits_for_copies_that_begin_after_the_call(fake):
     async with standing(fake) as stand:
         for seed in (1, 2):

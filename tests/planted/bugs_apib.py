@@ -96,9 +96,9 @@ BUGS = (
     Mutation(
         "tokens_of_a_waiting_commit_are_dropped",
         "lease_hold.py",
-        "        self.committing.append(computed)\n        try:\n            await self.client.events",
+        "        self.committing.append(computed)\n        try:\n            await self.client.wait_device",
         "        self.committing.append(0)\n        computed = 0\n        try:\n"
-        "            await self.client.events",
+        "            await self.client.wait_device",
         "a commit that waits for its event shares tokens that came in place of the computed ones",
         (EVENTS + "test_tokens_of_a_commit_that_waits_are_not_dropped",),
     ),

@@ -7,6 +7,8 @@ from mutation import Mutation
 EXECUTOR = "tests/gpu_swapper/test_cuda_executor.py::"
 GATHER = "tests/gpu_swapper/test_cuda_gather.py::"
 MERGING = "tests/data_plane/test_cuda_merging.py::"
+STREAMS = "tests/gpu_swapper/test_cuda_streams.py::"
+COMMAND = "tests/device/test_gpu_command.py::test_every_check_is_right_on_the_stand_in"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
@@ -139,5 +141,119 @@ BUGS: tuple[Mutation, ...] = (
         "(ids[:half], slots[:half])",
         "the bench of both directions at once copies from slots that are being written",
         ("tests/device/test_gpu_command.py::test_every_benchmark_row_runs_on_the_stand_in",),
+    ),
+    Mutation(
+        "event_is_recorded_again_before_it_was_reached",
+        "data_plane/cuda/stream_events.py",
+        """\
+            if self._device.driver.status("cuEventQuery", event) == 0:
+""",
+        """\
+            if event:
+""",
+        "a call that was cancelled ends the wait of a later one, whose blocks are shared too early",
+        (STREAMS + "test_a_call_that_ends_before_its_event_changes_nothing",),
+    ),
+    Mutation(
+        "streams_event_is_recorded_on_the_default_stream",
+        "client.py",
+        "record_event(stream_handle(stream))",
+        "record_event(stream_handle(stream) and 0)",
+        "blocks are shared before the engine's stream has computed them",
+        (
+            STREAMS + "test_blocks_are_shared_when_their_stream_has_come_so_far",
+            COMMAND,
+        ),
+    ),
+    Mutation(
+        "fork_ignores_the_stream",
+        "forking.py",
+        "if event is not None or stream is not None:",
+        "if event is not None:",
+        "the last block is copied before the engine's stream has computed it",
+        (STREAMS + "test_a_fork_copies_the_last_block_when_its_stream_has_come_so_far", COMMAND),
+    ),
+    Mutation(
+        "step_ignores_the_stream",
+        "steps.py",
+        "if event is not None or stream is not None:",
+        "if event is not None:",
+        "a step is shared before the engine's stream has computed it",
+        (STREAMS + "test_a_step_is_shared_when_its_stream_has_come_so_far", COMMAND),
+    ),
+    Mutation(
+        "step_in_a_thread_ignores_the_stream",
+        "from_thread.py",
+        "event=event, stream=stream, deadline",
+        "event=event, deadline",
+        "a step of another thread is shared before the engine's stream has computed it",
+        (STREAMS + "test_a_step_is_shared_when_its_stream_has_come_so_far",),
+    ),
+    Mutation(
+        "stream_waits_for_the_first_layer_alone",
+        "data_plane/cuda/stream_events.py",
+        "for event in op.events:",
+        "for event in op.events[:1]:",
+        "the engine computes with layers that have not arrived",
+        (STREAMS + "test_a_stream_waits_for_all_layers_in_place_of_the_caller",),
+    ),
+    Mutation(
+        "stream_waits_only_for_copies_in_flight",
+        "data_plane/cuda/operations.py",
+        """\
+            for wait, lane in list(self._waits.items()):
+                if self.in_flight[op] is lane and not op.over:
+                    wait.add(op)
+""",
+        "",
+        "a wait for copies that begin after the call ends at their end, on the caller",
+        (STREAMS + "test_a_stream_waits_for_copies_that_begin_after_the_call",),
+    ),
+    Mutation(
+        "waits_of_streams_are_kept",
+        "data_plane/cuda/operations.py",
+        """\
+        wait.done.add_done_callback(lambda _: self._waits.pop(wait, None))
+""",
+        "",
+        "every wait for a stream leaves memory behind, and later copies are waited for as well",
+        (
+            STREAMS + "test_a_cancelled_wait_of_a_stream_leaves_the_loads_alone",
+            STREAMS + "test_a_stream_waits_for_copies_that_begin_after_the_call",
+        ),
+    ),
+    Mutation(
+        "result_of_loads_under_a_stream_is_not_needed",
+        "lease_loads.py",
+        """\
+        hold.unread = True
+        return
+""",
+        """\
+        return
+""",
+        "blocks computed on top of a failed load are shared",
+        (STREAMS + "test_a_stream_waits_for_all_layers_in_place_of_the_caller", COMMAND),
+    ),
+    Mutation(
+        "result_of_loads_under_a_layers_stream_is_not_needed",
+        "lease_loads.py",
+        """\
+        hold.unread = True
+        return self.cached_tokens
+""",
+        """\
+        return self.cached_tokens
+""",
+        "blocks computed on top of a failed load are shared after a wait for a layer",
+        (STREAMS + "test_a_layers_wait_needs_the_result_of_the_load_as_well",),
+    ),
+    Mutation(
+        "result_of_loads_is_never_read",
+        "lease_loads.py",
+        "self.pending, hold.unread = landed.cached_tokens, False, False",
+        "self.pending = landed.cached_tokens, False",
+        "a lease whose stream waited for its loads cannot commit",
+        (STREAMS + "test_a_stream_waits_for_all_layers_in_place_of_the_caller", COMMAND),
     ),
 )
