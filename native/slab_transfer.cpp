@@ -17,10 +17,6 @@ namespace {
 constexpr std::size_t kPage = 4096, kTableHead = 4096;
 constexpr std::size_t kChecksumAt = 88, kMark = 16;
 
-// Bytes of a call that reads one object. A disk of the measurements returned calls of 1 MiB up to a
-// tenth faster than larger ones at the same depth. Smaller calls took more processor time.
-constexpr std::size_t kReadCall = std::size_t(1) << 20;
-
 i64 system_read(int fd, const iovec* parts, int count, i64 at) {
     const ssize_t moved = ::preadv(fd, parts, count, at);
     return moved < 0 ? -errno : moved;
@@ -94,20 +90,6 @@ i64 move_all(i64 (*call)(int, const iovec*, int, i64), int fd, iovec* parts, int
     return moved;
 }
 
-// Reads in pieces of `kReadCall`. Returns as `move_all`.
-i64 read_pieces(const SlabCalls& calls, int fd, const iovec& whole, i64 at) {
-    std::size_t done = 0;
-    while (done < whole.iov_len) {
-        iovec piece{static_cast<u8*>(whole.iov_base) + done, std::min(kReadCall, whole.iov_len - done)};
-        const std::size_t wanted = piece.iov_len;
-        const i64 moved = move_all(calls.read, fd, &piece, 1, at + i64(done));
-        if (moved < 0) return moved;
-        done += std::size_t(moved);
-        if (std::size_t(moved) < wanted) break;  // the end of the file
-    }
-    return i64(done);
-}
-
 i64 place(const SlabJob& job, u32 item) {
     return job.items[item].slot % i64(job.files.slots_per_slab) * i64(job.files.stride);
 }
@@ -140,7 +122,7 @@ i64 move_one(SlabJob& job, u32 i, int fd, const SlabCalls& calls, Bounce& bounce
         const i64 moved = move_all(calls.write, fd, &part, 1, place(job, i));
         return moved < 0 || std::size_t(moved) == wanted ? moved : -ENOSPC;
     }
-    const i64 moved = read_pieces(calls, fd, part, place(job, i));
+    const i64 moved = move_all(calls.read, fd, &part, 1, place(job, i));
     if (moved < 0) return moved;
     if (aside != nullptr && std::size_t(moved) >= size) std::memcpy(item.memory, aside, size);
     return moved;
