@@ -134,17 +134,19 @@ u32 Retention::next_younger(u32 id) const {
 
 void Retention::enter_bin(u32 id, u32 bin) {
     Run& run = runs_[id];
-    List& list = bins_[bin];
+    Bin& list = bins_[bin];
     run.bin = u8(bin);
     run.older = list.last;
     run.younger = kNil;
+    if (list.last == kNil) list.time = run.time;
     (list.last == kNil ? list.first : runs_[list.last].younger) = id;
     list.last = id;
 }
 
 void Retention::leave_bin(u32 id) {
     const Run& run = runs_[id];
-    List& list = bins_[run.bin];
+    Bin& list = bins_[run.bin];
+    if (run.older == kNil && run.younger != kNil) list.time = runs_[run.younger].time;
     (run.older == kNil ? list.first : runs_[run.older].younger) = run.younger;
     (run.younger == kNil ? list.last : runs_[run.younger].older) = run.older;
 }
@@ -153,13 +155,16 @@ void Retention::leave_bin(u32 id) {
 void Retention::advance(double now) {
     if (!(now > now_)) return;
     now_ = now;
+    const auto leaves = [&](u32 bin) {
+        return bins_[bin].first != kNil && !(now - bins_[bin].time < LifeTables::start_of(bin + 1));
+    };
+    for (u32 bin = 0; bin + 1 < LifeTables::kBins; ++bin)
+        if (leaves(bin)) __builtin_prefetch(&runs_[bins_[bin].first], 1);
     std::size_t moves = 0;
     for (u32 bin = LifeTables::kBins - 1; bin-- > 0;) {
-        const double limit = LifeTables::start_of(bin + 1);
-        while (bins_[bin].first != kNil) {
+        while (leaves(bin)) {
             const u32 id = bins_[bin].first;
             Run& run = runs_[id];
-            if (now - run.time < limit) break;
             if (++moves > kMoves) return;  // the next call continues
             const u32 to = LifeTables::bin_of(now - run.time);
             for (u32 passed = bin + 1; passed <= to && observes_; ++passed) tables_->reach(run.cls, passed);
@@ -413,10 +418,14 @@ u32 Retention::victim() {
 u32 Retention::oldest() {
     if (oldest_ != kNil && runs_[oldest_].filed) return runs_[oldest_].tail;
     oldest_ = kNil;
+    u32 highest = 0;  // a run in a higher bin is older
     for (std::size_t word = 0; word < filled_.size(); ++word)
         for (u64 bits = filled_[word]; bits != 0; bits &= bits - 1) {
-            const u32 first = buckets_[word * 64 + std::size_t(__builtin_ctzll(bits))].first;
-            if (oldest_ == kNil || runs_[first].order < runs_[oldest_].order) oldest_ = first;
+            const u32 bucket = u32(word * 64) + u32(__builtin_ctzll(bits)), bin = bucket % LifeTables::kBins;
+            if (bin < highest) continue;
+            const u32 first = buckets_[bucket].first;
+            if (oldest_ == kNil || bin > highest || runs_[first].order < runs_[oldest_].order) oldest_ = first;
+            highest = bin;
         }
     return oldest_ == kNil ? kNil : runs_[oldest_].tail;
 }

@@ -68,6 +68,7 @@ public:
     void add(u32 id, u32 parent, u64 key);
     void recall(u32 id);  // after `add`: it may have been a ghost
     void remove(u32 id);  // it is known as a ghost only
+    void expect_removal(u32 id) const { by_key_.prefetch(hash_of(row(id).key)); }
     u64 key(u32 id) const { return row(id).key; }
 
     // The block can be evicted once no child of it can: it is resident, and nothing uses it.
@@ -135,6 +136,11 @@ private:
         u32 first = kNil, last = kNil;
     };
 
+    // time: of the first run. To see that no run leaves the bin reads no run.
+    struct Bin : List {
+        double time = 0;
+    };
+
     static constexpr u32 kBuckets = LifeTables::kClasses * LifeTables::kBins;
 
     Row& row(u32 id) { return *rows_.row(id); }
@@ -181,7 +187,7 @@ private:
     std::vector<Ghost> ghosts_;
     std::vector<u32> free_runs_, free_ghosts_;
     Table by_key_;
-    std::array<List, LifeTables::kBins> bins_;
+    std::array<Bin, LifeTables::kBins> bins_;
     std::vector<List> buckets_;
     std::array<u64, (kBuckets + 63) / 64> filled_{};  // buckets that have a run
     List lost_;

@@ -214,6 +214,7 @@ void Tree::create(Path& path, u32 from, u32 upto) {
     if (sharing_ != nullptr && from == 0) sharing_->add_root(parent, owner);
     path.nodes.resize(upto);
     hashes_.clear();
+    const bool by_lru = policy_ == nullptr && memory_ == nullptr;
     std::size_t apart = 0;  // nodes for the table of children
     for (u32 i = from; i < upto; ++i) {
         const u32 id = take_id();
@@ -227,8 +228,11 @@ void Tree::create(Path& path, u32 from, u32 upto) {
         node.pending = node.bits = 0;
         node.prev = node.next = kNil;
         std::memcpy(tokens_of(id), path.block_tokens(i), 4 * std::size_t(block_size_));
-        if (policy_ != nullptr) policy_->add(id, parent, key_of(id));
-        if (memory_ != nullptr) memory_->add(id, parent, key_of(id));
+        if (!by_lru) {
+            const u64 key = key_of(id);
+            if (policy_ != nullptr) policy_->add(id, parent, key);
+            if (memory_ != nullptr) memory_->add(id, parent, key);
+        }
         if (sharing_ != nullptr) sharing_->add(id, owner);
         if (id != parent + 1) {
             hashes_.push_back(child_hash(parent, node.extra, path.block_tokens(i)));

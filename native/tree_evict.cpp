@@ -101,11 +101,20 @@ std::size_t Tree::host_blocks_added(const Key* keys, std::size_t count) {
     return known;
 }
 
+// All are found first, so that the waits for memory that follow overlap.
 std::size_t Tree::host_blocks_removed(const Key* keys, std::size_t count) {
-    std::size_t known = 0;
-    for (std::size_t i = 0; i < count && !retired_; ++i) {
+    if (retired_) return 0;
+    scratch_.clear();
+    for (std::size_t i = 0; i < count; ++i) {
         const u32 id = find_named(keys[i]);
-        if (id == kNil) continue;
+        scratch_.push_back(id);
+        if (id == kNil || (at(id).bits & kRoot) != 0) continue;
+        if (policy_ != nullptr) policy_->expect_removal(id);
+        if (memory_ != nullptr) memory_->expect_removal(id);
+    }
+    std::size_t known = 0;
+    for (const u32 id : scratch_) {
+        if (id == kNil || !is_node(id)) continue;  // removed with one below it
         ++known;
         if (!hosted(at(id))) continue;
         at(id).bits &= u8(~(kHost | kHostAge));
