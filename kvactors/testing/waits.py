@@ -123,11 +123,9 @@ def _who(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
 def _what(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
     for frame in reversed(frames):
         found = frame.f_locals.get("self")
-        if frame.f_code is ActorRef.ask.__code__:
-            return (
-                f"the answer to {type(frame.f_locals['message']).__name__} by "
-                f"{frame.f_locals['self'].name}"
-            )
+        if frame.f_code is ActorRef._answer.__code__:
+            message = frame.f_locals["envelope"].message
+            return f"the answer to {type(message).__name__} by {frame.f_locals['self'].name}"
         if frame.f_code is Channel.wait_for_item.__code__:
             if _self_of(frames, MailboxLoop.run.__code__):
                 return "a message"
