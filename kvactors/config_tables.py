@@ -52,10 +52,12 @@ class SaltQuota(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     Attributes:
         device: the most resident device blocks, or bytes such as "8 GiB". None: no limit.
         host: as `device`, in the host tier.
+        storage: as `device`, in the store.
     """
 
     device: BlockSize | None = None
     host: BlockSize | None = None
+    storage: BlockSize | None = None
 
 
 class QuotaConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -67,7 +69,8 @@ class QuotaConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
             such as "8 GiB". None: no limit.
         host: as `device`, in the host tier.
         salts: quotas of named salts, in place of the defaults.
-        storage: refused with a ConfigError: stores keep blocks without their salts.
+        storage: as `device`, in a store of this process (`storage.backend` "file" or "memory").
+            Numbers of salts are written to it beside the blocks then.
     """
 
     device: BlockSize | None = None

@@ -1,5 +1,4 @@
-"""Quotas of salts, the most resident blocks of each in the device and host tiers, and counters of
-salts."""
+"""Quotas of salts, the most resident blocks of each by tier, and counters of salts."""
 
 from __future__ import annotations
 
@@ -26,6 +25,41 @@ class Quota(NamedTuple):
 
     device: int | None = None
     host: int | None = None
+    storage: int | None = None
+
+
+class StorageQuotas:
+    """The most objects of each salt in the store. Read by the store, which is on the same loop.
+
+    Attributes:
+        active: whether there is one, or was since the process began. Objects are written with
+            their salts from then on.
+        changed: called with the number of a salt whose quota has changed.
+    """
+
+    def __init__(self, default: int | None = None) -> None:
+        self.active = default is not None
+        self.changed: Callable[[int], None] | None = None
+        self._default = default
+        self._named: dict[int, int | None] = {}
+
+    def get(self, number: int) -> int | None:
+        """The quota of a salt, None for no limit."""
+        return self._named.get(number, self._default)
+
+    def is_named(self, number: int) -> bool:
+        """Whether a salt has a quota in place of the default."""
+        return number in self._named
+
+    def set(self, number: int, quota: Quota | None) -> None:
+        """Change the quota of a salt. None: the default applies again."""
+        if quota is None:
+            self._named.pop(number, None)
+        else:
+            self._named[number] = quota.storage
+            self.active = self.active or quota.storage is not None
+        if self.changed is not None:
+            self.changed(number)
 
 
 class SaltCount:
@@ -99,6 +133,7 @@ class Quotas:
 
     Attributes:
         default: of salts that are not named, and of requests without a salt.
+        storage: those of the store.
         counts: counters of salts.
     """
 
@@ -106,8 +141,10 @@ class Quotas:
         self.default = default
         self._named = {} if named is None else dict(named)
         self.counts = SaltCounts()
-        for salt in self._named:
+        self.storage = StorageQuotas(default.storage)
+        for salt, quota in self._named.items():
             self.counts.name(salt)
+            self.storage.set(salt_id(salt), quota)
 
     def __bool__(self) -> bool:
         return self.default != Quota() or bool(self._named)
@@ -125,6 +162,7 @@ class Quotas:
         else:
             self._named[salt] = quota
             self.counts.name(salt)
+        self.storage.set(salt_id(salt), quota)
 
     def get(self, salt: str) -> Quota | None:
         """The quota of a named salt."""

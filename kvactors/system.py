@@ -48,7 +48,8 @@ from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.policy import Clock
 from kvactors.quota_settings import quotas_of
 from kvactors.shutdown import QUIET, STOP, Shutdown
-from kvactors.storage.backends import Backend
+from kvactors.storage.backends import Backend, object_bytes
+from kvactors.storage.shares import keep_quotas
 from kvactors.summary import summarize
 from kvactors.totals import Totals
 from kvactors.wiring import Wiring
@@ -91,7 +92,9 @@ class System:
         )
         given = None if config.flush.flush_only else backend
         self.config = config = in_blocks(config, self.layout, self.storage, given)
-        self.quotas = quotas = quotas_of(config.quota, self.layout.block_bytes)
+        size = self.layout.block_bytes
+        self.object_bytes = object_bytes(self.storage, size)
+        self.quotas = quotas = quotas_of(config.quota, size, self.object_bytes)
         self.plane: LocalPlane | RanksPlane
         if config.ranks.count > 1:
             if device is not None or backend is not None:
@@ -109,6 +112,8 @@ class System:
         self.arena: Any = self.plane.slots
         self.backend, self.store = self.plane.backend, self.plane.store
         self.device_store = self.plane.device_store
+        shares = None if self.store is None else self.store.shares
+        keep_quotas(quotas.storage, shares, self.storage.backend)
         require_sinks(config, sinks)
         made = [*make_sinks(config, self.layout, self.device if self.sized else None), *sinks]
         self.sinks = {sink.name: sink for sink in made}

@@ -55,8 +55,9 @@ async def clear(
         )
     if storage and salt is not None and self.system.store is not None:
         raise StoreUnsupported(
-            f"storage.backend {self.config.storage.backend!r} keeps blocks without their salts, so "
-            "it cannot remove those of one, and nothing was cleared: clear without storage=True, "
+            f"storage.backend {self.config.storage.backend!r} does not have the salts of all its "
+            "blocks, so it cannot remove those of one, and nothing was cleared: clear without "
+            "storage=True, "
             "or the whole store without salt"
         )
     return int((await self._client.ask(Clear(storage, salt), at)).count)
@@ -68,6 +69,7 @@ async def set_quota(
     *,
     device: int | str | None = None,
     host: int | str | None = None,
+    storage: int | str | None = None,
     deadline: float | None = None,
 ) -> None:
     """Change the most resident blocks of a salt, beyond which its own blocks are evicted first. No
@@ -78,21 +80,32 @@ async def set_quota(
         salt: as in `acquire`.
         device: device blocks, or bytes such as "8 GiB". None: no limit.
         host: as `device`, in the host tier.
+        storage: as `device`, in the store. Blocks that were written while there was no quota of the
+            store count to no salt.
         deadline: seconds from now.
 
     Raises:
         ValueError: a size is malformed, or holds no block.
+        StoreUnsupported: the store cannot keep a quota. Nothing has changed.
     """
     at = self._client.deadline(deadline)
     check_text("salt", salt)
     block_bytes = self.system.layout.block_bytes
-    for name, size in (("device", device), ("host", host)):
+    for name, size in (("device", device), ("host", host), ("storage", storage)):
         if size is not None and not isinstance(size, str):
             check_int(name, size, 1, 1 << 31)
     try:
-        quota = quota_in_blocks("set_quota", device, host, block_bytes)
+        quota = quota_in_blocks(
+            "set_quota", (device, host, storage), block_bytes, self.system.object_bytes
+        )
     except ConfigError as error:
         raise ValueError(str(error)) from None
+    store = self.system.store
+    if storage is not None and (store is None or store.shares is None):
+        raise StoreUnsupported(
+            f"storage.backend {self.config.storage.backend!r} keeps no quota of a salt, and "
+            "nothing has changed: storage.backend = 'file' in one rank keeps it"
+        )
     await self._client.ask(ChangeShares(SetQuota(salt, quota)), at)
 
 

@@ -78,7 +78,7 @@ def _agreements(config: ConfigTables) -> Iterator[Callable[[], None]]:
     yield partial(config.ranks.check, config.layout.tensor_parallel)
     yield partial(config.attention_store.check, config.layout.tensor_parallel, config.ranks.count)
     yield partial(check_sinks, config.flush.sinks)
-    yield partial(check_quota, config.quota)
+    yield partial(check_quota, config.quota, config.storage, config.ranks.count)
 
 
 def _validate_retries(config: ConfigTables) -> None:

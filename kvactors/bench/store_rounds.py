@@ -183,9 +183,10 @@ class StoreOnly:
         slots: Sequence[int],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int] = (),
     ) -> WriteReport:
         """See `StoragePlane`."""
-        return await self.store.write_slots(keys, self.slots, slots, expired, lineages)
+        return await self.store.write_slots(keys, self.slots, slots, expired, lineages, salts)
 
 
 def processor_seconds() -> float:

@@ -296,8 +296,9 @@ class RequestTable:
         slots = tuple([block.slot for block in blocks])
         lineages = tuple([block.lineage for block in blocks])
         deadline = self.clock() + self.storage.timeout_s
+        salts = tuple([block.salt for block in blocks])
         message = Write(
-            op, hashes, slots, deadline, self.generation, lineages if any(lineages) else ()
+            op, hashes, slots, deadline, self.generation, lineages if any(lineages) else (), salts
         )
         return send(writer, message)
 

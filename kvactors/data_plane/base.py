@@ -165,12 +165,13 @@ class DataPlane(ABC):
         slots: Sequence[int],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int] = (),
     ) -> WriteReport:
         """Write objects from slots; UNAVAILABLE if the memory was lost. Arguments as in `read`;
-        `lineages` has one entry per key, or none."""
+        `lineages` and `salts` have one entry per key, or none."""
         if self.store is None or self.refuses(generation):
             return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
-        return await self.store.write_slots(keys, self.slots, slots, expired, lineages)
+        return await self.store.write_slots(keys, self.slots, slots, expired, lineages, salts)
 
     async def fetch(
         self, generation: int, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float

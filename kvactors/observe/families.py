@@ -71,6 +71,15 @@ def of_salts_by_tier(*fields: str) -> Callable[[Snapshot], Samples]:
     ]
 
 
+def _quota_evictions(s: Snapshot) -> dict[str, float]:
+    found, store = s.statistics, s.statistics.store
+    return {
+        "device": found.prefix.quota_evictions,
+        "host": found.host.quota_evictions,
+        "storage": 0 if store is None else store.quota_evictions,
+    }
+
+
 def _hits(s: Snapshot) -> dict[str, float]:
     index = s.statistics.prefix
     return {"device": index.device_hits, "host": index.host_hits, "storage": index.storage_hits}
@@ -262,8 +271,7 @@ FAMILIES: tuple[Family, ...] = (
            by(_evicted)),
     Family("quota_evictions", "counter", ("tier",),
            "Evicted blocks that were chosen because their salt was above its quota.",
-           by(lambda s: {"device": s.statistics.prefix.quota_evictions,
-                         "host": s.statistics.host.quota_evictions})),
+           by(_quota_evictions)),
     Family("pinned_blocks", "gauge", ("tier",), "Blocks that requests have pinned.",
            by(lambda s: {"device": s.statistics.prefix.pinned,
                          "host": s.statistics.host.pinned_blocks})),
@@ -367,13 +375,14 @@ FAMILIES: tuple[Family, ...] = (
     Family("tenant_block_hits", "counter", ("salt", "tier"), "Blocks of these that were cached.",
            of_salts_by_tier("device_hits", "host_hits", "storage_hits")),
     Family("tenant_blocks", "gauge", ("salt", "tier"), "Resident blocks of the salt.",
-           of_salts_by_tier("device_blocks", "host_blocks")),
+           of_salts_by_tier("device_blocks", "host_blocks", "storage_blocks")),
     Family("tenant_quota_blocks", "gauge", ("salt", "tier"),
            "The quota of the salt, absent for no limit.",
-           of_salts_by_tier("device_quota", "host_quota")),
+           of_salts_by_tier("device_quota", "host_quota", "storage_quota")),
     Family("tenant_quota_evictions", "counter", ("salt", "tier"),
            "Blocks of the salt that were evicted because of its quota.",
-           of_salts_by_tier("device_quota_evictions", "host_quota_evictions")),
+           of_salts_by_tier("device_quota_evictions", "host_quota_evictions",
+                            "storage_quota_evictions")),
     # health
     Family("health", "gauge", ("status",), "1 for the present status.", by(_status)),
     Family("degraded", "gauge", ("component",), "1 for each part that does not work.",

@@ -10,6 +10,7 @@ from kvactors.observe.statistics import collect
 from kvactors.quotas import SaltCount
 
 if TYPE_CHECKING:
+    from kvactors.storage.shares import StoreShares
     from kvactors.system import System
 
 
@@ -26,10 +27,14 @@ class TenantStatistics(msgspec.Struct, frozen=True):
         device_blocks: resident device blocks.
         host_blocks: resident blocks of the host tier, None without a quota of the host tier: it
             does not follow blocks by salt then.
+        storage_blocks: blocks in the store that are known to be of the salt, None without a quota
+            of the store: it does not follow blocks by salt then.
         device_quota: the most resident device blocks, None for no limit.
         host_quota: the same in the host tier.
+        storage_quota: the same in the store.
         device_quota_evictions: device blocks evicted because of the quota.
         host_quota_evictions: the same in the host tier.
+        storage_quota_evictions: the same in the store, with the blocks that it did not take.
     """
 
     requests: int
@@ -39,10 +44,13 @@ class TenantStatistics(msgspec.Struct, frozen=True):
     storage_hits: int
     device_blocks: int
     host_blocks: int | None
+    storage_blocks: int | None
     device_quota: int | None
     host_quota: int | None
+    storage_quota: int | None
     device_quota_evictions: int
     host_quota_evictions: int
+    storage_quota_evictions: int
 
 
 class Tenants(msgspec.Struct, frozen=True):
@@ -68,6 +76,7 @@ SUMMED = (
     "storage_hits",
     "device_quota_evictions",
     "host_quota_evictions",
+    "storage_quota_evictions",
 )
 """Fields of which `others` is the rest of the cache's."""
 
@@ -95,6 +104,7 @@ def named_tenants(system: System) -> dict[str, TenantStatistics]:
 def _of_salt(system: System, number: int, row: SaltCount) -> TenantStatistics:
     resident, _, evicted = system.index_actor.core.index.tree.owner(number)
     shares = system.evictor_actor.host.shares
+    stored = _stored(system)
     quota = system.quotas.get(row.salt) or system.quotas.default
     return TenantStatistics(
         requests=row.requests,
@@ -104,11 +114,20 @@ def _of_salt(system: System, number: int, row: SaltCount) -> TenantStatistics:
         storage_hits=row.storage_hits,
         device_blocks=resident,
         host_blocks=shares.resident(number),
+        storage_blocks=None if stored is None else stored.held(number),
         device_quota=quota.device,
         host_quota=quota.host,
+        storage_quota=quota.storage,
         device_quota_evictions=row.device_evicted + evicted,
         host_quota_evictions=row.host_evicted + shares.evicted.get(number, 0),
+        storage_quota_evictions=0 if stored is None else stored.evicted.get(number, 0),
     )
+
+
+def _stored(system: System) -> StoreShares | None:
+    """The objects of the store by salt, None while it does not follow them."""
+    shares = None if system.store is None else system.store.shares
+    return shares if shares is not None and shares.quotas.active else None
 
 
 def _others(system: System, listed: list[TenantStatistics]) -> TenantStatistics:
@@ -119,6 +138,8 @@ def _others(system: System, listed: list[TenantStatistics]) -> TenantStatistics:
     whole = {name: getattr(found.prefix, name) for name in SUMMED[:5]}
     whole["device_quota_evictions"] = found.prefix.quota_evictions
     whole["host_quota_evictions"] = found.host.quota_evictions
+    stored = _stored(system)
+    whole["storage_quota_evictions"] = 0 if stored is None else stored.quota_evictions
     left = {name: whole[name] - sum(getattr(one, name) for one in listed) for name in SUMMED}
     resident = None
     if system.evictor_actor.host.shares.limited:
@@ -127,6 +148,10 @@ def _others(system: System, listed: list[TenantStatistics]) -> TenantStatistics:
         **left,
         device_blocks=on_device - sum(one.device_blocks for one in listed),
         host_blocks=resident,
+        storage_blocks=None
+        if stored is None
+        else stored.counted - sum(one.storage_blocks or 0 for one in listed),
         device_quota=quota.device,
         host_quota=quota.host,
+        storage_quota=quota.storage,
     )

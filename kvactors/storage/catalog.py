@@ -4,8 +4,12 @@ only."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
+
+from kvactors.invariant import ensure
+from kvactors.storage.shares import StoreShares
 
 
 class BatchAdmission(NamedTuple):
@@ -18,6 +22,8 @@ class BatchAdmission(NamedTuple):
     evicted: list[bytes]
 
 
+NONE: Mapping[bytes, int | None] = MappingProxyType({})
+
 SHARDS = 256
 """Parts that the keys are listed in, by their first byte. Keys are hashes, so the parts are of one
 size."""
@@ -29,12 +35,14 @@ class Catalog:
     Attributes:
         capacity: objects at most, 0 for no limit.
         departed: keys that were removed, until the removal is reported.
+        shares: the keys whose salts are known, and the quotas of the salts.
     """
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
         self.departed: set[bytes] = set()
-        self._names: OrderedDict[bytes, None] = OrderedDict()
+        self.shares = StoreShares()
+        self._names: OrderedDict[bytes, int | None] = OrderedDict()  # with their salts
         # The same keys once more: an ordered table cannot be listed in steps while it changes.
         self._shards: list[set[bytes]] = [set() for _ in range(SHARDS)]
 
@@ -56,42 +64,108 @@ class Catalog:
         is in it all the time is in one of them."""
         return (list(self._shards[number]) for number in range(SHARDS))
 
+    def salt(self, key: bytes) -> int | None:
+        """The number of a key's salt (`quotas.salt_id`). None if it is not known, or the key is not
+        in the catalog."""
+        return self._names.get(key)
+
+    def check(self) -> None:
+        """AssertionError if the keys and the counts by salt disagree."""
+        self.shares.check()
+        known = sum(salt is not None for salt in self._names.values())
+        ensure(known == self.shares.counted, "objects by salt disagree")
+
+    def _use(self, key: bytes, salt: int | None) -> None:
+        """A key is used, or enters. Its salt is that of its entry."""
+        if key in self._names:
+            salt = self._names[key]
+            self._names.move_to_end(key)
+            if salt is not None:
+                self.shares.touch(key, salt)
+            return
+        self._names[key] = salt
+        self._shards[key[0]].add(key)
+        if salt is not None:
+            self.shares.add(key, salt)
+
+    def _drop(self, key: bytes) -> None:
+        salt = self._names.pop(key)
+        if salt is not None:
+            self.shares.remove(key, salt)
+
     def _left(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._shards[key[0]].discard(key)
             self.departed.add(key)
 
-    def admit(self, keys: Sequence[bytes]) -> BatchAdmission:
-        """Take a batch in, least recently used first: all of it counts as used now, in that order,
-        and none of it is a victim. If the batch alone exceeds the capacity its last names (the root
-        side of a path) are taken."""
+    def admit(
+        self, keys: Sequence[bytes], salts: Mapping[bytes, int | None] = NONE
+    ) -> BatchAdmission:
+        """Take a batch in, least recently used first: all of it counts as used now, in that order.
+        If the batch alone exceeds the capacity its last names (the root side of a path) are taken.
+
+        If keys must leave, those of salts above their quotas leave first, as many as each has
+        beyond it. They may be of the batch: new ones are refused, others are evicted. Without
+        quotas none of the batch is a victim.
+
+        Args:
+            keys: the batch.
+            salts: numbers of salts by key, of those that are known.
+        """
         keys = list(dict.fromkeys(keys))
         refused: list[bytes] = []
         if self.capacity and len(keys) > self.capacity:
             refused, keys = keys[: -self.capacity], keys[-self.capacity :]
         existing = [key for key in keys if key in self._names]
         for key in keys:
-            self._names[key] = None
-            self._names.move_to_end(key)
-            self._shards[key[0]].add(key)
-        evicted: list[bytes] = []
+            self._use(key, salts.get(key))
+        there, batch = set(existing), set(keys)
+        evicted, beyond = [], set[bytes]()
+        for key in self._beyond(keys):
+            self._drop(key)
+            if key in batch:
+                beyond.add(key)
+            if key in batch and key not in there:
+                self._shards[key[0]].discard(key)
+            else:
+                evicted.append(key)
         while self.capacity and len(self._names) > self.capacity:
-            evicted.append(self._names.popitem(last=False)[0])
+            evicted.append(next(iter(self._names)))
+            self._drop(evicted[-1])
         self._left(evicted)
-        there = set(existing)
-        return BatchAdmission([key for key in keys if key not in there], existing, refused, evicted)
+        kept = [key for key in keys if key not in beyond]
+        return BatchAdmission(
+            [key for key in kept if key not in there],
+            [key for key in kept if key in there],
+            [*refused, *(key for key in keys if key in beyond)],
+            evicted,
+        )
+
+    def _beyond(self, batch: Iterable[bytes]) -> list[bytes]:
+        """The keys that leave for a batch because of a quota."""
+        over = len(self._names) - self.capacity
+        if not self.capacity or over <= 0:
+            return []
+        return self.shares.victims(over, (self._names[key] for key in batch))
 
     def evict(self, busy: Container[bytes]) -> bytes | None:
-        """Remove the least recently used key that is not in `busy`, None if there is none."""
-        key = next((one for one in self._names if one not in busy), None)
+        """Remove the least recently used key that is not in `busy`, first of the salts above their
+        quotas. None if there is none."""
+        key = self.shares.first_beyond(busy)
+        if key is None:
+            key = next((one for one in self._names if one not in busy), None)
         if key is not None:
-            del self._names[key]
+            self._drop(key)
             self._left([key])
         return key
 
     def remove(self, keys: Iterable[bytes]) -> list[bytes]:
         """Remove keys. Returns those that were in the catalog."""
-        gone = [key for key in keys if self._names.pop(key, self) is None]
+        gone = []
+        for key in keys:
+            if key in self._names:
+                self._drop(key)
+                gone.append(key)
         self._left(gone)
         return gone
 
@@ -99,6 +173,7 @@ class Catalog:
         """Remove every key."""
         self.departed.update(self._names)
         self._names.clear()
+        self.shares.clear()
         self._shards = [set() for _ in range(SHARDS)]
 
     def run(self, keys: Sequence[bytes]) -> int:
@@ -106,5 +181,5 @@ class Catalog:
         recently."""
         run = next((i for i, key in enumerate(keys) if key not in self._names), len(keys))
         for key in reversed(keys[:run]):
-            self._names.move_to_end(key)
+            self._use(key, None)
         return run

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
+from kvactors.storage.shares import StoreShares
 
 
 class StoreStatistics(NamedTuple):
@@ -26,6 +27,7 @@ class StoreStatistics(NamedTuple):
         breaker: state of the circuit breaker: closed, open, or half open during a trial.
         faults: calls that raised, or returned something that the contract does not allow.
         capacity: objects at most, 0 without a limit or if the store does not tell.
+        quota_evictions: objects removed, or not taken, because their salt was above its quota.
     """
 
     objects: int
@@ -42,6 +44,7 @@ class StoreStatistics(NamedTuple):
     breaker: str
     faults: int = 0
     capacity: int = 0
+    quota_evictions: int = 0
 
 
 class StoreCounters:
@@ -53,12 +56,14 @@ class StoreCounters:
         reads: objects read.
         writes: objects written.
         evicted: objects that the store evicted.
+        shares: its objects by salt, None if it does not have them.
     """
 
     def __init__(self, store: str = "") -> None:
         self.breaker = Breaker(store=store)
         self.outcomes = dict.fromkeys(Outcome, 0)
         self.reads = self.writes = self.evicted = 0
+        self.shares: StoreShares | None = None
 
     def record(self, outcomes: bytes, trouble: str = "") -> None:
         """Count the outcomes of a batch, and report the batch to the circuit breaker.
@@ -90,4 +95,5 @@ class StoreCounters:
             self.evicted,
             self.breaker.state(),
             capacity=capacity,
+            quota_evictions=0 if self.shares is None else self.shares.quota_evictions,
         )

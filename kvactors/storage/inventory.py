@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import islice
+from types import MappingProxyType
 
 from kvactors.storage.catalog import Catalog
 
 REMOVED_PAGE = 1024
 """Keys that one call of `take_removed` returns at most."""
+
+
+Salts = Mapping[bytes, int | None]
+"""Numbers of salts (`quotas.salt_id`) by key, None for one that is not known."""
+
+_salts: ContextVar[Salts] = ContextVar("salts of a batch", default=MappingProxyType({}))
+
+
+@contextmanager
+def batch_salts(keys: Sequence[bytes], salts: Sequence[int | None]) -> Iterator[None]:
+    """A batch is written inside, with these salts. They do not pass through `Backend.write`, whose
+    arguments are those of stores of other packages.
+
+    Args:
+        keys: the batch.
+        salts: one for each, or none at all.
+    """
+    token = _salts.set(dict(zip(keys, salts, strict=True)) if salts else {})
+    try:
+        yield
+    finally:
+        _salts.reset(token)
+
+
+def salts_of_batch() -> Salts:
+    """The salts of the batch that the present task writes."""
+    return _salts.get()
 
 
 class Inventory:
@@ -61,12 +91,14 @@ class OwnedInventory(Inventory):
         pending: keys in the catalog whose objects are being written.
         answerable: whether this process alone decides about the store's contents. If not, no key is
             listed.
+        keeps_salts: whether salts reach the catalog, so that quotas of salts can be kept.
     """
 
     def __init__(self, capacity: int = 0, *, answerable: bool = True) -> None:
         self.catalog = Catalog(capacity)
         self.pending: set[bytes] = set()
         self.answerable = answerable
+        self.keeps_salts = False
 
     @property
     def capacity(self) -> int:

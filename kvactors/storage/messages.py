@@ -65,6 +65,7 @@ class Write(Message, frozen=True, eq=False):
     Attributes:
         keys: least recently used first. An object that is in the store counts as used now.
         lineages: one for each key, or none at all.
+        salts: the number of each key's salt (`quotas.salt_id`), or none at all.
     """
 
     op: int
@@ -73,6 +74,7 @@ class Write(Message, frozen=True, eq=False):
     deadline: float
     memory_generation: int = 0
     lineages: tuple[Lineage | None, ...] = ()
+    salts: tuple[int, ...] = ()
 
 
 class Written(Control, frozen=True, eq=False):

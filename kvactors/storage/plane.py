@@ -27,6 +27,7 @@ class StoragePlane(Protocol):
         slots: Sequence[int],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int] = (),
     ) -> WriteReport:
         """Write objects from slots of a memory generation."""
 

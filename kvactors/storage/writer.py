@@ -92,6 +92,7 @@ class StorageWriter(StoreOwner):
                 message.slots,
                 expired(message.deadline),
                 message.lineages,
+                message.salts,
             )
             holding, safe = self.backend.holding, (Outcome.OK, Outcome.EXISTS)
             results = zip(keys, report.outcomes, strict=True)

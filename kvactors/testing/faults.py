@@ -355,10 +355,11 @@ class FaultyBackend(Backend):
         slots: Sequence[int],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int | None] = (),
     ) -> WriteReport:
         """See `Backend.write_slots`."""
         refused = await self._refuse_write(keys)
-        return refused or await self.inner.write_slots(keys, arena, slots, expired, lineages)
+        return refused or await self.inner.write_slots(keys, arena, slots, expired, lineages, salts)
 
 
 def corrupt_objects(store: FileBackend, every: int) -> int:

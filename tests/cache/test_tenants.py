@@ -36,6 +36,7 @@ def entries(cache):
         **{name: getattr(whole, name) for name in SUMMED[:5]},
         "device_quota_evictions": whole.prefix.quota_evictions,
         "host_quota_evictions": whole.host.quota_evictions,
+        "storage_quota_evictions": whole.store.quota_evictions if whole.store else 0,
     }
     return found
 

@@ -56,6 +56,11 @@ class Draw:
         return int(self.tables["cache"]["block_size"])
 
     @property
+    def keeps_quotas(self) -> bool:
+        """Whether the store keeps quotas of salts."""
+        return self.store in ("file", "memory")
+
+    @property
     def store(self) -> str:
         """The storage back end."""
         return str(self.tables["storage"]["backend"])
@@ -137,6 +142,16 @@ def _share(rng: random.Random, made: Draw) -> None:
             made.tables["quota"]["salts"] = {
                 salt: _quota(rng) for salt in ("salt-a", "salt-b", "") if rng.random() < 0.6
             }
+        _store_quotas(random.Random(f"storage quota {rng.random()}"), made)
+
+
+def _store_quotas(rng: random.Random, made: Draw) -> None:
+    """Draw quotas of the store, if it is one of this process."""
+    if made.keeps_quotas and rng.random() < 0.7:
+        quota = made.tables["quota"]
+        for one in (quota, *quota.get("salts", {}).values()):
+            if rng.random() < 0.7:
+                one["storage"] = limit(rng)
 
 
 def _quota(rng: random.Random) -> dict[str, Any]:

@@ -24,6 +24,8 @@ SHARING = (
     "evictions by a quota",
     "host evictions watched",
     "host evictions by a quota",
+    "store evictions watched",
+    "store evictions by a quota",
     "clear salt",
     "clear salt compared",
     "slept 1",

@@ -118,7 +118,10 @@ class Pins:
 async def set_quota(world: World, rng: random.Random) -> None:
     """Change the quota of a salt in one tier, or in both."""
     sizes = [rng.choice((None, 1, 2, rng.randint(1, 64))) for _ in range(2)]
-    await world.cache.set_quota(rng.choice(SALTS), device=sizes[0], host=sizes[1], deadline=30.0)
+    storage = sizes[0] if world.drawn.keeps_quotas else None
+    await world.cache.set_quota(
+        rng.choice(SALTS), device=sizes[0], host=sizes[1], storage=storage, deadline=30.0
+    )
 
 
 async def clear_salt(world: World, rng: random.Random) -> None:

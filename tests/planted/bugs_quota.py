@@ -7,6 +7,8 @@ from mutation import Mutation
 TESTS = "tests/cache/test_quotas.py::"
 TENANTS = "tests/cache/test_tenants.py::"
 CLEAR = "tests/cache/test_clear_salt.py::"
+SHARES = "tests/storage/test_store_shares.py::"
+STORED = "tests/cache/test_storage_quotas.py::"
 ORDER = "tests/cpu_evictor/test_share_order.py::"
 BUGS = (
     Mutation(
@@ -128,5 +130,77 @@ BUGS = (
         "",
         "host blocks whose time to live is over stay as long as others",
         (ORDER + "test_host_blocks_whose_time_is_over_leave_before_a_lower_priority",),
+    ),
+    Mutation(
+        "store_ignores_quotas",
+        "storage/catalog.py",
+        "        for key in self._beyond(keys):\n",
+        "        for key in ():\n",
+        "a flood of one salt evicts the objects of the others from the store",
+        (STORED + "test_a_flood_of_one_salt_leaves_the_blocks_of_another_in_the_store",),
+    ),
+    Mutation(
+        "store_quota_evicts_beyond_its_excess",
+        "storage/shares.py",
+        "            beyond = min(over - len(found), len(order) - int(self._quota(salt)))\n",
+        "            beyond = min(over - len(found), len(order))\n",
+        "a salt above its quota loses objects of the store that are within it",
+        (SHARES + "test_many_small_stores_follow_the_model",),
+    ),
+    Mutation(
+        "refused_objects_count_as_evicted",
+        "storage/catalog.py",
+        "            if key in batch and key not in there:\n",
+        "            if False:\n",
+        "indexes are sent the removal of objects that were never stored",
+        (SHARES + "test_a_salt_above_its_quota_loses_its_own_keys_and_no_others",),
+    ),
+    Mutation(
+        "evicted_objects_of_a_batch_count_as_stored",
+        "storage/catalog.py",
+        "                beyond.add(key)\n",
+        "                pass\n",
+        "indexes are sent objects that a quota has evicted",
+        (SHARES + "test_many_small_stores_follow_the_model",),
+    ),
+    Mutation(
+        "salts_do_not_reach_the_store",
+        "cpu_evictor/requests.py",
+        "        salts = tuple([block.salt for block in blocks])\n",
+        "        salts = ()\n",
+        "a quota of the store is accepted and bounds nothing",
+        (STORED + "test_a_flood_of_one_salt_leaves_the_blocks_of_another_in_the_store",),
+    ),
+    Mutation(
+        "salts_of_files_are_not_read_back",
+        "storage/backends/slab_medium.py",
+        "catalog.admit([key], {key: salt})",
+        "catalog.admit([key])",
+        "a quota of the store begins from zero with each start",
+        (STORED + "test_a_file_store_that_is_opened_again_has_the_salts",),
+    ),
+    Mutation(
+        "salts_are_written_without_a_quota",
+        "storage/backends/owned_batches.py",
+        "salts = salts_of_batch() if self._catalog.shares.quotas.active else {}",
+        "salts = salts_of_batch()",
+        "numbers of salts are on disk although there is no quota of the store",
+        (SHARES + "test_without_a_quota_no_salt_is_kept",),
+    ),
+    Mutation(
+        "changed_quota_waits_for_the_next_object_of_the_salt",
+        "quotas.py",
+        "            self.changed(number)\n",
+        "            pass\n",
+        "a quota that is lowered while the cache runs makes no object leave",
+        (SHARES + "test_many_small_stores_follow_the_model",),
+    ),
+    Mutation(
+        "full_disk_ignores_quotas",
+        "storage/catalog.py",
+        "        key = self.shares.first_beyond(busy)\n",
+        "        key = None\n",
+        "on a full disk a flood of one salt evicts the objects of the others",
+        (SHARES + "test_many_small_stores_follow_the_model",),
     ),
 )

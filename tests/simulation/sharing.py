@@ -48,12 +48,29 @@ def with_sharing(drawn: Draw) -> Draw:
         cut=rng.choice((0.0, 0.2)),
     )
     salts = {salt: SaltQuota(_size(rng), _size(rng)) for salt in SALTS if rng.random() < 0.4}
+    quota = QuotaConfig(_size(rng), _size(rng), salts)
+    if _keeps_quotas(drawn):
+        quota = _with_storage(random.Random(f"storage quota {drawn.seed}"), quota)
     config = msgspec.structs.replace(
         drawn.config,
-        quota=QuotaConfig(_size(rng), _size(rng), salts),
+        quota=quota,
         hints=HintsConfig(rng.choice((0.1, 0.25, 0.25, 0.5, 1.0))),
     )
     return drawn._replace(config=config, extra=extra)
+
+
+def _keeps_quotas(drawn: Draw) -> bool:
+    """Whether its store keeps quotas of salts: one of this process, not a pool."""
+    config = drawn.config
+    stored = config.storage.backend == "memory" and not config.flush.flush_only
+    return stored and config.ranks.count == 1 and not drawn.shared
+
+
+def _with_storage(rng: random.Random, quota: QuotaConfig) -> QuotaConfig:
+    salts = {
+        salt: msgspec.structs.replace(one, storage=_size(rng)) for salt, one in quota.salts.items()
+    }
+    return msgspec.structs.replace(quota, storage=_size(rng), salts=salts)
 
 
 def _size(rng: random.Random) -> int | None:
@@ -90,6 +107,8 @@ def check_sharing(world: World) -> None:
         world.violated(
             f"{len(pinned)} blocks of pins, {core.pins.blocks} counted, limit {core.pins.limit}"
         )
+    for store in world.stores:
+        store.catalog.check()
     if host.shares._pins.keys() - core.pins._pins.keys():
         world.violated("host blocks are pinned that the index has not pinned")
     for salt, quota in system.index_actor.index.policy.quotas:

@@ -167,9 +167,13 @@ class Client(CacheClient):
             self.world.seen["unpinned"] += blocks > 0
         elif kind == "set_quota":
             sizes = [rng.choice((None, 1, 2, rng.randint(1, 64))) for _ in range(2)]
+            store = self.world.system.store
+            kept = sizes[0] if store is not None and store.shares is not None else None
             await self.ask(
                 kind,
-                lambda: cache.set_quota(salt, device=sizes[0], host=sizes[1], deadline=2.0),
+                lambda: cache.set_quota(
+                    salt, device=sizes[0], host=sizes[1], storage=kept, deadline=2.0
+                ),
                 2.0,
             )
         else:

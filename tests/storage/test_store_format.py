@@ -28,12 +28,14 @@ from kvactors.storage.backends.slab_lineage import (
 from kvactors.storage.backends.slab_table import (
     BODY,
     PAGE,
+    SALT,
     WRITTEN_AT,
     Damaged,
     Meta,
     entry_of,
     fields_of,
     meta_of,
+    salt_in,
     scan,
 )
 from kvactors.storage.inspect import inspect
@@ -469,7 +471,9 @@ def test_a_lineage_in_an_entry_byte_for_byte():
     lineage = Lineage(
         b"P" * 32, bytes.fromhex("0100000002000000"), b"extra", RequestScope("ad", lora_id=-2)
     )
-    fields = {WRITTEN_AT: (5).to_bytes(8, "little")} | fields_of_lineage(lineage, room_beside(meta))
+    fields = {WRITTEN_AT: (5).to_bytes(8, "little")} | fields_of_lineage(
+        lineage, room_beside(meta, {WRITTEN_AT: bytes(8)})
+    )
     entry = entry_of(meta, lineage.block_hash(), 1, 2, 3, fields)
     area = (
         "0100"
@@ -496,12 +500,38 @@ def test_a_lineage_in_an_entry_byte_for_byte():
     assert lineage_in(fields_of(entry), bytes(32)) is None
 
 
+def test_the_number_of_a_salt_in_an_entry_byte_for_byte():
+    """Of docs/store_format.md: in an entry of a store without lineages, and of one with them."""
+    for size in (0, 2):
+        meta = Meta("00" * 32, 4096, 4096, 1, entry_bytes=entry_bytes_for(size))
+        fields = {WRITTEN_AT: (5).to_bytes(8, "little"), SALT: (0x0102).to_bytes(8, "little")}
+        entry = entry_of(meta, b"K" * 32, 1, 2, 3, fields)
+        assert entry[112:136].hex() == "010008000500000000000000" + "070008000201000000000000"
+        assert salt_in(entry) == 0x0102
+    assert salt_in(entry_of(meta, b"K" * 32, 1, 2, 3, {WRITTEN_AT: bytes(8)})) is None
+    for wrong in (b"", b"1234567", b"123456789"):
+        assert salt_in(entry_of(meta, b"K" * 32, 1, 2, 3, {SALT: wrong})) is None
+
+
+def test_a_salt_leaves_a_lineage_whole_or_out():
+    meta = Meta("00" * 32, 4096, 4096, 1, entry_bytes=entry_bytes_for(2))
+    for name in range(90, 140):
+        lineage = Lineage(b"P" * 32, bytes(8), b"", RequestScope("a" * name))
+        before = {WRITTEN_AT: bytes(8), SALT: bytes(8)}
+        found = before | fields_of_lineage(lineage, room_beside(meta, before))
+        entry = entry_of(meta, lineage.block_hash(), 1, 2, 3, found)
+        assert fields_of(entry) == found
+        assert lineage_in(fields_of(entry), lineage.block_hash()) == (
+            lineage if len(found) > 2 else None
+        )
+
+
 @pytest.mark.parametrize("block_size", [1, 16, 64, 16_000, 20_000])
 @pytest.mark.parametrize("name", ["a" * 124, "a" * 140, "a" * 70_000])
 def test_a_lineage_is_kept_whole_or_not_at_all(block_size, name):
     meta = Meta("00" * 32, 4096, 4096, 1, entry_bytes=entry_bytes_for(block_size))
     lineage = Lineage(b"P" * 32, bytes(4 * block_size), b"", RequestScope(name))
-    fields = fields_of_lineage(lineage, room_beside(meta))
+    fields = fields_of_lineage(lineage, room_beside(meta, {WRITTEN_AT: bytes(8)}))
     entry = entry_of(meta, lineage.block_hash(), 1, 2, 3, {WRITTEN_AT: bytes(8)} | fields)
     assert lineage_in(fields_of(entry), lineage.block_hash()) == (lineage if fields else None)
     assert bool(fields) == (block_size <= 16_000 and len(name) <= 124)

@@ -11,6 +11,7 @@ from kvactors.data_plane.local import LocalPlane
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
+from kvactors.quotas import Quota, StorageQuotas
 from kvactors.storage import reports
 from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.batches import IN_FLIGHT
@@ -30,7 +31,7 @@ from kvactors.testing import probe
 from kvactors.testing.stepper import Stepper
 from kvactors.types import Reason, split_hashes
 
-A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
+A, B, C, D = (bytes([number]) * 32 for number in (1, 2, 3, 4))
 SIZE, NEVER = 8, 1e12
 
 
@@ -87,6 +88,24 @@ def test_a_gain_is_reported_before_the_evictor_frees_the_slot():
             Written,
         ]
         assert effects.to("flush_notifier")[0].hashes == A
+
+
+def test_objects_that_a_quota_evicts_are_reported_and_not_those_it_refuses():
+    inner = memory(capacity=2)
+    quotas = StorageQuotas()
+    quotas.set(7, Quota(storage=1))
+    with stepped(inner) as writer:
+        writer.actor.backend.shares.follow(quotas)
+        for op, keys, salts in ((1, A, (7,)), (2, B, (8,)), (3, C + D, (7, 7))):
+            slots = tuple(range(len(salts)))
+            (job,) = writer.turn(Write(op, keys, slots, NEVER, 0, (), salts)).jobs
+            done = end(writer, job)
+        assert inner.catalog.keys() == [B, D]
+        (written,) = done.to("cpu_evictor")
+        assert list(written.outcomes) == [Outcome.NO_SPACE, Outcome.OK]
+        reports = done.to("flush_notifier")
+        assert [type(one) for one in reports] == [BlocksRemoved, BlocksAdded]
+        assert [one.hashes for one in reports] == [A, D]
 
 
 def test_a_batch_that_waited_during_a_clear_is_not_written():

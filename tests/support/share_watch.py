@@ -4,7 +4,7 @@ apart from the code that keeps them."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import Any
@@ -13,6 +13,7 @@ from kvactors.cpu_evictor import slots
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
 from kvactors.prefix_index import index as device
 from kvactors.quotas import salt_id
+from kvactors.storage.catalog import NONE, BatchAdmission, Catalog
 
 Fail = Callable[[str], None]
 
@@ -52,11 +53,44 @@ class ShareWatch:
             self._host(tier, count, spare, incoming, found, times)
             return found
 
+        admit = Catalog.admit
+
+        def on_store(
+            catalog: Catalog, keys: Sequence[bytes], salts: Mapping[bytes, int | None] = NONE
+        ) -> BatchAdmission:
+            held = {key: catalog.salt(key) for key in catalog}
+            found = admit(catalog, keys, salts)
+            self._store(catalog, held, found)
+            return found
+
         of_device["choose_victims"], of_host["choose_victims"] = on_device, on_host
+        Catalog.admit = on_store  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
             of_device["choose_victims"], of_host["choose_victims"] = before
+            Catalog.admit = admit  # type: ignore[method-assign]
+
+    def _store(
+        self, catalog: Catalog, salts: Mapping[bytes, int | None], found: BatchAdmission
+    ) -> None:
+        """While a salt is above its quota, no victim is of a salt that is not, or would not be with
+        it."""
+        quotas = catalog.shares.quotas
+
+        def quota(salt: int) -> float:
+            blocks = quotas.get(salt)
+            return inf if blocks is None else blocks
+
+        left = Counter(salt for key in catalog if (salt := catalog.salt(key)) is not None)
+        victims = [salts[key] for key in found.evicted]
+        self._seen["store evictions watched"] += len(victims)
+        if any(held > quota(salt) for salt, held in left.items()):
+            self._seen["store evictions by a quota"] += len(victims)
+            if any(salt is None or left[salt] < quota(salt) for salt in victims):
+                self._fail("store: a block left before those of a salt above its quota")
+        if any(key in catalog for key in (*found.evicted, *found.refused)):
+            self._fail("store: a block that left is in the store")
 
     def _device(
         self, index: Any, owners: dict[int, Any], traits: Any, demand: tuple[int, int], now: float

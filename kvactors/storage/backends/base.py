@@ -19,7 +19,7 @@ from kvactors.lineage import Lineage
 from kvactors.storage.backends.old_names import OldAttribute, adopt_old_names
 from kvactors.storage.backends.path_source import PathSource
 from kvactors.storage.counters import StoreCounters, StoreStatistics
-from kvactors.storage.inventory import Inventory
+from kvactors.storage.inventory import Inventory, batch_salts
 
 __all__ = ["Backend", "Expired", "ReadReport", "StoreStatistics", "WriteReport"]
 
@@ -62,8 +62,7 @@ class Backend(ABC):
         clear_pending: whether a `clear` did not reach the whole store and must be repeated.
         generation: number of clears, durable in a store that outlives its process.
         stuck: whether calls still run after `close`. The arena's memory then stays mapped.
-        keeps_lineages: whether the store keeps the inputs of its keys, so that the paths of its
-            blocks can be sent to indexes when it is opened again.
+        keeps_lineages: whether it keeps the inputs of its keys, for the paths of its blocks.
         paths: answers the calls that read paths.
         counters: outcomes, and the circuit breaker.
     """
@@ -143,10 +142,12 @@ class Backend(ABC):
         slots: Sequence[int],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        """`write` from slots of the arena. `lineages` has one entry a key, or is empty. Only a back
-        end with `keeps_lineages` receives any."""
-        return await self.write(keys, [arena.view(slot) for slot in slots], expired)
+        """`write` from slots of the arena. `lineages` (only with `keeps_lineages`) and `salts`
+        (numbers, see `quotas.salt_id`, for `OwnedBatches`) have one entry a key, or are empty."""
+        with batch_salts(keys, salts):
+            return await self.write(keys, [arena.view(slot) for slot in slots], expired)
 
     @abstractmethod
     async def remove(self, keys: Sequence[bytes]) -> None:
@@ -217,8 +218,7 @@ class Backend(ABC):
     # Parts of `counters`, and names before a rename.
     breaker, counts = OldAttribute("counters.breaker"), OldAttribute("counters.outcomes")
     reads, writes = OldAttribute("counters.reads"), OldAttribute("counters.writes")
-    evicted = OldAttribute("counters.evicted")
     trailer, uncleared = OldAttribute("slot_trailer_bytes"), OldAttribute("clear_pending")
-    fingerprint = OldAttribute("digest")
+    fingerprint, evicted = OldAttribute("digest"), OldAttribute("counters.evicted")
     told, saw = acknowledge_removed, record_outcomes
     lost, names = take_removed, iter_keys

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from kvactors.device.arena import Arena, HostSlots
 from kvactors.errors import KVActorsError, StoreError
@@ -21,8 +22,10 @@ from kvactors.storage.checked_inventory import CheckedInventory
 from kvactors.storage.clears import Clears
 from kvactors.storage.containment import Containment
 from kvactors.storage.counters import StoreCounters, StoreStatistics
+from kvactors.storage.inventory import OwnedInventory
 from kvactors.storage.messages import Outcome
 from kvactors.storage.presence import ask_each
+from kvactors.storage.shares import StoreShares
 from kvactors.storage.slot_store import SlotStore
 from kvactors.storage.watch import StoreWatch
 
@@ -38,6 +41,7 @@ class CheckedBackend:
             Batches from before it are not written.
         inventory: the keys that it lists.
         watch: logs corrupt objects and lack of space.
+        shares: its objects by salt. None: it cannot keep quotas of salts.
         clears: clears in progress, and whether one is pending.
 
     Args:
@@ -50,6 +54,7 @@ class CheckedBackend:
         self.exclusive = inner.exclusive
         self.slot_trailer_bytes = inner.slot_trailer_bytes
         self.keeps_lineages = bool(inner.keeps_lineages)
+        self.shares = _shares_of(inner)
         self.generation = 0
         self.stuck = False
         self.fence = (0, 0)
@@ -194,11 +199,16 @@ class CheckedBackend:
         slots: Sequence[int],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int] = (),
     ) -> WriteReport:
-        """See `Backend.write_slots`. Those of other packages may lack the argument `lineages`."""
-        more = (lineages,) if lineages and self.keeps_lineages else ()
+        """See `Backend.write_slots`. Those of other packages may lack the last two arguments."""
+        more: dict[str, Any] = {}
+        if lineages and self.keeps_lineages:
+            more["lineages"] = lineages
+        if salts and self.shares is not None and self.shares.quotas.active:
+            more["salts"] = salts
         return await self._write(
-            keys, lambda: self.inner.write_slots(keys, arena, slots, expired, *more)
+            keys, lambda: self.inner.write_slots(keys, arena, slots, expired, **more)
         )
 
     async def _write(
@@ -313,6 +323,13 @@ class CheckedBackend:
             found = StoreCounters().statistics(self.count(), self.block_bytes)
         breaker = found.breaker if self.breaker.state() == "closed" else self.breaker.state()
         return found._replace(faults=self.faults, breaker=breaker)
+
+
+def _shares_of(store: SlotStore) -> StoreShares | None:
+    inventory = getattr(store, "inventory", None)
+    if isinstance(inventory, OwnedInventory) and inventory.keeps_salts:
+        return inventory.catalog.shares
+    return None
 
 
 def ignore(_answer: object) -> None:

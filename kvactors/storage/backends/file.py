@@ -132,10 +132,11 @@ class FileBackend(Backend):
         slots: Sequence[int],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int | None] = (),
     ) -> WriteReport:
         """See `Backend.write_slots`."""
         with self.medium.writes.lineages.of_batch(keys, lineages, self._inventory):
-            return await super().write_slots(keys, arena, slots, expired)
+            return await super().write_slots(keys, arena, slots, expired, (), salts)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
 from kvactors.storage.backends.slab_files import SlabFiles
-from kvactors.storage.backends.slab_table import scan
+from kvactors.storage.backends.slab_table import salt_in, scan
 from kvactors.storage.backends.slots import Slots
 
 log = get_logger()
@@ -47,12 +47,14 @@ class Stored(NamedTuple):
 
     Attributes:
         mark: identifies its entry (`slab_table.mark_of`).
+        salt: the number of its salt, None if it is not known.
     """
 
     sequence: int
     slot: int
     key: bytes
     mark: bytes
+    salt: int | None
 
 
 def survey(files: SlabFiles, wanted: int) -> tuple[list[Stored], int, int]:
@@ -86,9 +88,12 @@ def survey(files: SlabFiles, wanted: int) -> tuple[list[Stored], int, int]:
         except OSError as error:
             raise StoreError(f"{files.folder}: {error}") from error
         some = scan(chunk, files.meta, first)
-        found += [Stored(one.sequence, one.slot, one.key, one.mark) for one in some.found]
+        found += [
+            Stored(one.sequence, one.slot, one.key, one.mark, salt_in(one.raw))
+            for one in some.found
+        ]
         torn += some.torn
-    found.sort()
+    found.sort(key=lambda one: one[:4])
     log.info(
         "file store open",
         folder=str(files.folder),

@@ -113,6 +113,7 @@ class MooncakeBackend(Backend):
         slots: Sequence[int],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int | None] = (),
     ) -> WriteReport:
         """See `Backend.write_slots`."""
         if not self.objects.has_slots(arena, slots, len(keys)):

@@ -11,7 +11,7 @@ from kvactors.storage.backends.base import Expired, ReadReport, WriteReport
 from kvactors.storage.backends.views import unfit_views
 from kvactors.storage.catalog import BatchAdmission
 from kvactors.storage.counters import StoreCounters
-from kvactors.storage.inventory import OwnedInventory
+from kvactors.storage.inventory import OwnedInventory, salts_of_batch
 from kvactors.storage.messages import Outcome
 
 
@@ -84,6 +84,8 @@ class OwnedBatches:
         self._catalog = inventory.catalog
         self._counters = counters
         self._record = record
+        inventory.keeps_salts = inventory.answerable
+        counters.shares = inventory.catalog.shares
         self._unerased: set[bytes] = set()  # of clears that have not completed
 
     def probe(self, keys: Sequence[bytes]) -> int:
@@ -133,15 +135,17 @@ class OwnedBatches:
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
-        """See `Backend.write`. While the circuit is open nothing is evicted for the batch."""
+        """See `Backend.write`. While the circuit is open nothing is evicted for the batch. Salts
+        count once there is a quota."""
         if not self._counters.breaker.closed():
             refused = bytes([Outcome.UNAVAILABLE]) * len(keys)
             self._record(refused)
             return WriteReport(refused, [])
         pending = self._inventory.pending
         unfit = unfit_views(views, len(keys), self._block_bytes, writable=False)
-        fitting = [key for i, key in enumerate(keys) if i not in unfit]
-        admission = self._catalog.admit([key for key in fitting if key not in pending])
+        fitting = [key for i, key in enumerate(keys) if i not in unfit and key not in pending]
+        salts = salts_of_batch() if self._catalog.shares.quotas.active else {}
+        admission = self._catalog.admit(fitting, salts)
         self._counters.evicted += len(admission.evicted)
         outcomes = bytearray([Outcome.LATE]) * len(keys)
         fresh = set(admission.fresh)

@@ -13,7 +13,7 @@ so that neither a salt nor the tokens behind it are on disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from kvactors.flush_notifier.messages import PLAIN, RequestScope
@@ -47,9 +47,10 @@ def entry_bytes_for(block_size: int) -> int:
     return size if size <= MOST_ENTRY else ENTRY_BYTES
 
 
-def room_beside(meta: Meta) -> int:
-    """Bytes of an entry's metadata area beside the time of the write."""
-    return meta.entry_bytes - HEAD.size - 8 - TIME_FIELD
+def room_beside(meta: Meta, fields: Mapping[int, bytes]) -> int:
+    """Bytes of an entry's metadata area beside other fields."""
+    used = sum(FIELD.size + len(value) for value in fields.values())
+    return meta.entry_bytes - HEAD.size - 8 - used
 
 
 def fields_of_lineage(lineage: Lineage | None, space: int) -> dict[int, bytes]:

@@ -56,7 +56,7 @@ class SlabMedium:
         self.supply = SlotSupply(files, threads, inventory.catalog)
         self.generations = Generations(files, threads.workers)
         self._slots = self.supply.slots
-        self.writes = SlabWrites(files, threads, self._slots)
+        self.writes = SlabWrites(files, threads, self._slots, inventory.catalog.salt)
         self._files = files
         self._threads = threads
         self._inventory = inventory
@@ -98,12 +98,12 @@ class SlabMedium:
         """
         evicted: list[bytes] = []
         doubles: list[int] = []
-        for sequence, slot, key, mark in found:
+        for sequence, slot, key, mark, salt in found:
             before = self.objects.get(key)
             if before is not None:
                 doubles.append(before[0])
             self.objects[key] = (slot, mark)
-            evicted += self._inventory.catalog.admit([key]).evicted
+            evicted += self._inventory.catalog.admit([key], {key: salt}).evicted
             self.writes.sequence = sequence + 1
         used = {slot for slot, _ in self.objects.values()}
         slots = len(self._files.slabs) * self._files.meta.slots_per_slab

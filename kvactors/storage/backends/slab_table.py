@@ -61,6 +61,9 @@ SLOTS = "slots"
 WRITTEN_AT = 1
 """Tag of the metadata field with the time of the write."""
 
+SALT = 7
+"""Tag of the metadata field with the number of the object's salt (`quotas.salt_id`)."""
+
 
 class Meta(msgspec.Struct, frozen=True):
     """Parameters of a store.
@@ -272,6 +275,12 @@ def fields_of(entry: bytes) -> dict[int, bytes]:
         found[tag] = area[at : at + size]
         at += size
     return found
+
+
+def salt_in(entry: bytes) -> int | None:
+    """The number of the salt in an entry. None if it has none that can be read."""
+    value = fields_of(entry).get(SALT, b"")
+    return int.from_bytes(value, "little") if len(value) == 8 else None
 
 
 def mark_of(entry: bytes) -> bytes:

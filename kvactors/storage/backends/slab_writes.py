@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvactors.storage.backends.base import Expired
 from kvactors.storage.backends.slab_files import SlabFiles
@@ -14,6 +14,7 @@ from kvactors.storage.backends.slab_lineage import (
 )
 from kvactors.storage.backends.slab_objects import proved
 from kvactors.storage.backends.slab_table import (
+    SALT,
     WRITTEN_AT,
     blank_entries,
     blank_entry,
@@ -33,12 +34,21 @@ class SlabWrites:
         sequence: number of the next write.
     """
 
-    def __init__(self, files: SlabFiles, threads: SlabThreads, slots: Slots) -> None:
+    def __init__(
+        self,
+        files: SlabFiles,
+        threads: SlabThreads,
+        slots: Slots,
+        salt_of: Callable[[bytes], int | None],
+    ) -> None:
+        """salt_of: the number of the salt of an object that is being written, None if it is not to
+        be kept."""
         self.lineages = WritingLineages()
         self.sequence = 0
         self._files = files
         self._threads = threads
         self._slots = slots
+        self._salt_of = salt_of
 
     async def write(
         self,
@@ -77,11 +87,19 @@ class SlabWrites:
         self.sequence += len(keys)
         moment = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
         lineages = [self.lineages.get(key) for key in keys]
-        if not any(lineages):
-            return blank_entries(meta, keys, sequence, generation, moment)
-        space = room_beside(meta)
+        salts = [self._salt_of(key) for key in keys]
+        if not any(lineages) and len(set(salts)) == 1:
+            fields = _with_salt(moment, salts[0])
+            return blank_entries(meta, keys, sequence, generation, fields)
         found = []
         for n, (key, lineage) in enumerate(zip(keys, lineages, strict=True)):
-            fields = moment if lineage is None else moment | fields_of_lineage(lineage, space)
+            fields = _with_salt(moment, salts[n])
+            if lineage is not None:
+                space = room_beside(meta, fields)
+                fields = {**fields, **fields_of_lineage(lineage, space)}
             found.append(blank_entry(meta, key, sequence + n, generation, fields))
         return found
+
+
+def _with_salt(fields: Mapping[int, bytes], salt: int | None) -> Mapping[int, bytes]:
+    return fields if salt is None else {**fields, SALT: salt.to_bytes(8, "little")}

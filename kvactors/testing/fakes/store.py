@@ -29,6 +29,7 @@ class SimDisk(StoreFaults):
     Attributes:
         objects: bytes and checksum by key, in order of writing.
         lineages: of the objects, also of those removed since.
+        salts: numbers of the objects' salts, also of those removed since.
         tearing: writes still to be cut short, unnoticed.
         torn: writes cut short so far.
     """
@@ -37,6 +38,7 @@ class SimDisk(StoreFaults):
         super().__init__(latency)
         self.objects: dict[bytes, tuple[bytes, int]] = {}
         self.lineages: dict[bytes, Lineage] = {}
+        self.salts: dict[bytes, int] = {}
         self.tearing = self.torn = 0
         self._catalog = catalog
 
@@ -72,6 +74,9 @@ class SimDisk(StoreFaults):
             self.torn += 1
             whole = first + bytes(byte ^ 0x5A for byte in whole[half:])
         self.objects[key] = (whole, checksum)
+        salt = self._catalog.salt(key)
+        if salt is not None:
+            self.salts[key] = salt
         return Outcome.OK
 
     async def erase(self, keys: Sequence[bytes]) -> None:
@@ -204,7 +209,7 @@ class SimBackend(Backend):
         """Find the objects that are there."""
         self.pending.clear()
         self.catalog.clear()
-        self.catalog.admit(list(self.disk.objects))
+        self.catalog.admit(list(self.disk.objects), self.disk.salts)
 
     async def close(self) -> None:
         """The objects stay."""
@@ -232,12 +237,13 @@ class SimBackend(Backend):
         slots: Sequence[int],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int | None] = (),
     ) -> WriteReport:
         """See `Backend.write_slots`."""
         self.disk.lineages |= {
             key: one for key, one in zip(keys, lineages, strict=False) if one is not None
         }
-        return await super().write_slots(keys, arena, slots, expired)
+        return await super().write_slots(keys, arena, slots, expired, (), salts)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`."""

@@ -1,0 +1,302 @@
+"""Quotas of salts in the store, through the public API."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import partial
+
+import pytest
+
+import kvactors
+from kvactors import KVCache
+from kvactors.config_tables import QuotaConfig, StorageConfig
+from kvactors.errors import ConfigError, KVActorsError, StoreUnsupported
+from kvactors.quota_settings import check_quota
+from kvactors.quotas import salt_id
+from kvactors.testing.fakes import SimBackend, SimPool, latency
+from kvactors.testing.loop import simulate
+from kvactors.testing.rest import problems_at_rest
+from tests.cache.test_quotas import BLOCK, settle, tokens_of, use
+from tests.support.cache import opened, settings
+from tests.support.share_watch import ShareWatch
+
+HOST = {"slots": 4, "transit_slots": 8}
+
+
+def store(capacity=8, kind="memory", **more):
+    return {
+        "backend": kind,
+        "capacity_blocks": capacity,
+        "write_policy": "write_through",
+        **more,
+    }
+
+
+def stored(cache: KVCache, number, *, salt=None, blocks=2) -> int:
+    """Leading blocks of a prompt that the store has."""
+    roots = cache.system.roots
+    path, _ = kvactors.arguments.request_path(
+        BLOCK,
+        roots.root(kvactors.arguments.request_scope(salt, None)),
+        tokens_of(number, blocks),
+        (),
+    )
+    hashes = path.hashes(0, blocks)
+    names = [hashes[at : at + 32] for at in range(0, len(hashes), 32)]
+    return cache.system.store.inventory.held_run(names)
+
+
+async def test_a_flood_of_one_salt_leaves_the_blocks_of_another_in_the_store():
+    quota = {"salts": {"noisy": {"storage": 4}}}
+    async with opened(storage=store(), quota=quota) as cache:
+        await use(cache, 1, salt="quiet")
+        for number in range(2, 12):
+            await use(cache, number, salt="noisy")
+            await cache.wait_idle()
+        assert stored(cache, 1, salt="quiet") == 2
+        tenants = cache.tenants()
+        noisy = tenants.named["noisy"]
+        assert (noisy.storage_blocks, noisy.storage_quota) == (6, 4)
+        assert noisy.storage_quota_evictions == 14
+        assert tenants.unnamed["quiet"].storage_blocks == 2
+        assert cache.statistics().store.quota_evictions == 14
+        await settle(cache)
+
+
+async def test_without_a_quota_the_same_flood_empties_the_store():
+    async with opened(storage=store()) as cache:
+        await use(cache, 1, salt="quiet")
+        for number in range(2, 12):
+            await use(cache, number, salt="noisy")
+            await cache.wait_idle()
+        assert stored(cache, 1, salt="quiet") == 0
+        assert cache.tenants().unnamed["noisy"].storage_blocks is None
+        assert cache.statistics().store.quota_evictions == 0
+        await settle(cache)
+
+
+async def test_a_quota_of_the_store_can_be_changed_while_the_cache_runs():
+    async with opened(storage=store()) as cache:
+        await use(cache, 1, salt="quiet")
+        await cache.wait_idle()
+        await cache.set_quota("noisy", storage=2)
+        await use(cache, 2, salt="noisy", blocks=6)
+        await cache.wait_idle()
+        assert stored(cache, 2, salt="noisy", blocks=6) == 6  # free space beyond the quota
+        for number in range(3, 12):
+            await use(cache, number, salt="noisy")
+            await cache.wait_idle()
+        assert stored(cache, 1, salt="quiet") == 2  # of no salt: written before the quota
+        assert cache.tenants().named["noisy"].storage_blocks == 6
+        assert cache.tenants().unnamed["quiet"].storage_blocks == 0
+        with pytest.raises(ValueError, match="storage"):
+            await cache.set_quota("noisy", storage=0)
+        with pytest.raises(ValueError, match="one block takes"):
+            await cache.set_quota("noisy", storage="1 B")
+        await cache.set_quota("noisy")
+        assert cache.tenants().named["noisy"].storage_quota is None
+        await settle(cache)
+
+
+async def test_a_batch_beyond_the_quota_of_its_salt_is_stored_from_the_root():
+    quota = {"storage": 2}
+    async with opened(storage=store(capacity=8), quota=quota) as cache:
+        for salt in ("a", "b"):
+            for number in (1, 2):
+                await use(cache, number, salt=salt)
+                await cache.wait_idle()
+        await use(cache, 3, salt="c", blocks=4)
+        await cache.wait_idle()
+        assert stored(cache, 3, salt="c", blocks=4) == 2  # in place of old blocks of a
+        held = {salt: one.storage_blocks for salt, one in cache.tenants().unnamed.items()}
+        assert held == {"a": 2, "b": 4, "c": 2}
+        await settle(cache)
+
+
+async def test_a_clear_of_the_store_ends_its_counts():
+    async with opened(storage=store(), quota={"storage": 2}) as cache:
+        await use(cache, 1, salt="a", blocks=4)
+        await cache.wait_idle()
+        assert cache.tenants().unnamed["a"].storage_blocks == 4
+        await cache.clear(storage=True)
+        assert cache.tenants().unnamed["a"].storage_blocks == 0
+        with pytest.raises(StoreUnsupported, match="does not have the salts"):
+            await cache.clear(salt="a", storage=True)
+        await settle(cache)
+
+
+async def test_blocks_of_a_sleeping_cache_stay_with_their_salts():
+    async with opened(host=HOST, storage=store(), quota={"storage": 2}) as cache:
+        await use(cache, 1, salt="a", blocks=4)
+        await cache.wait_idle()
+        await cache.sleep(level=2)
+        await cache.wake()
+        assert cache.tenants().unnamed["a"].storage_blocks == 4
+        await use(cache, 2, salt="b", blocks=6)
+        await cache.wait_idle()
+        held = {salt: one.storage_blocks for salt, one in cache.tenants().unnamed.items()}
+        assert held == {"a": 4, "b": 4}  # b is above its quota with the blocks that it adds
+        await settle(cache)
+
+
+# -- files
+
+
+async def test_a_file_store_that_is_opened_again_has_the_salts(tmp_path):
+    disk, quota = store(kind="file", directory=str(tmp_path)), {"storage": 4}
+    async with opened(storage=disk, quota=quota) as cache:
+        await use(cache, 1, salt="quiet")
+        await use(cache, 2)
+        await use(cache, 3, salt="noisy", blocks=4)
+    async with opened(storage=disk, quota=quota) as cache:
+        await use(cache, 4, salt="noisy", blocks=2)
+        await cache.wait_idle()
+        assert stored(cache, 1, salt="quiet") == 2
+        assert stored(cache, 2) == 2
+        shares = cache.system.store.shares
+        held = {salt: shares.held(salt_id(salt)) for salt in ("quiet", "noisy", None)}
+        assert held == {"quiet": 2, "noisy": 4, None: 2}
+        assert cache.tenants().others.storage_blocks == 4  # no salt, and no request of "quiet" yet
+        await settle(cache)
+
+
+async def test_blocks_of_an_earlier_format_count_to_no_salt_and_stay_readable(tmp_path):
+    disk = store(kind="file", directory=str(tmp_path))
+    async with opened(storage=disk) as cache:  # writes entries without salts
+        await use(cache, 1, salt="noisy")
+    folders = list(tmp_path.rglob("table"))
+    number = salt_id("noisy").to_bytes(8, "little")
+    assert all(number not in path.read_bytes() for path in folders)
+    async with opened(storage=disk, quota={"storage": 2}) as cache:
+        assert cache.system.store.shares.held(salt_id("noisy")) == 0
+        assert stored(cache, 1, salt="noisy") == 2
+        lease = await cache.acquire("again", [*tokens_of(1), 1], salt="noisy")
+        await lease.wait_ready()
+        assert lease.hits.storage == 2
+        await lease.finish()
+        for other in range(2, 8):
+            await use(cache, other, salt="noisy")
+            await cache.wait_idle()
+        assert cache.tenants().unnamed["noisy"].storage_blocks == 6
+        assert stored(cache, 1, salt="noisy") == 2
+        await settle(cache)
+    assert any(number in path.read_bytes() for path in folders)
+
+
+async def test_a_store_of_a_smaller_capacity_keeps_the_quotas_when_it_opens(tmp_path):
+    quota = {"salts": {"noisy": {"storage": 1}}}
+    disk = store(kind="file", directory=str(tmp_path))
+    async with opened(storage=disk, quota=quota) as cache:
+        await use(cache, 1, salt="quiet")
+        await cache.wait_idle()
+        await use(cache, 2, salt="noisy", blocks=6)
+    async with opened(storage={**disk, "capacity_blocks": 4}, quota=quota) as cache:
+        assert stored(cache, 1, salt="quiet") == 2
+        assert cache.system.store.shares.held(salt_id("noisy")) == 2
+        await settle(cache)
+
+
+# -- stores without quotas
+
+
+@pytest.mark.parametrize(
+    ("tables", "reason"),
+    [
+        ({"storage": {"backend": "mooncake"}}, "mooncake evicts its objects itself"),
+        ({"storage": {"backend": "attention_store"}}, "attention_store evicts"),
+        ({"storage": {"backend": "file", "read_only": True}}, "the process that writes"),
+        ({}, "'none' keeps no quota"),
+    ],
+)
+@pytest.mark.parametrize("quota", [{"storage": 4}, {"salts": {"a": {"storage": 4}}}])
+async def test_a_quota_that_the_store_cannot_keep_is_refused_with_the_reason(tables, reason, quota):
+    with pytest.raises(ConfigError, match=reason):
+        async with opened(quota=quota, **tables):
+            pass
+
+
+def test_stores_of_ranks_keep_no_quota():
+    with pytest.raises(ConfigError, match="needs one rank, not 2"):
+        check_quota(QuotaConfig(storage=4), StorageConfig(backend="file"), 2)
+    check_quota(QuotaConfig(device=4), StorageConfig(backend="file"), 2)
+
+
+async def test_a_store_that_keeps_no_salts_keeps_no_quota():
+    config = settings(storage=store(), quota={"storage": 4})
+    pool = SimPool(bytes(32), kvactors.device.layout_for(config, None).block_bytes)
+    with pytest.raises(ConfigError, match="keeps no quota"):
+        async with kvactors.open(config, backend=pool):
+            pass
+
+
+async def test_a_store_without_quotas_refuses_one_while_the_cache_runs():
+    async with opened() as cache:
+        with pytest.raises(StoreUnsupported, match="keeps no quota of a salt"):
+            await cache.set_quota("a", device=4, storage=4)
+        assert cache.tenants().named == {}
+        await settle(cache)
+
+
+# -- faults
+
+
+def test_quotas_of_the_store_hold_under_faults_and_restarts():
+    """A store of 1 to 8 objects that is slow, full, unreachable and opened again: every choice
+    follows the rules, and indexes have exactly what it holds."""
+    failures, seen = list[str](), Counter[str]()
+    with ShareWatch(failures.append, seen).installed():
+        for seed in range(12):
+            simulate(partial(_live, random.Random(seed)))
+            assert failures == [], seed
+    assert seen["store evictions by a quota"] > 20
+
+
+async def _live(rng: random.Random) -> None:
+    capacity = rng.randint(1, 8)
+    config = settings(
+        device=rng.randint(4, 8),
+        host=rng.choice((None, HOST)),
+        storage=store(capacity, write_policy=rng.choice(("write_through", "write_back"))),
+        quota={"storage": rng.choice((1, 2, 4)), "salts": {"a": {"storage": 1}}},
+    )
+    size = kvactors.device.layout_for(config, None).block_bytes
+    backend = SimBackend(bytes(32), size, capacity, latency(rng, 0.002))
+    for _ in range(3):
+        async with kvactors.open(config, backend=backend, inline_copies=True) as cache:
+            await _work(cache, backend, rng)
+            backend.heal()
+            assert await problems_at_rest(cache, 60.0) == []
+            backend.catalog.check()
+            held = {one: backend.catalog.salt(one) for one in backend.catalog}
+            assert None not in held.values()
+        assert all(backend.disk.salts[one] == salt for one, salt in held.items())
+
+
+async def _work(cache: KVCache, backend: SimBackend, rng: random.Random) -> None:
+    for number in range(25):
+        draw = rng.random()
+        if draw < 0.1:
+            backend.down = not backend.down
+        elif draw < 0.2:
+            backend.full = not backend.full
+        elif draw < 0.3:
+            await cache.set_quota(rng.choice(("a", "b")), storage=rng.choice((None, 1, 2, 8)))
+        elif draw < 0.33:
+            backend.heal()
+            await cache.clear(storage=True)
+        elif draw < 0.36:
+            backend.lose(1)
+        elif draw < 0.4:
+            backend.flip(1)
+        else:
+            salt, blocks = rng.choice(("a", "b", None)), rng.randint(1, 3)
+            tokens = tokens_of(rng.randint(1, 6), blocks)
+            try:
+                lease = await cache.acquire(f"r{number}", tokens, salt=salt, deadline=5.0)
+                await lease.wait_ready()
+                await lease.finish(len(tokens))
+            except KVActorsError:
+                pass
+        if rng.random() < 0.5:
+            await cache.wait_idle(60.0)
