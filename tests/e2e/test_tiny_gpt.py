@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parents[2] / "scenarios" / "serve_tiny_gpt.py"
 ROOT = Path(kvactors.__file__).parents[1]
 
 
-def serve(tmp_path, *arguments):
+def serve(tmp_path, *arguments, conversations=4, turns=3):
     """The script's exit code, its output, and its counts."""
     out = tmp_path / "out.json"
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -27,9 +27,9 @@ def serve(tmp_path, *arguments):
         sys.executable,
         str(SCRIPT),
         "--conversations",
-        "6",
+        str(conversations),
         "--turns",
-        "3",
+        str(turns),
         "--json",
         str(out),
         *arguments,
@@ -46,7 +46,7 @@ def serve(tmp_path, *arguments):
     return done.returncode, done.stderr, json.loads(out.read_text("utf-8"))
 
 
-def assert_same_bits(code, said, counted, positions=6 * 3 * 16):
+def assert_same_bits(code, said, counted, positions=4 * 3 * 16):
     assert (code, counted["complaints"]) == (0, []), said
     plain, cached = counted["plain"], counted["kvactors"]
     assert counted["positions"] == positions
@@ -90,7 +90,9 @@ def test_the_same_bits_after_a_restart(tmp_path):
     ("layout", "fault"), [("gqa", "swap_blocks"), ("gqa", "flip_bit"), ("mla", "swap_blocks")]
 )
 def test_spoilt_blocks_are_seen(tmp_path, layout, fault):
-    code, said, counted = serve(tmp_path, "--layout", layout, "--break", fault)
+    code, said, counted = serve(
+        tmp_path, "--layout", layout, "--break", fault, conversations=3, turns=2
+    )
     assert code == 1
     assert f"--break: {fault} on blocks" in said
     assert counted["complaints"][0].startswith("logits differ at")

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +65,12 @@ class Verdict(NamedTuple):
     output: str
 
 
+@cache
+def dumped(source: str) -> str:
+    """The syntax tree of a source, as text. Many mutations are about the same file."""
+    return ast.dump(ast.parse(source))
+
+
 def planted(mutation: Mutation, source: str) -> str:
     """The source with the mutation in it. Stale if its old text does not occur exactly once, or
     nothing but words changes."""
@@ -75,7 +82,7 @@ def planted(mutation: Mutation, source: str) -> str:
         )
     mutated = source.replace(mutation.old, mutation.new)
     try:
-        same = ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(source))
+        same = ast.dump(ast.parse(mutated)) == dumped(source)
     except SyntaxError as error:
         raise Stale(
             f"{mutation.name} is stale: {mutation.file} is no Python with it ({error})"

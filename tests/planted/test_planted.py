@@ -3,7 +3,10 @@ them."""
 
 from __future__ import annotations
 
+import ast
 import json
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import docs_hook
@@ -23,7 +26,61 @@ HARMLESS_FOR = (
 def test_a_mutation_occurs_once_and_changes_the_code(mutation):
     run.planted(mutation, run.source_of(mutation))
     assert mutation.catchers
-    assert all((run.ROOT / catcher.partition("::")[0]).exists() for catcher in mutation.catchers)
+    assert [catcher for catcher in mutation.catchers if not is_defined(catcher)] == []
+
+
+@cache
+def defined(file: Path) -> frozenset[str]:
+    """The functions, classes and methods of a test file, as node ids without the file. One that
+    ends with `::` is a class whose members may be inherited."""
+    names = set()
+    for node in ast.parse(file.read_text("utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            names |= {node.name, *([f"{node.name}::"] if node.bases else [])}
+            names |= {f"{node.name}::{one.name}" for one in node.body if hasattr(one, "name")}
+        elif isinstance(node, ast.Assign):  # the TestCase of a Hypothesis machine
+            found = [one.id for one in node.targets if isinstance(one, ast.Name)]
+            names |= {*found, *(f"{one}::" for one in found)}
+        elif hasattr(node, "name"):
+            names.add(node.name)
+    return frozenset(names)
+
+
+def is_defined(catcher: str) -> bool:
+    """Whether the file of a catcher is there, and its test in it."""
+    name, _, test = catcher.partition("::")
+    file, test = run.ROOT / name, test.partition("[")[0]
+    if not test or not file.exists():
+        return file.exists()
+    owner, colons, _ = test.partition("::")
+    return bool({test, owner + colons} & defined(file)) if colons else test in defined(file)
+
+
+def test_a_catcher_that_is_gone_is_found():
+    here = "tests/planted/test_planted.py"
+    assert is_defined(f"{here}::test_names_are_given_once[of a case]")
+    assert is_defined(here)
+    assert not is_defined(f"{here}::test_names_were_given_once")
+    assert not is_defined(f"{here}::Mutation")  # imported there
+    assert not is_defined("tests/planted/test_gone.py")
+    assert is_defined("tests/cli/test_terminable.py::TestRunTerminable")
+    assert not is_defined("tests/cli/test_terminable.py::TestRunTerminable::test_gone")
+
+
+def test_the_cases_of_catchers_exist(request):
+    """Only where all tests are collected: the ids of cases are not in the source."""
+    option = request.config.getoption
+    ids = {item.nodeid for item in request.session.items}
+    if option("-k") or option("-m") or any("::" in one for one in request.config.args):
+        pytest.skip("only some tests are collected")
+    files = {one.partition("::")[0] for one in ids}
+    cases = {
+        catcher
+        for mutation in MUTATIONS
+        for catcher in mutation.catchers
+        if "[" in catcher and catcher.partition("::")[0] in files
+    }
+    assert sorted(cases - ids) == []
 
 
 def test_names_are_given_once():
