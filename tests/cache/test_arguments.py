@@ -229,7 +229,13 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "clear"): ({}, {"storage": "flag", "salt": "text", "deadline": "seconds"}),
     (KVCache, "set_quota"): (
         {"salt": "s"},
-        {"salt": "text", "device": "size", "host": "size", "deadline": "seconds"},
+        {
+            "salt": "text",
+            "device": "size",
+            "host": "size",
+            "storage": "size",
+            "deadline": "seconds",
+        },
     ),
     (KVCache, "unpin"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST, "deadline": "seconds"}),
     (KVCache, "pause"): ({}, {"deadline": "seconds"}),
