@@ -202,8 +202,8 @@ class EvictFirst(Message, frozen=True, eq=False):
 
 
 class PinHostBlocks(Message, frozen=True, eq=False):
-    """Blocks of a path are pinned: the host tier does not evict those that it has, or gets, as far
-    as its share of pinned blocks allows."""
+    """A run of blocks of a path is pinned: the host tier does not evict those that it has, or gets,
+    as far as its share of pinned blocks allows."""
 
     hashes: bytes
 

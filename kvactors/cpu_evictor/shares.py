@@ -62,7 +62,7 @@ class HostShares:
         self._expires = 0  # resident blocks that expire
         self._serial = count()
         self._pin_limit = pin_limit
-        self._pins: dict[bytes, bytes] = {}  # hashes by the last of them
+        self._pins: Counter[bytes] = Counter()  # runs of blocks, by the last of them
         self._pinned: Counter[bytes] = Counter()
 
     @property
@@ -135,21 +135,25 @@ class HostShares:
         return block_hash in self._pinned
 
     def pin(self, hashes: bytes) -> None:
-        """Pin the blocks of a path, all or none."""
+        """Pin a run of blocks of a path, all or none. Runs with the same last block are equal."""
         each = split_hashes(hashes)
         fresh = sum(one not in self._pinned for one in each)
         if self.pinned + fresh > self._pin_limit:
             self.pins_refused += 1
             return
-        self._pins[each[-1]] = hashes
+        self._pins[each[-1]] += 1
         self._pinned.update(each)
 
     def unpin(self, hashes: bytes) -> None:
-        """Unpin the blocks of a path, all paths without hashes."""
+        """Unpin a run of blocks that was pinned, all of them without hashes."""
         if not hashes:
             self._pins.clear()
             self._pinned.clear()
-        elif self._pins.pop(hashes[-32:], None) is not None:
+        elif hashes[-32:] in self._pins:
+            last = hashes[-32:]
+            self._pins[last] -= 1
+            if not self._pins[last]:
+                del self._pins[last]
             for one in split_hashes(hashes):
                 self._pinned[one] -= 1
                 if not self._pinned[one]:

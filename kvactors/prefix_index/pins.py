@@ -14,6 +14,7 @@ from kvactors.prefix_index.actions import Action, StartTimer, Timed
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import PinExpired
 from kvactors.prefix_index.records import LeaseState
+from kvactors.types import HASH_BYTES
 
 
 class Pin(Timed):
@@ -100,7 +101,7 @@ class Pins:
             deadline = self._index.policy.now() + hints.ttl
             actions.append(StartTimer(pin, deadline, PinExpired(pin.number)))
         if self._host:
-            actions.append(PinHostBlocks(hashes))
+            actions += [PinHostBlocks(run) for run in self._runs(hashes)]
         return blocks, actions
 
     def unpin(self, path: Path) -> tuple[int, list[Action]]:
@@ -133,7 +134,7 @@ class Pins:
         """Pin the blocks in a restarted host tier."""
         if not self._host:
             return []
-        return [PinHostBlocks(pin.hashes) for pin in self._pins.values()]
+        return [PinHostBlocks(run) for pin in self._pins.values() for run in self._runs(pin.hashes)]
 
     def hashes(self) -> Iterator[bytes]:
         """The joined hashes of each pinned path."""
@@ -146,7 +147,12 @@ class Pins:
         del self._by_number[pin.number]
         pin.stop_timer()
         self._release(pin)
-        return [UnpinHostBlocks(pin.hashes)] if self._host else []
+        return [UnpinHostBlocks(run) for run in self._runs(pin.hashes)] if self._host else []
+
+    def _runs(self, hashes: bytes) -> Iterator[bytes]:
+        """The hashes of a path in runs of a part: the host tier handles one of them in a turn."""
+        size = self._index.part * HASH_BYTES
+        return (hashes[start : start + size] for start in range(0, len(hashes), size))
 
     def _release(self, pin: Pin) -> None:
         if pin.nodes is not None:

@@ -212,3 +212,17 @@ def test_host_blocks_whose_time_is_over_leave_before_a_lower_priority():
         made = tier.add(bytes([number]) * 32, b"root" * 8, SlotState.RESIDENT, None, traits)
         tier.land([made], frozenset())
     assert [block.hash[0] for block in tier.victims(3)] == [2, 1, 3]
+
+
+def test_a_run_that_two_pins_share_stays_until_both_have_ended():
+    shares = HostShares(pin_limit=4)
+    hashes = [bytes([number]) * 32 for number in range(4)]
+    first, second = b"".join(hashes[:2]), b"".join(hashes[2:])
+    for run in (first, second, first):
+        shares.pin(run)
+    shares.unpin(first)
+    shares.unpin(second)
+    assert [shares.is_pinned(one) for one in hashes] == [True, True, False, False]
+    shares.unpin(first)
+    shares.unpin(first)
+    assert shares.pinned == 0
