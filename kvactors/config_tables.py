@@ -230,8 +230,8 @@ class HostConfig(
         capacity_bytes: bytes of those blocks, in place of slots.
         transit_slots: extra slots for blocks in transit between device and storage.
         transit_bytes: bytes of these slots, in place of transit_slots.
-        policy: order of eviction: lru, or retain, which learns from past requests which blocks are
-            used again.
+        policy: order of eviction, lru or retain as in `device`. None: that of the device. The guard
+            of retain on the device covers the hits of both tiers only if both have it.
         mode: exclusive (a loaded block leaves the host) or inclusive (blocks are copied to the
             host at request finish and stay).
         low_watermark: the used fraction of `slots` at which an eviction ahead of need ends.
@@ -256,7 +256,7 @@ class HostConfig(
     transit_slots: Count = 256
     transit_bytes: ByteSize | None = None
     mode: Literal["exclusive", "inclusive"] = "exclusive"
-    policy: Literal["lru", "retain"] = "lru"
+    policy: Literal["lru", "retain"] | None = None
     low_watermark: Share = 0.0
     high_watermark: Share = 0.0
     pinned: bool = False
@@ -268,6 +268,10 @@ class HostConfig(
     merge_min_blocks: Several | None = None
 
     batch_from = Earlier("dma_min_bytes")
+
+    def policy_below(self, device: DeviceConfig) -> Literal["lru", "retain"]:
+        """The order of eviction under this device tier."""
+        return device.policy if self.policy is None else self.policy
 
     @property
     def kept_blocks(self) -> tuple[int, int]:

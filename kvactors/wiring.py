@@ -150,7 +150,10 @@ class Wiring:
             recompute_last_token=config.cache.recompute_last_token,
             memory_generation=self.plane.generation,
             policy=policies_of(
-                config.device.policy, host.policy if host.slots else "lru", self.clock, self.quotas
+                config.device.policy,
+                host.policy_below(config.device) if host.slots else "lru",
+                self.clock,
+                self.quotas,
             ),
             hashes=bool(self.sinks) or host_tier or stored,
         )
@@ -188,6 +191,7 @@ class Wiring:
         return CpuEvictor(
             ref,
             config=self.config.host,
+            policy=self.config.host.policy_below(self.config.device),
             storage=self.storage,
             arena=self.plane.slots,
             index=self.index,

@@ -124,12 +124,13 @@ class CpuEvictor(Actor):
         layerwise: bool,
         memory_generation: int,
         shares: HostShares | None = None,
+        policy: str = "lru",
     ) -> None:
         super().__init__(ref)
         self.layerwise, self._arena = layerwise, arena
         self.peers = Peers(index, swapper, readers, writers, notifier, device_store)
         self.host = HostTier(
-            config.slots, arena.num_slots, arena.in_use, POLICIES[config.policy](), shares
+            config.slots, arena.num_slots, arena.in_use, POLICIES[policy](), shares
         )
         self.requests = RequestTable(self.peers, storage, memory_generation, now)
         self.memory = HostMemory(self.host, self.requests, config, storage)
