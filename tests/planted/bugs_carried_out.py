@@ -134,8 +134,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "newest_object_evicted",
         "storage/catalog.py",
-        "self._names.popitem(last=False)",
-        "self._names.popitem(last=True)",
+        "evicted.append(next(iter(self._names)))",
+        "evicted.append(next(reversed(self._names)))",
         "a full store evicts the object that it has just stored",
         ("tests/storage/test_backends.py::test_the_catalog_is_an_exact_lru",),
     ),
