@@ -19,10 +19,18 @@ from kvactors.tier_cache.views import ObjectViews
 if TYPE_CHECKING:
     from kvactors.storage.slot_store import SlotStore
     from kvactors.tier_cache.loop_thread import LoopThread, Service
-    from kvactors.tier_cache.storage_loop import StorageLoop
+    from kvactors.tier_cache.storage_loop import JobEnd, StorageLoop
 
 CLOSING = 3.0
 """Seconds beyond its limit that `close` may take."""
+
+
+def fail_unseen(found: Sequence[StorageJob], jobs: dict[StorageJob, Any], ended: JobEnd) -> None:
+    """Fail jobs that a loop took between its last turn and its end, each once: `close` and the
+    thread that submits may both find one."""
+    for job in found:
+        if jobs.pop(job, job) is None:
+            ended(job, [False] * len(job.keys), ())
 
 
 class StorageTier:
@@ -72,7 +80,7 @@ class StorageTier:
         self._memory = memory
         self.beside: list[Service] = []
         self.known = KnownObjects()
-        self._jobs: dict[StorageJob, None] = {}  # in flight
+        self._jobs: dict[StorageJob, Any] = {}  # in flight
         self._closed = False
         self._thread: LoopThread | None = None
         self._loop: StorageLoop | None = None
@@ -125,11 +133,11 @@ class StorageTier:
         """Let the jobs in flight end, for `limit` seconds at most, then close the store. Jobs that
         did not begin by then fail."""
         limit = checked_limit("limit", limit)
-        self._closed = True
-        thread, self._thread = self._thread, None
+        thread, self._thread, self._closed = self._thread, None, True
         if thread is None:
             return
         thread.close(limit)
+        fail_unseen([] if thread.alive else list(self._jobs), self._jobs, self._ended)
         store = None if self._loop is None else self._loop.store
         self.stuck = thread.alive or (store is not None and store.stuck)
         fd, self.fd = self.fd, None
@@ -235,7 +243,7 @@ class StorageTier:
         )
         self._jobs[job] = None
         if not thread.call(loop.accept, job):  # the loop has ended
-            self._ended(job, [False] * len(names), ())
+            fail_unseen([job], self._jobs, self._ended)
         return job.done
 
     def poll(self) -> list[StorageResult]:

@@ -370,7 +370,7 @@ def on_a_terminal(*arguments: str) -> str:
     except OSError:  # the last process has closed the terminal
         pass
     os.close(leader)
-    assert process.wait(60) == 0
+    assert process.wait(60) == 0, shown.decode()
     return shown.decode()
 
 

@@ -17,6 +17,7 @@ import pytest
 from kvactors import CacheClosed, ConfigError, LayoutError, TierCache, open_tiers
 from kvactors.cpu_evictor.slots import HostTier
 from kvactors.tier_cache import CopyWorker, Lookup, SlotMemory, open_storage, shared_memory
+from kvactors.tier_cache.loop_thread import LoopThread
 from kvactors.tier_cache.settings import TierConfig, TierStorage
 from kvactors.tier_cache.slot_table import SlotTable
 from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, make, payload, settle, store
@@ -447,6 +448,17 @@ def test_every_job_ends_when_other_threads_submit_during_the_close() -> None:
         for job in jobs:
             job.result(LIMIT)
         assert tier.in_flight == 0
+
+
+def test_a_job_that_the_closing_loop_does_not_see_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop accepts calls between its last iteration and its end, and drops them."""
+    tier = open_storage({"model": "m", "block_bytes": 8, "num_slots": 1, "storage": MEMORY})
+    with monkeypatch.context() as lost:
+        lost.setattr(LoopThread, "call", lambda *_: True)
+        job = tier.submit_lookup(1, KEYS[:1])
+    tier.close(1.0)
+    assert job.result(LIMIT).ok == (False,)
+    assert (tier.in_flight, len(tier.poll())) == (0, 1)
 
 
 # -- many keys
