@@ -73,10 +73,10 @@ class DeviceCache:
         self.blocks.evict(block.block for block in victims)
         return len(victims)
 
-    def commit(self, record: RequestRecord, table: Sequence[int], full: int, request: str) -> None:
-        """Index the first `full` blocks of a request's table. See `Requests.commit`."""
+    def commit(self, record: RequestRecord, own: Sequence[int]) -> None:
+        """Index the next blocks of a request. See `Requests.commit`."""
         self.index.tick()
-        added = self.requests.commit(record, table, full, request)
+        added = self.requests.commit(record, own)
         if added and self.reports is not None:
             self.reports.added(record, added)
 

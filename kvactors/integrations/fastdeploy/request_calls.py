@@ -72,9 +72,13 @@ class RequestCalls:
                 raise
             log.warning("request not cached during a reset", request=request)
             return
+        full = computed(record.tokens_of(task)) // block_size if self._caches else 0
+        # before the tokens: a refused call changes nothing
+        own = self._cache.requests.uncommitted(
+            record, sequence_of(task, "block_tables"), full, request
+        )
         record.extend(task)
-        full = computed(record.path.num_tokens) // block_size if self._caches else 0
-        self._cache.commit(record, sequence_of(task, "block_tables"), full, request)
+        self._cache.commit(record, own)
         task.num_cached_blocks = len(record.nodes)
 
     def write(self, request: str) -> None:

@@ -67,23 +67,30 @@ class RequestRecord:
             self.path.set_extra(block, extra)
         return bool(extras)
 
+    def tokens_of(self, request: Any) -> int:
+        """Tokens of the request. ValueError if it has fewer than at the last `extend`."""
+        total = sum(map(len, _parts(request)))
+        if total < self.path.num_tokens:
+            raise ValueError(
+                f"request {request.request_id!r} had {self.path.num_tokens} tokens and has "
+                f"{total} now"
+            )
+        return total
+
     def extend(self, request: Any) -> None:
-        """Append the tokens that the request has got since the last call.
+        """Append the tokens that the request has got since the last call, all or none.
 
         Raises:
             ValueError: the request has fewer tokens than before, or a token is out of range.
         """
+        chained, total = self.path.num_tokens, self.tokens_of(request)
         prompt, outputs = _parts(request)
-        chained, total = self.path.num_tokens, len(prompt) + len(outputs)
-        if total < chained:
-            raise ValueError(
-                f"request {request.request_id!r} had {chained} tokens and has {total} now"
-            )
-        if chained < len(prompt):
-            self.path.extend(prompt[chained:])
-            chained = len(prompt)
+        if chained >= len(prompt):
+            fresh = outputs[chained - len(prompt) :]
+        else:
+            fresh = [*prompt[chained:], *outputs] if len(outputs) else prompt[chained:]
         if chained < total:
-            self.path.extend(outputs[chained - len(prompt) :])
+            self.path.extend(fresh)
 
     def hashes(self, start: int, stop: int) -> list[bytes]:
         """Hashes of full blocks."""
@@ -155,11 +162,10 @@ class Requests:
         """A request was matched."""
         self._records[request] = record
 
-    def commit(self, record: RequestRecord, table: Sequence[int], full: int, request: str) -> int:
-        """Index the leading blocks of a request's table.
-
-        A block whose hash is indexed already stays the request's own until its release: the engine
-        reads it.
+    def uncommitted(
+        self, record: RequestRecord, table: Sequence[int], full: int, request: str
+    ) -> list[int]:
+        """The blocks of a request's table that are full and not indexed.
 
         Args:
             record: of the request.
@@ -167,16 +173,12 @@ class Requests:
             full: blocks from the start of the table that are full.
             request: its id.
 
-        Returns:
-            How many blocks were added to the index. They are the last ones of `record.nodes`.
-
         Raises:
             ValueError: the table is too short, or has a block that the request does not hold.
-                Nothing changed.
         """
         start = len(record.nodes)
         if full <= start:
-            return 0
+            return []
         if len(table) < full:
             raise ValueError(
                 f"the block table of request {request!r} has {len(table)} blocks, and {full} are "
@@ -184,8 +186,20 @@ class Requests:
             )
         own = [whole("a block id", block) for block in table[start:full]]
         self._blocks.check_held(own, request)
-        added = 0
-        for block_hash, block in zip(record.hashes(start, full), own, strict=True):
+        return own
+
+    def commit(self, record: RequestRecord, own: Sequence[int]) -> int:
+        """Index the next blocks of a request, which has their tokens. See `uncommitted`.
+
+        A block whose hash is indexed already stays the request's own until its release: the engine
+        reads it.
+
+        Returns:
+            How many blocks were added to the index. They are the last ones of `record.nodes`.
+        """
+        start, added = len(record.nodes), 0
+        hashes = record.hashes(start, start + len(own)) if own else []
+        for block_hash, block in zip(hashes, own, strict=True):
             node = self._index.blocks.get(block_hash)
             if node is not None:
                 self._index.hold([node])

@@ -163,6 +163,24 @@ def test_a_block_table_of_nonsense_is_refused(busy, table):
     assert state(busy.manager) == before
 
 
+@pytest.mark.parametrize("refused", ["table", "tokens"])
+def test_tokens_of_a_refused_commit_are_not_kept(busy, refused):
+    """The engine corrects the call and makes it again: the block is found by its tokens only."""
+    manager, request = busy.manager, busy.request
+    table, request.prompt_token_ids = request.block_tables, [9, *A, 1, 2]
+    request.output_token_ids = [3] if refused == "table" else [-1]
+    if refused == "table":
+        request.block_tables = table[:1]
+    with pytest.raises(ValueError, match=r"block table of request 'u'|token"):
+        manager.update_cache_blocks(request, BLOCK_SIZE, 12)
+    request.block_tables, request.prompt_token_ids = table, [9, *A, 5, 6]
+    request.output_token_ids = [7]
+    manager.update_cache_blocks(request, BLOCK_SIZE, 12)
+    busy.free(request)
+    assert busy.match(Request("v", [9, *A, 1, 2, 3, 0]))[1] == 8
+    assert busy.match(Request("w", [9, *A, 5, 6, 7, 0]))[1] == 12
+
+
 def test_a_request_that_lost_tokens_is_refused(busy):
     busy.request.prompt_token_ids = A[:2]
     with pytest.raises(ValueError, match="had 9 tokens and has 2 now"):
