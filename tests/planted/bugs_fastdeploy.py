@@ -80,7 +80,7 @@ BUGS: tuple[Mutation, ...] = (
         "fastdeploy_caches_the_last_output_token",
         "integrations/fastdeploy/manager.py",
         """\
-        last = 1 if len(task.output_token_ids) else 0
+        last = 1 if len(sequence_of(task, "output_token_ids")) else 0
 """,
         """\
         last = 0

@@ -99,10 +99,11 @@ class HostTiers:
 
     # -- hits
 
-    def find(self, hashes: Sequence[bytes]) -> FoundBlocks:
+    def find(self, hashes: Sequence[bytes], waited_s: float = 0.0) -> FoundBlocks:
         """The leading blocks of a path that can be loaded now: no more than there are host slots.
 
-        Waits while blocks are on their way from storage. `end` ends the hold on them.
+        Waits while blocks are on their way from storage. `end` ends the hold on them. waited_s:
+        seconds that the match has waited already.
         """
         hashes = hashes[: self.tiers.config.num_slots]
         begun = time.monotonic()
@@ -110,7 +111,7 @@ class HostTiers:
         while True:
             found, waits = self._look_up(hashes)
             now = time.monotonic()
-            if not waits or now - begun >= self._fetch_wait_s:
+            if not waits or now - begun >= self._fetch_wait_s - waited_s:
                 sources = [self.tiers.source(one) for one in hashes[:found]]
                 return FoundBlocks(sources, now - begun if waited else 0.0)
             waited = True

@@ -14,6 +14,7 @@ from kvactors.integrations.fastdeploy.arguments import (
     name_of,
     required_blocks,
     rounded_up,
+    sequence_of,
     whole,
 )
 from kvactors.integrations.fastdeploy.device_blocks import FreeBlockList
@@ -233,7 +234,7 @@ class PrefixCacheManager:
     def cache_output_blocks(self, task: Any, block_size: int) -> None:
         """Index the full blocks of a request and its output. See `update_cache_blocks`. The last
         token was not an input of the model, so a block that it fills is left out."""
-        last = 1 if len(task.output_token_ids) else 0
+        last = 1 if len(sequence_of(task, "output_token_ids")) else 0
         self._commit(task, block_size, lambda tokens: tokens - last)
 
     def _commit(self, task: Any, block_size: int, computed: Callable[[int], int]) -> None:

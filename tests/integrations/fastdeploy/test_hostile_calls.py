@@ -181,6 +181,13 @@ def test_tokens_of_a_refused_commit_are_not_kept(busy, refused):
     assert busy.match(Request("w", [9, *A, 5, 6, 7, 0]))[1] == 12
 
 
+def test_an_output_that_is_none_is_refused(busy):
+    before, busy.request.output_token_ids = state(busy.manager), None
+    with pytest.raises(TypeError, match="output_token_ids of request 'u' must be a list"):
+        busy.manager.cache_output_blocks(busy.request, BLOCK_SIZE)
+    assert state(busy.manager) == before
+
+
 def test_a_request_that_lost_tokens_is_refused(busy):
     busy.request.prompt_token_ids = A[:2]
     with pytest.raises(ValueError, match="had 9 tokens and has 2 now"):

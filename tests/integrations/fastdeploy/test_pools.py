@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvactors.storage import backends
@@ -53,6 +55,23 @@ def test_a_pool_that_hangs_costs_misses(engine, shared):
     assert one.manager.statistics().written_blocks == 0
     assert one.available == 6
     shared.mode = "ok"
+
+
+def test_the_waits_of_a_match_for_storage_are_limited_together(engine, shared, monkeypatch):
+    """Each block is read by itself, for want of slots. The wait for every single one is short."""
+    options = {"fetch_wait_s": 0.3}
+    one, other = (engine(gpu=6, cpu=1, file=True, options=options) for _ in range(2))
+    one.serve("a", list(range(20)))
+    read = shared.read
+
+    async def slow(*arguments):
+        await asyncio.sleep(0.2)
+        return await read(*arguments)
+
+    monkeypatch.setattr(shared, "read", slow)
+    request = Request("b", list(range(21)))
+    assert other.match(request)[1] <= 8, "two reads take longer than all may"
+    assert not other.wrong(request, 0)
 
 
 @pytest.mark.full
