@@ -175,8 +175,11 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
 
 
 def _unfinished(system: System) -> Iterator[str]:
-    """No load is left open, and without requests no call to the index."""
+    """No load is left open, no request waits for blocks that nothing frees, and without requests no
+    call to the index."""
     index, evictor = system.index_actor, system.evictor_actor
+    if waiting := len(index.core.admission.waiting):
+        yield f"prefix_index: {waiting} requests wait for device blocks, and no work in flight"
     if loading := len(index.index.loading):
         yield f"prefix_index: {loading} blocks are loading, and no work in flight"
     if loads := len(evictor.loads):

@@ -147,7 +147,9 @@ class Admission:
         if deficit > 0:
             if self._index.evictable() < deficit and not self.releasing:
                 return False, actions
-            evicted, actions = self._evictions.evict(deficit, waiter.salt, waiter.needed)
+            evicted, actions = self._evictions.evict_for(
+                lambda: waiter.needed - self._index.free - self.unpromised(), waiter
+            )
             if self._fits(waiter):
                 return True, actions + self._give(waiter)
         if not wait:
@@ -283,13 +285,10 @@ class Admission:
         if not waiter.lacking:
             self._dequeue(waiter)
             return True, waiter.complete(waiter.taken)
-        deficit = -self.unpromised()
-        evicted, actions = 0, list[Action]()
-        if deficit > 0:
-            evicted, actions = self._evictions.evict(deficit, waiter.salt, waiter.needed)
-        if evicted == index.part:
-            return True, actions  # there may be more to evict
-        if deficit <= 0 or evicted or self.releasing:
+        more, actions = self._evictions.evict_for(lambda: -self.unpromised() - index.free, waiter)
+        if more:
+            return True, actions  # free now or later, or not if another request has them too
+        if self.unpromised() >= 0 or self.releasing:
             return index.free > 0, actions
         # There will be no blocks for the last one, or the last of those that can wait for space.
         if self._patient:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from kvactors.cpu_evictor.messages import DropHostCopies, KeepHostCopies, Offload
 from kvactors.native import HOST
@@ -12,6 +13,9 @@ from kvactors.prefix_index.host_victims import HostVictims
 from kvactors.prefix_index.index import BlockIndex, Eviction, pick_hashes
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.types import Reason
+
+if TYPE_CHECKING:
+    from kvactors.prefix_index.admission import Waiter
 
 
 class Evictions:
@@ -87,6 +91,18 @@ class Evictions:
         generation = self._index.memory_generation
         offload = Offload(op.op, op.hashes, op.parents, op.blocks, generation, lineages, op.traits)
         return op.total + op.freed, [*self._victims.before(self.blocks_being_freed), offload]
+
+    def evict_for(self, lacking: Callable[[], int], waiter: Waiter) -> tuple[int, list[Action]]:
+        """Evict what a request lacks, see `evict`. A block with another owner leaves the tree, and
+        is not free: then the next ones are evicted. lacking: blocks that are still to be freed."""
+        evicted, actions = 0, list[Action]()
+        while evicted < self._index.part and (deficit := lacking()) > 0:
+            more, done = self.evict(deficit, waiter.salt, waiter.needed)
+            actions += done
+            if not more:
+                break
+            evicted += more
+        return evicted, actions
 
     def drop(self, wanted: int, salt: int = 0) -> list[Action]:
         """Free device blocks without a copy, for a request of a salt. A block with another owner

@@ -10,6 +10,7 @@ import pytest
 
 import kvactors
 from kvactors import LeaseEnded
+from kvactors.actor.mailbox_loop import MailboxLoop
 from kvactors.testing.loop import SimLoop, simulate
 from tests.oracle.client import Client, Cut, Request
 from tests.oracle.draw import draw
@@ -91,3 +92,35 @@ def test_a_commit_that_ended_its_lease_ends_the_request():
                 await request._commit()
 
     run(main, 1, 0.5)
+
+
+@pytest.mark.parametrize(("seed", "direct"), [(66, 0.5), (155, 1.0), (229, 0.5)])
+def test_no_request_waits_for_blocks_that_nothing_will_free(seed, direct, monkeypatch):
+    """Looked at after every turn, while a fork owns blocks that its request evicts from the tree."""
+    watched: list[World] = []
+    handle, stuck = MailboxLoop.handle, list[str]()
+
+    def look():
+        system = watched[0].cache.system
+        if not system.in_flight.count:
+            stuck.extend(one for one in watched[0].cache.check() if "wait for device blocks" in one)
+
+    def looked_at(self, envelope):
+        handle(self, envelope)
+        if watched:
+            asyncio.get_running_loop().call_soon(look)
+
+    class Watched(World):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            watched.append(self)
+
+    monkeypatch.setattr(MailboxLoop, "handle", looked_at)
+    monkeypatch.setattr("tests.oracle.run.World", Watched)
+    drawn = draw(seed, "", store=("none", "memory", "memory")[seed % 3], threads=False, sinks=False)
+    drawn.forgotten = 0.0
+    record = run(
+        lambda record: serve_round(drawn, History(), record, 60, inline=True), seed, direct
+    )
+    assert (stuck, record.failures) == ([], [])
+    assert record.finished
