@@ -16,6 +16,7 @@ from kvactors.mooncake_address import endpoints, metadata_endpoints
 from kvactors.ranges import check_values
 from kvactors.renamed_settings import Earlier, SettingsMeta, modern_names
 from kvactors.setting_types import ByteSize, Seconds
+from kvactors.sizes import in_bytes
 
 log = get_logger()
 
@@ -98,18 +99,31 @@ def largest_registration(environ: Mapping[str, str]) -> int | None:
     """Bytes of a memory registration at most (MC_MAX_MR_SIZE), None without a limit.
 
     Raises:
-        ConfigError: the variable is not a positive number.
+        ConfigError: the variable is no number of bytes.
     """
     text = environ.get("MC_MAX_MR_SIZE", "")
-    if not text:
-        return None
     try:
-        size = int(text, 0)
+        size = int(text or "0", 0)
     except ValueError:
-        size = 0
-    if size <= 0:
-        raise ConfigError(f"MC_MAX_MR_SIZE must be a number of bytes above 0, not {text!r}")
-    return size
+        size = -1
+    if size < 0:
+        raise ConfigError(f"MC_MAX_MR_SIZE must be a number of bytes, 0 for no limit, not {text!r}")
+    return size or None
+
+
+def _check_local_buffer(config: MooncakeConfig, environ: Mapping[str, str]) -> None:
+    """The client registers its own buffer in one piece, over RDMA only.
+
+    Raises:
+        ConfigError: it is larger than a registration may be.
+    """
+    largest = largest_registration(environ)
+    size = in_bytes(config.local_buffer_size, "local_buffer_size")
+    if config.protocol == "rdma" and largest is not None and size > largest:
+        raise ConfigError(
+            f"storage.mooncake.local_buffer_size is {size} bytes, and MC_MAX_MR_SIZE allows "
+            f"registrations of {largest}"
+        )
 
 
 def resolve(config: MooncakeConfig, environ: Mapping[str, str]) -> MooncakeConfig:
@@ -130,6 +144,7 @@ def resolve(config: MooncakeConfig, environ: Mapping[str, str]) -> MooncakeConfi
         raise ConfigError(fault)
     resolved = msgspec.convert(merged, MooncakeConfig)
     resolved.check()
+    _check_local_buffer(resolved, environ)
     return resolved
 
 

@@ -173,7 +173,7 @@ class MooncakeObjects:
             return self._prepared(keys[some], payloads[some], in_arena)
 
         try:
-            for some, then in zip(calls, [*calls[1:], None], strict=True):
+            for some, then in zip(calls, [*calls[1:], None], strict=False):
                 if expired():
                     break
                 if not self._breaker().closed():

@@ -1,0 +1,223 @@
+"""Copies between cache tensors and host slots, and the bytes of a stored block."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvactors.errors import LayoutError
+from kvactors.integrations.fastdeploy import PrefixCacheManager
+from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.storage import backends
+from kvactors.testing import attentionstore_sdk as stand_in
+from kvactors.tier_cache import SlotMemory
+from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request, make_config
+from tests.integrations.fastdeploy.conftest import RESERVE
+from tests.tier_cache.stores import SharedStore
+
+BLOCKS, HEADS, DIM = 4, 2, 8
+SCALES = ("key_cache_scales", "value_cache_scales")
+
+
+def tensors_of(layers: int, *, ranks: int = 1, seed: int = 0) -> dict[str, Any]:
+    """Tensors of fp8 caches with FastDeploy's shapes, in which every byte is drawn."""
+    rng = np.random.default_rng(seed)
+    shape, found = (BLOCKS, HEADS, BLOCK_SIZE, DIM), {}
+    for rank in range(ranks):
+        for layer in range(layers):
+            place = f"{layer}_rank{rank}.device{rank}"
+            for stem in ("key_caches", "value_caches"):
+                found[f"{stem}_{place}"] = rng.integers(0, 256, shape, np.uint8)
+            for stem in SCALES:
+                found[f"{stem}_{place}"] = rng.random(shape[:3]).astype(np.float32)
+    return found
+
+
+def block_bytes(tensors: dict[str, Any], block: int, layers: int, ranks: int = 1) -> bytes:
+    """The bytes of a block: rank by rank and layer by layer key, value, and their scales."""
+    stems = ("key_caches", "value_caches", *SCALES)
+    return b"".join(
+        tensors[f"{stem}_{layer}_rank{rank}.device{rank}"][block].tobytes()
+        for rank in range(ranks)
+        for layer in range(layers)
+        for stem in stems
+    )
+
+
+# -- copies
+
+
+def test_blocks_of_30_layers_come_back_equal_in_other_blocks():
+    """100 drawn blocks of 300, five times: to host slots, and from there to other blocks."""
+    rng = np.random.default_rng(7)
+    made = [rng.integers(0, 1 << 16, (300, 4, 4, 16), np.uint16) for _ in range(60)]
+    tensors = [one.view(np.float16) for one in made]
+    memory = SlotMemory(100, sum(one[0].nbytes for one in made))
+    copies = RankCopies([tensors], memory, threads=2)
+    for _ in range(5):
+        ids = rng.permutation(300)
+        source, target = ids[:100].tolist(), ids[100:200].tolist()
+        slots = rng.permutation(100).tolist()
+        wanted = [one[source].copy() for one in made]
+        others = np.setdiff1d(np.arange(300), target)
+        kept = [one[others].copy() for one in made]
+        assert copies.store(source, slots) == ""
+        assert copies.load(target, slots) == ""
+        for one, want, keep in zip(made, wanted, kept, strict=True):
+            assert np.array_equal(one[target], want)
+            assert np.array_equal(one[others], keep), "no other block changed"
+    copies.close()
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slots"), [([1, 2], [0]), ([1], [0, 1]), ([], [0]), ([1, 9], [0, 1]), ([1], [-1])]
+)
+def test_numbers_that_do_not_fit_copy_nothing(blocks, slots):
+    tensor = np.arange(4 * 16, dtype=np.uint8).reshape(4, 16)
+    memory = SlotMemory(2, 16)
+    copies = RankCopies([[tensor]], memory, threads=1)
+    for move in (copies.store, copies.load):
+        assert move(blocks, slots) != ""
+        assert tensor.tolist() == np.arange(4 * 16).reshape(4, 16).tolist()
+        assert bytes(memory.view(0)) == bytes(memory.view(1)) == bytes(16)
+    assert copies.store([1], [1]) == "", "the copies after it work"
+    assert bytes(memory.view(1)) == tensor[1].tobytes()
+    copies.close()
+    memory.close()
+
+
+# -- fp8: keys, values and their scales
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """A pool in this process, in the place of the file store."""
+    monkeypatch.setattr(
+        backends,
+        "make_backend",
+        lambda config, model, digest, size: SharedStore(config, digest, size),
+    )
+    SharedStore.pool.clear()
+    yield SharedStore.pool
+    SharedStore.pool.clear()
+
+
+def made_manager(
+    tensors: dict[str, Any], *, ranks: int = 1, options: Any = None, **config: Any
+) -> PrefixCacheManager:
+    return PrefixCacheManager(
+        make_config(BLOCKS, **config),
+        ranks,
+        tensors=tensors,
+        environ={RESERVE: "0", "FILE_BACKEND_STORAGE_DIR": "/unused"},
+        options=options,
+    )
+
+
+def prefilled(manager: PrefixCacheManager, name: str, tokens: list[int]) -> tuple[Request, int]:
+    """A request whose prompt is computed, and the tokens that were cached."""
+    request = Request(name, tokens)
+    found, cached, _ = manager.request_match_blocks(request, BLOCK_SIZE)
+    lacking = len(tokens) // BLOCK_SIZE - len(found)
+    assert manager.can_allocate_gpu_blocks(lacking)
+    request.block_tables = found + manager.allocate_gpu_blocks(lacking, name)
+    manager.update_cache_blocks(request, BLOCK_SIZE, len(tokens))
+    return request, cached
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_stored_block_has_the_key_value_and_scales_of_every_layer_and_rank(pool, ranks, layers):
+    """FastDeploy stores one object for each of the four, and for each rank."""
+    tensors = tensors_of(layers, ranks=ranks)
+    before = [block_bytes(tensors, block, layers, ranks) for block in range(BLOCKS)]
+    manager = made_manager(tensors, ranks=ranks, backend="file")
+    manager.attach()
+    request, _ = prefilled(manager, "a", list(range(8)))
+    manager.write_cache_to_storage(request)
+    manager.release_block_ids(request)
+    assert list(pool.values()) == [before[block] for block in request.block_tables]
+    manager.close()
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 4), st.integers(0, 3), st.booleans(), st.integers(0, 1 << 30))
+def test_equal_prompts_have_equal_bytes_and_scales(cpu, others, stored, seed):
+    """Two requests with one prompt: the second starts from the bytes of the first, although other
+    prompts have taken its device blocks. From the device, the host or storage."""
+    tensors = tensors_of(2, seed=seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            backends,
+            "make_backend",
+            lambda config, model, digest, size: SharedStore(config, digest, size),
+        )
+        SharedStore.pool.clear()
+        manager = made_manager(tensors, cpu_blocks=cpu, backend="file" if stored else None)
+        manager.attach()
+        try:
+            request, _ = prefilled(manager, "a", list(range(8)))
+            wanted = [block_bytes(tensors, block, 2) for block in request.block_tables]
+            manager.write_cache_to_storage(request)
+            manager.release_block_ids(request)
+            for number in range(others):
+                other, _ = prefilled(manager, f"o{number}", [100 + number] * 12)
+                for block in other.block_tables:
+                    for tensor in tensors.values():
+                        tensor[block] = number
+                manager.release_block_ids(other)
+            again, cached = prefilled(manager, "b", list(range(8)))
+            blocks = again.block_tables[: cached // BLOCK_SIZE]
+            assert [block_bytes(tensors, block, 2) for block in blocks] == wanted[: len(blocks)]
+            assert cached == 8 or not (stored or others == 0 or (others, cpu) == (1, 4))
+            manager.check()
+        finally:
+            manager.close()
+            SharedStore.pool.clear()
+
+
+def test_scales_are_refused_for_attention_store_and_nothing_stays_open():
+    stand_in.reset()
+    options = {"attention_store": {"sdk": "kvactors.testing.attentionstore_sdk"}}
+    manager = made_manager(tensors_of(2), options=options, backend="attention_store")
+    with pytest.raises(LayoutError, match="key, value, key_scale, value_scale"):
+        manager.attach()
+    assert not stand_in.services
+    assert manager.can_allocate_gpu_blocks(BLOCKS)
+    manager.close()
+
+
+# -- host memory
+
+
+@pytest.mark.parametrize(
+    ("cpu", "stored", "slots"), [(5, False, 5), (5, True, 7), (0, True, 6), (0, False, None)]
+)
+def test_host_memory_is_allocated_once_for_all_layers(pool, monkeypatch, cpu, stored, slots):
+    """Slots of the host tier, or else of the blocks of the longest request on their way from
+    storage, and 2 for those on the way there. Nothing is allocated where neither is configured."""
+    allocated = []
+
+    def counted(size: int) -> mmap.mmap:
+        allocated.append(size)
+        return mmap.mmap(-1, size)
+
+    monkeypatch.setattr("kvactors.tier_cache.slot_memory.new_memory", counted)
+    tensors = tensors_of(3)
+    options = {"staging_slots": 2} if stored else None
+    backend = "file" if stored else None
+    longest = BLOCKS * BLOCK_SIZE
+    manager = made_manager(
+        tensors, options=options, cpu_blocks=cpu, backend=backend, max_model_len=longest
+    )
+    manager.attach()
+    row = -(-len(block_bytes(tensors, 0, 3)) // 4096) * 4096
+    assert allocated == ([] if slots is None else [slots * row])
+    assert manager.num_cpu_blocks == cpu
+    manager.close()
