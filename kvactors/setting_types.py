@@ -21,6 +21,7 @@ LayerCount = Annotated[int, Meta(ge=0, le=1 << 16)]
 RankCount = Annotated[int, Meta(ge=1, le=1 << 10)]
 DeviceNumber = Annotated[int, Meta(ge=0, le=1023)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
+CopyThreads = Annotated[int, Meta(ge=1, le=64)]  # of one `CopyWorker`
 Depth = Annotated[int, Meta(ge=1, le=1024)]
 ObjectCount = Annotated[int, Meta(ge=0, le=1 << 40)]
 MOST_BYTES = 1 << 50

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Any
 
+from kvactors.applicable import given_in
 from kvactors.config import Config, HostConfig, StorageConfig
 from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChanged
 from kvactors.data_plane.devices import make_device
@@ -14,12 +15,16 @@ from kvactors.data_plane.engine import CopyEngine, InlineCopies, NoCopies, Threa
 from kvactors.data_plane.streams import EngineStreams
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device, DeviceBlocks
-from kvactors.errors import DeviceError, StoreError
+from kvactors.errors import ConfigError, DeviceError, StoreError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
 from kvactors.sdk_settings import gpu_of
 from kvactors.storage.backends import Backend, DeviceStore, make_backend, make_device_store
 from kvactors.threads import in_thread
+
+HOST_ONLY = {"copy_threads"}
+CUDA_ONLY = {"dma_min_bytes", "merge_min_blocks", "staging_bytes", "staging_min_bytes"}
+"""Settings of `[host]` for copies of one kind of device."""
 
 
 class LocalPlane(DataPlane):
@@ -146,19 +151,14 @@ def make_local_plane(
         blocks = make_device(config.device, layout)
     else:
         blocks = DeviceBlocks("host" if gpu_of(config, None) is None else "cuda", layout, 0)
-    size = layout.block_bytes
-    if backend is None or config.flush.flush_only:
-        # the first rank keeps lineages for all
-        block_size = config.cache.block_size if shard is None or shard[0] == 0 else 0
-        backend = make_backend(storage, config.cache.model, layout.fingerprint, size, block_size)
-    device_store = make_device_store(config, blocks, shard)
-    arena = Arena(
-        config.host.arena_slots(stored=backend is not None),
-        size,
-        pinned=config.host.pinned and blocks.kind != "cuda",
-        trailer=0 if backend is None else backend.slot_trailer_bytes,
-        numa_node=config.host.numa_node,
-    )
+    with ExitStack() as made:
+        if owned:
+            made.callback(blocks.close)
+        check_copy_settings(blocks.kind, config.host)
+        backend = _backend(config, storage, layout, backend, first=shard is None or shard[0] == 0)
+        device_store = make_device_store(config, blocks, shard)
+        arena = _arena(config, blocks.kind, layout, backend)
+        made.pop_all()
     return LocalPlane(
         blocks,
         arena,
@@ -169,6 +169,45 @@ def make_local_plane(
         inline=inline,
         owns_device=owned,
     )
+
+
+def _backend(
+    config: Config, storage: StorageConfig, layout: Layout, given: Backend | None, *, first: bool
+) -> Backend | None:
+    """The storage back end. `first`: whether this is the first rank, which keeps lineages for
+    all."""
+    if given is not None and not config.flush.flush_only:
+        return given
+    block_size = config.cache.block_size if first else 0
+    return make_backend(
+        storage, config.cache.model, layout.fingerprint, layout.block_bytes, block_size
+    )
+
+
+def _arena(config: Config, kind: str, layout: Layout, backend: Backend | None) -> Arena:
+    return Arena(
+        config.host.arena_slots(stored=backend is not None),
+        layout.block_bytes,
+        pinned=config.host.pinned and kind != "cuda",
+        trailer=0 if backend is None else backend.slot_trailer_bytes,
+        numa_node=config.host.numa_node,
+    )
+
+
+def check_copy_settings(kind: str, config: HostConfig) -> None:
+    """Check the settings of copies against the device that is copied. An engine may pass its own,
+    so `device.kind` alone does not decide.
+
+    Raises:
+        ConfigError: names a setting that is given and has no use with this device.
+    """
+    given = given_in(config, {})
+    if not config.staging_bytes:
+        given.discard("staging_bytes")  # none is what a device of the host has
+    on_gpu = kind == "cuda"
+    for name in sorted(given & (HOST_ONLY if on_gpu else CUDA_ONLY)):
+        where = "with" if on_gpu else "without"
+        raise ConfigError(f"host.{name} has no use {where} a CUDA device: remove it")
 
 
 def make_engine(device: Device, arena: Arena, config: HostConfig, *, inline: bool) -> CopyEngine:

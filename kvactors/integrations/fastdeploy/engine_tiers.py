@@ -46,7 +46,7 @@ class EngineDevice(NamedTuple):
 
         rows = [rows_of(tensor) for tensor in tensors.ordered[0]]
         first = rows[0]
-        kind = "cuda" if first.gpu and not first.host else "tensors"
+        kind = "cuda" if tensors.on_gpu else "tensors"
         return cls(tensors.layout, [one.address for one in rows], kind, first.ordinal or 0)
 
 

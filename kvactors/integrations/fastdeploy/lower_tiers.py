@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from kvactors.device.tensors import rows_of
 from kvactors.errors import ConfigError, LayoutError
 from kvactors.integrations.fastdeploy.finish_writes import FinishWrites, Staging
 from kvactors.integrations.fastdeploy.host_tiers import HostTiers
+from kvactors.integrations.fastdeploy.option_uses import check_tensor_uses
 from kvactors.integrations.fastdeploy.rank_copies import RankCopies
 from kvactors.integrations.fastdeploy.settings import ManagerSettings
 from kvactors.integrations.fastdeploy.tensor_names import (
@@ -63,6 +65,12 @@ class EngineTensors(NamedTuple):
         return self.layout.block_bytes * len(self.ranks)
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether copies pass through the driver of a GPU."""
+        first = rows_of(self.ordered[0][0])
+        return first.gpu and not first.host
+
+    @property
     def ordered(self) -> list[list[Any]]:
         """The tensors of each rank in the order of a block's bytes."""
         return [self.layout.ordered(tensors) for tensors in self.ranks]
@@ -108,7 +116,7 @@ def open_lower_tiers(
     """Open host memory and storage. None if neither is configured, or AttentionStore alone.
 
     Raises:
-        ConfigError: a setting does not fit the tensors.
+        ConfigError: a setting does not fit the tensors, or has no use with them.
         StoreError: storage cannot be used.
         DeviceError: tensors cannot be copied.
     """
@@ -117,6 +125,7 @@ def open_lower_tiers(
     stored = storage.backend != "none"
     if not slots and not stored:
         return None
+    check_tensor_uses(settings, on_gpu=tensors.on_gpu)
     options, size = settings.options, tensors.block_bytes
     num_slots = slots or min(TRANSIT, settings.most_blocks or TRANSIT)
     staged = options.staging_slots if stored else 0

@@ -47,6 +47,23 @@ def check_uses(settings: ManagerSettings) -> None:
         raise ConfigError(f"options: storage.{name} has no use {_where(settings)}: remove it")
 
 
+def check_tensor_uses(settings: ManagerSettings, *, on_gpu: bool) -> None:
+    """Check options against the tensors that the tiers copy.
+
+    Args:
+        settings: of the manager.
+        on_gpu: whether the tensors are in the memory of a GPU.
+
+    Raises:
+        ConfigError: names an option that is given and has no use with these tensors.
+    """
+    if on_gpu and "copy_threads" in _given(settings.options):
+        raise ConfigError(
+            "options: copy_threads has no use with tensors of a GPU, whose copy engines move the "
+            "bytes: remove it"
+        )
+
+
 def _given(table: msgspec.Struct) -> set[str]:
     """Options that differ from their defaults."""
     default = type(table)()

@@ -16,7 +16,7 @@ from kvactors.cpu_evictor.policy import ALONE
 from kvactors.errors import ConfigError
 from kvactors.integrations.fastdeploy.option_uses import check_uses
 from kvactors.integrations.fastdeploy.weights import weights_version
-from kvactors.setting_types import Count, DeviceNumber, Seconds, Threads
+from kvactors.setting_types import CopyThreads, Count, DeviceNumber, Seconds
 from kvactors.tier_cache import TierStorage
 
 BACKENDS = ("file", "mooncake", "attention_store")
@@ -65,7 +65,7 @@ class FastDeployOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     staging_slots: Count = 32
     fetch_wait_s: Seconds = 30.0
     launch_timeout_s: Seconds = 600.0
-    copy_threads: Threads = 2
+    copy_threads: CopyThreads = 2
 
 
 class ManagerSettings(NamedTuple):

@@ -176,6 +176,7 @@ def test_an_option_that_cannot_be_honoured_is_named(options, text):
         ({"staging_slots": 3}, {"backend": "attention_store"}, "staging_slots has no use"),
         ({"numa_node": 0}, {}, "numa_node has no use"),
         ({"copy_threads": 3}, {"backend": "attention_store"}, "copy_threads has no use"),
+        ({"copy_threads": 65}, {}, "copy_threads must be at most 64, not 65"),
     ],
 )
 def test_an_option_without_a_use_is_refused(options, engine, text):
