@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 import anyio
 
+from kvactors.actor.uncancelled import retrieve
 from kvactors.arguments import check_int, kind
 from kvactors.errors import DeadlineExceeded, DeviceError, as_exception
 
@@ -103,6 +104,8 @@ class DeviceEvents:
 
     async def _wait_awaitable(self, awaitable: Awaitable[Any], at: float) -> bool:
         task = asyncio.ensure_future(awaitable, loop=self._loop)
+        if task is not awaitable:
+            task.add_done_callback(retrieve)
         try:
             with anyio.CancelScope(deadline=at):
                 await asyncio.wait([task])

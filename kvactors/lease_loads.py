@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from kvactors.actor.uncancelled import retrieve
 from kvactors.arguments import check_int
 from kvactors.device_events import Stream, stream_handle
 from kvactors.lease_hold import LeaseHold
@@ -136,10 +137,4 @@ async def _ready_before(hold: LeaseHold, waits: asyncio.Future[None], at: float)
         waits.cancel()
         asked.cancel()
         for one in (asked, waits):
-            one.add_done_callback(_note)
-
-
-def _note(future: asyncio.Future[Any]) -> None:
-    """The result of a future that is not needed any more, so that none is reported as lost."""
-    if not future.cancelled():
-        future.exception()
+            one.add_done_callback(retrieve)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from kvactors.actor.log import get_logger
 from kvactors.actor.supervisor import LEAST_STEP
-from kvactors.actor.uncancelled import uncancelled
+from kvactors.actor.uncancelled import retrieve, uncancelled
 from kvactors.errors import KVActorsError
 from kvactors.shutdown import STOP, Shutdown
 
@@ -71,7 +71,7 @@ class Opening:
         task.result()
 
     async def _cancel(self, part: str, task: asyncio.Task[None]) -> None:
-        task.add_done_callback(_retrieve)
+        task.add_done_callback(retrieve)
         task.cancel()
         await asyncio.wait((task,), timeout=self._time_to_end())
         if not task.done():
@@ -83,9 +83,3 @@ class Opening:
         """A part is late: the cache ends. Seconds until a cancelled part is abandoned."""
         self.shutdown.begin()
         return self.shutdown.left(STOP) + LEAST_STEP
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Retrieve a result that no caller receives, so that asyncio does not log it."""
-    if not task.cancelled():
-        task.exception()

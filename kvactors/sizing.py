@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvactors.actor.uncancelled import ended, uncancelled
+from kvactors.actor.uncancelled import ended, retrieve, uncancelled
 from kvactors.arguments import check_int, kind
 from kvactors.config import Config
 from kvactors.data_plane.devices import make_device
@@ -92,6 +92,7 @@ async def change_memory(
     """
     loop = asyncio.get_running_loop()
     task = system.sizing = loop.create_task(work, name="kvactors memory")
+    task.add_done_callback(retrieve)
     try:
         await asyncio.wait((task,), timeout=max(0.0, at - loop.time()))
     finally:

@@ -103,7 +103,7 @@ async def _wait(
             "a thread did not end before the shutdown's deadline"
         )
     if cancelled is not None:
-        future.add_done_callback(_retrieve)
+        future.add_done_callback(retrieve)
         raise cancelled
 
 
@@ -127,7 +127,8 @@ async def _wake(future: asyncio.Future[Any], waits: ThreadWaits | None) -> None:
             waits.waiting.pop(waiter, None)
 
 
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Retrieve a result that no caller receives, so that asyncio does not log it."""
+def retrieve(future: asyncio.Future[Any]) -> None:
+    """Retrieve the result of a task whose caller may be cancelled when it ends, so that asyncio
+    does not log an exception that no caller receives. A callback for when it is done."""
     if not future.cancelled():
         future.exception()
