@@ -14,6 +14,7 @@ import numpy as np
 
 from kvactors.actor.log import get_logger
 from kvactors.device.numa import bind
+from kvactors.errors import DeviceError
 from kvactors.native import touch
 from kvactors.threads import end_at_exit
 
@@ -42,6 +43,14 @@ def huge_pages_off() -> str:
 def slot_stride(block_bytes: int, trailer: int) -> int:
     """Bytes that a slot takes: a block and its trailer, in whole pages."""
     return -(-(block_bytes + trailer) // PAGE) * PAGE
+
+
+def _new_map(size: int, num_slots: int) -> mmap.mmap:
+    # Private: shared memory gets huge pages from a setting that is off by default.
+    try:
+        return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise DeviceError(f"{size} bytes of memory for {num_slots} host slots: {error}") from error
 
 
 class HostSlots:
@@ -103,6 +112,7 @@ class Arena(HostSlots):
 
     Raises:
         ConfigError: the memory cannot be bound to this node.
+        DeviceError: the system does not give so much memory.
     """
 
     def __init__(
@@ -121,10 +131,7 @@ class Arena(HostSlots):
         self.locked = False
         self._stopped = self._touching = self._closed = False
         size = max(1, num_slots) * self.stride
-        # Private: shared memory gets huge pages from a setting that is off by default.
-        self._map = mmap.mmap(
-            -1, size + (HUGE if size >= HUGE else 0), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
+        self._map = _new_map(size + (HUGE if size >= HUGE else 0), num_slots)
         whole = np.frombuffer(self._map, np.uint8)
         start = -int(whole.ctypes.data) % HUGE if size >= HUGE else 0
         self._bytes = whole[start : start + size]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.device.regions import copy_regions, regions_to_device, regions_to_host
-from kvactors.errors import LayoutError
+from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
 from kvactors.native import check_blocks, fill_blocks, touch
 
@@ -29,6 +29,7 @@ class HostDevice(Device):
 
     Raises:
         LayoutError: `num_blocks` is below 1.
+        DeviceError: the system does not give so much memory.
     """
 
     def __init__(self, layout: Layout, num_blocks: int) -> None:
@@ -36,10 +37,13 @@ class HostDevice(Device):
             raise LayoutError(f"a device needs at least 1 block, not {num_blocks}")
         self.layout = layout
         self.num_blocks = num_blocks
-        self._memory = [
-            np.empty((layout.region_blocks(piece, num_blocks), piece.nbytes), np.uint8)
-            for piece in layout.pieces
-        ]
+        try:
+            self._memory = [
+                np.empty((layout.region_blocks(piece, num_blocks), piece.nbytes), np.uint8)
+                for piece in layout.pieces
+            ]
+        except (MemoryError, ValueError) as error:  # ValueError: more than addresses reach
+            raise DeviceError(f"memory for {num_blocks} device blocks: {error}") from error
         for region in self._memory:
             touch(region.ctypes.data, region.nbytes)
         self.regions = np.array([region.ctypes.data for region in self._memory], np.int64)

@@ -95,7 +95,7 @@ def allocator(place: str = "cpu") -> Callable[[tuple[int, ...], str], Any]:
         place: `cpu`, `gpu:0` and so on.
 
     Raises:
-        DeviceError: Paddle has no such place.
+        DeviceError: Paddle has no such place. The function raises it if there is not enough memory.
     """
     paddle = import_paddle()
     kind, _, number = place.partition(":")
@@ -115,9 +115,15 @@ def allocator(place: str = "cpu") -> Callable[[tuple[int, ...], str], Any]:
         raise DeviceError(f"Paddle has no place {place!r}, only cpu and {gpus()} GPUs{why}")
 
     def make(shape: tuple[int, ...], dtype: str) -> Any:
-        tensor = paddle.zeros(shape, dtype=dtype)
-        if str(tensor.place) != str(target):
-            tensor = tensor._copy_to(target, True)
+        try:
+            tensor = paddle.zeros(shape, dtype=dtype)
+            if str(tensor.place) != str(target):
+                tensor = tensor._copy_to(target, True)
+        except MemoryError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise DeviceError(
+                f"memory at {place} for a tensor of {list(shape)}: {reason}"
+            ) from error
         tensor.stop_gradient = True
         return tensor
 
@@ -141,7 +147,7 @@ class PaddleDevice(TensorDevice):
 
         Raises:
             LayoutError: Paddle tensors cannot hold the layout's dtypes, or `num_blocks` is below 1.
-            DeviceError: Paddle is not installed, or has no such place.
+            DeviceError: Paddle is not installed, has no such place, or not enough memory there.
         """
         tensors: Sequence[Any] = layout.allocate(allocator(place), num_blocks)
         return cls(layout, tensors)
