@@ -7,6 +7,8 @@ from mutation import Mutation
 
 ANSWERS = "tests/storage/test_mooncake_answers.py"
 COPIES = "tests/integrations/fastdeploy/test_copies.py"
+ENDS = "tests/integrations/fastdeploy/test_end_to_end.py"
+TRANSFERS = "tests/integrations/fastdeploy/test_transfers.py"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
@@ -48,5 +50,43 @@ BUGS: tuple[Mutation, ...] = (
             f"{COPIES}::test_a_stored_block_has_the_key_value_and_scales_of_every_layer_and_rank",
             f"{COPIES}::test_equal_prompts_have_equal_bytes_and_scales",
         ),
+    ),
+    Mutation(
+        "fastdeploy_write_that_raises_keeps_its_hold",
+        "integrations/fastdeploy/request_calls.py",
+        """\
+        finally:
+            requests.end_write(record)
+""",
+        """\
+        else:
+            requests.end_write(record)
+""",
+        "the blocks of a request whose write has raised are never free, and every reset fails",
+        (f"{TRANSFERS}::test_the_hold_of_a_write_ends_with_an_exception",),
+    ),
+    Mutation(
+        "fastdeploy_tail_is_written_from_other_slots",
+        "integrations/fastdeploy/finish_writes.py",
+        """\
+            views = [staging.memory.view(slot) for slot in slots]
+""",
+        """\
+            views = [staging.memory.view(slot) for slot in reversed(slots)]
+""",
+        "blocks that are written together are stored under each other's hashes",
+        (f"{TRANSFERS}::test_only_the_tail_is_copied_and_written_from_its_slots",),
+    ),
+    Mutation(
+        "fastdeploy_draft_layers_are_not_moved",
+        "integrations/fastdeploy/tensor_names.py",
+        """\
+        return [tensors[piece.layer, piece.role] for piece in self.pieces]
+""",
+        """\
+        return [tensors[piece.layer - piece.extra, piece.role] for piece in self.pieces]
+""",
+        "a block comes back with the bytes of draft layers that another request has computed",
+        (f"{ENDS}::test_20_different_prompts_leave_the_device_and_are_found_in_host_memory",),
     ),
 )

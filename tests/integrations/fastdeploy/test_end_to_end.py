@@ -1,0 +1,198 @@
+"""FastDeploy's end-to-end cases with the model of its scheduler: 4 device blocks of 64 tokens, host
+memory, requests of at most 128 tokens, and a draft model (MTP). Every cached byte that a request
+starts from is compared with the model's, draft layers included."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.integrations.fastdeploy.config import Request
+from tests.integrations.fastdeploy.oracle import ModelMemory
+
+BLOCK, LONGEST = 64, 128
+HOST = 128
+"""Host blocks. 10 GB have space for every prompt of the cases."""
+
+
+class Server:
+    """An engine and its scheduler, to which clients send prompts."""
+
+    def __init__(self, engine: Any, cpu: int = HOST, **settings: Any) -> None:
+        self.memory = ModelMemory(4, BLOCK, layers=3)
+        self.one = engine(
+            4,
+            cpu,
+            memory=self.memory,
+            block_size=BLOCK,
+            max_model_len=LONGEST,
+            drafts=1,
+            **settings,
+        )
+        draws = random.Random(5)
+        self.scheduler = self.one.scheduler(
+            drafts=2, accepted=lambda _: draws.randrange(3), max_running=2
+        )
+        self.names = 0
+
+    def add(self, prompt: Any, max_tokens: int) -> Request:
+        self.names += 1
+        request = Request(f"r{self.names}", prompt)
+        self.scheduler.add(request, max_tokens)
+        return request
+
+    def ask(self, prompt: Any, max_tokens: int = 6) -> Request:
+        """A request, served to its end."""
+        request = self.add(prompt, max_tokens)
+        self.scheduler.run()
+        return request
+
+    def cached(self, request: Request) -> int:
+        """The cached tokens that a request has started from."""
+        return [tokens for name, tokens, _ in self.scheduler.hits if name == request.request_id][-1]
+
+    def check(self) -> None:
+        """Every byte was right, every request has ended, and nothing is held."""
+        assert self.scheduler.wrong == []
+        assert self.scheduler.failures == []
+        assert len(self.scheduler.finished) == self.names
+        assert self.one.available == 4
+        self.one.manager.check()
+
+
+@pytest.fixture
+def server(engine):
+    made = Server(engine)
+    yield made
+    made.check()
+
+
+def prompts(count: int, seed: int = 1, tokens: int = 100) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 50_000, tokens).tolist() for _ in range(count)]
+
+
+def test_a_cold_request_has_no_cached_tokens_and_its_repetition_has(server):
+    (prompt,) = prompts(1)
+    first, second = server.ask(prompt), server.ask(prompt)
+    assert server.cached(first) == 0
+    assert server.cached(second) == BLOCK
+    assert second.output_token_ids == first.output_token_ids
+
+
+def test_a_second_turn_starts_from_the_first(server):
+    (prompt,) = prompts(1, tokens=60)
+    first = server.ask(prompt, max_tokens=8)
+    assert server.cached(first) == 0
+    second = server.ask([*first.tokens, *prompts(1, seed=2, tokens=30)[0]])
+    assert server.cached(second) == BLOCK, "the block that prompt and answer have filled"
+
+
+def test_20_different_prompts_leave_the_device_and_are_found_in_host_memory(server):
+    some = prompts(20)
+    for prompt in some:
+        assert server.cached(server.ask(prompt)) == 0
+    held = server.one.manager.statistics()
+    assert held.evictable_gpu_blocks <= 4, "16 prompts at least have left the device"
+    for prompt in some:
+        assert server.cached(server.ask(prompt)) == BLOCK
+    assert server.one.manager.statistics().cpu_tokens >= 16 * BLOCK
+
+
+def test_10_hot_prompts_of_32_are_loaded_each_time(server):
+    some = prompts(32, seed=3)
+    for prompt in some:
+        server.ask(prompt)
+    before = server.one.manager.statistics().cpu_tokens
+    for _ in range(3):
+        for prompt in some[:10]:
+            assert server.cached(server.ask(prompt)) == BLOCK
+    loaded = server.one.manager.statistics().cpu_tokens - before
+    assert loaded == 3 * 10 * BLOCK, "with 4 device blocks no hot prompt is still on the device"
+
+
+def test_prompts_that_were_evicted_everywhere_are_computed_again(engine):
+    server = Server(engine, cpu=3)
+    some = prompts(12, seed=4)
+    for prompt in some:
+        server.ask(prompt)
+    found = [server.cached(server.ask(prompt)) for prompt in (some[-1], some[0], some[0])]
+    assert found == [BLOCK, 0, BLOCK], "the last one, the least recently used one, and again"
+    server.check()
+
+
+@pytest.mark.parametrize("cpu", [0, 2, HOST])
+def test_two_requests_at_once_with_drafts(engine, cpu):
+    """They share 4 blocks, so one of them is preempted now and then."""
+    server = Server(engine, cpu=cpu)
+    shared = prompts(1, seed=6, tokens=BLOCK)[0]
+    rng = random.Random(cpu)
+    for number in range(24):
+        tail = prompts(1, seed=100 + number % 5, tokens=1 + number % 40)[0]
+        server.add([*shared, *tail] if number % 2 else tail, max_tokens=rng.randrange(1, 22))
+        if rng.random() < 0.5:
+            server.scheduler.step()
+    server.scheduler.run()
+    assert sum(tokens for _, tokens, _ in server.scheduler.hits) > 0
+    server.check()
+
+
+def test_the_page_of_metrics_names_cache_and_blocks(server):
+    client = pytest.importorskip("prometheus_client")
+    from kvactors.integrations.fastdeploy.metrics import FastDeployMetrics
+
+    for _ in range(2):
+        server.ask(prompts(1)[0])
+    registry = client.CollectorRegistry()
+    registry.register(FastDeployMetrics(server.one.manager))
+    page = client.generate_latest(registry).decode()
+    values = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[:1] != "#")
+    assert float(values["fastdeploy:prefix_cache_token_num_total"]) == BLOCK
+    assert float(values["fastdeploy:max_gpu_block_num"]) == 4
+    assert float(values["fastdeploy:hit_req_rate"]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        (["a", "b"], TypeError),
+        ([1, None], TypeError),
+        ([1.5, 2.5], TypeError),
+        ([-1, 5], ValueError),
+        ([1 << 32], ValueError),
+        (7, TypeError),
+    ],
+)
+def test_a_bad_payload_is_a_named_error_that_changes_nothing(server, payload, error):
+    good = prompts(1)[0]
+    server.ask(good)
+    before = server.one.manager.statistics()
+    bad = Request("bad", [1])
+    bad.prompt_token_ids = payload
+    with pytest.raises(error):
+        server.one.manager.request_match_blocks(bad, BLOCK)
+    server.one.manager.release_block_ids(bad)
+    assert server.one.manager.statistics() == before
+    assert server.cached(server.ask(good)) == BLOCK
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        list(range(LONGEST - 1)),
+        [0] * 100,
+        [(1 << 32) - 1] * 100,
+        [7],
+        np.arange(100, dtype=np.uint32),
+        list("Grüße, 你好, \u0000\u202e\U0001f600 '; DROP--".encode() * 3),
+    ],
+    ids=["longest", "zeros", "largest tokens", "one token", "array", "special text"],
+)
+def test_long_and_special_prompts_are_served(server, prompt):
+    for _ in range(2):
+        request = server.ask(prompt, max_tokens=1)
+    assert len(request.output_token_ids) == 1
+    assert server.cached(request) == len(prompt) // BLOCK * BLOCK

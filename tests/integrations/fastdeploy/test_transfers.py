@@ -1,0 +1,259 @@
+"""Transfers between the tiers and the store: the calls that a request makes, those that nothing
+makes, and results that are no bytes."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvactors.errors import WrongThread
+from kvactors.integrations.fastdeploy.finish_writes import FinishWrites
+from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.integrations.fastdeploy.signals import CLEARED, CLEARING, NORMAL, UPDATING
+from tests.integrations.fastdeploy.config import Request
+from tests.integrations.fastdeploy.test_launch import process as process  # a fixture
+from tests.integrations.fastdeploy.test_pools import shared as shared  # a fixture
+from tests.integrations.fastdeploy.test_scheduler import faults as faults  # a fixture
+from tests.integrations.fastdeploy.test_threads import LIMIT, HeldCopies
+from tests.tier_cache.stores import SharedStore
+
+A, B = list(range(16)), list(range(100, 116))
+QUIET = 0.05
+"""Seconds in which an idle engine must make no call."""
+
+
+class Calls:
+    """Calls of the store and of the copies, in order: name and arguments."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.made: list[tuple[str, tuple[Any, ...]]] = []
+        for name in ("ask", "read", "write", "remove"):
+            monkeypatch.setattr(SharedStore, name, self._noted(name, getattr(SharedStore, name)))
+        for name, move in (("to_host", RankCopies.store), ("to_device", RankCopies.load)):
+            method = "store" if name == "to_host" else "load"
+            monkeypatch.setattr(RankCopies, method, self._noted(name, move))
+
+    def _noted(self, name: str, call: Any) -> Any:
+        def made(owner: Any, *arguments: Any) -> Any:
+            self.made.append((name, arguments))
+            return call(owner, *arguments)
+
+        return made
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [arguments for one, arguments in self.made if one == name]
+
+
+@pytest.fixture
+def calls(shared, monkeypatch):
+    return Calls(monkeypatch)
+
+
+# -- calls
+
+
+def test_an_idle_engine_makes_no_call(engine, calls):
+    """FastDeploy's transfer processes poll their queue, and meet at barriers."""
+    one = engine(gpu=4, cpu=4, file=True)
+    one.serve("a", A[:8])
+    one.manager.free_block_ids(1)
+    calls.made.clear()
+    time.sleep(QUIET)
+    one.manager.serve_status()
+    assert calls.made == []
+
+
+def test_without_a_match_nothing_is_read(engine, calls):
+    one = engine(gpu=6, cpu=2, file=True)
+    one.serve("a", A)
+    calls.made.clear()
+    assert one.match(Request("b", B))[:2] == ([], 0)
+    assert {name for name, _ in calls.made} == {"ask"}
+    assert one.free_blocks == [4, 5], "no block was taken for a read"
+
+
+@pytest.mark.parametrize(("staging", "batches"), [(1, [[0], [0]]), (2, [[0, 1]]), (8, [[0, 1]])])
+def test_only_the_tail_is_copied_and_written_from_its_slots(engine, calls, staging, batches):
+    one = engine(gpu=8, file=True, options={"staging_slots": staging})
+    one.serve("a", A[:8])
+    stored = set(SharedStore.pool)
+    calls.made.clear()
+    request = Request("b", A)
+    one.prefill(request)
+    one.manager.write_cache_to_storage(request)
+    tail = request.block_tables[2:]
+    copies = calls.named("to_host")
+    assert [block for blocks, _ in copies for block in blocks] == tail
+    assert [list(slots) for _, slots in copies] == batches
+    memory = one.manager._cache.lower.writes._staging.memory
+    places = [
+        [np.frombuffer(view, np.uint8).ctypes.data for view in views]
+        for _, views, _ in calls.named("write")
+    ]
+    assert places == [[memory.address + slot * memory.stride for slot in some] for some in batches]
+    assert len(set(SharedStore.pool) - stored) == 2
+    one.free(request)
+
+
+# -- results that are no bytes
+
+
+def stored_bytes(folder: Path, wanted: bytes) -> tuple[Path, int]:
+    """The place of some bytes in the files of a store."""
+    found = [
+        (path, path.read_bytes().index(wanted))
+        for path in folder.rglob("slab-*")
+        if wanted in path.read_bytes()
+    ]
+    (place,) = found
+    return place
+
+
+@pytest.mark.parametrize("role", ["key_caches", "value_caches"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_block_of_which_one_part_is_damaged_is_not_taken(engine, tmp_path, role, layer):
+    """Key and value of the first block and the key of the second are good: one block is taken."""
+    one = engine(gpu=6, file=True, options={"storage": {"capacity_blocks": 8}})
+    request = Request("a", A[:8])
+    one.prefill(request)
+    one.manager.write_cache_to_storage(request)
+    part = one.memory.tensors[f"{role}_{layer}_rank0.device0"][request.block_tables[1]].tobytes()
+    one.free(request)
+    one.manager.reset()
+    one.memory.lose()
+    before = {name: tensor.copy() for name, tensor in one.memory.tensors.items()}
+    path, at = stored_bytes(tmp_path / "kv", part)
+    with path.open("r+b") as file:
+        file.seek(at + len(part) - 1)
+        file.write(bytes([part[-1] ^ 1]))
+    again = Request("b", A[:8])
+    blocks, tokens, metrics = one.match(again)
+    assert (blocks, tokens) == ([0], 4)
+    assert metrics["match_storage_block_ids"] == [0]
+    assert not one.wrong(again, 4)
+    assert one.free_blocks == [1, 2, 3, 4, 5]
+    for name, tensor in one.memory.tensors.items():
+        assert np.array_equal(tensor[1:], before[name][1:]), "no other block was written"
+
+
+@pytest.mark.parametrize("mode", ["unreachable", "damages"])
+def test_a_read_that_fails_is_an_empty_result(engine, faults, monkeypatch, mode):
+    monkeypatch.setattr("kvactors.tier_cache.storage_moves.RETRY", 0.2)
+    one = engine(gpu=4, file=True, options={"storage": {"timeout_s": 5.0}})
+    one.serve("a", A[:8])
+    one.manager.reset()
+    faults.mode = mode
+    assert one.match(Request("b", A[:8]))[:2] == ([], 0)
+    assert one.free_blocks == [0, 1, 2, 3]
+    faults.mode = "ok"
+    one.serve("c", A[:8])
+    one.manager.reset()
+    until = time.monotonic() + LIMIT
+    while one.serve("d", A[:8])["storage_match_token_num"] != 8:
+        assert time.monotonic() < until, "the store is not used again"
+        one.manager.reset()
+
+
+@pytest.mark.parametrize("mode", ["unreachable", "refuses"])
+def test_a_write_that_fails_ends_with_nothing_written(engine, faults, mode):
+    one = engine(gpu=4, file=True, options={"storage": {"timeout_s": 5.0}})
+    faults.mode = mode
+    request = Request("a", A[:8])
+    one.prefill(request)
+    assert one.manager.write_cache_to_storage(request) is None
+    found = one.manager.statistics()
+    assert (found.written_blocks, found.failed_blocks) == (0, 2)
+    one.free(request)
+    assert one.available == 4
+    one.manager.reset()
+    assert one.match(Request("b", A[:8]))[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "raises"), [(RuntimeError("a fault"), True), (TimeoutError("late"), False)]
+)
+def test_the_hold_of_a_write_ends_with_an_exception(engine, monkeypatch, error, raises):
+    """Otherwise a reset would wait for it until its limit."""
+    one = engine(gpu=4, file=True, options={"storage": {"timeout_s": 60.0}})
+    request = Request("a", A[:8])
+    one.prefill(request)
+
+    def fail(*_: Any) -> int:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishWrites, "write", fail)
+        expected = pytest.raises(RuntimeError) if raises else nullcontext()
+        with expected:
+            one.manager.write_cache_to_storage(request)
+    one.free(request)
+    assert one.available == 4, "the blocks are not held any more"
+    again = Request("b", A[:8])
+    one.prefill(again)
+    begun = time.monotonic()
+    one.manager.reset()
+    assert time.monotonic() - begun < LIMIT
+    assert one.free_blocks == [0, 1, 2, 3]
+
+
+# -- resets
+
+
+def test_while_a_reset_waits_only_calls_about_the_engine_go_on(engine, monkeypatch):
+    """FastDeploy's control tasks go on, other tasks are dropped and their waiters hang. Here those
+    that need the engine's lock are refused, and a write of a request ends without effect."""
+    one = engine(gpu=6, file=True, options={"staging_slots": 1})
+    first, second = Request("a", A[:8]), Request("b", B[:8])
+    one.prefill(first)
+    one.prefill(second)
+    held = HeldCopies(monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        write = pool.submit(one.manager.write_cache_to_storage, first)
+        held.begun.get(timeout=LIMIT)
+        reset = pool.submit(one.manager.reset)
+        until = time.monotonic() + LIMIT
+        while one.manager.statistics().requests:
+            assert time.monotonic() < until, "the reset has not begun"
+        one.manager.write_cache_to_storage(second)
+        with pytest.raises(WrongThread):
+            one.manager.can_allocate_gpu_blocks(1)
+        assert one.manager.troubles == ()
+        assert not reset.done()
+        held.go.put(None)
+        held.go.put(None)
+        write.result(LIMIT)
+        reset.result(LIMIT)
+    assert one.free_blocks == [0, 1, 2, 3, 4, 5]
+    assert one.manager.statistics().written_blocks <= 2, "the second request was not written"
+
+
+@pytest.mark.parametrize(("status", "answer"), [(CLEARING, CLEARED), (UPDATING, NORMAL)])
+def test_a_reset_by_the_status_takes_over_the_version_of_the_weights(
+    engine, process, tmp_path, status, answer
+):
+    model = tmp_path / "model"
+    model.mkdir()
+    version = model / "version.yaml"
+    version.write_text("version: RL-STEP03-20260101-a\n", "utf-8")
+    ranks = process.ranks
+    one = engine(gpu=4, ranks=ranks, file=True, model=str(model), attach=False)
+    process.launch(one, ranks)
+    one.serve("a", A[:8])
+    assert one.manager.settings.config.cache.namespace == "RL-STEP03"
+    asked = process.signals["prefix_tree_status"].value
+    for text, cached in (("RL-STEP04-20260102-b", 0), ("RL-STEP03-20260103-c", 8)):
+        version.write_text(f"version: {text}\n", "utf-8")
+        asked[0] = status
+        one.manager.serve_status()
+        assert asked[0] == answer
+        asked[0] = NORMAL
+        request = Request(text, A[:8])
+        assert one.match(request)[1] == cached
+        assert not one.wrong(request, cached)
+        one.free(request)
