@@ -35,6 +35,19 @@ def whole(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an integer, not {value!r}") from None
 
 
+def at_least(least: int, name: str, value: Any) -> int:
+    """An integer that is not less than `least`.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is less.
+    """
+    found = whole(name, value)
+    if found < least:
+        raise ValueError(f"{name} must be at least {least}, not {found}")
+    return found
+
+
 def sequence_of(request: Any, name: str) -> Any:
     """A list or an array of a request.
 
@@ -67,9 +80,7 @@ def required_blocks(input_token_num: int, block_size: int) -> int:
 
     Raises:
         TypeError: a number is no integer.
-        ValueError: the block size is less than 1.
+        ValueError: the block size is less than 1, or the number of tokens is negative.
     """
-    tokens, size = whole("input_token_num", input_token_num), whole("block_size", block_size)
-    if size < 1:
-        raise ValueError(f"block_size must be at least 1, not {size}")
-    return -(-tokens // size)
+    tokens = at_least(0, "input_token_num", input_token_num)
+    return -(-tokens // at_least(1, "block_size", block_size))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvactors.integrations.fastdeploy.arguments import (
+    at_least,
     name_of,
     required_blocks,
     rounded_up,
@@ -189,9 +190,16 @@ class PrefixCacheManager:
 
     def get_prefill_threshold(self, num_new_blocks: int, num_running: int) -> int:
         """Blocks to be free before a scheduler admits a chunk: the chunk's, those reserved for the
-        output of each running request, and one for drafts. At most all blocks."""
-        reserved = num_running * self.settings.reserve_blocks + self.settings.drafts
-        return min(num_new_blocks + reserved, max(num_new_blocks, self.num_gpu_blocks))
+        output of each running request, and one for drafts. At most all blocks.
+
+        Raises:
+            TypeError: a number is no integer.
+            ValueError: a number is negative.
+        """
+        fresh = at_least(0, "num_new_blocks", num_new_blocks)
+        running = at_least(0, "num_running", num_running)
+        reserved = running * self.settings.reserve_blocks + self.settings.drafts
+        return min(fresh + reserved, max(fresh, self.num_gpu_blocks))
 
     # -- requests
 

@@ -80,6 +80,8 @@ def test_whole_numbers_are_needed(busy, value):
     for arguments in ((value, BLOCK_SIZE), (8, value)):
         with pytest.raises(TypeError, match="must be an integer"):
             manager.get_required_block_num(*arguments)
+        with pytest.raises(TypeError, match="must be an integer"):
+            manager.get_prefill_threshold(*arguments)
     assert state(manager) == before
 
 
@@ -87,6 +89,16 @@ def test_whole_numbers_are_needed(busy, value):
 def test_a_block_size_below_1_is_refused(busy, size):
     with pytest.raises(ValueError, match="block_size must be at least 1"):
         busy.manager.get_required_block_num(8, size)
+
+
+def test_negative_numbers_are_refused(busy):
+    manager = busy.manager
+    with pytest.raises(ValueError, match="input_token_num must be at least 0, not -1"):
+        manager.get_required_block_num(-1, BLOCK_SIZE)
+    with pytest.raises(ValueError, match="num_new_blocks must be at least 0, not -1"):
+        manager.get_prefill_threshold(-1, 1)
+    with pytest.raises(ValueError, match="num_running must be at least 0, not -2"):
+        manager.get_prefill_threshold(1, -2)
 
 
 @pytest.mark.parametrize("request_id", [None, 7, NAN, ["a"]])
