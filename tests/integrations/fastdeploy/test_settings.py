@@ -15,6 +15,8 @@ from kvactors.integrations.fastdeploy import (
 from kvactors.integrations.fastdeploy.lower_tiers import host_slots
 from kvactors.integrations.fastdeploy.settings import read_settings
 from kvactors.integrations.fastdeploy.tensor_names import CacheKvsLayout
+from kvactors.layout import MLALayout
+from kvactors.sdk_settings import complete
 from tests.integrations.fastdeploy.config import Request, make_config
 from tests.integrations.fastdeploy.conftest import RESERVE
 
@@ -135,6 +137,20 @@ def test_attention_stores_variables_are_read():
     assert found.attention_store.write_slice_blocks == 7
     assert (found.attention_store.dp_id, found.attention_store.splitwise_role) == (3, "mixed")
     assert found.cache.model == "space/v0"
+
+
+@pytest.mark.parametrize(
+    ("variables", "pod"),
+    [
+        ({}, "default_pod_mixed_3"),
+        ({"AS_POD_NAME": "test_pod"}, "test_pod_mixed_3"),
+        ({"AS_POD_NAME": "test_pod", "ENABLE_EP_DP_IN_FD": "0"}, "test_pod"),
+        ({"AS_POD_NAME": "test_pod", "ENABLE_EP_DP_IN_FD": "1"}, "test_pod_mixed_3"),
+    ],
+)
+def test_the_pods_name_has_role_and_replica_unless_a_variable_is_0(variables, pod):
+    config = settings_of(make_config(backend="attention_store"), variables, replica=3).config
+    assert complete(config.attention_store, MLALayout(1, 64)).shard.pod == pod
 
 
 def test_a_model_is_named_by_its_folder_or_by_a_variable():
