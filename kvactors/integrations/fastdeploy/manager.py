@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvactors.integrations.fastdeploy.arguments import (
-    at_least,
     name_of,
     required_blocks,
     rounded_up,
@@ -189,17 +188,9 @@ class PrefixCacheManager:
     get_required_block_num = staticmethod(required_blocks)
 
     def get_prefill_threshold(self, num_new_blocks: int, num_running: int) -> int:
-        """Blocks to be free before a scheduler admits a chunk: the chunk's, those reserved for the
-        output of each running request, and one for drafts. At most all blocks.
-
-        Raises:
-            TypeError: a number is no integer.
-            ValueError: a number is negative.
-        """
-        fresh = at_least(0, "num_new_blocks", num_new_blocks)
-        running = at_least(0, "num_running", num_running)
-        reserved = running * self.settings.reserve_blocks + self.settings.drafts
-        return min(fresh + reserved, max(fresh, self.num_gpu_blocks))
+        """Blocks to be free before a scheduler admits a chunk. See
+        `ManagerSettings.prefill_threshold`."""
+        return self.settings.prefill_threshold(num_new_blocks, num_running, self.num_gpu_blocks)
 
     # -- requests
 

@@ -14,6 +14,7 @@ from kvactors.config import Config
 from kvactors.config_faults import convert
 from kvactors.cpu_evictor.policy import ALONE
 from kvactors.errors import ConfigError
+from kvactors.integrations.fastdeploy.arguments import at_least
 from kvactors.integrations.fastdeploy.option_uses import check_uses
 from kvactors.integrations.fastdeploy.weights import weights_version
 from kvactors.setting_types import CopyThreads, Count, DeviceNumber, Seconds
@@ -109,6 +110,18 @@ class ManagerSettings(NamedTuple):
     def flush_only(self) -> bool:
         """Whether storage is an index only."""
         return self.config.flush.flush_only
+
+    def prefill_threshold(self, num_new_blocks: int, num_running: int, total: int) -> int:
+        """Blocks to be free before a scheduler admits a chunk: the chunk's, those reserved for the
+        output of each running request, and one for drafts. At most all blocks.
+
+        Raises:
+            TypeError: a number is no integer.
+            ValueError: a number is negative.
+        """
+        fresh = at_least(0, "num_new_blocks", num_new_blocks)
+        running = at_least(0, "num_running", num_running)
+        return min(fresh + running * self.reserve_blocks + self.drafts, max(fresh, total))
 
     @property
     def model(self) -> str:

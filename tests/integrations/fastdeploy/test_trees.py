@@ -185,7 +185,7 @@ def test_too_few_evictable_blocks_change_nothing(engine):
     one.manager.check()
 
 
-# -- the life of requests
+# -- requests
 
 
 def test_a_request_that_computes_known_blocks_gets_its_own_back(engine):
