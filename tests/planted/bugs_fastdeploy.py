@@ -313,4 +313,29 @@ BUGS: tuple[Mutation, ...] = (
         "writes of another caller of the storage tier make the count of failed saves negative",
         (f"{HERE}/test_threads.py::test_writes_of_others_leave_the_counters_of_the_tiers_right",),
     ),
+    Mutation(
+        "fastdeploy_match_waits_on_through_a_reset",
+        "integrations/fastdeploy/host_tiers.py",
+        """\
+            if not waits or late or interrupted():
+""",
+        """\
+            if not waits or late:
+""",
+        "an update of the weights waits for a match, and the match for storage",
+        (f"{HERE}/test_status.py::test_a_wait_for_storage_ends_when_the_status_is_normal_no_more",),
+    ),
+    Mutation(
+        "fastdeploy_host_eviction_takes_all",
+        "integrations/fastdeploy/host_tiers.py",
+        """\
+            found = self.tiers.prepare_store(keys, parents[:count])
+""",
+        """\
+            self.tiers.reset()
+            found = self.tiers.prepare_store(keys, parents[:count])
+""",
+        "an eviction from the device empties the host",
+        (f"{HERE}/test_status.py::test_an_eviction_from_the_host_stops_when_there_is_enough",),
+    ),
 )

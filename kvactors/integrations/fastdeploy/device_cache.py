@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvactors.errors import ConfigError, DeadlineExceeded
 from kvactors.integrations.fastdeploy.block_index import BlockIndex
@@ -27,6 +27,7 @@ class DeviceCache:
         lower: host memory and storage, None without.
         direct: AttentionStore as storage, None without.
         reports: informs indexes, None without.
+        interrupted: whether a match is to wait no longer for storage.
     """
 
     def __init__(self, total: int) -> None:
@@ -36,6 +37,7 @@ class DeviceCache:
         self.lower: LowerTiers | None = None
         self.direct: DirectStorage | None = None
         self.reports: IndexReports | None = None
+        self.interrupted: Callable[[], bool] = lambda: False
 
     @property
     def available(self) -> int:

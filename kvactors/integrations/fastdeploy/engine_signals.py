@@ -86,6 +86,10 @@ class EngineSignals:
         """Whether no reset is wanted or in effect."""
         return self.status == NORMAL
 
+    def interrupted(self) -> bool:
+        """Whether the engine waits for a reset: a match then waits no longer for storage."""
+        return not self.normal
+
     def close(self) -> None:
         """Remove the signals that were made here."""
         for one in self._all:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import NamedTuple
 
@@ -99,11 +99,17 @@ class HostTiers:
 
     # -- hits
 
-    def find(self, hashes: Sequence[bytes], waited_s: float = 0.0) -> FoundBlocks:
+    def find(
+        self, hashes: Sequence[bytes], waited_s: float, interrupted: Callable[[], bool]
+    ) -> FoundBlocks:
         """The leading blocks of a path that can be loaded now: no more than there are host slots.
 
-        Waits while blocks are on their way from storage. `end` ends the hold on them. waited_s:
-        seconds that the match has waited already.
+        Waits while blocks are on their way from storage. `end` ends the hold on them.
+
+        Args:
+            hashes: of the path.
+            waited_s: seconds that the match has waited already.
+            interrupted: whether to wait no longer.
         """
         hashes = hashes[: self.tiers.config.num_slots]
         begun = time.monotonic()
@@ -111,7 +117,8 @@ class HostTiers:
         while True:
             found, waits = self._look_up(hashes)
             now = time.monotonic()
-            if not waits or now - begun >= self._fetch_wait_s - waited_s:
+            late = now - begun >= self._fetch_wait_s - waited_s
+            if not waits or late or interrupted():
                 sources = [self.tiers.source(one) for one in hashes[:found]]
                 return FoundBlocks(sources, now - begun if waited else 0.0)
             waited = True

@@ -273,6 +273,7 @@ class PrefixCacheManager:
         check_launch(self, tensor_parallel_size, device_ids, create_cache_tensor)
         self.update_cache_config(cache_config)
         self.signals = launch(self, engine_worker_queue_port)
+        self._cache.interrupted = self.signals.interrupted
         return []
 
     def attach(self) -> None:

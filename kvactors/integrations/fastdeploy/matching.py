@@ -103,7 +103,7 @@ class Matcher:
         if lower is None or not hashes:
             return False
         host = lower.host
-        sources, seconds = host.find(hashes, found.storage_seconds)
+        sources, seconds = host.find(hashes, found.storage_seconds, cache.interrupted)
         found.storage_seconds += seconds
         count = self._fitting(sources)
         if not count:
