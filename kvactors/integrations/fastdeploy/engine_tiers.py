@@ -76,6 +76,7 @@ class EngineTiers:
         self._stream = stream
         self._tensors: EngineTensors | None = None
         self._renewed = True
+        self._resetting = False
         self._closed = False
 
     @property
@@ -83,13 +84,13 @@ class EngineTiers:
         """The hash that the chains of all requests start from.
 
         Raises:
-            ConfigError: the last `renew` has failed. Under the earlier version a request would be
-                given blocks of other weights.
+            ConfigError: the last reset has failed. A request could be given blocks of other
+                weights, cached ones or stored ones.
         """
-        if not self._renewed:
+        if self._resetting:
             raise ConfigError(
-                "the version of the weights is not known since the last reset, which has failed: "
-                "reset the manager again"
+                "the last reset has failed, so the version of the weights is not known and cached "
+                "blocks may be of others: reset the manager again"
             )
         return self._scope.root(self._fingerprint)
 
@@ -186,9 +187,12 @@ class EngineTiers:
             reports.open(limit)
             cache.reports = reports
 
+    def begin_reset(self) -> None:
+        """The cache is to be emptied: no request is matched before `renew` has succeeded."""
+        self._resetting = True
+
     def renew(self) -> None:
-        """The cache was emptied: take over the version of the weights. If that fails, no request is
-        matched before the next call.
+        """The cache was emptied: take over the version of the weights.
 
         Raises:
             ConfigError: the version cannot be read.
@@ -201,6 +205,7 @@ class EngineTiers:
             self.settings = settings
             self._open_services()
         self._renewed = True
+        self._resetting = False
 
     @property
     def troubles(self) -> tuple[str, ...]:

@@ -209,7 +209,7 @@ class PrefixCacheManager:
                 request again later.
             TypeError, ValueError: tokens or media are malformed, or the block size is another one.
                 Nothing changed.
-            ConfigError: the last reset could not read the version of the weights.
+            ConfigError: the last reset has failed.
             DeviceError: a copy does not end.
         """
         with self._turns:
@@ -303,15 +303,16 @@ class PrefixCacheManager:
     def reset(self, wait_for_tasks_done: bool = False) -> None:
         """Forget every block of device and host, and every request, after the writes in flight,
         whether `wait_for_tasks_done` or not. Stored objects stay, and are found again by requests
-        of the same version of the weights.
+        of the same version of the weights. After an error no request is matched before a reset that
+        succeeds: its blocks could be of other weights.
 
         Raises:
             DeadlineExceeded: a write to storage does not end.
             ConfigError: the version of the weights cannot be read.
-                No request is matched before another reset.
-            StoreError, SinkError: AttentionStore or an index cannot be opened. The same applies.
+            StoreError, SinkError: AttentionStore or an index cannot be opened.
         """
         with self._turns:
+            self._tiers.begin_reset()
             self._cache.reset(2 * self.settings.storage.timeout_s)
             self.metrics.reset_metrics()
             self._tiers.renew()
