@@ -38,15 +38,15 @@ class Server:
         )
         self.names = 0
 
-    def add(self, prompt: Any, max_tokens: int) -> Request:
+    def add(self, prompt: Any, max_tokens: int, media: Any = None) -> Request:
         self.names += 1
-        request = Request(f"r{self.names}", prompt)
+        request = Request(f"r{self.names}", prompt, media)
         self.scheduler.add(request, max_tokens)
         return request
 
-    def ask(self, prompt: Any, max_tokens: int = 6) -> Request:
+    def ask(self, prompt: Any, max_tokens: int = 6, media: Any = None) -> Request:
         """A request, served to its end."""
-        request = self.add(prompt, max_tokens)
+        request = self.add(prompt, max_tokens, media)
         self.scheduler.run()
         return request
 
@@ -122,6 +122,20 @@ def test_prompts_that_were_evicted_everywhere_are_computed_again(engine):
     found = [server.cached(server.ask(prompt)) for prompt in (some[-1], some[0], some[0])]
     assert found == [BLOCK, 0, BLOCK], "the last one, the least recently used one, and again"
     server.check()
+
+
+@pytest.mark.parametrize("place", [(0, 64), (10, 20), (40, 50)])
+def test_pictures_are_found_in_host_memory_and_not_mistaken(server, place):
+    """Prompts with the same tokens and other pictures, more than the device holds."""
+    (prompt,) = prompts(1, seed=8)
+    offset, length = place
+    pictures = [f"picture {number}" for number in range(9)]
+    for expected in (0, BLOCK, BLOCK):
+        for picture in pictures:
+            request = server.ask(prompt, media=[(offset, length, picture)])
+            assert server.cached(request) == expected
+    assert server.one.manager.statistics().cpu_tokens >= 2 * 5 * BLOCK
+    assert server.cached(server.ask(prompt)) == 0, "without a picture"
 
 
 @pytest.mark.parametrize("cpu", [0, 2, HOST])

@@ -3,6 +3,7 @@ slots, and the objects of blocks."""
 
 from __future__ import annotations
 
+import random
 import socket
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvactors.errors import ConfigError, StoreError
 from kvactors.storage.backends.mooncake_client import MooncakeClient
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.test_scheduler import drive
-from tests.storage.mooncake_standin import StandIn
+from tests.storage.mooncake_standin import FAILED, StandIn
 
 A = list(range(12))
 PLAIN = ("key_caches", "value_caches")
@@ -26,6 +27,7 @@ class Pool:
         clients: of every manager, in the order of their starts.
         address: of a master that accepts connections.
         largest: bytes that a client registers at most.
+        make: makes a client.
     """
 
     def __init__(self, server: socket.socket) -> None:
@@ -33,9 +35,10 @@ class Pool:
         self.clients: list[StandIn] = []
         self.objects: dict[str, bytes] = {}
         self.largest = 1 << 62
+        self.make: Any = StandIn
 
     def join(self) -> StandIn:
-        made = StandIn()
+        made = self.make()
         made.objects, made.largest = self.objects, self.largest
         self.clients.append(made)
         return made
@@ -137,6 +140,56 @@ def test_runs_over_a_pool(engine, pool, seed):
     for cpu in (0, 3):
         drive(pool.manager(engine, gpu=6, cpu=cpu), seed)
     assert pool.objects
+
+
+class FaultyClient(StandIn):
+    """A client that raises, gives error codes or too few of them, returns other bytes, or loses
+    objects, as drawn for each call."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self.rng = rng
+        self.works = True
+
+    def _faulty(self, codes: list[int]) -> list[int]:
+        fault = "" if self.works else self.rng.choice(["", "", "raise", "codes", "short", "lose"])
+        if fault == "raise":
+            raise RuntimeError("injected")
+        if fault == "lose" and self.objects:
+            del self.objects[self.rng.choice(list(self.objects))]
+        if fault == "codes":
+            return [FAILED if self.rng.random() < 0.5 else code for code in codes]
+        return codes[:-1] if fault == "short" else codes
+
+    def batch_put_from_multi_buffers(self, keys: Any, pointers: Any, sizes: Any) -> list[int]:
+        return self._faulty(super().batch_put_from_multi_buffers(keys, pointers, sizes))
+
+    def batch_get_into_multi_buffers(self, keys: Any, pointers: Any, sizes: Any) -> list[int]:
+        if not self.works and self.objects and self.rng.random() < 0.2:
+            name = self.rng.choice(list(self.objects))
+            body = bytearray(self.objects[name])
+            body[self.rng.randrange(len(body))] ^= 4
+            self.objects[name] = bytes(body)
+        return self._faulty(super().batch_get_into_multi_buffers(keys, pointers, sizes))
+
+    def batch_is_exist(self, keys: Any) -> list[int]:
+        return self._faulty(super().batch_is_exist(keys))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_faults_of_a_pool_cost_no_byte_and_no_block(engine, pool, monkeypatch, seed):
+    """`drive` compares every byte, and asserts that no block is lost."""
+    monkeypatch.setattr("kvactors.tier_cache.storage_moves.RETRY", 0.001)
+    monkeypatch.setattr("kvactors.storage.backends.mooncake_objects.RETRY", 0.0)
+    pool.make = lambda: FaultyClient(random.Random(seed))
+    one = pool.manager(engine, gpu=6, cpu=2 * (seed % 2))
+    (client,) = pool.clients
+    options = random.Random(seed)
+
+    def fault(rng: Any) -> None:
+        client.works = rng is None or options.random() < 0.3
+
+    drive(one, seed, fault=fault)
 
 
 @pytest.mark.parametrize(
