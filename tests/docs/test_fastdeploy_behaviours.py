@@ -1,22 +1,110 @@
-"""The tests that a page names are there."""
+"""The page of FastDeploy's behaviours names tests that are there and run, and each scenario of
+FastDeploy's own tests has one of them, or a reason why not."""
 
 from __future__ import annotations
 
+import ast
 import re
+import tomllib
+from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "fastdeploy_behaviours.md").read_text("utf-8")
+SCENARIOS = tomllib.loads(Path(__file__).with_name("fastdeploy_scenarios.toml").read_text("utf-8"))
+NUMBERS = {
+    "prefix_manager": 40,
+    "transfers": 21,
+    "attention_store": 12,
+    "mooncake": 17,
+    "file_store": 13,
+    "units": 28,
+    "tensors": 8,
+    "operators": 2,
+    "end_to_end": 11,
+}
+"""Scenarios by subject. None is dropped without a change here."""
+NOT_HELD = "Not held here"
+NO_REASON = "not held: "
+SKIPS = re.compile(r"\b(skip|skipif|xfail)\b")
 
 
-def test_every_test_of_the_page_is_there():
-    page = (ROOT / "docs" / "fastdeploy_behaviours.md").read_text(encoding="utf-8")
-    found = 0
-    for section in page.split("\n## ")[1:]:
+class Row:
+    """A row of a table. `file`: of the section, below tests/. None: the section of reasons."""
+
+    def __init__(self, line: str, file: str | None) -> None:
+        self.behaviour, self.rest = (cell.strip() for cell in line.strip("| ").split(" | ", 1))
+        self.file = file
+        self.tests = re.findall(r"`(test_\w+)`", self.rest)
+
+
+def rows() -> list[Row]:
+    found = []
+    for section in PAGE.split("\n## ")[1:]:
         heading, _, body = section.partition("\n")
-        names = re.findall(r"`(test_\w+)`", body)
-        if names:
-            (file,) = re.findall(r"`([\w/]+\.py)`", heading)
-            code = (ROOT / "tests" / file).read_text(encoding="utf-8")
-            assert [name for name in names if f"def {name}(" not in code] == []
-            found += len(names)
-    assert found > 60
+        files = re.findall(r"`([\w/]+\.py)`", heading)
+        assert len(files) == (heading != NOT_HELD), f"{heading!r} names {files}"
+        lines = [line for line in body.splitlines() if line.startswith("|")][2:]
+        assert lines, f"{heading!r} has no row"
+        found += [Row(line, files[0] if files else None) for line in lines]
+    return found
+
+
+def always_run(code: str) -> dict[str, bool]:
+    """The functions of a test file, and whether each always runs: it is marked neither as skipped
+    nor as an expected failure."""
+    return {
+        node.name: not any(SKIPS.search(ast.unparse(one)) for one in node.decorator_list)
+        for node in ast.parse(code).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+@cache
+def functions_of(file: str) -> dict[str, bool]:
+    return always_run((ROOT / "tests" / file).read_text("utf-8"))
+
+
+def test_every_row_names_tests_that_run_or_a_reason() -> None:
+    for row in rows():
+        if row.file is None:
+            assert row.rest, f"no reason for {row.behaviour!r}"
+            continue
+        assert row.tests, f"no test of {row.behaviour!r}"
+        for name in row.tests:
+            assert functions_of(row.file).get(name), f"{row.file}::{name}"
+
+
+def test_a_test_that_is_skipped_does_not_count() -> None:
+    code = """
+@pytest.mark.parametrize("n", [1])
+def test_a(n): ...
+@pytest.mark.skipif(True, reason="")
+async def test_b(): ...
+@pytest.mark.xfail
+def test_c(): ...
+"""
+    assert always_run(code) == {"test_a": True, "test_b": False, "test_c": False}
+
+
+@pytest.mark.parametrize("subject", NUMBERS)
+def test_no_scenario_is_missing(subject: str) -> None:
+    chapter = list(NUMBERS).index(subject) + 1
+    numbers = [name.split()[0] for name in SCENARIOS[subject]]
+    assert numbers == [f"{chapter}.{i:02}" for i in range(1, NUMBERS[subject] + 1)]
+
+
+@pytest.mark.parametrize("subject", NUMBERS)
+def test_every_scenario_has_a_test_of_the_page_or_a_reason(subject: str) -> None:
+    named = {name for row in rows() for name in row.tests if row.file}
+    reasons = [row.behaviour for row in rows() if row.file is None]
+    for scenario, held in SCENARIOS[subject].items():
+        if isinstance(held, str):
+            assert held.startswith(NO_REASON), scenario
+            beginning = held.removeprefix(NO_REASON)
+            assert [one for one in reasons if one.startswith(beginning)], scenario
+        else:
+            assert held, scenario
+            assert not set(held) - named, scenario
