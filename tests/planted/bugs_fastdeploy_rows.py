@@ -9,6 +9,7 @@ ANSWERS = "tests/storage/test_mooncake_answers.py"
 COPIES = "tests/integrations/fastdeploy/test_copies.py"
 ENDS = "tests/integrations/fastdeploy/test_end_to_end.py"
 RESETS = "tests/integrations/fastdeploy/test_failed_resets.py"
+STUCK = "tests/integrations/fastdeploy/test_stuck_calls.py"
 TRANSFERS = "tests/integrations/fastdeploy/test_transfers.py"
 
 BUGS: tuple[Mutation, ...] = (
@@ -57,11 +58,11 @@ BUGS: tuple[Mutation, ...] = (
         "integrations/fastdeploy/request_calls.py",
         """\
         finally:
-            requests.end_write(record)
+            if late is None:
 """,
         """\
-        else:
-            requests.end_write(record)
+        finally:
+            if record is None:
 """,
         "the blocks of a request whose write has raised are never free, and every reset fails",
         (f"{TRANSFERS}::test_the_hold_of_a_write_ends_with_an_exception",),
@@ -102,5 +103,28 @@ BUGS: tuple[Mutation, ...] = (
             f"{RESETS}::test_after_a_reset_that_gave_up_no_request_gets_blocks_of_earlier_weights",
             f"{RESETS}::test_no_sequence_of_resets_gives_bytes_of_other_weights",
         ),
+    ),
+    Mutation(
+        "fastdeploy_reset_frees_lost_blocks",
+        "integrations/fastdeploy/device_blocks.py",
+        """\
+        self._free[:] = [block for block in range(self.total) if block not in self.lost]
+""",
+        """\
+        self.lost.clear()
+        self._free[:] = range(self.total)
+""",
+        "after a reset a late read of AttentionStore writes the blocks of another request",
+        (f"{STUCK}::test_a_read_that_returns_late_writes_no_block_of_another_request",),
+    ),
+    Mutation(
+        "fastdeploy_late_write_keeps_no_blocks",
+        "integrations/fastdeploy/request_calls.py",
+        """\
+            late = error.answer  # the SDK may read the blocks before it returns
+""",
+        "",
+        "a late write to AttentionStore stores the bytes of another request",
+        (f"{STUCK}::test_a_write_that_returns_late_stores_no_bytes_of_another_request",),
     ),
 )

@@ -38,12 +38,14 @@ class DeviceBlocks:
         held: blocks that the engine was given and has not returned, with the request that each was
             given for (None: none named).
         indexed: blocks that the index owns.
+        lost: blocks that a copy or a call may still access.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.held: dict[int, str | None] = {}
         self.indexed: set[int] = set()
+        self.lost: set[int] = set()
         self._free = list(range(total))  # a heap
         self._earlier: dict[int, set[str | None]] = {}  # held when the blocks were reset
         self.free_list = FreeBlockList(self._free)
@@ -109,6 +111,8 @@ class DeviceBlocks:
     def _place(self, block: int) -> str:
         if not 0 <= block < self.total:
             return "out of range"
+        if block in self.lost:
+            return "still in use by a copy"
         return "in the prefix cache, not the engine's" if block in self.indexed else "free already"
 
     def index(self, blocks: Iterable[int]) -> None:
@@ -123,21 +127,36 @@ class DeviceBlocks:
             self.indexed.remove(block)
             heappush(self._free, block)
 
+    def lose(self, blocks: Iterable[int]) -> None:
+        """Blocks, held or indexed until now, may still be accessed: they are nowhere else before
+        `regain`, after a reset too."""
+        for block in blocks:
+            self.held.pop(block, None)
+            self.indexed.discard(block)
+            self.lost.add(block)
+
+    def regain(self, blocks: Iterable[int]) -> None:
+        """Lost blocks are accessed no more, and free."""
+        for block in blocks:
+            self.lost.remove(block)
+            heappush(self._free, block)
+
     def resize(self, total: int) -> None:
-        """Another number of blocks. None is held or indexed."""
+        """Another number of blocks. None is held, indexed or lost."""
         self.total = total
         self._free[:] = range(total)
 
     def reset(self) -> None:
-        """All blocks are free. Blocks that the engine holds may be returned later, once."""
+        """All blocks but lost ones are free. Blocks that the engine holds may be returned later,
+        once."""
         for block, request in self.held.items():
             self._earlier.setdefault(block, set()).add(request)
         self.held.clear()
         self.indexed.clear()
-        self._free[:] = range(self.total)
+        self._free[:] = [block for block in range(self.total) if block not in self.lost]
 
     def check(self) -> None:
         """AssertionError if a block is in two places, or in none."""
-        places = [*self._free, *self.held, *self.indexed]
+        places = [*self._free, *self.held, *self.indexed, *self.lost]
         ensure(len(places) == self.total, f"{len(places)} places of {self.total} blocks")
         ensure(set(places) == set(range(self.total)), "a block is in two places")

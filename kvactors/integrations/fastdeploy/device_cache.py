@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 
 from kvactors.errors import ConfigError, DeadlineExceeded
 from kvactors.integrations.fastdeploy.block_index import BlockIndex
@@ -37,6 +38,7 @@ class DeviceCache:
         self.lower: LowerTiers | None = None
         self.direct: DirectStorage | None = None
         self.reports: IndexReports | None = None
+        self._late: list[tuple[Future[int], list[int]]] = []  # calls, and blocks that they access
         self.interrupted: Callable[[], bool] = lambda: False
 
     @property
@@ -59,7 +61,7 @@ class DeviceCache:
         another request can get them.
 
         Raises:
-            DeviceError: a copy does not end. Its device blocks are never free again.
+            DeviceError: a copy does not end. Its device blocks are lost.
         """
         victims = self.index.evict(count)
         if not victims:
@@ -67,7 +69,11 @@ class DeviceCache:
         lower, reports = self.lower, self.reports
         if lower is not None:
             lower.host.enter()
-            lower.host.keep(victims)
+            try:
+                lower.host.keep(victims)
+            except BaseException:
+                self.lose(block.block for block in victims)
+                raise
         self.report_moves()
         if reports is not None:
             kept = lower is not None and lower.slots > 0
@@ -87,8 +93,25 @@ class DeviceCache:
         self._report_finished(self.requests.release(request))
 
     def settle(self) -> None:
-        """A call of the engine begins: free what ended writes to storage have held."""
+        """A call of the engine begins: free what ended writes to storage and late calls have
+        held."""
         self._report_finished(self.requests.settle())
+        ended = [one for one in self._late if one[0].done()]
+        for one in ended:
+            self._late.remove(one)
+            self.blocks.regain(one[1])
+
+    def lose(self, blocks: Iterable[int], until: Future[int] | None = None) -> None:
+        """Blocks may still be accessed.
+
+        Args:
+            blocks: held or indexed.
+            until: a call whose end frees them. None: they are never free again.
+        """
+        lost = list(blocks)
+        self.blocks.lose(lost)
+        if until is not None:
+            self._late.append((until, lost))
 
     def _report_finished(self, records: Sequence[RequestRecord]) -> None:
         if self.reports is not None:
@@ -114,6 +137,7 @@ class DeviceCache:
             raise DeadlineExceeded(f"writes of finished requests take more than {limit} s")
         gone = self.index.clear()
         self.blocks.reset()
+        self.settle()
         if self.lower is not None:
             self.lower.host.enter()
             self.lower.host.reset()
@@ -128,7 +152,8 @@ class DeviceCache:
         Raises:
             ConfigError: blocks are in use.
         """
-        used = len(self.blocks.held) + len(self.blocks.indexed)
+        blocks = self.blocks
+        used = len(blocks.held) + len(blocks.indexed) + len(blocks.lost)
         if total == self.blocks.total:
             return
         if used:

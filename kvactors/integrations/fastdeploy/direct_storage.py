@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
 from kvactors.actor.log import get_logger
@@ -15,6 +15,18 @@ log = get_logger()
 
 MARGIN = 5.0
 """Seconds that a call may take beyond its limit: it ends itself before."""
+
+
+class CallInFlight(TimeoutError):
+    """A call has not returned in time.
+
+    Attributes:
+        answer: done when the call has ended. Until then it may access the device blocks.
+    """
+
+    def __init__(self, answer: Future[int]) -> None:
+        super().__init__("a call of AttentionStore does not return")
+        self.answer = answer
 
 
 class _StoreService:
@@ -62,6 +74,13 @@ class DirectStorage:
         self._service = _StoreService(store)
         self._thread = LoopThread([self._service])
         self._timeout_s = timeout_s
+        self._late: list[Future[int]] = []
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """Why nothing is read or written now, with reasons."""
+        stuck = any(not answer.done() for answer in self._late)
+        return ("a call of AttentionStore does not return",) if stuck else ()
 
     def open(self, limit: float) -> None:
         """Connect.
@@ -76,7 +95,8 @@ class DirectStorage:
         """Read blocks of a path into device blocks. See `DeviceStore.fetch`.
 
         Raises:
-            TimeoutError: the call does not return. The blocks must not be used any more.
+            CallInFlight: the call does not return. The blocks must not be used before it does. The
+                next calls move nothing until then.
         """
         store = self._service.store
         return self._run(store.fetch(tokens, start, tuple(blocks), self._timeout_s))
@@ -85,18 +105,26 @@ class DirectStorage:
         """Write blocks of a path that the store lacks. See `DeviceStore.save`.
 
         Raises:
-            TimeoutError: the call does not return. The blocks must not be used any more.
+            CallInFlight: the call does not return. The blocks must not be used before it does. The
+                next calls move nothing until then.
         """
         store = self._service.store
         return self._run(store.save(tokens, start, tuple(blocks), self._timeout_s))
 
     def _run(self, coroutine: Any) -> int:
+        if self.troubles:  # the next calls would wait for this one
+            coroutine.close()
+            return 0
         answer: Future[int] = Future()
         if not self._thread.call(self._service.begin, coroutine, answer):
             coroutine.close()
             raise CacheClosed("AttentionStore is closed")
+        done, _ = wait([answer], self._timeout_s + MARGIN)
+        if not done:
+            self._late = [*(one for one in self._late if not one.done()), answer]
+            raise CallInFlight(answer)
         try:
-            return answer.result(self._timeout_s + MARGIN)
+            return answer.result()
         except CancelledError:
             raise CacheClosed("AttentionStore is closed") from None
 

@@ -212,7 +212,8 @@ class EngineTiers:
         """The parts that do not work, with reasons."""
         cache = self._cache
         lower = () if cache.lower is None else cache.lower.host.tiers.health().reasons
-        return lower + (() if cache.reports is None else cache.reports.troubles)
+        direct = () if cache.direct is None else cache.direct.troubles
+        return lower + direct + (() if cache.reports is None else cache.reports.troubles)
 
     def _close_services(self) -> None:
         cache, limit = self._cache, self.settings.storage.close_timeout_s

@@ -10,6 +10,7 @@ from typing import Any
 from kvactors.actor.log import get_logger
 from kvactors.errors import KVActorsError, NoRoom
 from kvactors.integrations.fastdeploy.device_cache import DeviceCache
+from kvactors.integrations.fastdeploy.direct_storage import CallInFlight
 from kvactors.integrations.fastdeploy.requests import RequestRecord
 from kvactors.types import Tier
 
@@ -116,7 +117,12 @@ class Matcher:
         except BaseException:
             host.unpin(keys)
             raise
-        if not host.load(keys, slots, blocks):
+        try:
+            loaded = host.load(keys, slots, blocks)
+        except BaseException:
+            cache.lose(blocks)
+            raise
+        if not loaded:
             cache.blocks.give(blocks, request)
             return False
         seconds = time.monotonic() - begun
@@ -165,9 +171,10 @@ class Matcher:
         begun = time.monotonic()
         try:
             got = direct.fetch(record.path.tokens(0, start + count), start, blocks)
-        except TimeoutError:
-            log.error("AttentionStore does not answer: blocks lost", blocks=count)
-            return  # the SDK may write them at any time
+        except CallInFlight as late:
+            log.error("AttentionStore does not answer: blocks not used", blocks=count)
+            cache.lose(blocks, late.answer)  # the SDK may write them before it returns
+            return
         except KVActorsError as error:
             log.error("AttentionStore not read", error=str(error))
             got = 0

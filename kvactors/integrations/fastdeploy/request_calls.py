@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import KVActorsError
 from kvactors.integrations.fastdeploy.arguments import name_of, sequence_of, whole
 from kvactors.integrations.fastdeploy.device_cache import DeviceCache
+from kvactors.integrations.fastdeploy.direct_storage import CallInFlight
 from kvactors.integrations.fastdeploy.engine_tiers import EngineTiers
 from kvactors.integrations.fastdeploy.hit_rates import HitRates, HitTokens
 from kvactors.integrations.fastdeploy.matching import Match, Matcher
@@ -87,13 +89,20 @@ class RequestCalls:
         record = requests.begin_write(request)
         if record is None:
             return
+        late: Future[int] | None = None
         try:
             record.finished = True
             self._save(request, record)
+        except CallInFlight as error:
+            late = error.answer  # the SDK may read the blocks before it returns
+            log.error("request not written to storage", request=request, error=str(error))
         except (KVActorsError, TimeoutError) as error:
             log.error("request not written to storage", request=request, error=str(error))
         finally:
-            requests.end_write(record)
+            if late is None:
+                requests.end_write(record)
+            else:
+                late.add_done_callback(lambda _: requests.end_write(record))
 
     def _save(self, request: str, record: RequestRecord) -> None:
         lower, direct, nodes = self._cache.lower, self._cache.direct, list(record.nodes)

@@ -1,0 +1,179 @@
+"""Calls of AttentionStore and copies that do not return: their device blocks belong to no other
+request before they have ended, also if the engine resets the manager in between."""
+
+from __future__ import annotations
+
+import time
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from kvactors.errors import ConfigError, DeviceError
+from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.testing import attentionstore_sdk as stand_in
+from tests.integrations.fastdeploy.config import Request
+from tests.integrations.fastdeploy.oracle import seeds_of
+from tests.integrations.fastdeploy.test_indexes import SDK
+from tests.integrations.fastdeploy.test_indexes import service as service  # a fixture
+from tests.integrations.fastdeploy.test_threads import LIMIT
+
+A, B = list(range(8)), list(range(100, 108))
+
+
+@pytest.fixture
+def held(service, monkeypatch):
+    """Calls of the SDK take an item from this queue once `hold` is set to it."""
+    monkeypatch.setattr("kvactors.integrations.fastdeploy.direct_storage.MARGIN", 0.05)
+    monkeypatch.setattr("kvactors.tier_cache.loop_thread.CLOSING", 0.05)
+    queue: SimpleQueue[None] = SimpleQueue()
+    yield queue
+    stand_in.service().hold = None
+    for _ in range(100):
+        queue.put(None)
+
+
+def as_storage(engine: Any, gpu: int = 4) -> Any:
+    options = {"attention_store": {"sdk": SDK}, "storage": {"timeout_s": 0.05}}
+    return engine(backend="attention_store", options=options, gpu=gpu)
+
+
+def release(held: SimpleQueue[None]) -> None:
+    stand_in.service().hold = None
+    for _ in range(10):
+        held.put(None)
+
+
+def until_free(one: Any, blocks: int) -> None:
+    until = time.monotonic() + LIMIT
+    while not one.manager.can_allocate_gpu_blocks(blocks):
+        assert time.monotonic() < until, "the blocks do not come back"
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("resets", [0, 1, 2])
+def test_a_read_that_returns_late_writes_no_block_of_another_request(engine, held, resets):
+    one = as_storage(engine)
+    one.serve("a", A)
+    one.manager.reset()
+    stand_in.service().hold = held
+    held.put(None)  # the look-up
+    assert one.match(Request("b", A))[1] == 0
+    for _ in range(resets):
+        one.manager.reset()
+    assert one.free_blocks == [2, 3], "the others may still be written"
+    one.manager.check()
+    with pytest.raises(ValueError, match="still"):
+        one.manager.recycle_gpu_blocks([0], "b")
+    other = Request("c", B)
+    stand_in.service().broken = "for a while"
+    one.prefill(other)
+    stand_in.service().broken = ""
+    release(held)
+    until_free(one, 2)
+    assert not one.wrong(other, 8)
+    one.free(other)
+    until_free(one, 4)
+    one.manager.check()
+
+
+def test_a_write_that_returns_late_stores_no_bytes_of_another_request(engine, held):
+    one = as_storage(engine, gpu=2)
+    request = Request("a", A)
+    one.prefill(request)
+    stand_in.service().hold = held
+    held.put(None)  # the look-up
+    one.manager.write_cache_to_storage(request)
+    one.free(request)
+    assert not one.manager.can_allocate_gpu_blocks(1), "the blocks may still be read"
+    release(held)
+    until_free(one, 2)
+    one.manager.check()
+    one.serve("b", B)
+    one.manager.reset()
+    again = Request("c", A)
+    assert one.match(again)[1] == 8
+    assert not one.wrong(again, 8)
+
+
+def test_while_a_call_does_not_return_the_others_wait_for_nothing(engine, held):
+    """They would take device blocks, and wait with the scheduler's lock held."""
+    one = as_storage(engine, gpu=6)
+    one.serve("a", A)
+    one.manager.reset()
+    stand_in.service().hold = held
+    one.match(Request("b", A))
+    assert one.manager.troubles == ("a call of AttentionStore does not return",)
+    for number in range(20):
+        assert one.match(Request(f"r{number}", A))[1] == 0
+    one.serve("c", B)
+    assert len(one.free_blocks) == 2
+    assert one.available == 4
+    release(held)
+    until_free(one, 4)
+    until = time.monotonic() + LIMIT
+    while one.manager.troubles:
+        assert time.monotonic() < until
+    assert one.manager.can_allocate_gpu_blocks(6)
+    again = Request("d", A)
+    assert one.match(again)[1] == 8
+    assert not one.wrong(again, 8)
+
+
+def test_new_weights_while_a_call_does_not_return(engine, held, tmp_path):
+    """The services of the earlier version are closed. The call still ends in them."""
+    model = tmp_path / "model"
+    model.mkdir()
+    version = model / "version.yaml"
+    version.write_text("version: RL-STEP01-a\n", "utf-8")
+    options = {
+        "attention_store": {"sdk": SDK, "ready_timeout_s": 0.1},
+        "storage": {"timeout_s": 0.05, "close_timeout_s": 0.05, "open_timeout_s": 0.1},
+    }
+    one = engine(backend="attention_store", options=options, gpu=4, model=str(model))
+    one.serve("a", A)
+    one.manager.reset()
+    (service,) = stand_in.services.values()
+    service.hold = held
+    held.put(None)
+    one.match(Request("b", A))
+    version.write_text("version: RL-STEP02-b\n", "utf-8")
+    one.memory.lose(1)
+    one.manager.reset()
+    assert one.free_blocks == [2, 3]
+    other = Request("c", B)
+    assert one.match(other)[1] == 0
+    other.block_tables = one.manager.allocate_gpu_blocks(2, "c")
+    one.memory.compute(seeds_of(other), other.block_tables, 0, 8)
+    service.hold = None
+    for _ in range(10):
+        held.put(None)
+    until_free(one, 2)
+    assert not one.wrong(other, 8)
+    one.manager.check()
+
+
+def hang(*_: Any) -> str:
+    raise DeviceError("a copy has not ended")
+
+
+@pytest.mark.parametrize("name", ["store", "load"])
+def test_blocks_of_a_copy_that_does_not_end_stay_lost_after_a_reset(engine, monkeypatch, name):
+    one = engine(gpu=4, cpu=2)
+    one.serve("a", A)
+    if name == "load":
+        one.manager.free_block_ids(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(RankCopies, name, hang)
+        move = one.match if name == "load" else one.manager.free_block_ids
+        with pytest.raises(DeviceError):
+            move(Request("b", A) if name == "load" else 1)
+    for _ in range(2):
+        one.manager.reset()
+        assert one.free_blocks == [0, 2, 3], "block 1 may still be copied"
+        one.manager.check()
+    one.config.cache_config.total_block_num = 8
+    with pytest.raises((ConfigError, ValueError)):
+        one.manager.update_cache_config(one.config.cache_config)
+    one.serve("c", B)
+    one.manager.check()
