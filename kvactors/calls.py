@@ -9,6 +9,7 @@ its event loop.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from types import CoroutineType
 
 from kvactors import lookup as look
 from kvactors import sizing, sleeping, steps, tenants, waits
@@ -149,7 +150,9 @@ class CacheCalls(OpenCache):
             hints,
         )
         try:
-            granted = await self._client.index.begin_ask(message, at)
+            granted = self._client.index.begin_ask(message, at)
+            if isinstance(granted, CoroutineType):
+                granted = await granted
         except (NoRoom, Paused):
             raise
         except BaseException as error:

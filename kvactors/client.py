@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from _thread import get_ident
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -21,6 +22,12 @@ from kvactors.prefix_index.parts import part_of
 from kvactors.system import System
 
 log = get_logger()
+
+
+class _NoRunner:
+    """In place of a loop that does not name the thread that runs it: `check` looks at each call."""
+
+    _thread_id = None
 
 
 class Client:
@@ -56,6 +63,7 @@ class Client:
         self._thread = threading.get_ident()
         self._default_deadline = system.config.cache.default_deadline_s
         self._clock = clock_of(self.loop)
+        self._runner: Any = self.loop if hasattr(self.loop, "_thread_id") else _NoRunner
 
     def check(self) -> None:
         """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a
@@ -98,7 +106,7 @@ class Client:
         """
         if (
             self.system.forked
-            or asyncio._get_running_loop() is not self.loop
+            or self._runner._thread_id != get_ident()  # the shortest test, see `check_loop`
             or not self.is_open
             or self._supervisor.failed is not None
         ):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from types import CoroutineType
 from typing import NamedTuple, Self
 
 from kvactors import forking, growth, lease_loads
@@ -193,7 +194,8 @@ class Lease:
         if event is not None or stream is not None:
             await hold.wait_event(event, stream, computed, self.num_tokens, at)
         if computed <= hold.client.part_tokens:
-            return int((await hold.ask(Commit(hold.id, computed), at, has_effect=True)).count)
+            asked = hold.begin_ask(Commit(hold.id, computed), at, has_effect=True)
+            return int((await asked if isinstance(asked, CoroutineType) else asked).count)
         return await hold.commit_in_parts(self._path, computed, self.num_tokens, at)
 
     async def finish(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from types import CoroutineType
 from typing import Any
 
 import msgspec
@@ -81,23 +81,33 @@ class LeaseHold(msgspec.Struct, eq=False):
             )
         self.changing = call
 
-    def ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Awaitable[Any]:
-        """Ask the index. Await the answer in the same step. has_effect: the call changes the
-        lease, so the lease ends if the caller is cancelled after the change."""
-        asked = self.client.index.begin_ask(message, at, self._lost if has_effect else None)
-        if isinstance(asked, asyncio.Future) and asked.exception() is None:
-            return asked  # a direct turn has answered
-        return self._answer(asked)
+    async def ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
+        """Ask the index, in the same step as the call of `deadline`. has_effect: the call changes
+        the lease, so the lease ends if the caller is cancelled after the change."""
+        asked = self.begin_ask(message, at, has_effect=has_effect)
+        return await asked if isinstance(asked, CoroutineType) else asked
 
-    async def _answer(self, asked: Awaitable[Any]) -> Any:
+    def begin_ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
+        """`ask` up to its first wait: the answer, or a coroutine to be awaited in the same step."""
+        try:
+            asked = self.client.index.begin_ask(message, at, self._lost if has_effect else None)
+        except LeaseEnded as error:
+            raise self._ended_by(error) from None
+        return self._answer(asked) if isinstance(asked, CoroutineType) else asked
+
+    async def _answer(self, asked: CoroutineType[Any, Any, Any]) -> Any:
         try:
             return await asked
         except LeaseEnded as error:
-            self.ended = True
-            raise LeaseEnded(f"lease of {self.request_id!r}: {error}") from None
+            raise self._ended_by(error) from None
         except ActorFailed as error:
             self.client.refine(error)
             raise
+
+    def _ended_by(self, error: LeaseEnded) -> LeaseEnded:
+        """The index has no such lease any more: the error for the caller."""
+        self.ended = True
+        return LeaseEnded(f"lease of {self.request_id!r}: {error}")
 
     async def grow(self, call: str, message: Extend | Reserve, at: float) -> AcquireResult:
         """Send a message that adds blocks to the end of the table."""
@@ -227,7 +237,8 @@ class LeaseHold(msgspec.Struct, eq=False):
         try:
             if computed > self.client.part_tokens:
                 await self._commit_parts(path, computed, num_tokens, at)
-            reply: Ack = await self.ask(message, at)
+            asked = self.begin_ask(message, at)
+            reply: Ack = await asked if isinstance(asked, CoroutineType) else asked
         except (ValueError, TypeError, NotReady, LeaseBusy):
             raise
         except BaseException:

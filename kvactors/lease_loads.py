@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import CoroutineType
 from typing import Any, Protocol
 
 from kvactors.actor.uncancelled import retrieve
@@ -126,7 +127,11 @@ def _blocks(self: Loading) -> Sequence[int]:
 
 async def _ready_before(hold: LeaseHold, waits: asyncio.Future[None], at: float) -> Any:
     """The result of the loads, or None if `waits` is done before."""
-    asked: asyncio.Future[Any] = asyncio.ensure_future(hold.ask(Ready(hold.id), at))
+    begun = hold.begin_ask(Ready(hold.id), at)
+    if not isinstance(begun, CoroutineType):
+        waits.cancel()
+        return begun
+    asked: asyncio.Future[Any] = asyncio.ensure_future(begun)
     try:
         await asyncio.wait((asked, waits), return_when=asyncio.FIRST_COMPLETED)
         if asked.done():

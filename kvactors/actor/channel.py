@@ -47,6 +47,9 @@ class Channel(Generic[T]):
 
     Attributes:
         bound: places in the data lane, at least 1. A sender waits while they are taken.
+        idle: whether an item may reach the receiver without a lane: the receiver waits, and nothing
+            was put since, which would have ended its wait.
+        taken: items that the receiver has taken.
     """
 
     def __init__(self, name: str, bound: int) -> None:
@@ -62,7 +65,8 @@ class Channel(Generic[T]):
         self._senders: deque[asyncio.Future[None]] = deque()
         self._granted = 0  # places promised to senders that were woken but have not run yet
         self._closed: Callable[[], Exception] | None = None
-        self._peak = self._peak_control = self._taken = 0
+        self._peak = self._peak_control = self.taken = 0
+        self.idle = False
 
     # -- sending
 
@@ -118,17 +122,17 @@ class Channel(Generic[T]):
     def get_nowait(self) -> T | None:
         """Take the next item, control lane first, or None if all lanes are empty."""
         if self._control:
-            self._taken += 1
+            self.taken += 1
             return self._control.popleft()
         if self._later and (self._later_next or not self._data):
             self._later_next = False
-            self._taken += 1
+            self.taken += 1
             return self._later.popleft()
         if not self._data:
             return None
         self._later_next = True
         item = self._data.popleft()
-        self._taken += 1
+        self.taken += 1
         if self._senders:
             self._grant()
         return item
@@ -148,19 +152,11 @@ class Channel(Generic[T]):
         if self._receiver is not None and not self._receiver.done():
             raise RuntimeError(f"channel {self.name!r} has a receiver already")
         self._receiver = asyncio.get_running_loop().create_future()
+        self.idle = True
         try:
             await self._receiver
         finally:
-            self._receiver = None
-
-    def pass_directly(self) -> bool:
-        """Whether an item may reach the receiver without a lane: it waits, and nothing was put
-        since, which would have ended its wait. Such an item counts as taken."""
-        receiver = self._receiver
-        if receiver is None or receiver.done() or self._closed is not None:
-            return False
-        self._taken += 1
-        return True
+            self._receiver, self.idle = None, False
 
     def wake(self) -> None:
         """End the receiver's wait without an item."""
@@ -187,7 +183,7 @@ class Channel(Generic[T]):
     def refuse(self, error: Callable[[], Exception]) -> None:
         """Refuse every item from now on with the exception that `error` makes. Wakes no task: the
         caller may be in another process than the receiver, after a fork."""
-        self._closed = error
+        self._closed, self.idle = error, False
 
     def __len__(self) -> int:
         return len(self._data) + len(self._control) + len(self._later)
@@ -201,7 +197,7 @@ class Channel(Generic[T]):
             len(self._senders),
             self._peak,
             self._peak_control,
-            self._taken,
+            self.taken,
         )
 
     # -- inner parts
@@ -217,11 +213,11 @@ class Channel(Generic[T]):
         self._data.append(item)
         if len(self._data) > self._peak:
             self._peak = len(self._data)
-        receiver = self._receiver
-        if receiver is not None and not receiver.done():  # `_wake_receiver` without a call
-            receiver.set_result(None)
+        if self.idle:
+            self._wake_receiver()
 
     def _wake_receiver(self) -> None:
+        self.idle = False
         if self._receiver is not None and not self._receiver.done():
             self._receiver.set_result(None)
 

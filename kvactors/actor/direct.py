@@ -69,14 +69,15 @@ class DirectTurns:
         left = self._left
         if self._chosen is not None and not self._chosen():
             return False
+        if not self._channel.idle:
+            return False
         if left == TURNS:
-            if not self._channel.pass_directly():
-                return False
             self._until = self._clock() + TIME
             self.loop.call_soon(self._renew)
-        elif not left or self._clock() > self._until or not self._channel.pass_directly():
+        elif not left or self._clock() > self._until:
             return False
         self._left = left - 1
+        self._channel.taken += 1
         self._in_flight.begun += 1  # and ended, before anything else can look
         ref = self._ref
         ref.direct = None  # an ask out of this turn, of a finaliser for example, is not nested

@@ -52,10 +52,42 @@ class PeerRestarted(Control, frozen=True, eq=False):
     incarnation: int = -1
 
 
+class DirectReply(msgspec.Struct, eq=False):
+    """The port of an ask's answer during its direct turn: what handlers use of a future, at a third
+    of its cost."""
+
+    _value: Any = None
+    _error: BaseException | None = None
+    _is_done: bool = False
+
+    def done(self) -> bool:
+        """Whether there is an answer."""
+        return self._is_done
+
+    def set_result(self, value: Any) -> None:
+        """Answer."""
+        self._value, self._is_done = value, True
+
+    def set_exception(self, error: BaseException) -> None:
+        """Answer with an error."""
+        self._error, self._is_done = error, True
+
+    def result(self) -> Any:
+        """The answer, once. An error is kept no longer: its frames refer to this object."""
+        if self._error is None:
+            return self._value
+        error, self._error = self._error, None
+        try:
+            raise error
+        finally:
+            del error
+
+
 class Envelope(msgspec.Struct, Generic[R], eq=False):
     """A message in flight, and for an ask the port of its answer.
 
     Attributes:
+        reply: a future, or within a direct turn a `DirectReply`.
         deadline: absolute loop time after which the asker no longer waits, or None for a tell.
         incarnation: the receiver's incarnation that this is addressed to. A later one drops it.
     """

@@ -4,16 +4,25 @@ across the actor's failures and restarts."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import anyio
 
 from kvactors.actor.channel import Channel
 from kvactors.actor.in_flight import InFlight
 from kvactors.actor.instrument import Instruments
-from kvactors.actor.message import Ask, Control, Envelope, Later, Message, fail_with_deadline
+from kvactors.actor.message import (
+    Ask,
+    Control,
+    DirectReply,
+    Envelope,
+    Later,
+    Message,
+    fail_with_deadline,
+)
 from kvactors.errors import ActorFailed, DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -156,20 +165,34 @@ class ActorRef(Generic[M_contra]):
         lost: called with an answer that does not reach the caller, because it was cancelled after
         the actor had answered.
         """
-        return await self.begin_ask(message, deadline, lost)
+        asked = self.begin_ask(message, deadline, lost)
+        return await asked if isinstance(asked, CoroutineType) else asked
 
     def begin_ask(
         self, message: Ask[R], deadline: float, lost: Callable[[R], None] | None = None
-    ) -> Awaitable[R]:
-        """`ask` without a coroutine if a direct turn answers: then a future that is done. Await the
-        result in the same step, once."""
-        direct = self.direct
-        reply: asyncio.Future[R] = asyncio.Future(loop=None if direct is None else direct.loop)
-        envelope: Envelope[R] = Envelope(message, reply, deadline, self.incarnation)
-        taken = direct is not None and direct.take(envelope)
-        if taken and reply.done():
-            return reply
-        return self._answer(envelope, reply, lost, taken=taken)
+    ) -> R | CoroutineType[Any, Any, R]:
+        """`ask` up to its first wait.
+
+        Returns:
+            The answer, if a direct turn gives it at once. Otherwise a coroutine to be awaited in
+            the same step.
+        """
+        direct, taken = self.direct, False
+        envelope: Envelope[R] = Envelope(message, None, deadline, self.incarnation)
+        if direct is not None and not self.instruments.active:
+            reply: Any = DirectReply()
+            envelope.reply = reply
+            taken = direct.take(envelope)
+            if reply.done():
+                answer: R = reply.result()
+                return answer
+            envelope.reply = asyncio.Future(loop=direct.loop)
+        else:
+            envelope.reply = asyncio.get_running_loop().create_future()
+            if direct is not None:
+                taken = direct.take(envelope)
+        waiting = self._answer(envelope, envelope.reply, lost, taken=taken)
+        return cast("CoroutineType[Any, Any, R]", waiting)
 
     async def _answer(
         self,

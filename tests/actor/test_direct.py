@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import ClassVar
 
@@ -162,6 +165,31 @@ async def test_an_exception_fails_the_actor_and_not_the_asker():
             await asyncio.sleep(0.001)
         assert in_one_step(ask(system, Ping(1))) == 2
         assert system.supervisor.statistics().restarts == 1
+
+
+async def test_an_error_of_a_direct_turn_keeps_nothing_alive():
+    class Refusing(Server):
+        @on(Ping)
+        def ping(self, message, envelope):
+            self.refuse(envelope, LookupError("refused"))
+
+    class Held:
+        pass
+
+    async def refused(system):
+        held = Held()
+        with suppress(LookupError):
+            await ask(system, Ping(1))
+            raise AssertionError("not refused")
+        return weakref.ref(held)
+
+    system = wired(Refusing)
+    async with system.running():
+        gc.disable()
+        try:
+            assert (await refused(system))() is None
+        finally:
+            gc.enable()
 
 
 async def test_messages_to_a_full_receiver_leave_without_another_message():

@@ -188,6 +188,21 @@ async def test_a_lease_awaited_on_another_loop_raises_at_once(name):
         await lease.finish()
 
 
+def test_another_loop_of_the_same_thread_is_refused():
+    with asyncio.Runner() as own, asyncio.Runner() as other:
+        context = opened()
+        cache = own.run(context.__aenter__())
+        lease = own.run(cache.acquire("a", prompt(1, 3)))
+        with pytest.raises(WrongLoop):
+            other.run(cache.acquire("b", [1]))
+        for call in CALLS.values():
+            with pytest.raises(WrongLoop):
+                other.run(call(lease))
+        assert agree(cache, lease)
+        own.run(lease.finish())
+        own.run(context.__aexit__(None, None, None))
+
+
 async def test_every_call_from_another_thread_raises_at_once():
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 3))

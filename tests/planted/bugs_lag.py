@@ -50,8 +50,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "direct_turn_overtakes_queued_messages",
         "actor/channel.py",
-        "        if receiver is None or receiver.done() or self._closed is not None:\n",
-        "        if receiver is None or self._closed is not None:\n",
+        "        self.idle = False\n        if self._receiver",
+        "        if self._receiver",
         "a commit is handled before the abandon of another lease that was sent first",
         (f"{DIRECT}::test_it_overtakes_no_message",),
     ),
@@ -69,8 +69,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "direct_turns_ignore_time",
         "actor/direct.py",
-        "        elif not left or self._clock() > self._until or not",
-        "        elif not left or not",
+        "        elif not left or self._clock() > self._until:\n",
+        "        elif not left:\n",
         "64 long turns in a row stop the loop for many milliseconds",
         (f"{DIRECT}::test_direct_turns_in_one_pass_are_bounded",),
     ),
@@ -82,6 +82,23 @@ BUGS: tuple[Mutation, ...] = (
         "jobs of an actor have the context variables of a caller: its span, its log context, and "
         "another system's waits for threads",
         (f"{DIRECT}::test_turns_and_their_jobs_run_in_the_context_of_the_actor",),
+    ),
+    Mutation(
+        "error_of_a_direct_turn_kept",
+        "actor/message.py",
+        "        error, self._error = self._error, None\n        try:\n            raise error\n"
+        "        finally:\n            del error\n",
+        "        raise self._error\n",
+        "a refused call keeps its lease and its prompt until the cyclic collector runs",
+        (f"{DIRECT}::test_an_error_of_a_direct_turn_keeps_nothing_alive",),
+    ),
+    Mutation(
+        "loop_of_a_call_not_checked",
+        "client.py",
+        "            or self._runner._thread_id != get_ident()",
+        "            or self._thread != get_ident()",
+        "a call on another loop of the same thread changes a cache whose own loop stands still",
+        ("tests/cache/test_lease_calls.py::test_another_loop_of_the_same_thread_is_refused",),
     ),
     Mutation(
         "exception_of_a_direct_turn_is_lost",
