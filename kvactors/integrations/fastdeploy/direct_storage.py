@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
@@ -15,6 +17,9 @@ log = get_logger()
 
 MARGIN = 5.0
 """Seconds that a call may take beyond its limit: it ends itself before."""
+
+SLICE = 0.01
+"""Seconds of a wait between two looks at whether it is to end."""
 
 
 class CallInFlight(TimeoutError):
@@ -91,15 +96,23 @@ class DirectStorage:
         """
         self._thread.open(max(limit, self._service.store.ready_timeout))
 
-    def fetch(self, tokens: bytes, start: int, blocks: list[int]) -> int:
+    def fetch(
+        self, tokens: bytes, start: int, blocks: list[int], interrupted: Callable[[], bool]
+    ) -> int:
         """Read blocks of a path into device blocks. See `DeviceStore.fetch`.
+
+        Args:
+            tokens: as there.
+            start: as there.
+            blocks: as there.
+            interrupted: whether to wait no longer.
 
         Raises:
             CallInFlight: the call does not return. The blocks must not be used before it does. The
                 next calls move nothing until then.
         """
         store = self._service.store
-        return self._run(store.fetch(tokens, start, tuple(blocks), self._timeout_s))
+        return self._run(store.fetch(tokens, start, tuple(blocks), self._timeout_s), interrupted)
 
     def save(self, tokens: bytes, start: int, blocks: list[int]) -> int:
         """Write blocks of a path that the store lacks. See `DeviceStore.save`.
@@ -109,9 +122,9 @@ class DirectStorage:
                 next calls move nothing until then.
         """
         store = self._service.store
-        return self._run(store.save(tokens, start, tuple(blocks), self._timeout_s))
+        return self._run(store.save(tokens, start, tuple(blocks), self._timeout_s), lambda: False)
 
-    def _run(self, coroutine: Any) -> int:
+    def _run(self, coroutine: Any, interrupted: Callable[[], bool]) -> int:
         if self.troubles:  # the next calls would wait for this one
             coroutine.close()
             return 0
@@ -119,8 +132,10 @@ class DirectStorage:
         if not self._thread.call(self._service.begin, coroutine, answer):
             coroutine.close()
             raise CacheClosed("AttentionStore is closed")
-        done, _ = wait([answer], self._timeout_s + MARGIN)
-        if not done:
+        until = time.monotonic() + self._timeout_s + MARGIN
+        while not wait([answer], SLICE).done:
+            if time.monotonic() < until and not interrupted():
+                continue
             self._late = [*(one for one in self._late if not one.done()), answer]
             raise CallInFlight(answer)
         try:

@@ -164,13 +164,14 @@ class Matcher:
         cache, direct = self._cache, self._cache.direct
         start = len(record.nodes)
         count = min(full - start, cache.available)
-        if direct is None or record.has_media or count < 1:
+        if direct is None or record.has_media or count < 1 or cache.interrupted():
             return
         cache.make_room(count)
         blocks = cache.blocks.take(count, request)
         begun = time.monotonic()
         try:
-            got = direct.fetch(record.path.tokens(0, start + count), start, blocks)
+            tokens = record.path.tokens(0, start + count)
+            got = direct.fetch(tokens, start, blocks, cache.interrupted)
         except CallInFlight as late:
             log.error("AttentionStore does not answer: blocks not used", blocks=count)
             cache.lose(blocks, late.answer)  # the SDK may write them before it returns

@@ -4,6 +4,7 @@ request before they have ended, also if the engine resets the manager in between
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 
 from kvactors.errors import ConfigError, DeviceError
 from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.integrations.fastdeploy.signals import CLEARED, CLEARING
 from kvactors.testing import attentionstore_sdk as stand_in
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.oracle import seeds_of
 from tests.integrations.fastdeploy.test_indexes import SDK
 from tests.integrations.fastdeploy.test_indexes import service as service  # a fixture
+from tests.integrations.fastdeploy.test_launch import EngineProcess
 from tests.integrations.fastdeploy.test_threads import LIMIT
 
 A, B = list(range(8)), list(range(100, 108))
@@ -151,6 +154,39 @@ def test_new_weights_while_a_call_does_not_return(engine, held, tmp_path):
     until_free(one, 2)
     assert not one.wrong(other, 8)
     one.manager.check()
+
+
+def test_a_match_ends_when_the_engine_wants_a_reset(engine, held):
+    """The scheduler's thread waits in it, and serves the status."""
+    process = EngineProcess(1)
+    process.signals["cache_ready_signal"].value[:] = 1
+    options = {"attention_store": {"sdk": SDK}, "storage": {"timeout_s": 4 * LIMIT}}
+    one = engine(backend="attention_store", options=options, gpu=4, attach=False)
+    try:
+        process.launch(one)
+        one.serve("a", A)
+        one.manager.reset()
+        service = stand_in.service()
+        service.hold, before = held, len(service.calls)
+        held.put(None)  # the look-up
+        with ThreadPoolExecutor(1) as pool:
+            match = pool.submit(one.match, Request("b", A))
+            until = time.monotonic() + LIMIT
+            while len(service.calls) < before + 2:
+                assert time.monotonic() < until, "the read has not begun"
+                time.sleep(0.001)
+            status = process.signals["prefix_tree_status"].value
+            status[0] = CLEARING
+            assert match.result(LIMIT)[1] == 0
+        assert one.match(Request("c", A))[1] == 0, "none is begun now"
+        one.manager.serve_status()
+        assert status[0] == CLEARED
+        assert one.free_blocks == [2, 3]
+        release(held)
+        until_free(one, 4)
+    finally:
+        release(held)
+        process.close()
 
 
 def hang(*_: Any) -> str:
