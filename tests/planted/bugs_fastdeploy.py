@@ -240,10 +240,10 @@ BUGS: tuple[Mutation, ...] = (
         "fastdeploy_reads_media_by_tokens",
         "integrations/fastdeploy/matching.py",
         """\
-        if direct is None or record.has_media or count < 1:
+        if direct is None or record.has_media or count < 1 or cache.interrupted():
 """,
         """\
-        if direct is None or count < 1:
+        if direct is None or count < 1 or cache.interrupted():
 """,
         "a request with an image gets the blocks of one with the same tokens and another image",
         (f"{HERE}/test_indexes.py::test_media_are_not_read_from_a_store_of_tokens",),
