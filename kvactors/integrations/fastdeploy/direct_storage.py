@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
 from kvactors.actor.log import get_logger
-from kvactors.errors import CacheClosed
+from kvactors.errors import CacheClosed, KVActorsError, StoreError
 from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.tier_cache.loop_thread import LoopThread
 
@@ -142,6 +142,10 @@ class DirectStorage:
             return answer.result()
         except CancelledError:
             raise CacheClosed("AttentionStore is closed") from None
+        except KVActorsError:
+            raise
+        except Exception as error:
+            raise StoreError(f"AttentionStore: {error!r}") from error
 
     def close(self, limit: float) -> None:
         """Let calls in flight end and disconnect, in about `limit` seconds."""

@@ -13,6 +13,7 @@ import pytest
 from kvactors.errors import ConfigError, DeviceError
 from kvactors.integrations.fastdeploy.rank_copies import RankCopies
 from kvactors.integrations.fastdeploy.signals import CLEARED, CLEARING
+from kvactors.storage.backends.attention_store import AttentionStoreBackend
 from kvactors.testing import attentionstore_sdk as stand_in
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.oracle import seeds_of
@@ -187,6 +188,26 @@ def test_a_match_ends_when_the_engine_wants_a_reset(engine, held):
     finally:
         release(held)
         process.close()
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), OSError(5, "no"), KeyError("a")])
+def test_a_call_that_raises_has_moved_nothing(engine, service, monkeypatch, error):
+    one = as_storage(engine)
+    one.serve("a", A)
+    one.manager.reset()
+
+    async def fail(*_: Any) -> int:
+        raise error
+
+    for name in ("fetch", "save"):
+        monkeypatch.setattr(AttentionStoreBackend, name, fail)
+    assert one.match(Request("b", A))[:2] == ([], 0)
+    assert one.free_blocks == [0, 1, 2, 3]
+    one.serve("c", B)
+    assert one.available == 4
+    monkeypatch.undo()
+    one.manager.reset()
+    assert one.serve("d", A)["storage_match_token_num"] == 8
 
 
 def hang(*_: Any) -> str:
