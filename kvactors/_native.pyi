@@ -183,8 +183,8 @@ class Path:
         """The block table (a copy): device block ids, -1 where none is assigned. `stop` -1: to the
         end."""
 
-    def table(self) -> tuple[int, ...]:
-        """The whole block table, as `blocks` returns it, in a tuple."""
+    def table(self) -> memoryview:
+        """A copy of the whole block table, as signed 32-bit numbers."""
 
     def assign(self, start: int, blocks: Sequence[int]) -> None:
         """Write private device blocks into the table from position `start`, growing it as needed.

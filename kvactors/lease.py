@@ -190,7 +190,8 @@ class Lease:
         at = self._hold.deadline(deadline)
         computed = check_int("computed_tokens", computed_tokens)
         hold = self._hold
-        hold.check_read(computed)
+        if hold.unread:
+            hold.check_read(computed)
         if event is not None or stream is not None:
             await hold.wait_event(event, stream, computed, self.num_tokens, at)
         if computed <= hold.client.part_tokens:

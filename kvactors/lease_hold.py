@@ -231,7 +231,8 @@ class LeaseHold(msgspec.Struct, eq=False):
         """End the lease with a message, which may commit tokens. The lease stays open only if the
         event fails or the message is refused."""
         at, computed = self.deadline(deadline), message.computed_tokens or 0
-        self.check_read(computed)
+        if self.unread:
+            self.check_read(computed)
         if event is not None or stream is not None:
             await self.wait_event(event, stream, computed, num_tokens, at)
         try:

@@ -180,7 +180,7 @@ void bind_path(nb::module_& m) {
         }, "start"_a = 0, "stop"_a = -1)
         .def("table", [](const PyPath& p) {
             const Busy busy(p.busy);
-            return tuple_of(p.table.data(), p.table.size());
+            return view_of(p.table.data(), p.table.size());
         })
         .def("assign", [](PyPath& p, Id start, const std::vector<Id>& blocks) {
             const Busy busy(p.busy);

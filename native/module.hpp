@@ -113,17 +113,13 @@ inline std::vector<Id> ids_of(const u32* blocks, std::size_t count) {
 
 inline std::vector<Id> ids_of(const std::vector<u32>& blocks) { return ids_of(blocks.data(), blocks.size()); }
 
-// The same as a tuple, without an array between.
-inline nb::tuple tuple_of(const u32* blocks, std::size_t count) {
-    PyObject* made = PyTuple_New(Py_ssize_t(count));
-    if (made == nullptr) throw nb::python_error();
-    nb::tuple ids = nb::steal<nb::tuple>(made);
-    for (std::size_t i = 0; i < count; ++i) {
-        PyObject* id = PyLong_FromLongLong(blocks[i] == kNil ? -1 : Id(blocks[i]));
-        if (id == nullptr) throw nb::python_error();
-        PyTuple_SetItem(made, Py_ssize_t(i), id);
-    }
-    return ids;
+// The same as a copy whose numbers are made when they are read: a prompt has hundreds.
+inline nb::object view_of(const u32* blocks, std::size_t count) {
+    static_assert(kNil == 0xffffffffu, "none is -1 as a signed number");
+    const nb::bytes copy = bytes_of(blocks, count);
+    const nb::object bytes = nb::steal(PyMemoryView_FromObject(copy.ptr()));
+    if (!bytes.is_valid()) throw nb::python_error();
+    return bytes.attr("cast")("i");
 }
 
 inline u32 block_of(Id block) {

@@ -303,8 +303,8 @@ class Admission:
 
     def serve_waiting(self) -> list[Action]:
         """Blocks became free, or an operation ended: serve the requests that wait for that."""
-        actions = self._serve()
-        return actions + self.proceed_later() if self.space or self.forking else actions
+        actions, waits = self._serve(), self.space.requests or self.forking.requests
+        return actions + self.proceed_later() if waits else actions
 
     def _serve(self) -> list[Action]:
         actions = self._serve_queue() if self.waiting else []

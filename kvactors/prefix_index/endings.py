@@ -98,9 +98,11 @@ class Endings:
     def detach(self, lease: LeaseState) -> list[Action]:
         """Remove a lease from everything that waits for it or with it. Its blocks stay as they
         are."""
-        ended = self._leases.remove(lease)
-        if lease.granted and self._admission.call_of(lease.id):  # an extend or a fork
-            return self._admission.cancel(lease.id, "it has ended") + ended
+        ended, admission = self._leases.remove(lease), self._admission
+        if not (admission.waiting or admission.forking.requests):
+            return ended
+        if lease.granted and admission.call_of(lease.id):  # an extend or a fork
+            return admission.cancel(lease.id, "it has ended") + ended
         return ended
 
     def give_back(self, lease: LeaseState) -> list[Action]:
@@ -118,7 +120,8 @@ class Endings:
     def _tell_policy(self, lease: LeaseState) -> tuple[int, float]:
         """Returns priority and expiry of the lease's blocks."""
         policy = self._index.policy
-        policy.end(lease.tree, lease.path, lease.output(), lease.hints)
+        if policy.tables is not None:
+            policy.end(lease.tree, lease.path, lease.output(), lease.hints)
         if lease.hints is None and not lease.tree.sharing:
             return NO_HINT
         return policy.hint(lease.tree, lease.path, lease.hints)

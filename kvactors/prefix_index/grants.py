@@ -66,7 +66,9 @@ class Grants:
     ) -> list[Action]:
         """Match a request and give it `needed` blocks, shared ones included, or let it wait."""
         path, index, admission = message.path, self._index, self._admission
-        free, fetch = index.free, self._settings.fetchable(path, message.stored)
+        free, fetch = index.free, 0
+        if self._settings.fetch:
+            fetch = self._settings.fetchable(path, message.stored)
         if message.chunk_tokens:
             needed = index.needed_blocks(
                 path, message.chunk_tokens, fetch=fetch, media=message.media

@@ -208,7 +208,7 @@ class LeaseTable:
             return Refusal(envelope, lease.fault.error())
         hits = (lease.device_hits, lease.host_hits, lease.storage_hits)
         cached = sum(hits) * self._index.block_size
-        return Reply(envelope, ReadyResult(lease.path.table(), cached, *hits))
+        return Reply(envelope, ReadyResult(tuple(lease.path.table()), cached, *hits))
 
     def _arriving(self, lease: LeaseState) -> int:
         """Leading blocks that are cached if everything completes that is arriving now."""

@@ -19,7 +19,7 @@ class AcquireResult(Message, frozen=True, eq=False):
     """Blocks for every token of the request.
 
     Attributes:
-        blocks: the device block table.
+        blocks: the device block table, a copy whose numbers are made when they are read.
         cached_tokens: tokens that are cached or being loaded.
         pending: loads are in flight. Then the table and `cached_tokens` are final only in the
             `ReadyResult` that answers `Ready`.

@@ -83,10 +83,11 @@ class Requests:
         needed = self._index.blocks_for(message.path.num_tokens)
         if needed > self._index.pool.total:
             return [admission.never_fits(envelope, needed)]
-        if not (admission.space.is_busy or admission.forking.is_busy):
+        space, forking = admission.space, admission.forking
+        if not (space.requests or space.retried or forking.requests or forking.retried):
             return self._admit(message, needed, envelope)
         if message.wait_for_room:
-            return [admission.space.hold(message, envelope)]
+            return [space.hold(message, envelope)]
         return [admission.count_refusal(envelope, NoRoom(needed, 0))]
 
     def _admit(

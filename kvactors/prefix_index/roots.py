@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from kvactors.flush_notifier.messages import RequestScope
+from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.identity import CacheScope
 
 REMEMBERED = 1024
@@ -12,21 +12,30 @@ REMEMBERED = 1024
 
 
 class Roots:
-    """Root hashes by adapter and salt. namespace: the one that requests are admitted under, changed
-    by PrefixIndex alone.
+    """Root hashes by adapter and salt.
 
     Owned by the system, so that a restarted PrefixIndex continues with the last namespace.
     """
 
     def __init__(self, model: str, namespace: str, fingerprint: bytes) -> None:
         self.model = model
-        self.namespace = namespace
         self.fingerprint = fingerprint
         self._root = lru_cache(REMEMBERED)(self._hash)
+        self.namespace = namespace
+
+    @property
+    def namespace(self) -> str:
+        """The one that requests are admitted under, changed by PrefixIndex alone."""
+        return self._namespace
+
+    @namespace.setter
+    def namespace(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._plain = self.of(namespace, PLAIN)
 
     def root(self, scope: RequestScope) -> bytes:
         """The root hash of requests with this adapter and salt that are admitted now."""
-        return self._root(self.namespace, scope.lora, scope.salt)
+        return self._plain if scope is PLAIN else self.of(self._namespace, scope)
 
     def of(self, namespace: str, scope: RequestScope) -> bytes:
         """The root hash of such requests under any namespace."""

@@ -32,15 +32,15 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "small_requests_overtake_those_that_wait_for_room",
         "prefix_index/requests.py",
-        "        if not (admission.space.is_busy or admission.forking.is_busy):\n",
-        "        if not message.wait_for_room or not admission.space.is_busy:\n",
+        "        if not (space.requests or space.retried or forking.requests or forking.retried):\n",
+        "        if not message.wait_for_room or not (space.requests or space.retried):\n",
         "a large request that waits for space never gets it: small ones take every block before it",
         ("tests/cache/test_wait_for_room.py::test_requests_are_admitted_in_order",),
     ),
     Mutation(
         "released_blocks_wake_nobody",
         "prefix_index/admission.py",
-        "        return actions + self.proceed_later() if self.space or self.forking else actions\n",
+        "        return actions + self.proceed_later() if waits else actions\n",
         "        return actions\n",
         "a request that waits for space gets it only when something else happens",
         ("tests/prefix_index/test_space.py::test_the_queue_equals_its_model",),

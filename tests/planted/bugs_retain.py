@@ -57,8 +57,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "ends_do_not_reach_the_policy",
         "prefix_index/endings.py",
-        "        policy.end(lease.tree, lease.path, lease.output(), lease.hints)\n",
-        "",
+        "            policy.end(lease.tree, lease.path, lease.output(), lease.hints)\n",
+        "            pass\n",
         "the policy learns nothing, and every block is a stray one to it",
         (f"{TESTS}::test_every_end_of_a_lease_reaches_the_policy",),
     ),
