@@ -30,8 +30,16 @@ def make_storage(
     event_fd: bool = False,
     memory: SlotMemory | None = None,
     clock: Callable[[], float] = time.monotonic,
+    environ: Mapping[str, str] | None = None,
 ) -> StorageTier:
     """The storage tier of a config. `StorageTier.open` opens it.
+
+    Args:
+        config: checked settings.
+        event_fd: see `open_storage`.
+        memory: the host slots, which a pool over RDMA registers.
+        clock: of time-outs, in seconds.
+        environ: variables that complete the settings of a pool, the process's if None.
 
     Raises:
         ConfigError: the config names no back end, or one that cannot be made.
@@ -43,9 +51,12 @@ def make_storage(
         config.model, storage.namespace, config.fingerprint, storage.rank, storage.ranks
     )
 
+    variables = os.environ if environ is None else environ
     is_pool = storage.backend == "mooncake"
     if is_pool:
-        _mooncake(storage.mooncake)  # a wrong setting is found here, not in the store's thread
+        _mooncake(
+            storage.mooncake, variables
+        )  # a wrong setting is found here, not in the store's thread
 
     def make() -> SlotStore:
         from kvactors.config_tables import StorageConfig
@@ -53,7 +64,7 @@ def make_storage(
         from kvactors.storage.backends import make_backend
 
         fields = msgspec.structs.asdict(storage)
-        fields["mooncake"] = _mooncake(storage.mooncake) if is_pool else MooncakeConfig()
+        fields["mooncake"] = _mooncake(storage.mooncake, variables) if is_pool else MooncakeConfig()
         settings = StorageConfig(
             **{name: value for name, value in fields.items() if name not in OWN}, keep_tokens=False
         )
@@ -73,7 +84,7 @@ def make_storage(
     )
 
 
-def _mooncake(table: Mapping[str, Any]) -> MooncakeConfig:
+def _mooncake(table: Mapping[str, Any], environ: Mapping[str, str]) -> MooncakeConfig:
     """Settings of a pool, completed from MOONCAKE_CONFIG_PATH and MOONCAKE_* variables.
 
     Raises:
@@ -86,7 +97,7 @@ def _mooncake(table: Mapping[str, Any]) -> MooncakeConfig:
         config = msgspec.convert(data, MooncakeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"storage.mooncake: {error}") from error
-    found = resolve(config, os.environ)
+    found = resolve(config, environ)
     found.check()
     return found
 

@@ -49,6 +49,7 @@ class StandIn:
 
     def setup(self, *arguments: Any) -> int:
         self.calls.append("setup")
+        self.joined = arguments
         self._open = True
         return OK
 

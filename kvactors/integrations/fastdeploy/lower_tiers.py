@@ -134,7 +134,7 @@ def open_lower_tiers(
     cut = num_slots * memory.stride
     host = SlotMemory(num_slots, size, rows[:cut], memory.stride)
     config = checked_config(_tier_config(settings, tensors, num_slots))
-    store = make_storage(config, memory=memory) if stored else None
+    store = make_storage(config, memory=memory, environ={}) if stored else None  # read already
 
     def copies_to(place: SlotMemory) -> RankCopies:
         return RankCopies(tensors.ordered, place, threads=options.copy_threads, stream=stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from queue import SimpleQueue
 
 import pytest
 
@@ -205,10 +206,12 @@ def test_blocks_that_an_sdk_may_still_write_are_not_given_out(engine, service, m
     one = engine(backend="attention_store", options=options, gpu=4)
     one.serve("a", A)
     one.manager.reset()
-    stand_in.service().stuck = 0.5
+    hold = stand_in.service().hold = SimpleQueue()
     assert one.match(Request("b", A))[1] == 0
     assert one.free_blocks == [2, 3]
-    stand_in.service().stuck = 0.0
+    stand_in.service().hold = None
+    for _ in range(8):
+        hold.put(None)
 
 
 def test_several_ranks_are_refused_for_attention_store_as_storage(engine):

@@ -94,6 +94,17 @@ def test_slots_are_registered_in_pieces_of_the_limit(engine, pool, monkeypatch):
     assert not one.wrong(request, 12)
 
 
+def test_variables_of_the_process_do_not_count_beside_those_given(engine, pool, monkeypatch):
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "rdma")
+    monkeypatch.setenv("MOONCAKE_RDMA_DEVICES", "mlx5_0")
+    monkeypatch.setenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", "3gb")
+    monkeypatch.setenv("MOONCAKE_MASTER_SERVER_ADDR", "10.255.255.1:1")
+    pool.manager(engine, gpu=4)
+    (client,) = pool.clients
+    _, _, segment, _, protocol, devices, address = client.joined[:7]
+    assert (segment, protocol, devices, address) == (1 << 30, "tcp", "", pool.address)
+
+
 def test_a_client_that_does_not_register_the_slots_fails_the_start(engine, pool):
     pool.largest = 4096
     one = pool.manager(engine, gpu=4, cpu=2, attach=False)
