@@ -22,6 +22,12 @@ from tests.actor.test_actor import Boom, Note, Park, Ping, Server, Slow, Wired, 
 WHO = ContextVar("who", default="nobody")
 
 
+@pytest.fixture(autouse=True)
+def any_time(monkeypatch):
+    """A busy machine takes the processor from a test for longer than direct turns may take."""
+    monkeypatch.setattr(direct, "TIME", 30.0)
+
+
 class Observed(Server):
     """Notes the order of its turns, and whose context variables they see."""
 
