@@ -82,15 +82,19 @@ void LifeTables::begin(u32 cls) {
     used_[cls] = true;
     if (up_[cls] != kNil) {
         if (!used_[up_[cls]]) begin(up_[cls]);
+        if (stale_[up_[cls]]) rank(up_[cls]);  // by the chances so far
         draw(up_[cls]);
     }
-    refresh(cls);
+    draw(cls);
+    stale_[cls] = true;
 }
 
 void LifeTables::count_request() {
-    if (requests_++ % kEvery == 0)
+    if (requests_++ % kEvery == 0) {
         for (u32 cls = 0; cls < kClasses; ++cls)  // parents come first
-            if (used_[cls]) refresh(cls);
+            if (used_[cls]) draw(cls), stale_[cls] = true;
+        ++computed_;
+    }
     weight_ *= std::exp2(1 / kHalfLife);
     if (weight_ < kHeaviest) return;
     for (Table& table : tables_)
@@ -111,11 +115,11 @@ void LifeTables::draw(u32 cls) {
 // The best stop after each bin is where the ratio no longer rises. From the last bin backwards, a
 // stretch of bins absorbs those after it as long as their ratio is the better one, which makes the
 // whole linear in the number of bins.
-void LifeTables::refresh(u32 cls) {
+void LifeTables::rank(u32 cls) {
     struct Stretch {
         double gain, cost, survival;
     };
-    draw(cls);
+    stale_[cls] = false;
     const Row& chance = chance_[cls];
     Stretch stack[kBins];
     u32 depth = 0;

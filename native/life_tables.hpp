@@ -47,9 +47,14 @@ public:
     // A request has ended.
     void count_request();
 
-    double density(u32 cls, u32 bin) const { return density_[cls][bin]; }
+    // Of the last computation, which is made for a class when it is first asked for.
+    double density(u32 cls, u32 bin) {
+        if (stale_[cls]) rank(cls);
+        return density_[cls][bin];
+    }
     // Whether the density is larger in the next bin.
-    bool rises(u32 cls, u32 bin) const { return bin + 1 < kBins && density_[cls][bin + 1] > density_[cls][bin]; }
+    bool rises(u32 cls, u32 bin) { return bin + 1 < kBins && density(cls, bin + 1) > density(cls, bin); }
+    u64 computed() const { return computed_; }  // computations so far
     u64 requests() const { return requests_; }
 
 private:
@@ -61,13 +66,14 @@ private:
     void add(Row Table::*row, u32 cls, u32 bin, double weight);
     void begin(u32 cls);
     void draw(u32 cls);
-    void refresh(u32 cls);
+    void rank(u32 cls);
 
     const bool inverted_;
-    u64 requests_ = 0;
+    u64 requests_ = 0, computed_ = 0;
     double weight_ = 1;  // of an observation now: it grows, so that earlier ones count less
     std::array<u32, kClasses> up_{};
     std::array<bool, kClasses> used_{};  // and those above them
+    std::array<bool, kClasses> stale_{};  // the densities are not those of the chances yet
     std::vector<Table> tables_;
     std::vector<Row> chance_;  // of a return in each bin, for a run that has reached it
     std::vector<Row> density_;

@@ -85,14 +85,14 @@ void Retention::settle_lost(u32 id) {
     if (lost == run.lost) return;
     run.lost = lost;
     if (lost) {
-        run.lost_before = lost_.last;
-        run.lost_after = kNil;
-        (lost_.last == kNil ? lost_.first : runs_[lost_.last].lost_after) = id;
+        run.before = lost_.last;
+        run.after = kNil;
+        (lost_.last == kNil ? lost_.first : runs_[lost_.last].after) = id;
         lost_.last = id;
         ++lost_runs_;
     } else {
-        (run.lost_before == kNil ? lost_.first : runs_[run.lost_before].lost_after) = run.lost_after;
-        (run.lost_after == kNil ? lost_.last : runs_[run.lost_after].lost_before) = run.lost_before;
+        (run.before == kNil ? lost_.first : runs_[run.before].after) = run.after;
+        (run.after == kNil ? lost_.last : runs_[run.after].before) = run.before;
         --lost_runs_;
     }
 }
@@ -116,42 +116,25 @@ void Retention::forget() {
 
 // ---------------------------------------------------------------- runs by age
 
-u32 Retention::next_older(u32 id) const {
-    const Run& run = runs_[id];
-    if (run.older != kNil) return run.older;
-    for (u32 bin = run.bin + 1; bin < LifeTables::kBins; ++bin)
-        if (bins_[bin].last != kNil) return bins_[bin].last;
-    return kNil;
-}
-
-u32 Retention::next_younger(u32 id) const {
-    const Run& run = runs_[id];
-    if (run.younger != kNil) return run.younger;
-    for (u32 bin = run.bin; bin-- > 0;)
-        if (bins_[bin].first != kNil) return bins_[bin].first;
-    return kNil;
-}
-
+// The run is the youngest of the bin.
 void Retention::enter_bin(u32 id, u32 bin) {
     Run& run = runs_[id];
-    Bin& list = bins_[bin];
     run.bin = u8(bin);
-    run.older = list.last;
-    run.younger = kNil;
-    if (list.last == kNil) list.time = run.time;
-    (list.last == kNil ? list.first : runs_[list.last].younger) = id;
-    list.last = id;
+    if (bins_[bin].first != kNil) return;
+    bins_[bin].first = id;
+    bins_[bin].time = run.time;
 }
 
 void Retention::leave_bin(u32 id) {
     const Run& run = runs_[id];
-    Bin& list = bins_[run.bin];
-    if (run.older == kNil && run.younger != kNil) list.time = runs_[run.younger].time;
-    (run.older == kNil ? list.first : runs_[run.older].younger) = run.younger;
-    (run.younger == kNil ? list.last : runs_[run.younger].older) = run.older;
+    Bin& bin = bins_[run.bin];
+    if (bin.first != id) return;
+    const bool more = run.younger != kNil && runs_[run.younger].bin == run.bin;
+    bin.first = more ? run.younger : kNil;
+    if (more) bin.time = runs_[run.younger].time;
 }
 
-// From the oldest run on, so that each list stays in the order of last use.
+// From the oldest run on, so that the runs of each bin stay neighbours.
 void Retention::advance(double now) {
     if (!(now > now_)) return;
     now_ = now;
@@ -166,8 +149,12 @@ void Retention::advance(double now) {
             const u32 id = bins_[bin].first;
             Run& run = runs_[id];
             if (++moves > kMoves) return;  // the next call continues
-            const u32 to = LifeTables::bin_of(now - run.time);
-            for (u32 passed = bin + 1; passed <= to && observes_; ++passed) tables_->reach(run.cls, passed);
+            if (run.younger != kNil) __builtin_prefetch(&runs_[run.younger], 1);
+            u32 to = bin;
+            do {
+                ++to;
+                if (observes_) tables_->reach(run.cls, to);
+            } while (to + 1 < LifeTables::kBins && !(now - run.time < LifeTables::start_of(to + 1)));
             const bool filed = run.filed;
             if (filed) unfile(id);
             leave_bin(id);
@@ -197,6 +184,10 @@ u32 Retention::make_run(u32 cls, u64 order, u32 blocks, u32 tail, u32 path) {
     run.cls = u16(cls);
     tables_->use(cls);
     if (observes_) tables_->reach(cls, 0);
+    run.older = last_;
+    run.younger = kNil;
+    (last_ == kNil ? first_ : runs_[last_].younger) = id;
+    last_ = id;
     enter_bin(id, 0);
     resident_ += blocks;
     if (edge_ == kNil) {
@@ -231,23 +222,24 @@ void Retention::detach(u32 id, u32 blocks, u32 held) {
 }
 
 void Retention::drop_run(u32 id) {
+    Run& run = runs_[id];
     if (id == edge_) {
-        const u32 younger = next_younger(id);
-        if (younger != kNil) {
-            edge_ = younger;
-            edge_inside_ = runs_[younger].total;
+        if (run.younger != kNil) {
+            edge_ = run.younger;
+            edge_inside_ = runs_[edge_].total;
             younger_ -= edge_inside_;
         } else {
-            edge_ = next_older(id);
+            edge_ = run.older;
             edge_inside_ = younger_ = 0;
         }
     }
-    Run& run = runs_[id];
     if (run.lost) {
         run.ghosts = 1;  // not all of none
         settle_lost(id);
     }
     leave_bin(id);
+    (run.older == kNil ? first_ : runs_[run.older].younger) = run.younger;
+    (run.younger == kNil ? last_ : runs_[run.younger].older) = run.older;
     if (current_ == id) current_ = kNil;
     if (oldest_ == id) oldest_ = kNil;
     free_runs_.push_back(id);
@@ -294,7 +286,10 @@ void Retention::touch(const u32* ids, u32 count, const Visit& visit) {
     for (u32 end = count; end > 0;) {  // the deepest first: they are the older ones
         const u32 cls = class_at(end - 1);
         u32 start = end - 1;
-        while (start > 0 && class_at(start - 1) == cls) --start;
+        const auto continues = [&](u32 x) {  // most blocks of a path have been used equally often
+            return (x + 1 < count && row(ids[x - 1]).uses == row(ids[x]).uses) || class_at(x - 1) == cls;
+        };
+        while (start > 0 && continues(start)) --start;
         const u64 order = (serial_ + 1 << kDepthBits) - 1 - std::min<u32>(start, (1u << kDepthBits) - 1);
         const u32 run = make_run(cls, order, end - start, ids[end - 1], count);
         for (u32 x = start; x < end; ++x) row(ids[x]).run = run, row(ids[x]).held = true, mark_gone(ids[x]);
@@ -344,19 +339,23 @@ void Retention::unlist(u32 id) {
     if (block.parent != kNil && --row(block.parent).children == 0) file_if_free(block.parent);
 }
 
-void Retention::file_if_free(u32 id) {
+// Nothing is in the way of its eviction.
+bool Retention::is_free(u32 id) const {
     const Row& block = row(id);
-    if (!block.listed || !block.held || block.children != 0) return;
-    const Run& run = runs_[block.run];
-    if (run.tail == id && !run.filed) file(block.run);
+    return block.listed && block.held && block.children == 0;
+}
+
+void Retention::file_if_free(u32 id) {
+    if (!is_free(id)) return;
+    const Run& run = runs_[row(id).run];
+    if (run.tail == id && !run.filed) file(row(id).run);
 }
 
 // A bucket is in the order of last use. A run most often belongs to its end. Otherwise its place is
 // looked for from both ends of the bucket, and among the runs before it in its bin.
 void Retention::file(u32 id) {
     Run& run = runs_[id];
-    const u32 bucket = bucket_of(run);
-    List& list = buckets_[bucket];
+    List& list = buckets_[bucket_of(run)];
     u32 late = list.last, early = list.first, beside = run.older;
     u32 before = kNil;
     while (late != kNil) {
@@ -370,7 +369,7 @@ void Retention::file(u32 id) {
         }
         late = runs_[late].before;
         early = runs_[early].after;
-        if (beside == kNil) continue;
+        if (beside == kNil || runs_[beside].bin != run.bin) continue;
         if (runs_[beside].filed && runs_[beside].cls == run.cls) {
             before = beside;
             break;
@@ -382,52 +381,90 @@ void Retention::file(u32 id) {
     run.after = before == kNil ? list.first : runs_[before].after;
     (before == kNil ? list.first : runs_[before].after) = id;
     (run.after == kNil ? list.last : runs_[run.after].before) = id;
-    filled_[bucket / 64] |= u64(1) << bucket % 64;
+    if (before == kNil) compare(run, run.after == kNil);
 }
 
 void Retention::unfile(u32 id) {
     Run& run = runs_[id];
-    const u32 bucket = bucket_of(run);
-    List& list = buckets_[bucket];
+    List& list = buckets_[bucket_of(run)];
     (run.before == kNil ? list.first : runs_[run.before].after) = run.after;
     (run.after == kNil ? list.last : runs_[run.after].before) = run.before;
     run.filed = false;
-    if (list.first == kNil) filled_[bucket / 64] &= ~(u64(1) << bucket % 64);
+    if (run.before != kNil) return;
+    Bin& bin = bins_[run.bin];
+    if (bin.best == run.cls) stale_ |= u64(1) << run.bin;
+    if (list.first != kNil) return;
+    bin.filled[run.cls / 64] &= ~(u64(1) << run.cls % 64);
+    u64 any = 0;
+    for (const u64 word : bin.filled) any |= word;
+    if (any == 0) occupied_ &= ~(u64(1) << run.bin);
+}
+
+// The run is the oldest of its bucket now. only: there is no other one.
+void Retention::compare(const Run& run, bool only) {
+    Bin& bin = bins_[run.bin];
+    const u64 bit = u64(1) << run.bin;
+    if (only) bin.filled[run.cls / 64] |= u64(1) << run.cls % 64;
+    if ((occupied_ & bit) == 0) stale_ |= bit;
+    occupied_ |= bit;
+    if ((stale_ & bit) != 0 || ranked_ != tables_->computed()) return;
+    const double density = tables_->density(run.cls, run.bin);
+    if (density == bin.density) stale_ |= bit;  // the older of two equal ones is the better one
+    if (!(density < bin.density)) return;
+    bin.best = run.cls;
+    bin.density = density;
+}
+
+// The bucket of the lowest density in a bin, and of equal ones the one whose first run is older.
+void Retention::choose(u32 of) {
+    Bin& bin = bins_[of];
+    stale_ &= ~(u64(1) << of);
+    bin.best = kNil;
+    for (u32 word = 0; word < kWords; ++word)
+        for (u64 bits = bin.filled[word]; bits != 0; bits &= bits - 1) {
+            const u32 cls = word * 64 + u32(__builtin_ctzll(bits));
+            const double density = tables_->density(cls, of);
+            if (bin.best != kNil && !(density < bin.density)) {
+                if (density > bin.density) continue;
+                const auto order = [&](u32 each) { return runs_[buckets_[each * LifeTables::kBins + of].first].order; };
+                if (order(cls) > order(bin.best)) continue;
+            }
+            bin.best = cls;
+            bin.density = density;
+        }
 }
 
 u32 Retention::victim() {
     if (displaced_ >= limit()) return kNil;
     if (current_ != kNil && runs_[current_].filed) return runs_[current_].tail;
-    double lowest = 0;
-    u32 best = kNil;
-    for (std::size_t word = 0; word < filled_.size(); ++word)
-        for (u64 bits = filled_[word]; bits != 0; bits &= bits - 1) {
-            const u32 bucket = u32(word * 64) + u32(__builtin_ctzll(bits));
-            const double density = tables_->density(bucket / LifeTables::kBins, bucket % LifeTables::kBins);
-            const bool tied = best != kNil && density == lowest &&
-                              runs_[buckets_[bucket].first].order < runs_[buckets_[best].first].order;
-            if (best == kNil || density < lowest || tied) lowest = density, best = bucket;
-        }
+    if (ranked_ != tables_->computed()) stale_ = ~u64(0);
+    ranked_ = tables_->computed();
+    for (u64 bits = occupied_ & stale_; bits != 0; bits &= bits - 1) choose(u32(__builtin_ctzll(bits)));
+    u32 best = kNil;  // a bin. Of equal densities the one in a higher bin is older.
+    for (u64 bits = occupied_; bits != 0; bits &= bits - 1) {
+        const u32 bin = u32(__builtin_ctzll(bits));
+        if (best == kNil || bins_[bin].density <= bins_[best].density) best = bin;
+    }
     if (best == kNil) return kNil;
     // Where the density rises, those that are nearest to the next bin are the better ones.
-    const bool rises = tables_->rises(best / LifeTables::kBins, best % LifeTables::kBins);
-    current_ = rises ? buckets_[best].last : buckets_[best].first;
+    const u32 cls = bins_[best].best;
+    const List& list = buckets_[cls * LifeTables::kBins + best];
+    current_ = tables_->rises(cls, best) ? list.last : list.first;
     return runs_[current_].tail;
 }
 
 u32 Retention::oldest() {
     if (oldest_ != kNil && runs_[oldest_].filed) return runs_[oldest_].tail;
     oldest_ = kNil;
-    u32 highest = 0;  // a run in a higher bin is older
-    for (std::size_t word = 0; word < filled_.size(); ++word)
-        for (u64 bits = filled_[word]; bits != 0; bits &= bits - 1) {
-            const u32 bucket = u32(word * 64) + u32(__builtin_ctzll(bits)), bin = bucket % LifeTables::kBins;
-            if (bin < highest) continue;
-            const u32 first = buckets_[bucket].first;
-            if (oldest_ == kNil || bin > highest || runs_[first].order < runs_[oldest_].order) oldest_ = first;
-            highest = bin;
+    if (occupied_ == 0) return kNil;
+    const u32 bin = 63 - u32(__builtin_clzll(occupied_));  // a run in a higher bin is older
+    for (u32 word = 0; word < kWords; ++word)
+        for (u64 bits = bins_[bin].filled[word]; bits != 0; bits &= bits - 1) {
+            const u32 cls = word * 64 + u32(__builtin_ctzll(bits));
+            const u32 first = buckets_[cls * LifeTables::kBins + bin].first;
+            if (oldest_ == kNil || runs_[first].order < runs_[oldest_].order) oldest_ = first;
         }
-    return oldest_ == kNil ? kNil : runs_[oldest_].tail;
+    return runs_[oldest_].tail;
 }
 
 void Retention::mark_leaving(u32 id) {
@@ -456,7 +493,6 @@ void Retention::evicted(u32 id, bool chosen) {
     by_key_.prefetch(hash_of(block.key));  // it is about to become a ghost
     const u32 of = block.run;
     Run& run = runs_[of];
-    if (run.filed && run.tail == id) unfile(of);
     block.held = false;
     displaced_ -= displaced(of);
     --run.held;
@@ -464,7 +500,11 @@ void Retention::evicted(u32 id, bool chosen) {
     --resident_;
     if (run.tail == id) {
         run.tail = run.held != 0 ? tail_above(id) : kNil;
-        if (run.tail != kNil) file_if_free(run.tail);  // as a listed block has the next one as parent
+        // Most often only this block is in the way of the next one, and `unlist` follows.
+        const bool last = block.listed && block.parent == run.tail && row(run.tail).children == 1;
+        const bool free = run.tail != kNil && (is_free(run.tail) || (last && row(run.tail).listed));
+        if (run.filed && !free) unfile(of);
+        if (!run.filed && free) file(of);
     }
     settle_edge();
 }
@@ -492,38 +532,42 @@ void Retention::check() const {
     };
     u64 total = 0, held = 0, away = 0, in = 0, filed = 0, lost = 0, runs = 0, ghosts = 0, before = 0;
     double time = 0;
-    for (u32 bin = LifeTables::kBins; bin-- > 0;)
-        for (u32 id = bins_[bin].first; id != kNil; id = runs_[id].younger) {
-            const Run& run = runs_[id];
-            expect(run.bin == bin && run.order > before && run.time >= time, "order of runs");
-            expect(run.total != 0 && run.held + run.ghosts <= run.total, "blocks of a run");
-            expect(run.lost == (run.ghosts == run.total), "lost run");
-            expect(run.held != 0 || (run.tail == kNil && !run.filed), "run without resident blocks");
-            if (run.tail != kNil) {
-                u32 length = 0;
-                for (u32 at = run.tail; at != kNil && row(at).run == id; at = row(at).parent) length += row(at).held;
-                expect(holes_ ? length <= run.held : length == run.held, "resident blocks of a run");
-                expect(run.filed == (row(run.tail).listed && row(run.tail).children == 0), "run that can be shortened");
-            } else {
-                expect(!run.filed, "filed run without a tail");
-            }
-            u32 known = 0;
-            for (u32 ghost = run.first_ghost; ghost != kNil; ghost = ghosts_[ghost].after) {
-                expect(ghosts_[ghost].run == id && find_ghost(ghosts_[ghost].key) == ghost, "ghost");
-                ++known;
-            }
-            expect(known == run.ghosts, "ghosts of a run");
-            before = run.order;
-            time = run.time;
-            total += run.total;
-            held += run.held;
-            away += displaced(id);
-            in += inside(id);
-            filed += run.filed;
-            lost += run.lost;
-            ghosts += run.ghosts;
-            ++runs;
+    u32 older = kNil, bin = LifeTables::kBins;
+    for (u32 id = first_; id != kNil; older = id, id = runs_[id].younger) {
+        const Run& run = runs_[id];
+        expect(run.older == older && run.order > before && run.time >= time, "order of runs");
+        expect(run.bin <= bin && (run.bin == bin || bins_[run.bin].time == run.time), "order of bins");
+        while (bin > run.bin) --bin, expect(bins_[bin].first == (bin == run.bin ? id : kNil), "first run of a bin");
+        expect(run.total != 0 && run.held + run.ghosts <= run.total, "blocks of a run");
+        expect(run.lost == (run.ghosts == run.total), "lost run");
+        expect(run.held != 0 || (run.tail == kNil && !run.filed), "run without resident blocks");
+        if (run.tail != kNil) {
+            u32 length = 0;
+            for (u32 at = run.tail; at != kNil && row(at).run == id; at = row(at).parent) length += row(at).held;
+            expect(holes_ ? length <= run.held : length == run.held, "resident blocks of a run");
+            expect(run.filed == (row(run.tail).listed && row(run.tail).children == 0), "run that can be shortened");
+        } else {
+            expect(!run.filed, "filed run without a tail");
         }
+        u32 known = 0;
+        for (u32 ghost = run.first_ghost; ghost != kNil; ghost = ghosts_[ghost].after) {
+            expect(ghosts_[ghost].run == id && find_ghost(ghosts_[ghost].key) == ghost, "ghost");
+            ++known;
+        }
+        expect(known == run.ghosts, "ghosts of a run");
+        before = run.order;
+        time = run.time;
+        total += run.total;
+        held += run.held;
+        away += displaced(id);
+        in += inside(id);
+        filed += run.filed;
+        lost += run.lost;
+        ghosts += run.ghosts;
+        ++runs;
+    }
+    while (bin-- > 0) expect(bins_[bin].first == kNil, "empty bin");
+    expect(older == last_, "youngest run");
     expect(runs == runs_.size() - free_runs_.size() && ghosts == by_key_.used() && lost == lost_runs_, "number of runs");
     expect(held == resident_ && away == displaced_, "resident and displaced blocks");
     expect(in == std::min(total, resident_), "size of the shadow");
@@ -533,9 +577,31 @@ void Retention::check() const {
             expect(runs_[id].filed && bucket_of(runs_[id]) == bucket && runs_[id].order > order, "order of a bucket");
             order = runs_[id].order;
         }
-        expect((buckets_[bucket].first != kNil) == ((filled_[bucket / 64] >> bucket % 64 & 1) != 0), "filled bucket");
+        const u32 cls = bucket / LifeTables::kBins;
+        const bool filled = (bins_[bucket % LifeTables::kBins].filled[cls / 64] >> cls % 64 & 1) != 0;
+        expect((buckets_[bucket].first != kNil) == filled, "filled bucket");
     }
+    check_ranks();
     expect(filed == 0, "runs in buckets");
+}
+
+// The best buckets are those that a look at all of them finds.
+void Retention::check_ranks() const {
+    for (u32 of = 0; of < LifeTables::kBins; ++of) {
+        const Bin& bin = bins_[of];
+        bool any = false;
+        for (u32 cls = 0; cls < LifeTables::kClasses; ++cls) {
+            const u32 first = buckets_[cls * LifeTables::kBins + of].first;
+            if (first == kNil) continue;
+            any = true;
+            if ((stale_ >> of & 1) != 0 || ranked_ != tables_->computed()) continue;
+            const double density = tables_->density(cls, of);
+            const u32 best = buckets_[bin.best * LifeTables::kBins + of].first;
+            if (best == kNil || density < bin.density || (density == bin.density && runs_[first].order < runs_[best].order))
+                throw std::runtime_error("retention is damaged: best bucket of a bin");
+        }
+        if (any != ((occupied_ >> of & 1) != 0)) throw std::runtime_error("retention is damaged: occupied bin");
+    }
 }
 
 }  // namespace kvactors

@@ -104,6 +104,8 @@ public:
     void check() const;  // std::runtime_error names the damage
 
 private:
+    static constexpr u32 kWords = (LifeTables::kClasses + 63) / 64;
+
     struct Row {
         u64 key;
         u32 run, parent, children;  // children: listed ones
@@ -111,20 +113,21 @@ private:
         bool held : 1, listed : 1, leaving : 1;  // held: counts as a resident block of its run
     };
 
-    struct Run {
+    // One cache line: runs are read in no order that the processor could predict.
+    struct alignas(64) Run {
         u64 order;  // of last use: by request, and within one the deeper first
         double time;
         u32 total, held, ghosts;  // blocks, resident ones, and those that only `ghosts_` has
         u32 tail;                 // the deepest resident one
         u32 path;                 // blocks of the request
         u32 first_ghost;
-        u32 older, younger;  // in its bin
-        u32 before, after;   // in its bucket, if `filed`
-        u32 lost_before, lost_after;  // among the runs that are ghosts as a whole, if `lost`
+        u32 older, younger;
+        u32 before, after;  // in its bucket if `filed`, among the runs of ghosts only if `lost`
         u16 cls;
         u8 bin;
         bool filed, lost;
     };
+    static_assert(sizeof(Run) == 64, "a run fills a cache line");
 
     struct Ghost {
         u64 key;
@@ -136,9 +139,13 @@ private:
         u32 first = kNil, last = kNil;
     };
 
-    // time: of the first run. To see that no run leaves the bin reads no run.
-    struct Bin : List {
-        double time = 0;
+    // The runs of a bin follow one another in the order of last use, from its first run on.
+    struct Bin {
+        u32 first = kNil;
+        u32 best = kNil;             // class of the bucket to evict from, unless the bin is in `stale_`
+        double time = 0;             // of the first run. To see that no run leaves the bin reads no run.
+        double density = 0;          // of the best bucket
+        u64 filled[kWords] = {};     // classes whose bucket has a run
     };
 
     static constexpr u32 kBuckets = LifeTables::kClasses * LifeTables::kBins;
@@ -151,8 +158,6 @@ private:
     void enter_bin(u32 run, u32 bin);
     void leave_bin(u32 run);
     void drop_run(u32 run);
-    u32 next_older(u32 run) const;
-    u32 next_younger(u32 run) const;
     void detach(u32 run, u32 blocks, u32 held);
     void stray(u32 id);
     u32 tail_above(u32 id) const;
@@ -163,7 +168,11 @@ private:
     u32 bucket_of(const Run& run) const { return run.cls * LifeTables::kBins + run.bin; }
     void file(u32 run);
     void unfile(u32 run);
+    bool is_free(u32 id) const;
     void file_if_free(u32 id);
+    void compare(const Run& run, bool only);
+    void choose(u32 bin);
+    void check_ranks() const;
 
     // The shadow: the most recently used blocks, as many as are resident.
     u32 inside(u32 run) const;
@@ -189,7 +198,10 @@ private:
     Table by_key_;
     std::array<Bin, LifeTables::kBins> bins_;
     std::vector<List> buckets_;
-    std::array<u64, (kBuckets + 63) / 64> filled_{};  // buckets that have a run
+    u64 occupied_ = 0;  // bins that have a run in a bucket
+    u64 stale_ = 0;     // bins whose best bucket has to be looked for
+    u64 ranked_ = 0;    // the computation of densities that the best buckets follow
+    u32 first_ = kNil, last_ = kNil;  // runs: least and most recently used
     List lost_;
     std::size_t lost_runs_ = 0;
     u32 current_ = kNil;  // the run that the present eviction shortens

@@ -59,11 +59,11 @@ void Retention::settle_edge() {
         displaced_ += displaced(edge_);
         const u64 left = younger_ + edge_inside_;
         if (left > resident_) {
-            edge_ = next_younger(edge_);
+            edge_ = runs_[edge_].younger;
             edge_inside_ = runs_[edge_].total;
             younger_ -= edge_inside_;
         } else if (left < resident_) {
-            const u32 older = next_older(edge_);
+            const u32 older = runs_[edge_].older;
             if (older == kNil) return;
             younger_ += runs_[edge_].total;
             edge_ = older;
@@ -79,7 +79,7 @@ void Retention::expect(u64 blocks) {
     u64 passed = edge_inside_;
     u32 run = edge_;
     for (u32 steps = 0; passed < ahead && run != kNil && steps < kAheadRuns; ++steps) {
-        run = next_younger(run);
+        run = runs_[run].younger;
         if (run != kNil) passed += runs_[run].total;
     }
     due_ = run == kNil ? ~u64(0) : runs_[run].order;
