@@ -17,7 +17,7 @@ constexpr u32 kDepthBits = 24;
 }  // namespace
 
 Retention::Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity, const Guard& guard, bool observes)
-    : tables_(std::move(tables)), observes_(observes), guard_(guard), rows_(1, kRowShift), by_key_(kGhosts, false), buckets_(kBuckets) {
+    : tables_(std::move(tables)), observes_(observes), guard_(guard), rows_(1, kRowShift), run_places_(2 * kLostRuns), ghost_places_(kGhosts), by_key_(kGhosts, false, true), buckets_(kBuckets) {
     rows_.reserve(capacity, false);
     // The memory is used as it is needed, and nothing is copied while it grows.
     runs_.reserve(2 * kLostRuns);
@@ -54,7 +54,7 @@ void Retention::drop_ghost(u32 ghost) {
     if (gone.after != kNil) ghosts_[gone.after].before = gone.before;
     --run.ghosts;
     by_key_.erase(hash_of(gone.key), ghost);
-    free_ghosts_.push_back(ghost);
+    ghost_places_.give(ghost);
 }
 
 void Retention::remove(u32 id) {
@@ -62,13 +62,8 @@ void Retention::remove(u32 id) {
     const Row& gone = row(id);
     const u32 run = gone.run;
     if (run == kNil) return;
-    u32 ghost = u32(ghosts_.size());
-    if (free_ghosts_.empty()) {
-        ghosts_.emplace_back();
-    } else {
-        ghost = free_ghosts_.back();
-        free_ghosts_.pop_back();
-    }
+    const u32 ghost = ghost_places_.take();
+    if (ghost == ghosts_.size()) ghosts_.emplace_back();
     Run& of = runs_[run];
     ghosts_[ghost] = Ghost{gone.key, run, kNil, of.first_ghost, gone.uses};
     if (of.first_ghost != kNil) ghosts_[of.first_ghost].before = ghost;
@@ -134,13 +129,14 @@ void Retention::leave_bin(u32 id) {
     if (more) bin.time = runs_[run.younger].time;
 }
 
+bool Retention::leaves(u32 bin) const {
+    return bins_[bin].first != kNil && !(now_ - bins_[bin].time < LifeTables::start_of(bin + 1));
+}
+
 // From the oldest run on, so that the runs of each bin stay neighbours.
 void Retention::advance(double now) {
     if (!(now > now_)) return;
     now_ = now;
-    const auto leaves = [&](u32 bin) {
-        return bins_[bin].first != kNil && !(now - bins_[bin].time < LifeTables::start_of(bin + 1));
-    };
     for (u32 bin = 0; bin + 1 < LifeTables::kBins; ++bin)
         if (leaves(bin)) __builtin_prefetch(&runs_[bins_[bin].first], 1);
     std::size_t moves = 0;
@@ -166,13 +162,8 @@ void Retention::advance(double now) {
 
 // A run of resident blocks, the youngest of all.
 u32 Retention::make_run(u32 cls, u64 order, u32 blocks, u32 tail, u32 path) {
-    u32 id = u32(runs_.size());
-    if (free_runs_.empty()) {
-        runs_.emplace_back();
-    } else {
-        id = free_runs_.back();
-        free_runs_.pop_back();
-    }
+    const u32 id = run_places_.take();
+    if (id == runs_.size()) runs_.emplace_back();
     Run& run = runs_[id];
     run = Run{};
     run.order = order;
@@ -242,7 +233,7 @@ void Retention::drop_run(u32 id) {
     (run.younger == kNil ? last_ : runs_[run.younger].older) = run.older;
     if (current_ == id) current_ = kNil;
     if (oldest_ == id) oldest_ = kNil;
-    free_runs_.push_back(id);
+    run_places_.give(id);
 }
 
 // ---------------------------------------------------------------- touches
@@ -391,7 +382,7 @@ void Retention::unfile(u32 id) {
     (run.after == kNil ? list.last : runs_[run.after].before) = run.before;
     run.filed = false;
     if (run.before != kNil) return;
-    Bin& bin = bins_[run.bin];
+    Rank& bin = ranks_[run.bin];
     if (bin.best == run.cls) stale_ |= u64(1) << run.bin;
     if (list.first != kNil) return;
     bin.filled[run.cls / 64] &= ~(u64(1) << run.cls % 64);
@@ -402,7 +393,7 @@ void Retention::unfile(u32 id) {
 
 // The run is the oldest of its bucket now. only: there is no other one.
 void Retention::compare(const Run& run, bool only) {
-    Bin& bin = bins_[run.bin];
+    Rank& bin = ranks_[run.bin];
     const u64 bit = u64(1) << run.bin;
     if (only) bin.filled[run.cls / 64] |= u64(1) << run.cls % 64;
     if ((occupied_ & bit) == 0) stale_ |= bit;
@@ -417,7 +408,7 @@ void Retention::compare(const Run& run, bool only) {
 
 // The bucket of the lowest density in a bin, and of equal ones the one whose first run is older.
 void Retention::choose(u32 of) {
-    Bin& bin = bins_[of];
+    Rank& bin = ranks_[of];
     stale_ &= ~(u64(1) << of);
     bin.best = kNil;
     for (u32 word = 0; word < kWords; ++word)
@@ -443,11 +434,11 @@ u32 Retention::victim() {
     u32 best = kNil;  // a bin. Of equal densities the one in a higher bin is older.
     for (u64 bits = occupied_; bits != 0; bits &= bits - 1) {
         const u32 bin = u32(__builtin_ctzll(bits));
-        if (best == kNil || bins_[bin].density <= bins_[best].density) best = bin;
+        if (best == kNil || ranks_[bin].density <= ranks_[best].density) best = bin;
     }
     if (best == kNil) return kNil;
     // Where the density rises, those that are nearest to the next bin are the better ones.
-    const u32 cls = bins_[best].best;
+    const u32 cls = ranks_[best].best;
     const List& list = buckets_[cls * LifeTables::kBins + best];
     current_ = tables_->rises(cls, best) ? list.last : list.first;
     return runs_[current_].tail;
@@ -459,7 +450,7 @@ u32 Retention::oldest() {
     if (occupied_ == 0) return kNil;
     const u32 bin = 63 - u32(__builtin_clzll(occupied_));  // a run in a higher bin is older
     for (u32 word = 0; word < kWords; ++word)
-        for (u64 bits = bins_[bin].filled[word]; bits != 0; bits &= bits - 1) {
+        for (u64 bits = ranks_[bin].filled[word]; bits != 0; bits &= bits - 1) {
             const u32 cls = word * 64 + u32(__builtin_ctzll(bits));
             const u32 first = buckets_[cls * LifeTables::kBins + bin].first;
             if (oldest_ == kNil || runs_[first].order < runs_[oldest_].order) oldest_ = first;
@@ -490,7 +481,6 @@ void Retention::evicted(u32 id, bool chosen) {
     Row& block = row(id);
     ++(chosen ? counts_.chosen : counts_.oldest);
     if (!block.held) return;
-    by_key_.prefetch(hash_of(block.key));  // it is about to become a ghost
     const u32 of = block.run;
     Run& run = runs_[of];
     block.held = false;
@@ -513,7 +503,7 @@ void Retention::evicted(u32 id, bool chosen) {
 
 RetentionCounts Retention::counts() const {
     RetentionCounts result = counts_;
-    result.runs = runs_.size() - free_runs_.size();
+    result.runs = run_places_.used();
     result.ghosts = by_key_.used();
     result.resident = resident_;
     result.displaced = displaced_;
@@ -523,6 +513,7 @@ RetentionCounts Retention::counts() const {
 
 std::size_t Retention::bytes() const {
     return sizeof(*this) + rows_.bytes() + runs_.capacity() * sizeof(Run) + ghosts_.capacity() * sizeof(Ghost) + by_key_.bytes() +
+           run_places_.bytes() + ghost_places_.bytes() +
            buckets_.size() * sizeof(List);
 }
 
@@ -568,7 +559,7 @@ void Retention::check() const {
     }
     while (bin-- > 0) expect(bins_[bin].first == kNil, "empty bin");
     expect(older == last_, "youngest run");
-    expect(runs == runs_.size() - free_runs_.size() && ghosts == by_key_.used() && lost == lost_runs_, "number of runs");
+    expect(runs == run_places_.used() && ghosts == by_key_.used() && lost == lost_runs_, "number of runs");
     expect(held == resident_ && away == displaced_, "resident and displaced blocks");
     expect(in == std::min(total, resident_), "size of the shadow");
     for (u32 bucket = 0; bucket < kBuckets; ++bucket) {
@@ -578,7 +569,7 @@ void Retention::check() const {
             order = runs_[id].order;
         }
         const u32 cls = bucket / LifeTables::kBins;
-        const bool filled = (bins_[bucket % LifeTables::kBins].filled[cls / 64] >> cls % 64 & 1) != 0;
+        const bool filled = (ranks_[bucket % LifeTables::kBins].filled[cls / 64] >> cls % 64 & 1) != 0;
         expect((buckets_[bucket].first != kNil) == filled, "filled bucket");
     }
     check_ranks();
@@ -588,7 +579,7 @@ void Retention::check() const {
 // The best buckets are those that a look at all of them finds.
 void Retention::check_ranks() const {
     for (u32 of = 0; of < LifeTables::kBins; ++of) {
-        const Bin& bin = bins_[of];
+        const Rank& bin = ranks_[of];
         bool any = false;
         for (u32 cls = 0; cls < LifeTables::kClasses; ++cls) {
             const u32 first = buckets_[cls * LifeTables::kBins + of].first;

@@ -13,8 +13,10 @@
 #include <string>
 
 #include "life_tables.hpp"
+#include "places.hpp"
 #include "slab.hpp"
 #include "table.hpp"
+#include "zeroed.hpp"
 
 namespace kvactors {
 
@@ -90,7 +92,7 @@ public:
     // no more displaced blocks, those that the shadow has evicted or is about to are due: they have
     // to leave that tier first, as this one can only evict what it has.
     void expect(u64 blocks);
-    bool is_due(u32 id) const { return row(id).run != kNil && runs_[row(id).run].order < due_; }
+    bool is_due(u32 id) const { return due_ != 0 && row(id).run != kNil && runs_[row(id).run].order < due_; }
 
     // A victim that is still there: it is not listed, until it is touched or has gone.
     void mark_leaving(u32 id);
@@ -140,12 +142,17 @@ private:
     };
 
     // The runs of a bin follow one another in the order of last use, from its first run on.
+    // time: of that run. To see that no run leaves the bin reads no run.
     struct Bin {
+        double time = 0;
         u32 first = kNil;
-        u32 best = kNil;             // class of the bucket to evict from, unless the bin is in `stale_`
-        double time = 0;             // of the first run. To see that no run leaves the bin reads no run.
-        double density = 0;          // of the best bucket
-        u64 filled[kWords] = {};     // classes whose bucket has a run
+    };
+
+    // The buckets of a bin.
+    struct Rank {
+        double density = 0;       // of the best one
+        u32 best = kNil;          // the class of the bucket to evict from, unless the bin is in `stale_`
+        u64 filled[kWords] = {};  // classes whose bucket has a run
     };
 
     static constexpr u32 kBuckets = LifeTables::kClasses * LifeTables::kBins;
@@ -156,6 +163,7 @@ private:
     // Runs by age.
     u32 make_run(u32 cls, u64 order, u32 blocks, u32 tail, u32 path);
     void enter_bin(u32 run, u32 bin);
+    bool leaves(u32 bin) const;
     void leave_bin(u32 run);
     void drop_run(u32 run);
     void detach(u32 run, u32 blocks, u32 held);
@@ -192,11 +200,12 @@ private:
     double now_ = 0;
     u64 serial_ = 0;  // touches
     Slab<Row> rows_;
-    std::vector<Run> runs_;
-    std::vector<Ghost> ghosts_;
-    std::vector<u32> free_runs_, free_ghosts_;
+    std::vector<Run, HugePages<Run>> runs_;
+    std::vector<Ghost, HugePages<Ghost>> ghosts_;
+    Places run_places_, ghost_places_;
     Table by_key_;
     std::array<Bin, LifeTables::kBins> bins_;
+    std::array<Rank, LifeTables::kBins> ranks_;
     std::vector<List> buckets_;
     u64 occupied_ = 0;  // bins that have a run in a bucket
     u64 stale_ = 0;     // bins whose best bucket has to be looked for

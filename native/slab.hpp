@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "common.hpp"
+#include "zeroed.hpp"
 
 namespace kvactors {
 
@@ -73,7 +73,6 @@ public:
 private:
     std::size_t width() const { return kWidth != 0 ? kWidth : width_; }
 
-    static constexpr std::size_t kHugePage = std::size_t(2) << 20;
     struct Free {
         void operator()(T* p) const { std::free(p); }
     };

@@ -13,7 +13,8 @@ namespace kvactors {
 
 class Table {
 public:
-    explicit Table(std::size_t capacity, bool touch = true) : slots_(slots_for(capacity)), mask_(u32(slots_.size() - 1)) {
+    explicit Table(std::size_t capacity, bool touch = true, bool huge = false)
+        : slots_(slots_for(capacity), huge), mask_(u32(slots_.size() - 1)) {
         if (touch) slots_.touch();
     }
 
