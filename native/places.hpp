@@ -18,16 +18,15 @@ public:
             if (size_ % 64 == 0) free_.push_back(0);
             return u32(size_++);
         }
-        const u64 ahead = at_ % 64 == 0 ? 0 : (u64(1) << at_ % 64) - 1;  // those before `at_` come last
-        u64 bits = free_[at_ / 64] & ~ahead;
         std::size_t word = at_ / 64;
+        u64 bits = free_[word] & ~u64(0) << at_ % 64;  // those before `at_` come last
         while (bits == 0) {
             word = word + 1 == free_.size() ? 0 : word + 1;
             bits = free_[word];
         }
         const u32 taken = u32(word * 64) + u32(__builtin_ctzll(bits));
         free_[word] &= ~(u64(1) << taken % 64);
-        at_ = taken + 1 == size_ ? 0 : taken + 1;
+        at_ = (std::size_t(taken) + 1) % size_;
         --count_;
         return taken;
     }

@@ -11,13 +11,15 @@ constexpr std::size_t kLostRuns = 32768;       // runs without resident blocks t
 constexpr std::size_t kGhosts = 1 << 18;       // blocks of those
 constexpr u64 kForgotten = 4096;               // of them in one call
 constexpr std::size_t kMoves = 4096;           // runs that change their bins in one call
+constexpr std::size_t kRunsAhead = 4;          // that are asked for before they change their bins
 constexpr unsigned kRowShift = 12;
 constexpr u32 kDepthBits = 24;
 
 }  // namespace
 
 Retention::Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity, const Guard& guard, bool observes)
-    : tables_(std::move(tables)), observes_(observes), guard_(guard), rows_(1, kRowShift), run_places_(2 * kLostRuns), ghost_places_(kGhosts), by_key_(kGhosts, false, true), buckets_(kBuckets) {
+    : tables_(std::move(tables)), observes_(observes), guard_(guard), rows_(1, kRowShift),
+      run_places_(std::min(2 * kLostRuns, capacity)), ghost_places_(std::min(kGhosts, capacity)), by_key_(kGhosts, false, true), buckets_(kBuckets) {
     rows_.reserve(capacity, false);
     // The memory is used as it is needed, and nothing is copied while it grows.
     runs_.reserve(2 * kLostRuns);
@@ -145,7 +147,8 @@ void Retention::advance(double now) {
             const u32 id = bins_[bin].first;
             Run& run = runs_[id];
             if (++moves > kMoves) return;  // the next call continues
-            if (run.younger != kNil) __builtin_prefetch(&runs_[run.younger], 1);
+            // Runs of about one age lie side by side.
+            __builtin_prefetch(&runs_[std::min<std::size_t>(id + kRunsAhead, runs_.size() - 1)], 1);
             u32 to = bin;
             do {
                 ++to;
@@ -155,7 +158,7 @@ void Retention::advance(double now) {
             if (filed) unfile(id);
             leave_bin(id);
             enter_bin(id, to);
-            if (filed) file(id);
+            if (filed) place(id, buckets_[bucket_of(run)].last);  // it is the youngest of the bin
         }
     }
 }
@@ -345,8 +348,8 @@ void Retention::file_if_free(u32 id) {
 // A bucket is in the order of last use. A run most often belongs to its end. Otherwise its place is
 // looked for from both ends of the bucket, and among the runs before it in its bin.
 void Retention::file(u32 id) {
-    Run& run = runs_[id];
-    List& list = buckets_[bucket_of(run)];
+    const Run& run = runs_[id];
+    const List& list = buckets_[bucket_of(run)];
     u32 late = list.last, early = list.first, beside = run.older;
     u32 before = kNil;
     while (late != kNil) {
@@ -367,6 +370,13 @@ void Retention::file(u32 id) {
         }
         beside = runs_[beside].older;
     }
+    place(id, before);
+}
+
+// In its bucket, after another run of it.
+void Retention::place(u32 id, u32 before) {
+    Run& run = runs_[id];
+    List& list = buckets_[bucket_of(run)];
     run.filed = true;
     run.before = before;
     run.after = before == kNil ? list.first : runs_[before].after;

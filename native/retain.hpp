@@ -175,6 +175,7 @@ private:
     // Runs whose tail can be evicted, by class and bin.
     u32 bucket_of(const Run& run) const { return run.cls * LifeTables::kBins + run.bin; }
     void file(u32 run);
+    void place(u32 run, u32 before);
     void unfile(u32 run);
     bool is_free(u32 id) const;
     void file_if_free(u32 id);
