@@ -4,7 +4,7 @@ envelopes."""
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
@@ -54,31 +54,35 @@ class PeerRestarted(Control, frozen=True, eq=False):
 
 class DirectReply(msgspec.Struct, eq=False):
     """The port of an ask's answer during its direct turn: what handlers use of a future, at a third
-    of its cost."""
+    of its cost.
 
-    _value: Any = None
-    _error: BaseException | None = None
-    _is_done: bool = False
+    Attributes:
+        is_done: whether there is an answer.
+        value: the answer.
+        error: the answer, if it is an error.
+    """
+
+    is_done: bool = False
+    value: Any = None
+    error: BaseException | None = None
 
     def done(self) -> bool:
         """Whether there is an answer."""
-        return self._is_done
+        return self.is_done
 
     def set_result(self, value: Any) -> None:
         """Answer."""
-        self._value, self._is_done = value, True
+        self.value, self.is_done = value, True
 
     def set_exception(self, error: BaseException) -> None:
         """Answer with an error."""
-        self._error, self._is_done = error, True
+        self.error, self.is_done = error, True
 
-    def result(self) -> Any:
-        """The answer, once. An error is kept no longer: its frames refer to this object."""
-        if self._error is None:
-            return self._value
-        error, self._error = self._error, None
+    def raise_error(self) -> NoReturn:
+        """Raise the error, once. It is kept no longer: its frames refer to this object."""
+        error, self.error = self.error, None
         try:
-            raise error
+            raise error or RuntimeError("the error was raised before")
         finally:
             del error
 

@@ -177,21 +177,23 @@ class ActorRef(Generic[M_contra]):
             The answer, if a direct turn gives it at once. Otherwise a coroutine to be awaited in
             the same step.
         """
-        direct, taken = self.direct, False
-        envelope: Envelope[R] = Envelope(message, None, deadline, self.incarnation)
+        direct, incarnation, taken = self.direct, self.incarnation, False
         if direct is not None and not self.instruments.active:
             reply: Any = DirectReply()
-            envelope.reply = reply
+            envelope: Envelope[R] = Envelope(message, reply, deadline, incarnation)
             taken = direct.take(envelope)
-            if reply.done():
-                answer: R = reply.result()
+            if reply.is_done:
+                if reply.error is not None:
+                    reply.raise_error()
+                answer: R = reply.value
                 return answer
-            envelope.reply = asyncio.Future(loop=direct.loop)
+            envelope.reply = future = direct.loop.create_future()
         else:
-            envelope.reply = asyncio.get_running_loop().create_future()
+            future = asyncio.get_running_loop().create_future()
+            envelope = Envelope(message, future, deadline, incarnation)
             if direct is not None:
                 taken = direct.take(envelope)
-        waiting = self._answer(envelope, envelope.reply, lost, taken=taken)
+        waiting = self._answer(envelope, future, lost, taken=taken)
         return cast("CoroutineType[Any, Any, R]", waiting)
 
     async def _answer(

@@ -86,9 +86,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "error_of_a_direct_turn_kept",
         "actor/message.py",
-        "        error, self._error = self._error, None\n        try:\n            raise error\n"
-        "        finally:\n            del error\n",
-        "        raise self._error\n",
+        "        error, self.error = self.error, None\n        try:\n",
+        "        error = self.error\n        try:\n",
         "a refused call keeps its lease and its prompt until the cyclic collector runs",
         (f"{DIRECT}::test_an_error_of_a_direct_turn_keeps_nothing_alive",),
     ),
