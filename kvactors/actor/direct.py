@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from kvactors.actor.actor import Actor
 
 TURNS = 128
-"""Direct turns of one actor in a pass of the event loop: about as many as fit in TIME, if each takes
-a few microseconds."""
+"""Direct turns of one actor in a pass of the loop: about as many short ones as fit in TIME."""
 
 TIME = 0.0005
 """Seconds from the first of them after which there are no more in this pass."""

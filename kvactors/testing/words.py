@@ -64,6 +64,11 @@ def value_of(value: Any) -> str:
     return f"<{type(value).__name__}>"
 
 
+def _buffer(value: bytes | bytearray | memoryview) -> str:
+    is_table = isinstance(value, memoryview) and value.format == "i"  # a table of blocks
+    return _numbers(list(value)) if is_table else f"{len(value)}B"
+
+
 def _numbers(values: tuple[Any, ...] | list[Any]) -> str:
     if len(values) <= 4:
         return "[" + ",".join(value_of(one) for one in values) + "]"
@@ -76,7 +81,7 @@ WORDS: tuple[tuple[type | tuple[type, ...], Callable[[Any], str]], ...] = (
     (int, str),
     (float, lambda value: f"{value:.4f}"),
     (str, lambda value: value if value.isidentifier() else repr(value)),
-    ((bytes, bytearray, memoryview), lambda value: f"{len(value)}B"),
+    ((bytes, bytearray, memoryview), _buffer),
     (Path, lambda value: f"{value.num_tokens} tokens"),
     (RequestScope, lambda value: f"{value.lora}/{value.salt}"),
     ((tuple, list), _numbers),

@@ -71,7 +71,7 @@ BUGS: tuple[Mutation, ...] = (
         "actor/direct.py",
         "        elif not left or self._clock() > self._until:\n",
         "        elif not left:\n",
-        "64 long turns in a row stop the loop for many milliseconds",
+        "128 long turns in a row stop the loop for many milliseconds",
         (f"{DIRECT}::test_direct_turns_in_one_pass_are_bounded",),
     ),
     Mutation(
