@@ -30,6 +30,11 @@ std::array<double, LifeTables::kBins> prior() {
 
 const std::array<double, LifeTables::kBins> kPrior = prior();
 
+// Without fused operations, so that both versions have the same result.
+KVACTORS_WIDE void draw_towards(const double* above, const double* returned, const double* reached, double pseudo, double* chance) {
+    for (u32 j = 0; j < LifeTables::kBins; ++j)
+        chance[j] = (std::max(0.0, returned[j]) + pseudo * above[j]) / (std::max(0.0, reached[j]) + pseudo);
+}
 
 u32 level(double value, std::initializer_list<double> bounds) {
     u32 k = 0;
@@ -106,10 +111,7 @@ void LifeTables::count_request() {
 // parent. Before anything is observed the chance falls with the age, which is the order of LRU.
 void LifeTables::draw(u32 cls) {
     const Row& above = up_[cls] == kNil ? kPrior : chance_[up_[cls]];
-    const Table& table = tables_[cls];
-    const double pseudo = kPseudo * weight_;
-    for (u32 j = 0; j < kBins; ++j)
-        chance_[cls][j] = (std::max(0.0, table.returned[j]) + pseudo * above[j]) / (std::max(0.0, table.reached[j]) + pseudo);
+    draw_towards(above.data(), tables_[cls].returned.data(), tables_[cls].reached.data(), kPseudo * weight_, chance_[cls].data());
 }
 
 // The best stop after each bin is where the ratio no longer rises. From the last bin backwards, a

@@ -481,7 +481,10 @@ void Retention::mark_gone(u32 id) {
 u32 Retention::tail_above(u32 id) const {
     const u32 run = row(id).run;
     for (u32 up = row(id).parent; up != kNil && row(up).run == run; up = row(up).parent)
-        if (row(up).held) return up;
+        if (row(up).held) {
+            if (row(up).parent != kNil) __builtin_prefetch(&row(row(up).parent), 1);  // most often the next tail
+            return up;
+        }
     return kNil;
 }
 

@@ -70,6 +70,8 @@ public:
     void add(u32 id, u32 parent, u64 key);
     void recall(u32 id);  // after `add`: it may have been a ghost
     void remove(u32 id);  // it is known as a ghost only
+    // What the calls of that name are about to read of a block.
+    void expect_list(u32 id) const { __builtin_prefetch(&row(id), 1); }
     void expect_removal(u32 id) const { by_key_.prefetch(hash_of(row(id).key)); }
     u64 key(u32 id) const { return row(id).key; }
 

@@ -63,8 +63,10 @@ Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, const u8* on
     for (std::size_t j = 0; j < count; ++j)
         if (!is_node(nodes[j]) || at(nodes[j]).pending == 0)
             throw std::invalid_argument("finish of an offload that is not in flight");
-    for (std::size_t j = 0; j < count && policy_ != nullptr; ++j)
-        if (on_host[j] == 0) policy_->expect_removal(nodes[j]);
+    for (std::size_t j = 0; j < count; ++j) {
+        if (on_host[j] == 0 && policy_ != nullptr) policy_->expect_removal(nodes[j]);
+        if (memory_ != nullptr) memory_->expect_list(nodes[j]);
+    }
     Offloaded result;
     for (std::size_t j = 0; j < count; ++j) {
         const u32 id = nodes[j];
