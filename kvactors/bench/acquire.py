@@ -141,9 +141,11 @@ async def measure(requests: int) -> tuple[list[Row], int]:
 
 
 async def serve(cache: KVCache, prompt: NDArray[np.int64]) -> None:
-    """Serve one request from acquire to finish."""
+    """Serve one request from acquire to finish, with the block table that an engine reads."""
     lease = await cache.acquire("bench", prompt)
     await lease.wait_ready()
+    if len(lease.block_table) * BLOCK < PROMPT:
+        raise RuntimeError("the lease has too few blocks")
     await lease.commit(PROMPT)
     await lease.finish()
 
