@@ -85,9 +85,13 @@ class LoadTable:
 
     def place(self, lease: LeaseState) -> list[Action]:
         """The lease has its blocks: give its loads their targets. If another request has computed
-        or loads one of the blocks by now, the loads from there on are cancelled."""
+        or loads one of the blocks by now, the loads from there on are cancelled. So are all of them
+        if the blocks of the path were cleared: they would be cached and not reported."""
         actions: list[Action] = []
+        cleared = is_past(lease.tree, lease.path)  # while it waited for blocks
         for load in self._unplaced(lease, 0):
+            if cleared:
+                return actions + self.cancel(lease, load.start)
             try:
                 actions.append(self._mark(load, lease))
             except ValueError:
