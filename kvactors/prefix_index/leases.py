@@ -213,11 +213,14 @@ class LeaseTable:
     def _arriving(self, lease: LeaseState) -> int:
         """Leading blocks that are cached if everything completes that is arriving now."""
         run = lease.path.num_committed
-        for load in sorted(lease.loads, key=lambda one: one.start):
+        loads = sorted(lease.loads, key=lambda one: one.start)
+        # A shared load may go on along another path: this lease's next one begins where they part.
+        stops = [load.start for load in loads[1:]] + [lease.expected_blocks]
+        for load, stop in zip(loads, stops, strict=False):
             if load.start > run:
                 break
-            run = max(run, load.start + load.arriving)
-        return min(run, lease.expected_blocks) if lease.loads else run
+            run = max(run, min(load.start + load.arriving, stop))
+        return min(run, lease.expected_blocks) if loads else run
 
     # -- blocks in place of shared ones
 
@@ -231,6 +234,8 @@ class LeaseTable:
             for p in range(max(first, lease.path.num_committed), last)
             if lease.path.blocks(p, p + 1)[0] in targets
         ]
+        if positions:
+            lease.expected_blocks = min(lease.expected_blocks, positions[0])
         return self._take_new_blocks(lease, positions)
 
     def _keep_media_whole(self, lease: LeaseState) -> list[Action]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvactors.actor import Message
 from kvactors.cpu_evictor.messages import Cancel, DropHostCopies, KeepHostCopies, Load, SetTargets
 from kvactors.flush_notifier.messages import BlocksAdded
+from kvactors.native import Path
 from kvactors.prefix_index.actions import StartTimer
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.index import Segment
@@ -158,6 +159,46 @@ def test_a_joined_load_is_not_sent_again():
     state.loads.finish(op, 2, 2)
     assert (owner.path.num_committed, sharer.path.num_committed) == (2, 2)
     assert owner.path.blocks() == sharer.path.blocks()
+
+
+def parted(state, shared: int) -> tuple[LeaseState, LeaseState]:
+    """A lease that loads 4 blocks, and one that joins it for `shared` of them and loads 2 others
+    that follow these on its path."""
+    owner, _ = begun(state, 4)
+    tokens = [*range(shared * BLOCK), *range(900, 900 + 2 * BLOCK)]
+    joined = Path(BLOCK, bytes(32))
+    joined.extend(tokens)
+    state.index.tree.pin(joined)
+    assert len(joined.blocks()) == shared
+    joined.assign(shared, state.index.take(2))
+    sharer = LeaseState(2, "r2", joined, state.index.tree, 10.0, expected_blocks=shared + 2)
+    [load] = owner.loads
+    parts = [Segment(0, shared, load), Segment(shared, shared + 2, None)]
+    state.loads.begin(sharer, parts, placed=True)
+    state.leases.grant(sharer)
+    return owner, sharer
+
+
+@pytest.mark.parametrize("shared", [1, 3])
+@pytest.mark.parametrize("own", [0, 1, 2])
+def test_a_layer_counts_no_block_of_a_joined_load_beyond_the_common_path(shared, own):
+    """All 4 blocks of the joined load have arrived, and `own` of the sharer's."""
+    state = core()
+    _, sharer = parted(state, shared)
+    joined, load = sharer.loads
+    state.loads.layers_loaded(joined.op, 1, 4)
+    state.loads.layers_loaded(load.op, 1, own)
+    assert answers(state.leases.wait_layer(2, 0, Request())) == [(shared + own) * BLOCK]
+
+
+def test_a_layer_counts_no_block_of_a_load_that_was_given_up():
+    state = core()
+    _, sharer = parted(state, 1)
+    joined, load = sharer.loads
+    state.loads.layers_loaded(joined.op, 1, 4)
+    state.loads.overdue(load.op)
+    assert sharer.loads == [joined]
+    assert answers(state.leases.wait_layer(2, 0, Request())) == [BLOCK]
 
 
 def test_layers_of_an_answered_load_are_ignored():
