@@ -134,10 +134,11 @@ class Catalog:
             self._drop(evicted[-1])
         self._left(evicted)
         kept = [key for key in keys if key not in beyond]
+        stays = [key for key in refused if key in self._names]  # others left for a quota
         return BatchAdmission(
             [key for key in kept if key not in there],
-            [key for key in kept if key in there],
-            [*refused, *(key for key in keys if key in beyond)],
+            [*stays, *(key for key in kept if key in there)],
+            [key for key in (*refused, *keys) if key in beyond or key not in self._names],
             evicted,
         )
 

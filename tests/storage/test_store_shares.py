@@ -88,6 +88,17 @@ def salt_of(number):
     return None if number % 5 == 4 else number % SALTS
 
 
+def test_a_key_that_stays_beside_a_batch_beyond_the_capacity_is_not_refused():
+    """A quota frees a place for it: two of the batch's last keys are of a salt that may have one."""
+    quotas = StorageQuotas(1)
+    catalog = Catalog(2)
+    catalog.shares.follow(quotas)
+    catalog.admit([b"old"], {b"old": None})
+    admission = catalog.admit([b"old", b"new", b"newer"], {b"new": 1, b"newer": 1})
+    assert admission == ([b"newer"], [b"old"], [b"new"], [])
+    assert catalog.keys() == [b"old", b"newer"]
+
+
 @given(st.integers(1, 8), st.none() | st.integers(1, 8), steps)
 def test_the_catalog_with_quotas_follows_the_model(capacity, default, history):
     follow(capacity, default, history)
@@ -155,9 +166,9 @@ def _admit(catalog, model, numbers):
     fresh, existing, refused = map(set, admission[:3])
     assert fresh | existing | refused == {one for one, _ in batch}
     assert len(fresh) + len(existing) + len(refused) == len(batch)
-    taken = {one for one, _ in batch[-catalog.capacity :]}  # the rest is not looked at
+    taken = {one for one, _ in batch[-catalog.capacity :]}  # of the rest only what is there stays
     assert fresh == {one for one in taken if one in catalog and one not in before}
-    assert existing == {one for one in taken if one in catalog and one in before}
+    assert existing == {one for one, _ in batch if one in catalog and one in before}
     after = set(catalog.keys())
     for choices in model.admit(batch):
         gone = [one for one in choices if one[0] not in after]
