@@ -12,6 +12,22 @@ namespace kvactors {
 
 constexpr std::size_t kHugePage = std::size_t(2) << 20;
 
+// Zeros from the kernel, nullptr if it has none left. huge: in huge pages where the system has them,
+// which `bytes` must fill. Freed with munmap, so that nothing of it stays resident.
+inline void* map_zeros(std::size_t bytes, bool huge) {
+    const std::size_t more = huge ? kHugePage : 0;
+    void* memory = ::mmap(nullptr, bytes + more, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return nullptr;
+    if (!huge) return memory;
+    // The part that begins at a huge page.
+    char* const start = static_cast<char*>(memory);
+    const std::size_t skipped = -reinterpret_cast<std::uintptr_t>(start) % kHugePage;
+    if (skipped != 0) ::munmap(start, skipped);
+    if (skipped != more) ::munmap(start + skipped + bytes, more - skipped);
+    ::madvise(start + skipped, bytes, MADV_HUGEPAGE);
+    return start + skipped;
+}
+
 // Memory for a std::vector, in huge pages where it fills some and the system has them.
 template <class T>
 struct HugePages {
@@ -22,15 +38,20 @@ struct HugePages {
 
     T* allocate(std::size_t count) {
         const std::size_t bytes = count * sizeof(T);
-        const std::size_t align = bytes < kHugePage ? 64 : kHugePage;
-        void* memory = std::aligned_alloc(align, bytes + align - 1 & ~(align - 1));
+        void* memory = bytes < kHugePage ? std::aligned_alloc(64, bytes + 63 & ~std::size_t(63)) : map_zeros(whole(bytes), true);
         if (memory == nullptr) throw std::bad_alloc();
-        if (align == kHugePage) ::madvise(memory, bytes, MADV_HUGEPAGE);
         return static_cast<T*>(memory);
     }
-    void deallocate(T* memory, std::size_t) { std::free(memory); }
+    void deallocate(T* memory, std::size_t count) {
+        const std::size_t bytes = count * sizeof(T);
+        if (bytes < kHugePage) std::free(memory);
+        else ::munmap(memory, whole(bytes));
+    }
     friend bool operator==(const HugePages&, const HugePages&) { return true; }
     friend bool operator!=(const HugePages&, const HugePages&) { return false; }
+
+private:
+    static std::size_t whole(std::size_t bytes) { return bytes + kHugePage - 1 & ~(kHugePage - 1); }
 };
 
 template <class T>
@@ -40,7 +61,7 @@ public:
     // huge: ask for huge pages. Each is cleared as a whole on first access.
     explicit Zeroed(std::size_t size, bool huge = false) : size_(size) {
         if (is_mapped()) {
-            items_ = static_cast<T*>(map(bytes(), huge && bytes() % kHugePage == 0));
+            items_ = static_cast<T*>(map_zeros(bytes(), huge && bytes() % kHugePage == 0));
         } else {
             items_ = static_cast<T*>(std::calloc(size_ + 1, sizeof(T)));
         }
@@ -74,20 +95,6 @@ private:
     std::size_t bytes() const { return size_ * sizeof(T); }
     // The allocator may return used memory and clear it, so large arrays are mapped.
     bool is_mapped() const { return bytes() >= std::size_t(1) << 20; }
-
-    static void* map(std::size_t bytes, bool huge) {
-        const std::size_t more = huge ? kHugePage : 0;
-        void* memory = ::mmap(nullptr, bytes + more, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (memory == MAP_FAILED) return nullptr;
-        if (!huge) return memory;
-        // The part that begins at a huge page.
-        char* const start = static_cast<char*>(memory);
-        const std::size_t skipped = -reinterpret_cast<std::uintptr_t>(start) % kHugePage;
-        if (skipped != 0) ::munmap(start, skipped);
-        if (skipped != more) ::munmap(start + skipped + bytes, more - skipped);
-        ::madvise(start + skipped, bytes, MADV_HUGEPAGE);
-        return start + skipped;
-    }
 
     std::size_t size_ = 0;
     T* items_ = nullptr;
