@@ -146,9 +146,12 @@ def test_a_slow_pool_costs_hits_only() -> None:
     show(report)
     figures = report.fleet["random"]
     assert figures["requests"] == 80
-    assert figures["pool_late"] + figures["pool_unavailable"] > 0
-    assert figures["hit_rate"] > 0.1, "of device and host, and of the node that has the memory"
+    # Which end comes first, the deadline of a request or that of the store's call, is a race: the
+    # counters of late objects may be 0.
+    assert figures["wait_max_s"] >= data["cache"]["default_deadline_s"], "a load missed it"
     assert figures["wait_max_s"] < 30.0, "storage.timeout_s is 60"
+    assert figures["hit_rate"] > 0.1, "of device and host, and of the node that has the memory"
+    assert figures["hit_rate"] < figures["ideal_hit_rate"]
 
 
 class Interrupted(Exception):

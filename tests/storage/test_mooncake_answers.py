@@ -112,9 +112,9 @@ def test_2500_bytes_are_registered_in_pieces_of_1024():
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
-def test_pieces_cover_every_slot_once(slots, stride, room):
+def test_pieces_cover_every_slot_once(slots, stride, extra):
     """Of any sizes of 1 to 64: no piece is larger than it may be, and none ends inside a slot."""
-    largest = stride + room
+    largest = stride + extra
     found = pieces(4096, slots * stride, stride, largest)
     covered = [byte for start, size in found for byte in range(start, start + size)]
     assert covered == list(range(4096, 4096 + slots * stride))

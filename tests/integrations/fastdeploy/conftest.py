@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvactors.data_plane.cuda import driver as cuda
+from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.integrations.fastdeploy import PrefixCacheManager
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request, make_config
 from tests.integrations.fastdeploy.oracle import ModelMemory, seeds_of
 from tests.integrations.fastdeploy.scheduler import Scheduler
+from tests.support.cuda import PointerTensor, opened_gpu
 
 RESERVE = "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL"
 
@@ -60,6 +66,17 @@ class Engine:
         """Tokens of a request whose bytes are not the model's."""
         return self.memory.wrong(seeds_of(request), request.block_tables, tokens)
 
+    def fail_a_reset(self, monkeypatch: Any, owner: type, method: str, error: Exception) -> None:
+        """Reset the manager while a method that the reset calls raises an error."""
+
+        def fail(*_: Any) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, fail)
+            with pytest.raises(type(error)):
+                self.manager.reset()
+
     @property
     def free_blocks(self) -> list[int]:
         return sorted(self.manager.gpu_free_block_list)
@@ -68,6 +85,29 @@ class Engine:
     def available(self) -> int:
         found = self.manager.statistics()
         return found.free_gpu_blocks + found.evictable_gpu_blocks
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The stand-in for a GPU, which managers find as the system's."""
+    with opened_gpu() as found:
+        monkeypatch.setattr(cuda, "load_driver", lambda: CudaDriver(found.fake.path))
+        yield found
+
+
+def memory_of_gpu(gpu: Any, blocks: int) -> ModelMemory:
+    """Tensors in the memory of a GPU, cleared."""
+
+    def make(shape: tuple[int, ...]) -> PointerTensor:
+        tensor = PointerTensor(gpu.allocate(prod(shape)), shape, "uint8")
+        ctypes.memset(tensor.address, 0, prod(shape))
+        return tensor
+
+    def view(tensor: PointerTensor) -> Any:
+        content = (ctypes.c_uint8 * prod(tensor.shape)).from_address(tensor.address)
+        return np.ctypeslib.as_array(content)
+
+    return ModelMemory(blocks, BLOCK_SIZE, make=make, view=view)
 
 
 @pytest.fixture

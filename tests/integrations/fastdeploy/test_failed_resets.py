@@ -142,14 +142,7 @@ def test_no_sequence_of_resets_gives_bytes_of_other_weights(engine, gpu, cpu, st
 def test_a_reset_that_fails_in_a_tier_is_none(engine, monkeypatch):
     one = engine(gpu=4, cpu=2)
     one.serve("a", A)
-
-    def failed(*_: Any) -> None:
-        raise NoRoom(1, 0)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DeviceCache, "reset", failed)
-        with pytest.raises(NoRoom):
-            one.manager.reset()
+    one.fail_a_reset(monkeypatch, DeviceCache, "reset", NoRoom(1, 0))
     with pytest.raises(ConfigError, match="last reset has failed"):
         one.match(Request("b", A))
     one.manager.reset()

@@ -399,14 +399,7 @@ def test_an_index_that_does_not_open_after_a_reset_is_opened_by_the_next(
     sink = {"kind": "jsonl", "path": str(path), "name": "router"}
     one = engine(gpu=4, model=str(model), options={"sinks": [sink]})
     version.write_text("version: RL-STEP02-1-a\n", "utf-8")
-
-    def fail(*_):
-        raise SinkError("injected")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(IndexReports, "open", fail)
-        with pytest.raises(SinkError):
-            one.manager.reset()
+    one.fail_a_reset(monkeypatch, IndexReports, "open", SinkError("injected"))
     with pytest.raises(ConfigError, match="version of the weights is not known"):
         one.match(Request("a", A))
     one.manager.reset()

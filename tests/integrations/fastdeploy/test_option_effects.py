@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvactors.data_plane.cuda import driver as cuda
-from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.device.numa import bound_node
 from kvactors.errors import ConfigError
 from kvactors.integrations.fastdeploy.rank_copies import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE
+from tests.integrations.fastdeploy.conftest import memory_of_gpu
 from tests.integrations.fastdeploy.oracle import ModelMemory
-from tests.support.cuda import PointerTensor, opened_gpu
 
 LARGE = 1 << 20
 """Bytes of a tensor's row that are copied in a thread, not by the caller."""
@@ -79,22 +75,8 @@ def test_writes_pass_as_many_slots_as_the_option(engine, monkeypatch, slots):
     assert sum(copied) == one.manager.statistics().written_blocks == 8
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    with opened_gpu() as found:
-        monkeypatch.setattr(cuda, "load_driver", lambda: CudaDriver(found.fake.path))
-        yield found
-
-
 def test_copying_threads_have_no_use_for_tensors_of_a_gpu(engine, gpu):
-    def make(shape):
-        return PointerTensor(gpu.allocate(prod(shape)), shape, "uint8")
-
-    def view(tensor):
-        content = (ctypes.c_uint8 * prod(tensor.shape)).from_address(tensor.address)
-        return np.ctypeslib.as_array(content)
-
-    memory = ModelMemory(4, BLOCK_SIZE, make=make, view=view)
+    memory = memory_of_gpu(gpu, 4)
     one = engine(gpu=4, cpu=2, memory=memory, attach=False, options={"copy_threads": 3})
     with pytest.raises(ConfigError, match="options: copy_threads has no use with tensors of a GPU"):
         one.manager.attach()
