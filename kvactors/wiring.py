@@ -4,12 +4,13 @@ they restart. `system.py` draws the arrows between them.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from functools import partial
 
 from kvactors.actor import Actor, ActorRef, ActorSpec, Group, Supervisor
-from kvactors.actor.clock import now
+from kvactors.actor.clock import clock_of
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.messages import EmptyHost, HostReply, HostRequest
@@ -74,7 +75,9 @@ class Wiring:
         clock: Clock | None = None,
         quotas: Quotas | None = None,
     ) -> None:
-        self.clock, self.asleep = clock, False
+        # Requests read it twice: not through a look-up of the running loop.
+        self.clock = clock_of(asyncio.get_running_loop()) if clock is None else clock
+        self.asleep = False
         self.quotas = Quotas() if quotas is None else quotas
         self.config, self.storage, self.plane, self.sinks = config, storage, plane, sinks
         self.epoch = time.time_ns() // 1_000_000
@@ -211,7 +214,7 @@ class Wiring:
             quotas.default.host,
             {salt_id(salt): quota.host for salt, quota in quotas},
             int(config.hints.pin_share * config.host.slots),
-            now if self.clock is None else self.clock,
+            self.clock,
         )
 
     def _make_reader(

@@ -243,7 +243,8 @@ void Retention::drop_run(u32 id) {
 void Retention::touch(const u32* ids, u32 count, const Visit& visit) {
     if (count == 0) return;
     u32 known = 0;
-    while (known < count && row(ids[known]).run != kNil) ++known;
+    auto rows = rows_.cursor();
+    while (known < count && rows[ids[known]].run != kNil) ++known;
     double gap = -1;
     if (known != 0) {
         const Run& continued = runs_[row(ids[known - 1]).run];
@@ -251,9 +252,13 @@ void Retention::touch(const u32* ids, u32 count, const Visit& visit) {
     }
     u32 hits = 0, shadow_hits = 0;
     for (u32 x = 0; x < count;) {
-        const u32 id = row(ids[x]).run;
+        const u32 id = rows[ids[x]].run;
         u32 end = x, held = 0;
-        for (; end < count && row(ids[end]).run == id; ++end) held += row(ids[end]).held;
+        for (; end < count && rows[ids[end]].run == id; ++end) {
+            Row& block = rows[ids[end]];
+            held += block.held;
+            block.uses += block.uses != 0xffff;
+        }
         if (id != kNil) {
             const Run& run = runs_[id];
             if (run.time <= visit.acquired) {  // else another request has used it since
@@ -273,19 +278,23 @@ void Retention::touch(const u32* ids, u32 count, const Visit& visit) {
     }
     ++serial_;
     const auto class_at = [&](u32 x) {
-        return LifeTables::class_of(x + 1 == count, row(ids[x]).uses, gap, visit.output, visit.hint);
+        return LifeTables::class_of(x + 1 == count, rows[ids[x]].uses, gap, visit.output, visit.hint);
     };
-    for (u32 x = 0; x < count; ++x) row(ids[x]).uses = u16(std::min(row(ids[x]).uses + 1, 0xffff));
     for (u32 end = count; end > 0;) {  // the deepest first: they are the older ones
         const u32 cls = class_at(end - 1);
         u32 start = end - 1;
         const auto continues = [&](u32 x) {  // most blocks of a path have been used equally often
-            return (x + 1 < count && row(ids[x - 1]).uses == row(ids[x]).uses) || class_at(x - 1) == cls;
+            return (x + 1 < count && rows[ids[x - 1]].uses == rows[ids[x]].uses) || class_at(x - 1) == cls;
         };
         while (start > 0 && continues(start)) --start;
         const u64 order = (serial_ + 1 << kDepthBits) - 1 - std::min<u32>(start, (1u << kDepthBits) - 1);
         const u32 run = make_run(cls, order, end - start, ids[end - 1], count);
-        for (u32 x = start; x < end; ++x) row(ids[x]).run = run, row(ids[x]).held = true, mark_gone(ids[x]);
+        for (u32 x = start; x < end; ++x) {
+            Row& block = rows[ids[x]];
+            block.run = run;
+            block.held = true;
+            if (block.leaving) mark_gone(ids[x]);
+        }
         end = start;
     }
     settle_edge();
@@ -309,27 +318,15 @@ void Retention::stray(u32 id) {
 
 // ---------------------------------------------------------------- runs that can be shortened
 
-void Retention::list(u32 id) {
-    Row& block = row(id);
-    block.listed = true;
-    ++listed_;
-    if (block.parent != kNil) {
-        Row& parent = row(block.parent);
-        if (parent.children++ == 0 && parent.run != kNil && parent.held) {
-            const Run& above = runs_[parent.run];
-            if (above.filed && above.tail == block.parent) unfile(parent.run);
-        }
-    }
-    if (!block.held) stray(id);
-    file_if_free(id);
+// The block has a child that can be evicted, so it can no longer be.
+void Retention::cover(u32 id) {
+    const Row& block = row(id);
+    if (block.listed) unfile_tail(id);
 }
 
-void Retention::unlist(u32 id) {
-    Row& block = row(id);
-    block.listed = false;
-    --listed_;
-    if (block.held && runs_[block.run].filed && runs_[block.run].tail == id) unfile(block.run);
-    if (block.parent != kNil && --row(block.parent).children == 0) file_if_free(block.parent);
+void Retention::unfile_tail(u32 id) {
+    const Row& block = row(id);
+    if (block.run != kNil && block.held && runs_[block.run].filed && runs_[block.run].tail == id) unfile(block.run);
 }
 
 // Nothing is in the way of its eviction.

@@ -76,8 +76,21 @@ public:
     u64 key(u32 id) const { return row(id).key; }
 
     // The block can be evicted once no child of it can: it is resident, and nothing uses it.
-    void list(u32 id);
-    void unlist(u32 id);
+    void list(u32 id) {
+        Row& block = row(id);
+        block.listed = true;
+        ++listed_;
+        if (block.parent != kNil && row(block.parent).children++ == 0) cover(block.parent);
+        if (!block.held) stray(id);
+        if (block.children == 0) file_if_free(id);
+    }
+    void unlist(u32 id) {
+        Row& block = row(id);
+        block.listed = false;
+        --listed_;
+        if (block.children == 0) unfile_tail(id);
+        if (block.parent != kNil && --row(block.parent).children == 0) file_if_free(block.parent);
+    }
     bool is_listed(u32 id) const { return row(id).listed; }
     bool is_held(u32 id) const { return row(id).held; }
 
@@ -181,6 +194,8 @@ private:
     void unfile(u32 run);
     bool is_free(u32 id) const;
     void file_if_free(u32 id);
+    void cover(u32 id);
+    void unfile_tail(u32 id);
     void compare(const Run& run, bool only);
     void choose(u32 bin);
     void check_ranks() const;
@@ -202,7 +217,7 @@ private:
     const Guard guard_;
     double now_ = 0;
     u64 serial_ = 0;  // touches
-    Slab<Row> rows_;
+    Slab<Row, 1> rows_;
     std::vector<Run, HugePages<Run>> runs_;
     std::vector<Ghost, HugePages<Ghost>> ghosts_;
     Places run_places_, ghost_places_;

@@ -219,8 +219,9 @@ private:
 
     // Cleared with its salt, and kept only for those that use it.
     bool gone(u32 id) const { return sharing_ != nullptr && sharing_->forgotten(id); }
-    // Whether a node in the list has no place elsewhere: LRU, without salts, quotas and hints.
-    bool is_plain() const { return policy_ == nullptr && memory_ == nullptr && sharing_ == nullptr; }
+    // Whether a node has no place but that in the list: no RETAIN of the host tier, salts, quotas or
+    // hints. RETAIN of the device follows the list.
+    bool is_plain() const { return memory_ == nullptr && sharing_ == nullptr; }
     bool has_listed() const { return counts_.evictable != 0; }
     u32 first_listed() const;
     u32 shared_victim(const Demand& demand, bool& chosen);

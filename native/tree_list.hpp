@@ -77,6 +77,7 @@ public:
         ++referenced_;
         if ((node.bits & kListed) == 0) return;
         node.bits &= u8(~kListed);
+        if (tree_.policy_ != nullptr) tree_.policy_->unlist(id);
         ++unlisted_;
         tree_.read_ -= node.pending != 0;
         if (first_ == kNil || node.next != first_) {
@@ -90,6 +91,7 @@ public:
     void acquire_run(const u32* ids, u32 count, u32* blocks) {
         Slab<Node, 1>::Cursor rows = tree_.nodes_.cursor();
         u32 first = first_, referenced = 0, unlisted = 0, read = 0;
+        Retention* const policy = tree_.policy_;
         for (u32 i = 0; i < count; ++i) {
             const u32 id = ids[i];
             Node& node = rows[id];
@@ -103,6 +105,7 @@ public:
             ++referenced;
             if ((node.bits & kListed) == 0) continue;
             node.bits &= u8(~kListed);
+            if (policy != nullptr) policy->unlist(id);
             ++unlisted;
             read += node.pending != 0;
             if (first == kNil || node.next != first) {

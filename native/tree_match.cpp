@@ -245,6 +245,7 @@ void Tree::let_go_run(const u32* first, const u32* end, std::vector<u32>& freed)
         tail = id;
         ++listed;
         read += node.pending != 0;
+        if (policy_ != nullptr) policy_->list(id);
     }
     tails_[kPlainLevel] = tail;
     counts_.referenced -= dropped;
