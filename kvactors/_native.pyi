@@ -199,8 +199,9 @@ class LifeTables:
     """Statistics of the eviction policy RETAIN: how many runs of each class reached each age, and
     were requested again at it. The trees of an index share them."""
 
-    def __init__(self, inverted: bool = False) -> None:
-        """`inverted`: the best run is the first victim, for tests of the guard."""
+    def __init__(self, inverted: bool = False, first: int = 0) -> None:
+        """`inverted`: the best run is the first victim, for tests of the guard. `first`: requests
+        that are only observed, while the least recently used block is the victim."""
 
     requests: int
 

@@ -143,8 +143,8 @@ class DeviceConfig(
         high_watermark: the used fraction of `num_blocks` above which blocks are evicted ahead of
             need (both 0: on demand only).
         layerwise: load layer by layer (`Lease.wait_layer`).
-        policy: order of eviction: lru, or retain, which learns from past requests which blocks are
-            used again.
+        policy: order of eviction: retain, which learns from past requests which blocks are used
+            again, or lru.
     """
 
     kind: Literal["host", "paddle", "cuda"] = "host"
@@ -155,7 +155,7 @@ class DeviceConfig(
     low_watermark: Share = 0.0
     high_watermark: Share = 0.0
     layerwise: bool = False
-    policy: Literal["lru", "retain"] = "lru"
+    policy: Literal["lru", "retain"] = "retain"
 
     free_low = Earlier("high_watermark", used_share, used_share)
     free_high = Earlier("low_watermark", used_share, used_share)

@@ -44,7 +44,7 @@ u32 level(double value, std::initializer_list<double> bounds) {
 
 }  // namespace
 
-LifeTables::LifeTables(bool inverted) : inverted_(inverted), tables_(kClasses), chance_(kClasses), density_(kClasses) {
+LifeTables::LifeTables(bool inverted, u64 first) : inverted_(inverted), first_(first), tables_(kClasses), chance_(kClasses), density_(kClasses) {
     up_[0] = kNil;
     up_[1] = 0;
     for (u32 last = 0; last < 2; ++last)

@@ -26,8 +26,8 @@ public:
     static constexpr u32 kClasses = 2 + 2 * kKind;
 
     // inverted: density is negated, so that the best run is the first victim. For tests of the
-    // guard.
-    explicit LifeTables(bool inverted = false);
+    // guard. first: requests that are only observed, see `has_begun`.
+    explicit LifeTables(bool inverted = false, u64 first = 0);
 
     static u32 bin_of(double age);
     static double start_of(u32 bin);
@@ -56,6 +56,8 @@ public:
     bool rises(u32 cls, u32 bin) { return bin + 1 < kBins && density(cls, bin + 1) > density(cls, bin); }
     u64 computed() const { return computed_; }  // computations so far
     u64 requests() const { return requests_; }
+    // Whether enough requests have been observed to choose victims by them.
+    bool has_begun() const { return requests_ >= first_; }
 
 private:
     using Row = std::array<double, kBins>;
@@ -69,6 +71,7 @@ private:
     void rank(u32 cls);
 
     const bool inverted_;
+    const u64 first_;
     u64 requests_ = 0, computed_ = 0;
     double weight_ = 1;  // of an observation now: it grows, so that earlier ones count less
     std::array<u32, kClasses> up_{};

@@ -42,7 +42,7 @@ nb::tuple match_tuple(const Match& match) {
 
 void bind_tree(nb::module_& m) {
     nb::class_<LifeTables>(m, "LifeTables")
-        .def("__init__", [](LifeTables* self, bool inverted) { new (self) LifeTables(inverted); }, "inverted"_a = false)
+        .def("__init__", [](LifeTables* self, bool inverted, Id first) { new (self) LifeTables(inverted, size_of(first, "first out of range")); }, "inverted"_a = false, "first"_a = 0)
         .def_prop_ro("requests", [](const LifeTables& t) { return t.requests(); });
     nb::class_<PyTree> tree(m, "BlockTree");
     nb::class_<PyCheck>(m, "TreeCheck")

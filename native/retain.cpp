@@ -432,7 +432,7 @@ void Retention::choose(u32 of) {
 }
 
 u32 Retention::victim() {
-    if (displaced_ >= limit()) return kNil;
+    if (displaced_ >= limit() || !tables_->has_begun()) return kNil;
     if (current_ != kNil && runs_[current_].filed) return runs_[current_].tail;
     if (ranked_ != tables_->computed()) stale_ = ~u64(0);
     ranked_ = tables_->computed();

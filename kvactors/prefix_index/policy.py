@@ -15,6 +15,10 @@ from kvactors.quotas import Quota, Quotas, salt_id
 Clock = Callable[[], float]
 """Seconds, never running backwards."""
 
+FIRST = 32
+"""Requests after a start that RETAIN only observes. Until then the least recently used block is the
+victim."""
+
 
 class TierPolicies:
     """Makes the trees of an index, and passes requests and the time on to them.
@@ -121,6 +125,6 @@ def policies_of(
     """The policies of the names in `device.policy` and `host.policy`. clock: the running loop's if
     None."""
     retained = [name == "retain" for name in (device, host)]
-    tables = LifeTables() if any(retained) else None
+    tables = LifeTables(first=FIRST) if any(retained) else None
     clock = now if clock is None else clock
     return TierPolicies(tables, clock, device=retained[0], host=retained[1], quotas=quotas)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.native import BlockTree, LifeTables, Path
+from kvactors.prefix_index.policy import FIRST
 from kvactors.scenario.sweep import Paths
 from kvactors.scenario.trace import TraceRequest
 
@@ -119,7 +120,7 @@ def retain_hits(
         whole: whether a request may hit all its blocks.
         progress: called with the number of requests that are done, from time to time.
     """
-    device = DeviceTier(size, LifeTables())
+    device = DeviceTier(size, LifeTables(first=FIRST))
     blocks = paths.blocks.astype(np.uint32)
     times: Sequence[float] = arrivals.times.tolist()
     outputs: Sequence[int] = arrivals.outputs.tolist()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 
 import kvactors
-from kvactors.config import DeviceConfig, HostConfig
+from kvactors.config import CacheConfig, DeviceConfig, HostConfig
 from kvactors.cpu_evictor.policy import POLICIES
+from kvactors.prefix_index.policy import FIRST
 
 
 @pytest.mark.parametrize(
     ("device", "host", "expected"),
     [
-        ({}, {}, "lru"),
-        ({"policy": "retain"}, {}, "retain"),
+        ({}, {}, "retain"),
+        ({"policy": "lru"}, {}, "lru"),
+        ({}, {"policy": "lru"}, "lru"),
         ({"policy": "retain"}, {"policy": "lru"}, "lru"),
-        ({}, {"policy": "retain"}, "retain"),
         ({"policy": "lru"}, {"policy": "retain"}, "retain"),
     ],
 )
@@ -26,3 +27,31 @@ async def test_a_host_policy_that_is_not_set_is_that_of_the_device(device, host,
     async with kvactors.open(config) as cache:
         assert type(cache.system.evictor_actor.host.policy) is POLICIES[expected]
         assert cache.system.index_actor.core.index.policy.host is (expected == "retain")
+
+
+async def evictions(policy, requests):
+    """The blocks that the device evicts while prompts of two blocks come one after another, some of
+    them again. One of them is asked for often."""
+    gone: list[tuple[int, ...]] = []
+    device = DeviceConfig(num_blocks=8, policy=policy)
+    config = kvactors.Config(cache=CacheConfig(block_size=1), device=device)
+    async with kvactors.open(config) as cache:
+        held: set[int] = set()
+        for number in range(requests):
+            name = 0 if number % 4 == 0 else number
+            async with await cache.acquire("r", [2 * name, 2 * name + 1, 1000]) as lease:
+                await lease.wait_ready()
+                await lease.finish(2)
+            held |= {2 * name, 2 * name + 1}
+            there = {
+                one for one in held if cache.lookup([one & ~1, one | 1, 1000]).device > one % 2
+            }
+            gone.append(tuple(sorted(held - there)))
+            held = there
+    return gone
+
+
+async def test_the_first_requests_after_a_start_are_evicted_by_lru():
+    lru, retain = [await evictions(policy, 3 * FIRST) for policy in ("lru", "retain")]
+    assert retain[:FIRST] == lru[:FIRST]
+    assert retain != lru

@@ -110,7 +110,7 @@ def tiny(**tables):
     return ReplayConfig.from_mapping(
         {
             "cache": {"block_size": 4, "recompute_last_token": False},
-            "device": {"num_blocks": DEVICE},
+            "device": {"num_blocks": DEVICE, "policy": "lru"},
             "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "dtype": "uint8"},
             "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
             **tables,

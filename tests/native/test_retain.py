@@ -61,9 +61,15 @@ def requests(draw, most=80):
 
 
 @settings(max_examples=25)
-@given(trace=requests(), size=st.integers(1, 64), hinted=st.booleans())
-def test_it_evicts_what_the_model_evicts(trace, size, hinted):
-    device, model = Recorded(size, LifeTables()), RetainModel(size, variant=SHIPPED)
+@given(
+    trace=requests(),
+    size=st.integers(1, 64),
+    hinted=st.booleans(),
+    first=st.just(0) | st.integers(0, 40),
+)
+def test_it_evicts_what_the_model_evicts(trace, size, hinted, first):
+    device = Recorded(size, LifeTables(first=first))
+    model = RetainModel(size, variant=SHIPPED, first=first)
     model.compared = device.evicted
     for number, (ids, now, output) in enumerate(trace):
         hints: dict[str, Any] = HINTS[hinted * number % len(HINTS)]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvactors.native import LifeTables
+from kvactors.prefix_index.policy import FIRST
 from kvactors.scenario.policy_run import DeviceTier
 from kvactors.scenario.sweep import hit_curve, read_paths
 from tests.support.adversaries import ADVERSARIES, finer, first
@@ -42,7 +43,7 @@ def rates(requests, size):
         return hits / blocks
 
     curve = hit_curve(read_paths(ids.astype("u8") for ids in arrays), size)
-    return Rates(curve.rate(size), run(LifeTables()), run(LifeTables(True)))
+    return Rates(curve.rate(size), run(LifeTables(first=FIRST)), run(LifeTables(True, FIRST)))
 
 
 TWO = (((False, False), False), ((True, True), False), ((True, True), True))
@@ -51,7 +52,7 @@ TWO = (((False, False), False), ((True, True), False), ((True, True), True))
 
 def two_tiers(requests, device, host, retain, inverted):
     """The hit rate of both tiers together."""
-    tiers, hits = TwoTiers(device, host, LifeTables(inverted), retain), 0
+    tiers, hits = TwoTiers(device, host, LifeTables(inverted, FIRST), retain), 0
     for one in requests:
         hits += sum(tiers.request(np.array(one.ids, np.uint32), one.now, one.output)[:2])
     return hits / sum(len(one.ids) for one in requests)
@@ -60,7 +61,7 @@ def two_tiers(requests, device, host, retain, inverted):
 def three_tiers(requests, retain):
     """The hit rate of 3,000, 30,000 and 100,000 blocks, and the blocks moved down. The store
     takes the blocks that leave the host, and evicts those that it has had longest."""
-    tiers, store = TwoTiers(3000, 30_000, LifeTables(), retain), OrderedDict()
+    tiers, store = TwoTiers(3000, 30_000, LifeTables(first=FIRST), retain), OrderedDict()
     hits = stored = 0
     for one in requests:
         device, host, hashes = tiers.request(np.array(one.ids, np.uint32), one.now, one.output)

@@ -23,6 +23,16 @@ BUGS: tuple[Mutation, ...] = (
         (f"{TESTS}::test_the_tree_is_given_the_time_before_a_match_and_before_an_end",),
     ),
     Mutation(
+        "retain_begins_at_once",
+        "prefix_index/policy.py",
+        "LifeTables(first=FIRST)",
+        "LifeTables()",
+        "the first victims after a start are chosen by next to no observations",
+        (
+            "tests/cache/test_tier_policies.py::test_the_first_requests_after_a_start_are_evicted_by_lru",
+        ),
+    ),
+    Mutation(
         "long_requests_match_in_the_past",
         "prefix_index/long_requests.py",
         "        index.policy.advance(tree)\n",

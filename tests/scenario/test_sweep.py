@@ -90,7 +90,7 @@ async def test_tiers_hit_as_in_a_replay(device, mode, tmp_path):
     config = ReplayConfig.from_mapping(
         {
             "cache": {"block_size": 4, "recompute_last_token": False},
-            "device": {"num_blocks": device},
+            "device": {"num_blocks": device, "policy": "lru"},
             "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "dtype": "uint8"},
             "host": {"slots": device + 2, "mode": mode},
         }

@@ -26,7 +26,7 @@ from kvactors.scenario.sweep_report import (
 TRACE = [[0, 1, 2], [0, 1, 3, 4], [5], [0, 1, 2, 6, 7, 8], [0, 1, 3, 4], [5, 9], [0, 1, 2, 6]] * 3
 TABLES = {
     "cache": {"block_size": 4, "model": "m", "recompute_last_token": False},
-    "device": {"num_blocks": 6},
+    "device": {"num_blocks": 6, "policy": "lru"},
     "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "dtype": "uint8"},
 }
 

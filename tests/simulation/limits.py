@@ -19,6 +19,7 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "saves waiting": ("kvactors.storage.device_store", "WAITING"),
     "scopes remembered": ("kvactors.prefix_index.announcements", "MOST_SCOPES"),
     "blocks of a turn": ("kvactors.prefix_index.parts", "BLOCKS"),
+    "requests observed first": ("kvactors.prefix_index.policy", "FIRST"),
 }
 """By name: the module and the constant. The constant is read when it is used, so that replacing it
 has an effect."""

@@ -243,6 +243,7 @@ class RetainModel:
         most_ghosts: runs without a resident block that are remembered at most.
         invert: evict the most valuable run, to test the guard.
         variant: of the algorithm.
+        first: requests that are only observed. The victim is that of LRU.
     """
 
     def __init__(
@@ -252,7 +253,9 @@ class RetainModel:
         most_ghosts: int = 32768,
         invert: bool = False,
         variant: Variant = DESCRIBED,
+        first: int = 0,
     ) -> None:
+        self.first = first
         self.size, self.most_ghosts, self.invert = size, most_ghosts, invert
         self.variant, self.guard = variant, Guard()
         self.table = LifeTable(variant.half_life)
@@ -384,9 +387,12 @@ class RetainModel:
 
     def _victim(self) -> Run:
         """The oldest run of the class and bin of lowest density, or the youngest if the density
-        rises with the age. Without trust the oldest run of all."""
+        rises with the age. Without trust, and before `first` requests, the oldest run of all."""
         runs = [run for run in self.runs.values() if self._is_evictable(run)]
-        if self.variant.guarded and not self.guard.trusts(self.resident | self._pinned):
+        observes = self._requests < self.first
+        if self.variant.guarded and (
+            observes or not self.guard.trusts(self.resident | self._pinned)
+        ):
             return min(runs, key=lambda run: run.order)
         bins: dict[tuple[Class, int], list[Run]] = {}
         for run in sorted(runs, key=lambda run: run.order):
