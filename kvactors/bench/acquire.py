@@ -38,6 +38,7 @@ ASKS = 3
 def run(*, quick: bool = False) -> dict[str, Any]:
     """All rows. quick: a few requests only, for tests."""
     rows, requests = run_terminable(measure(1_000 if quick else 20_000))
+    rows += run_terminable(rates(requests, "lru", ", LRU"))
     rows += on_uvloop(requests)
     settings = {
         "prompt_tokens": PROMPT,
@@ -49,12 +50,13 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     return bench_report("acquire", rows, settings)
 
 
-def config() -> Config:
-    """A device that holds the blocks of every client twice."""
+def config(policy: str = "retain") -> Config:
+    """A device that holds the blocks of every client twice. policy: of eviction, the default one if
+    not given."""
     return Config.from_mapping(
         {
             "cache": {"block_size": BLOCK},
-            "device": {"num_blocks": 2 * CLIENTS * (PROMPT // BLOCK + 1)},
+            "device": {"num_blocks": 2 * CLIENTS * (PROMPT // BLOCK + 1), "policy": policy},
             "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8},
         }
     )
@@ -76,12 +78,14 @@ def on_uvloop(requests: int) -> list[Row]:
     except ImportError:
         return []
 
-    async def rates() -> list[Row]:
-        async with open_cache(config()) as cache:
-            return await throughput_rows(cache, await serve_each(cache), requests, ", uvloop")
-
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(rates())
+        return runner.run(rates(requests, "retain", ", uvloop"))
+
+
+async def rates(requests: int, policy: str, suffix: str) -> list[Row]:
+    """The rows of throughput of another cache."""
+    async with open_cache(config(policy)) as cache:
+        return await throughput_rows(cache, await serve_each(cache), requests, suffix)
 
 
 async def throughput_rows(
