@@ -52,12 +52,12 @@ def sequence_of(request: Any, name: str) -> Any:
     """A list or an array of a request.
 
     Raises:
-        TypeError: the attribute is neither.
+        TypeError: the attribute is neither, or is missing.
     """
-    found: Any = getattr(request, name)
+    found: Any = _attribute(request, name)
     if isinstance(found, str | Mapping) or not hasattr(found, "__getitem__"):
         raise TypeError(
-            f"{name} of request {request.request_id!r} must be a list or an array, not "
+            f"{name} of request {name_of(request)!r} must be a list or an array, not "
             f"{type(found).__name__}"
         )
     return found
@@ -67,12 +67,52 @@ def name_of(request: Any) -> str:
     """The id of a request.
 
     Raises:
-        TypeError: it is no string.
+        TypeError: it is no string, or is missing.
     """
-    found = request.request_id
+    found = _attribute(request, "request_id")
     if not isinstance(found, str):
         raise TypeError(f"request_id must be a string, not {found!r}")
     return found
+
+
+def _attribute(request: Any, name: str) -> Any:
+    try:
+        return getattr(request, name)
+    except AttributeError:
+        raise TypeError(
+            f"a request must have {name}, and {type(request).__name__} has not"
+        ) from None
+
+
+def media_of(request: Any) -> tuple[list[tuple[int, int]], list[Any]]:
+    """Places (offset, length) and hashes of a request's media.
+
+    Raises:
+        TypeError: `multimodal_inputs` has another form.
+    """
+    inputs = getattr(request, "multimodal_inputs", None)
+    if inputs is None:
+        return [], []
+    if not isinstance(inputs, Mapping):
+        raise TypeError(f"multimodal_inputs must be a mapping, not {type(inputs).__name__}")
+    positions, hashes = _items(inputs, "mm_positions"), _items(inputs, "mm_hashes")
+    for one in positions:
+        if not (hasattr(one, "offset") and hasattr(one, "length")):
+            raise TypeError(f"mm_positions must have offset and length, not {one!r}")
+    places = [
+        (whole("a media offset", one.offset), whole("a media length", one.length))
+        for one in positions
+    ]
+    return places, hashes
+
+
+def _items(inputs: Mapping[str, Any], name: str) -> list[Any]:
+    found = inputs.get(name)
+    if found is None:
+        return []
+    if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__iter__"):
+        raise TypeError(f"{name} must be a list, not {type(found).__name__}")
+    return list(found)
 
 
 def required_blocks(input_token_num: int, block_size: int) -> int:

@@ -138,8 +138,7 @@ class EngineTiers:
         self._tensors = tensors
         try:
             cache.lower = open_lower_tiers(settings, tensors, stream=self._stream)
-            if cache.lower is not None:
-                self.check_blocks(num_blocks)
+            self.check_blocks(num_blocks)
             self._open_services()
         except BaseException:
             self._close_all()
@@ -151,11 +150,11 @@ class EngineTiers:
         Raises:
             LayoutError: the tensors have fewer.
         """
-        lower = self._cache.lower
-        if lower is not None and num_blocks > lower.num_blocks:
+        tensors = self._tensors
+        if tensors is not None and num_blocks > tensors.num_blocks:
             raise LayoutError(
-                f"total_block_num is {num_blocks}, and the cache tensors have {lower.num_blocks} "
-                "blocks"
+                f"total_block_num is {num_blocks}, and the cache tensors have "
+                f"{tensors.num_blocks} blocks"
             )
 
     def _open_services(self) -> None:

@@ -34,10 +34,12 @@ class EngineTensors(NamedTuple):
     Attributes:
         ranks: by rank.
         layout: of one rank.
+        num_blocks: device blocks that every tensor has.
     """
 
     ranks: list[RankTensors]
     layout: CacheKvsLayout
+    num_blocks: int
 
     @classmethod
     def read(cls, named: Mapping[str, Any], settings: ManagerSettings) -> EngineTensors:
@@ -57,7 +59,8 @@ class EngineTensors(NamedTuple):
         ]
         if len({layout.fingerprint for layout in layouts}) > 1:
             raise LayoutError("the ranks have tensors of different shapes")
-        return cls(ranks, layouts[0])
+        rows = [rows_of(tensor).rows for one in ranks for tensor in layouts[0].ordered(one)]
+        return cls(ranks, layouts[0], min(rows))
 
     @property
     def block_bytes(self) -> int:
@@ -83,14 +86,12 @@ class LowerTiers(NamedTuple):
         host: host memory, and the store below it.
         writes: writes of finished requests. None without storage.
         memory: all host slots.
-        num_blocks: device blocks that the tensors have.
         slots: blocks of the host tier, 0 if there is none.
     """
 
     host: HostTiers
     writes: FinishWrites | None
     memory: SlotMemory
-    num_blocks: int
     slots: int
 
     def close(self) -> None:
@@ -153,7 +154,7 @@ def open_lower_tiers(
     moves = HostTiers(
         tiers, copies, keeps=slots > 0, reads=stored, fetch_wait_s=options.fetch_wait_s
     )
-    return LowerTiers(moves, writes, memory, copies.num_blocks, slots)
+    return LowerTiers(moves, writes, memory, slots)
 
 
 def host_slots(settings: ManagerSettings, rank_bytes: int) -> int:

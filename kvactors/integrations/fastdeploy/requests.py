@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvactors.extra_keys import block_extras
-from kvactors.integrations.fastdeploy.arguments import sequence_of, whole
+from kvactors.integrations.fastdeploy.arguments import media_of, name_of, sequence_of, whole
 from kvactors.integrations.fastdeploy.block_index import BlockIndex, IndexedBlock
 from kvactors.integrations.fastdeploy.device_blocks import DeviceBlocks
 from kvactors.native import Path
@@ -51,18 +51,11 @@ class RequestRecord:
         self.extend(request)
 
     def _set_media(self, request: Any, block_size: int) -> bool:
-        inputs = getattr(request, "multimodal_inputs", None) or {}
-        positions, hashes = inputs.get("mm_positions") or (), inputs.get("mm_hashes") or ()
-        if not len(positions):
+        places, hashes = media_of(request)
+        if not places:
             return False
-        places = [
-            (whole("a media offset", one.offset), whole("a media length", one.length))
-            for one in positions
-        ]
         total = sum(len(tokens) for tokens in _parts(request))
-        extras = block_extras(
-            -(-total // block_size), block_size, places, list(hashes), num_tokens=total
-        )
+        extras = block_extras(-(-total // block_size), block_size, places, hashes, num_tokens=total)
         for block, extra in extras.items():
             self.path.set_extra(block, extra)
         return bool(extras)
@@ -72,7 +65,7 @@ class RequestRecord:
         total = sum(map(len, _parts(request)))
         if total < self.path.num_tokens:
             raise ValueError(
-                f"request {request.request_id!r} had {self.path.num_tokens} tokens and has "
+                f"request {name_of(request)!r} had {self.path.num_tokens} tokens and has "
                 f"{total} now"
             )
         return total

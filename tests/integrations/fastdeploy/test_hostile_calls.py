@@ -156,6 +156,12 @@ def test_tokens_that_are_none_are_refused_and_the_earlier_match_stays(
         ([Position(0.5, 2)], ["a"], TypeError, "a media offset must be an integer"),
         ([Position(0, "2")], ["a"], TypeError, "a media length must be an integer"),
         ([Position(0, 2)], [None], TypeError, "a media hash must be bytes, str or int"),
+        ([(0, 2)], ["a"], TypeError, r"mm_positions must have offset and length, not \(0, 2\)"),
+        ([None], ["a"], TypeError, "mm_positions must have offset and length, not None"),
+        (5, ["a"], TypeError, "mm_positions must be a list, not int"),
+        ([Position(0, 2)], 5, TypeError, "mm_hashes must be a list, not int"),
+        ([Position(0, 2)], "a", TypeError, "mm_hashes must be a list, not str"),
+        (np.array([[0, 2], [4, 2]]), ["a", "b"], TypeError, "mm_positions must have offset"),
     ],
 )
 def test_media_that_do_not_fit_are_refused_at_once(busy, positions, hashes, error, text):
@@ -163,6 +169,38 @@ def test_media_that_do_not_fit_are_refused_at_once(busy, positions, hashes, erro
     busy.request.multimodal_inputs = {"mm_positions": positions, "mm_hashes": hashes}
     with pytest.raises(error, match=text):
         busy.manager.request_match_blocks(busy.request, BLOCK_SIZE)
+    assert state(busy.manager) == before
+
+
+def test_media_inputs_are_a_mapping(busy):
+    before = state(busy.manager)
+    busy.request.multimodal_inputs = [Position(0, 2)]
+    with pytest.raises(TypeError, match="multimodal_inputs must be a mapping, not list"):
+        busy.manager.request_match_blocks(busy.request, BLOCK_SIZE)
+    assert state(busy.manager) == before
+
+
+@pytest.mark.parametrize("request_", [None, 5, 1.5, "u", [], object(), np.array([[1]])])
+def test_a_request_that_is_none_is_named(busy, request_):
+    manager, before = busy.manager, state(busy.manager)
+    for call in (
+        lambda: manager.request_match_blocks(request_, BLOCK_SIZE),
+        lambda: manager.update_cache_blocks(request_, BLOCK_SIZE, 8),
+        lambda: manager.cache_output_blocks(request_, BLOCK_SIZE),
+        lambda: manager.write_cache_to_storage(request_),
+        lambda: manager.release_block_ids(request_),
+    ):
+        with pytest.raises(TypeError, match="a request must have"):
+            call()
+    assert state(manager) == before
+
+
+@pytest.mark.parametrize("field", ["prompt_token_ids", "output_token_ids", "block_tables"])
+def test_a_request_without_a_field_is_refused(busy, field):
+    before = state(busy.manager)
+    delattr(busy.request, field)
+    with pytest.raises(TypeError, match=f"a request must have {field}, and Request has not"):
+        busy.manager.update_cache_blocks(busy.request, BLOCK_SIZE, 8)
     assert state(busy.manager) == before
 
 

@@ -16,6 +16,7 @@ from kvactors.integrations.fastdeploy.signals import (
     UPDATING,
     SharedSignal,
 )
+from kvactors.testing import attentionstore_sdk as stand_in
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.oracle import ModelMemory
 
@@ -150,13 +151,22 @@ def test_tiers_without_tensors_are_refused(engine):
         one.manager.attach()
 
 
-def test_tensors_of_too_few_blocks_are_refused(engine):
-    memory = ModelMemory(3, BLOCK_SIZE)
-    one = engine(gpu=4, cpu=2, attach=False, memory=memory)
+@pytest.mark.parametrize("backend", [None, "attention_store"])
+def test_tensors_of_too_few_blocks_are_refused(engine, backend):
+    """AttentionStore computes addresses from block numbers, so it would use memory beyond them."""
+    stand_in.reset()
+    memory, options = ModelMemory(3, BLOCK_SIZE), {}
+    if backend is not None:
+        options = {"attention_store": {"sdk": "kvactors.testing.attentionstore_sdk"}}
+    cpu = 0 if backend else 2
+    one = engine(gpu=4, cpu=cpu, attach=False, memory=memory, backend=backend, options=options)
     with pytest.raises(LayoutError, match="total_block_num is 4, and the cache tensors have 3"):
         one.manager.attach()
     memory.tensors.update(ModelMemory(4, BLOCK_SIZE).tensors)
     one.manager.attach()
+    one.config.cache_config.total_block_num = 5
+    with pytest.raises(LayoutError, match="total_block_num is 5, and the cache tensors have 4"):
+        one.manager.update_cache_config(one.config.cache_config)
 
 
 def test_tensors_of_another_number_of_ranks_are_refused(engine):
