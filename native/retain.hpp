@@ -41,11 +41,13 @@ struct Guard {
     double slope;    // blocks that may be displaced for each hit of trust
     double initial;  // trust before anything is observed
     double most;     // largest share of the permitted loss that is granted as trust
+    double share;    // of the tier that the initial trust may displace at most, 0 without a bound
 };
 
-constexpr Guard kDeviceGuard{17, 16, 0.9};
+// Without the bound a device of 300 blocks could displace 272 of them before its first hit.
+constexpr Guard kDeviceGuard{17, 16, 0.9, 0.25};
 // Of device and host together, where a share of the hits as large needs fewer displaced blocks.
-constexpr Guard kTotalGuard{2, 32, 0.4};
+constexpr Guard kTotalGuard{2, 32, 0.4, 0};
 
 struct RetentionCounts {
     u64 runs = 0, ghosts = 0, requests = 0, touched = 0, hits = 0, shadow_hits = 0;

@@ -85,7 +85,13 @@ void Retention::expect(u64 blocks) {
     due_ = run == kNil ? ~u64(0) : runs_[run].order;
 }
 
-u64 Retention::limit() const { return trust_ <= 0 ? 0 : u64(trust_ * guard_.slope); }
+u64 Retention::limit() const {
+    if (trust_ <= 0) return 0;
+    const double earned = guard_.slope * std::max(0.0, trust_ - guard_.initial);
+    double granted = guard_.slope * std::min(trust_, guard_.initial);
+    if (guard_.share != 0) granted = std::min(granted, guard_.share * double(resident_));
+    return u64(granted + earned);
+}
 
 void Retention::judge(u32 touched, u32 hits, u32 shadow_hits) {
     ++counts_.requests;

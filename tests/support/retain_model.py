@@ -177,6 +177,7 @@ class Guard:
     START, SLOPE = 16.0, 17.0
     LOSS = 0.002  # of all blocks
     FULL, LEAST = 0.9, 0.036  # shares of that
+    SHARE = 0.25  # of the resident blocks, that the trust at the start may displace
 
     def __init__(self) -> None:
         self.stack: dict[int, None] = {}  # blocks by their last use, the oldest first
@@ -190,7 +191,8 @@ class Guard:
     def trusts(self, resident: set[int]) -> bool:
         """Whether the statistics may choose the next victim."""
         displaced = set(self.shadow(len(resident))) - resident
-        return len(displaced) < int(self.SLOPE * self.trust)
+        granted = min(self.SLOPE * min(self.trust, self.START), self.SHARE * len(resident))
+        return len(displaced) < int(granted + self.SLOPE * max(0.0, self.trust - self.START))
 
     def request(self, ids: Sequence[int], hits: int, before: int, after: int) -> None:
         """Compare the hits of a request with those of the LRU.
