@@ -56,8 +56,9 @@ def open_cache(
         backend: a store supplied by the caller, in place of the config's (not used in flush-only
             mode).
         inline_copies: copy in the loop's thread, for loops of virtual time.
-        clock: seconds that the ages of blocks are measured in, for a replay of past requests. None:
-            the loop's clock.
+        clock: seconds that the ages of blocks are measured in, for a replay of past requests. A pin
+            with a time to live ends when that is over on the loop's clock as well. None: the loop's
+            clock.
 
     Returns:
         A context manager. The cache is open inside its block.

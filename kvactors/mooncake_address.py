@@ -55,7 +55,10 @@ def metadata_endpoints(server: str) -> Sequence[Endpoint]:
         return ()
     scheme, separator, rest = server.rpartition("://")
     if separator and scheme in ("http", "https"):
-        rest = urlsplit(server).netloc.rpartition("@")[2]
+        try:
+            rest = urlsplit(server).netloc.rpartition("@")[2]
+        except ValueError as error:  # half of an IPv6 address
+            raise ConfigError(f"{METADATA} {server!r}: {error}") from None
         if rest and ":" not in rest.rpartition("]")[2]:
             rest += ":443" if scheme == "https" else ":80"
         return [_endpoint(METADATA, server, rest)]

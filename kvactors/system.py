@@ -113,7 +113,8 @@ class System:
         self.backend, self.store = self.plane.backend, self.plane.store
         self.device_store = self.plane.device_store
         shares = None if self.store is None else self.store.shares
-        keep_quotas(quotas.storage, shares, self.storage.backend)
+        if not config.flush.flush_only:  # no setting of the store has an effect then
+            keep_quotas(quotas.storage, shares, self.storage.backend)
         require_sinks(config, sinks)
         made = [*make_sinks(config, self.layout, self.device if self.sized else None), *sinks]
         self.sinks = {sink.name: sink for sink in made}

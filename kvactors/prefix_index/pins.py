@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import PinHostBlocks, UnpinHostBlocks
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action, StartTimer, Timed
@@ -15,6 +17,12 @@ from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import PinExpired
 from kvactors.prefix_index.records import LeaseState
 from kvactors.types import HASH_BYTES
+
+EARLY = 0.001
+"""Seconds that a timer may be early, by the resolution of the clocks."""
+
+AGAIN = 0.1
+"""Seconds at least until a clock that stands still is looked at again."""
 
 
 class Pin(Timed):
@@ -25,9 +33,10 @@ class Pin(Timed):
         salt: see `kvactors.quotas.salt_id`.
         hashes: of its blocks, from the first on.
         tree, nodes: where its blocks are. Without nodes the device has lost them.
+        expiry: time of the cache's clock from which it is over.
     """
 
-    __slots__ = ("hashes", "nodes", "number", "salt", "tree")
+    __slots__ = ("expiry", "hashes", "nodes", "number", "salt", "tree")
 
     def __init__(
         self, number: int, salt: int, hashes: bytes, tree: BlockTree, nodes: NDArray[np.uint32]
@@ -38,6 +47,7 @@ class Pin(Timed):
         self.hashes = hashes
         self.tree = tree
         self.nodes: NDArray[np.uint32] | None = nodes
+        self.expiry = inf
 
 
 class Pins:
@@ -98,8 +108,8 @@ class Pins:
         self._pins[last] = pin
         self._by_number[pin.number] = last
         if hints.ttl is not None:
-            deadline = self._index.policy.now() + hints.ttl
-            actions.append(StartTimer(pin, deadline, PinExpired(pin.number)))
+            pin.expiry = self._index.policy.now() + hints.ttl
+            actions.append(self._timer(pin))
         if self._host:
             actions += [PinHostBlocks(run) for run in self._runs(hashes)]
         return blocks, actions
@@ -113,10 +123,13 @@ class Pins:
         return blocks, self._end(last)
 
     def expire(self, number: int) -> list[Action]:
-        """The time of a pin is over."""
+        """The time of a pin is over on the loop's clock."""
         last = self._by_number.get(number)
         if last is None:
             return []
+        pin = self._pins[last]
+        if pin.expiry - self._index.policy.now() > EARLY:
+            return [self._timer(pin, AGAIN)]  # the cache's clock is another one, and slower
         self.expired += 1
         return self._end(last)
 
@@ -139,6 +152,11 @@ class Pins:
     def hashes(self) -> Iterator[bytes]:
         """The joined hashes of each pinned path."""
         return (pin.hashes for pin in self._pins.values())
+
+    def _timer(self, pin: Pin, least: float = 0.0) -> StartTimer:
+        """Timers run on the loop's clock, and a time to live on the cache's."""
+        left = max(pin.expiry - self._index.policy.now(), least)
+        return StartTimer(pin, now() + left, PinExpired(pin.number))
 
     def _end(self, last: bytes) -> list[Action]:
         pin = self._pins.pop(last, None)

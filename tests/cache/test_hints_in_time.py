@@ -134,6 +134,31 @@ def test_a_pin_that_a_clear_has_ended_expires_no_more():
     in_virtual_time(main)
 
 
+@pytest.mark.parametrize("start", [0.0, 1e9])
+def test_a_pin_ends_when_its_time_is_over_on_the_clocks_of_cache_and_loop(start):
+    """A replay of past requests has a clock that stands still, or leaps, between requests."""
+    time = [start]
+
+    async def run() -> None:
+        async with opened(inline=True, clock=lambda: time[0]) as cache:
+            prefix = cache.statistics
+            await use(cache, 1, hints=Hints(pin=True, ttl=10.0))
+            await asyncio.sleep(50.0)
+            assert (prefix().prefix.pinned, prefix().prefix.pins_expired) == (2, 0)
+            time[0] += 10.0
+            await asyncio.sleep(10.5)
+            assert (prefix().prefix.pinned, prefix().prefix.pins_expired) == (0, 1)
+            await use(cache, 2, hints=Hints(pin=True, ttl=10.0))
+            time[0] += DAY
+            await asyncio.sleep(9.5)
+            assert prefix().prefix.pinned == 2
+            await asyncio.sleep(1.0)
+            assert prefix().prefix.pinned == 0
+            await settle(cache)
+
+    simulate(run)
+
+
 def test_a_pinned_prefix_stays_when_the_pin_of_its_continuation_ends():
     async def main(cache):
         await use(cache, 1, hints=Hints(pin=True, ttl=100.0))

@@ -300,3 +300,16 @@ async def _work(cache: KVCache, backend: SimBackend, rng: random.Random) -> None
                 pass
         if rng.random() < 0.5:
             await cache.wait_idle(60.0)
+
+
+@pytest.mark.parametrize("quota", [{"storage": 2}, {"salts": {"a": {"storage": 2}}}])
+async def test_flush_only_ignores_a_quota_of_the_store_as_it_does_the_store(tmp_path, quota):
+    """A variable switches to this mode: the settings of the store stay as they are."""
+    file = {"backend": "file", "directory": str(tmp_path), "capacity_blocks": 8}
+    flush = {"mode": "flush_only"}
+    async with opened(storage=file, quota=quota, flush=flush) as cache:
+        await use(cache, 1, salt="a")
+        assert cache.tenants().others.storage_blocks is None
+        with pytest.raises(StoreUnsupported):
+            await cache.set_quota("a", storage=1)
+        await settle(cache)

@@ -217,6 +217,7 @@ def test_metadata_servers(server, found):
         ("http://", "'' has no port"),
         ("http://m:port/metadata", "no port"),
         ("etcd://a:1;b", "'b' has no port"),
+        ("http://[::1/metadata", "metadata_server 'http://.*Invalid IPv6"),
     ],
 )
 def test_a_metadata_server_that_mooncake_would_abort_or_wait_for_is_named(server, complaint):

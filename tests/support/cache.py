@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -55,11 +55,16 @@ def prompt(seed: int, blocks: int, *, tail: int = 0) -> list[int]:
 
 @asynccontextmanager
 async def opened(
-    *, inline: bool = False, given: Sequence[Sink] = (), **kwargs: Any
+    *,
+    inline: bool = False,
+    given: Sequence[Sink] = (),
+    clock: Callable[[], float] | None = None,
+    **kwargs: Any,
 ) -> AsyncIterator[KVCache]:
     """A cache that is checked when the block ends: nothing referenced, pools add up, every sink's
     view equals the tiers. given: sinks beside those of the settings."""
-    async with kvactors.open(settings(**kwargs), sinks=given, inline_copies=inline) as cache:
+    config = settings(**kwargs)
+    async with kvactors.open(config, sinks=given, inline_copies=inline, clock=clock) as cache:
         yield cache
         assert await problems_at_rest(cache, 10) == []
 
