@@ -3,7 +3,7 @@ are. They take nothing and change nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 from kvactors.arguments import Media, request_path, request_scope
@@ -14,6 +14,7 @@ from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.checked_inventory import CheckedInventory
 from kvactors.system import System
 from kvactors.types import Tokens, split_hashes
 
@@ -151,7 +152,8 @@ def stored_blocks(system: System, path: Path, media: tuple[tuple[int, int], ...]
 def hits_of(system: System, path: Path, media: tuple[tuple[int, int], ...]) -> PromptHits:
     """Count the hits of a path that holds nothing."""
     core, least = system.index_actor.core, system.config.storage.min_fetch_blocks
-    return count_hits(core.index, core.settings, system.store, least, path, media)
+    on_host = system.evictor_actor.host.readable
+    return count_hits(core.index, core.settings, system.store, least, path, media, on_host)
 
 
 def count_hits(
@@ -161,18 +163,21 @@ def count_hits(
     min_fetch_blocks: int,
     path: Path,
     media: tuple[tuple[int, int], ...],
+    on_host: Callable[[bytes], object] = lambda _: None,
 ) -> PromptHits:
-    """Count the hits of a path that holds nothing. Changes nothing."""
+    """Count the hits of a path that holds nothing. Changes nothing. on_host: the host tier's block
+    of a hash, None if it has none: the index has none of those that a prefetch has brought."""
     limit = index.match_limit(path)
     run, states = index.tree.peek(path, limit)
     fetch = min(limit, settings.fetchable(path))
     stored = 0
     if store is not None and run < fetch:
         near = run + len(states)
-        missing = [p for p in range(run, fetch) if p >= near or not states[p - run]]
+        missing = [p - run for p in range(run, fetch) if p >= near or not states[p - run]]
         keys = split_hashes(path.hashes(run, fetch))
-        stored = store.inventory.held_run([keys[p - run] for p in missing])
+        hosted, stored = _fetchable([keys[p] for p in missing], store.inventory, on_host)
         stored = stored if stored >= min_fetch_blocks else 0
+        states = _with_hosted(states, [missing[i] for i in hosted])
     below = _below_device(states, fetch - run, stored)
     kept = index.before_media(run + len(below), media)
     device, below = min(run, kept), below[: max(0, kept - run)]
@@ -186,6 +191,37 @@ def count_hits(
         block_size=index.block_size,
         new_blocks=index.blocks_for(path.num_tokens) - device - joined,
     )
+
+
+def _fetchable(
+    keys: Sequence[bytes], inventory: CheckedInventory, on_host: Callable[[bytes], object]
+) -> tuple[list[int], int]:
+    """Of blocks that the index does not have, the leading run that host memory or the store holds:
+    positions of those on the host, and the number of the others."""
+    hosted, stored, start = list[int](), 0, 0
+    while start < len(keys):
+        run = inventory.held_run(keys[start:])
+        both = [i for i in range(start, start + run) if on_host(keys[i]) is not None]
+        hosted += both
+        stored += run - len(both)
+        after = start + run
+        start = after
+        while start < len(keys) and on_host(keys[start]) is not None:
+            hosted.append(start)
+            start += 1
+        if start == after:
+            break
+    return hosted, stored
+
+
+def _with_hosted(states: bytes, hosted: Sequence[int]) -> bytes:
+    """The states of the known blocks, with further ones that are on the host."""
+    if not hosted:
+        return states
+    known = bytearray(states.ljust(hosted[-1] + 1, b"\0"))
+    for position in hosted:
+        known[position] = HOST
+    return bytes(known)
 
 
 def _below_device(states: bytes, fetch: int, stored: int) -> list[int]:

@@ -40,6 +40,22 @@ async def test_prefetched_blocks_are_host_hits():
         assert (one.hits, other.hits) == (kvactors.Hits(0, 6, 0), kvactors.Hits(0, 0, 6))
 
 
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("chunk", [None, 4])
+async def test_a_lookup_and_a_chunked_request_find_prefetched_blocks(exclusive, chunk):
+    """An exclusive store has them no more, and the index did not see them."""
+    async with opened(**tiers(exclusive=exclusive)) as cache:
+        await stored(cache, 1)
+        tokens = prompt(1, 6, tail=1)
+        await cache.prefetch(tokens[:13])
+        await cache.wait_idle()
+        assert cache.lookup(tokens) == kvactors.Hits(0, 3, 3)
+        lease = await cache.acquire("a", tokens, chunk_tokens=chunk)
+        await lease.wait_ready()
+        assert lease.hits == kvactors.Hits(0, 3, 3)
+        await lease.finish()
+
+
 async def test_present_blocks_are_not_fetched_again():
     async with opened(**tiers()) as cache:
         await stored(cache, 1)
