@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mutation import Mutation
 
+IN_TIME = "tests/cache/test_hints_in_time.py"
+
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "lookup_pins_the_prompt",
@@ -118,6 +120,24 @@ BUGS: tuple[Mutation, ...] = (
         "            stored = None\n",
         "with a store, the first chunk of a prompt takes the device blocks of the whole prompt",
         ("tests/cache/test_chunked.py::test_a_prompt_is_computed_in_chunks",),
+    ),
+    Mutation(
+        "prefetched_blocks_are_not_looked_up",
+        "lookup.py",
+        "        states = _with_hosted(states, [missing[i] for i in hosted])\n",
+        "",
+        "a lookup does not count what a prefetch has brought, and a first chunk does not take it",
+        (
+            "tests/cache/test_prefetch.py::test_a_lookup_and_a_chunked_request_find_prefetched_blocks",
+        ),
+    ),
+    Mutation(
+        "pin_ends_by_the_loops_clock",
+        "prefix_index/pins.py",
+        "        if pin.expiry - self._index.policy.now() > EARLY:\n",
+        "        if False:\n",
+        "the clock of a replay does not count for the time of a pin",
+        (f"{IN_TIME}::test_a_pin_ends_when_its_time_is_over_on_the_clocks_of_cache_and_loop",),
     ),
     Mutation(
         "numa_node_is_ignored",

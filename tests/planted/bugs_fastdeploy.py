@@ -237,6 +237,21 @@ BUGS: tuple[Mutation, ...] = (
         (f"{HERE}/test_settings.py::test_new_weights_do_not_find_stored_blocks_of_old_ones",),
     ),
     Mutation(
+        "fastdeploy_attention_store_beyond_the_tensors",
+        "integrations/fastdeploy/engine_tiers.py",
+        """\
+            self.check_blocks(num_blocks)
+            self._open_services()
+""",
+        """\
+            if cache.lower is not None:
+                self.check_blocks(num_blocks)
+            self._open_services()
+""",
+        "AttentionStore reads and writes memory beyond the cache tensors",
+        (f"{HERE}/test_launch.py::test_tensors_of_too_few_blocks_are_refused",),
+    ),
+    Mutation(
         "fastdeploy_reads_media_by_tokens",
         "integrations/fastdeploy/matching.py",
         """\
