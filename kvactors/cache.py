@@ -24,6 +24,7 @@ from kvactors.config import Config
 from kvactors.device.base import Device
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.from_thread import FromThread
+from kvactors.given_clock import GivenClock
 from kvactors.storage.backends import Backend
 from kvactors.system import System
 
@@ -57,14 +58,15 @@ def open_cache(
             mode).
         inline_copies: copy in the loop's thread, for loops of virtual time.
         clock: seconds that the ages of blocks are measured in, for a replay of past requests. A pin
-            with a time to live ends when that is over on the loop's clock as well. None: the loop's
-            clock.
+            with a time to live ends when that is over on the loop's clock as well. Time stands
+            still while a reading raises or is no finite number. None: the loop's clock.
 
     Returns:
         A context manager. The cache is open inside its block.
 
     Raises:
         TypeError: an argument has a wrong type.
+        ValueError: the clock's first reading is not finite.
         ConfigError: at entry, a setting is invalid.
         OSError: at entry, the file of the settings cannot be read.
         LayoutError: at entry, the device does not match the layout.
@@ -90,10 +92,9 @@ def open_cache(
     for position, sink in enumerate(sinks):
         if not isinstance(sink, Sink):
             raise TypeError(f"sinks[{position}] must be a Sink, not {kind(sink)}")
-    if clock is not None and not callable(clock):
-        raise TypeError(f"clock must be a function that returns seconds, not {kind(clock)}")
+    given = None if clock is None else GivenClock(clock)
     return _opened(
-        config, device, tuple(sinks), backend, check_flag("inline_copies", inline_copies), clock
+        config, device, tuple(sinks), backend, check_flag("inline_copies", inline_copies), given
     )
 
 
