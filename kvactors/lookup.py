@@ -152,8 +152,15 @@ def stored_blocks(system: System, path: Path, media: tuple[tuple[int, int], ...]
 def hits_of(system: System, path: Path, media: tuple[tuple[int, int], ...]) -> PromptHits:
     """Count the hits of a path that holds nothing."""
     core, least = system.index_actor.core, system.config.storage.min_fetch_blocks
-    on_host = system.evictor_actor.host.readable
+    evictor = system.evictor_actor
+    # A clear that the host tier has not handled yet comes before the loads of a later request.
+    cleared = evictor.memory.clears == core.clears.sent
+    on_host = evictor.host.readable if cleared else _nothing
     return count_hits(core.index, core.settings, system.store, least, path, media, on_host)
+
+
+def _nothing(_hash: bytes) -> None:
+    """A host tier without blocks."""
 
 
 def count_hits(
@@ -163,7 +170,7 @@ def count_hits(
     min_fetch_blocks: int,
     path: Path,
     media: tuple[tuple[int, int], ...],
-    on_host: Callable[[bytes], object] = lambda _: None,
+    on_host: Callable[[bytes], object] = _nothing,
 ) -> PromptHits:
     """Count the hits of a path that holds nothing. Changes nothing. on_host: the host tier's block
     of a hash, None if it has none: the index has none of those that a prefetch has brought."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 
 import kvactors
@@ -17,10 +19,10 @@ def tiers(**storage):
     }
 
 
-async def stored(cache, *seeds) -> None:
+async def stored(cache, *seeds, **scope) -> None:
     """Prompts of six blocks that are in storage alone."""
     for seed in seeds:
-        await serve(cache, f"r{seed}", prompt(seed, 6, tail=1))
+        await serve(cache, f"r{seed}", prompt(seed, 6, tail=1), **scope)
         await cache.wait_idle()
     await cache.clear()
     await cache.wait_idle()
@@ -38,6 +40,35 @@ async def test_prefetched_blocks_are_host_hits():
             await serve(cache, "b", prompt(2, 6, tail=1)),
         )
         assert (one.hits, other.hits) == (kvactors.Hits(0, 6, 0), kvactors.Hits(0, 0, 6))
+
+
+@pytest.mark.parametrize("salt", [None, "a"])
+async def test_a_lookup_finds_no_prefetched_block_before_the_host_tier_has_handled_a_clear(salt):
+    """A request behind the clear finds none."""
+    async with opened(**tiers(exclusive=True)) as cache:
+        await stored(cache, 1, salt="a")
+        tokens = prompt(1, 6, tail=1)
+        await cache.prefetch(tokens, salt="a")
+        await cache.wait_idle()
+        assert cache.lookup(tokens, salt="a").host == 6
+        with held_back(cache.system.evictor_actor):
+            await cache.clear(salt=salt)
+            assert cache.lookup(tokens, salt="a") == kvactors.Hits(0, 0, 0)
+        await cache.wait_idle()
+        assert cache.lookup(tokens, salt="a") == kvactors.Hits(0, 0, 0)
+
+
+@contextmanager
+def held_back(evictor):
+    """Clears reach the host tier behind this block."""
+    handle, later = evictor.memory.on_clear, []
+    evictor.memory.on_clear = lambda message: later.append(message) or []
+    try:
+        yield
+    finally:
+        evictor.memory.on_clear = handle
+        for message in later:
+            evictor._perform(handle(message))
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
