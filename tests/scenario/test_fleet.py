@@ -18,6 +18,7 @@ from kvactors.layout import make_layout
 from kvactors.scenario.fleet.driver import Figures
 from kvactors.scenario.fleet.messages import Answer, Blocks
 from kvactors.scenario.fleet.placement import choose
+from kvactors.scenario.fleet.run import run_fleet
 from kvactors.scenario.fleet.texts import Chain, Conversation
 from kvactors.scenario.report import print_fleet
 from kvactors.scenario.shipped import find_file
@@ -25,6 +26,16 @@ from kvactors.scenario.spec import Scenario, Workload
 from tests.support import cache as support
 
 WORK = Workload(system_tokens=40, user_tokens=30, output_tokens=20)
+
+
+@pytest.mark.parametrize("missing", ["zmq", "mooncake"])
+async def test_a_fleet_without_a_package_names_what_to_install(missing, monkeypatch):
+    def found(name: str) -> object:
+        return None if name == missing else object()
+
+    monkeypatch.setattr("kvactors.scenario.fleet.run.find_spec", found)
+    with pytest.raises(ConfigError, match=rf"{missing} not found.*mooncake,kv-events"):
+        await run_fleet({}, 0, lambda _: None)
 
 
 def test_texts_depend_on_the_seed_and_the_session_alone():

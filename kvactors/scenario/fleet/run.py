@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from signal import Signals
 from typing import Any
 
 import anyio
 import msgspec
 
+from kvactors.errors import ConfigError
 from kvactors.scenario.child import start_child
 from kvactors.scenario.fleet.network import isolation
 from kvactors.scenario.report import Report, Totals
@@ -30,7 +32,16 @@ async def run_fleet(
         seed: of everything random.
         progress: called with the totals.
         isolate: whether to use network namespaces if they are permitted.
+
+    Raises:
+        ConfigError: a package is missing.
     """
+    missing = [name for name in ("mooncake", "zmq") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"a fleet needs the packages mooncake and zmq ({' and '.join(missing)} not found): pip "
+            "install 'kvactors[mooncake,kv-events]'"
+        )
     prefix = isolation() if isolate else []
     driver = await start_child("-m", "kvactors.scenario.fleet.driver", prefix=prefix)
     try:
