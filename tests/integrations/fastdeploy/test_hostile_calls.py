@@ -101,17 +101,22 @@ def test_negative_numbers_are_refused(busy):
         manager.get_prefill_threshold(1, -2)
 
 
-@pytest.mark.parametrize("request_id", [None, 7, NAN, ["a"]])
-def test_a_request_id_is_a_string(busy, request_id):
-    manager, before = busy.manager, state(busy.manager)
-    request = Request(request_id, A)
-    for call in (
+def calls_with(manager, request):
+    """The calls that take a request."""
+    return (
         lambda: manager.request_match_blocks(request, BLOCK_SIZE),
         lambda: manager.update_cache_blocks(request, BLOCK_SIZE, 8),
         lambda: manager.cache_output_blocks(request, BLOCK_SIZE),
         lambda: manager.write_cache_to_storage(request),
         lambda: manager.release_block_ids(request),
-    ):
+    )
+
+
+@pytest.mark.parametrize("request_id", [None, 7, NAN, ["a"]])
+def test_a_request_id_is_a_string(busy, request_id):
+    manager, before = busy.manager, state(busy.manager)
+    request = Request(request_id, A)
+    for call in calls_with(manager, request):
         with pytest.raises(TypeError, match="request_id must be a string"):
             call()
     assert state(manager) == before
@@ -183,13 +188,7 @@ def test_media_inputs_are_a_mapping(busy):
 @pytest.mark.parametrize("request_", [None, 5, 1.5, "u", [], object(), np.array([[1]])])
 def test_a_request_that_is_none_is_named(busy, request_):
     manager, before = busy.manager, state(busy.manager)
-    for call in (
-        lambda: manager.request_match_blocks(request_, BLOCK_SIZE),
-        lambda: manager.update_cache_blocks(request_, BLOCK_SIZE, 8),
-        lambda: manager.cache_output_blocks(request_, BLOCK_SIZE),
-        lambda: manager.write_cache_to_storage(request_),
-        lambda: manager.release_block_ids(request_),
-    ):
+    for call in calls_with(manager, request_):
         with pytest.raises(TypeError, match="a request must have"):
             call()
     assert state(manager) == before
