@@ -134,7 +134,7 @@ class CacheCalls(OpenCache):
         stored = None
         chunk = 0 if chunk_tokens is None else check_int("chunk_tokens", chunk_tokens, 1)
         if chunk and self.system.store is not None:
-            stored = look.stored_blocks(self.system, path, media)
+            stored = look.stored_blocks(self.system, path, scope.salt, media)
         lease = next(self._leases)
         message = Acquire(
             lease,

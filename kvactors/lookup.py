@@ -13,6 +13,7 @@ from kvactors.native import DEVICE, HOST, LOADING, Path
 from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.settings import IndexSettings
+from kvactors.quotas import salt_id
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.checked_inventory import CheckedInventory
 from kvactors.system import System
@@ -123,9 +124,9 @@ def lookup(
     system = self.system
     if not system.plane.device.num_blocks:
         raise NumBlocksUnset
-    root = system.roots.root(request_scope(salt, lora))
-    path, media = request_path(self.block_size, root, tokens, extra_keys)
-    return hits_of(system, path, () if self._split_media else media)
+    scope = request_scope(salt, lora)
+    path, media = request_path(self.block_size, system.roots.root(scope), tokens, extra_keys)
+    return hits_of(system, path, scope.salt, () if self._split_media else media)
 
 
 def free_blocks(self: OpenCache) -> FreeBlocks:
@@ -141,21 +142,26 @@ def free_blocks(self: OpenCache) -> FreeBlocks:
     return FreeBlocks(index.pool.total, index.free, index.evictable(), being_freed, waiting)
 
 
-def stored_blocks(system: System, path: Path, media: tuple[tuple[int, int], ...]) -> int | None:
+def stored_blocks(
+    system: System, path: Path, salt: str | None, media: tuple[tuple[int, int], ...]
+) -> int | None:
     """Leading blocks of a path that are in some tier, None if the store cannot tell."""
     store = system.store
     if store is None or not store.inventory.is_complete:
         return None
-    return hits_of(system, path, media).blocks
+    return hits_of(system, path, salt, media).blocks
 
 
-def hits_of(system: System, path: Path, media: tuple[tuple[int, int], ...]) -> PromptHits:
+def hits_of(
+    system: System, path: Path, salt: str | None, media: tuple[tuple[int, int], ...]
+) -> PromptHits:
     """Count the hits of a path that holds nothing."""
     core, least = system.index_actor.core, system.config.storage.min_fetch_blocks
     evictor = system.evictor_actor
     # A clear that the host tier has not handled yet comes before the loads of a later request.
-    cleared = evictor.memory.clears == core.clears.sent
-    on_host = evictor.host.readable if cleared else _nothing
+    handled = evictor.memory.clears
+    cleared = handled != core.clears.sent and core.clears.reaches(salt_id(salt), handled)
+    on_host = _nothing if cleared else evictor.host.readable
     return count_hits(core.index, core.settings, system.store, least, path, media, on_host)
 
 

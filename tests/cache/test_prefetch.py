@@ -58,6 +58,22 @@ async def test_a_lookup_finds_no_prefetched_block_before_the_host_tier_has_handl
         assert cache.lookup(tokens, salt="a") == kvactors.Hits(0, 0, 0)
 
 
+@pytest.mark.parametrize("clears", [1, 3])
+async def test_a_clear_of_another_salt_on_its_way_hides_no_prefetched_block(clears):
+    async with opened(**tiers(exclusive=True)) as cache:
+        await stored(cache, 1, salt="a")
+        tokens = prompt(1, 6, tail=1)
+        await cache.prefetch(tokens, salt="a")
+        await cache.wait_idle()
+        with held_back(cache.system.evictor_actor):
+            for _ in range(clears):
+                await cache.clear(salt="b")
+                assert cache.lookup(tokens, salt="a").host == 6
+            await cache.clear(salt="a")
+            await cache.clear(salt="b")
+            assert cache.lookup(tokens, salt="a") == kvactors.Hits(0, 0, 0)
+
+
 @contextmanager
 def held_back(evictor):
     """Clears reach the host tier behind this block."""

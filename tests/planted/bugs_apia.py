@@ -116,7 +116,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "chunk_takes_what_the_store_does_not_have",
         "calls.py",
-        "            stored = look.stored_blocks(self.system, path, media)\n",
+        "            stored = look.stored_blocks(self.system, path, scope.salt, media)\n",
         "            stored = None\n",
         "with a store, the first chunk of a prompt takes the device blocks of the whole prompt",
         ("tests/cache/test_chunked.py::test_a_prompt_is_computed_in_chunks",),

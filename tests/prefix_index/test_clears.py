@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from itertools import count
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from kvactors.cpu_evictor.messages import ClearHost
 from kvactors.errors import StoreError
 from kvactors.prefix_index.clears import Clears
@@ -44,3 +47,38 @@ def test_a_restarted_host_tier_is_sent_the_clears_without_an_answer():
     [again] = messages(clears.again())
     assert (again.op, again.storage, clears.sent) == (clear.op, True, 1)
     assert answers(clears.finish(clear.op, ""))
+
+
+@given(
+    st.lists(st.tuples(st.none() | st.integers(0, 3), st.booleans()), max_size=12),
+    st.integers(0, 12),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_a_prompt_is_hidden_by_clears_of_its_salt_and_of_all_that_are_on_their_way(
+    sent, handled, salt, lost
+):
+    """With a loss of the host tier, those that wait for the store are all that is sent again."""
+    clears = Clears(count(1))
+    for one, storage in sent:
+        if one is None:
+            clears.start(Request(), 0, storage=storage)
+        else:
+            clears.start_salt(one)
+    pending = [one for one, _ in sent[handled:]]
+    if lost:
+        clears.host_lost()
+        clears.again()
+        pending = [one for one, storage in sent if one is None and storage]
+        handled = 0
+    assert clears.reaches(salt, min(handled, clears.sent)) == any(
+        one in (None, salt) for one in pending
+    )
+
+
+def test_with_many_clears_on_their_way_each_prompt_counts_as_cleared():
+    clears = Clears(count(1))
+    for _ in range(65):
+        clears.start_salt(1)
+    assert clears.reaches(2, 0)
+    assert not clears.reaches(2, 1)
