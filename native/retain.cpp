@@ -12,17 +12,23 @@ constexpr u64 kForgotten = 4096;               // of them in one call
 constexpr std::size_t kMoves = 4096;           // runs that change their bins in one call
 constexpr std::size_t kRunsAhead = 4;          // that are asked for before they change their bins
 constexpr unsigned kRowShift = 12;
+constexpr std::size_t kLarge = 1 << 16;        // blocks of a tier from which on its memory is brought in at once
 constexpr u32 kDepthBits = 24;
 
 }  // namespace
 
 Retention::Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity, const Guard& guard, bool observes)
     : tables_(std::move(tables)), observes_(observes), guard_(guard), rows_(1, kRowShift),
-      run_places_(std::min(2 * kLostRuns, capacity)), ghost_places_(std::min(kGhosts, capacity)), by_key_(kGhosts, false, true), buckets_(kBuckets) {
-    rows_.reserve(capacity, false);
-    // The memory is used as it is needed, and nothing is copied while it grows.
+      runs_(Mapped<Run>(capacity >= kLarge)), ghosts_(Mapped<Ghost>(capacity >= kLarge)), run_places_(std::min(2 * kLostRuns, capacity)),
+      ghost_places_(std::min(kGhosts, capacity)), by_key_(kGhosts, capacity >= kLarge, capacity >= kLarge), buckets_(kBuckets) {
+    rows_.reserve(capacity, capacity >= kLarge);
+    // Nothing is copied while they grow. In a small tier their memory is used as it is needed.
     runs_.reserve(2 * kLostRuns);
     ghosts_.reserve(kGhosts);
+    if (capacity >= kLarge) {
+        bring_in(runs_.data(), runs_.capacity() * sizeof(Run));
+        bring_in(ghosts_.data(), ghosts_.capacity() * sizeof(Ghost));
+    }
     begin_trust();
 }
 

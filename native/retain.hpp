@@ -220,8 +220,8 @@ private:
     double now_ = 0;
     u64 serial_ = 0;  // touches
     Slab<Row, 1> rows_;
-    std::vector<Run, HugePages<Run>> runs_;
-    std::vector<Ghost, HugePages<Ghost>> ghosts_;
+    std::vector<Run, Mapped<Run>> runs_;
+    std::vector<Ghost, Mapped<Ghost>> ghosts_;
     Places run_places_, ghost_places_;
     Table by_key_;
     std::array<Bin, LifeTables::kBins> bins_;
