@@ -9,13 +9,15 @@ import hashlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from kvactors.deprecated import warn
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.messages import PLAIN, RequestScope
 
 
-class Lineage(NamedTuple):
-    """The inputs of one block hash.
+class Lineage(msgspec.Struct, frozen=True, gc=False):
+    """The inputs of one block hash. The cyclic garbage collector does not visit it.
 
     Blocks under a salt have no lineage, because a salt is not written to disk.
 
@@ -31,8 +33,7 @@ class Lineage(NamedTuple):
     extra_key: bytes = b""
     scope: RequestScope = PLAIN
 
-    def __repr__(self) -> str:
-        return discreet(self)
+    __repr__ = discreet
 
     def block_hash(self) -> bytes:
         """The block hash computed from the lineage."""

@@ -11,9 +11,12 @@ from enum import Enum
 from math import inf
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvactors.cpu_evictor.policy.lru import Lru
 from kvactors.cpu_evictor.shares import HostShares
 from kvactors.cpu_evictor.victims import choose_victims
+from kvactors.discreet import discreet
 from kvactors.invariant import ensure
 
 if TYPE_CHECKING:
@@ -39,8 +42,9 @@ class SlotState(Enum):
     TRANSIT = "transit"  # being written to storage, or staged between storage and device
 
 
-class HostBlock:
-    """A block in a host slot.
+class HostBlock(msgspec.Struct, eq=False, gc=False):
+    """A block in a host slot. It refers to nothing that could refer to it, and the cyclic garbage
+    collector does not visit it: there is one for each slot.
 
     Attributes:
         hash: block hash.
@@ -60,47 +64,23 @@ class HostBlock:
         listed: it is resident, and `HostShares` has it.
     """
 
-    __slots__ = (
-        "announced",
-        "arriving",
-        "dropped",
-        "expiry",
-        "hash",
-        "lineage",
-        "listed",
-        "on_device",
-        "parent",
-        "pins",
-        "prefetched",
-        "priority",
-        "salt",
-        "slot",
-        "state",
-    )
+    hash: bytes
+    parent: bytes
+    slot: int
+    state: SlotState
+    lineage: Lineage | None = None
+    pins: int = 0
+    arriving: bool = False
+    announced: bool = False
+    prefetched: bool = False
+    on_device: bool = False
+    dropped: bool = False
+    salt: int = 0
+    priority: int = 0
+    expiry: float = inf
+    listed: bool = False
 
-    def __init__(
-        self,
-        block_hash: bytes,
-        parent: bytes,
-        slot: int,
-        state: SlotState,
-        lineage: Lineage | None = None,
-    ) -> None:
-        self.hash = block_hash
-        self.lineage = lineage
-        self.parent = parent
-        self.slot = slot
-        self.state = state
-        self.pins = 0
-        self.arriving = False
-        self.announced = False
-        self.prefetched = False
-        self.on_device = False
-        self.dropped = False
-        self.salt = 0
-        self.priority = 0
-        self.expiry = inf
-        self.listed = False
+    __repr__ = discreet
 
 
 class HostTier:

@@ -23,9 +23,15 @@ LAST = 0
 """Index of `LedgerBlock.reasons` for the last change on any tier. The index of the last change on
 one tier is the tier's bit."""
 
+REASONS = tuple(Reason)
+"""By the numbers in `LedgerBlock.reasons`."""
+
+REASON_NUMBERS = {reason: number for number, reason in enumerate(REASONS)}
+
 
 class LedgerBlock:
-    """One block whose path is known.
+    """One block whose path is known. Small numbers are in bytearrays, which the cyclic garbage
+    collector does not visit: there is one of each block in the tiers.
 
     Attributes:
         tiers: set of tiers that hold it.
@@ -34,7 +40,7 @@ class LedgerBlock:
             tiers on which an answer was lost: the sink may have them or not.
         pins: references from outside the tree: deliveries in flight, and steps that continue here.
         finished: whether the path of a finished request covers it.
-        reasons: of the last change, by LAST or by tier.
+        reasons: numbers in REASONS of the last change, by LAST or by tier.
         token_addressed: whether tokens alone identify it, in the scope the cache was opened with.
         child, left, right: the children of a block are a linked list.
         number, before, after: its place in a `BlockOrder`.
@@ -82,8 +88,8 @@ class LedgerBlock:
         self.tokens = tokens
         self.depth: int = parent.depth + 1 if parent is not None else 1
         self.children = self.tiers = self.pins = 0
-        self.views = [0] * sinks
-        self.due = [0] * sinks
+        self.views = bytearray(sinks)
+        self.due = bytearray(sinks)
         self.child: LedgerBlock | None = None
         self.left: LedgerBlock | None = None
         self.right: LedgerBlock | None = None
@@ -91,7 +97,7 @@ class LedgerBlock:
         self.before: LedgerBlock | None = None
         self.after: LedgerBlock | None = None
         self.finished = self.token_addressed = False
-        self.reasons = [Reason.COMMIT] * (1 + max(Tier))
+        self.reasons = bytearray(1 + max(Tier))
 
     def idle(self) -> bool:
         """Whether no tier, no sink's view and no delivery has it. Blocks below it may remain."""

@@ -24,7 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvactors.flush_notifier.blocks import BITS, LAST, LedgerBlock, accepts
+from kvactors.flush_notifier.blocks import (
+    BITS,
+    LAST,
+    REASON_NUMBERS,
+    LedgerBlock,
+    accepts,
+)
 from kvactors.flush_notifier.checks import check_steps
 from kvactors.flush_notifier.filter import SHIFT, SinkFilter
 from kvactors.flush_notifier.messages import (
@@ -127,13 +133,13 @@ class Ledger:
                 f"{len(message.tokens)} bytes of tokens do not match {total} block hashes of "
                 f"{self.block_bytes} bytes of tokens each"
             )
-        bit, reason = int(message.tier), message.reason
+        bit, reason = int(message.tier), REASON_NUMBERS[message.reason]
         finished = message.reason is Reason.REQUEST_FINISH
         parent_hash = message.parent
         parent = tree.blocks.get(parent_hash) if message.start else None
         if message.start and parent is None:
             # This incarnation has not been sent the path above yet. That will name these blocks.
-            yield from self.gain(message.hashes[: count * HASH_BYTES], message.tier, reason)
+            yield from self.gain(message.hashes[: count * HASH_BYTES], message.tier, message.reason)
             return
         tree.version += 1
         looked, extra_keys = 0, dict(message.extra_keys)
@@ -181,7 +187,7 @@ class Ledger:
         return self._change(hashes, int(tier), reason, gained=False)
 
     def _change(self, hashes: bytes, bit: int, reason: Reason, *, gained: bool) -> Iterator[None]:
-        tree, looked = self.tree, 0
+        tree, looked, number = self.tree, 0, REASON_NUMBERS[reason]
         unnamed = self.unnamed.gain if gained else self.unnamed.lose
         tree.version += 1
         for i in range(count_hashes(hashes)):
@@ -197,20 +203,20 @@ class Ledger:
                 unnamed(block_hash, bit)
             elif gained or block.tiers & bit:
                 block.tiers = block.tiers | bit if gained else block.tiers & ~bit
-                block.reasons[LAST] = block.reasons[bit] = reason
+                block.reasons[LAST] = block.reasons[bit] = number
                 if self.update(block) and block.child is not None:
                     looked = yield from self._spread(block, looked)
         yield from tree.trim()
 
     def clear(self, tier: Tier, reason: Reason) -> Iterator[None]:
         """No block is resident on `tier`."""
-        tree, bit = self.tree, int(tier)
+        tree, bit, number = self.tree, int(tier), REASON_NUMBERS[reason]
         left = 0  # the tiers that still hold something
         tree.spreading += 1
         for i, block in enumerate(tree.order, 1):  # parents first, so the due state above is final
             if block.tiers & bit:
                 block.tiers &= ~bit
-                block.reasons[LAST] = block.reasons[bit] = reason
+                block.reasons[LAST] = block.reasons[bit] = number
             self.update(block)
             left |= block.tiers
             if not i % tree.step:

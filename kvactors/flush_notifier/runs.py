@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from kvactors.discreet import discreet
-from kvactors.flush_notifier.blocks import LAST, LedgerBlock
+from kvactors.flush_notifier.blocks import LAST, REASONS, LedgerBlock
 from kvactors.flush_notifier.selection import Selection
 from kvactors.flush_notifier.steps import Steps
 from kvactors.types import Reason
@@ -87,7 +87,9 @@ def join(
             another value.
     """
     if len(blocks) == 1:
-        return [BlockRun([one], bit, resident, one.reasons[reason_index]) for one in blocks]
+        return [
+            BlockRun([one], bit, resident, REASONS[one.reasons[reason_index]]) for one in blocks
+        ]
     heir = yield from heirs(blocks if alike is None else alike, step)
     looked = 0
     runs: list[BlockRun] = []
@@ -95,29 +97,29 @@ def join(
         looked += 1
         if not looked % step:
             yield
-        reason, parent = block.reasons[reason_index], block.parent
+        number, parent = block.reasons[reason_index], block.parent
         if (
             parent is not None
             and heir.get(parent) is block
-            and parent.reasons[reason_index] is reason
+            and parent.reasons[reason_index] == number
             and (alike is None or alike[parent] == alike[block])
         ):
             continue  # part of its parent's run
         run, below = [block], heir.get(block)
         while (
             below is not None
-            and below.reasons[reason_index] is reason
+            and below.reasons[reason_index] == number
             and (alike is None or alike[below] == alike[block])
         ):
             if len(run) == MAX_RUN_BLOCKS:
-                runs.append(BlockRun(run, bit, resident, reason))
+                runs.append(BlockRun(run, bit, resident, REASONS[number]))
                 run = []
             run.append(below)
             below = heir.get(below)
             looked += 1
             if not looked % step:
                 yield
-        runs.append(BlockRun(run, bit, resident, reason))
+        runs.append(BlockRun(run, bit, resident, REASONS[number]))
     return runs
 
 

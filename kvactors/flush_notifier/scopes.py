@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from kvactors.flush_notifier.blocks import BITS, LAST, LedgerBlock
+from kvactors.flush_notifier.blocks import BITS, LAST, REASON_NUMBERS, LedgerBlock
 from kvactors.flush_notifier.filter import ABOVE_ALL
 from kvactors.flush_notifier.messages import RequestScope
 from kvactors.types import Reason
@@ -56,7 +56,7 @@ def rescope(ledger: Ledger, namespace: str) -> Iterator[None]:
         ledger.update(block)
         if block.due != before:
             for index in (LAST, *BITS[int(block.tiers)]):
-                block.reasons[index] = Reason.NAMESPACE
+                block.reasons[index] = REASON_NUMBERS[Reason.NAMESPACE]
         if not i % tree.step:
             tree.version += 1
             yield from tree.trim()

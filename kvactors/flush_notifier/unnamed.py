@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvactors.discreet import discreet
-from kvactors.flush_notifier.blocks import LAST, LedgerBlock
+from kvactors.flush_notifier.blocks import LAST, REASON_NUMBERS, LedgerBlock
 from kvactors.flush_notifier.messages import PathsFound, RequestScope
 from kvactors.flush_notifier.tree import LedgerTree
 from kvactors.types import Reason, Tier, hash_at
@@ -176,7 +176,7 @@ def place_block(
         block_hash, parent, block.parent_hash, block.tokens, block.scope, block.extra_key
     )
     added.finished = True
-    added.reasons[LAST] = added.reasons[int(Tier.STORAGE)] = Reason.STORED
+    added.reasons[LAST] = added.reasons[int(Tier.STORAGE)] = REASON_NUMBERS[Reason.STORED]
     ledger.update(added)
 
 

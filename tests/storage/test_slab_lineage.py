@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.slab_lineage import (
@@ -18,7 +20,7 @@ LINEAGE = Lineage(bytes(32), b"1234" * 4, b"image", RequestScope("adapter", lora
 
 
 def test_a_lineage_is_read_as_it_was_written():
-    for lineage in (LINEAGE, LINEAGE._replace(extra_key=b"", scope=PLAIN)):
+    for lineage in (LINEAGE, msgspec.structs.replace(LINEAGE, extra_key=b"", scope=PLAIN)):
         fields = fields_of_lineage(lineage, 1000)
         assert lineage_in(fields, lineage.block_hash()) == lineage
 
