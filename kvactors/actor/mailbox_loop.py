@@ -17,6 +17,7 @@ from kvactors.actor.direct import DirectTurns, are_possible
 from kvactors.actor.instrument import InjectedFailure, Turn
 from kvactors.actor.jobs import JobBroken
 from kvactors.actor.message import Envelope, PeerRestarted, Stop
+from kvactors.actor.passes import ASIDE, pass_time_of
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.errors import as_exception
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 TURN_BUDGET = 64
 """Turns before an actor lets others run: a receive that finds a message does not yield by
 itself."""
-
-TURN_TIME = 0.0002
-"""Seconds of turns before it does so. A pass of the loop has the turns of several actors."""
 
 
 class MailboxLoop:
@@ -89,11 +87,11 @@ class MailboxLoop:
             instruments.turn = None
 
     async def _take_turns(self) -> None:
-        channel, budget, time = self._ref.channel, TURN_BUDGET, asyncio.get_running_loop().time
+        channel, budget, loop = self._ref.channel, TURN_BUDGET, asyncio.get_running_loop()
         in_flight, context, outbox = self._ref.in_flight, self._context, self._context.outbox
         instruments, ref = self._ref.instruments, self._ref
-        direct = DirectTurns(self._actor) if are_possible(asyncio.get_running_loop()) else None
-        until = time() + TURN_TIME
+        direct = DirectTurns(self._actor) if are_possible(loop) else None
+        passes, aside = pass_time_of(loop), False
         while context.state is State.RUNNING:
             if outbox.waiting:
                 await outbox.flush()
@@ -106,16 +104,15 @@ class MailboxLoop:
                     ref.direct = None
                     if direct is not None and (broken := direct.pop_broken()) is not None:
                         _fail(broken)
-                budget, until = TURN_BUDGET, time() + TURN_TIME
+                budget, aside = TURN_BUDGET, False
                 continue
-            if budget == 0 or time() > until:
-                try:
-                    await asyncio.sleep(0)
-                except BaseException:
-                    in_flight.end()
-                    self._ref.fail_with_actor(envelope, self._ref.name, None)
-                    raise
-                budget, until = TURN_BUDGET, time() + TURN_TIME
+            # An actor that has stepped aside takes a turn in any case.
+            if budget == 0 or (not aside and passes is not None and passes.is_over()):
+                aside = budget != 0
+                await self._step_aside(envelope, ASIDE if aside else 1)
+                budget = TURN_BUDGET
+            else:
+                aside = False
             budget -= 1
             try:
                 if instruments.active:
@@ -128,6 +125,17 @@ class MailboxLoop:
                 _fail(error)
             finally:
                 in_flight.end()
+
+    async def _step_aside(self, envelope: Envelope[Any], passes: int) -> None:
+        """Let others run for so many passes of the loop, before the turn of a message that has been
+        taken."""
+        try:
+            for _ in range(passes):
+                await asyncio.sleep(0)
+        except BaseException:
+            self._ref.in_flight.end()
+            self._ref.fail_with_actor(envelope, self._ref.name, None)
+            raise
 
     def turn(self, envelope: Envelope[Any]) -> None:
         """One turn, unless the message is for an earlier incarnation or its asker has gone."""

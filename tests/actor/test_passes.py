@@ -1,0 +1,172 @@
+"""The time that all actors together take in a pass of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+import anyio
+import pytest
+
+from kvactors.actor import direct, on, passes
+from kvactors.actor.clock import deadline_after
+from kvactors.errors import KVActorsError
+from kvactors.testing.loop import SimLoop
+from tests.actor.test_actor import Note, Ping, Server, Wired
+from tests.support.cache import opened, prompt, serve
+
+
+@pytest.fixture(autouse=True)
+def no_direct_turns(monkeypatch):
+    monkeypatch.setattr(direct, "TURNS", 0)
+
+
+@pytest.fixture
+def no_time(monkeypatch):
+    """Each pass has one turn, and those of actors that have stepped aside."""
+    monkeypatch.setattr(passes, "PASS_TIME", -1.0)
+
+
+class Passes:
+    """A loop whose passes and time are the test's."""
+
+    def __init__(self):
+        self.now, self.ready = 5.0, []
+
+    def time(self):
+        return self.now
+
+    def call_soon(self, callback):
+        self.ready.append(callback)
+
+    def next_pass(self):
+        ready, self.ready = self.ready, []
+        for callback in ready:
+            callback()
+
+
+def test_the_time_of_a_pass_begins_with_its_first_turn():
+    loop = Passes()
+    time = passes.PassTime(loop)
+    for _ in range(3):
+        assert not time.is_over()
+        loop.now += passes.PASS_TIME / 2
+        assert not time.is_over()
+        loop.now += passes.PASS_TIME
+        assert time.is_over()
+        assert time.is_over()
+        assert len(loop.ready) == 1, "one callback a pass"
+        loop.next_pass()
+        loop.now += 1.0
+
+
+class Timed(Server):
+    """Notes its turns. A timer that is due at once is started in each."""
+
+    SENDS: ClassVar = {}
+
+    def __init__(self, ref, log):
+        super().__init__(ref, None)
+        self.log = log
+
+    @on(Note)
+    def note(self, message):
+        self.log.append((self.ref.name, message.value))
+        asyncio.get_running_loop().call_later(0, self.log.append, "timer")
+
+    @on(Ping)
+    def ping(self, message, envelope):
+        self.log.append((self.ref.name, message.value))
+        self.answer(envelope, message.value)
+
+
+class Pair(Wired):
+    """Two actors that do not know each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+        self.other = self.supervisor.make_ref(Timed, 4, name="other")
+        [group, _] = self.members
+        [spec] = group.members
+        self.members = tuple(
+            group._replace(
+                name=ref.name,
+                members=(
+                    spec._replace(kind=Timed, factory=lambda ref: Timed(ref, self.log), ref=ref),
+                ),
+            )
+            for ref in (self.server, self.other)
+        )
+
+
+@pytest.mark.usefixtures("no_time")
+async def test_a_timer_that_is_due_runs_before_the_turn_of_an_actor_that_has_stepped_aside():
+    pair = Pair()
+    async with pair.running():
+        await asyncio.sleep(0.01)
+        assert pair.server.try_tell(Note(1))
+        assert pair.other.try_tell(Note(2))
+        await pair.in_flight.wait_idle()
+        first, second, third = pair.log[:3]
+        assert {first[0], third[0]} == {"server", "other"}
+        assert second == "timer"
+
+
+@pytest.mark.usefixtures("no_time")
+async def test_no_actor_waits_for_ever_while_others_take_all_the_time():
+    pair = Pair()
+    async with pair.running():
+        for round_ in range(20):
+            for ref in (pair.server, pair.other):
+                for number in range(4):
+                    assert ref.try_tell(Note(4 * round_ + number))
+            answers = [
+                ref.ask(Ping(-1), deadline=deadline_after(30)) for ref in (pair.server, pair.other)
+            ]
+            assert await asyncio.gather(*answers) == [-1, -1]
+        await pair.in_flight.wait_idle()
+    for name in ("server", "other"):
+        noted = [one[1] for one in pair.log if one[0] == name and one[1] >= 0]
+        assert noted == list(range(80))
+
+
+@pytest.mark.usefixtures("no_time")
+async def test_a_message_taken_by_an_actor_that_stops_aside_is_answered():
+    pair = Pair()
+    async with pair.running(drain=0.0):
+        await asyncio.sleep(0.01)
+        assert pair.server.try_tell(Note(1))
+        asks = [
+            asyncio.create_task(pair.other.ask(Ping(i), deadline=deadline_after(30)))
+            for i in range(3)
+        ]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    with anyio.fail_after(30):
+        results = await asyncio.gather(*asks, return_exceptions=True)
+    assert all(isinstance(one, int | KVActorsError) for one in results)
+
+
+@pytest.mark.usefixtures("no_time")
+async def test_a_cache_serves_when_no_pass_has_time_for_two_turns():
+    storage = {"backend": "memory", "write_policy": "write_through"}
+    host = {"slots": 16, "transit_slots": 16}
+    async with opened(device=16, host=host, storage=storage) as cache:
+        for _ in range(2):
+            for seed in range(4):
+                await asyncio.gather(
+                    *(serve(cache, f"{seed}-{i}", prompt(seed, 6, tail=i)) for i in range(2))
+                )
+        await cache.wait_idle()
+        assert cache.statistics().host.loaded > 0
+
+
+async def test_caches_on_one_loop_share_its_passes_and_a_loop_of_virtual_time_has_none():
+    loop = asyncio.get_running_loop()
+    assert passes.pass_time_of(loop) is passes.pass_time_of(loop) is not None
+    sim = SimLoop(1)
+    try:
+        assert passes.pass_time_of(sim) is None
+    finally:
+        sim.close()
