@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from kvactors.actor.direct import choice_of
 
-PASS_TIME = 0.0002
+PASS_TIME = 0.0001
 """Seconds from the first turn of a pass. An actor with a message steps aside after that."""
 
 ASIDE = 2

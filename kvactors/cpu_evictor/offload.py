@@ -81,7 +81,8 @@ class OffloadJob:
         """Put blocks beyond the quota of their salt first: they only pass through. Returns the
         positions, how many blocks stay, and those by salt."""
         host = self._memory.host
-        salts = Counter(self._traits(position)[0] for position in new)
+        plain = self._message.traits is None
+        salts = Counter({0: len(new)} if plain else [self._traits(position)[0] for position in new])
         over = host.resident + len(new) - host.capacity
         surplus: list[int] = []
         for salt, count in salts.items():
