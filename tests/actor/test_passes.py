@@ -81,7 +81,7 @@ class Timed(Server):
 
 
 class Pair(Wired):
-    """Two actors that do not know each other."""
+    """Two actors without channels between them."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ async def test_a_timer_that_is_due_runs_before_the_turn_of_an_actor_that_has_ste
 
 
 @pytest.mark.usefixtures("no_time")
-async def test_no_actor_waits_for_ever_while_others_take_all_the_time():
+async def test_no_actor_starves_while_others_take_all_the_time():
     pair = Pair()
     async with pair.running():
         for round_ in range(20):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from mutation import Mutation
 
 LAG = "tests/observe/test_lag.py"
+PREFETCH = "tests/cache/test_prefetch.py"
+PASSES = "tests/actor/test_passes.py"
 DIRECT = "tests/actor/test_direct.py"
 ENGINE = "tests/soak/test_oracle_simulated.py"
 SHARDED = "tests/observe/test_sharded.py"
@@ -46,6 +48,40 @@ BUGS: tuple[Mutation, ...] = (
         "passes of the cyclic collector stop the loop of a timed replay for hundreds of "
         "milliseconds",
         ("tests/scenario/test_serving.py::test_blocks_are_computed_and_verified_beside_the_loop",),
+    ),
+    Mutation(
+        "actor_steps_aside_for_one_pass",
+        "actor/passes.py",
+        "ASIDE = 2\n",
+        "ASIDE = 1\n",
+        "an actor that yields still runs before the timers that are due",
+        (
+            f"{PASSES}::test_a_timer_that_is_due_runs_before_the_turn_of_an_actor_that_has_stepped_aside",
+        ),
+    ),
+    Mutation(
+        "time_of_a_pass_never_ends",
+        "actor/passes.py",
+        "        self._begun = False\n\n\n",
+        "        pass\n\n\n",
+        "after the first pass every turn of an actor waits for two passes of the loop",
+        (f"{PASSES}::test_the_time_of_a_pass_begins_with_its_first_turn",),
+    ),
+    Mutation(
+        "collector_visits_the_blocks_of_the_host_tier",
+        "cpu_evictor/slots.py",
+        "class HostBlock(msgspec.Struct, eq=False, gc=False):\n",
+        "class HostBlock(msgspec.Struct, eq=False):\n",
+        "a full pass of the cyclic collector takes longer with each host slot",
+        ("tests/cache/test_collector.py::test_the_collector_visits_few_objects_a_block",),
+    ),
+    Mutation(
+        "clear_of_another_salt_hides_prefetched_blocks",
+        "lookup.py",
+        "core.clears.reaches(salt_id(salt), handled)\n",
+        "bool(path.num_tokens)\n",
+        "a lookup misses blocks of a tenant while the clear of another is on its way",
+        (f"{PREFETCH}::test_a_clear_of_another_salt_on_its_way_hides_no_prefetched_block",),
     ),
     Mutation(
         "direct_turn_overtakes_queued_messages",
