@@ -17,15 +17,14 @@ constexpr u32 kDepthBits = 24;
 
 }  // namespace
 
-Retention::Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity, const Guard& guard, bool observes)
-    : tables_(std::move(tables)), observes_(observes), guard_(guard), rows_(1, kRowShift),
-      runs_(Mapped<Run>(capacity >= kLarge)), ghosts_(Mapped<Ghost>(capacity >= kLarge)), run_places_(std::min(2 * kLostRuns, capacity)),
-      ghost_places_(std::min(kGhosts, capacity)), by_key_(kGhosts, capacity >= kLarge, capacity >= kLarge), buckets_(kBuckets) {
-    rows_.reserve(capacity, capacity >= kLarge);
-    // Nothing is copied while they grow. In a small tier their memory is used as it is needed.
-    runs_.reserve(2 * kLostRuns);
+Retention::Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity, const Guard& guard, bool touch, bool observes)
+    : tables_(std::move(tables)), observes_(observes), at_once_(touch && capacity >= kLarge), guard_(guard), rows_(1, kRowShift),
+      runs_(Mapped<Run>(at_once_)), ghosts_(Mapped<Ghost>(at_once_)), run_places_(std::min(2 * kLostRuns, capacity)),
+      ghost_places_(std::min(kGhosts, capacity)), by_key_(kGhosts, at_once_, at_once_), buckets_(kBuckets) {
+    rows_.reserve(capacity, at_once_);
+    runs_.reserve(2 * kLostRuns);  // nothing is copied while they grow
     ghosts_.reserve(kGhosts);
-    if (capacity >= kLarge) {
+    if (at_once_) {
         bring_in(runs_.data(), runs_.capacity() * sizeof(Run));
         bring_in(ghosts_.data(), ghosts_.capacity() * sizeof(Ghost));
     }

@@ -57,8 +57,9 @@ struct RetentionCounts {
 
 class Retention {
 public:
+    // touch: bring in the memory of a large tier now, in huge pages, and not as it is used.
     // observes: it adds what it sees to the tables. False if another one of the same blocks does.
-    Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity, const Guard& guard, bool observes = true);
+    Retention(std::shared_ptr<LifeTables> tables, std::size_t capacity, const Guard& guard, bool touch, bool observes = true);
     Retention(const Retention&) = delete;
     Retention& operator=(const Retention&) = delete;
 
@@ -215,7 +216,7 @@ private:
     void drop_ghost(u32 ghost);
 
     std::shared_ptr<LifeTables> tables_;
-    const bool observes_;
+    const bool observes_, at_once_;  // at_once_: its memory is brought in when it is made
     const Guard guard_;
     double now_ = 0;
     u64 serial_ = 0;  // touches

@@ -56,8 +56,8 @@ Tree::Tree(u32 block_size, std::size_t capacity, bool touch, std::shared_ptr<Lif
     nodes_.reserve(capacity, touch);
     tokens_.reserve(capacity, touch);
     keys_.reserve(capacity, touch && names_at_once);
-    if (retain_host != nullptr) host_retention_ = std::make_unique<Retention>(std::move(retain_host), capacity, kTotalGuard, retain == nullptr);
-    if (retain != nullptr) retention_ = std::make_unique<Retention>(std::move(retain), capacity, kDeviceGuard);
+    if (retain_host != nullptr) host_retention_ = std::make_unique<Retention>(std::move(retain_host), capacity, kTotalGuard, touch, retain == nullptr);
+    if (retain != nullptr) retention_ = std::make_unique<Retention>(std::move(retain), capacity, kDeviceGuard, touch);
     policy_ = retention_.get();
     memory_ = host_retention_.get();
 }

@@ -107,7 +107,7 @@ class MailboxLoop:
                 budget, aside = TURN_BUDGET, False
                 continue
             # An actor that has stepped aside takes a turn in any case.
-            if budget == 0 or (not aside and passes is not None and passes.is_over()):
+            if budget == 0 or (not aside and passes is not None and passes.is_over(loop)):
                 aside = budget != 0
                 await self._step_aside(envelope, ASIDE if aside else 1)
                 budget = TURN_BUDGET

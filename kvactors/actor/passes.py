@@ -16,25 +16,25 @@ PASS_TIME = 0.0001
 
 ASIDE = 2
 """Passes for which it steps aside. In the next one, callbacks of timers run behind those that were
-ready before: an actor that were among these would delay them once more."""
+ready before: an actor among these would delay them once more."""
 
 
 class PassTime:
-    """The turns of all actors of an event loop in the present pass."""
+    """The turns of all actors of an event loop in the present pass. It does not refer to the loop,
+    which would stay in memory for it."""
 
-    __slots__ = ("_begun", "_loop", "_until")
+    __slots__ = ("_begun", "_until")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._begun, self._until = False, 0.0
 
-    def is_over(self) -> bool:
-        """Whether the time of this pass is over. Asked before each turn of an actor."""
-        now = self._loop.time()
+    def is_over(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether the time of this pass of the loop is over. Asked before each turn of an actor."""
+        now = loop.time()
         if self._begun:
             return now > self._until
         self._begun, self._until = True, now + PASS_TIME
-        self._loop.call_soon(self._end)
+        loop.call_soon(self._end)
         return False
 
     def _end(self) -> None:
@@ -51,5 +51,5 @@ def pass_time_of(loop: asyncio.AbstractEventLoop) -> PassTime | None:
         return None
     found = _of_loops.get(loop)
     if found is None:
-        found = _of_loops[loop] = PassTime(loop)
+        found = _of_loops[loop] = PassTime()
     return found

@@ -1,11 +1,15 @@
-"""The tables of RETAIN leave no memory behind. From the allocator they would: it keeps what it has freed between
-other pieces."""
+"""The memory of RETAIN's tables. A large tier's is brought in when the tier is made, since the first access to a huge
+page clears 2 MiB in the turn of an actor. That of a small tier, or of a tree in place of one that was cleared,
+is used as it is needed. None of it is left behind: the allocator keeps what it has freed between other pieces."""
 
 from __future__ import annotations
 
 import gc
 
+import pytest
+
 import kvactors
+from kvactors.native import BlockTree, LifeTables
 from tests.soak.memory import resident_kib
 
 CONFIG = kvactors.Config.from_mapping(
@@ -39,3 +43,20 @@ async def test_closed_caches_leave_no_tables_resident() -> None:
         await served(number)
     gc.collect()
     assert resident_kib() - before < MOST
+
+
+@pytest.mark.parametrize(
+    ("blocks", "touch", "least", "most"),
+    [(1_000, True, 0, 3), (70_000, True, 28, 60), (70_000, False, 0, 3)],
+)
+def test_tables_are_brought_in_where_a_large_tier_is_made(blocks, touch, least, most) -> None:
+    """In MiB, of a device and a host tier."""
+    plain = resident_kib()
+    lru = BlockTree(4, blocks, touch)
+    before = resident_kib()
+    tables = LifeTables()
+    tree = BlockTree(4, blocks, touch, tables, retain_host=tables)
+    grown = resident_kib() - before - (before - plain)
+    assert least << 10 <= grown <= most << 10
+    tree.check()
+    lru.check()
