@@ -153,16 +153,15 @@ async def test_a_message_taken_by_an_actor_that_stops_aside_is_answered():
 @pytest.mark.usefixtures("no_time")
 async def test_a_cache_serves_when_no_pass_has_time_for_two_turns():
     storage = {"backend": "memory", "write_policy": "write_through"}
-    host = {"slots": 16, "transit_slots": 16}
-    async with opened(device=16, host=host, storage=storage) as cache:
+    host = {"slots": 40, "transit_slots": 40}
+    async with opened(device=32, host=host, storage=storage) as cache:
         for _ in range(2):
-            for seed in range(4):
-                await asyncio.gather(
-                    *(
-                        serve(cache, f"{seed}-{i}", prompt(seed, 6, tail=i), wait_for_room=True)
-                        for i in range(2)
-                    )
+            for seed in range(0, 8, 2):
+                pair = (
+                    serve(cache, f"{one}", prompt(one, 6, tail=1), wait_for_room=True)
+                    for one in (seed, seed + 1)
                 )
+                await asyncio.gather(*pair)
         await cache.wait_idle()
         assert cache.statistics().host.loaded > 0
 
