@@ -24,13 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvactors.flush_notifier.blocks import (
-    BITS,
-    LAST,
-    REASON_NUMBERS,
-    LedgerBlock,
-    accepts,
-)
+from kvactors.flush_notifier.blocks import BITS, LAST, REASON_NUMBERS, LedgerBlock, accepts
 from kvactors.flush_notifier.checks import check_steps
 from kvactors.flush_notifier.filter import SHIFT, SinkFilter
 from kvactors.flush_notifier.messages import (

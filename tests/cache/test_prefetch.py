@@ -46,11 +46,7 @@ async def test_prefetched_blocks_are_host_hits():
 async def test_a_lookup_finds_no_prefetched_block_before_the_host_tier_has_handled_a_clear(salt):
     """A request behind the clear finds none."""
     async with opened(**tiers(exclusive=True)) as cache:
-        await stored(cache, 1, salt="a")
-        tokens = prompt(1, 6, tail=1)
-        await cache.prefetch(tokens, salt="a")
-        await cache.wait_idle()
-        assert cache.lookup(tokens, salt="a").host == 6
+        tokens = await prefetched(cache, salt="a")
         with held_back(cache.system.evictor_actor):
             await cache.clear(salt=salt)
             assert cache.lookup(tokens, salt="a") == kvactors.Hits(0, 0, 0)
@@ -61,10 +57,7 @@ async def test_a_lookup_finds_no_prefetched_block_before_the_host_tier_has_handl
 @pytest.mark.parametrize("clears", [1, 3])
 async def test_a_clear_of_another_salt_on_its_way_hides_no_prefetched_block(clears):
     async with opened(**tiers(exclusive=True)) as cache:
-        await stored(cache, 1, salt="a")
-        tokens = prompt(1, 6, tail=1)
-        await cache.prefetch(tokens, salt="a")
-        await cache.wait_idle()
+        tokens = await prefetched(cache, salt="a")
         with held_back(cache.system.evictor_actor):
             for _ in range(clears):
                 await cache.clear(salt="b")
@@ -72,6 +65,16 @@ async def test_a_clear_of_another_salt_on_its_way_hides_no_prefetched_block(clea
             await cache.clear(salt="a")
             await cache.clear(salt="b")
             assert cache.lookup(tokens, salt="a") == kvactors.Hits(0, 0, 0)
+
+
+async def prefetched(cache, **scope):
+    """A prompt whose blocks are in the host tier."""
+    tokens = prompt(1, 6, tail=1)
+    await stored(cache, 1, **scope)
+    await cache.prefetch(tokens, **scope)
+    await cache.wait_idle()
+    assert cache.lookup(tokens, **scope).host == 6
+    return tokens
 
 
 @contextmanager
