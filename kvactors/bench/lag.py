@@ -1,5 +1,5 @@
-"""How late the loop is: idle, and with copies and storage saturated, in turns. Then the longest
-callbacks of large work."""
+"""How late the loop is: idle, woken by another thread, and with copies and storage saturated, in
+turns. Then the longest callbacks of large work."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import gc
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +31,13 @@ Prompts = list[NDArray[np.int64]]
 BLOCK, PROMPT_BLOCKS = 64, 16
 ABOVE_IDLE = 1.0
 
+WAKE_EVERY = 0.0005
+"""Mean seconds between two wake-ups of the loop by a thread."""
+
+WOKEN = f"the idle loop, woken {1 / WAKE_EVERY:,.0f} times a second by a thread, same run"
+
 ROUNDS = 7
-"""Idle and saturated in turn. A figure is the median of the rounds."""
+"""Idle, woken and saturated in turn. A figure is the median of the rounds."""
 
 COLLECT_AFTER = 50_000
 """New objects before a pass of the cyclic garbage collector, as docs/how-to/tune.md advises."""
@@ -81,12 +87,34 @@ async def churn(cache: KVCache, prompts: Prompts, seconds: float) -> int:
 
 
 class Measured(NamedTuple):
-    """idle, busy: of each round. served: requests. gigabytes: moved by copies and the store."""
+    """idle, woken, busy: of each round. served: requests. gigabytes: moved by copies and the
+    store."""
 
     idle: list[Lags]
+    woken: list[Lags]
     busy: list[Lags]
     served: int
     gigabytes: float
+
+
+@contextmanager
+def woken() -> Iterator[None]:
+    """A thread wakes the loop at random moments, with nothing to do. A selector waits in whole
+    milliseconds, rounded up: each wake-up makes the next timer up to a millisecond late."""
+    loop, delays, wanted = asyncio.get_running_loop(), random.Random(0), True  # noqa: S311
+
+    def wake() -> None:
+        while wanted:
+            time.sleep(delays.expovariate(1 / WAKE_EVERY))
+            loop.call_soon_threadsafe(int)
+
+    thread = threading.Thread(target=wake, name="kvactors-bench-wake")
+    thread.start()
+    try:
+        yield
+    finally:
+        wanted = False
+        thread.join()
 
 
 @contextmanager
@@ -105,9 +133,10 @@ def settled_collector() -> Iterator[None]:
 
 
 async def measure(seconds: float, rounds: int) -> Measured:
-    """Lags of a cache that is idle for so many seconds, and then saturated for as long, in turn."""
+    """Lags of a cache that is idle for so many seconds, then woken, and then saturated for as long,
+    in turn."""
     prompts = make_prompts()
-    idle, busy, served = [], [], 0
+    idle, roused, busy, served = [], [], [], 0
     with tempfile.TemporaryDirectory(prefix="kvactors-lag-") as folder:
         async with open_cache(config(folder)) as cache:
             with settled_collector():
@@ -115,6 +144,10 @@ async def measure(seconds: float, rounds: int) -> Measured:
                     async with LagMonitor().running() as monitor:
                         await anyio.sleep(seconds)
                     idle.append(monitor.results())
+                    with woken():
+                        async with LagMonitor().running() as monitor:
+                            await anyio.sleep(seconds)
+                    roused.append(monitor.results())
                     async with LagMonitor().running() as monitor:
                         served += await churn(cache, prompts, seconds)
                     busy.append(monitor.results())
@@ -124,7 +157,7 @@ async def measure(seconds: float, rounds: int) -> Measured:
             if statistics.store is not None:
                 blocks += statistics.store.reads + statistics.store.writes
             moved = blocks * cache.system.layout.block_bytes / 1e9
-            return Measured(idle, busy, served, moved)
+            return Measured(idle, roused, busy, served, moved)
 
 
 def medians(lags: list[Lag]) -> Lag:
@@ -132,8 +165,8 @@ def medians(lags: list[Lag]) -> Lag:
     return Lag(*(median(values) for values in zip(*lags, strict=True)))
 
 
-def lag_rows(part: str, idle: list[Lag], busy: list[Lag]) -> list[Row]:
-    """The percentiles of a part of the lag, medians of the rounds."""
+def lag_rows(part: str, idle: list[Lag], woken: list[Lag], busy: list[Lag]) -> list[Row]:
+    """The percentiles of a part of the lag, medians of the rounds. woken: may be empty."""
     rows: list[Row] = []
     above = f"idle in the same run + {ABOVE_IDLE:g} ms"
     for name in ("p50", "p99", "p999"):
@@ -143,6 +176,16 @@ def lag_rows(part: str, idle: list[Lag], busy: list[Lag]) -> list[Row]:
             time_row(f"saturated, {name}{part}", saturated, calm + ABOVE_IDLE, "ms", above),
             time_row(f"idle, {name}{part}", calm, ABOVE_IDLE, "ms", f"{ABOVE_IDLE:g} ms"),
         ]
+        if woken:
+            rows.append(
+                time_row(
+                    f"saturated, {name}{part}, beside a woken loop",
+                    saturated,
+                    ms(medians(woken), name),
+                    "ms",
+                    WOKEN,
+                )
+            )
     return rows
 
 
@@ -155,12 +198,13 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     """All rows. quick: a moment only, for tests."""
     seconds, rounds = (0.5, 1) if quick else (5.0, ROUNDS)
     measured = run_terminable(measure(seconds, rounds))
-    idle, busy = measured.idle, measured.busy
-    rows = lag_rows("", [one.wall for one in idle], [one.wall for one in busy])
-    calm, own = [one.own for one in idle if one.own], [one.own for one in busy if one.own]
-    if calm and own:
-        rows += lag_rows(", without waits for a core", calm, own)
-    rows += lag_rows(", processor time", [one.cpu for one in idle], [one.cpu for one in busy])
+    phases = (measured.idle, measured.woken, measured.busy)
+    rows = lag_rows("", *([one.wall for one in phase] for phase in phases))
+    own = [[one.own for one in phase if one.own] for phase in phases]
+    if all(own):
+        rows += lag_rows(", without waits for a core", *own)
+    idle, busy = ([one.cpu for one in phase] for phase in (measured.idle, measured.busy))
+    rows += lag_rows(", processor time", idle, [], busy)
     rows += run_terminable(callbacks.rows(quick=quick))
     settings = {
         "rounds": rounds,

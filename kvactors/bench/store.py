@@ -32,13 +32,13 @@ from kvactors.terminable import run_terminable
 
 ROUNDS = 9
 LOADS = (
-    (2 << 20, 768 << 20, 40.0),
-    (8 << 20, 768 << 20, 40.0),
+    (2 << 20, 768 << 20, 90.0),
+    (8 << 20, 768 << 20, 90.0),
     (64 << 10, 64 << 20, 25.0),
     (4 << 10, 16 << 20, 45.0),
 )
 """Bytes of an object, and of a round, and the seconds behind which no further round begins. Nine
-rounds end earlier on an idle disk of 2 GB/s, and the whole run takes less than 4 minutes."""
+rounds end earlier on an idle disk of 2 GB/s, and the whole run takes less than 6 minutes."""
 
 
 async def scan_of(folder: Path, slots: int) -> float:

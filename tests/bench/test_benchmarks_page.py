@@ -127,6 +127,20 @@ def test_a_benchmark_that_fails_is_named_and_the_others_are_written(tmp_path, ca
     assert "old acquire" not in path.read_text()
 
 
+def test_text_that_is_written_during_a_run_stays(tmp_path, monkeypatch):
+    path = tmp_path / "page.md"
+    path.write_text(page("acquire"))
+
+    def fake(run: Any, peers: Peers, folder: Path, *, quick: bool) -> dict[str, Any]:
+        path.write_text(path.read_text() + "what the figures mean\n")
+        return record()
+
+    monkeypatch.setattr(command, "measure", fake)
+    assert command.main(["--only", "acquire", "--page", str(path)]) == 0
+    assert "old acquire" not in path.read_text()
+    assert path.read_text().endswith("what the figures mean\n")
+
+
 def test_the_error_of_a_benchmark_is_its_last_line(tmp_path, monkeypatch):
     monkeypatch.setattr(
         runs, "command", lambda *_, **__: ["sh", "-c", "echo a >&2; echo b >&2; exit 3"]

@@ -23,9 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, and write the page. Returns the exit status."""
     options = parsed(arguments)
     page: Path = options.page
-    text = page.read_text()
-    chosen = selected(options.only)
-    if missing := [one.name for one in chosen if one.name not in names_of(text)]:
+    chosen, places = selected(options.only), names_of(page.read_text())
+    if missing := [one.name for one in chosen if one.name not in places]:
         print(f"{page} has no place for the tables {', '.join(missing)}", file=sys.stderr)
         return 2
     peers = Peers(options.vllm_python, options.sglang_python)
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     failed.append(run.name)
                     continue
                 print(f"{run.name}: {summary(records[run.name])}", flush=True)
-        page.write_text(filled(text, records))
+        page.write_text(filled(page.read_text(), records))  # it may have been edited since
     print(f"{page}: {len(records)} of {len(chosen)} tables written")
     return 1 if failed or not records else 0
 
