@@ -98,7 +98,7 @@ class Measured(NamedTuple):
 
 
 @contextmanager
-def woken() -> Iterator[None]:
+def wake_ups() -> Iterator[None]:
     """A thread wakes the loop at random moments, with nothing to do. A selector waits in whole
     milliseconds, rounded up: each wake-up makes the next timer up to a millisecond late."""
     loop, delays, wanted = asyncio.get_running_loop(), random.Random(0), True  # noqa: S311
@@ -136,7 +136,7 @@ async def measure(seconds: float, rounds: int) -> Measured:
     """Lags of a cache that is idle for so many seconds, then woken, and then saturated for as long,
     in turn."""
     prompts = make_prompts()
-    idle, roused, busy, served = [], [], [], 0
+    idle, woken, busy, served = [], [], [], 0
     with tempfile.TemporaryDirectory(prefix="kvactors-lag-") as folder:
         async with open_cache(config(folder)) as cache:
             with settled_collector():
@@ -144,10 +144,10 @@ async def measure(seconds: float, rounds: int) -> Measured:
                     async with LagMonitor().running() as monitor:
                         await anyio.sleep(seconds)
                     idle.append(monitor.results())
-                    with woken():
+                    with wake_ups():
                         async with LagMonitor().running() as monitor:
                             await anyio.sleep(seconds)
-                    roused.append(monitor.results())
+                    woken.append(monitor.results())
                     async with LagMonitor().running() as monitor:
                         served += await churn(cache, prompts, seconds)
                     busy.append(monitor.results())
@@ -157,7 +157,7 @@ async def measure(seconds: float, rounds: int) -> Measured:
             if statistics.store is not None:
                 blocks += statistics.store.reads + statistics.store.writes
             moved = blocks * cache.system.layout.block_bytes / 1e9
-            return Measured(idle, roused, busy, served, moved)
+            return Measured(idle, woken, busy, served, moved)
 
 
 def medians(lags: list[Lag]) -> Lag:

@@ -141,6 +141,23 @@ def test_text_that_is_written_during_a_run_stays(tmp_path, monkeypatch):
     assert path.read_text().endswith("what the figures mean\n")
 
 
+@pytest.mark.parametrize("text", [None, "no place for it\n"])
+def test_a_page_that_lost_its_places_during_a_run_is_named(tmp_path, capsys, monkeypatch, text):
+    path = tmp_path / "page.md"
+    path.write_text(page("acquire"))
+
+    def fake(run: Any, peers: Peers, folder: Path, *, quick: bool) -> dict[str, Any]:
+        path.unlink()
+        if text is not None:
+            path.write_text(text)
+        return record()
+
+    monkeypatch.setattr(command, "measure", fake)
+    assert command.main(["--only", "acquire", "--page", str(path)]) == 1
+    assert f"{path} was not written" in capsys.readouterr().err
+    assert text is None or path.read_text() == text
+
+
 def test_the_error_of_a_benchmark_is_its_last_line(tmp_path, monkeypatch):
     monkeypatch.setattr(
         runs, "command", lambda *_, **__: ["sh", "-c", "echo a >&2; echo b >&2; exit 3"]

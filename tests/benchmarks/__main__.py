@@ -47,7 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     failed.append(run.name)
                     continue
                 print(f"{run.name}: {summary(records[run.name])}", flush=True)
-        page.write_text(filled(page.read_text(), records))  # it may have been edited since
+        try:
+            page.write_text(filled(page.read_text(), records))  # it may have been edited since
+        except (OSError, ValueError) as error:
+            print(f"{page} was not written: {error}", file=sys.stderr)
+            return 1
     print(f"{page}: {len(records)} of {len(chosen)} tables written")
     return 1 if failed or not records else 0
 
