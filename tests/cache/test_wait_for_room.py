@@ -126,6 +126,7 @@ async def test_a_request_cancelled_at_any_step_leaves_nothing(tiers, long, monke
         async with opened(device=8, **tiers) as cache:
             await serve(cache, "before", prompt(101, 3))
             lease = await cache.acquire("runs", prompt(1, 6))
+            await lease.wait_ready()  # the store is asked for its blocks
             one = await queued(cache, 1, 1, 5)
             behind = await queued(cache, 2, 2, 3)
             ends = asyncio.ensure_future(lease.finish(6 * BLOCK))
