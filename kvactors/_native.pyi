@@ -231,7 +231,7 @@ class BlockTree:
     hashed: int
     """Nodes whose block hash has been made."""
 
-    def pin(self, path: Path, max_blocks: int = -1) -> tuple[int, bytes]:
+    def pin(self, path: Path, max_blocks: int = -1, used: bool = True) -> tuple[int, bytes]:
         """Match the path and reference every node met, up to `max_blocks`. The path must hold
         nothing, or nodes only. In that case the match continues where they end, and the result
         covers the new part.
@@ -240,8 +240,14 @@ class BlockTree:
         loading (their ids are in the table, shared, and they count as committed). `states` has one
         byte of state bits for each further node on the path. A LOADING node's target block is put
         in the table as shared. Other further positions read -1 there. Nodes of the device run
-        that are being offloaded are kept: their OFFLOADING mark is cleared.
+        that are being offloaded are kept: their OFFLOADING mark is cleared. With `used` false they
+        are not, and no node counts a hit, until `keep`. Until then the end of an offload takes
+        their blocks.
         """
+
+    def keep(self, path: Path, used: bool = True) -> None:
+        """Keep those of the path's committed nodes that are being offloaded. If it is `used`, each
+        node that the path holds counts a hit."""
 
     def peek(self, path: Path, max_blocks: int = -1) -> tuple[int, bytes]:
         """Return the result of `pin` without changing anything."""

@@ -80,11 +80,16 @@ void bind_tree(nb::module_& m) {
         .def_prop_ro("block_size", [](const PyTree& t) { return t.block_size(); })
         .def_prop_ro("retired", [](const PyTree& t) { return t.retired(); })
         .def_prop_ro("hashed", [](const PyTree& t) { return t.named(); })
-        .def("pin", [](PyTree& t, PyPath& p, Id max_blocks) {
+        .def("pin", [](PyTree& t, PyPath& p, Id max_blocks, bool used) {
             const Change change(t);
             const Busy busy(p.busy);
-            return match_tuple(without_gil(p.tokens.size(), [&] { return t.pin(p, limit_of(max_blocks)); }));
-        }, "path"_a, "max_blocks"_a = -1)
+            return match_tuple(without_gil(p.tokens.size(), [&] { return t.pin(p, limit_of(max_blocks), used); }));
+        }, "path"_a, "max_blocks"_a = -1, "used"_a = true)
+        .def("keep", [](PyTree& t, PyPath& p, bool used) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            t.keep(p, used);
+        }, "path"_a, "used"_a = true)
         .def("peek", [](PyTree& t, PyPath& p, Id max_blocks) {
             const Busy tree_busy(t.busy), path_busy(p.busy);
             return match_tuple(without_gil(p.tokens.size(), [&] { return t.peek(p, limit_of(max_blocks)); }));

@@ -125,7 +125,8 @@ public:
     // tree_match.cpp
     Match peek(const Path& path, u32 limit);
     u32 referenced_run(const Path& path, u32 limit);
-    Match pin(Path& path, u32 limit);
+    Match pin(Path& path, u32 limit, bool used = true);
+    void keep(const Path& path, bool used);
     std::vector<u32> trim(Path& path, u32 held);
     std::vector<u32> retreat(Path& path, u32 blocks);
     std::vector<u32> truncate(Path& path, std::size_t tokens, std::string extra);
@@ -255,6 +256,7 @@ private:
     void let_go(u32 id, std::vector<u32>& freed);
     void let_go_run(const u32* first, const u32* end, std::vector<u32>& freed);
     void let_go_last(u32 id, std::vector<u32>& freed);
+    void stay(u32 id, Node& node);
 
     void require(const Path& path) const;
     void require_held(const Path& path, u32 upto) const;

@@ -53,11 +53,7 @@ Committed Tree::commit(Path& path, u32 upto) {
 void Tree::adopt(Path& path, u32 position, u32 id, Committed& result) {
     Node& node = at(id);
     if ((node.bits & kDevice) != 0) {
-        if ((node.bits & kOffloading) != 0) {
-            node.bits &= u8(~kOffloading);
-            --counts_.offloading;
-            if (sharing_ != nullptr) sharing_->gained(id);
-        }
+        stay(id, node);
         return;
     }
     if (hosted(node)) result.adopted.push_back(position);

@@ -43,6 +43,14 @@ inline void Tree::settle_memory(u32 id) {
     else memory_->unlist(id);
 }
 
+// A block that is being offloaded is used again: its copy is made, and does not free it.
+inline void Tree::stay(u32 id, Node& node) {
+    if ((node.bits & kOffloading) == 0) return;
+    node.bits &= u8(~kOffloading);
+    --counts_.offloading;
+    if (sharing_ != nullptr) sharing_->gained(id);
+}
+
 inline void Tree::acquire(u32 id) {
     Node& node = at(id);
     if (node.refs++ != 0) return;
@@ -87,7 +95,8 @@ public:
         first_ = id;
     }
 
-    // Nodes of a device run, in a plain tree: references and uses. Writes their blocks.
+    // Nodes of a device run, in a plain tree: references, and uses. Writes their blocks.
+    template <bool kUsed>
     void acquire_run(const u32* ids, u32 count, u32* blocks) {
         Slab<Node, 1>::Cursor rows = tree_.nodes_.cursor();
         u32 first = first_, referenced = 0, unlisted = 0, read = 0;
@@ -96,10 +105,9 @@ public:
             const u32 id = ids[i];
             Node& node = rows[id];
             blocks[i] = node.block;
-            if (node.hits != 0xffff) ++node.hits;
-            if ((node.bits & kOffloading) != 0) {
-                node.bits &= u8(~kOffloading);
-                --tree_.counts_.offloading;
+            if (kUsed) {
+                if (node.hits != 0xffff) ++node.hits;
+                tree_.stay(id, node);
             }
             if (node.refs++ != 0) continue;
             ++referenced;

@@ -110,10 +110,10 @@ u32 Tree::referenced_run(const Path& path, u32 limit) {
     return run;
 }
 
-// Nodes of the device run stop being offloaded. A node beyond the run continues: its parent has
+// Used nodes of the device run stop being offloaded. A node beyond the run continues: its parent has
 // left the device, and keeping it would leave a hole above it. The match of a path that holds nodes
 // already, and no block beyond them, continues where it ends.
-Match Tree::pin(Path& path, u32 limit) {
+Match Tree::pin(Path& path, u32 limit, bool used) {
     require(path);
     const u32 held = path.held();
     if (path.table.size() != held) throw std::invalid_argument("path already holds device blocks of its own");
@@ -137,23 +137,31 @@ Match Tree::pin(Path& path, u32 limit) {
     const u32 together = is_plain() ? match.device_run : 0;
     std::memset(path.shared.data() + held, 1, together);
     Unlisting unlisting(*this);
-    unlisting.acquire_run(scratch_.data(), together, path.table.data() + held);
+    if (used) unlisting.acquire_run<true>(scratch_.data(), together, path.table.data() + held);
+    else unlisting.acquire_run<false>(scratch_.data(), together, path.table.data() + held);
     for (u32 i = together; i < count; ++i) {
         const u32 id = scratch_[i];
         Node& node = at(id);
         unlisting.acquire(id, node);
-        if (node.hits != 0xffff) ++node.hits;
-        if (i < match.device_run && (node.bits & kOffloading) != 0) {
-            node.bits &= u8(~kOffloading);
-            --counts_.offloading;
-            if (sharing_ != nullptr) sharing_->gained(id);
-        }
+        if (used && node.hits != 0xffff) ++node.hits;
+        if (used && i < match.device_run) stay(id, node);
         const bool usable = i < match.device_run || (node.bits & kLoading) != 0;
         path.put(held + i, usable ? node.block : kNil, usable);
     }
     if (path.names.size() >= held) take_names(path);
     path.committed += match.device_run;
     return match;
+}
+
+// A request whose nodes were pinned without a use has its blocks, or waits for them. An eviction
+// takes children before parents, so the nodes being offloaded are the last ones of the device run.
+void Tree::keep(const Path& path, bool used) {
+    require(path);
+    for (u32 i = path.committed; i-- > 0 && (at(path.nodes[i]).bits & kOffloading) != 0;) stay(path.nodes[i], at(path.nodes[i]));
+    for (u32 i = 0; used && i < path.held(); ++i) {
+        Node& node = at(path.nodes[i]);
+        if (node.hits != 0xffff) ++node.hits;
+    }
 }
 
 // The names that the path's further nodes have, as far as no node without one is between.

@@ -78,7 +78,10 @@ class Grants:
         ):
             return [admission.no_room_refusal(envelope, needed)]
         index.policy.advance(index.tree)
-        match = index.match(path, fetch=fetch, media=message.media, chunk=message.chunk_tokens)
+        certain = not admission.waiting and free >= needed  # without any hit
+        match = index.match(
+            path, fetch=fetch, media=message.media, chunk=message.chunk_tokens, used=certain
+        )
         lease = LeaseState(
             message.lease,
             message.request_id,
@@ -91,16 +94,30 @@ class Grants:
         )
         lease.hints = message.hints
         if not admission.waiting and free >= match.new_blocks:
+            if not certain:
+                index.tree.keep(path)
             return self._grant(lease, match, index.take(match.new_blocks), envelope)
-        actions = self._loads.begin(lease, match.segments, placed=False)
+        return self._wait(lease, match, message, envelope)
+
+    def _wait(
+        self,
+        lease: LeaseState,
+        match: Match,
+        message: Acquire,
+        envelope: Envelope[AcquireResult],
+    ) -> list[Action]:
+        """Let a request wait for its blocks, or refuse it. A refused one uses nothing: requests
+        that try again would otherwise keep each other's victims, and none would get its blocks."""
+        wait, admission = message.wait or message.wait_for_room, self._admission
+        actions = self._loads.begin(lease, match.segments, placed=False) if wait else []
         waiter = AcquireWaiter(self, lease, match, message, envelope)
-        accepted, queued = admission.request(
-            waiter, wait=message.wait or message.wait_for_room, deadline=message.deadline
-        )
+        accepted, queued = admission.request(waiter, wait=wait, deadline=message.deadline)
         actions += queued
         if not accepted:
             actions += self.forget(lease)
             actions.append(admission.no_room_refusal(envelope, match.new_blocks))
+        elif admission.waiting.get(message.lease) is waiter:
+            lease.tree.keep(lease.path, used=False)
         return actions
 
     def forget(self, lease: LeaseState) -> list[Action]:

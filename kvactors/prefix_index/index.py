@@ -198,7 +198,9 @@ class BlockIndex:
         tokens = cached * self.block_size + chunk
         return self.blocks_for(min(path.num_tokens, tokens) if chunk else path.num_tokens)
 
-    def match(self, path: Path, *, fetch: int, media: Media = (), chunk: int = 0) -> Match:
+    def match(
+        self, path: Path, *, fetch: int, media: Media = (), chunk: int = 0, used: bool = True
+    ) -> Match:
         """Pin the known blocks of the path, and find the blocks that may be loaded.
 
         Args:
@@ -207,28 +209,24 @@ class BlockIndex:
             media: items that are matched whole or not at all. The request computes what follows the
                 last whole one.
             chunk: tokens after the cached ones that the request needs blocks for, 0 for all.
+            used: whether the request gets its blocks for certain. Otherwise blocks that are being
+                evicted leave, unless `tree.keep` follows in this turn.
         """
         limit = self.match_limit(path)
         if media:
-            match = self._match_whole_items(path, limit, fetch=fetch, media=media)
-        else:
-            match = self._match(path, limit, fetch=fetch)
+            limit = self.before_media(self._reach(path, limit, fetch=fetch), media)
+        match = self._match(path, limit, fetch=fetch, used=used)
+        while media and match.expected_blocks > (
+            limit := self.before_media(match.expected_blocks, media)
+        ):
+            self.pool.give(self.tree.release(path))
+            match = self._match(path, limit, fetch=fetch, used=used)
         if not chunk:
             return match
         # Positions of known blocks that cannot be hit are in the table already.
         chunked = max(path.num_blocks, self.chunk_blocks(path, match.expected_blocks, chunk))
         later = self.blocks_for(path.num_tokens) - chunked
         return msgspec.structs.replace(match, new_blocks=match.new_blocks - later)
-
-    def _match_whole_items(self, path: Path, limit: int, *, fetch: int, media: Media) -> Match:
-        limit = self.before_media(self._reach(path, limit, fetch=fetch), media)
-        while True:
-            match = self._match(path, limit, fetch=fetch)
-            reached = match.expected_blocks
-            limit = self.before_media(reached, media)
-            if limit == reached:
-                return match
-            self.pool.give(self.tree.release(path))
 
     def _reach(self, path: Path, limit: int, *, fetch: int) -> int:
         """Leading blocks that a match would find at most. Changes nothing."""
@@ -238,8 +236,8 @@ class BlockIndex:
                 return position
         return max(run + len(states), min(limit, fetch))
 
-    def _match(self, path: Path, limit: int, *, fetch: int) -> Match:
-        run, states = self.tree.pin(path, limit)
+    def _match(self, path: Path, limit: int, *, fetch: int, used: bool) -> Match:
+        run, states = self.tree.pin(path, limit, used)
         if not states and run >= min(limit, fetch):
             return Match(run, [], self.blocks_for(path.num_tokens) - run)
         known = run + len(states)

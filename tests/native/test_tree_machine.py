@@ -75,6 +75,8 @@ WANTED = [
     "truncate within a block",
     "release in parts",
     "pin in parts",
+    "a refused request leaves evictions alone",
+    "keep what is being evicted",
 ]
 
 
@@ -130,6 +132,11 @@ class Walk:
             lambda: machine.assign_again(index, number(MAX_BLOCKS + 3)),
             lambda: machine.replace(index, number(MAX_BLOCKS)),
             lambda: machine.pin(index, number(MAX_BLOCKS + 2) - 1),
+            lambda: machine.pin_without_a_use(
+                index,
+                number(MAX_BLOCKS + 2) - 1,
+                self.random.choice(["granted", "waits", "refused"]),
+            ),
             lambda: machine.peek(index, number(MAX_BLOCKS + 2) - 1),
             lambda: machine.trim(index, self.less()),
             lambda: machine.mark_announced(index, number(MAX_BLOCKS), self.less()),
@@ -147,7 +154,7 @@ class Walk:
             lambda: machine.retreat(index, self.less()),
             lambda: machine.truncate(index, number(5) - 1, self.random.choice([*EXTRAS, b""])),
         ]
-        weights = [2, 1, 1, 1, 1, 1, 3, 1, 1, 2, 2, 4, 6, 2, 1, 4, 1, 2]
+        weights = [2, 1, 1, 1, 1, 1, 3, 2, 1, 1, 2, 2, 4, 6, 2, 1, 4, 1, 2]
         self.random.choices(moves, weights)[0]()
 
     def tiers(self) -> None:

@@ -259,6 +259,30 @@ class PathRules(RuleBasedStateMachine):
         REACHED["hit"] += run > 0
 
     @precondition(lambda self: self.leases)
+    @rule(
+        index=which,
+        limit=st.integers(-1, MAX_BLOCKS),
+        end=st.sampled_from(["granted", "waits", "refused"]),
+    )
+    def pin_without_a_use(self, index: int, limit: int, end: str) -> None:
+        """A request is matched before it is known whether it has its blocks."""
+        lease = self.lease(index)
+        if lease.native.num_held:
+            return
+        lease.trees = self.trees
+        if self.same("pin", lease.trees, limit, False, lease=lease) is None:
+            return
+        nodes = lease.model.nodes
+        leaving = any(node.bits & OFFLOADING for node in nodes[: lease.native.num_committed])
+        if end == "refused":
+            freed = self.same("release", lease.trees, lease=lease)
+            assert freed == []
+            REACHED["a refused request leaves evictions alone"] += leaving
+            return
+        self.same("keep", lease.trees, end == "granted", lease=lease)
+        REACHED["keep what is being evicted"] += leaving
+
+    @precondition(lambda self: self.leases)
     @rule(index=which, limit=st.integers(-1, MAX_BLOCKS))
     def peek(self, index: int, limit: int) -> None:
         self.same("peek", self.trees, limit, lease=Lease(*self.probe(index), self.trees))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutation import Mutation
 
+GRANTS = "tests/prefix_index/test_grants.py"
 IN_TIME = "tests/cache/test_hints_in_time.py"
 
 BUGS: tuple[Mutation, ...] = (
@@ -138,6 +139,30 @@ BUGS: tuple[Mutation, ...] = (
         "        if False:\n",
         "the clock of a replay does not count for the time of a pin",
         (f"{IN_TIME}::test_a_pin_ends_when_its_time_is_over_on_the_clocks_of_cache_and_loop",),
+    ),
+    Mutation(
+        "a_refused_request_keeps_what_leaves",
+        "prefix_index/grants.py",
+        "chunk=message.chunk_tokens, used=certain\n",
+        "chunk=message.chunk_tokens\n",
+        "requests that are refused and try again keep each other's victims, and none gets its blocks",
+        (f"{GRANTS}::test_refused_requests_that_try_again_in_turn_are_all_granted",),
+    ),
+    Mutation(
+        "a_request_that_waits_loses_what_it_hits",
+        "prefix_index/grants.py",
+        "        elif admission.waiting.get(message.lease) is waiter:\n",
+        "        elif False:\n",
+        "blocks that a waiting request has hit leave the device before it has the others",
+        (f"{GRANTS}::test_a_granted_or_waiting_request_keeps_what_was_leaving",),
+    ),
+    Mutation(
+        "a_refused_request_sends_loads",
+        "prefix_index/grants.py",
+        "placed=False) if wait else []\n",
+        "placed=False)\n",
+        "each try of a request that is refused sends loads and cancels them",
+        (f"{GRANTS}::test_a_refused_request_counts_no_hit_and_sends_no_load",),
     ),
     Mutation(
         "numa_node_is_ignored",

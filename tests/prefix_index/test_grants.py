@@ -6,6 +6,7 @@ import pytest
 
 from kvactors.cpu_evictor.messages import Cancel, Load, Offload, SetTargets
 from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom, Paused
+from kvactors.flush_notifier.messages import PLAIN
 from kvactors.prefix_index.actions import StartTimer
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.messages import (
@@ -88,6 +89,63 @@ def test_the_caller_of_a_grant_that_has_gone_keeps_nothing():
     envelope.cancel()
     state.requests.acquire(message, envelope)
     assert (state.index.free, len(state.leases)) == (4, 0)
+
+
+def test_refused_requests_that_try_again_in_turn_are_all_granted():
+    """None of them keeps the blocks that leave for another, however slow the copies are."""
+    state = core(4)
+    for family in (0, 100):
+        cache(state, 2, first=family)
+    granted, in_flight, numbers = set(), [], iter(range(1, 1000))
+    for _ in range(3):
+        for _ in range(5):  # tries of each while a copy is made
+            for family in (0, 100, 200):
+                number = next(numbers)
+                _, actions = request(state, number, 4, first=family, wait=False)
+                in_flight += [one for one in messages(actions) if isinstance(one, Offload)]
+                if isinstance(answers(actions)[0], AcquireResult):
+                    granted.add(family)
+                    state.endings.abandon(number)
+        while in_flight:
+            offload = in_flight.pop(0)
+            state.offloaded(offload.op, bytes(len(offload.blocks)))
+    assert granted == {0, 100, 200}
+    assert state.statistics().rescued == 0
+
+
+def test_a_refused_request_counts_no_hit_and_sends_no_load():
+    state = core(4)
+    cached = cache(state, 2)
+    [offload] = state.evictions.evict(1)[1]  # the second block is on the host
+    state.evictions.finish(offload.op, b"\1")
+    cache(state, 2, first=100)
+    sent = []
+    for number in range(1, 5):
+        _, actions = request(state, number, 3, wait=False)
+        assert isinstance(answers(actions)[0], NoRoom)
+        sent += messages(actions)
+    assert [type(one) for one in sent] == [Offload], "an eviction for the next try, and no load"
+    tree = state.index.tree
+    cached.set_root(state.roots.root(PLAIN))
+    tree.pin(cached)
+    uses = [tree.worth_saving(cached, 0, 1, hits) for hits in (2, 3)]
+    assert uses == [[0], []], "that which computed it, and that of this path"
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_a_granted_or_waiting_request_keeps_what_was_leaving(free):
+    state = core(4 + free)
+    cache(state, 2)
+    cache(state, 2, first=100)
+    [offload] = state.evictions.evict(2)[1]
+    _, actions = request(state, 1, 3)
+    assert len(answers(actions)) == free
+    while offload is not None:
+        done = state.offloaded(offload.op, bytes(len(offload.blocks)))
+        offload = next((one for one in messages(done) if isinstance(one, Offload)), None)
+        actions += done
+    [granted] = answers(actions)
+    assert (granted.cached_tokens, state.statistics().rescued) == (2 * BLOCK, 2)
 
 
 def waiting_with_a_load(state: IndexCore) -> tuple[Request, Load, Offload]:

@@ -32,7 +32,7 @@ class TreeModel:
 
     # -- matching
 
-    def pin(self, path: PathModel, max_blocks: int = -1) -> tuple[int, bytes]:
+    def pin(self, path: PathModel, max_blocks: int = -1, used: bool = True) -> tuple[int, bytes]:
         """Match, reference the known blocks, fill the table."""
         self._own(path)
         held = path.num_held
@@ -52,14 +52,22 @@ class TreeModel:
         path.tree = self if path.nodes else path.tree
         for position, node in enumerate(more):
             node.refs += 1
-            node.hits += 1
-            if position < run:
+            node.hits += used
+            if used and position < run:
                 node.bits &= ~OFFLOADING
             usable = position < run or bool(node.bits & LOADING)
             path.table.append(node.block if usable else NONE)
             path.shared.append(usable)
         path.num_committed += run
         return run, states
+
+    def keep(self, path: PathModel, used: bool = True) -> None:
+        """Use what was pinned without a use."""
+        self._own(path)
+        for node in path.nodes[: path.num_committed]:
+            node.bits &= ~OFFLOADING
+        for node in path.nodes:
+            node.hits += used
 
     def peek(self, path: PathModel, max_blocks: int = -1) -> tuple[int, bytes]:
         """Match without changing anything."""
