@@ -91,7 +91,9 @@ class CacheCalls(OpenCache):
                 miss it are recomputed by the caller. None: `cache.default_deadline_s`.
             wait_for_evictions: whether to wait, within the deadline, for evictions in flight whose
                 blocks must be copied first. Without it such a request is refused with NoRoom, and
-                the evictions continue, so that a later call may find the blocks.
+                the evictions continue, so that a later call may find the blocks. Wait a millisecond
+                before that call: a loop of calls without a pause keeps the interpreter from the
+                threads that copy.
             wait_for_room: whether to wait, within the deadline, until other requests release device
                 blocks. Requests that wait are admitted in the order of their calls, and later calls
                 get blocks after them, so that a large request is not overtaken by small ones. A
