@@ -191,6 +191,9 @@ class Path:
         ValueError for a gap (`start` beyond the end), or a position whose block belongs to the
         tree."""
 
+    def complete(self, start: int, blocks: Sequence[int]) -> tuple[int, ...]:
+        """`assign`, then the whole block table."""
+
     def is_shared(self, position: int) -> bool:
         """Whether the block at this position belongs to the tree (or is another request's load
         target)."""
@@ -245,6 +248,23 @@ class BlockTree:
         their blocks.
         """
 
+    def pin_resident(
+        self,
+        path: Path,
+        root: bytes,
+        max_blocks: int,
+        least: int,
+        blocks: int,
+        free: int,
+        now: float,
+    ) -> int:
+        """`advance`, and `pin` of a request that needs no more than that and `free` blocks at most.
+
+        Returns the leading blocks on the device. -1, and nothing has changed but the time, if the
+        path does not start from `root` or holds something, a known block is not on the device, they
+        are fewer than `least`, or more than `free` of the request's `blocks` are missing.
+        """
+
     def keep(self, path: Path, used: bool = True) -> None:
         """Keep those of the path's committed nodes that are being offloaded. If it is `used`, each
         node that the path holds counts a hit."""
@@ -281,6 +301,12 @@ class BlockTree:
         `adopted`. The commit stops at a LOADING child. ValueError if a position has
         no block or `upto` exceeds the full blocks.
         """
+
+    def commit_tokens(self, path: Path, tokens: int, known: bool) -> int:
+        """`commit` of the full blocks among the first `tokens` tokens. `known`: only if they are
+        committed already. Returns the committed blocks. -1, and nothing has changed, if the path
+        has fewer tokens or blocks, the commit would enter nothing, or the host may have them.
+        ValueError as `commit`."""
 
     def release(self, path: Path, keep: int = 0) -> list[int]:
         """Drop all references, deepest first, and empty the table. With `keep`, all but those of
@@ -327,6 +353,11 @@ class BlockTree:
         they were used. `output_tokens`: of the model, -1 if that is not known. Hints of the caller:
         whether its session `ends`, and the seconds in which it `returns_in`, -1 if that is not
         known."""
+
+    def end(self, path: Path, most: int, output_tokens: int, now: float) -> list[int] | None:
+        """`advance`, `touch` and `release` of a request that has ended. Returns the blocks that are
+        free. None, and nothing has changed, for a path of more than `most` blocks, in a retired
+        tree and in one with salts or hints."""
 
     def host_victims(self, count: int) -> bytes:
         """Hashes of up to `count` blocks that the host tier should evict next, in this order: the

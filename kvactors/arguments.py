@@ -161,7 +161,10 @@ def request_path(
     """A prompt as a path, and the (offset, length) of its media items. TypeError or ValueError for
     bad tokens or media."""
     path = Path(block_size, root)
-    extend_path(path, "tokens", tokens)
+    if type(tokens) in (list, tuple, np.ndarray):
+        path.extend(tokens)
+    else:
+        extend_path(path, "tokens", tokens)
     if not path.num_tokens:
         raise ValueError("tokens is empty: a request needs at least one token")
     if isinstance(extra_keys, tuple) and not extra_keys:

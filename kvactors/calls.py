@@ -9,7 +9,6 @@ its event loop.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from types import CoroutineType
 
 from kvactors import lookup as look
 from kvactors import sizing, sleeping, steps, tenants, waits
@@ -28,7 +27,7 @@ from kvactors.errors import (
     Paused,
     StoreUnsupported,
 )
-from kvactors.flush_notifier.messages import Resync
+from kvactors.flush_notifier.messages import PLAIN, Resync
 from kvactors.hints import Hints, check_hints
 from kvactors.lease import Lease
 from kvactors.observe.health import Health, health
@@ -38,6 +37,7 @@ from kvactors.observe.tenants import Tenants, collect_tenants
 from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.messages import (
     Acquire,
+    AcquireResult,
     Pause,
     Prefetch,
     Resume,
@@ -123,7 +123,9 @@ class CacheCalls(OpenCache):
             warn("acquire(wait=) is deprecated: use wait_for_evictions=", stacklevel=2)
             wait_for_evictions = check_flag("wait", wait)
         check_text("request_id", request_id)
-        scope = request_scope(salt, lora, lora_id)
+        scope = PLAIN
+        if salt is not None or lora is not None or lora_id is not None:
+            scope = request_scope(salt, lora, lora_id)
         path, media = request_path(
             self.block_size, self.system.roots.root(scope), tokens, extra_keys
         )
@@ -151,10 +153,12 @@ class CacheCalls(OpenCache):
             stored,
             hints,
         )
+        index = self._client.index
+        direct = index.direct
         try:
-            granted = self._client.index.begin_ask(message, at)
-            if isinstance(granted, CoroutineType):
-                granted = await granted
+            granted: AcquireResult | None = None if direct is None else direct.answer(message)
+            if granted is None:
+                granted = await index.ask(message, deadline=at)
         except (NoRoom, Paused):
             raise
         except BaseException as error:

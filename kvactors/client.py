@@ -111,10 +111,9 @@ class Client:
             or self._supervisor.failed is not None
         ):
             self.check()
-        seconds = (
-            self._default_deadline if deadline is None else check_seconds("deadline", deadline)
-        )
-        return self._clock() + seconds
+        if deadline is None:
+            return self._clock() + self._default_deadline
+        return self._clock() + check_seconds("deadline", deadline)
 
     async def ask(self, message: Ask[Any], at: float) -> Any:
         """Ask PrefixIndex in the same step as the call of `deadline`. at: its result."""

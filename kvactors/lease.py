@@ -187,15 +187,20 @@ class Lease:
                 has not returned since.
             DeviceError: the event has failed, or the device has no CUDA streams. Nothing changed.
         """
-        at = self._hold.deadline(deadline)
-        computed = check_int("computed_tokens", computed_tokens)
         hold = self._hold
+        at = hold.client.deadline(deadline)
+        if hold.ended:
+            hold.check_ended()
+        computed = check_int("computed_tokens", computed_tokens)
         if hold.unread:
             hold.check_read(computed)
         if event is not None or stream is not None:
             await hold.wait_event(event, stream, computed, self.num_tokens, at)
         if computed <= hold.client.part_tokens:
-            asked = hold.begin_ask(Commit(hold.id, computed), at, has_effect=True)
+            message, direct = Commit(hold.id, computed), hold.client.index.direct
+            if direct is not None and (done := direct.answer(message)) is not None:
+                return int(done.count)
+            asked = hold.begin_ask(message, at, has_effect=True)
             return int((await asked if isinstance(asked, CoroutineType) else asked).count)
         return await hold.commit_in_parts(self._path, computed, self.num_tokens, at)
 

@@ -236,10 +236,14 @@ class LeaseHold(msgspec.Struct, eq=False):
         if event is not None or stream is not None:
             await self.wait_event(event, stream, computed, num_tokens, at)
         try:
+            reply: Ack | None = None
             if computed > self.client.part_tokens:
                 await self._commit_parts(path, computed, num_tokens, at)
-            asked = self.begin_ask(message, at)
-            reply: Ack = await asked if isinstance(asked, CoroutineType) else asked
+            elif (direct := self.client.index.direct) is not None:
+                reply = direct.answer(message)
+            if reply is None:
+                asked = self.begin_ask(message, at)
+                reply = await asked if isinstance(asked, CoroutineType) else asked
         except (ValueError, TypeError, NotReady, LeaseBusy):
             raise
         except BaseException:

@@ -111,6 +111,12 @@ auto guarded(const PyPath& path, Work work) {
     return work();
 }
 
+void assign(PyPath& path, Id start, const std::vector<Id>& blocks) {
+    std::vector<u32> narrow_blocks(blocks.size());
+    for (std::size_t i = 0; i < blocks.size(); ++i) narrow_blocks[i] = block_of(blocks[i]);
+    path.assign(size_of(start, "start out of range"), narrow_blocks.data(), narrow_blocks.size());
+}
+
 void bind_path(nb::module_& m) {
     nb::class_<PyPath>(m, "Path")
         .def("__init__", [](PyPath* self, Id block_size, const nb::bytes& root) {
@@ -184,9 +190,12 @@ void bind_path(nb::module_& m) {
         })
         .def("assign", [](PyPath& p, Id start, const std::vector<Id>& blocks) {
             const Busy busy(p.busy);
-            std::vector<u32> narrow_blocks(blocks.size());
-            for (std::size_t i = 0; i < blocks.size(); ++i) narrow_blocks[i] = block_of(blocks[i]);
-            p.assign(size_of(start, "start out of range"), narrow_blocks.data(), narrow_blocks.size());
+            assign(p, start, blocks);
+        }, "start"_a, "blocks"_a)
+        .def("complete", [](PyPath& p, Id start, const std::vector<Id>& blocks) {
+            const Busy busy(p.busy);
+            assign(p, start, blocks);
+            return numbers_of(p.table.data(), p.table.size());
         }, "start"_a, "blocks"_a)
         .def_prop_rw("salt", [](const PyPath& p) { return p.salt; }, [](PyPath& p, u64 salt) {
             const Busy busy(p.busy);

@@ -113,6 +113,17 @@ inline std::vector<Id> ids_of(const u32* blocks, std::size_t count) {
 
 inline std::vector<Id> ids_of(const std::vector<u32>& blocks) { return ids_of(blocks.data(), blocks.size()); }
 
+// The same as a tuple.
+inline nb::object numbers_of(const u32* blocks, std::size_t count) {
+    const nb::object numbers = nb::steal(PyTuple_New(Py_ssize_t(count)));
+    for (std::size_t i = 0; numbers.is_valid() && i < count; ++i) {
+        PyObject* number = PyLong_FromLong(blocks[i] == kNil ? -1 : long(blocks[i]));
+        if (number == nullptr || PyTuple_SetItem(numbers.ptr(), Py_ssize_t(i), number) != 0) throw nb::python_error();
+    }
+    if (!numbers.is_valid()) throw nb::python_error();
+    return numbers;
+}
+
 // The same as a copy whose numbers are made when they are read: a prompt has hundreds.
 inline nb::object view_of(const u32* blocks, std::size_t count) {
     static_assert(kNil == 0xffffffffu, "none is -1 as a signed number");

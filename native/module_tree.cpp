@@ -85,6 +85,15 @@ void bind_tree(nb::module_& m) {
             const Busy busy(p.busy);
             return match_tuple(without_gil(p.tokens.size(), [&] { return t.pin(p, limit_of(max_blocks), used); }));
         }, "path"_a, "max_blocks"_a = -1, "used"_a = true)
+        .def("pin_resident", [](PyTree& t, PyPath& p, const nb::bytes& root, Id max_blocks, Id least, Id blocks, Id free, double now) -> Id {
+            const Change change(t);
+            const Busy busy(p.busy);
+            const Key start = key_of(root, "root must be 32 bytes");
+            const u32 limit = limit_of(max_blocks), some = size_of(least, "least out of range"), all = size_of(blocks, "blocks out of range");
+            const u64 left = u64(std::max(free, Id(0)));
+            const std::optional<u32> run = without_gil(p.tokens.size(), [&] { return t.pin_resident(p, start, limit, some, all, left, now); });
+            return run ? Id(*run) : -1;
+        }, "path"_a, "root"_a, "max_blocks"_a, "least"_a, "blocks"_a, "free"_a, "now"_a)
         .def("keep", [](PyTree& t, PyPath& p, bool used) {
             const Change change(t);
             const Busy busy(p.busy);
@@ -122,6 +131,13 @@ void bind_tree(nb::module_& m) {
             const Committed done = without_gil(fresh * p.block_size, [&] { return t.commit(p, limit); });
             return nb::make_tuple(done.start, done.stop, done.adopted);
         }, "path"_a, "upto"_a)
+        .def("commit_tokens", [](PyTree& t, PyPath& p, Id tokens, bool known) -> Id {
+            const Change change(t);
+            const Busy busy(p.busy);
+            const std::size_t fresh = known ? 0 : p.tokens.size() - std::min(p.tokens.size(), std::size_t(p.committed) * p.block_size);
+            const std::optional<u32> committed = without_gil(fresh, [&] { return t.commit_tokens(p, tokens, known); });
+            return committed ? Id(*committed) : -1;
+        }, "path"_a, "tokens"_a, "known"_a)
         .def("release", [](PyTree& t, PyPath& p, Id keep) {
             const Change change(t);
             const Busy busy(p.busy);
@@ -160,6 +176,12 @@ void bind_tree(nb::module_& m) {
             const Busy busy(p.busy);
             t.touch(p, output_tokens, LifeTables::hint_of(ends, returns_in));
         }, "path"_a, "output_tokens"_a = -1, "ends"_a = false, "returns_in"_a = -1.0)
+        .def("end", [](PyTree& t, PyPath& p, Id most, Id output_tokens, double now) -> nb::object {
+            const Change change(t);
+            const Busy busy(p.busy);
+            const std::optional<std::vector<u32>> freed = t.end(p, size_of(most, "most out of range"), output_tokens, now);
+            return freed ? nb::cast(ids_of(*freed)) : nb::none();
+        }, "path"_a, "most"_a, "output_tokens"_a, "now"_a)
         .def("host_victims", [](PyTree& t, Id count) {
             const Change change(t);
             const std::vector<Key> keys = t.host_victims(size_of(count, "count out of range"));

@@ -323,12 +323,6 @@ void Retention::stray(u32 id) {
 
 // ---------------------------------------------------------------- runs that can be shortened
 
-// The block has a child that can be evicted, so it can no longer be.
-void Retention::cover(u32 id) {
-    const Row& block = row(id);
-    if (block.listed) unfile_tail(id);
-}
-
 void Retention::unfile_tail(u32 id) {
     const Row& block = row(id);
     if (block.run != kNil && block.held && runs_[block.run].filed && runs_[block.run].tail == id) unfile(block.run);

@@ -83,7 +83,10 @@ public:
         Row& block = row(id);
         block.listed = true;
         ++listed_;
-        if (block.parent != kNil && row(block.parent).children++ == 0) cover(block.parent);
+        if (block.parent != kNil) {
+            Row& above = row(block.parent);
+            if (above.children++ == 0 && above.listed) unfile_tail(block.parent);  // it has a child that can be evicted
+        }
         if (!block.held) stray(id);
         if (block.children == 0) file_if_free(id);
     }
@@ -92,7 +95,10 @@ public:
         block.listed = false;
         --listed_;
         if (block.children == 0) unfile_tail(id);
-        if (block.parent != kNil && --row(block.parent).children == 0) file_if_free(block.parent);
+        if (block.parent != kNil) {
+            Row& above = row(block.parent);
+            if (--above.children == 0 && above.listed) file_if_free(block.parent);
+        }
     }
     bool is_listed(u32 id) const { return row(id).listed; }
     bool is_held(u32 id) const { return row(id).held; }
@@ -197,7 +203,6 @@ private:
     void unfile(u32 run);
     bool is_free(u32 id) const;
     void file_if_free(u32 id);
-    void cover(u32 id);
     void unfile_tail(u32 id);
     void compare(const Run& run, bool only);
     void choose(u32 bin);

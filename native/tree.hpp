@@ -4,6 +4,7 @@
 // Not thread-safe. A tree and the paths that hold its nodes belong to one owner.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -126,6 +127,7 @@ public:
     Match peek(const Path& path, u32 limit);
     u32 referenced_run(const Path& path, u32 limit);
     Match pin(Path& path, u32 limit, bool used = true);
+    std::optional<u32> pin_resident(Path& path, const Key& root, u32 limit, u32 least, u32 blocks, u64 free, double now);
     void keep(const Path& path, bool used);
     std::vector<u32> trim(Path& path, u32 held);
     std::vector<u32> retreat(Path& path, u32 blocks);
@@ -137,6 +139,7 @@ public:
 
     // tree_commit.cpp
     Committed commit(Path& path, u32 upto);
+    std::optional<u32> commit_tokens(Path& path, long long tokens, bool known);
     u32 settle(Path& path);
     void replace(Path& path, u32 position, u32 block);
 
@@ -160,6 +163,7 @@ public:
     // tree_retain.cpp: no effect under LRU
     void advance(double now);
     void touch(const Path& path, long long output, u32 hint = 0);
+    std::optional<std::vector<u32>> end(Path& path, u32 most, long long output, double now);
     std::vector<Key> host_victims(std::size_t count);
     u64 host_kept(bool exclusive) const;
     u32 host_lacks(const Path& path, u32 start, u32 stop) const;
@@ -203,6 +207,7 @@ private:
     };
 
     std::vector<u32> drop_beyond(Path& path, u32 held);
+    void hold(Path& path, u32 held, const Match& match, bool used);
     Node& at(u32 id) { return *nodes_.row(id); }
     const Node& at(u32 id) const { return *nodes_.row(id); }
     const Key& given_name(u32 id) const { return *keys_.row(id); }  // of a node that has one

@@ -48,6 +48,21 @@ Committed Tree::commit(Path& path, u32 upto) {
     return result;
 }
 
+// The full blocks among the first `tokens` tokens, without other consequences: none of them is on the
+// host. known: only if they are committed already. Returns the committed blocks. Otherwise nothing
+// has changed.
+std::optional<u32> Tree::commit_tokens(Path& path, long long tokens, bool known) {
+    require(path);
+    const std::size_t covered = path.table.size() * std::size_t(block_size_);
+    if (tokens < 0 || std::size_t(tokens) > std::min(covered, path.tokens.size())) return std::nullopt;
+    const u32 upto = u32(std::size_t(tokens) / block_size_);
+    if (upto > path.committed) {
+        if (known || retired_ || is_forgotten(path) || counts_.host != 0) return std::nullopt;
+        commit(path, upto);
+    }
+    return path.committed;
+}
+
 // Commits one position. A resident node keeps its own block and the path's stays private. Any other
 // node takes the path's block.
 void Tree::adopt(Path& path, u32 position, u32 id, Committed& result) {

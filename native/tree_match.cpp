@@ -126,8 +126,30 @@ Match Tree::pin(Path& path, u32 limit, bool used) {
         match.device_run = 0;
     }
     if (policy_ != nullptr || memory_ != nullptr) note_match(path, held, limit, match);
+    hold(path, held, match, used);
+    return match;
+}
+
+// `pin` of a request that needs nothing else: it starts from `root` and holds nothing, every known
+// block of it is on the device, these are `least` at least, and the others, up to `blocks` in all,
+// are `free` at most. Otherwise nothing has changed but the time.
+std::optional<u32> Tree::pin_resident(Path& path, const Key& root, u32 limit, u32 least, u32 blocks, u64 free, double now) {
+    require(path);
+    if (path.held() != 0 || !path.table.empty() || !(path.root == root)) return std::nullopt;
+    advance(now);
+    const u32 resident = walk(path, limit, scratch_);
+    const Match match = describe(scratch_, resident);
+    const u32 run = match.device_run;
+    if (!match.states.empty() || run < least || blocks < run || blocks - run > free) return std::nullopt;
+    if (policy_ != nullptr || memory_ != nullptr) note_match(path, 0, limit, match);
+    hold(path, 0, match, true);
+    return run;
+}
+
+// References the nodes that a walk has found, behind those that the path holds.
+void Tree::hold(Path& path, u32 held, const Match& match, bool used) {
     const u32 count = u32(scratch_.size());
-    if (count == 0) return match;
+    if (count == 0) return;
     path.tree = serial_;
     path.make_room();
     path.nodes.resize(held + count);
@@ -150,7 +172,6 @@ Match Tree::pin(Path& path, u32 limit, bool used) {
     }
     if (path.names.size() >= held) take_names(path);
     path.committed += match.device_run;
-    return match;
 }
 
 // A request whose nodes were pinned without a use has its blocks, or waits for them. An eviction

@@ -22,6 +22,16 @@ void Tree::touch(const Path& path, long long output, u32 hint) {
     if (memory_ != nullptr) memory_->touch(path.nodes.data(), path.committed, visit(when.memory));
 }
 
+// The end of a request in one call: of one that has at most `most` blocks, in a tree without salts
+// and hints.
+std::optional<std::vector<u32>> Tree::end(Path& path, u32 most, long long output, double now) {
+    require(path);
+    if (sharing_ != nullptr || retired_ || path.table.size() > most) return std::nullopt;
+    advance(now);
+    touch(path, output);
+    return release(path);
+}
+
 // A match that continues an earlier one of the same path adds to its hits.
 void Tree::note_match(Path& path, u32 held, u32 limit, const Match& match) const {
     Acquired& when = path.acquired;

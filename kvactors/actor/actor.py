@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from kvactors.actor.channel import ChannelStatistics
 from kvactors.actor.context import Context, State
-from kvactors.actor.handlers import Handler, on, table_of
+from kvactors.actor.handlers import Answerer, Handler, on, table_of
 from kvactors.actor.jobs import JOB_LIMIT, Job
 from kvactors.actor.log import get_logger
 from kvactors.actor.mailbox_loop import MailboxLoop
@@ -59,6 +59,12 @@ class Actor:
     and `tell` checks each message.
 
     `tell`, `answer`, `refuse`, `start_job`, `after` and `to_self` are those of its `Context`.
+
+    Attributes:
+        handlers: by message type.
+        answerers: by type of an ask, what answers it in one step, without messages and jobs. It
+            returns None, and has changed nothing, for an ask that needs its handler. Only direct
+            turns use it.
     """
 
     ROLE: ClassVar[str]
@@ -76,6 +82,7 @@ class Actor:
         self.handlers: dict[type[Message], Handler] = {
             message: getattr(self, name) for message, name in self.HANDLERS.items()
         }
+        self.answerers: Mapping[type[Message], Answerer] = {}
         self.mailbox = MailboxLoop(self)
         # Bound here: a call through a method of this class would cost each message another call.
         self.tell, self.to_self = context.tell, context.to_self

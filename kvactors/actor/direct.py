@@ -4,7 +4,10 @@ not after two passes of the event loop.
 A direct turn is the turn that the actor would take next anyway: no lane of its channel has an item,
 so it overtakes no message. It runs in the actor's context variables, and an exception out of it
 fails the actor and not the asker. The direct turns in one pass of the loop are bounded. After that
-many an ask goes through the channel, and other tasks run.
+many an ask waits for the next pass, and other tasks run. If that has no direct turn left for it
+either, it goes through the channel.
+
+An ask that the actor answers in one step (`Actor.answerers`) needs no envelope.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
-from kvactors.actor.message import Envelope
+from kvactors.actor.message import Envelope, Message
 
 if TYPE_CHECKING:
     from kvactors.actor.actor import Actor
@@ -35,10 +38,13 @@ class DirectTurns:
     """
 
     __slots__ = (
+        "_answerers",
+        "_begun",
         "_broken",
         "_channel",
         "_chosen",
         "_clock",
+        "_end",
         "_handle",
         "_in_flight",
         "_instruments",
@@ -47,7 +53,9 @@ class DirectTurns:
         "_outbox",
         "_ref",
         "_run",
+        "_sharing",
         "_until",
+        "_waiting",
         "loop",
     )
 
@@ -55,28 +63,82 @@ class DirectTurns:
         self._ref, self._channel, self._outbox = actor.ref, actor.ref.channel, actor.context.outbox
         self._in_flight, self._instruments = actor.ref.in_flight, actor.ref.instruments
         self._mailbox, self._handle = actor.mailbox, actor.mailbox.handle
+        self._answerers = actor.answerers
         self.loop = asyncio.get_running_loop()
         self._chosen = choice_of(self.loop)
         # A loop of virtual time has its own clock. Others read this one, through another call.
         self._clock = time.monotonic if self._chosen is None else self.loop.time
         self._run: Callable[..., None] = copy_context().run
-        self._left, self._until = TURNS, 0.0
+        self._begun = False  # the direct turns of this pass
+        self._left, self._until, self._end = TURNS, 0.0, 0.0
+        self._waiting, self._sharing = (
+            0,
+            1,
+        )  # asks that wait for a pass, and that waited for this one
         self._broken: BaseException | None = None
+
+    def answer(self, message: Message) -> Any:
+        """Take a turn that answers an ask in one step. None, and nothing happens, if the ask needs
+        an envelope. It starts no job, so context variables are those of the asker."""
+        if not self._channel.idle or self._instruments.active:
+            return None
+        answerer = self._answerers.get(type(message))
+        if answerer is None or (self._chosen is not None and not self._chosen()):
+            return None
+        if not self._begun:
+            self._begin_pass()
+        elif not self._left or self._clock() > self._until:
+            return None
+        ref = self._ref
+        ref.direct = None  # as in `take`
+        try:
+            found = answerer(message)
+        except BaseException as error:
+            self._break(error)
+            return None  # the ask goes through the channel, and fails with the actor
+        ref.direct = self
+        if found is not None:
+            self._left -= 1
+            self._channel.taken += 1
+            self._mailbox.turns += 1
+            self._in_flight.begun += 1
+        return found
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it is only in a later pass of the loop that an ask can be a direct turn."""
+        if not (self._begun and self._channel.idle):
+            return False
+        return not self._left or self._clock() > self._until
+
+    async def wait_for_pass(self) -> None:
+        """Let the loop's other tasks run. Those that wait share the direct turns of the next pass,
+        so that none of them is behind another one for long."""
+        self._waiting += 1
+        self._in_flight.begin()
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self._waiting -= 1
+            self._in_flight.end()
+        if not self._begun:
+            self._begin_pass()
+        now, share = self._clock(), self._sharing
+        if now < self._end:
+            self._left, self._until = max(1, TURNS // share), now + TIME / share
 
     def take(self, envelope: Envelope[Any]) -> bool:
         """Take a turn with an ask. False, and nothing happens, if it has to go through the
         channel."""
-        left = self._left
         if self._chosen is not None and not self._chosen():
             return False
         if not self._channel.idle:
             return False
-        if left == TURNS:
-            self._until = self._clock() + TIME
-            self.loop.call_soon(self._renew)
-        elif not left or self._clock() > self._until:
+        if not self._begun:
+            self._begin_pass()
+        elif not self._left or self._clock() > self._until:
             return False
-        self._left = left - 1
+        self._left -= 1
         self._channel.taken += 1
         self._in_flight.begun += 1  # and ended, before anything else can look
         ref = self._ref
@@ -88,16 +150,20 @@ class DirectTurns:
             else:
                 self._run(self._handle, envelope)
         except BaseException as error:
-            self._broken = error
-            self._in_flight.begin()
-            self._channel.wake()
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
+            self._break(error)
             return True
         ref.direct = self
         if self._outbox.waiting:
             self._channel.wake()  # the actor's task sends them when their receivers have places
         return True
+
+    def _break(self, error: BaseException) -> None:
+        """The actor has failed in a direct turn: its task ends with the error."""
+        self._broken = error
+        self._in_flight.begin()
+        self._channel.wake()
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise error
 
     def pop_broken(self) -> BaseException | None:
         """The exception of a direct turn, for the actor's task, which handles no message after
@@ -107,8 +173,15 @@ class DirectTurns:
             self._in_flight.end()
         return error
 
+    def _begin_pass(self) -> None:
+        """The first direct turn in a pass of the loop."""
+        self._begun = True
+        self._left, self._until = TURNS, self._clock() + TIME
+        self._end = self._until + TIME / 2
+        self.loop.call_soon(self._renew)
+
     def _renew(self) -> None:
-        self._left = TURNS
+        self._begun, self._sharing = False, max(1, self._waiting)
 
 
 def choice_of(loop: asyncio.AbstractEventLoop) -> Callable[[], bool] | None:

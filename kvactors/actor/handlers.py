@@ -13,6 +13,7 @@ from kvactors.actor.message import Ask, Envelope, Message
 from kvactors.errors import WiringError
 
 Handler = Callable[..., None]
+Answerer = Callable[[Any], Any]
 
 S = TypeVar("S")
 M = TypeVar("M", bound=Message)

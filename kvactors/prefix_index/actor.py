@@ -83,9 +83,16 @@ class PrefixIndex(Actor):
     ) -> None:
         super().__init__(ref)
         self.core = core = IndexCore(index, roots, settings, restarted=self.incarnation > 0)
-        self.index, self.runner = index, ActionRunner(self.context, evictor, swapper, notifier)
+        self.index = index
+        self.runner = ActionRunner(self.context, evictor, swapper, notifier, core.at_once)
         self._perform, self._requests = self.runner.perform, core.requests  # bound: hot
         self._commits, self._endings, self._tables = core.commits, core.endings, core.tables
+        at_once = core.at_once
+        self.answerers = {
+            Acquire: at_once.acquire,
+            Commit: at_once.commit,
+            Finish: at_once.finish,
+        }
 
     def started(self) -> None:
         """A restarted index begins with an empty device tier."""

@@ -120,6 +120,22 @@ class Admission:
             return True
         return self._loads.any_unused()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request waits, or an end of one has consequences: for those that wait, for a
+        pause or a sleep, or for the blocks of a cleared tree."""
+        space, forking = self.space, self.forking
+        return bool(
+            self.waiting
+            or space.requests
+            or space.retried
+            or forking.requests
+            or forking.retried
+            or self._pausing
+            or self.on_idle
+            or self._index.retired
+        )
+
     def unpromised(self) -> int:
         """Blocks that evictions in flight will free, less those that requests wait for."""
         return self._evictions.blocks_being_freed - self.blocks_promised

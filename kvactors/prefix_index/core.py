@@ -15,6 +15,7 @@ from kvactors.native import BlockTree
 from kvactors.prefix_index.actions import Action, Refusal, Reply, Work
 from kvactors.prefix_index.admission import Admission
 from kvactors.prefix_index.announcements import Announcements
+from kvactors.prefix_index.at_once import AtOnce
 from kvactors.prefix_index.clears import Clears
 from kvactors.prefix_index.commits import Commits
 from kvactors.prefix_index.endings import Endings
@@ -134,6 +135,10 @@ class IndexCore:
             settings,
             sleep,
             self.forks,
+        )
+
+        self.at_once = AtOnce(
+            index, self.held, self.leases, self.grants, self.admission, roots, settings
         )
 
     def set_namespace(self, namespace: str, envelope: Envelope[Ack]) -> list[Action]:

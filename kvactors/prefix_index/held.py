@@ -79,6 +79,11 @@ class HeldRequests(RequestQueue[Acquire]):
         super().__init__(tickets)
         self.paused = self.asleep = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether a new request is held or refused."""
+        return self.paused or self.asleep or bool(self.requests)
+
     def take_next(self) -> Held[Acquire] | None:
         """Remove the request that has waited longest. None during a pause or if there is none."""
         if self.paused or self.asleep or not self.requests:

@@ -152,11 +152,13 @@ class BlockIndex:
         return -(-tokens // self.block_size)
 
     def match_limit(self, path: Path) -> int:
+        """See `limit_of`."""
+        return self.limit_of(path.num_tokens)
+
+    def limit_of(self, tokens: int) -> int:
         """Blocks of a prompt that may be hit: all full ones, or one less to leave a token to
         compute."""
-        full = path.num_full_blocks
-        whole = self._recompute and full and full * self.block_size == path.num_tokens
-        return full - 1 if whole else full
+        return (tokens - 1 if self._recompute and tokens else tokens) // self.block_size
 
     def can_fit(self, path: Path, needed: int, being_freed: int) -> bool:
         """Whether `needed` blocks of a path may fit on the device. Changes nothing.

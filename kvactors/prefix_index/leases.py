@@ -65,24 +65,44 @@ class LeaseTable:
 
     def grant(self, lease: LeaseState) -> list[Action]:
         """The lease has its blocks. Without loads it is ready."""
-        self._leases[lease.id] = lease
-        lease.granted = True
-        lease.prompt_tokens = lease.path.num_tokens
-        lease.counted = lease.request_id not in self._preempted
-        if lease.counted:
-            self.requests += 1
-            self.looked_up += lease.path.num_full_blocks
-            if self._salts and (row := self._salts.get(lease.path.salt)) is not None:
-                row.requests += 1
-                row.looked_up += lease.path.num_full_blocks
-        else:
-            del self._preempted[lease.request_id]
-            self.resumed += 1
+        self._enter(lease, lease.path.num_tokens)
         if lease.loads:
             return []
         actions = self._ready(lease)
         lease.expected_blocks = lease.path.num_committed
         return actions
+
+    def begin(self, lease: LeaseState, tokens: int) -> None:
+        """A lease of a prompt of so many tokens has its blocks, and loads none."""
+        self._enter(lease, tokens)
+        self._count_hits(lease)
+
+    def _enter(self, lease: LeaseState, tokens: int) -> None:
+        self._leases[lease.id] = lease
+        lease.granted, lease.prompt_tokens = True, tokens
+        if self._preempted and lease.request_id in self._preempted:
+            del self._preempted[lease.request_id]
+            self.resumed += 1
+            lease.counted = False
+            return
+        blocks = tokens // self._index.block_size
+        self.requests += 1
+        self.looked_up += blocks
+        if self._salts and (row := self._salts.get(lease.path.salt)) is not None:
+            row.requests += 1
+            row.looked_up += blocks
+
+    def _count_hits(self, lease: LeaseState) -> None:
+        """No load of the lease is in flight any more."""
+        if not lease.counted:
+            return
+        self.device_hits += lease.device_hits
+        self.host_hits += lease.host_hits
+        self.storage_hits += lease.storage_hits
+        if self._salts and (row := self._salts.get(lease.path.salt)) is not None:
+            row.device_hits += lease.device_hits
+            row.host_hits += lease.host_hits
+            row.storage_hits += lease.storage_hits
 
     def add_fork(self, fork: LeaseState) -> None:
         """A fork of a granted lease waits for the same loads."""
@@ -106,6 +126,10 @@ class LeaseTable:
         lease.ready.clear()
         lease.layers.clear()
         return [Refusal(envelope, LeaseEnded("it has ended")) for envelope in waiting]
+
+    def end(self, lease: LeaseState) -> None:
+        """End a lease for which nothing waits."""
+        del self._leases[lease.id]
 
     def remember_preempted(self, request_id: str) -> None:
         """The request will be acquired again."""
@@ -189,14 +213,7 @@ class LeaseTable:
     def _ready(self, lease: LeaseState) -> list[Action]:
         """No load of the lease is in flight any more."""
         actions = self._keep_media_whole(lease) if lease.media else []
-        if lease.counted:
-            self.device_hits += lease.device_hits
-            self.host_hits += lease.host_hits
-            self.storage_hits += lease.storage_hits
-            if self._salts and (row := self._salts.get(lease.path.salt)) is not None:
-                row.device_hits += lease.device_hits
-                row.host_hits += lease.host_hits
-                row.storage_hits += lease.storage_hits
+        self._count_hits(lease)
         if lease.ready:
             waiting, lease.ready = lease.ready, []
             actions += [self._landed(lease, envelope) for envelope in waiting]

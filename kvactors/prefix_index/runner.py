@@ -31,6 +31,7 @@ from kvactors.flush_notifier.messages import (
 )
 from kvactors.gpu_swapper.messages import CopyWithin
 from kvactors.prefix_index.actions import Action, Refusal, Reply, StartTimer
+from kvactors.prefix_index.at_once import AtOnce
 from kvactors.prefix_index.messages import Continue, Proceed, Sweep
 
 TO_EVICTOR = (
@@ -71,8 +72,10 @@ class ActionRunner:
         evictor: ActorRef[HostRequest],
         swapper: ActorRef[CopyWithin],
         notifier: ActorRef[Report],
+        at_once: AtOnce,
     ) -> None:
         self.works = 0
+        self._at_once = at_once
         self._context = context
         self._answer, self._tell = context.answer, context.tell
         self._evictor = evictor
@@ -80,7 +83,8 @@ class ActionRunner:
         self._notifier = notifier
 
     def perform(self, actions: list[Action]) -> None:
-        """Carry out actions in order."""
+        """Carry out the actions of a turn in order."""
+        self._at_once.calm = False  # the turn may have changed it
         for action in actions:
             if type(action) is Reply:
                 self._answer(action.envelope, action.value)

@@ -90,7 +90,7 @@ async def test_the_namespace_outlives_a_restart_of_the_index(monkeypatch):
         await cache.set_namespace("new weights")
         lease = await cache.acquire("victim", prompt(2, 1))
         actor = cache.system.index_actor
-        monkeypatch.setattr(actor.core.commits, "enter", None)
+        monkeypatch.setattr(actor.core.leases, "get", None)
         with pytest.raises(kvactors.ActorFailed):
             await lease.commit(0)
         lease.abandon()

@@ -30,6 +30,7 @@ PROGRAM = """
         raise RuntimeError("broken")
 
     kvactors.prefix_index.actor.PrefixIndex.acquire = acquire
+    kvactors.prefix_index.at_once.AtOnce.acquire = lambda *_: None  # the handler is asked
     config = kvactors.Config.from_mapping({{
         "cache": {{"block_size": 16}}, "device": {{"num_blocks": 8}}, "layout": {{"num_layers": 1, "num_kv_heads": 1, "head_dim": 8}},
         "actors": {{"max_restarts_per_minute": 1}},
