@@ -670,23 +670,31 @@ class SlabQueue:
 def addresses(views: list[memoryview]) -> list[int]:
     """Where the memory of each view begins."""
 
+def object_names(prefix: str, keys: bytes) -> list[str]:
+    """The name of each object of a pool: the prefix and its key (joined, 32 bytes each) in hex."""
+
+def slot_pointers(address: int, stride: int, slots: Sequence[int]) -> list[list[int]]:
+    """The address of each slot of an arena, as the only piece of an object."""
+
 def make_headers(
-    digest: bytes, keys: bytes, payloads: list[int], headers: list[int], size: int
+    digest: bytes, keys: bytes, pointers: list[list[int]], size: int, checksums: bool = True
 ) -> None:
     """Write the headers (`header.py`) of objects of `size` bytes. Releases the GIL.
 
     Args:
         digest: of the store's identity.
         keys: joined, 32 bytes each.
-        payloads: addresses. The caller keeps the memory.
-        headers: addresses that receive 96 bytes each.
+        pointers: addresses of each object: of a payload that 96 bytes for the header follow, or of
+            the payload and of the header. The caller keeps the memory.
         size: bytes of a payload.
+        checksums: whether the headers have checksums of the payloads.
     """
 
-def headers_fit(
-    digest: bytes, keys: bytes, payloads: list[int], headers: list[int], size: int
-) -> list[bool]:
-    """Whether each header is that of its payload and key. Arguments as for `make_headers`."""
+def check_headers(
+    digest: bytes, keys: bytes, pointers: list[list[int]], size: int, checksums: bool = True
+) -> bytes:
+    """Compare each header with its object: one `header.Fit` an object. Arguments as for
+    `make_headers`. Without `checksums` payloads are not read. Releases the GIL."""
 
 def xxh3_64(data: bytes | memoryview, plain: bool = False) -> int:
     """XXH3-64 of a buffer. plain: without vector instructions."""

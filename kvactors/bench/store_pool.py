@@ -14,8 +14,8 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
-from kvactors.native import headers_fit, make_headers
-from kvactors.storage.backends.header import HEADER
+from kvactors.native import check_headers, make_headers
+from kvactors.storage.backends.header import HEADER, Fit
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.messages import Outcome
 from kvactors.terminable import run_terminable
@@ -38,6 +38,9 @@ RAW_NAME = "the raw client, nothing verified"
 CHECKED_NAME = "the raw client, checksums by its caller"
 MEMCPY = "MC_STORE_MEMCPY"
 """Variable of the client: with 0 it moves objects in the same process over TCP as well."""
+
+CALLS = {"write": "batch_put_from_multi_buffers", "read": "batch_get_into_multi_buffers"}
+"""Calls of the client by direction."""
 
 Directions = dict[tuple[str, int], list[tuple[float, float]]]
 """Bytes a second and processor seconds for a GB, by direction and runner."""
@@ -88,13 +91,15 @@ class PoolRunners:
         payloads = [self._arena.address + slot * stride for slot in range(len(keys))]
         pointers = [[at] for at in payloads]
         sizes = [[size + (HEADER.size if checked else 0)]] * len(keys)
-        about = (DIGEST, b"".join(keys), payloads, [at + size for at in payloads], size)
+        about = (DIGEST, b"".join(keys), pointers, size)
         if checked and what == "write":
             await asyncio.to_thread(make_headers, *about)
-        transfer = client.put if what == "write" else client.get
-        codes = await transfer(self.raw[some], pointers, sizes)
+        method = CALLS[what]
+        arguments = self.raw[some], pointers, sizes
+        codes = await client.call(lambda store: list(getattr(store, method)(*arguments)), [-1])
         if checked and what == "read":
-            return all(await asyncio.to_thread(headers_fit, *about))
+            fits = await asyncio.to_thread(check_headers, *about)
+            return fits == bytes([Fit.FITS]) * len(keys)
         return min(codes) >= 0
 
     async def remove(self, runner: int) -> None:

@@ -30,6 +30,18 @@ def pieces(*arrays: np.ndarray) -> tuple[list[int], list[int]]:
     return [int(a.ctypes.data) for a in arrays], [a.nbytes for a in arrays]
 
 
+async def put(client, *more) -> list[int]:
+    return await client.call(
+        lambda store: list(store.batch_put_from_multi_buffers(*more)), [RPC_FAILED]
+    )
+
+
+async def get(client, *more) -> list[int]:
+    return await client.call(
+        lambda store: list(store.batch_get_into_multi_buffers(*more)), [RPC_FAILED]
+    )
+
+
 @pytest.fixture(scope="module")
 def running():
     with master() as one:
@@ -52,12 +64,12 @@ async def test_objects_of_several_pieces_come_back_and_other_clients_see_them(ru
         pointers, sizes = zip(
             *(pieces(b, h) for b, h in zip(bodies, heads, strict=True)), strict=True
         )
-        assert await one.put(names, pointers, sizes) == [OK] * 3
+        assert await put(one, names, pointers, sizes) == [OK] * 3
         assert await other.exist([*names, "nothing"]) == [1, 1, 1, 0]
         body, head = np.zeros(100_000, np.uint8), np.zeros(96, np.uint8)
         targets = [pieces(body, head), pieces(np.zeros(100_000, np.uint8), np.zeros(96, np.uint8))]
-        got = await other.get(
-            [names[1], "nothing"], [p for p, _ in targets], [s for _, s in targets]
+        got = await get(
+            other, [names[1], "nothing"], [p for p, _ in targets], [s for _, s in targets]
         )
         assert got == [100_096, NOT_FOUND]
         assert np.array_equal(body, bodies[1])
@@ -78,7 +90,7 @@ async def test_before_open_and_after_close_nothing_is_called(running):
     await client.open()
     await client.close()
     assert await client.exist(["a"]) == [RPC_FAILED]
-    assert await client.put(["a"], [[0]], [[1]]) == [RPC_FAILED]
+    assert await put(client, ["a"], [[0]], [[1]]) == [RPC_FAILED]
     await client.close()
 
 
@@ -86,7 +98,7 @@ async def test_closing_waits_for_calls_in_flight(running):
     client = await joined(running.address)
     body = np.zeros(4 << 20, np.uint8)
     pointers, sizes = pieces(body)
-    calls = [asyncio.create_task(client.put([f"c{i}"], [pointers], [sizes])) for i in range(6)]
+    calls = [asyncio.create_task(put(client, [f"c{i}"], [pointers], [sizes])) for i in range(6)]
     await asyncio.sleep(0)
     await client.close()
     assert all(code[0] in (OK, RPC_FAILED) for code in await asyncio.gather(*calls))

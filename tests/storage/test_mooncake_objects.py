@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvactors.device.arena import Arena
-from kvactors.native import addresses, headers_fit, make_headers
-from kvactors.storage.backends.header import HEADER, MAGIC, VERSION
+from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
+from kvactors.storage.backends.header import HEADER, MAGIC, VERSION, Fit
 from kvactors.storage.backends.mooncake_codes import NO_SPACE, NOT_FOUND
+from kvactors.storage.backends.mooncake_headers import PoolHeaders
 from kvactors.storage.backends.mooncake_objects import MooncakeObjects
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
@@ -40,7 +41,16 @@ class Pool:
         self.calls: list[int] = []
         self.during = lambda: None
 
-    async def put(self, names, pointers, sizes) -> list[int]:
+    def begin(self, work, _failed) -> asyncio.Task:
+        """See `MooncakeClient.begin`."""
+
+        async def run():
+            await asyncio.sleep(0)
+            return work(self)
+
+        return asyncio.create_task(run())
+
+    def batch_put_from_multi_buffers(self, names, pointers, sizes) -> list[int]:
         self.calls.append(len(names))
         codes = []
         for name, where, lengths in zip(names, pointers, sizes, strict=True):
@@ -52,7 +62,7 @@ class Pool:
         self.during()
         return codes
 
-    async def get(self, names, pointers, sizes) -> list[int]:
+    def batch_get_into_multi_buffers(self, names, pointers, sizes) -> list[int]:
         self.calls.append(len(names))
         codes = []
         for name, where, lengths in zip(names, pointers, sizes, strict=True):
@@ -68,9 +78,12 @@ class Pool:
 
 
 class Bench:
-    def __init__(self, trailer: int = HEADER.size, slots: int = 8, step: int = 3) -> None:
+    def __init__(
+        self, trailer: int = HEADER.size, slots: int = 8, step: int = 3, checksums: bool = True
+    ) -> None:
         self.pool, self.breaker = Pool(), Breaker()
-        self.objects = MooncakeObjects(self.pool, "p/", DIGEST, SIZE, lambda: self.breaker)
+        headers = PoolHeaders(DIGEST, SIZE, checksums)
+        self.objects = MooncakeObjects(self.pool, "p/", headers, SIZE, lambda: self.breaker)
         self.objects.calls.most_objects = step
         self.arena = self.objects.arena = Arena(slots, SIZE, trailer=trailer)
         for slot in range(slots):
@@ -229,34 +242,155 @@ def test_only_slots_of_the_registered_arena_are_moved_without_views(bench):
         assert not has(arena, [0], 1)
 
 
+# -- the native calls
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_headers_of_large_objects_by_several_threads_are_those_of_one(count):
     size = (8 << 20) // count + 17
     memory = np.zeros((count, size + HEADER.size), np.uint8)
     memory[:, :size] = np.random.default_rng(count).integers(0, 256, (count, size), np.uint8)
     keys = [key(i) for i in range(count)]
-    payloads = [int(row.ctypes.data) for row in memory]
-    about = (DIGEST, b"".join(keys), payloads, [at + size for at in payloads], size)
+    about = (DIGEST, b"".join(keys), [[int(row.ctypes.data)] for row in memory], size)
     make_headers(*about)
     for name, row in zip(keys, memory, strict=True):
         assert bytes(row[size:]) == header(name, bytes(row[:size]))
-    assert headers_fit(*about) == [True] * count
+    assert check_headers(*about) == bytes([Fit.FITS] * count)
     memory[count - 1, size // 2] ^= 1
-    assert headers_fit(*about) == [True] * (count - 1) + [False]
+    assert check_headers(*about) == bytes([Fit.FITS] * (count - 1) + [Fit.DIFFERS])
 
 
-def test_headers_of_lists_that_do_not_fit_are_refused():
+def test_lists_that_do_not_fit_are_refused():
     memory = np.zeros(SIZE + HEADER.size, np.uint8)
     where = addresses([memory.data])
     assert where == [memory.ctypes.data]
-    behind = [where[0] + SIZE]
-    for digest, keys, payloads, headers in (
-        (DIGEST[1:], key(1), where, behind),
-        (DIGEST, key(1)[1:], where, behind),
-        (DIGEST, key(1), where * 2, behind),
-        (DIGEST, key(1), where, []),
+    for digest, keys, pointers, fault in (
+        (DIGEST[1:], key(1), [where], ValueError),
+        (DIGEST, key(1)[1:], [where], ValueError),
+        (DIGEST, key(1), [where, where], ValueError),
+        (DIGEST, key(1), [[]], ValueError),
+        (DIGEST, key(1), [where * 3], ValueError),
+        (DIGEST, key(1), [tuple(where)], TypeError),
+        (DIGEST, key(1), where, TypeError),
     ):
-        for call in (make_headers, headers_fit):
-            with pytest.raises(ValueError, match="differ in length"):
-                call(digest, keys, payloads, headers, SIZE)
+        for call in (make_headers, check_headers):
+            with pytest.raises(fault):
+                call(digest, keys, pointers, SIZE)
     assert not memory.any()
+
+
+@given(st.lists(st.binary(min_size=32, max_size=32), max_size=20))
+def test_names_are_the_prefix_and_the_keys_in_hex(keys):
+    assert object_names("p/", b"".join(keys)) == ["p/" + one.hex() for one in keys]
+
+
+def test_parts_of_keys_have_no_names():
+    with pytest.raises(ValueError, match="32 bytes each"):
+        object_names("p/", bytes(33))
+
+
+@given(st.lists(st.integers(0, 1 << 20), max_size=20), st.sampled_from([list, tuple]))
+def test_a_slot_has_one_piece(slots, kind):
+    found = slot_pointers(1 << 40, 8192, kind(slots))
+    assert found == [[(1 << 40) + 8192 * slot] for slot in slots]
+    assert slot_pointers(7, 3, range(2)) == [[7], [10]]
+
+
+def test_a_slot_below_the_first_one_is_refused():
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        slot_pointers(4096, 4096, [-1])
+
+
+# -- without checksums of payloads
+
+
+def bare(name: bytes, size: int = SIZE, digest: bytes = DIGEST) -> bytes:
+    """The header of an object without a checksum."""
+    return HEADER.pack(MAGIC, VERSION, 1, digest, name, size, 0)
+
+
+@pytest.fixture
+def plain():
+    one = Bench(checksums=False)
+    yield one
+    one.close()
+
+
+async def test_objects_without_checksums_have_headers_of_the_format(plain):
+    assert await plain.objects.write(plain.keys, plain.views, never) == bytes([OK] * 8)
+    assert [plain.pool.objects[plain.objects.name(one)] for one in plain.keys] == [
+        bytes(view) + bare(one) for one, view in zip(plain.keys, plain.views, strict=True)
+    ]
+    assert await plain.objects.read(plain.keys, plain.views, never) == bytes([OK] * 8)
+    assert plain.objects.without_checksum == 0
+
+
+async def test_a_node_that_verifies_misses_objects_without_checksums_and_counts_them(bench):
+    for one, view in zip(bench.keys[:5], bench.views, strict=False):
+        bench.pool.objects[bench.objects.name(one)] = bytes(view) + bare(one)
+    await bench.objects.write(bench.keys[5:7], bench.views[5:7], never)
+    found = await bench.objects.read(bench.keys, bench.views, never)
+    assert list(found) == [Outcome.MISS] * 5 + [OK] * 2 + [Outcome.MISS]
+    assert bench.objects.without_checksum == 5, "not the one that is not there"
+
+
+async def test_a_node_that_does_not_verify_reads_both_kinds(plain):
+    stored = plain.pool.objects
+    for i, (one, view) in enumerate(zip(plain.keys, plain.views, strict=True)):
+        payload = bytes(view)
+        stored[plain.objects.name(one)] = payload + (header(one, payload), bare(one))[i % 2]
+    wanted = [bytes(view) for view in plain.views]
+    for view in plain.views:
+        view[:] = bytes(SIZE)
+    assert await plain.objects.read(plain.keys, plain.views, never) == bytes([OK] * 8)
+    assert [bytes(view) for view in plain.views] == wanted
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+async def test_an_object_without_checksum_of_another_identity_is_corrupt(verifies):
+    bench = Bench(checksums=verifies)
+    payload = bytes(bench.views[0])
+    wrong = {
+        "digest": payload + bare(key(0), digest=bytes(32)),
+        "key": payload + bare(key(1)),
+        "length": payload + bare(key(0), SIZE - 1),
+        "magic": payload + b"X" + bare(key(0))[1:],
+        "kind": payload + HEADER.pack(MAGIC, VERSION, 2, DIGEST, key(0), SIZE, 0),
+        "both": payload + HEADER.pack(MAGIC, VERSION, 1, DIGEST, key(0), SIZE, 9),
+        "short": (payload + bare(key(0)))[1:],
+    }
+    for what, stored in wrong.items():
+        bench.pool.objects[bench.objects.name(key(0))] = stored
+        found = await bench.objects.read(bench.keys[:1], bench.views[:1], never)
+        assert list(found) == [CORRUPT], what
+    assert bench.objects.without_checksum == 0
+    bench.close()
+
+
+@given(st.integers(0, SIZE + HEADER.size - 1), st.integers(0, 7))
+@settings(max_examples=60)
+async def test_a_changed_bit_without_checksums_is_found_in_the_header_only(place, bit):
+    """But for the checksum of an object that has one, which is not compared."""
+    for checksum in (False, True):
+        bench = Bench(slots=1, checksums=False)
+        payload = bytes(bench.views[0])
+        whole = bytearray(payload + (header(key(0), payload) if checksum else bare(key(0))))
+        whole[place] ^= 1 << bit
+        bench.pool.objects[bench.objects.name(key(0))] = bytes(whole)
+        found = await bench.objects.read(bench.keys, bench.views, never)
+        unseen = place < SIZE or (checksum and place >= SIZE + 88)
+        assert list(found) == [OK if unseen else CORRUPT]
+        bench.close()
+
+
+@given(st.integers(0, SIZE + HEADER.size - 1), st.integers(0, 7))
+@settings(max_examples=60)
+async def test_no_changed_bit_makes_a_verified_object_one_without_a_checksum(place, bit):
+    bench = Bench(slots=1)
+    await bench.objects.write(bench.keys, bench.views, never)
+    name = bench.objects.name(key(0))
+    data = bytearray(bench.pool.objects[name])
+    data[place] ^= 1 << bit
+    bench.pool.objects[name] = bytes(data)
+    assert list(await bench.objects.read(bench.keys, bench.views, never)) == [CORRUPT]
+    bench.close()

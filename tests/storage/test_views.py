@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 
 import numpy as np
@@ -92,12 +93,17 @@ class PoolStub:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
 
-    async def put(self, names, pointers, sizes):
+    def begin(self, work, _failed):
+        ended = asyncio.get_running_loop().create_future()
+        ended.set_result(work(self))
+        return ended
+
+    def batch_put_from_multi_buffers(self, names, pointers, sizes):
         for name, where, lengths in zip(names, pointers, sizes, strict=True):
             self.objects[name] = b"".join(map(ctypes.string_at, where, lengths))
         return [0] * len(names)
 
-    async def get(self, names, pointers, sizes):
+    def batch_get_into_multi_buffers(self, names, pointers, sizes):
         codes = []
         for name, where, lengths in zip(names, pointers, sizes, strict=True):
             data = self.objects[name]

@@ -19,6 +19,7 @@ from kvactors.mooncake_config import MooncakeConfig, largest_registration
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.mooncake_client import MooncakeClient
+from kvactors.storage.backends.mooncake_headers import PoolHeaders
 from kvactors.storage.backends.mooncake_objects import MooncakeObjects
 from kvactors.storage.backends.mooncake_presence import PoolPresence
 from kvactors.storage.backends.mooncake_registration import Registration
@@ -43,12 +44,9 @@ class MooncakeBackend(Backend):
         self._prefix = identity.pool_prefix
         self.client = MooncakeClient(config, identity.rank)
         self._registration = Registration(self.client, largest_registration(os.environ))
+        headers = PoolHeaders(identity.digest, block_bytes, checksums=True)
         self.objects = MooncakeObjects(
-            self.client,
-            self._prefix,
-            identity.digest,
-            block_bytes,
-            lambda: self.counters.breaker,
+            self.client, self._prefix, headers, block_bytes, lambda: self.counters.breaker
         )
         self._presence = PoolPresence(self.client, self.objects.name, self.counters)
 

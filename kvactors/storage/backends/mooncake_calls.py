@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-CALL_SECONDS = 0.008
-"""Time that a transfer should take. A call costs about 0.4 ms of processor time beside its bytes,
-so longer transfers cost less. Checksums are computed during the transfer before or behind, so
-shorter ones leave less to compute before the first and behind the last."""
+CALL_SECONDS = 0.1
+"""Time that a transfer may take. None can be cut short. A call costs about 0.4 ms of processor time
+beside its bytes, and its first and last objects leave cores idle, so longer transfers cost less."""
 
 LEAST_BYTES, MOST_BYTES = 16 << 20, 64 << 20
 LEAST_OBJECTS, MOST_OBJECTS = 4, 1024
-"""Limits of a transfer, which cannot be cut short. A transfer with the least objects may exceed the
-limits of bytes."""
+"""Limits of a transfer. A transfer with the least objects may exceed the limits of bytes."""
 
 COUNTED_BYTES = 4 << 20
 """Bytes of a transfer from which the rate is estimated, at least."""

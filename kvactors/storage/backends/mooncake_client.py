@@ -152,10 +152,12 @@ class MooncakeClient:
         return MooncakeDistributedStore()
 
     async def call(self, work: Callable[[Any], T], failed: T) -> T:
-        """`work(store)` in a thread, to its end. Returns `failed` if there is no store (any more)
-        or the client raises."""
-        if not self._open:
-            return failed
+        """`begin`, and wait to its end."""
+        return await wait_uncancelled(self.begin(work, failed))
+
+    def begin(self, work: Callable[[Any], T], failed: T) -> asyncio.Future[T]:
+        """Start `work(store)` in a thread. The result is `failed` if there is no store (any more)
+        or the client raises. Wait with `wait_uncancelled`."""
 
         def guarded() -> T:
             if not self._open:
@@ -168,33 +170,17 @@ class MooncakeClient:
                 self._log.warning("mooncake raised", error=repr(error))
                 return failed
 
-        return await wait_uncancelled(asyncio.wrap_future(self._workers.submit(guarded)))
+        if self._open:
+            return asyncio.wrap_future(self._workers.submit(guarded))
+        closed: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        closed.set_result(failed)
+        return closed
 
     async def exist(self, keys: Sequence[str]) -> list[int]:
         """1, 0, or a negative code a key. Asking gives an object a lease: ask only for what is
         about to be read."""
         return await self.call(
             lambda store: list(store.batch_is_exist(list(keys))), [RPC_FAILED] * len(keys)
-        )
-
-    async def put(
-        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]
-    ) -> list[int]:
-        """Write objects, each of several pieces of memory. Returns a code for each key. 0 does not
-        prove that the object is readable: see `exist`."""
-        return await self.call(
-            lambda store: list(store.batch_put_from_multi_buffers(keys, pointers, sizes)),
-            [RPC_FAILED] * len(keys),
-        )
-
-    async def get(
-        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]
-    ) -> list[int]:
-        """Read objects into several pieces of memory each: the bytes read, or a negative code, a
-        key."""
-        return await self.call(
-            lambda store: list(store.batch_get_into_multi_buffers(keys, pointers, sizes)),
-            [RPC_FAILED] * len(keys),
         )
 
     async def remove(self, keys: Sequence[str]) -> list[int]:

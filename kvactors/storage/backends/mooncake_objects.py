@@ -1,24 +1,25 @@
-"""Objects of a Mooncake pool: their names, their headers, and their moves in batches."""
+"""Objects of a Mooncake pool: their names, and their moves in batches."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.actor.clock import now
+from kvactors.actor.clock import clock_of
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
-from kvactors.native import addresses, headers_fit, make_headers
+from kvactors.native import addresses, object_names, slot_pointers
 from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.mooncake_calls import CallSize
 from kvactors.storage.backends.mooncake_client import MooncakeClient
-from kvactors.storage.backends.mooncake_codes import NO_SPACE, NOT_FOUND, NOT_READY, OK
+from kvactors.storage.backends.mooncake_codes import OK, RPC_FAILED
+from kvactors.storage.backends.mooncake_headers import Compared, PoolHeaders, outcome_of
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
 from kvactors.threads import Workers
@@ -28,34 +29,69 @@ RETRY = 0.2
 eviction."""
 
 
-class Places(NamedTuple):
-    """Memory of some objects.
+class Batch(NamedTuple):
+    """Some objects and their memory.
 
     Attributes:
-        keys: joined.
-        payloads, headers: addresses.
-        pointers, sizes: of the pieces of each that a transfer is made of.
-        memory: of the headers that are in no arena.
+        keys: of the objects.
+        places: of the objects, as `pointers` takes them.
+        pointers: from places to the addresses of each object's pieces.
+        sizes: bytes of the pieces of an object.
+        headers: memory of the headers that are in no arena.
     """
 
-    keys: bytes
-    payloads: list[int]
-    headers: list[int]
-    pointers: list[list[int]]
-    sizes: list[list[int]]
-    memory: NDArray[np.uint8]
+    keys: Sequence[bytes]
+    places: Sequence[Any]
+    pointers: Callable[[Sequence[Any]], list[list[int]]]
+    sizes: list[int]
+    headers: NDArray[np.uint8] | None = None
+
+    def part(self, some: slice) -> Batch:
+        """Objects that follow one another."""
+        return self._replace(keys=self.keys[some], places=self.places[some])
+
+    def joined(self) -> bytes:
+        """The keys, joined."""
+        return b"".join(self.keys)
+
+    def chosen(self, which: Sequence[int]) -> Batch:
+        """Some of the objects, by position."""
+        keys, places = [self.keys[i] for i in which], [self.places[i] for i in which]
+        return self._replace(keys=keys, places=places)
+
+
+class Moved(NamedTuple):
+    """The result of a transfer.
+
+    Attributes:
+        codes: of the client, one a key.
+        objects: that were moved whole.
+        seconds: that the client took.
+        compared: objects of a read, if they were compared in the same thread.
+    """
+
+    codes: list[int]
+    objects: int = 0
+    seconds: float = 0.0
+    compared: Compared | None = None
 
 
 class MooncakeObjects:
     """Reads and writes objects, each a block and its header.
 
+    A thread of the client makes the headers of a transfer and moves it, or moves it and compares
+    its headers. In a batch of several transfers the checksums are computed beside the transfer
+    before or behind.
+
     Attributes:
         arena: memory that is registered with the client, None before there is any.
         calls: objects of each transfer.
+        without_checksum: objects that were misses because they have no checksum.
 
     Args:
         prefix: of the objects' names.
-        digest: in every header.
+        headers: of the objects.
+        block_bytes: of an object.
         breaker: no call begins while it is open.
     """
 
@@ -63,18 +99,19 @@ class MooncakeObjects:
         self,
         client: MooncakeClient,
         prefix: str,
-        digest: bytes,
+        headers: PoolHeaders,
         block_bytes: int,
         breaker: Callable[[], Breaker],
     ) -> None:
         self.arena: Arena | None = None
+        self.calls = CallSize(block_bytes)
+        self.without_checksum = 0
         self._client = client
         self._prefix = prefix
-        self._digest = digest
+        self._headers = headers
         self._block_bytes = block_bytes
         self._breaker = breaker
-        self.calls = CallSize(block_bytes)
-        # One thread for checksums, which would block the loop.
+        # One thread for checksums beside a transfer, which would block the loop.
         self._checksums = Workers(1, "kvactors-mooncake-checksum")
 
     def name(self, key: bytes) -> str:
@@ -85,146 +122,150 @@ class MooncakeObjects:
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Callable[[], bool]
     ) -> bytearray:
         """One outcome a key."""
-        payloads = addresses(list(views))
-        return await self._read(keys, payloads, self._in_arena(payloads), expired)
+        return await self._read(self._in_views(keys, views), expired)
 
     async def read_slots(
         self, keys: Sequence[bytes], slots: Sequence[int], expired: Callable[[], bool]
     ) -> bytearray:
         """`read` into slots of the arena (see `has_slots`)."""
-        return await self._read(keys, self._payloads(slots), True, expired)
+        return await self._read(self._in_slots(keys, slots), expired)
 
-    async def _read(
-        self,
-        keys: Sequence[bytes],
-        payloads: list[int],
-        in_arena: bool,
-        expired: Callable[[], bool],
-    ) -> bytearray:
-        """While one transfer runs, the checksums of the one before are verified."""
-        outcomes = bytearray([Outcome.LATE]) * len(keys)
-        verifying: list[tuple[slice, asyncio.Future[bytes]]] = []
+    async def _read(self, batch: Batch, expired: Callable[[], bool]) -> bytearray:
+        count = len(batch.keys)
+        outcomes = bytearray([Outcome.LATE]) * count
+        comparing: list[tuple[slice, asyncio.Future[Compared]]] = []
         try:
-            for some in self.calls.parts(len(keys)):
-                if expired():
+            for some in self.calls.parts(count):
+                if self._ends(outcomes, some, expired):
                     break
-                if not self._breaker().closed():
-                    outcomes[some] = bytes([Outcome.UNAVAILABLE]) * len(keys[some])
+                part = batch.part(some)
+                alone = some.stop == count or not self._headers.checksums
+                moved = await self._moved(part, partial(self._get, compare=alone))
+                if moved.compared is not None:
+                    self._settle(outcomes, some, moved.compared)
                     continue
-                places = self._places(keys[some], payloads[some], in_arena)
-                names = [self.name(key) for key in keys[some]]
-                began = now()
-                codes = await self._client.get(names, places.pointers, places.sizes)
-                self.calls.took(sum(code > 0 for code in codes), now() - began)
-                verify = partial(self._verify, places, codes)
-                verifying.append((some, asyncio.wrap_future(self._checksums.submit(verify))))
+                compare = partial(self._compare, part, moved.codes)
+                comparing.append((some, asyncio.wrap_future(self._checksums.submit(compare))))
         finally:
-            for some, verified in verifying:
-                found: bytes = await wait_uncancelled(verified)
-                outcomes[some] = found
+            every = await wait_uncancelled(asyncio.gather(*(future for _, future in comparing)))
+            for (some, _), compared in zip(comparing, every, strict=True):
+                self._settle(outcomes, some, compared)
         return outcomes
 
-    def _verify(self, places: Places, codes: Sequence[int]) -> bytes:
-        """One outcome a key, from the codes and the bytes that arrived."""
-        whole = self._block_bytes + HEADER.size
-        if codes.count(whole) == len(places.payloads) == len(codes):
-            arrived: Sequence[int] = range(len(codes))
-            keys, payloads, headers = places.keys, places.payloads, places.headers
-        else:
-            arrived = [i for i, code in enumerate(codes) if code == whole]
-            keys = b"".join(places.keys[32 * i : 32 * i + 32] for i in arrived)
-            payloads = [places.payloads[i] for i in arrived]
-            headers = [places.headers[i] for i in arrived]
-        fit = headers_fit(self._digest, keys, payloads, headers, self._block_bytes)
-        if len(arrived) == len(codes) and all(fit):
-            return bytes([Outcome.OK]) * len(codes)
-        outcomes = bytearray(Outcome.CORRUPT if code >= 0 else outcome_of(code) for code in codes)
-        for i, good in zip(arrived, fit, strict=True):
-            if good:
-                outcomes[i] = Outcome.OK
-        return bytes(outcomes)
+    def _get(self, batch: Batch, clock: Callable[[], float], store: Any, *, compare: bool) -> Moved:
+        """Read, and compare headers. In a thread of the client."""
+        keys, pointers = batch.joined(), batch.pointers(batch.places)
+        names, sizes = object_names(self._prefix, keys), [batch.sizes] * len(pointers)
+        began = clock()
+        codes = list(store.batch_get_into_multi_buffers(names, pointers, sizes))
+        seconds, objects = clock() - began, codes.count(sum(batch.sizes))
+        if not compare:
+            return Moved(codes, objects, seconds)
+        compared = self._headers.compare(keys, pointers, codes)
+        return Moved(codes, objects, seconds, compared)
+
+    def _compare(self, batch: Batch, codes: list[int]) -> Compared:
+        return self._headers.compare(batch.joined(), batch.pointers(batch.places), codes)
+
+    def _settle(self, outcomes: bytearray, some: slice, compared: Compared) -> None:
+        outcomes[some] = compared.outcomes
+        self.without_checksum += compared.without_checksum
 
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Callable[[], bool]
     ) -> bytearray:
         """One outcome a key. The pool reports an object that it has as written."""
-        payloads = addresses(list(views))
-        return await self._write(keys, payloads, self._in_arena(payloads), expired)
+        return await self._write(self._in_views(keys, views), expired)
 
     async def write_slots(
         self, keys: Sequence[bytes], slots: Sequence[int], expired: Callable[[], bool]
     ) -> bytearray:
         """`write` from slots of the arena (see `has_slots`)."""
-        return await self._write(keys, self._payloads(slots), True, expired)
+        return await self._write(self._in_slots(keys, slots), expired)
 
-    async def _write(
-        self,
-        keys: Sequence[bytes],
-        payloads: list[int],
-        in_arena: bool,
-        expired: Callable[[], bool],
-    ) -> bytearray:
-        """While one transfer runs, the headers of the next one are made."""
-        outcomes = bytearray([Outcome.LATE]) * len(keys)
-        ahead: asyncio.Future[Places] | None = None
-        calls = list(self.calls.parts(len(keys)))
-
-        def prepared(some: slice) -> asyncio.Future[Places]:
-            return self._prepared(keys[some], payloads[some], in_arena)
-
+    async def _write(self, batch: Batch, expired: Callable[[], bool]) -> bytearray:
+        outcomes = bytearray([Outcome.LATE]) * len(batch.keys)
+        ahead: asyncio.Future[None] | None = None
+        calls = list(self.calls.parts(len(batch.keys)))
         try:
             for some, then in zip(calls, [*calls[1:], None], strict=False):
-                if expired():
+                if self._ends(outcomes, some, expired):
                     break
-                if not self._breaker().closed():
-                    rest = slice(some.start, None)
-                    outcomes[rest] = bytes([Outcome.UNAVAILABLE]) * len(outcomes[rest])
-                    break
-                places = await wait_uncancelled(ahead or prepared(some))
-                ahead = prepared(then) if then else None
-                outcomes[some] = await self._put(keys[some], places)
+                made = ahead is not None
+                if ahead is not None:
+                    await wait_uncancelled(ahead)
+                moving = self._begin(batch.part(some), partial(self._put, made=made))
+                beside = then if self._headers.checksums else None
+                ahead = None if beside is None else self._ahead(batch.part(beside))
+                outcomes[some] = self._written(await self._ended(moving))
                 full = [i for i in range(some.start, some.stop) if outcomes[i] == Outcome.NO_SPACE]
                 if full and not expired():
                     await anyio.sleep(RETRY)
-                    for i, outcome in zip(
-                        full, await self._again(full, keys, payloads, in_arena), strict=True
-                    ):
+                    again = await self._again(batch.chosen(full))
+                    for i, outcome in zip(full, again, strict=True):
                         outcomes[i] = outcome
         finally:
             if ahead is not None:
                 await wait_uncancelled(ahead)  # it reads the payloads
         return outcomes
 
-    async def _again(
-        self, which: list[int], keys: Sequence[bytes], payloads: list[int], in_arena: bool
-    ) -> bytes:
+    async def _again(self, batch: Batch) -> bytes:
         """Outcomes of a second attempt to write."""
         if not self._breaker().closed():
-            return bytes([Outcome.UNAVAILABLE]) * len(which)
-        some = [keys[i] for i in which]
-        making = self._prepared(some, [payloads[i] for i in which], in_arena)
-        return await self._put(some, await wait_uncancelled(making))
+            return bytes([Outcome.UNAVAILABLE]) * len(batch.keys)
+        return self._written(await self._moved(batch, partial(self._put, made=False)))
 
-    def _prepared(
-        self, keys: Sequence[bytes], payloads: list[int], in_arena: bool
-    ) -> asyncio.Future[Places]:
-        """Objects with their headers, made in a thread."""
-        places = self._places(keys, payloads, in_arena)
+    def _put(self, batch: Batch, clock: Callable[[], float], store: Any, *, made: bool) -> Moved:
+        """Make headers, and write. In a thread of the client."""
+        keys, pointers = batch.joined(), batch.pointers(batch.places)
+        names, sizes = object_names(self._prefix, keys), [batch.sizes] * len(pointers)
+        if not made:
+            self._headers.make(keys, pointers)
+        began = clock()
+        codes = list(store.batch_put_from_multi_buffers(names, pointers, sizes))
+        return Moved(codes, codes.count(OK), clock() - began)
 
-        def make() -> Places:
-            make_headers(self._digest, places.keys, payloads, places.headers, self._block_bytes)
-            return places
+    def _ahead(self, batch: Batch) -> asyncio.Future[None]:
+        """Make the headers of a later transfer."""
+
+        def make() -> None:
+            self._headers.make(batch.joined(), batch.pointers(batch.places))
 
         return asyncio.wrap_future(self._checksums.submit(make))
 
-    async def _put(self, keys: Sequence[bytes], places: Places) -> bytes:
-        names = [self.name(key) for key in keys]
-        began = now()
-        codes = await self._client.put(names, places.pointers, places.sizes)
-        self.calls.took(codes.count(OK), now() - began)
-        if len(codes) == len(names) and codes.count(OK) == len(codes):
-            return bytes([Outcome.OK]) * len(codes)
-        return bytes(outcome_of(code) for code, _ in zip(codes, names, strict=True))
+    @staticmethod
+    def _written(moved: Moved) -> bytes:
+        if moved.objects == len(moved.codes):
+            return bytes([Outcome.OK]) * len(moved.codes)
+        return bytes(map(outcome_of, moved.codes))
+
+    def _ends(self, outcomes: bytearray, some: slice, expired: Callable[[], bool]) -> bool:
+        """Whether a batch ends before this transfer."""
+        if expired():
+            return True
+        if self._breaker().closed():
+            return False
+        outcomes[some.start :] = bytes([Outcome.UNAVAILABLE]) * (len(outcomes) - some.start)
+        return True
+
+    def _begin(self, batch: Batch, transfer: Callable[..., Moved]) -> asyncio.Future[Moved]:
+        count, clock = len(batch.keys), clock_of(asyncio.get_running_loop())
+
+        def work(store: Any) -> Moved:
+            moved = transfer(batch, clock, store)
+            if len(moved.codes) != count:
+                raise ValueError(f"{len(moved.codes)} codes for {count} objects")
+            return moved
+
+        return self._client.begin(work, Moved([RPC_FAILED] * count))
+
+    async def _ended(self, moving: asyncio.Future[Moved]) -> Moved:
+        moved = await wait_uncancelled(moving)
+        self.calls.took(moved.objects, moved.seconds)
+        return moved
+
+    async def _moved(self, batch: Batch, transfer: Callable[..., Moved]) -> Moved:
+        return await self._ended(self._begin(batch, transfer))
 
     def has_slots(self, arena: Arena, slots: Sequence[int], count: int) -> bool:
         """Whether these slots of the arena can be moved without views of them."""
@@ -237,44 +278,25 @@ class MooncakeObjects:
             and max(slots) < arena.num_slots
         )
 
-    def _payloads(self, slots: Sequence[int]) -> list[int]:
-        if self.arena is None:
-            raise ValueError("no arena is attached")
-        address, stride = self.arena.address, self.arena.stride
-        return [address + slot * stride for slot in slots]
-
-    def _in_arena(self, payloads: Sequence[int]) -> bool:
-        """Whether there is space for a header behind each payload."""
-        arena = self.arena
-        fits = arena is not None and arena.trailer >= HEADER.size
-        return arena is not None and fits and all(map(arena.holds, payloads))
-
-    def _places(self, keys: Sequence[bytes], payloads: list[int], in_arena: bool) -> Places:
+    def _in_slots(self, keys: Sequence[bytes], slots: Sequence[int]) -> Batch:
         """A slot of the arena is one piece with its trailer: over a network, another piece costs as
         much as a small block."""
-        size = self._block_bytes
-        if in_arena:
-            behind = [address + size for address in payloads]
-            pointers, sizes = [[address] for address in payloads], [[size + HEADER.size]]
-            none = np.zeros(0, np.uint8)
-            return Places(b"".join(keys), payloads, behind, pointers, sizes * len(payloads), none)
-        memory = np.zeros(HEADER.size * len(payloads), np.uint8)
-        first = int(memory.ctypes.data)
-        headers = [first + HEADER.size * i for i in range(len(payloads))]
-        pieces = [list(pair) for pair in zip(payloads, headers, strict=True)]
-        return Places(
-            b"".join(keys), payloads, headers, pieces, [[size, HEADER.size]] * len(payloads), memory
-        )
+        if self.arena is None:
+            raise ValueError("no arena is attached")
+        pointers = partial(slot_pointers, self.arena.address, self.arena.stride)
+        return Batch(keys, slots, pointers, [self._block_bytes + HEADER.size])
+
+    def _in_views(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> Batch:
+        """Headers are behind the payloads if every payload is in a slot of the arena."""
+        payloads, arena = addresses(list(views)), self.arena
+        if arena is not None and arena.trailer >= HEADER.size and all(map(arena.holds, payloads)):
+            whole = [[address] for address in payloads]
+            return Batch(keys, whole, list, [self._block_bytes + HEADER.size])
+        headers = np.zeros(HEADER.size * len(payloads), np.uint8)
+        first = int(headers.ctypes.data)
+        pieces = [[at, first + HEADER.size * i] for i, at in enumerate(payloads)]
+        return Batch(keys, pieces, list, [self._block_bytes, HEADER.size], headers)
 
     def close(self) -> None:
         """End the thread of the checksums."""
         self._checksums.close()
-
-
-def outcome_of(code: int) -> Outcome:
-    """The outcome that a return code of the client stands for."""
-    if code >= OK:
-        return Outcome.OK
-    return {NO_SPACE: Outcome.NO_SPACE, NOT_FOUND: Outcome.MISS, NOT_READY: Outcome.MISS}.get(
-        code, Outcome.UNAVAILABLE
-    )
