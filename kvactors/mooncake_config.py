@@ -55,6 +55,9 @@ class MooncakeConfig(
             Sizes may be written "4gb".
         timeout_s: seconds a call may take before the client gives it up.
         connect_timeout_s: seconds to join.
+        payload_checksums: whether objects are written with a checksum of their payload, and every
+            read verifies it. With false, changed bytes of a payload are served. Set the same value
+            on every node of a pool: nodes with true do not serve objects without a checksum.
     """
 
     master_server_address: str = ""
@@ -66,6 +69,7 @@ class MooncakeConfig(
     rdma_devices: str = ""
     timeout_s: Seconds = 5.0
     connect_timeout_s: Seconds = 15.0
+    payload_checksums: bool = True
 
     timeout = Earlier("timeout_s")
     connect_timeout = Earlier("connect_timeout_s")

@@ -324,6 +324,11 @@ FAMILIES: tuple[Family, ...] = (
            by(_outcomes)),
     Family("store_faults", "counter", (), "Calls of the back end that broke its contract.",
            one(lambda s: 0 if s.statistics.store is None else s.statistics.store.faults)),
+    Family("store_objects_without_checksum", "counter", (),
+           "Misses of objects without a checksum, in a pool whose nodes differ in "
+           "`storage.mooncake.payload_checksums`.",
+           one(lambda s: 0 if s.statistics.store is None
+               else s.statistics.store.without_checksum)),
     Family("store_breaker_open", "gauge", (), "1 while the store's circuit breaker is not closed.",
            one(_breaker)),
     # sinks

@@ -28,6 +28,8 @@ class StoreStatistics(NamedTuple):
         faults: calls that raised, or returned something that the contract does not allow.
         capacity: objects at most, 0 without a limit or if the store does not tell.
         quota_evictions: objects removed, or not taken, because their salt was above its quota.
+        without_checksum: misses of objects that have no checksum of their payload, because another
+            node of the pool has `storage.mooncake.payload_checksums` off.
     """
 
     objects: int
@@ -45,6 +47,7 @@ class StoreStatistics(NamedTuple):
     faults: int = 0
     capacity: int = 0
     quota_evictions: int = 0
+    without_checksum: int = 0
 
 
 class StoreCounters:
@@ -56,13 +59,14 @@ class StoreCounters:
         reads: objects read.
         writes: objects written.
         evicted: objects that the store evicted.
+        without_checksum: misses of objects that have no checksum.
         shares: its objects by salt, None if it does not have them.
     """
 
     def __init__(self, store: str = "") -> None:
         self.breaker = Breaker(store=store)
         self.outcomes = dict.fromkeys(Outcome, 0)
-        self.reads = self.writes = self.evicted = 0
+        self.reads = self.writes = self.evicted = self.without_checksum = 0
         self.shares: StoreShares | None = None
 
     def record(self, outcomes: bytes, trouble: str = "") -> None:
@@ -96,4 +100,5 @@ class StoreCounters:
             self.breaker.state(),
             capacity=capacity,
             quota_evictions=0 if self.shares is None else self.shares.quota_evictions,
+            without_checksum=self.without_checksum,
         )

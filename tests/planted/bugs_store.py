@@ -8,6 +8,7 @@ from mutation import Mutation
 FORMAT, HEALS = "tests/storage/test_store_format.py", "tests/storage/test_store_heals.py"
 IO = "tests/storage/test_slab_io.py"
 POOL = "tests/storage/test_mooncake_objects.py"
+CHECKSUMS = "tests/storage/test_mooncake_checksums.py"
 CHECKED, CLEAR = "tests/storage/test_checked_backend.py", "tests/storage/test_clear.py"
 
 BUGS: tuple[Mutation, ...] = (
@@ -333,6 +334,32 @@ BUGS: tuple[Mutation, ...] = (
         "            return Compared(bytes(len(fits)))\n",
         "a batch that arrived whole is served unverified",
         (f"{POOL}::test_every_object_of_a_batch_is_verified[True]",),
+    ),
+    Mutation(
+        "objects_without_checksums_served",
+        "storage/backends/mooncake_headers.py",
+        "        without = Outcome.MISS if checksums else Outcome.OK\n",
+        "        without = Outcome.OK\n",
+        "a node that verifies serves objects that nothing verifies",
+        (
+            f"{CHECKSUMS}::test_a_node_that_verifies_misses_objects_without_checksums_and_counts_them",
+        ),
+    ),
+    Mutation(
+        "objects_without_checksums_removed",
+        "storage/backends/mooncake_headers.py",
+        "        without = Outcome.MISS if checksums else Outcome.OK\n",
+        "        without = Outcome.CORRUPT if checksums else Outcome.OK\n",
+        "a node that verifies removes the objects of nodes that do not",
+        (f"{CHECKSUMS}::test_nodes_of_both_kinds_in_a_pool_remove_nothing_and_agree_in_the_end",),
+    ),
+    Mutation(
+        "payload_checksums_ignored",
+        "storage/backends/mooncake.py",
+        "        headers = PoolHeaders(identity.digest, block_bytes, config.payload_checksums)\n",
+        "        headers = PoolHeaders(identity.digest, block_bytes, False)\n",
+        "the payloads of a pool are never verified",
+        (f"{CHECKSUMS}::test_nodes_of_both_kinds_in_a_pool_remove_nothing_and_agree_in_the_end",),
     ),
     Mutation(
         "transfer_of_the_objects_before",

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
+from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
@@ -25,6 +26,8 @@ from kvactors.storage.backends.mooncake_presence import PoolPresence
 from kvactors.storage.backends.mooncake_registration import Registration
 from kvactors.storage.backends.views import move_fitting
 from kvactors.storage.messages import Outcome
+
+log = get_logger()
 
 
 class MooncakeBackend(Backend):
@@ -44,7 +47,7 @@ class MooncakeBackend(Backend):
         self._prefix = identity.pool_prefix
         self.client = MooncakeClient(config, identity.rank)
         self._registration = Registration(self.client, largest_registration(os.environ))
-        headers = PoolHeaders(identity.digest, block_bytes, checksums=True)
+        headers = PoolHeaders(identity.digest, block_bytes, config.payload_checksums)
         self.objects = MooncakeObjects(
             self.client, self._prefix, headers, block_bytes, lambda: self.counters.breaker
         )
@@ -53,6 +56,8 @@ class MooncakeBackend(Backend):
     async def open(self) -> None:
         """See `Backend.open`. Joins the pool."""
         await self.client.open()
+        if not self.client.config.payload_checksums:
+            log.warning("payload checksums are off", store="mooncake")
 
     async def attach(self, arena: Arena) -> None:
         """See `Backend.attach`. Registers the arena."""
@@ -94,6 +99,10 @@ class MooncakeBackend(Backend):
             await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
         self.record_outcomes(outcomes)
         self.counters.reads += outcomes.count(Outcome.OK)
+        refused = self.objects.take_without_checksum()
+        if refused:
+            self.counters.without_checksum += refused
+            log.warning("objects without checksums", store="mooncake", objects=refused)
         return ReadReport(outcomes, [])
 
     async def write(

@@ -86,10 +86,9 @@ class MooncakeObjects:
     Attributes:
         arena: memory that is registered with the client, None before there is any.
         calls: objects of each transfer.
-        without_checksum: objects that were misses because they have no checksum.
+        prefix: of the objects' names.
 
     Args:
-        prefix: of the objects' names.
         headers: of the objects.
         block_bytes: of an object.
         breaker: no call begins while it is open.
@@ -105,9 +104,9 @@ class MooncakeObjects:
     ) -> None:
         self.arena: Arena | None = None
         self.calls = CallSize(block_bytes)
-        self.without_checksum = 0
+        self._without_checksum = 0
         self._client = client
-        self._prefix = prefix
+        self.prefix = prefix
         self._headers = headers
         self._block_bytes = block_bytes
         self._breaker = breaker
@@ -116,7 +115,7 @@ class MooncakeObjects:
 
     def name(self, key: bytes) -> str:
         """The name of an object in the pool."""
-        return self._prefix + key.hex()
+        return self.prefix + key.hex()
 
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Callable[[], bool]
@@ -155,7 +154,7 @@ class MooncakeObjects:
     def _get(self, batch: Batch, clock: Callable[[], float], store: Any, *, compare: bool) -> Moved:
         """Read, and compare headers. In a thread of the client."""
         keys, pointers = batch.joined(), batch.pointers(batch.places)
-        names, sizes = object_names(self._prefix, keys), [batch.sizes] * len(pointers)
+        names, sizes = object_names(self.prefix, keys), [batch.sizes] * len(pointers)
         began = clock()
         codes = list(store.batch_get_into_multi_buffers(names, pointers, sizes))
         seconds, objects = clock() - began, codes.count(sum(batch.sizes))
@@ -169,7 +168,12 @@ class MooncakeObjects:
 
     def _settle(self, outcomes: bytearray, some: slice, compared: Compared) -> None:
         outcomes[some] = compared.outcomes
-        self.without_checksum += compared.without_checksum
+        self._without_checksum += compared.without_checksum
+
+    def take_without_checksum(self) -> int:
+        """Objects read since the last call that were misses because they have no checksum."""
+        taken, self._without_checksum = self._without_checksum, 0
+        return taken
 
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Callable[[], bool]
@@ -218,7 +222,7 @@ class MooncakeObjects:
     def _put(self, batch: Batch, clock: Callable[[], float], store: Any, *, made: bool) -> Moved:
         """Make headers, and write. In a thread of the client."""
         keys, pointers = batch.joined(), batch.pointers(batch.places)
-        names, sizes = object_names(self._prefix, keys), [batch.sizes] * len(pointers)
+        names, sizes = object_names(self.prefix, keys), [batch.sizes] * len(pointers)
         if not made:
             self._headers.make(keys, pointers)
         began = clock()
