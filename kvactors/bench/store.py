@@ -125,7 +125,7 @@ def run(*, quick: bool = False, vllm_python: str = "") -> dict[str, Any]:
             every |= rounds_of(found)
             rows += lag_rows(found, quiet)
         pool, pool_spread, pool_rounds = pool_rows(quick=quick)
-        counts |= {case: len(of["ours"]) for case, of in pool_rounds.items()}
+        counts |= {case: min(map(len, of.values())) for case, of in pool_rounds.items()}
         rows += pool
         every |= pool_rounds
         took = run_terminable(scan_of(folder / "scan", slots))

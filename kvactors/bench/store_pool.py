@@ -7,6 +7,7 @@ import os
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 
 from kvactors.bench.report import Row, rate_row
 from kvactors.bench.store_rounds import DIGEST, names, processor_seconds, rounds_within
@@ -17,6 +18,8 @@ from kvactors.mooncake_config import MooncakeConfig
 from kvactors.native import check_headers, make_headers
 from kvactors.storage.backends.header import HEADER, Fit
 from kvactors.storage.backends.mooncake import MooncakeBackend
+from kvactors.storage.backends.mooncake_headers import PoolHeaders
+from kvactors.storage.backends.mooncake_objects import MooncakeObjects
 from kvactors.storage.messages import Outcome
 from kvactors.terminable import run_terminable
 from kvactors.testing.mooncake_master import master
@@ -25,24 +28,54 @@ ROUNDS = 9
 LOADS = ((2 << 20, 256 << 20), (64 << 10, 64 << 20), (4 << 10, 8 << 20))
 """Bytes of an object, and of a round."""
 
-SECONDS = 10.0
+SECONDS = 15.0
 """No round of a load begins behind them. Nine rounds take less on an idle machine."""
 
 BATCH_BYTES, BATCH = 64 << 20, 1024
 """Bytes and objects of a batch at most. Each runner moves the same batches. The client rejects
 transfers beyond those that it queues for a peer, which are 1,024 by default."""
 
-OURS, RAW, CHECKED = range(3)
-RUNNERS = (OURS, RAW, CHECKED)
-RAW_NAME = "the raw client, nothing verified"
-CHECKED_NAME = "the raw client, checksums by its caller"
+
+class Runner(IntEnum):
+    """Who moves the objects: the back end or its raw client, without checksums of the payloads or
+    with them. A raw client's caller computes its checksums."""
+
+    OURS = 0
+    RAW = 1
+    OURS_CHECKED = 2
+    RAW_CHECKED = 3
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is the back end."""
+        return self in (Runner.OURS, Runner.OURS_CHECKED)
+
+    @property
+    def checks(self) -> bool:
+        """Whether it makes checksums and verifies them."""
+        return self in (Runner.OURS_CHECKED, Runner.RAW_CHECKED)
+
+
+RUNNERS = tuple(Runner)
+NAMES = {
+    Runner.OURS: "ours without checksums",
+    Runner.RAW: "the raw client",
+    Runner.OURS_CHECKED: "ours with checksums",
+    Runner.RAW_CHECKED: "the raw client, checksums by its caller",
+}
+BESIDE = (
+    (Runner.OURS, Runner.RAW, "no checksums"),
+    (Runner.OURS_CHECKED, Runner.RAW_CHECKED, "checksums"),
+    (Runner.OURS_CHECKED, Runner.RAW, "checksums beside none"),
+)
+"""Rows of a case. The first two compare runners that do the same."""
 MEMCPY = "MC_STORE_MEMCPY"
 """Variable of the client: with 0 it moves objects in the same process over TCP as well."""
 
 CALLS = {"write": "batch_put_from_multi_buffers", "read": "batch_get_into_multi_buffers"}
 """Calls of the client by direction."""
 
-Directions = dict[tuple[str, int], list[tuple[float, float]]]
+Directions = dict[tuple[str, Runner], list[tuple[float, float]]]
 """Bytes a second and processor seconds for a GB, by direction and runner."""
 
 
@@ -58,10 +91,11 @@ class PoolRunners:
     def __init__(self, store: MooncakeBackend, arena: Arena, count: int) -> None:
         self._store, self._arena = store, arena
         self.keys = names(count)
+        self._objects = {True: store.objects, False: _without_checksums(store, arena)}
         self.raw = ["raw/" + key.hex() for key in self.keys]
         self._deadline = asyncio.get_running_loop().time() + 600.0
 
-    async def move(self, what: str, runner: int) -> None:
+    async def move(self, what: str, runner: Runner) -> None:
         """All objects, batch by batch.
 
         Raises:
@@ -70,14 +104,15 @@ class PoolRunners:
         slots = self._arena.num_slots
         for start in range(0, len(self.keys), slots):
             some = slice(start, min(start + slots, len(self.keys)))
-            moved = self._ours if runner == OURS else self._raw
-            if not await moved(what, some, runner == CHECKED):
+            moved = self._ours if runner.ours else self._raw
+            if not await moved(what, some, runner.checks):
                 raise RuntimeError("an object was lost")
 
     def _expired(self) -> bool:
         return asyncio.get_running_loop().time() > self._deadline
 
-    async def _ours(self, what: str, some: slice, _checked: bool) -> bool:
+    async def _ours(self, what: str, some: slice, checked: bool) -> bool:
+        self._store.objects = self._objects[checked]
         call = self._store.write_slots if what == "write" else self._store.read_slots
         keys = self.keys[some]
         report = await call(keys, self._arena, range(len(keys)), self._expired)
@@ -102,12 +137,21 @@ class PoolRunners:
             return fits == bytes([Fit.FITS]) * len(keys)
         return min(codes) >= 0
 
-    async def remove(self, runner: int) -> None:
+    async def remove(self, runner: Runner) -> None:
         """The objects of a round."""
-        if runner == OURS:
+        if runner.ours:
             await self._store.remove(self.keys)
         else:
             await self._store.client.remove(self.raw)
+
+
+def _without_checksums(store: MooncakeBackend, arena: Arena) -> MooncakeObjects:
+    """The objects of a back end with `payload_checksums` off, through the same client."""
+    headers = PoolHeaders(store.digest, store.block_bytes, checksums=False)
+    breaker, prefix = store.counters.breaker, store.objects.prefix
+    found = MooncakeObjects(store.client, prefix, headers, store.block_bytes, lambda: breaker)
+    found.arena = arena
+    return found
 
 
 async def in_pool(address: str, size: int, total: int, rounds: int) -> Directions:
@@ -188,28 +232,30 @@ def rounds_of(found: Directions, what: str) -> dict[str, list[dict[str, float]]]
     """All rounds of a direction, by runner."""
     return {
         name: [{"rate": rate, "cpu": cost} for rate, cost in found[what, one]]
-        for one, name in zip(RUNNERS, ("ours", RAW_NAME, CHECKED_NAME), strict=True)
+        for one, name in NAMES.items()
     }
 
 
 def rows_beside(case: str, found: Directions, what: str) -> list[Row]:
-    """Medians of the back end beside those of the raw client, without checksums and with."""
-    us, raw, checked = (
-        statistics.median(rate for rate, _ in found[what, one]) / 1e6 for one in RUNNERS
-    )
+    """Medians of the back end beside those of the raw client."""
+    rates = {one: statistics.median(rate for rate, _ in found[what, one]) / 1e6 for one in RUNNERS}
     return [
-        rate_row(case, us, raw, "MB/s", RAW_NAME),
-        rate_row(f"{case}, verified", us, checked, "MB/s", CHECKED_NAME),
+        rate_row(f"{case}, {how}", rates[ours], rates[raw], "MB/s", NAMES[raw])
+        for ours, raw, how in BESIDE
     ]
 
 
 def spread_beside(found: Directions, what: str) -> str:
     """The ratios to the raw client in the same round, and processor seconds a GB."""
     parts = []
-    for one, of in ((RAW, "of the raw client"), (CHECKED, "with checksums by its caller")):
-        pairs = zip(found[what, OURS], found[what, one], strict=True)
+    for ours, raw, how in BESIDE:
+        pairs = zip(found[what, ours], found[what, raw], strict=True)
         ratios = [mine / theirs for (mine, _), (theirs, _) in pairs]
-        parts.append(f"{of} {min(ratios):.2f} to {max(ratios):.2f}")
-    costs = (statistics.median(cost for _, cost in found[what, one]) for one in RUNNERS)
-    shown = ", ".join(f"{cost:.2f}" for cost in costs)
-    return f"{', '.join(parts)}, processor s/GB of the three {shown}"
+        parts.append(
+            f"{how} {min(ratios):.2f} to {max(ratios):.2f} ({statistics.median(ratios):.2f})"
+        )
+    costs = (
+        f"{NAMES[one]} {statistics.median(cost for _, cost in found[what, one]):.2f}"
+        for one in RUNNERS
+    )
+    return f"{', '.join(parts)} by round, processor s/GB: {', '.join(costs)}"
