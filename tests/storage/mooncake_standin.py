@@ -146,5 +146,9 @@ class StandIn:
         self._call("remove")
         return OK if self.objects.pop(key, None) is not None else NOT_FOUND
 
+    def batch_remove(self, keys: Any, force: bool = False) -> list[int]:
+        self._call("batch_remove")
+        return [OK if self.objects.pop(key, None) is not None else NOT_FOUND for key in keys]
+
 
 NO_SPACE_EVER = [NO_SPACE] * 1000
