@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from kvactors.extra_keys import block_extras
 from kvactors.flush_notifier.messages import PLAIN, RequestScope
@@ -161,7 +162,7 @@ def request_path(
     """A prompt as a path, and the (offset, length) of its media items. TypeError or ValueError for
     bad tokens or media."""
     path = Path(block_size, root)
-    if type(tokens) in (list, tuple, np.ndarray):
+    if type(tokens) is ndarray:
         path.extend(tokens)
     else:
         extend_path(path, "tokens", tokens)

@@ -111,9 +111,10 @@ class Client:
             or self._supervisor.failed is not None
         ):
             self.check()
+        clock = self._clock  # a call of an attribute that is no method takes longer
         if deadline is None:
-            return self._clock() + self._default_deadline
-        return self._clock() + check_seconds("deadline", deadline)
+            return clock() + self._default_deadline
+        return clock() + check_seconds("deadline", deadline)
 
     async def ask(self, message: Ask[Any], at: float) -> Any:
         """Ask PrefixIndex in the same step as the call of `deadline`. at: its result."""

@@ -191,7 +191,9 @@ class Lease:
         at = hold.client.deadline(deadline)
         if hold.ended:
             hold.check_ended()
-        computed = check_int("computed_tokens", computed_tokens)
+        computed = computed_tokens
+        if type(computed) is not int or not 0 <= computed <= hold.client.part_tokens:
+            computed = check_int("computed_tokens", computed_tokens)
         if hold.unread:
             hold.check_read(computed)
         if event is not None or stream is not None:

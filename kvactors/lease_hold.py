@@ -230,7 +230,9 @@ class LeaseHold(msgspec.Struct, eq=False):
     ) -> Ack:
         """End the lease with a message, which may commit tokens. The lease stays open only if the
         event fails or the message is refused."""
-        at, computed = self.deadline(deadline), message.computed_tokens or 0
+        at, computed = self.client.deadline(deadline), message.computed_tokens or 0
+        if self.ended:
+            self.check_ended()
         if self.unread:
             self.check_read(computed)
         if event is not None or stream is not None:

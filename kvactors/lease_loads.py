@@ -50,7 +50,9 @@ async def wait_ready(  # noqa: D417  (a method of Lease)
         DeviceError: the device has no CUDA streams, or the driver refused to let the stream wait.
     """
     hold = self._hold
-    at = hold.deadline(deadline)
+    at = hold.client.deadline(deadline)
+    if hold.ended:
+        hold.check_ended()
     handle = None if stream is None else _checked(hold, stream)
     if not self.pending:
         return

@@ -72,8 +72,8 @@ class AtOnce:
         if self._settings.fetch:
             fetch = min(limit, self._settings.fetchable(path, message.stored))
         free = pool.free - index.reserved - self._admission.free_low
-        now = 0.0 if policy.tables is None else policy.now()
-        tree = index.tree
+        clock, tree = policy.now, index.tree
+        now = 0.0 if policy.tables is None else clock()
         run = tree.pin_resident(path, root, limit, fetch, needed, free, now)
         if run < 0:
             return None
@@ -87,13 +87,15 @@ class AtOnce:
 
     def commit(self, message: Commit) -> Ack | None:
         """Commit tokens of a lease that waits for no load."""
-        lease = self._leases.get(message.lease)
+        find = self._leases.get  # a call of an attribute that is no method takes longer
+        lease = find(message.lease)
         committed = -1 if lease is None else self._enter(lease, message.computed_tokens)
         return None if committed < 0 else Ack(committed)
 
     def finish(self, message: Finish) -> Ack | None:
         """End a lease, none of whose blocks is announced or saved."""
-        lease, index = self._leases.get(message.lease), self._index
+        find, index = self._leases.get, self._index
+        lease = find(message.lease)
         if (
             lease is None
             or not self._ends
@@ -113,7 +115,8 @@ class AtOnce:
         committed, output = path.num_committed, message.output_tokens
         if output is None:
             output = lease.output()
-        now = 0.0 if policy.tables is None else policy.now()
+        clock = policy.now
+        now = 0.0 if policy.tables is None else clock()
         freed = lease.tree.end(path, index.part, output, now)
         if freed is None:
             return None  # at most its tokens are committed, as its handler will find

@@ -73,9 +73,16 @@ class LeaseTable:
         return actions
 
     def begin(self, lease: LeaseState, tokens: int) -> None:
-        """A lease of a prompt of so many tokens has its blocks, and loads none."""
-        self._enter(lease, tokens)
-        self._count_hits(lease)
+        """A lease of a prompt of so many tokens has its blocks, all hits of them on the device."""
+        if self._preempted or self._salts:
+            self._enter(lease, tokens)
+            self._count_hits(lease)
+            return
+        self._leases[lease.id] = lease
+        lease.granted, lease.prompt_tokens = True, tokens
+        self.requests += 1
+        self.looked_up += tokens // self._index.block_size
+        self.device_hits += lease.device_hits
 
     def _enter(self, lease: LeaseState, tokens: int) -> None:
         self._leases[lease.id] = lease
