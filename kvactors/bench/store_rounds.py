@@ -43,12 +43,11 @@ APART = 4
 LAG_EVERY = 3
 """Rounds after which the loop's lag is measured again."""
 
-PLAIN: tuple[tuple[str, int, bool], ...] = (
-    ("4 threads, one file", 4, False),
-    ("16 threads, one file", 16, False),
-    ("16 threads, a file an object", 16, True),
-)
-"""Plain threads: a name, how many, and whether each object is a file."""
+PLAIN = {f"{depth} threads": depth for depth in (4, 8, 16, 32)}
+"""Plain threads by the name of the variant."""
+
+ORDERS = 1
+"""Seed of the order in which the runners of a round take turns."""
 
 
 LEAST_ROUNDS = 4
@@ -267,36 +266,27 @@ async def ours(folder: Path, arena: Arena, load: Load, lag: LagMonitor | None = 
     return meter.round()
 
 
-def plain(folder: Path, arena: Arena, load: Load, threads: int, files: bool) -> Round:
-    """Objects by threads that do nothing but O_DIRECT reads and writes, of a preallocated file or
-    of a file for each."""
+def plain(folder: Path, arena: Arena, load: Load, threads: int) -> Round:
+    """Objects by threads that do nothing but O_DIRECT reads and writes of a preallocated file."""
     size, stride = load.size, arena.stride
     memory = [np.frombuffer(arena.view(slot), np.uint8) for slot in range(arena.num_slots)]
-    one = -1
-    if not files:
-        one = os.open(folder / "plain", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(one, 0, stride * load.objects)
+    path = folder / "plain"
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
 
-    def move(call: Callable[..., int], flags: int, i: int) -> None:
-        fd = os.open(folder / f"plain-{i}", flags | os.O_DIRECT, 0o600) if files else one
-        try:
-            if call(fd, [memory[i % len(memory)]], 0 if files else i * stride) != size:
-                raise RuntimeError("a plain transfer was short")
-        finally:
-            if files:
-                os.close(fd)
+    def move(call: Callable[..., int], i: int) -> None:
+        if call(file, [memory[i % len(memory)]], i * stride) != size:
+            raise RuntimeError("a plain transfer was short")
 
     meter = Meter(load)
     try:
+        os.posix_fallocate(file, 0, stride * load.objects)
         with ThreadPoolExecutor(threads) as pool:
-            for call, flags in ((os.pwritev, os.O_RDWR | os.O_CREAT), (os.preadv, os.O_RDONLY)):
+            for call in (os.pwritev, os.preadv):
                 with meter.direction():
-                    list(pool.map(partial(move, call, flags), range(load.objects)))
+                    list(pool.map(partial(move, call), range(load.objects)))
     finally:
-        if one >= 0:
-            os.close(one)
-        for path in folder.glob("plain*"):
-            path.unlink()
+        os.close(file)
+        path.unlink()
     return meter.round()
 
 
@@ -342,14 +332,15 @@ class Measured(NamedTuple):
 
 
 def measured(folder: Path, load: Load, numbers: Iterable[int], vllm: VllmTier | None) -> Measured:
-    """Interleaved rounds of these numbers, in another order each time. In every LAG_EVERY-th one
-    the store takes a second turn, in which the loop's lag is measured."""
+    """Interleaved rounds of these numbers, in a random order each, so that no runner always has the
+    disk as the same other one leaves it. In every LAG_EVERY-th one the store takes a second turn,
+    in which the loop's lag is measured."""
     arena = Arena(load.slots, load.size)
     arena.touch()
     for slot in range(arena.num_slots):
         arena.view(slot)[:] = np.random.default_rng(slot).bytes(load.size)
     lag = LagMonitor()
-    found = Measured(load, [], {name: [] for name, _, _ in PLAIN}, [], lag.results())
+    found = Measured(load, [], {name: [] for name in PLAIN}, [], lag.results())
 
     def run_ours(lag: LagMonitor | None = None) -> None:
         result = run_terminable(ours(folder / "ours", arena, load, lag))
@@ -357,18 +348,18 @@ def measured(folder: Path, load: Load, numbers: Iterable[int], vllm: VllmTier | 
             found.ours.append(result)
         shutil.rmtree(folder / "ours")
 
-    def run_plain(name: str, threads: int, files: bool) -> None:
-        found.plain[name].append(plain(folder, arena, load, threads, files))
+    def run_plain(name: str, threads: int) -> None:
+        found.plain[name].append(plain(folder, arena, load, threads))
 
     runners: list[Callable[[], None]] = [run_ours]
-    runners += [partial(run_plain, *variant) for variant in PLAIN]
+    runners += [partial(run_plain, *variant) for variant in PLAIN.items()]
     if vllm is not None:
         peer = vllm
         runners.append(lambda: found.vllm.append(peer.round(load)))
+    orders = np.random.default_rng(ORDERS)
     for number in numbers:
-        at = number % len(runners)
-        for runner in runners[at:] + runners[:at]:
-            runner()
+        for which in orders.permutation(len(runners)):
+            runners[which]()
         if number % LAG_EVERY == 0:
             run_ours(lag)
         print(f"{load.case}, round {number + 1}: {_line(found)}", file=sys.stderr, flush=True)
@@ -377,10 +368,14 @@ def measured(folder: Path, load: Load, numbers: Iterable[int], vllm: VllmTier | 
 
 
 def _line(found: Measured) -> str:
-    """The last round: each runner, written / read, in GB/s."""
-    last = {name: of[-1] for name, of in found.plain.items()}
-    best = (max(one.write for one in last.values()), max(one.read for one in last.values()))
-    shown = [("the disk", best), ("ours", found.ours[-1][:2])]
-    if found.vllm:
-        shown.append(("vLLM's", found.vllm[-1][:2]))
-    return ", ".join(f"{name} {w / 1e9:.2f} / {r / 1e9:.2f}" for name, (w, r) in shown)
+    """The last round: each runner, written / read, in GB/s. Of plain threads the slowest and the
+    fastest variant."""
+    last = {name: of[-1:] for name, of in (("ours", found.ours), ("vLLM's", found.vllm)) if of}
+    shown = []
+    for name, of in {"plain": [one[-1] for one in found.plain.values()], **last}.items():
+        rates = [
+            sorted({f"{getattr(one, what) / 1e9:.2f}" for one in of}, key=float)
+            for what in ("write", "read")
+        ]
+        shown.append(f"{name} " + " / ".join(" to ".join((r[0], r[-1])[: len(r)]) for r in rates))
+    return ", ".join(shown)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import statistics
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from kvactors.bench import store
 from kvactors.bench.store_rounds import LEAST_ROUNDS, load_of, rounds_within
-from kvactors.bench.store_summary import PEER, counted
+from kvactors.bench.store_summary import PEER, counted, limit_of
 from kvactors.cli import main
 
 STAND_IN = """#!{python}
@@ -51,6 +53,26 @@ def test_the_report_names_the_loads_with_fewer_rounds():
     assert counted({}) == "0"
     assert counted({"a": 9, "b": 9}) == "9"
     assert counted({"a": 9, "b": 4, "c": 5}) == "9 (b 4, c 5)"
+
+
+def test_the_limit_of_the_disk_is_no_lucky_variant():
+    """Five equal variants of plain threads, and a store that is as fast. The best of their medians
+    is above the store's by the noise."""
+    noise, limits, best = random.Random(5), [], []
+    for _ in range(60):
+        ours, *plain = ([noise.gauss(1.0, 0.1) for _ in range(9)] for _ in range(6))
+        limits.append(limit_of(ours, dict(zip("abcde", plain, strict=True))))
+        best.append(max(map(statistics.median, plain)))
+    assert statistics.mean(limit.rate for limit in limits) == pytest.approx(1.0, abs=0.015)
+    assert statistics.mean(limit.ratio for limit in limits) == pytest.approx(1.0, abs=0.015)
+    assert statistics.mean(best) > 1.03
+
+
+def test_the_limit_of_the_disk_is_the_variant_with_the_best_median():
+    slow, fast = [1.0, 9.0, 1.0, 1.0, 1.0], [2.0, 2.5, 2.0, 3.0, 2.0]
+    limit = limit_of([1.0] * 5, {"slow": slow, "fast": fast})
+    assert limit == (2.0, 0.5, "fast")
+    assert limit_of([3.0], {"slow": [1.0], "fast": [2.0]}) == (2.0, 1.5, "fast")
 
 
 def stand_in(folder: Path, log: Path, failed: int = 0) -> str:
