@@ -7,6 +7,7 @@ from mutation import Mutation
 
 FORMAT, HEALS = "tests/storage/test_store_format.py", "tests/storage/test_store_heals.py"
 IO = "tests/storage/test_slab_io.py"
+TASKS = "tests/storage/test_store_tasks.py"
 POOL = "tests/storage/test_mooncake_objects.py"
 CHECKSUMS = "tests/storage/test_mooncake_checksums.py"
 CHECKED, CLEAR = "tests/storage/test_checked_backend.py", "tests/storage/test_clear.py"
@@ -368,5 +369,21 @@ BUGS: tuple[Mutation, ...] = (
         "                ahead = None if beside is None else self._ahead(batch.part(some))\n",
         "names of a batch are written to a pool with the objects of the transfer before",
         (f"{POOL}::test_objects_are_payloads_and_headers_of_the_format[96]",),
+    ),
+    Mutation(
+        "store_grows_ahead_beyond_its_capacity",
+        "storage/backends/slab_steps.py",
+        "if enough or len(self._files.slabs) >= self._wanted() or",
+        "if enough or",
+        "a store takes a slab of disk space more than its capacity needs",
+        (f"{TASKS}::test_a_store_does_not_grow_ahead_beyond_its_capacity",),
+    ),
+    Mutation(
+        "full_store_asks_for_a_slab_with_each_batch",
+        "storage/backends/slab_steps.py",
+        "self._wanted() or now() < self.pause_until:",
+        "self._wanted():",
+        "each batch of a store on a full disk tries to add a slab",
+        (f"{TASKS}::test_a_disk_that_is_full_is_asked_for_the_next_slab_after_a_pause",),
     ),
 )

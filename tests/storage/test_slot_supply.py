@@ -25,6 +25,9 @@ class FakeGrowth:
             self.supply.slots.give([10, 11])
         return outcome
 
+    def ahead(self) -> None:
+        pass
+
 
 class FakeThreads:
     workers = None

@@ -49,34 +49,34 @@ async def test_a_disk_that_becomes_full_evicts_the_least_recently_used(
 ):
     async with opened(tmp_path) as bench:
         store = bench.store
-        await bench.put(*range(16))
+        await bench.put(*range(12))
         monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
         views = bench.views(10)
         for view, number in zip(views, range(20, 30), strict=True):
             view[:] = bench.pattern(number)
         report = await store.write([key(n) for n in range(20, 30)], views, lambda: False)
         assert list(report.outcomes) == [OK] * 10
-        assert sorted(report.evicted) == [key(n) for n in range(10)]
+        assert sorted(report.evicted) == [key(n) for n in range(6)]
         assert await bench.get(*range(20, 30)) == [OK] * 10
-        assert await bench.get(9, 10, 15) == [MISS, OK, OK]
+        assert await bench.get(5, 6, 11) == [MISS, OK, OK]
         whole(store)
-        assert store.statistics().evicted == 10
+        assert store.statistics().evicted == 6
 
 
 async def test_the_floor_of_free_space_evicts_as_a_full_disk_does(tmp_path, small_slabs):
     async with opened(tmp_path) as bench:
-        await bench.put(*range(8))
+        await bench.put(*range(4))
         bench.store.files.floor = 1 << 60
-        assert await bench.put(*range(10, 14)) == [OK] * 4
-        assert await bench.get(3, 4, 13) == [MISS, OK, OK]
+        assert await bench.put(*range(10, 16)) == [OK] * 6
+        assert await bench.get(1, 2, 15) == [MISS, OK, OK]
 
 
 async def test_a_disk_with_free_space_again_is_used(tmp_path, monkeypatch, small_slabs):
     async with opened(tmp_path) as bench:
-        await bench.put(*range(8))
+        await bench.put(*range(4))
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
-            await bench.put(*range(10, 14))
+            await bench.put(*range(10, 18))
         bench.store.medium.supply.growth.pause_until = 0.0
         await bench.put(*range(20, 24))
         assert len(bench.store.files.slabs) == 2
@@ -128,7 +128,7 @@ async def test_a_capacity_that_is_not_set_is_a_share_of_the_space(tmp_path, smal
 
 async def test_a_capacity_counts_the_other_layouts_in_the_folder(tmp_path, small_slabs):
     async with opened(tmp_path, 40, print_=bytes(32)) as other:
-        await other.put(*range(24))
+        await other.put(*range(20))
     with structlog.testing.capture_logs() as logs:
         async with opened(tmp_path, 40) as bench:
             assert bench.store.medium.statistics().capacity == 16

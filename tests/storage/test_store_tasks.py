@@ -10,9 +10,11 @@ import pytest
 
 from kvactors.errors import StoreError
 from kvactors.storage.backends import FileBackend
+from kvactors.storage.backends import file as file_module
 from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.storage.messages import Outcome
-from tests.storage.helpers import OK, PRINT, SIZE, opened
+from kvactors.testing.store_contract import Bench
+from tests.storage.helpers import OK, PRINT, SIZE, opened, whole
 
 HANG = 20.0
 """Seconds after which the disk of a test answers, so that a failure is no hang."""
@@ -97,3 +99,87 @@ async def test_a_write_between_the_end_of_a_growth_and_its_callbacks_asks_for_an
         slabs = len(bench.store.files.slabs)
         assert await growth.more() == OK
         assert len(bench.store.files.slabs) == slabs + 1
+
+
+# -- slabs ahead of their need
+
+
+@pytest.fixture
+def small_slabs(monkeypatch):
+    """Eight slots each."""
+    monkeypatch.setattr(file_module, "SLAB_BYTES", 8 * 8192)
+
+
+async def grown(bench: Bench, slabs: int) -> None:
+    """Wait until the store has a number of slabs, all of whose slots are known."""
+    store = bench.store
+    for _ in range(int(1000 * HANG)):
+        if len(store.files.slabs) >= slabs and store.medium.supply.growth._task is None:
+            break
+        await asyncio.sleep(0.001)
+    assert len(store.files.slabs) == slabs
+    whole(store)
+
+
+async def test_a_slab_of_which_less_than_half_is_free_is_followed_by_another(tmp_path, small_slabs):
+    async with opened(tmp_path) as bench:
+        await bench.put(*range(4))
+        await grown(bench, 1)
+        await bench.put(4)
+        await grown(bench, 2)
+        await bench.put(*range(5, 12))
+        await grown(bench, 2)
+
+
+async def test_a_batch_does_not_wait_for_the_slab_that_follows(tmp_path, monkeypatch, small_slabs):
+    async with opened(tmp_path) as bench:
+        await bench.put(1)
+        disk = Disk(monkeypatch, "grow")
+        assert await bench.put(*range(2, 6)) == [OK] * 4
+        while not disk.entered.is_set():
+            await asyncio.sleep(0.001)
+        assert await bench.put(6, 7) == [OK] * 2
+        waiting = asyncio.create_task(bench.put(*range(8, 12)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "one slot is free, and the next slab is not there yet"
+        disk.answers.set()
+        assert await waiting == [OK] * 4
+        await grown(bench, 2)
+
+
+async def test_a_store_does_not_grow_ahead_beyond_its_capacity(tmp_path, small_slabs):
+    async with opened(tmp_path, capacity=16) as bench:
+        await bench.put(*range(15))
+        await grown(bench, 2)
+        await bench.put(*range(15, 40))
+        await grown(bench, 2)
+
+
+async def test_a_disk_that_is_full_is_asked_for_the_next_slab_after_a_pause(
+    tmp_path, monkeypatch, small_slabs
+):
+    async with opened(tmp_path) as bench:
+        await bench.put(*range(4))
+        asked = []
+        monkeypatch.setattr(SlabFiles, "grow", lambda _: (asked.append(1), Outcome.NO_SPACE)[1])
+        for number in range(4, 8):
+            assert await bench.put(number) == [OK]
+            await asyncio.sleep(0.01)
+        assert len(asked) == 1
+        assert len(bench.store.keys()) == 8
+
+
+async def test_a_store_that_is_closed_waits_for_the_slab_that_follows(
+    tmp_path, monkeypatch, small_slabs
+):
+    disk = Disk(monkeypatch, "grow")
+    disk.answers.set()
+    async with opened(tmp_path) as bench:
+        await bench.put(1)
+        disk.answers.clear()
+        asyncio.get_running_loop().call_later(0.1, disk.answers.set)
+        await bench.put(*range(2, 7))
+    assert disk.answered
+    async with opened(tmp_path) as bench:
+        assert len(bench.store.files.slabs) == 2
+        assert len(bench.store.keys()) == 6

@@ -45,14 +45,39 @@ class Growth:
         cancelled raises that when the step has ended."""
         if now() < self.pause_until:
             return Outcome.NO_SPACE
+        task = self._task
         if (
-            self._task is None or self._task.done()
+            task is None or task.done()
         ):  # one that is done and whose callbacks have not run yet gives nothing more
+            # Slots that wait for their readers, or are in quarantine, may ask for one slab more
+            # than the capacity does.
             if self._call is not None and not self._call.done():
                 return Outcome.UNAVAILABLE
-            self._task = asyncio.get_running_loop().create_task(self._grow())
-            self._task.add_done_callback(self._ended)
-        return await _outcome(self._task)
+            if len(self._files.slabs) >= self._wanted() + 1:
+                return Outcome.NO_SPACE
+            task = self._begin()
+        return await _outcome(task)
+
+    def ahead(self) -> None:
+        """Begin to add a slab if less than half of one is free: a batch that needs it then does not
+        wait, while the disk has nothing to write."""
+        enough = 2 * len(self._slots.free) >= self._files.meta.slots_per_slab
+        if enough or len(self._files.slabs) >= self._wanted() or now() < self.pause_until:
+            return
+        if self._task is None and (self._call is None or self._call.done()):
+            self._begin()
+
+    def _wanted(self) -> int:
+        """Slabs that the capacity needs."""
+        return -(-self.capacity // self._files.meta.slots_per_slab)
+
+    def _begin(self) -> asyncio.Task[Outcome]:
+        slabs = len(self._files.slabs)
+        # Submitted now, so that a store that is closed next waits for the call.
+        self._call = self._threads.submit(self._files.grow)
+        self._task = asyncio.get_running_loop().create_task(self._grow(self._call, slabs))
+        self._task.add_done_callback(self._ended)
+        return self._task
 
     def _ended(self, task: asyncio.Task[Outcome]) -> None:
         if self._task is task:
@@ -60,14 +85,9 @@ class Growth:
         if not task.cancelled():
             task.exception()  # of a task whose callers were all cancelled
 
-    async def _grow(self) -> Outcome:
-        per_slab, slabs = self._files.meta.slots_per_slab, len(self._files.slabs)
-        # Slots that wait for their readers, or are in quarantine, may ask for one slab more than
-        # the capacity does.
-        if slabs >= -(-self.capacity // per_slab) + 1:
-            return Outcome.NO_SPACE
-        self._call = self._threads.submit(self._files.grow)
-        outcome = await asyncio.wrap_future(self._call)
+    async def _grow(self, call: Future[Outcome], slabs: int) -> Outcome:
+        per_slab = self._files.meta.slots_per_slab
+        outcome = await asyncio.wrap_future(call)
         if outcome == Outcome.OK:
             self._slots.add(range(slabs * per_slab, (slabs + 1) * per_slab))
         elif outcome == Outcome.NO_SPACE:

@@ -84,6 +84,7 @@ class SlotSupply:
                     slot, outcomes[i] = await self.take(squeeze)
                     if slot is not None:
                         taken[i] = slot
+        self.growth.ahead()
 
     async def take(self, squeeze: Callable[[], Awaitable[bool]]) -> tuple[int | None, Outcome]:
         """Take a free slot.
