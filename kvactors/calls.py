@@ -46,10 +46,6 @@ from kvactors.prefix_index.messages import (
 from kvactors.types import Tokens
 
 
-SHORT = 256
-"""Characters of a request id, in ASCII, that needs no further check."""
-
-
 class CacheCalls(OpenCache):
     """The calls of an open cache, for the loop it was opened on."""
 
@@ -126,8 +122,7 @@ class CacheCalls(OpenCache):
         if wait is not None:
             warn("acquire(wait=) is deprecated: use wait_for_evictions=", stacklevel=2)
             wait_for_evictions = check_flag("wait", wait)
-        if type(request_id) is not str or not request_id.isascii() or len(request_id) > SHORT:
-            check_text("request_id", request_id)
+        check_text("request_id", request_id)
         scope = PLAIN
         if salt is not None or lora is not None or lora_id is not None:
             scope = request_scope(salt, lora, lora_id)

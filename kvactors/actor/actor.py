@@ -59,12 +59,6 @@ class Actor:
     and `tell` checks each message.
 
     `tell`, `answer`, `refuse`, `start_job`, `after` and `to_self` are those of its `Context`.
-
-    Attributes:
-        handlers: by message type.
-        answerers: by type of an ask, what answers it in one step, without messages and jobs. It
-            returns None, and has changed nothing, for an ask that needs its handler. Only direct
-            turns use it.
     """
 
     ROLE: ClassVar[str]
@@ -82,12 +76,11 @@ class Actor:
         self.handlers: dict[type[Message], Handler] = {
             message: getattr(self, name) for message, name in self.HANDLERS.items()
         }
-        self.answerers: Mapping[type[Message], Answerer] = {}
+        self.answerers: Mapping[type[Message], Answerer] = {}  # see `DirectTurns.answer`
         self.mailbox = MailboxLoop(self)
         # Bound here: a call through a method of this class would cost each message another call.
-        self.tell, self.to_self = context.tell, context.to_self
-        self.answer, self.refuse = context.answer, context.refuse
-        self.start_job, self.after = context.start_job, context.after
+        self.tell, self.to_self, self.answer = context.tell, context.to_self, context.answer
+        self.refuse, self.start_job, self.after = context.refuse, context.start_job, context.after
 
     # -- for subclasses
 

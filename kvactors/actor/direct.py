@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextvars import copy_context
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 from kvactors.actor.message import Envelope, Message
@@ -81,8 +82,12 @@ class DirectTurns:
         self._broken: BaseException | None = None
 
     def answer(self, message: Message) -> Any:
-        """Take a turn that answers an ask in one step. None, and nothing happens, if the ask needs
-        an envelope. It starts no job, so context variables are those of the asker."""
+        """Take a turn that answers an ask by the actor's `answerers`.
+
+        An answerer sends no message and starts no job, so it has the context variables of the
+        asker. None: the ask has to be sent, and nothing has happened. An answerer returns it, and
+        has changed nothing, for an ask that needs its handler.
+        """
         channel, left = self._channel, self._left
         if not channel.idle or self._instruments.active:
             return None
@@ -120,6 +125,15 @@ class DirectTurns:
         if not (self._begun and self._channel.idle):
             return False
         return not self._left or self._clock() > self._until
+
+    async def ask_later(self, message: Message, begin: Callable[[], Any]) -> Any:
+        """An ask in the next pass of the loop, which costs less than the channel. begin: sends it,
+        if the turns of that pass are spent as well."""
+        await self.wait_for_pass()
+        if self._ref.direct is self and (answer := self.answer(message)) is not None:
+            return answer
+        asked = begin()
+        return await asked if isinstance(asked, CoroutineType) else asked
 
     async def wait_for_pass(self) -> None:
         """Let the loop's other tasks run. Those that wait share the direct turns of the next pass,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -180,25 +181,9 @@ class ActorRef(Generic[M_contra]):
         """
         direct = self.direct
         if direct is not None and direct.is_spent and not self.instruments.active:
-            later = self._ask_in_next_pass(direct, message, deadline, lost)
+            later = direct.ask_later(message, partial(self._begin, message, deadline, lost))
             return cast("CoroutineType[Any, Any, R]", later)
         return self._begin(message, deadline, lost)
-
-    async def _ask_in_next_pass(
-        self,
-        direct: DirectTurns,
-        message: Ask[R],
-        deadline: float,
-        lost: Callable[[R], None] | None,
-    ) -> R:
-        """Ask in the next pass of the loop, which costs less than the channel."""
-        await direct.wait_for_pass()
-        if self.direct is direct:
-            answer: R | None = direct.answer(message)
-            if answer is not None:
-                return answer
-        asked = self._begin(message, deadline, lost)
-        return await asked if isinstance(asked, CoroutineType) else asked
 
     def _begin(
         self, message: Ask[R], deadline: float, lost: Callable[[R], None] | None

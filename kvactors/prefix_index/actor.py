@@ -86,13 +86,7 @@ class PrefixIndex(Actor):
         self.index = index
         self.runner = ActionRunner(self.context, evictor, swapper, notifier, core.at_once)
         self._perform, self._requests = self.runner.perform, core.requests  # bound: hot
-        self._commits, self._endings, self._tables = core.commits, core.endings, core.tables
-        at_once = core.at_once
-        self.answerers = {
-            Acquire: at_once.acquire,
-            Commit: at_once.commit,
-            Finish: at_once.finish,
-        }
+        self.answerers = core.at_once.answerers
 
     def started(self) -> None:
         """A restarted index begins with an empty device tier."""
@@ -121,12 +115,12 @@ class PrefixIndex(Actor):
     @on(Extend)
     def extend(self, message: Extend, envelope: Envelope[AcquireResult]) -> None:
         """Append tokens to a lease."""
-        self._perform(self._tables.grow(message, envelope))
+        self._perform(self.core.tables.grow(message, envelope))
 
     @on(Reserve)
     def reserve(self, message: Reserve, envelope: Envelope[AcquireResult]) -> None:
         """Give a lease device blocks ahead of tokens."""
-        self._perform(self._tables.grow(message, envelope))
+        self._perform(self.core.tables.grow(message, envelope))
 
     @on(Fork)
     def fork(self, message: Fork, envelope: Envelope[ForkResult]) -> None:
@@ -141,7 +135,7 @@ class PrefixIndex(Actor):
     @on(Truncate)
     def truncate(self, message: Truncate, envelope: Envelope[Ack]) -> None:
         """Drop tokens of a lease, and reserved blocks."""
-        self._perform(self._tables.truncate(message, envelope))
+        self._perform(self.core.tables.truncate(message, envelope))
 
     @on(StepLeases)
     def step_leases(self, message: StepLeases, envelope: Envelope[StepResult]) -> None:
@@ -151,17 +145,17 @@ class PrefixIndex(Actor):
     @on(Commit)
     def commit(self, message: Commit, envelope: Envelope[Ack]) -> None:
         """Make the full blocks of computed tokens shareable."""
-        self._perform(self._commits.commit(message.lease, message.computed_tokens, envelope))
+        self._perform(self.core.commits.commit(message.lease, message.computed_tokens, envelope))
 
     @on(Finish)
     def finish(self, message: Finish, envelope: Envelope[Ack]) -> None:
         """End a lease: commit the computed blocks, announce and save by policy, release."""
-        self._perform(self._endings.finish(message, envelope))
+        self._perform(self.core.endings.finish(message, envelope))
 
     @on(Preempt)
     def preempt(self, message: Preempt, envelope: Envelope[Ack]) -> None:
         """End a lease whose request will be acquired again."""
-        self._perform(self._endings.preempt(message.lease, message.computed_tokens, envelope))
+        self._perform(self.core.endings.preempt(message.lease, message.computed_tokens, envelope))
 
     @on(Abandon)
     @on(Withdrawn)

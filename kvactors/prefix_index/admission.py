@@ -79,6 +79,7 @@ class Admission:
         on_idle: called whenever no transfer is in flight, for a sleep.
         copies: copies within the device that are in flight.
         no_room: requests that were refused for lack of device blocks.
+        pausing: calls to be answered once no transfer is in flight.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Admission:
         self._evictions = evictions
         self._saves = saves
         self._tickets = tickets
-        self._pausing: list[Envelope[Ack]] = []
+        self.pausing: list[Envelope[Ack]] = []
         self._serving = self._proceeding = False
         self.on_idle: Callable[[], list[Action]] | None = None
 
@@ -119,22 +120,6 @@ class Admission:
         if self._saves.in_flight or self.closing > 0 or self.copies > 0:
             return True
         return self._loads.any_unused()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request waits, or an end of one has consequences: for those that wait, for a
-        pause or a sleep, or for the blocks of a cleared tree."""
-        space, forking = self.space, self.forking
-        return bool(
-            self.waiting
-            or space.requests
-            or space.retried
-            or forking.requests
-            or forking.retried
-            or self._pausing
-            or self.on_idle
-            or self._index.retired
-        )
 
     def unpromised(self) -> int:
         """Blocks that evictions in flight will free, less those that requests wait for."""
@@ -326,17 +311,17 @@ class Admission:
         actions = self._serve_queue() if self.waiting else []
         if self._index.retired:
             actions += self.sweeper.later()
-        if not (self._pausing or self.on_idle):
+        if not (self.pausing or self.on_idle):
             return actions
         busy = self._loads or self._evictions or self.releasing or self.copies
-        if self._pausing and not busy:
-            paused, self._pausing = self._pausing, []
+        if self.pausing and not busy:
+            paused, self.pausing = self.pausing, []
             actions += [Reply(envelope, Ack()) for envelope in paused]
         return actions if busy or self.on_idle is None else actions + self.on_idle()
 
     def wait_idle(self, envelope: Envelope[Ack]) -> list[Action]:
         """Answer once no transfer is in flight."""
-        self._pausing.append(envelope)
+        self.pausing.append(envelope)
         return self.serve_waiting()
 
     def stall(self) -> list[Action]:

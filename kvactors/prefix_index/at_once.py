@@ -5,6 +5,8 @@ Each method does what the handler of its message would do, or changes nothing an
 
 from __future__ import annotations
 
+from kvactors.actor import Message
+from kvactors.actor.handlers import Answerer
 from kvactors.flush_notifier.messages import PLAIN
 from kvactors.prefix_index.admission import Admission
 from kvactors.prefix_index.grants import Grants
@@ -26,6 +28,7 @@ class AtOnce:
     Attributes:
         calm: no request waits, and the end of one has no consequences. False if that is not known:
             each turn of a handler may change it.
+        answerers: the methods by their messages, for direct turns.
     """
 
     def __init__(
@@ -49,6 +52,11 @@ class AtOnce:
         self._only_known = settings.announce or settings.host_tier
         self._ends = not (settings.announce or settings.save_after)
         self._root = b""  # of the last request, if no other scope was used since
+        self.answerers: dict[type[Message], Answerer] = {
+            Acquire: self.acquire,
+            Commit: self.commit,
+            Finish: self.finish,
+        }
 
     def acquire(self, message: Acquire) -> AcquireResult | None:
         """Grant a request that finds every cached block on the device, and its others free."""
@@ -138,6 +146,15 @@ class AtOnce:
             return -1
 
     def _is_calm(self) -> bool:
-        self.calm = not (self._held.is_closed or self._admission.is_busy)
+        admission = self._admission
+        self.calm = not (
+            self._held.is_closed
+            or admission.waiting
+            or admission.space.is_busy
+            or admission.forking.is_busy
+            or admission.pausing
+            or admission.on_idle
+            or self._index.retired
+        )
         self._root = b""
         return self.calm
