@@ -137,4 +137,10 @@ void LifeTables::rank(u32 cls) {
     }
 }
 
+double LifeTables::chance_of_return(u32 cls, u32 from, u32 to) const {
+    double stays = 1;
+    for (u32 j = from; j <= to; ++j) stays *= 1 - std::min(1.0, chance_[cls][j]);
+    return 1 - stays;
+}
+
 }  // namespace kvactors

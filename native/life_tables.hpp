@@ -54,6 +54,8 @@ public:
     }
     // Whether the density is larger in the next bin.
     bool rises(u32 cls, u32 bin) { return bin + 1 < kBins && density(cls, bin + 1) > density(cls, bin); }
+    // Of a run that has reached a bin, until the end of a later one.
+    double chance_of_return(u32 cls, u32 from, u32 to) const;
     u64 computed() const { return computed_; }  // computations so far
     u64 requests() const { return requests_; }
     // Whether enough requests have been observed to choose victims by them.

@@ -14,6 +14,7 @@ constexpr std::size_t kRunsAhead = 4;          // that are asked for before they
 constexpr unsigned kRowShift = 12;
 constexpr std::size_t kLarge = 1 << 16;        // blocks of a tier from which on its memory is brought in at once
 constexpr u32 kDepthBits = 24;
+constexpr u32 kLook = 32;                      // runs of a bucket in which the shadow's edge is looked for
 
 }  // namespace
 
@@ -180,6 +181,7 @@ u32 Retention::make_run(u32 cls, u64 order, u32 blocks, u32 tail, u32 path) {
     run.path = path;
     run.first_ghost = kNil;
     run.cls = u16(cls);
+    run.risk = kCertain;
     tables_->use(cls);
     if (observes_) tables_->reach(cls, 0);
     run.older = last_;
@@ -201,7 +203,7 @@ u32 Retention::make_run(u32 cls, u64 order, u32 blocks, u32 tail, u32 path) {
 // `blocks` leave the run, `held` of them resident ones: they are touched again, or forgotten.
 void Retention::detach(u32 id, u32 blocks, u32 held) {
     Run& run = runs_[id];
-    displaced_ -= displaced(id);
+    discount(id);
     if (edge_ != kNil && run.order > runs_[edge_].order) younger_ -= blocks;
     run.total -= blocks;
     run.held -= held;
@@ -215,7 +217,7 @@ void Retention::detach(u32 id, u32 blocks, u32 held) {
         drop_run(id);
         return;
     }
-    displaced_ += displaced(id);
+    recount(id);
     settle_lost(id);
 }
 
@@ -303,7 +305,7 @@ void Retention::touch(const u32* ids, u32 count, const Visit& visit) {
         end = start;
     }
     settle_edge();
-    judge(count, hits, shadow_hits);
+    judge(count, std::min(known, visit.limit), hits, shadow_hits);
     if (observes_) tables_->count_request();
     forget();
 }
@@ -430,9 +432,14 @@ void Retention::choose(u32 of) {
         }
 }
 
+// Without the trust that its choice needs, the model chooses among the blocks that the shadow lacks.
 u32 Retention::victim() {
-    if (displaced_ >= limit() || !tables_->has_begun()) return kNil;
-    if (current_ != kNil && runs_[current_].filed) return runs_[current_].tail;
+    if (!tables_->has_begun()) return kNil;
+    if (current_ != kNil && runs_[current_].filed) {
+        if (outside_ ? inside(current_) == 0 : may_displace()) return runs_[current_].tail;
+        if (!outside_) return victim_outside();
+    }
+    outside_ = false;
     if (ranked_ != tables_->computed()) stale_ = ~u64(0);
     ranked_ = tables_->computed();
     for (u64 bits = occupied_ & stale_; bits != 0; bits &= bits - 1) choose(u32(__builtin_ctzll(bits)));
@@ -446,7 +453,59 @@ u32 Retention::victim() {
     const u32 cls = ranks_[best].best;
     const List& list = buckets_[cls * LifeTables::kBins + best];
     current_ = tables_->rises(cls, best) ? list.last : list.first;
-    return runs_[current_].tail;
+    next_risk_ = risk_of(runs_[current_]);
+    return may_displace() ? runs_[current_].tail : victim_outside();
+}
+
+// The youngest run of a bucket that is older than `order`, as far as one looks.
+u32 Retention::last_before(const List& list, u64 order) const {
+    if (list.first == kNil || runs_[list.first].order >= order) return kNil;
+    if (runs_[list.last].order < order) return list.last;
+    u32 run = list.first;
+    for (u32 steps = 0; steps < kLook && runs_[runs_[run].after].order < order; ++steps) run = runs_[run].after;
+    return run;
+}
+
+// The best run of a bin that is older than `order`.
+u32 Retention::best_before(u32 bin, u64 order) const {
+    u32 best = kNil;
+    for (u32 word = 0; word < kWords; ++word)
+        for (u64 bits = ranks_[bin].filled[word]; bits != 0; bits &= bits - 1) {
+            const u32 cls = word * 64 + u32(__builtin_ctzll(bits));
+            const u32 run = last_before(buckets_[cls * LifeTables::kBins + bin], order);
+            if (run == kNil) continue;
+            const double less = best == kNil ? -1 : tables_->density(cls, bin) - tables_->density(runs_[best].cls, bin);
+            if (less < 0 || (less == 0 && runs_[run].order > runs_[best].order)) best = run;
+        }
+    return best;
+}
+
+// The best run that the shadow has no block of. LRU would have none of these blocks, so the model
+// is free to choose among them. All runs of the bins after that of the shadow's edge are such.
+u32 Retention::victim_outside() {
+    outside_ = true;
+    current_ = kNil;
+    if (edge() == kNil) return kNil;
+    const u32 of = runs_[edge()].bin;
+    double density = 0;
+    for (u64 bits = occupied_ >> of << of; bits != 0; bits &= bits - 1) {
+        const u32 bin = u32(__builtin_ctzll(bits));
+        u32 run = kNil;
+        if (bin == of) {
+            run = best_before(bin, runs_[edge()].order);
+            if (run == kNil) continue;
+        } else {
+            if ((stale_ >> bin & 1) != 0) choose(bin);
+            const u32 cls = ranks_[bin].best;
+            const List& list = buckets_[cls * LifeTables::kBins + bin];
+            run = tables_->rises(cls, bin) ? list.last : list.first;
+        }
+        const double here = tables_->density(runs_[run].cls, bin);
+        if (current_ != kNil && here > density) continue;
+        current_ = run;
+        density = here;
+    }
+    return current_ == kNil ? kNil : runs_[current_].tail;
 }
 
 u32 Retention::oldest() {
@@ -492,9 +551,10 @@ void Retention::evicted(u32 id, bool chosen) {
     const u32 of = block.run;
     Run& run = runs_[of];
     block.held = false;
-    displaced_ -= displaced(of);
+    discount(of);
     --run.held;
-    displaced_ += displaced(of);
+    if (chosen && !outside_) run.risk = next_risk_;
+    recount(of);
     --resident_;
     if (run.tail == id) {
         run.tail = run.held != 0 ? tail_above(id) : kNil;

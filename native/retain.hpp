@@ -38,16 +38,12 @@ struct Visit {
 
 // How far the model may leave LRU: see retain_shadow.cpp.
 struct Guard {
-    double slope;    // blocks that may be displaced for each hit of trust
-    double initial;  // trust before anything is observed
-    double most;     // largest share of the permitted loss that is granted as trust
-    double share;    // of the tier that the initial trust may displace at most, 0 without a bound
+    double slope;  // blocks that may be displaced for each hit of trust, once there is evidence
 };
 
-// Without the bound a device of 300 blocks could displace 272 of them before its first hit.
-constexpr Guard kDeviceGuard{17, 16, 0.9, 0.25};
+constexpr Guard kDeviceGuard{17};
 // Of device and host together, where a share of the hits as large needs fewer displaced blocks.
-constexpr Guard kTotalGuard{2, 32, 0.4, 0};
+constexpr Guard kTotalGuard{2};
 
 struct RetentionCounts {
     u64 runs = 0, ghosts = 0, requests = 0, touched = 0, hits = 0, shadow_hits = 0;
@@ -111,7 +107,10 @@ public:
     u32 victim();
     u32 oldest();  // the least recently used block that can be evicted
     void evicted(u32 id, bool chosen);  // or it was lost
-    void next_choice() { current_ = oldest_ = kNil; }
+    void next_choice() {
+        current_ = oldest_ = kNil;
+        outside_ = false;
+    }
     // Another tier is about to move `blocks` of these blocks to this one. Where the record allows
     // no more displaced blocks, those that the shadow has evicted or is about to are due: they have
     // to leave that tier first, as this one can only evict what it has.
@@ -152,6 +151,7 @@ private:
         u16 cls;
         u8 bin;
         bool filed, lost;
+        u8 risk;  // of a displaced block to cost a hit, in `kCertain` parts
     };
     static_assert(sizeof(Run) == 64, "a run fills a cache line");
 
@@ -179,6 +179,7 @@ private:
         u64 filled[kWords] = {};  // classes whose bucket has a run
     };
 
+    static constexpr u32 kCertain = 128;
     static constexpr u32 kBuckets = LifeTables::kClasses * LifeTables::kBins;
 
     Row& row(u32 id) { return *rows_.row(id); }
@@ -206,15 +207,29 @@ private:
     void unfile_tail(u32 id);
     void compare(const Run& run, bool only);
     void choose(u32 bin);
+    u32 last_before(const List& list, u64 order) const;
+    u32 best_before(u32 bin, u64 order) const;
+    u32 victim_outside();
     void check_ranks() const;
 
     // The shadow: the most recently used blocks, as many as are resident.
     u32 inside(u32 run) const;
     u32 displaced(u32 run) const;
+    // Around a change of what a run has or of what the shadow has of it.
+    void discount(u32 run) {
+        displaced_ -= displaced(run);
+        at_risk_ -= displaced(run) * u64(runs_[run].risk);
+    }
+    void recount(u32 run) {
+        displaced_ += displaced(run);
+        at_risk_ += displaced(run) * u64(runs_[run].risk);
+    }
+    u32 edge() const;
     void settle_edge();
-    void judge(u32 touched, u32 hits, u32 shadow_hits);
-    u64 limit() const;
+    u8 risk_of(const Run& run) const;
+    bool may_displace() const { return displaced_ < limit_ && at_risk_ + next_risk_ <= risk_limit_; }
     void begin_trust();
+    void judge(u32 touched, u32 known, u32 hits, u32 shadow_hits);
 
     u32 hash_of(u64 key) const { return u32(key >> 32); }
     u32 find_ghost(u64 key) const;
@@ -244,11 +259,14 @@ private:
     u64 leaving_ = 0, listed_ = 0;
     bool holes_ = false;  // a block of a run became resident again in a run of its own
 
-    u64 resident_ = 0, displaced_ = 0;
+    u64 resident_ = 0, displaced_ = 0, at_risk_ = 0;  // at_risk_: the risks of the displaced blocks
     u32 edge_ = kNil;  // the oldest run of the shadow, of which `edge_inside_` blocks are in it
     u64 edge_inside_ = 0, younger_ = 0;  // younger_: blocks of the runs after it
     u64 due_ = 0;  // the order before which runs are due
-    double trust_, share_;  // see `judge`
+    bool outside_ = false;      // the present eviction takes blocks that the shadow lacks
+    u8 next_risk_ = kCertain;   // of the run that the present eviction shortens
+    double trust_, missed_ = 0;      // see `judge`
+    u64 limit_, risk_limit_;     // what `displaced_` and `at_risk_` may reach
     RetentionCounts counts_;
 };
 

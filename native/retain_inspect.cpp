@@ -13,7 +13,7 @@ RetentionCounts Retention::counts() const {
     result.ghosts = by_key_.used();
     result.resident = resident_;
     result.displaced = displaced_;
-    result.limit = limit();
+    result.limit = limit_;
     return result;
 }
 
@@ -27,7 +27,7 @@ void Retention::check() const {
     const auto expect = [](bool holds, const char* what) {
         if (!holds) throw std::runtime_error(std::string("retention is damaged: ") + what);
     };
-    u64 total = 0, held = 0, away = 0, in = 0, filed = 0, lost = 0, runs = 0, ghosts = 0, before = 0;
+    u64 total = 0, held = 0, away = 0, risk = 0, in = 0, filed = 0, lost = 0, runs = 0, ghosts = 0, before = 0;
     double time = 0;
     u32 older = kNil, bin = LifeTables::kBins;
     for (u32 id = first_; id != kNil; older = id, id = runs_[id].younger) {
@@ -57,6 +57,7 @@ void Retention::check() const {
         total += run.total;
         held += run.held;
         away += displaced(id);
+        risk += displaced(id) * u64(run.risk);
         in += inside(id);
         filed += run.filed;
         lost += run.lost;
@@ -66,7 +67,7 @@ void Retention::check() const {
     while (bin-- > 0) expect(bins_[bin].first == kNil, "empty bin");
     expect(older == last_, "youngest run");
     expect(runs == run_places_.used() && ghosts == by_key_.used() && lost == lost_runs_, "number of runs");
-    expect(held == resident_ && away == displaced_, "resident and displaced blocks");
+    expect(held == resident_ && away == displaced_ && risk == at_risk_, "resident and displaced blocks");
     expect(in == std::min(total, resident_), "size of the shadow");
     for (u32 bucket = 0; bucket < kBuckets; ++bucket) {
         u64 order = 0;

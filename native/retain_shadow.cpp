@@ -2,9 +2,14 @@
 //
 // The shadow has the most recently used blocks, as many as are resident at the moment, so it
 // shrinks and grows with the tier. Blocks that it has and the tier lacks are displaced. Each of
-// them can cost one hit. The model may displace as many as its record allows (`limit`): hits that
-// the shadow did not have earn trust, and hits of the shadow alone cost it.
+// them can cost one hit, and for each of them the tier has one block that the shadow lacks.
+//
+// Trust is a few blocks, a share of those looked up, and the hits more than those of the shadow. While no
+// more blocks are displaced than there is trust, the loss stays within the first two, whatever is
+// requested next: a displaced block that costs a hit is no longer displaced. This is the limit at
+// first, and where LRU misses only blocks that are new.
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 #include "retain.hpp"
@@ -12,10 +17,16 @@
 namespace kvactors {
 namespace {
 
-// The policy may lose this share of the blocks against LRU. A part of that is granted as trust
-// without a hit: `Guard::most` at first, a quarter of the part each time trust is used up, and
-// `Guard::most` again when it is full.
-constexpr double kLoss = 0.002, kLeast = 0.036;
+// The trust of a new cache, and that which a look-up of a block gives. The policy may lose 0.002 of
+// the look-ups against LRU, and a few blocks.
+constexpr double kInitial = 4, kGranted = 0.0013;
+// More blocks than there is trust may be displaced once there is evidence: so many look-ups, of
+// which this share was of blocks that the shadow had evicted. That is what the model can gain.
+constexpr double kExperience = 100000, kMissed = 0.05;
+constexpr double kWindow = 1500;  // look-ups that the share is measured over
+// The life tables' chance of a return while the shadow has the block, times this, is the risk. The
+// sum of the risks stays within the trust.
+constexpr double kCaution = 4;
 
 // Blocks that are due before the shadow has evicted them: so many times those that are moved, and
 // some more. The host tier evicts as many at the same time, and those of the next request.
@@ -25,8 +36,9 @@ constexpr u32 kAheadRuns = 64;
 }  // namespace
 
 void Retention::begin_trust() {
-    trust_ = guard_.initial;
-    share_ = guard_.most;
+    trust_ = kInitial;
+    limit_ = u64(kInitial);
+    risk_limit_ = u64(kInitial * kCertain);
 }
 
 Mark Retention::mark() const {
@@ -46,17 +58,22 @@ u32 Retention::displaced(u32 id) const {
     return in > held ? in - held : 0;
 }
 
+// The run of the least recently used block of the shadow.
+u32 Retention::edge() const {
+    return edge_ == kNil || edge_inside_ != 0 ? edge_ : runs_[edge_].younger;
+}
+
 // Moves the edge of the shadow until it has as many blocks as the tier.
 void Retention::settle_edge() {
     while (edge_ != kNil && younger_ + edge_inside_ != resident_) {
-        displaced_ -= displaced(edge_);
+        discount(edge_);
         const u64 all = younger_ + edge_inside_;
         if (all > resident_) {
             edge_inside_ -= std::min(edge_inside_, all - resident_);
         } else {
             edge_inside_ = std::min<u64>(runs_[edge_].total, edge_inside_ + resident_ - all);
         }
-        displaced_ += displaced(edge_);
+        recount(edge_);
         const u64 left = younger_ + edge_inside_;
         if (left > resident_) {
             edge_ = runs_[edge_].younger;
@@ -75,7 +92,8 @@ void Retention::settle_edge() {
 void Retention::expect(u64 blocks) {
     const u64 ahead = kAhead * blocks + kAheadMore;
     due_ = 0;
-    if (edge_ == kNil || displaced_ + ahead < limit()) return;
+    const bool full = counts_.chosen + counts_.oldest != 0;  // until now nothing has left both tiers
+    if (!full || edge_ == kNil || displaced_ + ahead < limit_) return;
     u64 passed = edge_inside_;
     u32 run = edge_;
     for (u32 steps = 0; passed < ahead && run != kNil && steps < kAheadRuns; ++steps) {
@@ -85,27 +103,25 @@ void Retention::expect(u64 blocks) {
     due_ = run == kNil ? ~u64(0) : runs_[run].order;
 }
 
-u64 Retention::limit() const {
-    if (trust_ <= 0) return 0;
-    const double earned = guard_.slope * std::max(0.0, trust_ - guard_.initial);
-    double granted = guard_.slope * std::min(trust_, guard_.initial);
-    if (guard_.share != 0) granted = std::min(granted, guard_.share * double(resident_));
-    return u64(granted + earned);
+u8 Retention::risk_of(const Run& run) const {
+    if (edge() == kNil) return kCertain;
+    const double chance = tables_->chance_of_return(run.cls, run.bin, runs_[edge()].bin);
+    return u8(std::max(1.0, std::ceil(kCertain * std::min(1.0, kCaution * chance))));
 }
 
-void Retention::judge(u32 touched, u32 hits, u32 shadow_hits) {
+void Retention::judge(u32 touched, u32 known, u32 hits, u32 shadow_hits) {
     ++counts_.requests;
     counts_.touched += touched;
     counts_.hits += hits;
     counts_.shadow_hits += shadow_hits;
-    const double before = trust_;
-    trust_ += share_ * kLoss * double(touched) + hits - double(shadow_hits);
-    if (before > 0 && trust_ <= 0) share_ = std::max(kLeast, share_ / 4);
+    trust_ += kGranted * double(touched) + hits - double(shadow_hits);
     // Beyond the size of the tier more trust would only delay the answer to a change.
-    const double full = guard_.initial + double(resident_);
-    if (trust_ < full) return;
-    trust_ = full;
-    share_ = guard_.most;
+    trust_ = std::min(trust_, double(resident_));
+    missed_ = (missed_ + (known - std::min(known, shadow_hits))) * (kWindow / (kWindow + touched));
+    const double evidence = std::min(1.0, missed_ / kWindow / kMissed) * std::min(1.0, double(counts_.touched) / kExperience);
+    const double trust = std::max(0.0, trust_);
+    limit_ = u64((1 + (guard_.slope - 1) * evidence) * trust);
+    risk_limit_ = u64(kCertain * trust);
 }
 
 }  // namespace kvactors

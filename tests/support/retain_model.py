@@ -32,6 +32,9 @@ REFRESH = 32
 PSEUDO = 10.0
 """Observations that the parent class counts for."""
 
+LOOK = 32
+"""Runs of a class in which one looks for the edge of the LRU."""
+
 NEAR = 1e-9
 """Densities that differ by less, as a share, are equal but for rounding errors."""
 
@@ -155,6 +158,13 @@ class LifeTable:
             for j in range(BINS)
         ]
 
+    def chance_of_return(self, cls: Class, first: int, last: int) -> float:
+        """Of a run that has reached the first bin, until the end of the last one."""
+        stays = 1.0
+        for hazard in self._hazards[cls][first : last + 1]:
+            stays *= 1 - min(1.0, hazard)
+        return 1 - stays
+
     def density(self, cls: Class, j: int) -> float:
         """Hits per block and second from a bin on, up to the best age to give up at."""
         self.add(cls)
@@ -164,56 +174,6 @@ class LifeTable:
             hits, seconds = alive * returns, alive * (1 - returns / 2) * WIDTHS[j:]
             self._densities[cls, j] = float(np.max(np.cumsum(hits) / np.cumsum(seconds)))
         return self._densities[cls, j]
-
-
-class Guard:
-    """Trust in the statistics: hits more than LRU's, and a small allowance. Each time the trust is
-    used up the allowance falls to a quarter, until the hits have restored the trust.
-
-    An exact LRU of as many blocks is computed beside the cache. While the cache lacks few of its
-    blocks for the trust there is, the statistics choose the victim, else it is the oldest block.
-    """
-
-    START, SLOPE = 16.0, 17.0
-    LOSS = 0.002  # of all blocks
-    FULL, LEAST = 0.9, 0.036  # shares of that
-    SHARE = 0.25  # of the resident blocks, that the trust at the start may displace
-
-    def __init__(self) -> None:
-        self.stack: dict[int, None] = {}  # blocks by their last use, the oldest first
-        self.trust = self.START
-        self._share = self.FULL
-
-    def shadow(self, blocks: int) -> list[int]:
-        """The content of an LRU of so many blocks."""
-        return list(islice(reversed(self.stack), blocks))
-
-    def trusts(self, resident: set[int]) -> bool:
-        """Whether the statistics may choose the next victim."""
-        displaced = set(self.shadow(len(resident))) - resident
-        granted = min(self.SLOPE * min(self.trust, self.START), self.SHARE * len(resident))
-        return len(displaced) < int(granted + self.SLOPE * max(0.0, self.trust - self.START))
-
-    def request(self, ids: Sequence[int], hits: int, before: int, after: int) -> None:
-        """Compare the hits of a request with those of the LRU.
-
-        Args:
-            ids: its path.
-            hits: of the cache.
-            before: resident blocks before the request.
-            after: resident blocks after it.
-        """
-        shadow = set(self.shadow(before))
-        others = next((at for at, one in enumerate(ids) if one not in shadow), len(ids))
-        trusted = self.trust > 0
-        self.trust += self._share * self.LOSS * len(ids) + hits - others
-        if trusted and self.trust <= 0:
-            self._share = max(self.LEAST, self._share / 4)
-        if self.trust >= self.START + after:
-            self.trust, self._share = self.START + after, self.FULL
-        for one in reversed(ids):
-            self.stack.pop(one, None)
-            self.stack[one] = None
 
 
 @dataclass(eq=False)
@@ -226,6 +186,7 @@ class Run:
         of: blocks of the request.
         order: later runs have higher numbers. Within a request the deepest run has the lowest.
         bin: the last one that was counted as reached.
+        risk: of its blocks that the cache lacks and an LRU has, see `Guard`.
     """
 
     blocks: list[int]
@@ -235,6 +196,101 @@ class Run:
     order: int
     held: int = 0
     bin: int = 0
+    risk: int = 128
+
+
+class Guard:
+    """Trust in the statistics: a few blocks, a small share of those looked up, and hits more than
+    LRU's.
+
+    An exact LRU of as many blocks is computed beside the cache. The statistics choose the victim
+    while the cache lacks few of its blocks for the trust there is, else among the blocks that the
+    LRU does not have. Where there is none, it is the oldest block.
+    """
+
+    INITIAL, GRANTED = 4.0, 0.0013  # blocks, and of all blocks
+    SLOPE = 17.0  # blocks that it may lack for each hit of trust, once there is evidence
+    EXPERIENCE = 100_000  # blocks looked up
+    MISSED, WINDOW = 0.05, 1500  # share of the last blocks that the LRU had before
+    CERTAIN, CAUTION = 128, 4.0  # a sure hit, and the factor of a chance
+
+    def __init__(self) -> None:
+        self.stack: dict[int, Run] = {}  # blocks by their last use, the oldest first
+        self.trust, self._missed = self.INITIAL, 0.0
+        self.looked_up = 0
+
+    def shadow(self, blocks: int) -> list[int]:
+        """The content of an LRU of so many blocks, the newest first."""
+        return list(islice(reversed(self.stack), blocks))
+
+    def edge(self, blocks: int) -> Run | None:
+        """The run of the oldest block of an LRU of so many blocks."""
+        shadow = self.shadow(blocks)
+        return self.stack[shadow[-1]] if shadow else None
+
+    def risk(self, run: Run, table: LifeTable, blocks: int) -> int:
+        """The chance that a block costs a hit while the LRU has it, with a margin."""
+        edge = self.edge(blocks)
+        if edge is None:
+            return self.CERTAIN
+        chance = table.chance_of_return(run.cls, run.bin, edge.bin)
+        return max(1, math.ceil(self.CERTAIN * min(1.0, self.CAUTION * chance)))
+
+    def trusts(self, resident: set[int], risk: int) -> bool:
+        """Whether the statistics may choose a victim of this risk."""
+        displaced = set(self.shadow(len(resident))) - resident
+        evidence = min(1.0, self._missed / self.WINDOW / self.MISSED)
+        evidence *= min(1.0, self.looked_up / self.EXPERIENCE)
+        trust = max(0.0, self.trust)
+        risks = sum(self.stack[one].risk for one in displaced)
+        return (
+            len(displaced) < int((1 + (self.SLOPE - 1) * evidence) * trust)
+            and risks + risk <= self.CERTAIN * trust
+        )
+
+    def request(
+        self, ids: Sequence[int], runs: dict[int, Run], *, known: int, hits: int, sizes: Sizes
+    ) -> None:
+        """Compare the hits of a request with those of the LRU.
+
+        Args:
+            ids: its path.
+            runs: of its blocks.
+            known: leading blocks that an earlier request had.
+            hits: of the cache.
+            sizes: resident blocks before the request and after it.
+        """
+        shadow = set(self.shadow(sizes.before))
+        others = next((at for at, one in enumerate(ids) if one not in shadow), len(ids))
+        self.trust += self.GRANTED * len(ids) + hits - others
+        self.trust = min(self.trust, float(sizes.after))
+        self._missed += max(0, known - others)
+        self._missed *= self.WINDOW / (self.WINDOW + len(ids))
+        self.looked_up += len(ids)
+        for one in reversed(ids):
+            self.stack.pop(one, None)
+            self.stack[one] = runs[one]
+
+
+class Sizes(NamedTuple):
+    """Resident blocks before and after a request."""
+
+    before: int
+    after: int
+
+
+class Choice(NamedTuple):
+    """The run that an eviction shortens.
+
+    Attributes:
+        run: None if there is none.
+        outside: whether it was chosen among the blocks that an LRU does not have.
+        risk: see `Guard`.
+    """
+
+    run: Run | None = None
+    outside: bool = False
+    risk: int = Guard.CERTAIN
 
 
 class RetainModel:
@@ -274,6 +330,7 @@ class RetainModel:
         self._requests = self._orders = 0
         self.now = 0.0
         self._pinned: set[int] = set()  # hit by the request that is served
+        self._choice = Choice()
 
     @property
     def resident(self) -> set[int]:
@@ -311,12 +368,14 @@ class RetainModel:
         gap, before = self._gap(ids, known), self.count
         self._pinned = set(ids[:hits])
         self._take_back(ids[:known])
+        self._choice = Choice()
         self._make_room(len(ids))
         hints = {"ends": ends, "returns_in": returns_in}
         self._touch(ids, gap, output, partial=partial, hints=hints)
         self._forget()
         if self.variant.guarded:
-            self.guard.request(ids, hits, before, self.count)
+            sizes = Sizes(before, self.count)
+            self.guard.request(ids, self.run_of, known=known, hits=hits, sizes=sizes)
         if self._requests % REFRESH == 0:
             self.table.refresh()
         self.table.one_more_request()
@@ -377,6 +436,8 @@ class RetainModel:
         """Evict until `need` blocks are free."""
         while self.count + need > self.size:
             run = self._victim()
+            if run is self._choice.run and not self._choice.outside:
+                run.risk = self._choice.risk
             run.held -= 1
             self.count -= 1
             self._leave(run.blocks[run.held])
@@ -388,14 +449,43 @@ class RetainModel:
         return run.held > 0 and not self.children.get(run.blocks[run.held - 1], 0)
 
     def _victim(self) -> Run:
-        """The oldest run of the class and bin of lowest density, or the youngest if the density
-        rises with the age. Without trust, and before `first` requests, the oldest run of all."""
+        """The run that the statistics choose, as far as they are trusted. Before `first` requests,
+        and where they have no choice, the oldest run of all."""
         runs = [run for run in self.runs.values() if self._is_evictable(run)]
-        observes = self._requests < self.first
-        if self.variant.guarded and (
-            observes or not self.guard.trusts(self.resident | self._pinned)
-        ):
-            return min(runs, key=lambda run: run.order)
+        if not self.variant.guarded:
+            return self._best(runs)
+        if self._requests >= self.first:
+            self._choose(runs)
+            if self._choice.run is not None:
+                return self._choice.run
+        return min(runs, key=lambda run: run.order)
+
+    def _choose(self, runs: list[Run]) -> None:
+        """Go on with the run that was chosen before, or choose another one."""
+        there = self.resident | self._pinned
+        edge = self.guard.edge(len(there))
+        run, outside, risk = self._choice
+        if run is not None and self._is_evictable(run):
+            if outside and edge is not None and run.order < edge.order:
+                return
+            if not outside and self.guard.trusts(there, risk):
+                return
+        else:
+            outside, run = True, None
+        if outside or run is None:
+            run = self._best(runs)
+            risk = self.guard.risk(run, self.table, len(there))
+            if self.guard.trusts(there, risk):
+                self._choice = Choice(run, outside=False, risk=risk)
+                return
+        older = [one for one in runs if edge is not None and one.order < edge.order]
+        self._choice = Choice(
+            self._best(older, edge.bin if edge else 0) if older else None, outside=True
+        )
+
+    def _best(self, runs: list[Run], nearest: int = -1) -> Run:
+        """The oldest run of the class and bin of lowest density, or the youngest if the density
+        rises with the age. Of the bin `nearest` the youngest one, as far as one looks."""
         bins: dict[tuple[Class, int], list[Run]] = {}
         for run in sorted(runs, key=lambda run: run.order):
             bins.setdefault((run.cls, run.bin), []).append(run)
@@ -404,7 +494,10 @@ class RetainModel:
         choices = []
         for cls, j in sorted(near, key=lambda one: bins[one][0].order):
             rises = j + 1 < BINS and self._worth(cls, j + 1) > self._worth(cls, j)
-            choices.append(bins[cls, j][-1 if rises else 0])
+            at = min(LOOK, len(bins[cls, j]) - 1) if j == nearest else -1 if rises else 0
+            choices.append(bins[cls, j][at])
+        if near[0][1] == nearest:
+            choices.sort(key=lambda run: -run.order)
         return self._as_compared(choices)
 
     def _as_compared(self, choices: list[Run]) -> Run:
