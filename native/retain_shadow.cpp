@@ -20,9 +20,10 @@ namespace {
 // The trust of a new cache, and that which a look-up of a block gives. The policy may lose 0.002 of
 // the look-ups against LRU, and a few blocks.
 constexpr double kInitial = 4, kGranted = 0.0013;
-// More blocks than there is trust may be displaced once there is evidence: so many look-ups, of
-// which this share was of blocks that the shadow had evicted. That is what the model can gain.
-constexpr double kExperience = 100000, kMissed = 0.05;
+// More blocks than there is trust may be displaced once there is evidence: look-ups beyond the first
+// ones, and among the last ones a share of blocks that the shadow had evicted, which is all that the
+// model can gain.
+constexpr double kStrict = 8000, kExperience = 100000, kMissed = 0.05;
 constexpr double kWindow = 1500;  // look-ups that the share is measured over
 // The life tables' chance of a return while the shadow has the block, times this, is the risk. The
 // sum of the risks stays within the trust.
@@ -118,7 +119,7 @@ void Retention::judge(u32 touched, u32 known, u32 hits, u32 shadow_hits) {
     // Beyond the size of the tier more trust would only delay the answer to a change.
     trust_ = std::min(trust_, double(resident_));
     missed_ = (missed_ + (known - std::min(known, shadow_hits))) * (kWindow / (kWindow + touched));
-    const double evidence = std::min(1.0, missed_ / kWindow / kMissed) * std::min(1.0, double(counts_.touched) / kExperience);
+    const double evidence = std::min(1.0, missed_ / kWindow / kMissed) * std::min(1.0, std::max(0.0, double(counts_.touched) - kStrict) / kExperience);
     const double trust = std::max(0.0, trust_);
     limit_ = u64((1 + (guard_.slope - 1) * evidence) * trust);
     risk_limit_ = u64(kCertain * trust);

@@ -16,7 +16,7 @@ from kvactors.native import LifeTables
 from kvactors.prefix_index.policy import FIRST
 from kvactors.scenario.policy_run import DeviceTier
 from kvactors.scenario.sweep import hit_curve, read_paths
-from tests.support.adversaries import ADVERSARIES, finer, first
+from tests.support.adversaries import ADVERSARIES, HOSTILE, finer, first
 from tests.support.traces import SHORT, read
 from tests.support.two_tiers import TwoTiers
 
@@ -114,7 +114,7 @@ def test_the_first_requests_of_the_conversations(size):
 def test_it_gains_on_prompts_slightly_more_than_the_device_holds():
     found = rates(first(ADVERSARIES["cycle"], 2000), 2900)
     assert found.lru == 0
-    assert found.retain > 0.8
+    assert found.retain > 0.5
 
 
 def test_floods_do_not_displace_chats():
@@ -128,6 +128,37 @@ def test_floods_do_not_displace_chats():
 @pytest.mark.parametrize("name", ADVERSARIES)
 def test_adversaries(name, size):
     check(rates(first(ADVERSARIES[name], 20_000), size))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_loss_is_bounded_at_every_moment_of_a_short_trace(name):
+    """Four blocks and .0013 of the look-ups is what may be lost without evidence, and there is
+    none in the first 8,000 look-ups. A request that loses several hits can let as many more be
+    displaced."""
+    for inverted in (False, True):
+        for size in (300, 600):
+            device, looked_up = DeviceTier(size, LifeTables(inverted, FIRST)), 0
+            for one in first(HOSTILE[name], 8000):
+                device.request(np.array(one.ids, np.uint32), one.now, one.output)
+                looked_up += len(one.ids)
+                counts = device.tree.retention()
+                assert counts["shadow_hits"] - counts["hits"] <= 6 + 0.0013 * looked_up
+                if looked_up > 8000:
+                    break
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_short_hostile_traces(name):
+    for lookups in (6000, 16_000):
+        requests, looked_up = [], 0
+        for one in HOSTILE[name]():
+            requests.append(one)
+            looked_up += len(one.ids)
+            if looked_up >= lookups:
+                break
+        for size in (300, 1000, 3000):
+            check(rates(requests, size))
+        check(Rates(*(two_tiers(requests, 300, 600, *one) for one in TWO)))
 
 
 def parts(traces):

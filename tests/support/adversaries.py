@@ -277,6 +277,71 @@ def finer(requests: Iterator[Request], by: int) -> Iterator[Request]:
         yield one._replace(ids=ids)
 
 
+def there_and_back(width: int, prompts: int) -> Iterator[Request]:
+    """Prompts forwards and backwards, 0.3 s apart."""
+    source = Prompts()
+    asked = [source.new(width) for _ in range(prompts)]
+    order = [*range(prompts), *range(prompts - 2, 0, -1)]
+    for i in count():
+        yield Request(asked[order[i % len(order)]], i * 0.3)
+
+
+def after_a_scan(
+    width: int, scanned: int, then: Callable[[], Iterator[Request]]
+) -> Iterator[Request]:
+    """One-shot prompts, long enough to be sure of them, and then others that do return."""
+    for i in range(scanned):
+        yield Request(range((1 << 28) + i * width, (1 << 28) + (i + 1) * width), i * 0.3)
+    for one in then():
+        yield one._replace(now=one.now + scanned * 0.3)
+
+
+def quiet_then_back(width: int, quiet: int, prompts: int) -> Iterator[Request]:
+    """One-shot prompts, and then as many prompts that all return, the last ones first."""
+    source, now = Prompts(), 0.0
+    while True:
+        asked = [source.new(width) for _ in range(quiet + prompts)]
+        for ids in [*asked, *reversed(asked[quiet:])]:
+            now += 0.3
+            yield Request(ids, now)
+
+
+def in_turns(every: int, *made: Callable[[], Iterator[Request]]) -> Iterator[Request]:
+    """Some requests of each adversary in turn, with different blocks."""
+    sources, now = [one() for one in made], 0.0
+    for turn in count():
+        at = turn % len(made)
+        for one in islice(sources[at], every):
+            now += 0.3
+            yield Request([len(made) * block + at for block in one.ids], now, one.output)
+
+
+def intervals(prompts: int, width: int, every: float) -> Iterator[Request]:
+    """A batch job asks the same prompts at fixed times. One-shot prompts come in between."""
+    source = Prompts()
+    asked = [source.new(width) for _ in range(prompts)]
+    for turn in count():
+        for i, ids in enumerate(asked):
+            yield Request(ids, turn * every + i * 0.05, 50)
+        for i in range(20):
+            yield Request(source.new(1 + i % 19), turn * every + every * (i + 1) / 21)
+
+
+HOSTILE: dict[str, Adversary] = {
+    "4 x 200 there and back": lambda: there_and_back(4, 200),
+    "4 x 900 there and back": lambda: there_and_back(4, 900),
+    "20 x 300 there and back": lambda: there_and_back(20, 300),
+    "scan, then there and back": lambda: after_a_scan(20, 400, lambda: there_and_back(20, 94)),
+    "scan, then a cycle": lambda: after_a_scan(20, 400, lambda: cycle_of(47)),
+    "20 x 400 one-shots, 120 return": lambda: quiet_then_back(20, 400, 120),
+    "4 x 500 one-shots, 140 return": lambda: quiet_then_back(4, 500, 140),
+    "scans and there and back": lambda: in_turns(120, one_shots, lambda: there_and_back(20, 94)),
+    "batch jobs": lambda: intervals(25, 20, 120.0),
+    "pauses that shrink, fast": lambda: drifting_pauses(700),
+    "sudden return, very often": lambda: sudden_return(300),
+}
+"""Worst cases of short traces, found by a search: no warning comes before the blocks are needed."""
+
 ADVERSARIES: dict[str, Adversary] = {
     "lognormal pauses": lambda: pauses(lambda rng: rng.lognormvariate(3.5, 1.0)),
     "exponential pauses": lambda: pauses(lambda rng: rng.expovariate(1 / 40)),
@@ -315,6 +380,7 @@ ADVERSARIES: dict[str, Adversary] = {
     "jumping clock": jumping_clock,
     "clock set ahead": clock_set_ahead,
     "outputs that mislead": outputs_that_mislead,
+    **HOSTILE,
 }
 
 

@@ -210,7 +210,7 @@ class Guard:
 
     INITIAL, GRANTED = 4.0, 0.0013  # blocks, and of all blocks
     SLOPE = 17.0  # blocks that it may lack for each hit of trust, once there is evidence
-    EXPERIENCE = 100_000  # blocks looked up
+    STRICT, EXPERIENCE = 8000, 100_000  # blocks looked up without evidence, and until all of it
     MISSED, WINDOW = 0.05, 1500  # share of the last blocks that the LRU had before
     CERTAIN, CAUTION = 128, 4.0  # a sure hit, and the factor of a chance
 
@@ -240,7 +240,7 @@ class Guard:
         """Whether the statistics may choose a victim of this risk."""
         displaced = set(self.shadow(len(resident))) - resident
         evidence = min(1.0, self._missed / self.WINDOW / self.MISSED)
-        evidence *= min(1.0, self.looked_up / self.EXPERIENCE)
+        evidence *= min(1.0, max(0, self.looked_up - self.STRICT) / self.EXPERIENCE)
         trust = max(0.0, self.trust)
         risks = sum(self.stack[one].risk for one in displaced)
         return (
