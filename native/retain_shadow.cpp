@@ -5,8 +5,8 @@
 // them can cost one hit, and for each of them the tier has one block that the shadow lacks.
 //
 // Trust is a few blocks, a share of those looked up, and the hits more than those of the shadow. While no
-// more blocks are displaced than there is trust, the loss stays within the first two, whatever is
-// requested next: a displaced block that costs a hit is no longer displaced. This is the limit at
+// more blocks are displaced than there is trust, the loss stays within the first two under any
+// further requests: a displaced block that costs a hit is no longer displaced. This is the limit at
 // first, and where LRU misses only blocks that are new.
 #include <algorithm>
 #include <cmath>

@@ -7,6 +7,8 @@ from mutation import Mutation
 TESTS = "tests/prefix_index/test_policy.py"
 HOST_VICTIMS = "tests/prefix_index/test_host_victims.py"
 POLICIES = "tests/cpu_evictor/test_policy.py"
+MODEL = "tests/support/retain_model.py"
+MODELLED = "tests/native/test_retain.py::test_it_evicts_what_the_model_evicts"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
@@ -143,5 +145,21 @@ BUGS: tuple[Mutation, ...] = (
         "lease.output())",
         "no hint of a return has an effect",
         (f"{TESTS}::test_hints_reach_the_policy_and_those_of_the_end_replace_the_first",),
+    ),
+    Mutation(
+        "guard_of_a_new_cache_is_generous",
+        MODEL,
+        "    INITIAL, GRANTED = 4.0, 0.0013",
+        "    INITIAL, GRANTED = 16.0, 0.0013",
+        "a new cache may lose more than a few blocks, and the native guard differs from the model",
+        (MODELLED,),
+    ),
+    Mutation(
+        "no_choice_outside_the_shadow",
+        MODEL,
+        "if edge is not None and one.order < edge.order]",
+        "if False]",
+        "while the limit is reached, the blocks that LRU no longer has leave in the order of LRU",
+        (MODELLED,),
     ),
 )
