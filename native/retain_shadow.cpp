@@ -19,7 +19,7 @@ namespace {
 
 // The trust of a new cache, and that which a look-up of a block gives. The policy may lose 0.002 of
 // the look-ups against LRU, and a few blocks.
-constexpr double kInitial = 4, kGranted = 0.0013;
+constexpr double kFirstTrust = 4, kGranted = 0.0013;
 // More blocks than there is trust may be displaced once there is evidence: look-ups beyond the first
 // ones, and among the last ones a share of blocks that the shadow had evicted, which is all that the
 // model can gain.
@@ -37,9 +37,9 @@ constexpr u32 kAheadRuns = 64;
 }  // namespace
 
 void Retention::begin_trust() {
-    trust_ = kInitial;
-    limit_ = u64(kInitial);
-    risk_limit_ = u64(kInitial * kCertain);
+    trust_ = kFirstTrust;
+    limit_ = u64(kFirstTrust);
+    risk_limit_ = u64(kFirstTrust * kCertain);
 }
 
 Mark Retention::mark() const {
