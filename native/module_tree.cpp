@@ -90,8 +90,7 @@ void bind_tree(nb::module_& m) {
             const Busy busy(p.busy);
             const Key start = key_of(root, "root must be 32 bytes");
             const u32 limit = limit_of(max_blocks), some = size_of(least, "least out of range"), all = size_of(blocks, "blocks out of range");
-            const u64 left = u64(std::max(free, Id(0)));
-            const std::optional<u32> run = without_gil(p.tokens.size(), [&] { return t.pin_resident(p, start, limit, some, all, left, now); });
+            const std::optional<u32> run = without_gil(p.tokens.size(), [&] { return t.pin_resident(p, start, limit, some, all, free, now); });
             return run ? Id(*run) : -1;
         }, "path"_a, "root"_a, "max_blocks"_a, "least"_a, "blocks"_a, "free"_a, "now"_a)
         .def("keep", [](PyTree& t, PyPath& p, bool used) {

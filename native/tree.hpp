@@ -127,7 +127,7 @@ public:
     Match peek(const Path& path, u32 limit);
     u32 referenced_run(const Path& path, u32 limit);
     Match pin(Path& path, u32 limit, bool used = true);
-    std::optional<u32> pin_resident(Path& path, const Key& root, u32 limit, u32 least, u32 blocks, u64 free, double now);
+    std::optional<u32> pin_resident(Path& path, const Key& root, u32 limit, u32 least, u32 blocks, long long free, double now);
     void keep(const Path& path, bool used);
     std::vector<u32> trim(Path& path, u32 held);
     std::vector<u32> retreat(Path& path, u32 blocks);
