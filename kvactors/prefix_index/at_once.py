@@ -23,7 +23,7 @@ class AtOnce:
     """Answers to a request whose cached blocks are all on the device, and whose others are free.
 
     New blocks are committed here without a sink and a host tier. A request ends here without a sink
-    and saves.
+    and without copies of its blocks, to the store or to an inclusive host tier.
 
     Attributes:
         calm: no request waits, and the end of one has no consequences. False if that is not known:
@@ -50,7 +50,7 @@ class AtOnce:
         self._roots = roots
         self._settings = settings
         self._only_known = settings.announce or settings.host_tier
-        self._ends = not (settings.announce or settings.save_after)
+        self._ends = not (settings.announce or settings.save_after) and settings.exclusive
         self._root = b""  # of the last request, if no other scope was used since
         self.answerers: dict[type[Message], Answerer] = {
             Acquire: self.acquire,
@@ -70,7 +70,7 @@ class AtOnce:
             return None
         tokens, size, policy, fetch = path.num_tokens, index.block_size, index.policy, 0
         needed = -(-tokens // size)
-        if needed > index.part:
+        if needed > index.part or needed > pool.total:
             return None
         root = self._roots.root(scope)
         if root is not self._root:
@@ -142,7 +142,7 @@ class AtOnce:
             return -1
         try:
             return lease.tree.commit_tokens(lease.path, computed, self._only_known)
-        except ValueError:
+        except (ValueError, TypeError):  # the tree refuses it, or it has more than 64 bits
             return -1
 
     def _is_calm(self) -> bool:
