@@ -77,7 +77,32 @@ WANTED = [
     "pin in parts",
     "a refused request leaves evictions alone",
     "keep what is being evicted",
+    "one step of a hit",
+    "one step without a hit",
+    "one step refused for what the host has",
+    "one step refused for what is being loaded",
+    "one step refused for lack of blocks",
+    "one step refused although it needs no block",
+    "one step refused below the least",
+    "one step refused for another root",
+    "one step refused for a path that holds something",
+    "pin_resident refused",
+    "tokens of a new block",
+    "tokens that are committed",
+    "tokens refused beyond the path",
+    "tokens refused beyond the table",
+    "tokens refused below none",
+    "tokens refused that are not known",
+    "tokens refused for the host",
+    "tokens refused in a retired tree",
+    "commit_tokens refused",
+    "end of a long path refused",
+    "end in a retired tree refused",
+    "end in one step",
+    "end in one step with private blocks",
+    "end refused",
 ]
+NEVER = ["one step refused in spite of all", "tokens refused for no reason"]
 
 
 def test_the_native_tree_agrees_with_its_twin() -> None:
@@ -112,6 +137,16 @@ class Walk:
             return
         if number(2):
             machine.whole_request(self.kinds(), self.image())
+        elif number(2):
+            machine.request_in_one_step(
+                self.kinds(),
+                number(3),
+                -1,
+                self.random.choice([0, 0, 0, 1]),
+                self.random.choice([-1, 0, 1, MAX_BLOCKS, MAX_BLOCKS, MAX_BLOCKS]),
+                number(8) == 0,
+                self.random.choice(["ended", "stays"]),
+            )
         else:
             root = ROOTS[number(5) == 0]
             machine.new_path(root, self.kinds(), number(3) > 0, number(3), self.image())
@@ -153,8 +188,17 @@ class Walk:
             lambda: machine.release(index, number(2) > 0, number(3) + 1),
             lambda: machine.retreat(index, self.less()),
             lambda: machine.truncate(index, number(5) - 1, self.random.choice([*EXTRAS, b""])),
+            lambda: machine.pin_resident(
+                index,
+                number(MAX_BLOCKS + 2) - 1,
+                self.random.choice([0, 0, 0, 1, 3]),
+                self.random.choice([-1, 0, 1, MAX_BLOCKS, MAX_BLOCKS]),
+                number(4) == 0,
+            ),
+            lambda: machine.commit_tokens(index, number(7) - 2, number(3) == 0),
+            lambda: machine.end_in_one_step(index, self.random.choice([0, 1, 8, 8])),
         ]
-        weights = [2, 1, 1, 1, 1, 1, 3, 2, 1, 1, 2, 2, 4, 6, 2, 1, 4, 1, 2]
+        weights = [2, 1, 1, 1, 1, 1, 3, 2, 1, 1, 2, 2, 4, 6, 2, 1, 4, 1, 2, 3, 3, 2]
         self.random.choices(moves, weights)[0]()
 
     def tiers(self) -> None:
@@ -187,7 +231,7 @@ class Walk:
 
 def test_long_walks_agree_and_meet_every_situation() -> None:
     REACHED.clear()
-    for seed in range(150):
+    for seed in range(240):
         try:
             Walk(seed).run(250)
         except Exception as error:
@@ -195,3 +239,5 @@ def test_long_walks_agree_and_meet_every_situation() -> None:
             raise
     missing = [name for name in WANTED if not REACHED[name]]
     assert not missing, f"never reached: {missing}"
+    wrong = [name for name in NEVER if REACHED[name]]
+    assert not wrong, f"reached: {wrong}"

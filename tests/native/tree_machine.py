@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from kvactors.native import HOST, LOADING, OFFLOADING
+from kvactors.native import DEVICE, HOST, LOADING, OFFLOADING
 from kvactors.types import split_hashes
 from tests.native.trees import (
     MAX_BLOCKS,
@@ -38,6 +38,125 @@ class TreeMachine(PathRules):
         self.new_path(ROOTS[0], kinds, True, 0, image)
         self.commit(index, 0, True)
         self.release(index, forget=True)
+
+    # -- requests that take one step
+
+    @precondition(lambda self: len(self.leases) < MAX_PATHS)
+    @rule(
+        kinds=blocks_of_tokens,
+        more=st.integers(0, 2),
+        limit=st.integers(-1, MAX_BLOCKS),
+        least=st.sampled_from([0, 0, 0, 1, 3]),
+        free=st.sampled_from([-1, 0, 1, MAX_BLOCKS, MAX_BLOCKS]),
+        other=st.sampled_from([False, False, False, True]),
+        end=st.sampled_from(["ended", "ended", "stays"]),
+    )
+    def request_in_one_step(
+        self,
+        kinds: list[int],
+        more: int,
+        limit: int,
+        least: int,
+        free: int,
+        other: bool,
+        end: str,
+    ) -> None:
+        """A request that finds what is on the device only, from its match to its end."""
+        index = len(self.leases)
+        self.new_path(ROOTS[0], kinds, False, more, 0)
+        self.pin_resident(index, limit, least, free, other)
+        lease = self.lease(index)
+        self.provide(index, -(-lease.native.num_tokens // self.size))
+        self.commit_tokens(index, 0, False)
+        if end != "stays":
+            self.end_in_one_step(index, MAX_BLOCKS + 2)
+            self.release(index, forget=True)
+
+    @precondition(lambda self: self.leases)
+    @rule(
+        index=which,
+        limit=st.integers(-1, MAX_BLOCKS),
+        least=st.sampled_from([0, 0, 0, 1, 3]),
+        free=st.sampled_from([-1, 0, 1, MAX_BLOCKS, MAX_BLOCKS]),
+        other=st.sampled_from([False, False, False, True]),
+    )
+    def pin_resident(self, index: int, limit: int, least: int, free: int, other: bool) -> None:
+        """A refused one changes nothing, which `alike` compares."""
+        lease = self.lease(index)
+        path, used = lease.model, bool(lease.native.num_held or lease.native.num_blocks)
+        if not used:
+            lease.trees = self.trees
+        root = ROOTS[path.root == ROOTS[0]] if other else path.root
+        known = lease.trees.model._walk(path, limit)
+        blocks = -(-path.num_tokens // self.size)
+        run = self.same(
+            "pin_resident", lease.trees, root, limit, least, blocks, free, 0.0, lease=lease
+        )
+        if run is None:
+            return
+        fits = not used and not other and len(known) >= least
+        enough = blocks - len(known) <= free
+        resident = all(node.bits & DEVICE for node in known)
+        for bit, name in ((HOST, "the host has"), (LOADING, "is being loaded")):
+            met = any(node.bits & bit and not node.bits & DEVICE for node in known)
+            REACHED[f"one step refused for what {name}"] += fits and enough and met
+        REACHED["one step refused for lack of blocks"] += fits and resident and not enough
+        REACHED["one step refused although it needs no block"] += (
+            fits and resident and blocks == len(known) and free < 0
+        )
+        alone = not used and not other and resident and enough
+        REACHED["one step refused below the least"] += alone and len(known) < least
+        REACHED["one step refused for another root"] += other and not used and bool(known)
+        REACHED["one step refused for a path that holds something"] += used
+        REACHED["one step refused in spite of all"] += run < 0 and fits and enough and resident
+        REACHED["one step of a hit"] += run > 0
+        REACHED["one step without a hit"] += run == 0
+        if run < 0:
+            return
+        fresh = self.take(blocks - run)
+        native, model = lease.native.complete(run, fresh), lease.model.complete(run, fresh)
+        assert native == model == tuple(lease.native.blocks())
+
+    @precondition(lambda self: self.leases)
+    @rule(index=which, less=st.integers(-2, 4), known=st.sampled_from([False, False, True]))
+    def commit_tokens(self, index: int, less: int, known: bool) -> None:
+        lease = self.lease(index)
+        if not lease.native.num_held and not lease.native.num_blocks:
+            lease.trees = self.trees
+        path, tree = lease.model, lease.trees.model
+        tokens, before = path.num_tokens - less, path.num_committed
+        covered = path.num_blocks * self.size
+        host = tree.statistics()["host"] > 0
+        done = self.same("commit_tokens", lease.trees, tokens, known, lease=lease)
+        if done is None:
+            return
+        new = 0 <= tokens <= min(path.num_tokens, covered) and tokens // self.size > before
+        REACHED["tokens of a new block"] += done > before
+        REACHED["tokens that are committed"] += 0 <= done == before
+        REACHED["tokens refused beyond the path"] += path.num_tokens < tokens <= covered
+        REACHED["tokens refused beyond the table"] += covered < tokens <= path.num_tokens
+        REACHED["tokens refused below none"] += tokens < 0
+        REACHED["tokens refused that are not known"] += new and known
+        REACHED["tokens refused for the host"] += new and host and not known
+        REACHED["tokens refused in a retired tree"] += new and tree.retired and not known
+        REACHED["tokens refused for no reason"] += (
+            done < 0 and new and not (known or host or tree.retired)
+        )
+
+    @precondition(lambda self: self.leases)
+    @rule(index=which, most=st.sampled_from([0, 1, MAX_BLOCKS + 2, MAX_BLOCKS + 2]))
+    def end_in_one_step(self, index: int, most: int) -> None:
+        lease = self.lease(index)
+        blocks, held = lease.native.num_blocks, lease.native.num_held
+        if not held and not blocks:
+            lease.trees = self.trees
+        native = lease.trees.native.end(lease.native, most, -1, 0.0)
+        assert native == lease.trees.model.end(lease.model, most, -1, 0.0)
+        REACHED["end of a long path refused"] += native is None and blocks > most
+        REACHED["end in a retired tree refused"] += native is None and blocks <= most
+        REACHED["end in one step"] += native is not None and held > 0
+        REACHED["end in one step with private blocks"] += bool(native)
+        self.give(native or [])
 
     # -- committing and loading
 
@@ -308,6 +427,9 @@ class TreeMachine(PathRules):
                 ("commit", (0,)),
                 ("peek", ()),
                 ("worth_saving", (0, 0, 0)),
+                ("pin_resident", (lease.model.root, -1, 0, 1, 1, 0.0)),
+                ("commit_tokens", (0, True)),
+                ("end", (9, -1, 0.0)),
             ]:
                 assert self.same(name, other, *args, lease=lease) is None
 

@@ -13,7 +13,7 @@ from kvactors.cpu_evictor.messages import Load, LoadStalled, Save
 from kvactors.errors import LeaseEnded, RankLost
 from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.hints import Hints
-from kvactors.native import Path
+from kvactors.native import LifeTables, Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
@@ -22,6 +22,7 @@ from kvactors.prefix_index.messages import (
     ChangeShares,
     Clear,
     Commit,
+    Extend,
     Finish,
     Fork,
     Pause,
@@ -30,9 +31,10 @@ from kvactors.prefix_index.messages import (
     SetNamespace,
     SetQuota,
 )
+from kvactors.prefix_index.policy import TierPolicies
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
-from kvactors.quotas import Quota
+from kvactors.quotas import Quota, salt_id
 from kvactors.testing.probe import Probe
 from kvactors.testing.stepper import Stepper
 from tests.prefix_index.twins import BLOCK, Twins, answered_at_once, state_of
@@ -138,8 +140,10 @@ def behind_a_pause(index: Index) -> Acquire:
     for _ in range(70):
         index.turn(index.request(2))
     index.turn(Resume())
+    index.turn(Finish(1))
     assert index.core.held.requests
     assert not index.core.held.paused
+    assert index.index.free == 1
     return index.request(2)
 
 
@@ -153,6 +157,12 @@ def behind_one_that_waits_for_space(index: Index) -> Acquire:
     index.leased(6)
     index.turn(index.request(14, 20, wait_for_room=True))
     assert index.core.admission.space.requests
+    return index.request(2)
+
+
+def behind_a_long_request(index: Index) -> Acquire:
+    """It has left the queue, is matched in several turns, and may come back."""
+    index.core.admission.space.retried.add(70)
     return index.request(2)
 
 
@@ -194,6 +204,11 @@ def longer_than_a_part(index: Index) -> Acquire:
 def without_blocks(index: Index) -> Acquire:
     index.leased(12)
     return index.request(8, 20)
+
+
+def without_blocks_that_a_long_request_takes_later(index: Index) -> Acquire:
+    index.index.reserved = 7
+    return index.request(4)
 
 
 def below_the_watermark(index: Index) -> Acquire:
@@ -243,6 +258,7 @@ class Ages:
         behind_a_pause,
         while_a_pause_waits,
         behind_one_that_waits_for_space,
+        behind_a_long_request,
         behind_a_fork,
         after_a_clear,
         in_chunks,
@@ -250,6 +266,7 @@ class Ages:
         while_ages_are_asked_for,
         longer_than_a_part,
         without_blocks,
+        without_blocks_that_a_long_request_takes_later,
         below_the_watermark,
         in_the_store,
         on_the_host,
@@ -317,6 +334,15 @@ def test_a_scope_that_was_used_between_is_recorded_before_the_next_one() -> None
     assert list(index.core.announcements.scopes.values()) == [salted, PLAIN]
     [row] = index.index.policy.quotas.counts.rows.values()
     assert (row.requests, row.looked_up) == (1, 1)
+
+
+def test_requests_with_one_salt_in_turn_all_have_it() -> None:
+    index = Index()
+    salted = RequestScope(salt="s")
+    requests = [index.request(2, scope=salted) for _ in range(3)]
+    for message in requests:
+        assert index.once(message) is not None
+    assert [message.path.salt for message in requests] == [salt_id("s")] * 3
 
 
 def test_a_preempted_request_is_counted_as_resumed() -> None:
@@ -470,9 +496,19 @@ def during_a_pause(index: Index) -> Finish:
     return Finish(lease)
 
 
+def after_a_pause_that_is_not_answered(index: Index) -> Finish:
+    """A copy is in flight still: an end may be what its answer waits for."""
+    lease = index.leased(4)
+    index.core.admission.copies += 1
+    index.turn(Pause())
+    index.turn(Resume())
+    return Finish(lease)
+
+
 @pytest.mark.parametrize(
     "arrange",
     [
+        after_a_pause_that_is_not_answered,
         of_a_cleared_tree,
         with_hints,
         of_a_request_with_hints,
@@ -488,6 +524,39 @@ def test_an_end_that_needs_more_changes_nothing(arrange: Callable[[Index], Finis
     index = Index()
     message = arrange(index)
     assert index.once(message) is None
+
+
+class Recorder:
+    """A tree that notes the arguments of `end`."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree, self.ends = tree, list[Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tree, name)
+
+    def end(self, path: Path, *args: Any) -> Any:
+        self.ends.append(args)
+        return self.tree.end(path, *args)
+
+
+@pytest.mark.parametrize(
+    ("added", "output", "learned"), [(0, None, -1), (1, None, 1), (1, 5, 5), (0, 0, 0)]
+)
+def test_the_policy_learns_the_length_and_the_time_of_an_output(
+    added: int, output: int | None, learned: int
+) -> None:
+    index = Index()
+    index.index.policy = TierPolicies(LifeTables(), lambda: 7.0)
+    index.index.tree = recorder = Recorder(index.index.tree)  # type: ignore[assignment]
+    message = index.request(4)
+    assert answered_at_once(index.stepper, message) is not None
+    if added:
+        more = Path(BLOCK, bytes(32))
+        more.extend([1] * added)
+        index.turn(Extend(message.lease, 4, more))
+    assert answered_at_once(index.stepper, Finish(message.lease, None, output)) is not None
+    assert recorder.ends == [(100, learned, 7.0)]
 
 
 def test_leases_that_have_ended_need_the_handler() -> None:
@@ -507,6 +576,16 @@ def test_an_end_that_only_its_handler_can_do_commits_at_most_its_tokens() -> Non
     assert index.turn(Finish(lease, 4)).count == 2
     index.stepper.actor.check()
     assert len(index.core.leases) == 0
+
+
+def test_a_pool_notes_the_age_of_a_single_block() -> None:
+    took: list[list[int]] = []
+    index = Index()
+    index.index.pool.ages = ages = Ages()  # type: ignore[assignment]
+    ages.took = took.append  # type: ignore[attr-defined]
+    index.index.pool.take(1)
+    index.index.pool.take(2)
+    assert took == [[0], [1, 2]]
 
 
 # -- everything

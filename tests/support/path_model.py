@@ -218,6 +218,11 @@ class PathModel:
         self.table[start : start + len(blocks)] = blocks
         self.shared += [False] * (len(self.table) - len(self.shared))
 
+    def complete(self, start: int, blocks: Sequence[int]) -> tuple[int, ...]:
+        """`assign`, and a copy of the table."""
+        self.assign(start, blocks)
+        return tuple(self.table)
+
     def is_shared(self, position: int) -> bool:
         """Whether the tree owns the block at this position."""
         require(0 <= position < len(self.shared), "position out of range")

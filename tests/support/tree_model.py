@@ -61,6 +61,28 @@ class TreeModel:
         path.num_committed += run
         return run, states
 
+    def pin_resident(
+        self,
+        path: PathModel,
+        root: bytes,
+        max_blocks: int,
+        least: int,
+        blocks: int,
+        free: int,
+        now: float,
+    ) -> int:
+        """`pin`, if that and some free blocks are all that a request needs."""
+        del now
+        self._own(path)
+        known = self._walk(path, max_blocks)
+        resident = all(node.bits & DEVICE for node in known)
+        run = len(known)
+        empty = not path.num_held and not path.num_blocks and path.root == root
+        if not (empty and resident and least <= run <= blocks <= run + free):
+            return -1
+        self.pin(path, max_blocks)
+        return run
+
     def keep(self, path: PathModel, used: bool = True) -> None:
         """Use what was pinned without a use."""
         self._own(path)
@@ -136,6 +158,12 @@ class TreeModel:
         path.tree = path.tree if path.nodes else None
         return freed
 
+    def end(self, path: PathModel, most: int, output_tokens: int, now: float) -> list[int] | None:
+        """`release` of a path of at most `most` blocks, in a tree that is not retired."""
+        del output_tokens, now
+        self._own(path)
+        return None if self.retired or path.num_blocks > most else self.release(path)
+
     def mark_announced(self, path: PathModel, start: int, stop: int) -> int:
         """Mark nodes. Returns the first that was not marked."""
         self._own(path)
@@ -180,6 +208,18 @@ class TreeModel:
                 path.shared[position] = True
             path.num_committed = position + 1
         return start, path.num_committed, adopted
+
+    def commit_tokens(self, path: PathModel, tokens: int, known: bool) -> int:
+        """`commit` of the blocks of so many tokens, if nothing else comes of it."""
+        self._own(path)
+        upto = tokens // self.block_size
+        if not 0 <= tokens <= min(path.num_tokens, path.num_blocks * self.block_size):
+            return -1
+        if upto > path.num_committed:
+            if known or self.retired or self.statistics()["host"]:
+                return -1
+            self.commit(path, upto)
+        return path.num_committed
 
     def settle(self, path: PathModel) -> int:
         """Count loaded blocks as committed and make the lost ones private."""
