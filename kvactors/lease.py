@@ -203,7 +203,9 @@ class Lease:
             if direct is not None and (done := direct.answer(message)) is not None:
                 return int(done.count)
             asked = hold.begin_ask(message, at, has_effect=True)
-            return int((await asked if isinstance(asked, CoroutineType) else asked).count)
+            if isinstance(asked, CoroutineType):
+                asked = await hold.wait_commit(asked, computed)
+            return int(asked.count)
         return await hold.commit_in_parts(self._path, computed, self.num_tokens, at)
 
     async def finish(

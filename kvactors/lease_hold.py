@@ -42,8 +42,8 @@ class LeaseHold(msgspec.Struct, eq=False):
         loads_end: the deadline of the loads.
         ended: whether the lease has ended for its caller.
         changing: the call in progress that changes the block table, "" if there is none.
-        committing: tokens of the commits in progress that take several steps. They must stay until
-            the commits are answered.
+        committing: tokens of the commits in progress that take several steps, or wait for a pass
+            of the loop. They must stay until the commits are answered.
         unread: whether the caller, or a stream, works with loads whose result it has not read.
     """
 
@@ -185,6 +185,15 @@ class LeaseHold(msgspec.Struct, eq=False):
             self.committing.remove(computed)
         self.check_ended()
 
+    async def wait_commit(self, asked: CoroutineType[Any, Any, Any], computed: int) -> Any:
+        """Wait for the answer of a commit. Until then its tokens must stay: a truncate and an
+        extend could overtake it, and it would make blocks shareable that are not computed."""
+        self.committing.append(computed)
+        try:
+            return await asked
+        finally:
+            self.committing.remove(computed)
+
     async def commit_in_parts(self, path: Path, computed: int, num_tokens: int, at: float) -> int:
         """Commit more tokens than a turn of the index does. Returns the committed blocks."""
         before = path.num_committed
@@ -245,7 +254,8 @@ class LeaseHold(msgspec.Struct, eq=False):
                 reply = direct.answer(message)
             if reply is None:
                 asked = self.begin_ask(message, at)
-                reply = await asked if isinstance(asked, CoroutineType) else asked
+                waits = isinstance(asked, CoroutineType)
+                reply = await self.wait_commit(asked, computed) if waits else asked
         except (ValueError, TypeError, NotReady, LeaseBusy):
             raise
         except BaseException:

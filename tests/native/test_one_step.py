@@ -137,7 +137,7 @@ def test_a_request_that_needs_no_block_is_refused_below_none() -> None:
 
 @pytest.mark.parametrize("hinted", [False, True])
 def test_an_end_is_refused_in_a_tree_with_salts_or_hints(hinted: bool) -> None:
-    """Each block has a place of its own there, and its hint may have to be forgotten."""
+    """Each block has a separate place there, and its hint may have to be forgotten."""
     tree = BlockTree(BLOCK)
     path = path_of(4)
     assert tree.pin_resident(path, ROOT, -1, 0, 2, 2, 0.0) == 0

@@ -1,0 +1,194 @@
+"""Calls that wait for the next pass of the loop, since this one has no direct turn left: order,
+cancellation, restarts and the end of the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import anyio
+import pytest
+
+import kvactors
+from kvactors.actor import direct
+from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom
+from tests.support.cache import BLOCK, opened, prompt, settings
+
+timeout = asyncio.timeout  # noqa: TID251  (as callers may use it)
+
+CALLS = {
+    "commit": lambda lease: lease.commit(BLOCK),
+    "finish": lambda lease: lease.finish(BLOCK),
+    "preempt": lambda lease: lease.preempt(BLOCK),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_turn(monkeypatch):
+    """A pass has one direct turn, on a machine of any speed."""
+    monkeypatch.setattr(direct, "TURNS", 1)
+    monkeypatch.setattr(direct, "TIME", 30.0)
+
+
+async def passes(count=5):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def index_of(cache):
+    return cache.system.index_actor
+
+
+@pytest.mark.parametrize("call", sorted(CALLS))
+async def test_tokens_of_a_commit_that_waits_cannot_be_replaced(call):
+    """The other task runs before it in the next pass. A truncate and an extend at that moment would
+    let it commit tokens that are not computed."""
+    async with opened(device=8, sinks=()) as cache:
+        lease, other = [await cache.acquire(name, prompt(1, 1)) for name in ("a", "b")]
+        await passes()
+
+        async def replaces():
+            await asyncio.sleep(0)
+            with pytest.raises(LeaseBusy, match="a commit"):
+                await lease.truncate(BLOCK - 1)
+
+        spends = asyncio.create_task(other.commit(0))
+        replacing = asyncio.create_task(replaces())
+        commits = asyncio.create_task(CALLS[call](lease))
+        await asyncio.gather(spends, replacing, commits)
+        if call == "commit":
+            assert commits.result() == 1
+            assert lease.num_tokens == BLOCK
+            await lease.finish()
+        await other.finish()
+
+
+async def together(*calls):
+    async with asyncio.TaskGroup() as group:
+        for call in calls:
+            group.create_task(call())
+
+
+async def cancelled(how, spend, call):
+    """Cancel a call that waits for the next pass, since another one takes the turn of this one."""
+
+    async def fails():
+        raise ZeroDivisionError
+
+    if how == "timeout":
+        await spend()
+        with pytest.raises(TimeoutError):
+            async with timeout(0):
+                await call()
+    elif how == "group":
+        with pytest.raises(ExceptionGroup):
+            await together(fails, spend, call)
+    else:
+        spends, task = asyncio.create_task(spend()), asyncio.create_task(call())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await spends
+
+
+@pytest.mark.parametrize("how", ["cancel", "timeout", "group"])
+async def test_a_cancelled_call_that_waits_was_not_made(how):
+    async with opened(device=8, sinks=()) as cache:
+        lease = await cache.acquire("a", prompt(1, 2))
+        other = await cache.acquire("other", [1])
+        calls = {
+            "commit": lambda: lease.commit(BLOCK),
+            "acquire": lambda: cache.acquire("b", prompt(2, 1)),
+            "finish": lambda: lease.finish(BLOCK),
+        }
+        for call in calls.values():
+            await passes()
+            await cancelled(how, lambda: other.commit(0), call)
+            await cache.system.in_flight.wait_idle()
+        core = index_of(cache).core
+        assert core.leases.requests == 2
+        assert core.endings.abandoned == 1
+        assert core.index.tree.statistics()["nodes"] == 0
+        await other.finish()
+        assert cache.system.in_flight.count == 0
+        assert cache.statistics().prefix.leases == 0
+        assert cache.free_blocks().free == 8
+
+
+async def test_a_commit_that_waits_while_the_index_restarts(monkeypatch):
+    async with opened(device=8, sinks=()) as cache:
+        lease = await cache.acquire("a", prompt(1, 1))
+        actor = index_of(cache)
+        monkeypatch.setattr(actor.core.leases, "get", None)
+        await passes()
+        with pytest.raises(kvactors.ActorFailed):
+            await lease.commit(0)
+        with pytest.raises((kvactors.ActorFailed, LeaseEnded)):
+            await lease.commit(BLOCK)
+        async with await cache.acquire("a", prompt(1, 1)) as lease:
+            assert await lease.commit(BLOCK) == 1
+        await cache.system.in_flight.wait_idle()
+        assert cache.statistics().supervisor.restarts == 1
+
+
+@pytest.mark.parametrize("kind", ["acquire", "commit", "finish"])
+async def test_the_end_of_the_cache_ends_calls_that_wait(kind):
+    async with kvactors.open(settings(device=8, sinks=())) as cache:
+        lease = await cache.acquire("a", prompt(1, 1))
+        calls = {
+            "acquire": lambda: cache.acquire("b", prompt(2, 1)),
+            "commit": lambda: lease.commit(BLOCK),
+            "finish": lambda: lease.finish(BLOCK),
+        }
+        await passes()
+        spends = await cache.acquire("spends", [1])
+        task = asyncio.ensure_future(calls[kind]())
+        cache.close()
+    with anyio.fail_after(30):
+        [done] = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(done, BaseException):
+        assert isinstance(done, (kvactors.CacheClosed, LeaseEnded)), done
+    for one in (lease, spends):
+        one.abandon()
+    assert cache.system.in_flight.count == 0
+
+
+@pytest.mark.parametrize("device", [1, 2, 5])
+@pytest.mark.parametrize("turns", [1, 3, 128])
+async def test_eight_clients_of_a_small_device_that_try_again(monkeypatch, device, turns):
+    """Some calls are cancelled in the middle. Each client gets its requests done, and nothing is
+    left."""
+    monkeypatch.setattr(direct, "TURNS", turns)
+    async with opened(device=device, sinks=()) as cache:
+
+        async def client(number):
+            chance, done = random.Random(number), 0
+            while done < 25:
+                tokens = prompt(chance.randint(1, 3), chance.randint(1, min(2, device)))
+                try:
+                    async with timeout(chance.choice([0, 30, 30, 30])):
+                        lease = await cache.acquire(
+                            f"{number}-{done}", tokens, wait_for_room=chance.random() < 0.3
+                        )
+                except NoRoom:
+                    await asyncio.sleep(0)
+                    continue
+                except TimeoutError:
+                    continue
+                try:
+                    async with timeout(chance.choice([0, 30, 30])):
+                        await lease.commit(len(tokens))
+                        await asyncio.sleep(0)
+                        await lease.finish(len(tokens))
+                    done += 1
+                except TimeoutError:
+                    lease.abandon()
+
+        with anyio.fail_after(50):
+            await asyncio.gather(*(client(number) for number in range(8)))
+        await cache.system.in_flight.wait_idle()
+        statistics = cache.statistics().prefix
+        assert statistics.leases == statistics.waiting == 0
+        assert statistics.blocks_free + statistics.evictable == device
+        index_of(cache).check()
