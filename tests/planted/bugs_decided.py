@@ -87,8 +87,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "whole_prompt_hit",
         "prefix_index/index.py",
-        "        return full - 1 if whole else full\n",
-        "        return full\n",
+        "        return (tokens - 1 if self._recompute and tokens else tokens) // self.block_size\n",
+        "        return tokens // self.block_size\n",
         "a whole prompt is a hit, and the engine has no token left to compute the first output "
         "from",
         ("tests/cache/test_life.py::test_a_full_hit_leaves_a_block_to_compute_unless_configured",),

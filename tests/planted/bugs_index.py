@@ -172,7 +172,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "device_block_given_back_twice",
         "prefix_index/pool.py",
-        '            if self._is_free[block]:\n                raise RuntimeError(f"block {block} was released twice")\n',
+        '            if marks[block]:\n                raise RuntimeError(f"block {block} was released twice")\n',
         "",
         "one device block is handed to two requests",
         ("tests/native/test_tree_check.py::test_a_pool_does_not_take_a_block_twice",),

@@ -94,8 +94,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "direct_turns_without_bound",
         "actor/direct.py",
-        "        self._left = left - 1\n",
-        "",
+        "        self._left -= 1\n        self._channel.taken += 1\n",
+        "        self._channel.taken += 1\n",
         "a client whose requests all hit the device keeps every other task from running",
         (
             f"{DIRECT}::test_direct_turns_in_one_pass_are_bounded",
@@ -105,8 +105,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "direct_turns_ignore_time",
         "actor/direct.py",
-        "        elif not left or self._clock() > self._until:\n",
-        "        elif not left:\n",
+        "        elif not self._left or self._clock() > self._until:\n            return False\n",
+        "        elif not self._left:\n            return False\n",
         "128 long turns in a row stop the loop for many milliseconds",
         (f"{DIRECT}::test_direct_turns_in_one_pass_are_bounded",),
     ),
@@ -138,7 +138,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "exception_of_a_direct_turn_is_lost",
         "actor/direct.py",
-        "            self._broken = error\n",
+        "        self._broken = error\n",
         "",
         "an actor whose turn has raised continues with half a change",
         (f"{DIRECT}::test_an_exception_fails_the_actor_and_not_the_asker",),
