@@ -4,6 +4,7 @@ state machine."""
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
@@ -68,6 +69,7 @@ from kvactors.prefix_index.settings import IndexSettings
 from kvactors.testing.probe import Probe
 from kvactors.testing.stepper import Stepper
 from kvactors.types import split_hashes
+from tests.prefix_index.twins import answered_at_once
 
 BLOCK = 2
 LONGEST = 5
@@ -88,6 +90,8 @@ class IndexMachine(RuleBasedStateMachine):
         save=st.sampled_from(["none", "write_through"]),
         low=st.sampled_from([0, 0, 2]),
         part=st.sampled_from([1, 2, 100]),
+        announce=st.booleans(),
+        seed=st.integers(0, 30),
     )
     def start(
         self,
@@ -99,7 +103,13 @@ class IndexMachine(RuleBasedStateMachine):
         save: Any,
         low: int,
         part: int = 100,
+        announce: bool = True,
+        seed: int = 0,
     ) -> None:
+        """seed: of the asks that are answered in one step if they can be, 0 for none."""
+        self.direct = Random(seed)
+        self.share = min(seed, 9) / 9
+        self.announce = announce
         self.roots = Roots("model", "a", bytes(32))
         self.index = BlockIndex(BLOCK, blocks, 64, recompute_last_token=recompute)
         self.trees = [self.index.tree]
@@ -123,7 +133,7 @@ class IndexMachine(RuleBasedStateMachine):
                     exclusive=exclusive or not host,
                     host_tier=host,
                     fetch=fetch,
-                    announce=True,
+                    announce=announce,
                     save=save if fetch else "none",
                     free_low=low,
                     free_high=2 * low,
@@ -267,6 +277,11 @@ class IndexMachine(RuleBasedStateMachine):
             self.sent.clear()
 
     def turn(self, message: Any, deadline: float | None = None) -> Any:
+        """A message, which an actor without others in its channel may answer in one step."""
+        if not self.works and self.direct.random() < self.share:
+            effects = answered_at_once(self.stepper, message)
+            if effects is not None:
+                return self.take(effects)
         return self.take(self.stepper.turn(message, deadline=deadline))
 
     def lease(self, which: int) -> int:
@@ -720,7 +735,7 @@ class IndexMachine(RuleBasedStateMachine):
         private = list(owned.elements())
         assert not set(private) & set(self.index.pool.free_blocks()), "a block in use is free"
         assert self.actor.runner.works == sum(isinstance(work, Continue) for work in self.works)
-        if core.announcements.up_to_date:
+        if self.announce and core.announcements.up_to_date:
             assert self.sent == set(split_hashes(self.index.tree.device_hashes())), (
                 "the notifier was not sent what is true"
             )

@@ -122,6 +122,8 @@ class Walk:
             draw(["none", "write_through"]),
             draw([0, 0, 2]),
             draw([1, 2, 100]),
+            seed % 3 > 0,
+            seed % 10,
         )
 
     def step(self) -> None:
