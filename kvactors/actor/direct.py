@@ -73,12 +73,11 @@ class DirectTurns:
         # A loop of virtual time has its own clock. Others read this one, through another call.
         self._clock = time.monotonic if self._chosen is None else self.loop.time
         self._run: Callable[..., None] = copy_context().run
-        self._begun = False  # the direct turns of this pass
-        self._left, self._until, self._end = TURNS, 0.0, 0.0
-        self._waiting, self._sharing = (
-            0,
-            1,
-        )  # asks that wait for a pass, and that waited for this one
+        self._begun = False  # whether this pass had a direct turn
+        self._left, self._until = TURNS, 0.0  # of this pass, or of the ask that has waited for it
+        self._end = 0.0  # for asks that have waited
+        self._waiting = 0  # asks that wait for a pass
+        self._sharing = 1  # those that have waited for this one
         self._broken: BaseException | None = None
 
     def answer(self, message: Message) -> Any:
