@@ -108,7 +108,7 @@ BUGS: tuple[Mutation, ...] = (
         "        elif not self._left or self._clock() > self._until:\n            return False\n",
         "        elif not self._left:\n            return False\n",
         "128 long turns in a row stop the loop for many milliseconds",
-        (f"{DIRECT}::test_direct_turns_in_one_pass_are_bounded",),
+        ("tests/actor/test_direct_answers.py::test_turns_of_a_pass_end_in_time",),
     ),
     Mutation(
         "direct_turn_in_the_asker_s_context",

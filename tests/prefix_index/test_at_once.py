@@ -422,8 +422,8 @@ def test_a_commit_that_the_tree_refuses_needs_its_handler() -> None:
     "settings",
     [
         {"announce": True},
-        {"fetch": True, "save": "write_through"},
-        {"fetch": True, "save": "write_through_selective"},
+        {"save": "write_through"},
+        {"save": "write_through_selective"},
         {"host_tier": True, "exclusive": False},
     ],
 )
