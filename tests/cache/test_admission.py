@@ -105,7 +105,7 @@ async def test_the_namespace_outlives_a_restart_of_the_index(monkeypatch):
 async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch):
     """Each costs the same however many wait, and no turn takes more than its share of them."""
     steps = {"turn": 0, "most": 0, "all": 0}
-    turn, serve, admit = MailboxLoop.turn, Admission._serve_first, Requests._admit
+    turn, serve, admit = MailboxLoop.handle, Admission._serve_first, Requests._admit
 
     def counted(method):
         def call(self, *args):
@@ -120,7 +120,7 @@ async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch
         turn(self, envelope)
         steps["most"] = max(steps["most"], steps["turn"])
 
-    monkeypatch.setattr(MailboxLoop, "turn", turned)
+    monkeypatch.setattr(MailboxLoop, "handle", turned)
     monkeypatch.setattr(Admission, "_serve_first", counted(serve))
     monkeypatch.setattr(Requests, "_admit", counted(admit))
     count = 2000

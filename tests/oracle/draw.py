@@ -23,7 +23,10 @@ def limit(rng: random.Random, low: int = 1, high: int = 64) -> int:
 
 @dataclass
 class Draw:
-    """tables: the config in TOML's types. work: the actions of clients and the controller."""
+    """tables: the config in TOML's types. work: the actions of clients and the controller.
+    recorded: a sink records what is announced. Without any sink a request that hits the device
+    ends in one step. turns: direct turns in a pass of the loop.
+    """
 
     seed: int
     tables: dict[str, Any]
@@ -48,6 +51,8 @@ class Draw:
     sleeps: bool = False
     salt_clears: bool = False
     quotas: bool = False
+    recorded: bool = True
+    turns: int = 128
     seen: list[str] = field(default_factory=list)
 
     @property
@@ -124,7 +129,19 @@ def draw(
         sinks=names,
     )
     _share(random.Random(f"sharing {seed}"), made)
+    steps = random.Random(f"steps {seed}")
+    made.turns = steps.choice((1, 3, 128))
+    made.recorded = bool(names) or steps.random() < 0.4
+    if not made.recorded and steps.random() < 0.6:
+        share_nothing(made)
     return made
+
+
+def share_nothing(made: Draw) -> None:
+    """Leave out quotas, hints and clears of a salt: their trees end no request in one step."""
+    made.hints = made.pins = 0.0
+    made.quotas = made.salt_clears = False
+    made.tables.pop("quota", None)
 
 
 def _share(rng: random.Random, made: Draw) -> None:

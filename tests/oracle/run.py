@@ -7,11 +7,13 @@ import asyncio
 import random
 import shutil
 import tempfile
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import kvactors
+from kvactors.actor import direct
 from tests.support.share_watch import ShareWatch
 
 from .client import Client
@@ -42,10 +44,12 @@ async def serve_round(
     rng = random.Random(f"round {drawn.seed} {life}")
     recorder = Recorder(drawn.block_size, record)
     config = kvactors.Config.from_mapping(drawn.tables)
+    sinks = [recorder] if drawn.recorded else []
     async with (
-        kvactors.open(config, sinks=[recorder], inline_copies=inline) as cache,
+        kvactors.open(config, sinks=sinks, inline_copies=inline) as cache,
         AsyncExitStack() as stack,
     ):
+        stack.enter_context(_turns(drawn.turns))
         world = World(cache, drawn, history, record, rng)
         stack.enter_context(ShareWatch(world.fail, world.seen).installed())
         if readers is not None:
@@ -76,6 +80,16 @@ async def serve_round(
         if readers is not None:
             await readers.compare(world, recorder)
             await readers.close()
+
+
+@contextmanager
+def _turns(number: int) -> Iterator[None]:
+    """So many direct turns in a pass. With few of them asks wait for the next one."""
+    before, direct.TURNS = direct.TURNS, number
+    try:
+        yield
+    finally:
+        direct.TURNS = before
 
 
 def run_seed(

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 
 import pytest
 
 import kvactors
 from kvactors import LeaseEnded
+from kvactors.actor.direct import DirectTurns
 from kvactors.actor.mailbox_loop import MailboxLoop
+from kvactors.prefix_index.at_once import AtOnce
 from kvactors.testing.loop import SimLoop, simulate
 from tests.oracle.client import Client, Cut, Request
-from tests.oracle.draw import draw
+from tests.oracle.draw import draw, share_nothing
 from tests.oracle.history import History
 from tests.oracle.record import Record
 from tests.oracle.run import serve_round
@@ -43,6 +46,40 @@ def test_rounds_find_nothing(direct):
         assert (record.wrong, record.failures) == (0, [])
         finished += record.finished
     assert finished > 30
+
+
+@pytest.mark.parametrize("direct", [0.5, 1.0])
+def test_rounds_with_answers_in_one_step_find_nothing(monkeypatch, direct):
+    """Without a sink, and with few direct turns in a pass: asks wait for the next one."""
+    reached = Counter()
+
+    def counted(kind, name):
+        inner = getattr(kind, name)
+
+        def call(self, *arguments):
+            found = inner(self, *arguments)
+            reached[name] += found is not None
+            return found
+
+        monkeypatch.setattr(kind, name, call)
+
+    for name in ("acquire", "commit", "finish"):
+        counted(AtOnce, name)
+    counted(DirectTurns, "wait_for_pass")
+    for seed in range(8):
+        drawn = draw(seed, "", store=("none", "memory")[seed % 4 == 3], threads=False, sinks=False)
+        drawn.forgotten, drawn.recorded, drawn.turns = 0.0, False, 1 + seed % 2
+        drawn.clients = max(drawn.clients, 4)
+        if seed % 4:
+            share_nothing(drawn)
+        record = run(
+            lambda record, drawn=drawn: serve_round(drawn, History(), record, 60, inline=True),
+            seed,
+            direct,
+        )
+        assert (record.wrong, record.failures) == (0, [])
+    names = ("acquire", "commit", "finish", "wait_for_pass")
+    assert min(reached[name] for name in names) > 20, reached
 
 
 def test_weights_that_change_in_the_step_of_a_grant():
