@@ -104,6 +104,10 @@ def draw(
     for tier in ("device", "host"):
         tables[tier]["policy"] = policies.choice(("lru", "retain", "retain"))
     names = _sinks(rng, tables, folder, seed) if sinks else ()
+    steps = random.Random(f"steps {seed}")
+    recorded = steps.random() < 0.75
+    if not recorded:
+        names, tables["flush"]["sinks"] = (), []
     if kind == "attention_store" or "attention_store" in names:
         tables["attention_store"] = {
             "namespace": f"oracle-{seed}",
@@ -129,10 +133,8 @@ def draw(
         sinks=names,
     )
     _share(random.Random(f"sharing {seed}"), made)
-    steps = random.Random(f"steps {seed}")
-    made.turns = steps.choice((1, 3, 128))
-    made.recorded = bool(names) or steps.random() < 0.4
-    if not made.recorded and steps.random() < 0.6:
+    made.recorded, made.turns = recorded, steps.choice((1, 3, 128))
+    if not recorded and steps.random() < 0.7:
         share_nothing(made)
     return made
 
