@@ -158,7 +158,7 @@ class CacheCalls(OpenCache):
         try:
             granted: AcquireResult | None = None if direct is None else direct.answer(message)
             if granted is None:
-                granted = await index.ask(message, deadline=at)
+                granted = await index.ask(message, deadline=at, queued=wait_for_room)
         except (NoRoom, Paused):
             raise
         except BaseException as error:

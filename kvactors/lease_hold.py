@@ -129,7 +129,8 @@ class LeaseHold(msgspec.Struct, eq=False):
         """Send a message that makes further leases. If it fails or is cancelled none is left."""
         self.begin_change("fork")
         try:
-            return await self.client.index.ask(message, deadline=at)
+            index = self.client.index
+            return await index.ask(message, deadline=at, queued=message.wait_for_room)
         except BaseException as error:
             for lease in message.leases:
                 self.client.abandon(lease)

@@ -155,7 +155,12 @@ class ActorRef(Generic[M_contra]):
         await self.send(Envelope(message, None, None, self.incarnation))
 
     async def ask(
-        self, message: Ask[R], *, deadline: float, lost: Callable[[R], None] | None = None
+        self,
+        message: Ask[R],
+        *,
+        deadline: float,
+        lost: Callable[[R], None] | None = None,
+        queued: bool = False,
     ) -> R:
         """Put an ask and wait for its answer.
 
@@ -166,12 +171,20 @@ class ActorRef(Generic[M_contra]):
 
         lost: called with an answer that does not reach the caller, because it was cancelled after
         the actor had answered.
+
+        queued: it waits in the channel, and not for a pass with direct turns: no later ask
+        overtakes it.
         """
-        asked = self.begin_ask(message, deadline, lost)
+        asked = self.begin_ask(message, deadline, lost, queued=queued)
         return await asked if isinstance(asked, CoroutineType) else asked
 
     def begin_ask(
-        self, message: Ask[R], deadline: float, lost: Callable[[R], None] | None = None
+        self,
+        message: Ask[R],
+        deadline: float,
+        lost: Callable[[R], None] | None = None,
+        *,
+        queued: bool = False,
     ) -> R | CoroutineType[Any, Any, R]:
         """`ask` up to its first wait.
 
@@ -180,7 +193,8 @@ class ActorRef(Generic[M_contra]):
             the same step.
         """
         direct = self.direct
-        if direct is not None and direct.is_spent and not self.instruments.active:
+        may_wait = not (queued or self.instruments.active)
+        if direct is not None and may_wait and direct.is_spent:
             later = direct.ask_later(message, partial(self._begin, message, deadline, lost))
             return cast("CoroutineType[Any, Any, R]", later)
         return self._begin(message, deadline, lost)

@@ -192,3 +192,27 @@ async def test_eight_clients_of_a_small_device_that_try_again(monkeypatch, devic
         assert statistics.leases == statistics.waiting == 0
         assert statistics.blocks_free + statistics.evictable == device
         index_of(cache).check()
+
+
+async def test_requests_that_wait_for_room_are_admitted_in_the_order_of_their_calls():
+    """The second task runs first in the next pass."""
+    async with opened(device=4, sinks=()) as cache:
+        runs = await cache.acquire("runs", prompt(1, 4))
+        order = []
+
+        async def serve(number, blocks, pauses):
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+            lease = await cache.acquire(f"r{number}", prompt(number, blocks), wait_for_room=True)
+            order.append(number)
+            await lease.finish()
+
+        await passes()
+        spends = asyncio.create_task(runs.commit(0))
+        small, large = (asyncio.create_task(serve(*one)) for one in ((2, 1, 1), (3, 4, 0)))
+        await passes(20)
+        assert cache.statistics().prefix.waiting == 2
+        await runs.finish()
+        with anyio.fail_after(30):
+            await asyncio.gather(spends, small, large)
+        assert order == [3, 2], "a small request overtook a large one"

@@ -396,6 +396,14 @@ BUGS: tuple[Mutation, ...] = (
         (f"{DIRECT}::test_a_cancelled_ask_that_waits_for_a_pass_is_not_made",),
     ),
     Mutation(
+        "request_for_room_waits_for_a_pass",
+        "calls.py",
+        "queued=wait_for_room)",
+        "queued=False)",
+        "a small request overtakes a large one that waits for room and was called before",
+        (f"{PASS}::test_requests_that_wait_for_room_are_admitted_in_the_order_of_their_calls",),
+    ),
+    Mutation(
         "commit_that_waits_leaves_its_tokens",
         "lease_hold.py",
         "        self.committing.append(computed)\n        try:\n            return await asked\n",
