@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 import anyio
 
@@ -38,6 +38,9 @@ else:
     M_contra = TypeVar("M_contra", bound=Message, contravariant=True)
 
 R = TypeVar("R")
+
+Lost: TypeAlias = Callable[[R], None] | None
+"""Called with an answer that does not reach its asker."""
 
 SWEEP = 0.05
 """Seconds between checks of the deadlines of open asks: a timer for each would double the cost of
@@ -155,12 +158,7 @@ class ActorRef(Generic[M_contra]):
         await self.send(Envelope(message, None, None, self.incarnation))
 
     async def ask(
-        self,
-        message: Ask[R],
-        *,
-        deadline: float,
-        lost: Callable[[R], None] | None = None,
-        queued: bool = False,
+        self, message: Ask[R], *, deadline: float, lost: Lost[R] = None, queued: bool = False
     ) -> R:
         """Put an ask and wait for its answer.
 
@@ -179,12 +177,7 @@ class ActorRef(Generic[M_contra]):
         return await asked if isinstance(asked, CoroutineType) else asked
 
     def begin_ask(
-        self,
-        message: Ask[R],
-        deadline: float,
-        lost: Callable[[R], None] | None = None,
-        *,
-        queued: bool = False,
+        self, message: Ask[R], deadline: float, lost: Lost[R] = None, *, queued: bool = False
     ) -> R | CoroutineType[Any, Any, R]:
         """`ask` up to its first wait.
 
@@ -200,7 +193,7 @@ class ActorRef(Generic[M_contra]):
         return self._begin(message, deadline, lost)
 
     def _begin(
-        self, message: Ask[R], deadline: float, lost: Callable[[R], None] | None
+        self, message: Ask[R], deadline: float, lost: Lost[R]
     ) -> R | CoroutineType[Any, Any, R]:
         direct, incarnation, taken = self.direct, self.incarnation, False
         if direct is not None and not self.instruments.active:
@@ -222,12 +215,7 @@ class ActorRef(Generic[M_contra]):
         return cast("CoroutineType[Any, Any, R]", waiting)
 
     async def _answer(
-        self,
-        envelope: Envelope[R],
-        reply: asyncio.Future[R],
-        lost: Callable[[R], None] | None,
-        *,
-        taken: bool,
+        self, envelope: Envelope[R], reply: asyncio.Future[R], lost: Lost[R], *, taken: bool
     ) -> R:
         """Wait for the answer of an ask. taken: the actor has begun with it, else it goes through
         the channel."""

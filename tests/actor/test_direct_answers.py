@@ -290,7 +290,7 @@ async def test_a_cancelled_ask_that_waits_for_a_pass_is_not_made(monkeypatch):
         assert system.server.open_asks == 0
 
 
-async def test_messages_put_meanwhile_come_first(monkeypatch):
+async def test_messages_put_before_it_come_first(monkeypatch):
     monkeypatch.setattr(direct, "TURNS", 1)
     system = wired(Answering)
     async with system.running():

@@ -194,7 +194,7 @@ async def test_eight_clients_of_a_small_device_that_try_again(monkeypatch, devic
         index_of(cache).check()
 
 
-async def test_requests_that_wait_for_room_are_admitted_in_the_order_of_their_calls():
+async def test_a_small_request_overtakes_no_large_one():
     """The second task runs first in the next pass."""
     async with opened(device=4, sinks=()) as cache:
         runs = await cache.acquire("runs", prompt(1, 4))

@@ -51,8 +51,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "growth_that_is_over_is_waited_for",
         "storage/backends/slab_steps.py",
-        "            self._task is None or self._task.done()\n",
-        "            self._task is None\n",
+        "        if task is None or task.done():\n",
+        "        if task is None:\n",
         "the loop stands still: a write asks again and again for a slab that others have filled",
         (
             "tests/storage/test_store_tasks.py::test_a_write_between_the_end_of_a_growth_and_its_callbacks_asks_for_another",

@@ -61,8 +61,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "prompt_counted_as_output",
         "prefix_index/leases.py",
-        "        lease.granted, lease.prompt_tokens = True, tokens\n",
-        "        lease.granted = True\n",
+        "        self._leases[lease.id] = lease\n        lease.granted, lease.prompt_tokens = True, tokens\n        if self._preempted",
+        "        self._leases[lease.id] = lease\n        lease.granted = True\n        if self._preempted",
         "every prompt counts as output",
         (f"{TESTS}::test_the_output_is_what_was_added_or_what_the_caller_gives",),
     ),

@@ -13,8 +13,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "growth_swallows_cancellation",
         "storage/backends/slab_steps.py",
-        "        outcome = await asyncio.wrap_future(self._call)\n",
-        "        outcome = await wait_uncancelled(asyncio.wrap_future(self._call))\n",
+        "        outcome = await asyncio.wrap_future(call)\n",
+        "        outcome = await wait_uncancelled(asyncio.wrap_future(call))\n",
         "a loop that ends waits for a disk that hangs, because the store was growing",
         (f"{TASKS}::test_a_loop_ends_although_a_step_of_the_store_hangs",),
     ),

@@ -46,9 +46,8 @@ class Growth:
         if now() < self.pause_until:
             return Outcome.NO_SPACE
         task = self._task
-        if (
-            task is None or task.done()
-        ):  # one that is done and whose callbacks have not run yet gives nothing more
+        # One that is done, and whose callbacks have not run yet, gives nothing more.
+        if task is None or task.done():
             # Slots that wait for their readers, or are in quarantine, may ask for one slab more
             # than the capacity does.
             if self._call is not None and not self._call.done():
