@@ -66,7 +66,7 @@ def cycle(rounds):
 
 
 async def test_retain_learns_in_the_time_of_the_trace(tmp_path):
-    path, rates = trace(tmp_path / "t.jsonl", *cycle(10)), {}
+    path, rates = trace(tmp_path / "t.jsonl", *cycle(100)), {}
     for policy in ("lru", "retain"):
         used = msgspec.structs.replace(
             config(device=30, host=0),

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -172,12 +173,12 @@ async def test_without_checksums_an_object_under_another_name_is_corrupt_and_goe
         assert set(pool) == {two}
 
 
-async def test_a_node_without_checksums_is_logged(pool, caplog):
+async def test_a_node_without_checksums_is_logged(pool):
     for off in (False, True):
-        caplog.clear()
-        async with joined(payload_checksums=not off) as bench:
-            await bench.put(1)
-        assert ("payload checksums are off" in caplog.text) == off
+        with structlog.testing.capture_logs() as logs:
+            async with joined(payload_checksums=not off) as bench:
+                await bench.put(1)
+        assert ("payload checksums are off" in [one["event"] for one in logs]) == off
 
 
 # -- the setting
