@@ -235,7 +235,8 @@ std::vector<u32> Tree::truncate(Path& path, std::size_t tokens, std::string extr
     if (full < path.committed) throw std::invalid_argument("cannot truncate below the committed blocks");
     if (!extra.empty() && blocks == full) throw std::invalid_argument("extra key for a block without tokens");
     for (std::size_t i = full; i < path.table.size(); ++i)
-        if (path.shared[i] != 0) throw std::invalid_argument("cannot truncate blocks that are being loaded");
+        if (path.shared[i] != 0 && (i < blocks || (at(path.nodes[i]).bits & kLoading) != 0))
+            throw std::invalid_argument("cannot truncate within a shared block, or blocks that are being loaded");
     std::vector<u32> freed = drop_beyond(path, std::min(path.held(), full));
     for (std::size_t i = blocks; i < path.table.size(); ++i)
         if (path.table[i] != kNil) freed.push_back(path.table[i]);

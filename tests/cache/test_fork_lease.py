@@ -338,7 +338,7 @@ async def test_tokens_in_a_shared_block_are_not_dropped_while_it_is_shared():
     async with opened(device=16) as cache:
         lease = await cache.acquire("a", prompt(1, 2, tail=1))
         fork = await lease.fork()
-        with pytest.raises(TokensCommitted, match="fork of 'a' shares"):
+        with pytest.raises(TokensCommitted, match="'a' shares with a fork"):
             await fork.truncate(BLOCK + 1)
         assert len(await fork.truncate(BLOCK)) == 2
         assert fork.num_tokens == BLOCK

@@ -89,6 +89,26 @@ def test_blocks_of_a_load_are_never_given_back_by_a_request_that_got_none() -> N
         machine.teardown()
 
 
+def test_a_truncate_drops_blocks_that_arrived_behind_a_load_that_failed() -> None:
+    """The block before them is recomputed by another request, so they are on the device, and this
+    lease has not committed them."""
+    machine = started(5, host=False)
+    machine.acquire(0, BLOCK, 5.0, True)
+    machine.acquire(0, 2 * BLOCK, 5.0, True)
+    machine.loaded(0, 0, False)
+    machine.commit(0, 0)
+    machine.loaded(0, 1, False)
+    machine.consistent()
+    path = machine.lease_state(2).path
+    assert path.num_committed == 0
+    assert path.is_shared(1)
+    machine.truncate(1, 1)  # within such a block: refused
+    assert path.is_shared(1)
+    machine.truncate(1, BLOCK)
+    machine.consistent()
+    machine.teardown()
+
+
 def test_a_commit_that_the_tree_refuses_ends_that_lease_alone() -> None:
     machine = started(4)
     machine.acquire(0, 2 * BLOCK, 5.0, True)

@@ -131,11 +131,14 @@ class TreeModel:
         full, rest = divmod(num_tokens, self.block_size)
         require(path.num_committed <= full, "below the committed blocks")
         require(bool(rest) or not extra, "an extra key needs a block")
-        require(not any(path.shared[full:]), "being loaded")
+        shared = zip(path.shared[full:], path.nodes[full:], strict=False)
+        require(not any(one and node.bits & LOADING for one, node in shared), "being loaded")
+        require(not (rest and any(path.shared[full : full + 1])), "within a shared block")
         dropped, path.nodes = path.nodes[full:], path.nodes[:full]
         freed = self._let_go(dropped)
         blocks = full + bool(rest)
-        freed += [block for block in path.table[blocks:] if block != NONE]
+        rest_of = zip(path.table[blocks:], path.shared[blocks:], strict=True)
+        freed += [block for block, one in rest_of if block != NONE and not one]
         path.table, path.shared = path.table[:blocks], path.shared[:blocks]
         path.cut(num_tokens, extra)
         return freed
