@@ -48,7 +48,9 @@ void Retention::check() const {
         }
         u32 known = 0;
         for (u32 ghost = run.first_ghost; ghost != kNil; ghost = ghosts_[ghost].after) {
-            expect(ghosts_[ghost].run == id && find_ghost(ghosts_[ghost].key) == ghost, "ghost");
+            // Two blocks may have one key, as one that was computed again while its salt was being forgotten.
+            const u32 found = find_ghost(ghosts_[ghost].key);
+            expect(ghosts_[ghost].run == id && found != kNil && ghosts_[found].key == ghosts_[ghost].key, "ghost");
             ++known;
         }
         expect(known == run.ghosts, "ghosts of a run");

@@ -603,3 +603,8 @@ def test_answers_in_one_step_are_those_of_the_handlers() -> None:
             raise
     missing = [name for name in WANTED if reached[name] < 100]
     assert not missing, f"hardly reached: {missing} of {reached}"
+
+
+def test_blocks_with_one_key_may_both_have_been_evicted():
+    """RETAIN remembers a block by a hash of its tokens. A check took the second one for damage."""
+    Twins(5321, Counter()).run(300)
