@@ -27,7 +27,7 @@ class StandIn:
         registered: sizes of the registrations by address.
         calls: names of the calls, in order.
         put_codes: results of the next puts. The pool stores nothing where one is not 0.
-        health: result of `health_check`.
+        health: not 0 if the master is gone.
         largest: bytes of a registration at most.
     """
 
@@ -59,10 +59,6 @@ class StandIn:
             raise ProcessEnds("close blocks the interpreter while the master is gone")
         self._open = False
         return OK
-
-    def health_check(self) -> int:
-        self.calls.append("health_check")
-        return self.health if self._open else 1
 
     def register_buffer(self, address: int, size: int) -> int:
         self._call("register_buffer")
@@ -140,6 +136,8 @@ class StandIn:
 
     def batch_is_exist(self, keys: Any) -> list[int]:
         self._call("batch_is_exist")
+        if self.health:
+            return [FAILED] * len(keys)
         return [int(key in self.objects) for key in keys]
 
     def remove(self, key: str, force: bool = False) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -62,7 +63,7 @@ async def test_the_first_object_is_put_read_and_removed(standin):
         assert standin.calls == ["setup", "put_from", "get_into", "remove"]
         assert standin.objects == {}
         await client.close()
-        assert standin.calls[-2:] == ["health_check", "close"]
+        assert standin.calls[-2:] == ["batch_is_exist", "close"]
 
 
 @pytest.mark.parametrize("users", [{}, {"MC_TCP_SLICE_SIZE": "4096"}])
@@ -234,6 +235,37 @@ async def test_a_metadata_server_that_does_not_answer_fails_the_start(standin, s
         with pytest.raises(StoreError, match=rf"metadata server at {server} does not answer"):
             await client.open()
         assert standin.calls == []
+
+
+async def test_a_pool_whose_master_is_slow_to_answer_is_not_left(standin, monkeypatch):
+    """The client's own `health_check` was of use neither here nor for a master that ended just
+    now: it returns what the last ping found."""
+    monkeypatch.setattr("kvactors.storage.backends.mooncake_client.ANSWER_LIMIT", 0.01)
+    answered = threading.Event()
+
+    def slow(keys: list[str]) -> list[int]:
+        answered.wait(30.0)
+        return [0] * len(keys)
+
+    async with listening() as port:
+        client = MooncakeClient(config(f"127.0.0.1:{port}"))
+        await client.open()
+        monkeypatch.setattr(standin, "batch_is_exist", slow)
+        await client.close()
+    answered.set()
+    assert "close" not in standin.calls
+
+
+async def test_a_client_that_raises_when_asked_is_not_closed(standin, monkeypatch):
+    def broken(keys: list[str]) -> list[int]:
+        raise RuntimeError("no client")
+
+    async with listening() as port:
+        client = MooncakeClient(config(f"127.0.0.1:{port}"))
+        await client.open()
+        monkeypatch.setattr(standin, "batch_is_exist", broken)
+        await client.close()
+    assert "close" not in standin.calls
 
 
 async def test_a_pool_whose_metadata_server_is_gone_is_not_left(standin):
