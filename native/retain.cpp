@@ -125,6 +125,13 @@ void Retention::enter_bin(u32 id, u32 bin) {
     if (bins_[bin].first != kNil) return;
     bins_[bin].first = id;
     bins_[bin].time = run.time;
+    next_move_ = std::min(next_move_, next_move(bin));
+}
+
+// The time before which no run leaves the bin, or a little earlier: the sum is rounded.
+double Retention::next_move(u32 bin) const {
+    constexpr double kBefore = 1 - 1e-12;
+    return bins_[bin].first == kNil ? kNever : (bins_[bin].time + LifeTables::start_of(bin + 1)) * kBefore;
 }
 
 void Retention::leave_bin(u32 id) {
@@ -144,6 +151,8 @@ bool Retention::leaves(u32 bin) const {
 void Retention::advance(double now) {
     if (!(now > now_)) return;
     now_ = now;
+    if (now < next_move_) return;
+    next_move_ = now;  // if the next call has to continue
     for (u32 bin = 0; bin + 1 < LifeTables::kBins; ++bin)
         if (leaves(bin)) __builtin_prefetch(&runs_[bins_[bin].first], 1);
     std::size_t moves = 0;
@@ -166,6 +175,8 @@ void Retention::advance(double now) {
             if (filed) place(id, buckets_[bucket_of(run)].last);  // it is the youngest of the bin
         }
     }
+    next_move_ = kNever;
+    for (u32 bin = 0; bin + 1 < LifeTables::kBins; ++bin) next_move_ = std::min(next_move_, next_move(bin));
 }
 
 // A run of resident blocks, the youngest of all.
@@ -249,25 +260,26 @@ void Retention::drop_run(u32 id) {
 
 void Retention::touch(const u32* ids, u32 count, const Visit& visit) {
     if (count == 0) return;
-    u32 known = 0;
+    u32 known = 0;    // leading blocks that were touched before
+    double gap = -1;  // since that of the last one of them
     auto rows = rows_.cursor();
-    while (known < count && rows[ids[known]].run != kNil) ++known;
-    double gap = -1;
-    if (known != 0) {
-        const Run& continued = runs_[row(ids[known - 1]).run];
-        if (2 * u64(known) > continued.path && continued.time <= visit.acquired) gap = visit.acquired - continued.time;
-    }
     u32 hits = 0, shadow_hits = 0;
     for (u32 x = 0; x < count;) {
         const u32 id = rows[ids[x]].run;
         u32 end = x, held = 0;
-        for (; end < count && rows[ids[end]].run == id; ++end) {
+        for (; end < count; ++end) {
             Row& block = rows[ids[end]];
+            if (block.run != id) break;
             held += block.held;
             block.uses += block.uses != 0xffff;
         }
         if (id != kNil) {
             const Run& run = runs_[id];
+            if (known == x) {
+                known = end;
+                const bool continues = 2 * u64(known) > run.path && run.time <= visit.acquired;
+                gap = continues ? visit.acquired - run.time : -1;
+            }
             if (run.time <= visit.acquired) {  // else another request has used it since
                 const u32 bin = LifeTables::bin_of(visit.acquired - run.time);
                 if (observes_) tables_->returned(run.cls, bin);

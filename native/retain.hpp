@@ -10,6 +10,7 @@
 #pragma once
 
 #include <array>
+#include <limits>
 #include <string>
 
 #include "life_tables.hpp"
@@ -96,6 +97,38 @@ public:
             if (--above.children == 0 && above.listed) file_if_free(block.parent);
         }
     }
+    // `list` of the last blocks of a path, the last one first. Only the first of them can have a parent that
+    // is listed, and only the last one can have no child that is.
+    void list_run(const u32* ids, u32 count) {
+        auto rows = rows_.cursor();
+        listed_ += count;
+        for (u32 i = count; i-- > 0;) {
+            Row& block = rows[ids[i]];
+            block.listed = true;
+            if (i + 1 < count) ++block.children;
+            if (!block.held) stray(ids[i]);
+            if (i + 1 == count && block.children == 0) file_if_free(ids[i]);
+        }
+        const u32 parent = rows[ids[0]].parent;
+        if (parent == kNil) return;
+        Row& above = row(parent);
+        if (above.children++ == 0 && above.listed) unfile_tail(parent);
+    }
+    // `unlist` of them, the first one first.
+    void unlist_run(const u32* ids, u32 count) {
+        auto rows = rows_.cursor();
+        listed_ -= count;
+        for (u32 i = 0; i < count; ++i) {
+            Row& block = rows[ids[i]];
+            block.listed = false;
+            block.children -= i + 1 < count;
+        }
+        const u32 last = ids[count - 1], parent = rows[ids[0]].parent;
+        if (rows[last].children == 0) unfile_tail(last);
+        if (parent == kNil) return;
+        Row& above = row(parent);
+        if (--above.children == 0 && above.listed) file_if_free(parent);
+    }
     bool is_listed(u32 id) const { return row(id).listed; }
     bool is_held(u32 id) const { return row(id).held; }
 
@@ -179,6 +212,7 @@ private:
         u64 filled[kWords] = {};  // classes whose bucket has a run
     };
 
+    static constexpr double kNever = std::numeric_limits<double>::infinity();
     static constexpr u32 kCertain = 128;
     static constexpr u32 kBuckets = LifeTables::kClasses * LifeTables::kBins;
 
@@ -188,6 +222,7 @@ private:
     // Runs by age.
     u32 make_run(u32 cls, u64 order, u32 blocks, u32 tail, u32 path);
     void enter_bin(u32 run, u32 bin);
+    double next_move(u32 bin) const;
     bool leaves(u32 bin) const;
     void leave_bin(u32 run);
     void drop_run(u32 run);
@@ -239,6 +274,7 @@ private:
     const bool observes_, at_once_;  // at_once_: its memory is brought in when it is made
     const Guard guard_;
     double now_ = 0;
+    double next_move_ = kNever;  // no run leaves its bin before
     u64 serial_ = 0;  // touches
     Slab<Row, 1> rows_;
     std::vector<Run, Mapped<Run>> runs_;

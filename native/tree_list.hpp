@@ -99,8 +99,12 @@ public:
     template <bool kUsed>
     void acquire_run(const u32* ids, u32 count, u32* blocks) {
         Slab<Node, 1>::Cursor rows = tree_.nodes_.cursor();
-        u32 first = first_, referenced = 0, unlisted = 0, read = 0;
+        u32 first = first_, referenced = 0, unlisted = 0, read = 0, start = 0;
         Retention* const policy = tree_.policy_;
+        const auto unlist_before = [&](u32 end) {  // the policy takes the nodes of a run together
+            if (policy != nullptr && start != end) policy->unlist_run(ids + start, end - start);
+            start = end + 1;
+        };
         for (u32 i = 0; i < count; ++i) {
             const u32 id = ids[i];
             Node& node = rows[id];
@@ -109,11 +113,13 @@ public:
                 if (node.hits != 0xffff) ++node.hits;
                 tree_.stay(id, node);
             }
-            if (node.refs++ != 0) continue;
-            ++referenced;
-            if ((node.bits & kListed) == 0) continue;
+            const bool referenced_before = node.refs++ != 0;
+            referenced += !referenced_before;
+            if (referenced_before || (node.bits & kListed) == 0) {
+                unlist_before(i);
+                continue;
+            }
             node.bits &= u8(~kListed);
-            if (policy != nullptr) policy->unlist(id);
             ++unlisted;
             read += node.pending != 0;
             if (first == kNil || node.next != first) {
@@ -123,6 +129,7 @@ public:
             }
             first = id;
         }
+        unlist_before(count);
         first_ = first;
         referenced_ += referenced;
         unlisted_ += unlisted;

@@ -257,13 +257,19 @@ void Tree::let_go_run(const u32* first, const u32* end, std::vector<u32>& freed)
     u32 tail = tails_[kPlainLevel], dropped = 0, listed = 0, read = 0;
     Node* last = tail == kNil ? nullptr : &at(tail);
     Slab<Node, 1>::Cursor rows = nodes_.cursor();
+    const u32* stop = end;  // of the nodes that the policy does not have in its list yet
+    const auto list_from = [&](const u32* start) {
+        if (policy_ != nullptr && start != stop) policy_->list_run(start, u32(stop - start));
+    };
     while (end != first) {
         const u32 id = *--end;
         Node& node = rows[id];
-        if (--node.refs != 0) continue;
-        ++dropped;
-        if (!is_firm(node)) {
-            let_go_last(id, freed);  // no node of the list changes
+        const bool referenced = --node.refs != 0;
+        dropped += !referenced;
+        if (referenced || !is_firm(node)) {
+            list_from(end + 1);
+            stop = end;
+            if (!referenced) let_go_last(id, freed);  // no node of the list changes
             continue;
         }
         node.bits |= kListed;
@@ -275,8 +281,8 @@ void Tree::let_go_run(const u32* first, const u32* end, std::vector<u32>& freed)
         tail = id;
         ++listed;
         read += node.pending != 0;
-        if (policy_ != nullptr) policy_->list(id);
     }
+    list_from(end);
     tails_[kPlainLevel] = tail;
     counts_.referenced -= dropped;
     counts_.evictable += listed;
