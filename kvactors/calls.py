@@ -153,12 +153,11 @@ class CacheCalls(OpenCache):
             stored,
             hints,
         )
-        index = self._client.index
-        direct = index.direct
+        direct = self._client.index.direct
         try:
             granted: AcquireResult | None = None if direct is None else direct.answer(message)
             if granted is None:
-                granted = await index.ask(message, deadline=at, queued=wait_for_room)
+                granted = await self._client.admit(message, at)
         except (NoRoom, Paused):
             raise
         except BaseException as error:
@@ -307,4 +306,4 @@ class CacheCalls(OpenCache):
         """Refuse new work. `open` calls it at the end of its block. No effect in a forked child."""
         if not self.system.forked:
             self._client.check_thread()
-            self._client.is_open = False
+            self._client.close()

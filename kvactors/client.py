@@ -17,7 +17,13 @@ from kvactors.actor.log import get_logger
 from kvactors.arguments import check_seconds
 from kvactors.device_events import Completion, DeviceEvents, Stream, stream_handle
 from kvactors.errors import ActorFailed, CacheClosed, DeviceError, KVActorsError, WrongLoop
-from kvactors.prefix_index.messages import Abandon, IndexRequest, Withdrawn
+from kvactors.prefix_index.messages import (
+    Abandon,
+    Acquire,
+    AcquireResult,
+    IndexRequest,
+    Withdrawn,
+)
 from kvactors.prefix_index.parts import part_of
 from kvactors.system import System
 
@@ -25,7 +31,8 @@ log = get_logger()
 
 
 class _NoRunner:
-    """In place of a loop that does not name the thread that runs it: `check` looks at each call."""
+    """In place of a loop that does not name the thread that runs it, and of that of a closed cache:
+    `check` looks at each call."""
 
     _thread_id = None
 
@@ -64,6 +71,10 @@ class Client:
         self._default_deadline = system.config.cache.default_deadline_s
         self._clock = clock_of(self.loop)
         self._runner: Any = self.loop if hasattr(self.loop, "_thread_id") else _NoRunner
+
+    def close(self) -> None:
+        """Accept no new calls."""
+        self.is_open, self._runner = False, _NoRunner
 
     def check(self) -> None:
         """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a
@@ -107,7 +118,6 @@ class Client:
         if (
             self.system.forked
             or self._runner._thread_id != get_ident()  # the shortest test, see `check_loop`
-            or not self.is_open
             or self._supervisor.failed is not None
         ):
             self.check()
@@ -116,6 +126,15 @@ class Client:
             return clock() + self._default_deadline
         return clock() + check_seconds("deadline", deadline)
 
+    def check_call(self) -> None:
+        """The checks of `deadline`."""
+        if (
+            self.system.forked
+            or self._runner._thread_id != get_ident()
+            or self._supervisor.failed is not None
+        ):
+            self.check()
+
     async def ask(self, message: Ask[Any], at: float) -> Any:
         """Ask PrefixIndex in the same step as the call of `deadline`. at: its result."""
         try:
@@ -123,6 +142,16 @@ class Client:
         except ActorFailed as error:
             self.refine(error)
             raise
+
+    async def admit(self, message: Acquire, at: float) -> AcquireResult:
+        """Ask for a request that has no answer in this step. One that waits for blocks is in the
+        channel at once, so that no later request overtakes it. at: the result of `deadline`."""
+        direct = self.index.direct
+        if direct is not None and not message.wait_for_room and direct.is_spent:
+            answer: AcquireResult | None = await direct.answer_later(message)
+            if answer is not None:
+                return answer
+        return await self.index.ask(message, deadline=at, queued=True)
 
     async def wait_device(self, event: Completion | None, stream: Stream | None, at: float) -> None:
         """Wait until the device has completed an event, or the work that a stream has got when the

@@ -200,12 +200,16 @@ class Lease:
             await hold.wait_event(event, stream, computed, self.num_tokens, at)
         if computed <= hold.client.part_tokens:
             message, direct = Commit(hold.id, computed), hold.client.index.direct
-            if direct is not None and (done := direct.answer(message)) is not None:
-                return int(done.count)
-            asked = hold.begin_ask(message, at, has_effect=True)
-            if isinstance(asked, CoroutineType):
-                asked = await hold.wait_commit(asked, computed)
-            return int(asked.count)
+            done = None
+            if direct is not None:
+                done = direct.answer(message)
+                if done is None and direct.is_spent:
+                    done = await hold.wait_commit(direct.answer_later(message), computed)
+            if done is None:
+                done = hold.begin_ask(message, at, has_effect=True, queued=True)
+                if isinstance(done, CoroutineType):
+                    done = await hold.wait_commit(done, computed)
+            return int(done.count)
         return await hold.commit_in_parts(self._path, computed, self.num_tokens, at)
 
     async def finish(

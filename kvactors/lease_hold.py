@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from types import CoroutineType
 from typing import Any
 
@@ -87,10 +88,14 @@ class LeaseHold(msgspec.Struct, eq=False):
         asked = self.begin_ask(message, at, has_effect=has_effect)
         return await asked if isinstance(asked, CoroutineType) else asked
 
-    def begin_ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
-        """`ask` up to its first wait: the answer, or a coroutine to be awaited in the same step."""
+    def begin_ask(
+        self, message: Ask[Any], at: float, *, has_effect: bool = False, queued: bool = False
+    ) -> Any:
+        """`ask` up to its first wait: the answer, or a coroutine to be awaited in the same step.
+        queued: as in `ActorRef.ask`."""
+        lost = self._lost if has_effect else None
         try:
-            asked = self.client.index.begin_ask(message, at, self._lost if has_effect else None)
+            asked = self.client.index.begin_ask(message, at, lost, queued=queued)
         except LeaseEnded as error:
             raise self._ended_by(error) from None
         return self._answer(asked) if isinstance(asked, CoroutineType) else asked
@@ -186,7 +191,7 @@ class LeaseHold(msgspec.Struct, eq=False):
             self.committing.remove(computed)
         self.check_ended()
 
-    async def wait_commit(self, asked: CoroutineType[Any, Any, Any], computed: int) -> Any:
+    async def wait_commit(self, asked: Awaitable[Any], computed: int) -> Any:
         """Wait for the answer of a commit. Until then its tokens must stay: a truncate and an
         extend could overtake it, and it would make blocks shareable that are not computed."""
         self.committing.append(computed)
@@ -253,8 +258,10 @@ class LeaseHold(msgspec.Struct, eq=False):
                 await self._commit_parts(path, computed, num_tokens, at)
             elif (direct := self.client.index.direct) is not None:
                 reply = direct.answer(message)
+                if reply is None and direct.is_spent:
+                    reply = await self.wait_commit(direct.answer_later(message), computed)
             if reply is None:
-                asked = self.begin_ask(message, at)
+                asked = self.begin_ask(message, at, queued=True)
                 waits = isinstance(asked, CoroutineType)
                 reply = await self.wait_commit(asked, computed) if waits else asked
         except (ValueError, TypeError, NotReady, LeaseBusy):

@@ -50,6 +50,11 @@ async def wait_ready(  # noqa: D417  (a method of Lease)
         DeviceError: the device has no CUDA streams, or the driver refused to let the stream wait.
     """
     hold = self._hold
+    if deadline is None and stream is None and not self.pending:
+        hold.client.check_call()  # of most requests that hit: a clock is not needed
+        if hold.ended:
+            hold.check_ended()
+        return
     at = hold.client.deadline(deadline)
     if hold.ended:
         hold.check_ended()

@@ -66,6 +66,7 @@ class Channel(Generic[T]):
         self._granted = 0  # places promised to senders that were woken but have not run yet
         self._closed: Callable[[], Exception] | None = None
         self._peak = self._peak_control = self.taken = 0
+        self.answered = 0  # asks that took one step and were never in a lane
         self.idle = False
 
     # -- sending
@@ -197,7 +198,7 @@ class Channel(Generic[T]):
             len(self._senders),
             self._peak,
             self._peak_control,
-            self.taken,
+            self.taken + self.answered,
         )
 
     # -- inner parts

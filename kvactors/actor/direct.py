@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextvars import copy_context
-from types import CoroutineType
+from types import CoroutineType, coroutine
 from typing import TYPE_CHECKING, Any
 
 from kvactors.actor.message import Envelope, Message
@@ -43,7 +43,6 @@ class DirectTurns:
 
     __slots__ = (
         "_answerers",
-        "_begun",
         "_broken",
         "_channel",
         "_chosen",
@@ -73,8 +72,8 @@ class DirectTurns:
         # A loop of virtual time has its own clock. Others read this one, through another call.
         self._clock = time.monotonic if self._chosen is None else self.loop.time
         self._run: Callable[..., None] = copy_context().run
-        self._begun = False  # whether this pass had a direct turn
-        self._left, self._until = TURNS, 0.0  # of this pass, or of the ask that has waited for it
+        # Of this pass, or of the ask that has waited for it. -1: the pass had no direct turn.
+        self._left, self._until = -1, 0.0
         self._end = 0.0  # for asks that have waited
         self._waiting = 0  # asks that wait for a pass
         self._sharing = 1  # those that have waited for this one
@@ -93,14 +92,12 @@ class DirectTurns:
         answerer = self._answerers.get(type(message))
         if answerer is None or (self._chosen is not None and not self._chosen()):
             return None
-        if not self._begun:
+        if left < 0:
             self._begin_pass()
             left = TURNS
-        elif not left:
-            return None
         elif not left % LOOK:
             clock = self._clock  # a call of an attribute that is no method takes longer
-            if clock() > self._until:
+            if not left or clock() > self._until:
                 self._left = 0
                 return None
         ref = self._ref
@@ -113,42 +110,41 @@ class DirectTurns:
         ref.direct = self
         if found is not None:
             self._left = left - 1
-            channel.taken += 1
-            self._mailbox.turns += 1
-            self._in_flight.begun += 1
+            channel.answered += 1
         return found
 
     @property
     def is_spent(self) -> bool:
         """Whether it is only in a later pass of the loop that an ask can be a direct turn."""
-        if not (self._begun and self._channel.idle):
+        if self._left < 0 or self._instruments.active or not self._channel.idle:
             return False
         return not self._left or self._clock() > self._until
 
     async def ask_later(self, message: Message, begin: Callable[[], Any]) -> Any:
         """An ask in the next pass of the loop, which costs less than the channel. begin: sends it,
         if the turns of that pass are spent as well."""
-        await self.wait_for_pass()
-        if self._ref.direct is self and (answer := self.answer(message)) is not None:
+        if (answer := await self.answer_later(message)) is not None:
             return answer
         asked = begin()
         return await asked if isinstance(asked, CoroutineType) else asked
 
-    async def wait_for_pass(self) -> None:
-        """Let the loop's other tasks run. Those that wait share the direct turns of the next pass,
-        so that none of them is behind another one for long."""
+    @coroutine
+    def answer_later(self, message: Message) -> Generator[None, None, Any]:
+        """`answer` in the next pass of the loop: its other tasks run first. Asks that wait share
+        the direct turns of that pass, so that none of them is behind another one for long."""
         self._waiting += 1
         self._in_flight.begin()  # as in the channel
         try:
-            await asyncio.sleep(0)
+            yield  # as `asyncio.sleep(0)`, without its coroutine
         finally:
             self._waiting -= 1
             self._in_flight.end()
-        if not self._begun:
+        if self._left < 0:
             self._begin_pass()
         now, share = self._clock(), self._sharing
         if now < self._end:
             self._left, self._until = max(1, TURNS // share), now + TIME / share
+        return self.answer(message) if self._ref.direct is self else None
 
     def take(self, envelope: Envelope[Any]) -> bool:
         """Take a turn with an ask. False, and nothing happens, if it has to go through the
@@ -157,7 +153,7 @@ class DirectTurns:
             return False
         if not self._channel.idle:
             return False
-        if not self._begun:
+        if self._left < 0:
             self._begin_pass()
         elif not self._left or self._clock() > self._until:
             return False
@@ -198,13 +194,12 @@ class DirectTurns:
 
     def _begin_pass(self) -> None:
         """The first direct turn in a pass of the loop."""
-        self._begun = True
         self._left, self._until = TURNS, self._clock() + TIME
         self._end = self._until + TIME / 2
         self.loop.call_soon(self._renew)
 
     def _renew(self) -> None:
-        self._begun, self._sharing = False, max(1, self._waiting)
+        self._left, self._sharing = -1, max(1, self._waiting)
 
 
 def choice_of(loop: asyncio.AbstractEventLoop) -> Callable[[], bool] | None:

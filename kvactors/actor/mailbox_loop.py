@@ -33,14 +33,14 @@ class MailboxLoop:
     """Runs one incarnation of an actor.
 
     Attributes:
-        turns: taken so far.
         skipped: asks given up before their turn, and messages for an earlier incarnation.
         ended_at: when the failure or the stop came, on the loop's clock.
         failed_peer: the failure of another actor, if it is the reason why this one is cancelled.
     """
 
     def __init__(self, actor: Actor) -> None:
-        self.turns = self.skipped = 0
+        self.skipped = 0
+        self._handled, self._answered_before = 0, actor.ref.channel.answered
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended_at: float | None = None
         self.failed_peer: Callable[[], tuple[str, BaseException] | None] = lambda: None
@@ -48,6 +48,11 @@ class MailboxLoop:
         self._context = actor.context
         self._ref = actor.ref
         self._handlers = actor.handlers
+
+    @property
+    def turns(self) -> int:
+        """Turns taken so far."""
+        return self._handled + self._ref.channel.answered - self._answered_before
 
     async def run(self) -> None:
         """Take turns until the actor is stopped.
@@ -149,7 +154,7 @@ class MailboxLoop:
         """Give a message to its handler."""
         message, context = envelope.message, self._context
         kind = type(message)
-        self.turns += 1
+        self._handled += 1
         handler = self._handlers.get(kind)
         if envelope.reply is not None and handler is not None:
             context.unanswered[envelope] = None

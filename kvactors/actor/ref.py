@@ -186,8 +186,7 @@ class ActorRef(Generic[M_contra]):
             the same step.
         """
         direct = self.direct
-        may_wait = not (queued or self.instruments.active)
-        if direct is not None and may_wait and direct.is_spent:
+        if direct is not None and not queued and direct.is_spent:
             later = direct.ask_later(message, partial(self._begin, message, deadline, lost))
             return cast("CoroutineType[Any, Any, R]", later)
         return self._begin(message, deadline, lost)

@@ -82,13 +82,18 @@ async def test_an_answer_in_one_step_is_a_turn_of_the_actor():
     system = wired(Answering)
     async with system.running():
         await passes()
-        begun = system.in_flight.begun
         assert in_one_step(asked(system, Ping(1))) == 2
         assert seen(system) == [("at once", 1)]
         statistics = system.supervisor.actor("server").statistics()
         assert statistics.turns == statistics.channel.taken == 1
-        assert system.in_flight.begun > begun
         assert system.in_flight.count == 0
+        restarted = system.supervisor.actor("server")
+        with suppress(ActorFailed):
+            await asked(system, Ping(None))
+        await system.in_flight.wait_idle()
+        statistics = system.supervisor.actor("server").statistics()
+        assert system.supervisor.actor("server") is not restarted
+        assert (statistics.turns, statistics.channel.taken) == (0, 2)
 
 
 async def test_what_has_no_answer_in_one_step_is_handled():

@@ -91,6 +91,22 @@ async def test_a_comparison_ends_when_the_system_is_not_at_rest_any_more():
         held.add(key)
 
 
+async def test_a_comparison_ends_after_an_answer_in_one_step():
+    """It sends no message."""
+    async with opened(sinks=()) as cache:
+        await asyncio.sleep(0.05)
+        violated: list[str] = []
+        steps = _between_actors(cache.system, violated)
+        next(steps)
+        begun = cache.system.in_flight.begun
+        lease = await cache.acquire("a", prompt(1, 2))
+        assert cache.system.in_flight.begun == begun
+        assert list(steps) == []
+        assert cache.system.index_actor.statistics().channel.taken == 1
+        await lease.finish()
+        assert cache.system.index_actor.turns == 2
+
+
 async def test_an_actor_that_changed_between_two_steps_is_checked_again():
     async with opened() as cache:
         actor = cache.system.index_actor
@@ -98,7 +114,7 @@ async def test_an_actor_that_changed_between_two_steps_is_checked_again():
 
         def steps():
             yield
-            actor.mailbox.turns += 1
+            actor.mailbox._handled += 1
             raise AssertionError("seen in passing")
 
         def check():

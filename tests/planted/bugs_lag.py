@@ -130,8 +130,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "loop_of_a_call_not_checked",
         "client.py",
-        "            or self._runner._thread_id != get_ident()",
-        "            or self._thread != get_ident()",
+        "            or self._runner._thread_id != get_ident()  #",
+        "            or self._thread != get_ident()  #",
         "a call on another loop of the same thread changes a cache whose own loop stands still",
         ("tests/cache/test_lease_calls.py::test_another_loop_of_the_same_thread_is_refused",),
     ),

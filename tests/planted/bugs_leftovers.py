@@ -140,8 +140,8 @@ BUGS: tuple[Mutation, ...] = (
         "child_is_refused_the_end_of_its_block",
         "calls.py",
         "        if not self.system.forked:\n            self._client.check_thread()\n            "
-        "self._client.is_open = False\n",
-        "        self._client.check_thread()\n        self._client.is_open = False\n",
+        "self._client.close()\n",
+        "        self._client.check_thread()\n        self._client.close()\n",
         "a forked child that leaves the block gets CacheClosed in place of its own exception",
         (
             "tests/cache/test_fork.py::test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own",

@@ -152,7 +152,7 @@ BUGS = (
     Mutation(
         "what_changes_in_between_is_reported",
         "observe/invariants.py",
-        "        if system.in_flight.begun != begun:\n            return\n",
+        "        if _events(system) != before:\n            return\n",
         "",
         "check() reports a false violation under load",
         (

@@ -65,7 +65,7 @@ def test_rounds_with_answers_in_one_step_find_nothing(monkeypatch, direct):
 
     for name in ("acquire", "commit", "finish"):
         counted(AtOnce, name)
-    counted(DirectTurns, "wait_for_pass")
+    counted(DirectTurns, "answer_later")
     for seed in range(8):
         drawn = draw(seed, "", store=("none", "memory")[seed % 4 == 3], threads=False, sinks=False)
         drawn.forgotten, drawn.recorded, drawn.turns = 0.0, False, 1 + seed % 2
@@ -78,7 +78,7 @@ def test_rounds_with_answers_in_one_step_find_nothing(monkeypatch, direct):
             direct,
         )
         assert (record.wrong, record.failures) == (0, [])
-    names = ("acquire", "commit", "finish", "wait_for_pass")
+    names = ("acquire", "commit", "finish", "answer_later")
     assert min(reached[name] for name in names) > 20, reached
 
 
