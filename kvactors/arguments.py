@@ -199,6 +199,8 @@ def added_media(
     Raises:
         TypeError, ValueError: bad media.
     """
+    if isinstance(extra_keys, tuple) and not extra_keys:  # as nearly always
+        return (), ()
     items = check_media(extra_keys, num_added)
     digests = [digest for _, _, digest in items]
     block_extras(0, block_size, [item[:2] for item in items], digests, num_added)  # checks

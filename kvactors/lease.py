@@ -117,11 +117,7 @@ class Lease:
         at = self._hold.deadline(deadline)
         added = Path(self._path.block_size, self._path.root)
         extend_path(added, "tokens", tokens)
-        extras, media = (
-            ((), ())
-            if isinstance(extra_keys, tuple) and not extra_keys
-            else added_media(added.block_size, self.num_tokens, added.num_tokens, extra_keys)
-        )
+        extras, media = added_media(added.block_size, self.num_tokens, added.num_tokens, extra_keys)
         return await self._extend(added, extras, media, at)
 
     covered_tokens = property(growth.covered_tokens)

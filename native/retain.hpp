@@ -97,8 +97,8 @@ public:
             if (--above.children == 0 && above.listed) file_if_free(block.parent);
         }
     }
-    // `list` of the last blocks of a path, the last one first. Only the first of them can have a parent that
-    // is listed, and only the last one can have no child that is.
+    // `list` of the last blocks of a path, the last one first. The parent of the first one is in use, as
+    // the block was, and only the last one can have no child that is listed.
     void list_run(const u32* ids, u32 count) {
         auto rows = rows_.cursor();
         listed_ += count;
@@ -110,11 +110,9 @@ public:
             if (i + 1 == count && block.children == 0) file_if_free(ids[i]);
         }
         const u32 parent = rows[ids[0]].parent;
-        if (parent == kNil) return;
-        Row& above = row(parent);
-        if (above.children++ == 0 && above.listed) unfile_tail(parent);
+        if (parent != kNil) ++row(parent).children;
     }
-    // `unlist` of them, the first one first.
+    // `unlist` of them, the first one first: its parent is in use already.
     void unlist_run(const u32* ids, u32 count) {
         auto rows = rows_.cursor();
         listed_ -= count;
@@ -125,9 +123,7 @@ public:
         }
         const u32 last = ids[count - 1], parent = rows[ids[0]].parent;
         if (rows[last].children == 0) unfile_tail(last);
-        if (parent == kNil) return;
-        Row& above = row(parent);
-        if (--above.children == 0 && above.listed) file_if_free(parent);
+        if (parent != kNil) --row(parent).children;
     }
     bool is_listed(u32 id) const { return row(id).listed; }
     bool is_held(u32 id) const { return row(id).held; }

@@ -400,23 +400,32 @@ async def still_well(cache):
     assert cache.count_divergent_blocks() == 0
 
 
+async def refuses(wrong):
+    """Make wrong calls one after another."""
+    async with opened() as cache:
+        for owner, method, name, kind, position in wrong:
+            value = kinds()[kind][position]
+            with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+                await call(cache, owner, method, {**CALLS[owner, method][0], name: value})
+            assert not isinstance(caught.value, KVActorsError), (owner, method, name, value)
+            assert isinstance(caught.value, (TypeError, ValueError)) or isinstance(
+                value, (Odd, list)
+            )
+        assert cache.namespace == "default"
+        await still_well(cache)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), CALLS, ids=[f"{owner.__name__}-{method}" for owner, method in CALLS]
+)
+async def test_every_wrong_argument_is_refused(owner, method):
+    await refuses([one for one in WRONG if one[:2] == (owner, method)])
+
+
 @given(st.lists(st.sampled_from(WRONG), min_size=1, max_size=40))
 @hypothesis_settings(max_examples=40, deadline=None, derandomize=True)
 def test_a_wrong_argument_is_refused_and_changes_nothing(wrong):
-    async def main():
-        async with opened() as cache:
-            for owner, method, name, kind, position in wrong:
-                value = kinds()[kind][position]
-                with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
-                    await call(cache, owner, method, {**CALLS[owner, method][0], name: value})
-                assert not isinstance(caught.value, KVActorsError), (owner, method, name, value)
-                assert isinstance(caught.value, (TypeError, ValueError)) or isinstance(
-                    value, (Odd, list)
-                )
-            assert cache.namespace == "default"
-            await still_well(cache)
-
-    asyncio.run(main())
+    asyncio.run(refuses(wrong))
 
 
 @given(st.data())

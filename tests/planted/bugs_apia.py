@@ -96,7 +96,9 @@ BUGS: tuple[Mutation, ...] = (
         "",
         "a load that ends after its lease was truncated fails the index, or announces its blocks by "
         "other tokens",
-        ("tests/prefix_index/test_index_machine.py::test_long_walks_through_every_order",),
+        (
+            "tests/prefix_index/test_loads.py::test_a_late_load_is_announced_by_the_tokens_that_it_was_loaded_for",
+        ),
     ),
     Mutation(
         "chunk_forgets_the_cached_blocks",

@@ -14,7 +14,7 @@ from kvactors.prefix_index.actions import StartTimer
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.index import Segment
 from kvactors.prefix_index.loads import GRACE
-from kvactors.prefix_index.messages import LoadDeadline, ReadyResult
+from kvactors.prefix_index.messages import Ack, Extend, LoadDeadline, ReadyResult, Truncate
 from kvactors.prefix_index.records import LeaseState
 from kvactors.types import split_hashes
 from tests.prefix_index.objects import BLOCK, Request, answers, core, messages, new_lease, path
@@ -93,6 +93,24 @@ def test_an_overdue_load_keeps_its_targets_until_it_is_answered():
     assert state.index.free == 0
     assert state.loads.finish(op, 0, 0) == []
     assert state.index.free == 2
+
+
+@pytest.mark.parametrize("kept", [0, BLOCK, BLOCK + 1])
+def test_a_late_load_is_announced_by_the_tokens_that_it_was_loaded_for(kept):
+    """Its lease has continued in other blocks, and was truncated and extended since."""
+    state = core(6)
+    lease, (op,) = begun(state, 2)
+    loaded = lease.path.hashes(0, 2)
+    state.loads.overdue(op)
+    actions = state.tables.truncate(Truncate(1, 2 * BLOCK, kept), Request())
+    assert [type(one) for one in answers(actions)] == [Ack]
+    added = path(2, first=7)
+    answers(state.tables.grow(Extend(1, kept, added), Request()))
+    actions = state.loads.finish(op, 2, 2)
+    [announced] = [one for one in messages(actions) if isinstance(one, BlocksAdded)]
+    [dropped] = [one for one in messages(actions) if isinstance(one, DropHostCopies)]
+    assert announced.hashes == dropped.hashes == loaded
+    assert lease.path.num_tokens == kept + 2 * BLOCK
 
 
 def test_a_load_that_stalls_again_and_is_then_late_is_overdue_once():
