@@ -127,7 +127,10 @@ class CacheCalls(OpenCache):
         if salt is not None or lora is not None or lora_id is not None:
             scope = request_scope(salt, lora, lora_id)
         path, media = request_path(
-            self.block_size, self.system.roots.root(scope), tokens, extra_keys
+            self.block_size,
+            self.system.roots.plain if scope is PLAIN else self.system.roots.root(scope),
+            tokens,
+            extra_keys,
         )
         if wait_for_evictions is not True:
             wait_for_evictions = check_flag("wait_for_evictions", wait_for_evictions)

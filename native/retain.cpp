@@ -263,6 +263,8 @@ void Retention::touch(const u32* ids, u32 count, const Visit& visit) {
     u32 known = 0;    // leading blocks that were touched before
     double gap = -1;  // since that of the last one of them
     auto rows = rows_.cursor();
+    const u32 uses = std::min<u32>(rows[ids[0]].uses + 1, 0xffff);
+    u32 others = 0;  // not 0 if some blocks have been used more often than others
     u32 hits = 0, shadow_hits = 0;
     for (u32 x = 0; x < count;) {
         const u32 id = rows[ids[x]].run;
@@ -272,6 +274,7 @@ void Retention::touch(const u32* ids, u32 count, const Visit& visit) {
             if (block.run != id) break;
             held += block.held;
             block.uses += block.uses != 0xffff;
+            others |= block.uses ^ uses;
         }
         if (id != kNil) {
             const Run& run = runs_[id];
@@ -305,6 +308,7 @@ void Retention::touch(const u32* ids, u32 count, const Visit& visit) {
         const auto continues = [&](u32 x) {  // most blocks of a path have been used equally often
             return (x + 1 < count && rows[ids[x - 1]].uses == rows[ids[x]].uses) || class_at(x - 1) == cls;
         };
+        if (others == 0 && start > 0 && continues(start)) start = 0;
         while (start > 0 && continues(start)) --start;
         const u64 order = (serial_ + 1 << kDepthBits) - 1 - std::min<u32>(start, (1u << kDepthBits) - 1);
         const u32 run = make_run(cls, order, end - start, ids[end - 1], count);

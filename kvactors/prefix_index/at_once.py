@@ -70,13 +70,13 @@ class AtOnce:
             return None
         tokens, size, policy, fetch = path.num_tokens, index.block_size, index.policy, 0
         needed = -(-tokens // size)
-        if needed > index.part or needed > pool.total:
+        if not 0 < needed <= index.part or needed > pool.total:
             return None
-        root = self._roots.root(scope)
+        root = self._roots.plain if scope is PLAIN else self._roots.root(scope)
         if root is not self._root:
             self._grants.set_root(path, scope)
             self._root = root if scope is PLAIN else b""
-        limit = index.limit_of(tokens)
+        limit = (tokens - index.kept_back) // size  # as `BlockIndex.limit_of`
         if self._settings.fetch:
             fetch = min(limit, self._settings.fetchable(path, message.stored))
         free = pool.free - index.reserved - self._admission.free_low

@@ -128,7 +128,7 @@ class BlockIndex:
         self.returning = 0  # unused device blocks of those
         self.reserved = 0  # free device blocks that long requests take in later turns
         self.loading: dict[int, LoadState] = {}  # by target block
-        self._recompute = recompute_last_token
+        self.kept_back = int(recompute_last_token)
 
     @property
     def free(self) -> int:
@@ -158,7 +158,7 @@ class BlockIndex:
     def limit_of(self, tokens: int) -> int:
         """Blocks of a prompt that may be hit: all full ones, or one less to leave a token to
         compute."""
-        return (tokens - 1 if self._recompute and tokens else tokens) // self.block_size
+        return max(tokens - self.kept_back, 0) // self.block_size
 
     def can_fit(self, path: Path, needed: int, being_freed: int) -> bool:
         """Whether `needed` blocks of a path may fit on the device. Changes nothing.

@@ -31,11 +31,11 @@ class Roots:
     @namespace.setter
     def namespace(self, namespace: str) -> None:
         self._namespace = namespace
-        self._plain = self.of(namespace, PLAIN)
+        self.plain = self.of(namespace, PLAIN)
 
     def root(self, scope: RequestScope) -> bytes:
         """The root hash of requests with this adapter and salt that are admitted now."""
-        return self._plain if scope is PLAIN else self.of(self._namespace, scope)
+        return self.plain if scope is PLAIN else self.of(self._namespace, scope)
 
     def of(self, namespace: str, scope: RequestScope) -> bytes:
         """The root hash of such requests under any namespace."""

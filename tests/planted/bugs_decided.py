@@ -87,8 +87,19 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "whole_prompt_hit",
         "prefix_index/index.py",
-        "        return (tokens - 1 if self._recompute and tokens else tokens) // self.block_size\n",
+        "        return max(tokens - self.kept_back, 0) // self.block_size\n",
         "        return tokens // self.block_size\n",
+        "a whole prompt is a hit of a request that waits, and the engine has no token left to "
+        "compute the first output from",
+        (
+            "tests/prefix_index/test_at_once.py::test_answers_in_one_step_are_those_of_the_handlers",
+        ),
+    ),
+    Mutation(
+        "whole_prompt_hit_at_once",
+        "prefix_index/at_once.py",
+        "        limit = (tokens - index.kept_back) // size",
+        "        limit = tokens // size",
         "a whole prompt is a hit, and the engine has no token left to compute the first output "
         "from",
         ("tests/cache/test_life.py::test_a_full_hit_leaves_a_block_to_compute_unless_configured",),
