@@ -249,11 +249,17 @@ async def test_clients_share_the_turns_of_a_pass(monkeypatch, clients):
 
 
 @pytest.mark.parametrize("clients", [2, 30])
-async def test_turns_of_a_pass_end_in_time(clients):
-    """By a clock that each turn moves on."""
+@pytest.mark.parametrize("answers", [True, False])
+async def test_turns_of_a_pass_end_in_time(clients, answers):
+    """By a clock that each turn moves on. Without answers every ask is handled."""
 
     class Timed(Answering):
         clock, slow = 0.0, 0.11
+
+        def __init__(self, ref, sink):
+            super().__init__(ref, sink)
+            if not answers:
+                self.answerers = {}
 
         def at_once(self, message):
             Timed.clock += self.slow

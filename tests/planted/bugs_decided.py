@@ -91,9 +91,7 @@ BUGS: tuple[Mutation, ...] = (
         "        return tokens // self.block_size\n",
         "a whole prompt is a hit of a request that waits, and the engine has no token left to "
         "compute the first output from",
-        (
-            "tests/prefix_index/test_at_once.py::test_answers_in_one_step_are_those_of_the_handlers",
-        ),
+        ("tests/prefix_index/test_at_once.py::test_answers_in_one_step_are_those_of_the_handlers",),
     ),
     Mutation(
         "whole_prompt_hit_at_once",
