@@ -127,6 +127,7 @@ public:
     }
     bool is_listed(u32 id) const { return row(id).listed; }
     bool is_held(u32 id) const { return row(id).held; }
+    u32 children(u32 id) const { return row(id).children; }  // those that are listed
 
     // The blocks of a path, all of them resident and in use, belong to a request that has ended.
     void touch(const u32* ids, u32 count, const Visit& visit);

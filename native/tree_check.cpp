@@ -19,6 +19,8 @@ TreeCheck::TreeCheck(const Tree& tree)
       end_(tree.next_id_),
       id_(tree.heads_[0]),
       children_(tree.next_id_),
+      device_children_(tree.policy_ == nullptr ? 0 : tree.next_id_),
+      memory_children_(tree.memory_ == nullptr ? 0 : tree.next_id_),
       place_(tree.next_id_),
       extra_uses_(tree.extras_.size()) {}
 
@@ -102,6 +104,8 @@ void TreeCheck::node() {
     const bool evictable = Tree::is_firm(node) && node.refs == 0, listed = (node.bits & kListed) != 0;
     const bool gone = tree_.gone(id);
     expect(listed == evictable || ((tree_.retired_ || gone) && !listed), "evictable", id);
+    if (tree_.policy_ != nullptr && listed)
+        expect(tree_.policy_->is_listed(id) && tree_.policy_->is_held(id), "evictable block that RETAIN does not have", id);
     if (tree_.sharing_ != nullptr) shared(id, node);
     // A node not in the list was removed by a sweep, or was referenced: an operation is reading its
     // block.
@@ -132,6 +136,8 @@ void TreeCheck::count(u32 id, const Node& node) {
     beside_ += id == node.parent + 1;
     named_ += node.named != 0;
     ++children_[node.parent];
+    if (tree_.policy_ != nullptr) device_children_[node.parent] += tree_.policy_->is_listed(id);
+    if (tree_.memory_ != nullptr) memory_children_[node.parent] += tree_.memory_->is_listed(id);
     ++extra_uses_[node.extra];
     ++seen_.nodes;
     seen_.device += (state & kDevice) != 0;
@@ -205,6 +211,11 @@ void TreeCheck::children() {
     const u32 id = id_++;
     if (!tree_.is_used(id)) return;
     expect(children_[id] == tree_.at(id).children, "number of children", id);
+    const auto counted = [&](const Retention* policy, const Zeros& children) {
+        if (policy != nullptr) expect(policy->children(id) == children[id], "children that RETAIN has in its list", id);
+    };
+    counted(tree_.policy_, device_children_);
+    counted(tree_.memory_, memory_children_);
     if ((tree_.at(id).bits & kRoot) != 0 && id != tree_.reaping_ && id != tree_.bare_) expect(children_[id] != 0, "root without children", id);
 }
 

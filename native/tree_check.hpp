@@ -66,7 +66,8 @@ private:
     u64 forgotten_ = 0;
     std::unordered_map<u32, Owner> owners_;  // counted
     u64 beside_ = 0, named_ = 0;  // nodes that follow their parent's id, nodes with a name
-    Zeros children_, place_, extra_uses_;
+    Zeros children_, device_children_, memory_children_;  // the latter two: those that a policy has in its list
+    Zeros place_, extra_uses_;
 };
 
 }  // namespace kvactors

@@ -60,6 +60,46 @@ def requests(draw, most=80):
     return trace
 
 
+def committed(tree, tokens, blocks):
+    """A path whose blocks are computed."""
+    path = Path(1, ROOT)
+    path.extend(tokens)
+    tree.pin(path)
+    path.assign(path.num_committed, blocks)
+    tree.commit(path, len(tokens))
+    return path
+
+
+def test_blocks_of_a_request_that_was_given_up_are_victims_as_others():
+    """Nothing has touched them."""
+    tree = BlockTree(1, 16, True, LifeTables(first=0))
+    tree.release(committed(tree, [1, 2, 3], [0, 1, 2]))
+    tree.check()
+    assert (tree.retention()["resident"], tree.retention()["runs"]) == (3, 3)
+    nodes = tree.evict(2)[0]
+    assert ids_of(tree, nodes) == [3, 2]
+    tree.check()
+
+
+def test_a_shared_block_is_a_victim_once_the_blocks_below_it_are_gone():
+    tree = BlockTree(1, 16, True, LifeTables(first=0))
+    short, long = committed(tree, [1, 2], [0, 1]), committed(tree, [1, 2, 3, 4], [2, 3])
+    for _ in range(3):
+        tree.touch(long, -1)
+        tree.release(long)
+        tree.check()
+        tree.pin(long)
+        tree.check()
+    tree.touch(long, -1)
+    tree.release(long)
+    tree.touch(short, -1)
+    tree.release(short)
+    tree.check()
+    evicted = [ids_of(tree, tree.evict(1)[0])[0] for _ in range(4)]
+    assert evicted == [4, 3, 2, 1]
+    tree.check()
+
+
 @settings(max_examples=25)
 @given(
     trace=requests(),
