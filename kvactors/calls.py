@@ -126,12 +126,9 @@ class CacheCalls(OpenCache):
         scope = PLAIN
         if salt is not None or lora is not None or lora_id is not None:
             scope = request_scope(salt, lora, lora_id)
-        path, media = request_path(
-            self.block_size,
-            self.system.roots.plain if scope is PLAIN else self.system.roots.root(scope),
-            tokens,
-            extra_keys,
-        )
+        roots = self.system.roots
+        root = roots.plain if scope is PLAIN else roots.root(scope)
+        path, media = request_path(self.block_size, root, tokens, extra_keys)
         if wait_for_evictions is not True:
             wait_for_evictions = check_flag("wait_for_evictions", wait_for_evictions)
         if wait_for_room is not False:
