@@ -152,7 +152,6 @@ void Retention::advance(double now) {
     if (!(now > now_)) return;
     now_ = now;
     if (now < next_move_) return;
-    next_move_ = now;  // if the next call has to continue
     for (u32 bin = 0; bin + 1 < LifeTables::kBins; ++bin)
         if (leaves(bin)) __builtin_prefetch(&runs_[bins_[bin].first], 1);
     std::size_t moves = 0;

@@ -41,6 +41,7 @@ class MailboxLoop:
     def __init__(self, actor: Actor) -> None:
         self.skipped = 0
         self._handled, self._answered_before = 0, actor.ref.channel.answered
+        self._answered_until: int | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended_at: float | None = None
         self.failed_peer: Callable[[], tuple[str, BaseException] | None] = lambda: None
@@ -52,7 +53,9 @@ class MailboxLoop:
     @property
     def turns(self) -> int:
         """Turns taken so far."""
-        return self._handled + self._ref.channel.answered - self._answered_before
+        until = self._answered_until
+        answered = self._ref.channel.answered if until is None else until
+        return self._handled + answered - self._answered_before
 
     async def run(self) -> None:
         """Take turns until the actor is stopped.
@@ -190,7 +193,7 @@ class MailboxLoop:
     async def _end(self, cause: BaseException | None) -> None:
         """Leave nothing behind: fail open asks, drop unsent messages and timers, end the jobs."""
         context = self._context
-        self.ended_at = now()
+        self.ended_at, self._answered_until = now(), self._ref.channel.answered
         if context.state < State.STOPPING:
             context.state = State.STOPPING
         if isinstance(cause, Exception):

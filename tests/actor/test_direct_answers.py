@@ -87,13 +87,16 @@ async def test_an_answer_in_one_step_is_a_turn_of_the_actor():
         statistics = system.supervisor.actor("server").statistics()
         assert statistics.turns == statistics.channel.taken == 1
         assert system.in_flight.count == 0
-        restarted = system.supervisor.actor("server")
+        ended = system.supervisor.actor("server")
         with suppress(ActorFailed):
             await asked(system, Ping(None))
         await system.in_flight.wait_idle()
         statistics = system.supervisor.actor("server").statistics()
-        assert system.supervisor.actor("server") is not restarted
+        assert system.supervisor.actor("server") is not ended
         assert (statistics.turns, statistics.channel.taken) == (0, 2)
+        assert await asked(system, Ping(1)) == 2
+        assert ended.turns == 1
+        assert system.supervisor.actor("server").turns == 1
 
 
 async def test_what_has_no_answer_in_one_step_is_handled():
@@ -161,6 +164,30 @@ async def test_nothing_is_answered_past_instruments():
         assert await asked(system, Ping(1)) == 2
         assert seen(system) == [("direct", 1)]
         assert log[Ping] == 1
+
+
+async def test_an_ask_past_instruments_does_not_wait_for_a_pass(monkeypatch):
+    monkeypatch.setattr(direct, "TURNS", 1)
+    system = wired(Answering)
+    async with system.running():
+        await passes()
+        assert in_one_step(asked(system, Ping(1))) == 2
+        turns = system.server.direct
+        assert turns.is_spent
+        system.server.instruments.add(Instrument())
+        assert not turns.is_spent
+
+
+async def test_a_pass_that_begins_with_an_ask_that_has_waited_has_an_end(monkeypatch):
+    """Later passes have direct turns as well."""
+    monkeypatch.setattr(direct, "TURNS", 1)
+    system = wired(Answering)
+    async with system.running():
+        await passes()
+        assert await asyncio.gather(*(asked(system, Ping(value)) for value in (1, 2))) == [2, 3]
+        for value in (3, 4):
+            await passes()
+            assert in_one_step(asked(system, Ping(value))) == value + 1
 
 
 async def test_an_ask_in_an_answer_is_not_nested():

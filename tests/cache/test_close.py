@@ -181,23 +181,27 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on():
     async def main():
         async with kvactors.open(config()) as cache:
             await one_request(cache)
+            lease = await cache.acquire("held", prompt(3, 1))
             read, write = os.pipe()
             child = os.fork()
             if not child:
-                os._exit(in_child(cache, write))
+                # The parent's loop seems to run on: a call of a lease steps in its thread.
+                os._exit(in_child(cache, lease, write))
             os.close(write)
             with os.fdopen(read) as answers:
                 text = await asyncio.get_running_loop().run_in_executor(None, answers.read)
             _, status = await asyncio.get_running_loop().run_in_executor(None, os.waitpid, child, 0)
             await one_request(cache)
             assert status == 0
-            assert text.split() == ["CacheClosed"] * 3
+            assert text.split() == ["CacheClosed"] * 4
+            await lease.finish()
 
     asyncio.run(main())
 
 
-def in_child(cache, write):
-    """The errors of three calls: from a loop of the child, and from a thread without one."""
+def in_child(cache, lease, write):
+    """The errors of four calls: in the parent's step, from a loop of the child, and from a thread
+    without one."""
 
     async def call(work):
         try:
@@ -213,6 +217,8 @@ def in_child(cache, write):
         except Exception as error:
             os.write(write, type(error).__name__.encode() + b" ")
 
+    with suppress(StopIteration):
+        call(lease.wait_ready()).send(None)
     thread = threading.Thread(
         target=calls
     )  # the forking thread is inside the copy of a running loop

@@ -182,6 +182,7 @@ def test_a_failed_cache_raises_in_every_call_and_at_its_end(victim, restarts):
             inline_copies=True,
         ) as cache:
             lease = await cache.acquire("held", prompt(1, 2))
+            await lease.wait_ready()
             while cache.system.supervisor.failed is None:
                 await fail(cache, victim, 1)
             name = ref_of(cache, victim).name
@@ -190,7 +191,7 @@ def test_a_failed_cache_raises_in_every_call_and_at_its_end(victim, restarts):
                     await call(cache)
                 assert "Unwelcome" in str(caught.value.__cause__)
                 assert caught.value.component == name
-            for call in (lease.extend([1]), lease.commit(1)):
+            for call in (lease.wait_ready(), lease.extend([1]), lease.commit(1)):
                 with pytest.raises(kvactors.CacheFailed):
                     await call
             with pytest.raises(kvactors.CacheFailed):

@@ -97,12 +97,7 @@ async def test_a_cancelled_call_that_waits_was_not_made(how):
     async with opened(device=8, sinks=()) as cache:
         lease = await cache.acquire("a", prompt(1, 2))
         other = await cache.acquire("other", [1])
-        calls = {
-            "commit": lambda: lease.commit(BLOCK),
-            "acquire": lambda: cache.acquire("b", prompt(2, 1)),
-            "finish": lambda: lease.finish(BLOCK),
-        }
-        for call in calls.values():
+        for call in hot_calls(cache, lease).values():
             await passes()
             await cancelled(how, lambda: other.commit(0), call)
             await cache.system.in_flight.wait_idle()
@@ -136,11 +131,7 @@ async def test_a_commit_that_waits_while_the_index_restarts(monkeypatch):
 async def test_the_end_of_the_cache_ends_calls_that_wait(kind):
     async with kvactors.open(settings(device=8, sinks=())) as cache:
         lease = await cache.acquire("a", prompt(1, 1))
-        calls = {
-            "acquire": lambda: cache.acquire("b", prompt(2, 1)),
-            "commit": lambda: lease.commit(BLOCK),
-            "finish": lambda: lease.finish(BLOCK),
-        }
+        calls = hot_calls(cache, lease)
         await passes()
         spends = await cache.acquire("spends", [1])
         task = asyncio.ensure_future(calls[kind]())
@@ -152,6 +143,47 @@ async def test_the_end_of_the_cache_ends_calls_that_wait(kind):
     for one in (lease, spends):
         one.abandon()
     assert cache.system.in_flight.count == 0
+
+
+def hot_calls(cache, lease):
+    """The calls of a request that hits."""
+    return {
+        "acquire": lambda: cache.acquire("b", prompt(2, 1)),
+        "commit": lambda: lease.commit(BLOCK),
+        "finish": lambda: lease.finish(BLOCK),
+    }
+
+
+@pytest.mark.parametrize("kind", ["acquire", "commit", "finish"])
+async def test_a_call_that_waits_for_a_pass_is_answered_there(kind):
+    async with opened(device=8, sinks=()) as cache:
+        lease = await cache.acquire("a", prompt(1, 1))
+        spends = await cache.acquire("spends", [1])
+        await passes()
+        channel = cache.system.index.channel
+        taken, answered = channel.taken, channel.answered
+        call = hot_calls(cache, lease)[kind]
+        _, found = await asyncio.gather(spends.commit(0), call())
+        assert (channel.taken, channel.answered) == (taken, answered + 2)
+        for one in (lease, spends, *([found] if kind == "acquire" else [])):
+            one.abandon()
+
+
+@pytest.mark.parametrize("kind", ["acquire", "commit", "finish"])
+async def test_a_call_that_has_waited_for_a_pass_without_a_turn_is_sent(monkeypatch, kind):
+    """It does not wait for another pass. The turns of this one are not shared: it has no time."""
+    monkeypatch.setattr(direct, "TIME", 0.0)
+    async with opened(device=8, sinks=()) as cache:
+        lease = await cache.acquire("a", prompt(1, 1))
+        spends, other = [await cache.acquire(name, [1]) for name in ("spends", "other")]
+        await passes()
+        channel = cache.system.index.channel
+        taken, answered = channel.taken, channel.answered
+        call = hot_calls(cache, lease)[kind]
+        *_, found = await asyncio.gather(spends.commit(0), other.commit(0), call())
+        assert (channel.taken, channel.answered) == (taken + 1, answered + 2)
+        for one in (lease, spends, other, *([found] if kind == "acquire" else [])):
+            one.abandon()
 
 
 @pytest.mark.parametrize("device", [1, 2, 5])

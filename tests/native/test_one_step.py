@@ -3,6 +3,7 @@ do."""
 
 from __future__ import annotations
 
+import sys
 from random import Random
 from typing import Any
 
@@ -183,6 +184,21 @@ def test_a_commit_that_the_tree_refuses_changes_nothing() -> None:
         tree.commit_tokens(path, 4, False)
     assert (path.num_held, path.num_committed) == (0, 0)
     assert tree.statistics()["nodes"] == 0
+
+
+@pytest.mark.parametrize(
+    "table",
+    [[2**17 - 1, 0, 255], [2**17, 2**17 - 1, 2**17 + 1], [300, 2**32 - 2, 2**31, 2**31 - 1, 300]],
+)
+def test_the_numbers_of_a_table_are_kept_for_the_first_blocks(table) -> None:
+    for _ in range(3):
+        found = path_of(len(table)).complete(0, table)
+        assert found == tuple(table)
+        assert all(type(one) is int for one in found)
+    counts = [sys.getrefcount(one) for one in found]
+    others = [path_of(len(table)).complete(0, table) for _ in range(100)]
+    del others
+    assert [sys.getrefcount(one) for one in found] == counts
 
 
 def test_a_table_is_completed_as_it_is_assigned() -> None:
