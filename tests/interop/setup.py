@@ -63,7 +63,9 @@ def _pip(folder: Path, command: str, *options: str) -> list[str]:
 def _make_packages(folder: Path, one: Pins, until: float) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        venv.EnvBuilder(with_pip=bool(one.packages or one.bare)).create(folder)
+        # A copy of the interpreter that is written while another thread starts a process is open
+        # in that process for a moment, and cannot be run ("Text file busy").
+        venv.EnvBuilder(symlinks=True, with_pip=bool(one.packages or one.bare)).create(folder)
     except (OSError, subprocess.CalledProcessError) as error:
         raise InteropError(f"{folder}: cannot make a virtual environment: {error}") from None
     if one.base:
