@@ -11,6 +11,8 @@ namespace {
 // they overwrite. libc's memcpy does the same, but only when a single piece is that large.
 constexpr std::size_t kStreamFrom = std::size_t(8) << 20;
 
+constexpr std::size_t kSequences = 4, kPart = 1024;  // parts of a piece that are copied together, and bytes of one
+
 #if defined(__x86_64__)
 bool can_stream() {
     static const bool can = __builtin_cpu_supports("avx2");
@@ -18,7 +20,8 @@ bool can_stream() {
 }
 
 __attribute__((target("avx2"))) void stream_copy(u8* to, const u8* from, std::size_t bytes) {
-    const std::size_t lead = (32 - (reinterpret_cast<std::uintptr_t>(to) & 31)) & 31;
+    // Whole lines: a part of one occupies a buffer of the processor until the rest is written.
+    const std::size_t lead = (64 - (reinterpret_cast<std::uintptr_t>(to) & 63)) & 63;
     if (bytes < 1024) {
         std::memcpy(to, from, bytes);
         return;
@@ -27,12 +30,20 @@ __attribute__((target("avx2"))) void stream_copy(u8* to, const u8* from, std::si
     to += lead;
     from += lead;
     bytes -= lead;
-    for (; bytes >= 256; bytes -= 256, to += 256, from += 256) {
-        const __m256i* source = reinterpret_cast<const __m256i*>(from);
-        __m256i* target = reinterpret_cast<__m256i*>(to);
-        __m256i part[8];
-        for (int i = 0; i < 8; ++i) part[i] = _mm256_loadu_si256(source + i);
-        for (int i = 0; i < 8; ++i) _mm256_stream_si256(target + i, part[i]);
+    // A processor fetches one sequence of lines ahead only so far. Several of them keep more of the
+    // memory busy.
+    const std::size_t part = bytes / kSequences & ~std::size_t(63);
+    if (part >= kPart) {
+        for (std::size_t at = 0; at < part; at += 64) {
+            __m256i line[2 * kSequences];
+            for (std::size_t i = 0; i < 2 * kSequences; ++i)
+                line[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i / 2 * part + at + i % 2 * 32));
+            for (std::size_t i = 0; i < 2 * kSequences; ++i)
+                _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i / 2 * part + at + i % 2 * 32), line[i]);
+        }
+        to += kSequences * part;
+        from += kSequences * part;
+        bytes -= kSequences * part;
     }
     for (; bytes >= 64; bytes -= 64, to += 64, from += 64) {
         const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));

@@ -195,10 +195,11 @@ def test_the_numbers_of_a_table_are_kept_for_the_first_blocks(table) -> None:
         found = path_of(len(table)).complete(0, table)
         assert found == tuple(table)
         assert all(type(one) is int for one in found)
-    counts = [sys.getrefcount(one) for one in found]
+    own = [one for one in found if one > 256]  # the interpreter shares the others with everyone
+    counts = [sys.getrefcount(one) for one in own]
     others = [path_of(len(table)).complete(0, table) for _ in range(100)]
     del others
-    assert [sys.getrefcount(one) for one in found] == counts
+    assert [sys.getrefcount(one) for one in own] == counts
 
 
 def test_a_table_is_completed_as_it_is_assigned() -> None:
