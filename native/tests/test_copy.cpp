@@ -74,7 +74,7 @@ void scatter_is_the_inverse() {
 
 // A batch this large is written past the caches, in vectors, at any alignment of its pieces.
 void a_large_batch_arrives_whole() {
-    const std::vector<i64> pieces{600001, 700, 1023, 1024, 1089, 300000};
+    const std::vector<i64> pieces{600001, 700, 1023, 1024, 1089, 4095, 4096, 4159, 4160, 4223, 8191, 300000};
     const std::size_t pairs = 11;
     std::vector<std::vector<u8>> memory, back;
     std::vector<i64> addresses, back_addresses;
