@@ -472,7 +472,7 @@ BUGS: tuple[Mutation, ...] = (
         "client.py",
         "        if (\n            self.system.forked\n            or self._runner._thread_id != get_ident()\n",
         "        if (\n            self._runner._thread_id != get_ident()\n",
-        "a forked child is told that its parent's blocks are ready",
+        "wait_ready returns in a forked child, which has no loop that could serve it",
         ("tests/cache/test_close.py::test_a_forked_child_is_refused_and_the_parent_goes_on",),
     ),
     Mutation(
