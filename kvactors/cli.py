@@ -486,10 +486,13 @@ def conclude(
 
 
 def joined_outputs(words: list[str]) -> list[str]:
-    """The arguments with `--json -` as `--json=-`: a lone `-` is no value for the parser."""
+    """The arguments with `--json -` as `--json=-`: a lone `-` is no value for the parser. `--json`
+    without a value is standard output too."""
     joined: list[str] = []
-    for word in words:
-        if word == "-" and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word == "--json" and following.startswith("--"):
+            joined.append("--json=-")
+        elif word == "-" and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
             joined[-1] += "=-"
         else:
             joined.append(word)

@@ -37,9 +37,6 @@ DIGEST = bytes(32)
 BATCH_BYTES = 32 << 20
 """Bytes of a batch, unless that is more than `MOST` objects or less than `LEAST`."""
 LEAST, MOST = 16, 256
-APART = 4
-"""Batches after which slots are used again: more than are in flight at a time."""
-
 LAG_EVERY = 3
 """Rounds after which the loop's lag is measured again."""
 
@@ -92,8 +89,10 @@ class Load(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Slots of the arena: batches in flight share none."""
-        return self.batch * APART
+        """Slots of the arena: one an object. A host tier is larger than a processor's cache, and a
+        read into memory that is still cached and that no one has looked at since the last read is
+        faster than the device is into any other memory."""
+        return self.objects
 
     @property
     def case(self) -> str:

@@ -189,7 +189,7 @@ def test_bench_prints_rows_and_writes_them(kvactors, tmp_path, name):
 
 def test_a_report_on_standard_output_is_alone_there(kvactors, tmp_path):
     path = write(tmp_path / "s.toml", SCENARIO.format(4))
-    for words in (("--json", "-"), ("--json=-",)):
+    for words in (("--json", "-"), ("--json=-",), ("--json",), ("--json", "--seed", 3)):
         status, out, err = kvactors("run", path, *words)
         assert (status, json.loads(out)["requests"]) == (0, 4)
         assert "small" in err

@@ -93,6 +93,22 @@ BUGS: tuple[Mutation, ...] = (
         (CLI + "test_a_report_that_cannot_be_written_is_an_error_before_the_work",),
     ),
     Mutation(
+        "json_without_a_value_is_refused",
+        "cli.py",
+        '        if word == "--json" and following.startswith("--"):\n',
+        "        if False:\n",
+        "--json alone is an error",
+        (CLI + "test_a_report_on_standard_output_is_alone_there",),
+    ),
+    Mutation(
+        "json_at_the_end_is_refused",
+        "cli.py",
+        '[*words[1:], "--"]',
+        '[*words[1:], ""]',
+        "--json at the end is an error",
+        (CLI + "test_a_report_on_standard_output_is_alone_there",),
+    ),
+    Mutation(
         "table_between_the_json",
         "cli.py",
         "    print_report(report, Console(stderr=to_stdout(json) or to_stdout(html) or to_stdout(trace)))\n",

@@ -169,6 +169,88 @@ async def test_short_calls_go_on_where_they_ended(tmp_path):
         assert await bench.get(*range(8)) == [OK] * 8
 
 
+LARGE = (5 << 19) + 100
+"""Bytes of an object that takes three calls."""
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+async def test_an_object_is_moved_by_calls_of_at_most_a_mebibyte(tmp_path, direction):
+    calls: list[tuple[int, int]] = []
+    async with opened(tmp_path, size=LARGE) as bench:
+        await bench.put(0)
+        table, stride = bench.store.files._table, bench.store.files.meta.stride
+
+        def noted(fd, at, size):
+            if fd != table:
+                calls.append((at, size))
+
+        with faults(bench.store, **{direction: noted}):
+            assert await (bench.get(0) if direction == "read" else bench.put(1)) == [OK]
+        at = calls[0][0]
+        assert at % stride == 0
+        assert calls == [
+            (at, 1 << 20),
+            (at + (1 << 20), 1 << 20),
+            (at + (2 << 20), stride - (2 << 20)),
+        ]
+        assert await bench.get(0) == [OK]
+
+
+@pytest.mark.parametrize("bytes_", [4096, (1 << 20) - 4096])
+async def test_calls_of_a_large_object_that_are_cut_short_go_on(tmp_path, bytes_):
+    async with opened(tmp_path, size=LARGE) as bench:
+        with faults(bench.store, read=lambda *_: bytes_, write=lambda *_: bytes_):
+            assert await bench.put(1) == [OK]
+            assert await bench.get(1) == [OK]
+        assert await bench.get(1) == [OK]
+
+
+@pytest.mark.parametrize("call", [1, 2])
+async def test_a_later_call_of_a_large_object_that_fails_costs_that_object_alone(tmp_path, call):
+    async with opened(tmp_path, size=LARGE) as bench:
+        await bench.put(0, 1, 2)
+        stride = bench.store.files.meta.stride
+        table, slot = bench.store.files._table, bench.store.medium.objects[key(1)][0]
+
+        def refuse(fd, at, _size):
+            return -errno.EIO if fd != table and at == slot * stride + (call << 20) else None
+
+        with faults(bench.store, read=refuse):
+            assert await bench.get(0, 1, 2) == [OK, UNAVAILABLE, OK]
+        assert await bench.get(0, 1, 2) == [OK] * 3
+        await bench.store.remove([key(1)])
+        slot = bench.store.medium.supply.slots.free[0]
+        with faults(bench.store, write=refuse):
+            assert await bench.put(1) == [UNAVAILABLE]
+        assert await bench.get(0, 1, 2) == [OK, MISS, OK]
+        whole(bench.store)
+
+
+@pytest.mark.parametrize("call", [0, 1, 2])
+async def test_a_device_that_refuses_one_direct_call_of_an_object_gets_buffered_ones(
+    tmp_path, call
+):
+    """A last piece may be no multiple of a device's blocks. The object is then neither
+    corrupt nor refused as beyond the space."""
+    async with opened(tmp_path, size=LARGE) as bench:
+        await bench.put(0)
+        files = bench.store.files
+        table = files._table
+        files.direct = True
+
+        def refuse(fd, at, _size):
+            refused = files.direct and fd != table and at % files.meta.stride == call << 20
+            return -errno.EINVAL if refused else None
+
+        with faults(bench.store, read=refuse, write=refuse):
+            assert await bench.get(0) == [OK]
+            assert not files.direct
+            files.direct = True
+            assert await bench.put(1) == [OK]
+        assert await bench.get(0, 1) == [OK] * 2
+        whole(bench.store)
+
+
 async def test_interrupted_calls_are_made_again(tmp_path):
     calls = []
 
