@@ -696,6 +696,10 @@ def check_headers(
     """Compare each header with its object: one `header.Fit` an object. Arguments as for
     `make_headers`. Without `checksums` payloads are not read. Releases the GIL."""
 
+def work_in_background() -> None:
+    """Let other threads run between pieces of the calling thread's copies and checksums: every 256
+    KiB to 1 MiB, and less often while other programs keep the processors busy."""
+
 def xxh3_64(data: bytes | memoryview, plain: bool = False) -> int:
     """XXH3-64 of a buffer. plain: without vector instructions."""
 

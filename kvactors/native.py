@@ -34,6 +34,7 @@ try:
         sha256_accelerated,
         slot_pointers,
         touch,
+        work_in_background,
         xxh3_64,
     )
 except ImportError as error:
@@ -67,5 +68,6 @@ __all__ = [
     "sha256_accelerated",
     "slot_pointers",
     "touch",
+    "work_in_background",
     "xxh3_64",
 ]

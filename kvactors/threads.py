@@ -20,6 +20,7 @@ import anyio
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import as_exception
 from kvactors.linux import register_at_fork
+from kvactors.native import work_in_background
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,9 +33,11 @@ At equal priority, with more runnable threads than cores, the loop's lag would g
 
 
 def lower_priority() -> None:
-    """Lower the calling thread's priority. No effect on a system without thread priorities."""
+    """Lower the calling thread's priority, and let the loop's thread run between pieces of its
+    native work. No effect on a system without thread priorities."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    work_in_background()
 
 
 EXIT_LIMIT = 2.0

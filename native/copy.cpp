@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "copy_core.hpp"
+#include "give_way.hpp"
 #include "gil.hpp"
 
 namespace nb = nanobind;
@@ -58,6 +59,7 @@ void bind_copy(nb::module_& m) {
         move(scatter, regions, pieces, region_blocks, blocks, arena, stride, num_slots, slots);
     }, nb::arg("regions"), nb::arg("piece_bytes"), nb::arg("region_blocks"), nb::arg("blocks"), nb::arg("arena"),
        nb::arg("slot_stride"), nb::arg("num_slots"), nb::arg("slots"));
+    m.def("work_in_background", &work_in_background);
     m.def("touch", [](std::uintptr_t address, std::size_t bytes) {
         const ReleasedGil release;
         touch(reinterpret_cast<u8*>(address), bytes);

@@ -1,5 +1,7 @@
 #include "copy_core.hpp"
 
+#include "give_way.hpp"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -10,6 +12,9 @@ namespace {
 // A batch larger than the caches is written past them: ordinary stores would first read every line
 // they overwrite. libc's memcpy does the same, but only when a single piece is that large.
 constexpr std::size_t kStreamFrom = std::size_t(8) << 20;
+
+// Bytes between two moments at which a thread gives way.
+constexpr std::size_t kBetween = std::size_t(1) << 20;
 
 constexpr std::size_t kSequences = 4, kPart = 1024;  // parts of a piece that are copied together, and bytes of one
 
@@ -61,6 +66,8 @@ void stream_copy(u8* to, const u8* from, std::size_t bytes) { std::memcpy(to, fr
 void end_stream() {}
 #endif
 
+void plain_copy(u8* to, const u8* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+
 bool worth_streaming(const Regions& regions, std::size_t pairs) {
     std::size_t block = 0;
     for (std::size_t r = 0; r < regions.count; ++r) block += std::size_t(regions.piece_bytes[r]);
@@ -68,11 +75,13 @@ bool worth_streaming(const Regions& regions, std::size_t pairs) {
 }
 
 void copy_piece(u8* to, const u8* from, std::size_t bytes, bool stream) {
-    if (bytes == 0) return;  // an empty region may have no address
-    if (stream) {
-        stream_copy(to, from, bytes);
-    } else {
-        std::memcpy(to, from, bytes);
+    while (bytes != 0) {  // an empty region may have no address
+        const std::size_t part = std::min(bytes, kBetween);
+        (stream ? stream_copy : plain_copy)(to, from, part);
+        give_way(part);
+        to += part;
+        from += part;
+        bytes -= part;
     }
 }
 

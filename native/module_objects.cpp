@@ -12,6 +12,7 @@
 
 #include "common.hpp"
 #include "gil.hpp"
+#include "give_way.hpp"
 #include "xxh3.hpp"
 
 namespace nb = nanobind;
@@ -86,7 +87,10 @@ private:
 
     static u8* address(nb::handle number) { return reinterpret_cast<u8*>(nb::cast<std::uintptr_t>(number)); }
 
-    u64 sum_of(std::size_t i) const { return xxh3_64(places_[i].payload, size_); }
+    u64 sum_of(std::size_t i) const {
+        give_way(size_);
+        return xxh3_64(places_[i].payload, size_);
+    }
 
     const u8* keys_;
     std::vector<Place> places_;

@@ -10,6 +10,7 @@
 #include <system_error>
 #include <thread>
 
+#include "give_way.hpp"
 #include "slab_transfer.hpp"
 
 namespace kvactors {
@@ -178,6 +179,7 @@ void SlabQueue::deal(Pool& pool, const std::shared_ptr<SlabJob>& job) {
         try {
             std::thread([shared = shared_, worker, niceness = niceness_] {
                 setpriority(PRIO_PROCESS, id_t(syscall(SYS_gettid)), niceness);
+                work_in_background();
                 run(shared, *worker);
                 shared->threads.fetch_sub(1);
                 shared->changed.change();
