@@ -7,11 +7,11 @@
 namespace kvactors {
 namespace {
 
-constexpr unsigned kRowShift = 12;
+constexpr unsigned kSharingShift = 12;
 
 }  // namespace
 
-Sharing::Sharing(std::size_t capacity) : rows_(1, kRowShift) {
+Sharing::Sharing(std::size_t capacity) : rows_(1, kSharingShift) {
     rows_.reserve(capacity, false);
     owner_of(0);
 }
