@@ -1,5 +1,8 @@
 #include "copy_core.hpp"
 
+#include <algorithm>
+#include <utility>
+
 #include "give_way.hpp"
 
 #if defined(__x86_64__)
@@ -12,9 +15,6 @@ namespace {
 // A batch larger than the caches is written past them: ordinary stores would first read every line
 // they overwrite. libc's memcpy does the same, but only when a single piece is that large.
 constexpr std::size_t kStreamFrom = std::size_t(8) << 20;
-
-// Bytes between two moments at which a thread gives way.
-constexpr std::size_t kBetween = std::size_t(1) << 20;
 
 constexpr std::size_t kSequences = 4, kPart = 1024;  // parts of a piece that are copied together, and bytes of one
 
@@ -66,24 +66,33 @@ void stream_copy(u8* to, const u8* from, std::size_t bytes) { std::memcpy(to, fr
 void end_stream() {}
 #endif
 
-void plain_copy(u8* to, const u8* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
-
 bool worth_streaming(const Regions& regions, std::size_t pairs) {
     std::size_t block = 0;
     for (std::size_t r = 0; r < regions.count; ++r) block += std::size_t(regions.piece_bytes[r]);
     return block * pairs >= kStreamFrom && can_stream();
 }
 
-void copy_piece(u8* to, const u8* from, std::size_t bytes, bool stream) {
-    while (bytes != 0) {  // an empty region may have no address
-        const std::size_t part = std::min(bytes, kBetween);
-        (stream ? stream_copy : plain_copy)(to, from, part);
-        give_way(part);
-        to += part;
-        from += part;
-        bytes -= part;
+// The pieces of a batch. Between parts of them the thread gives way.
+class Pieces {
+public:
+    explicit Pieces(bool stream) : stream_(stream) {}
+    void copy(u8* to, const u8* from, std::size_t bytes) {
+        while (bytes != 0) {  // an empty region may have no address
+            const std::size_t part = std::min(bytes, kMost);
+            if (stream_) stream_copy(to, from, part);
+            else std::memcpy(to, from, part);
+            if ((done_ += part) >= kLeast) give_way(std::exchange(done_, 0));
+            to += part;
+            from += part;
+            bytes -= part;
+        }
     }
-}
+
+private:
+    static constexpr std::size_t kMost = std::size_t(1) << 20, kLeast = std::size_t(256) << 10;  // bytes
+    const bool stream_;
+    std::size_t done_ = 0;
+};
 
 u8* piece(const Regions& regions, std::size_t r, i64 block) {
     const i64* const steps = regions.strides != nullptr ? regions.strides : regions.piece_bytes;
@@ -118,11 +127,12 @@ u64 seed_of(const u8* key, std::size_t region) {
 
 void gather(const Regions& regions, const i64* blocks, Slots slots, const i64* ids, std::size_t pairs) {
     const bool stream = worth_streaming(regions, pairs);
+    Pieces pieces(stream);
     for (std::size_t j = 0; j < pairs; ++j) {
         u8* to = slot_start(slots, ids[j]);
         for (std::size_t r = 0; r < regions.count; ++r) {
             const std::size_t bytes = std::size_t(regions.piece_bytes[r]);
-            copy_piece(to, piece(regions, r, blocks[j]), bytes, stream);
+            pieces.copy(to, piece(regions, r, blocks[j]), bytes);
             to += bytes;
         }
     }
@@ -131,11 +141,12 @@ void gather(const Regions& regions, const i64* blocks, Slots slots, const i64* i
 
 void scatter(const Regions& regions, const i64* blocks, Slots slots, const i64* ids, std::size_t pairs) {
     const bool stream = worth_streaming(regions, pairs);
+    Pieces pieces(stream);
     for (std::size_t j = 0; j < pairs; ++j) {
         const u8* from = slot_start(slots, ids[j]);
         for (std::size_t r = 0; r < regions.count; ++r) {
             const std::size_t bytes = std::size_t(regions.piece_bytes[r]);
-            copy_piece(piece(regions, r, blocks[j]), from, bytes, stream);
+            pieces.copy(piece(regions, r, blocks[j]), from, bytes);
             from += bytes;
         }
     }
