@@ -53,6 +53,17 @@ def config(address: str, **changes: Any) -> MooncakeConfig:
     )
 
 
+@pytest.mark.parametrize("closes", [2, 3])
+async def test_calls_of_close_at_the_same_time_leave_the_pool_once(standin, closes):
+    async with listening() as port:
+        client = MooncakeClient(config(f"127.0.0.1:{port}"))
+        await client.open()
+        await asyncio.gather(*(client.close() for _ in range(closes)))
+        assert standin.calls.count("close") == 1
+        await client.close()
+        assert standin.calls.count("close") == 1
+
+
 # -- the warm-up object
 
 
