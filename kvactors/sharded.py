@@ -16,7 +16,7 @@ V = TypeVar("V")
 SHARDS = 1024
 """Small tables of one large one, a power of two."""
 
-FREED = 8
+FREED = 4
 """Small tables freed in a step."""
 
 

@@ -211,7 +211,7 @@ void TreeCheck::children() {
     const u32 id = id_++;
     if (!tree_.is_used(id)) return;
     expect(children_[id] == tree_.at(id).children, "number of children", id);
-    const auto counted = [&](const Retention* policy, const Zeros& children) {
+    const auto counted = [&](const Retention* policy, const Numbers& children) {
         if (policy != nullptr) expect(policy->children(id) == children[id], "children that RETAIN has in its list", id);
     };
     counted(tree_.policy_, device_children_);

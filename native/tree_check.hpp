@@ -1,31 +1,10 @@
 // A check of every invariant of a tree that can be spread over many turns.
 #pragma once
 
-#include <cstdlib>
-
 #include "tree.hpp"
+#include "zeroed.hpp"
 
 namespace kvactors {
-
-// Numbers that are 0 until they are written. The kernel provides the memory on first access, so a
-// large tree costs nothing at the start.
-class Zeros {
-public:
-    explicit Zeros(std::size_t size)
-        : size_(size), numbers_(static_cast<u32*>(std::calloc(size + 1, sizeof(u32)))) {
-        if (!numbers_) throw std::bad_alloc();
-    }
-    u32& operator[](std::size_t i) { return numbers_.get()[i]; }
-    u32 operator[](std::size_t i) const { return numbers_.get()[i]; }
-    std::size_t size() const { return size_; }
-
-private:
-    struct Free {
-        void operator()(u32* p) const { std::free(p); }
-    };
-    std::size_t size_;
-    std::unique_ptr<u32, Free> numbers_;
-};
 
 // The invariants of a single node hold between any two operations, so they are checked in every
 // case. Order, sums and counts of the whole are compared only if no operation came in between
@@ -66,8 +45,10 @@ private:
     u64 forgotten_ = 0;
     std::unordered_map<u32, Owner> owners_;  // counted
     u64 beside_ = 0, named_ = 0;  // nodes that follow their parent's id, nodes with a name
-    Zeros children_, device_children_, memory_children_;  // the latter two: those that a policy has in its list
-    Zeros place_, extra_uses_;
+    // Large ones cost nothing at the start: their memory comes with the first access.
+    using Numbers = Zeroed<u32>;
+    Numbers children_, device_children_, memory_children_;  // the latter two: those that a policy has in its list
+    Numbers place_, extra_uses_;
 };
 
 }  // namespace kvactors

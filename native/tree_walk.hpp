@@ -38,9 +38,9 @@ private:
     u32 up_ = kNil;           // where the climb continues, kNil when there is none
     u32 above_ = kNil;        // the node above the rest of the chain
     std::vector<u32> chain_;  // nodes that were not met before, the deepest first
-    Zeros depth_, root_;      // by node: 1 + its position, its root. 0 for a node that was not met
+    Zeroed<u32> depth_, root_;      // by node: 1 + its position, its root. 0 for a node that was not met
     // By node: the first bytes of its name, since its id may have been given to another one.
-    Zeros low_, high_;
+    Zeroed<u32> low_, high_;
 };
 
 }  // namespace kvactors
