@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvactors.actor.clock import now
 from kvactors.cache import KVCache
 from kvactors.errors import DeadlineExceeded
 
@@ -20,8 +21,12 @@ async def problems_at_rest(cache: KVCache, deadline: float = 30.0) -> list[str]:
     Raises:
         KVActorsError: the cache has failed or is closed.
     """
+    at = now() + deadline
     try:
         await cache.wait_flushed(deadline)
+        while cache.system.in_flight.count:
+            # The timer of a pin, or a finaliser, has sent a message in the step of the answer.
+            await cache.wait_flushed(max(at - now(), 1e-9))
     except DeadlineExceeded as error:
         return [f"the cache does not become idle: {error}"]
     return left_over(cache)

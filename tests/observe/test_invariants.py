@@ -17,6 +17,7 @@ from kvactors.observe.invariants import (
     in_slices,
     residency_steps,
 )
+from kvactors.prefix_index.messages import PinExpired
 from kvactors.testing.rest import left_over, problems_at_rest
 from kvactors.types import Tier
 from tests.support.cache import BLOCK, opened, prompt, serve
@@ -273,6 +274,21 @@ async def test_left_over_names_a_lease_that_is_held():
             await lease.wait_ready()
             assert left_over(cache) == ["the lease of 'held' was never finished"]
         assert await problems_at_rest(cache) == []
+
+
+async def test_a_message_that_comes_with_the_answer_is_waited_for(monkeypatch):
+    """As of a pin whose time is over, or of a lease that was collected just then."""
+    async with opened() as cache:
+        wait_flushed, sent = cache.wait_flushed, []
+
+        async def answered(deadline):
+            await wait_flushed(deadline)
+            if not sent:
+                sent.append(cache.system.index.try_tell(PinExpired(1)))
+
+        monkeypatch.setattr(cache, "wait_flushed", answered)
+        assert await problems_at_rest(cache, 10) == []
+        assert sent == [True]
 
 
 async def test_nothing_is_reported_in_any_iteration_of_the_loop():

@@ -60,6 +60,7 @@ class Client:
             if task.cancel():
                 world.seen["request cancelled"] += 1
             await asyncio.gather(task, return_exceptions=True)
+            del task  # the frames of its exception may refer to a lease that came too late
 
     async def serve_one(self) -> None:
         """One request. Its errors are noted."""

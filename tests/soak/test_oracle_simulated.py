@@ -4,7 +4,9 @@ an idle machine never has."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 from collections import Counter
 
 import pytest
@@ -129,6 +131,36 @@ def test_a_commit_that_ended_its_lease_ends_the_request():
                 await request._commit()
 
     run(main, 1, 0.5)
+
+
+def test_a_cancelled_request_keeps_nothing_while_its_client_goes_on():
+    """Its exception refers to frames. A lease that came too late was kept by one of them, and the
+    next change of weights waited for it."""
+    kept, found = [], []
+
+    class Late:
+        """A result that came too late."""
+
+    class Cancelled(Client):
+        async def serve_one(self):
+            if not kept:
+                late = Late()
+                kept.append(weakref.ref(late))
+                self.world.drawn.cancelled = 0.0
+                await asyncio.sleep(60.0)
+            await asyncio.sleep(0.01)  # the loop refers to the callback that it runs
+            gc.collect()
+            found.append(kept[0]())
+
+    async def main(record):
+        drawn = draw(3, "", store="none", threads=False, sinks=False)
+        drawn.cancelled = 1.0
+        config = kvactors.Config.from_mapping(drawn.tables)
+        async with kvactors.open(config, inline_copies=True) as cache:
+            await Cancelled(World(cache, drawn, History(), record, random.Random(1)), 0, [2]).run()
+
+    run(main, 1, 0.5)
+    assert found == [None]
 
 
 @pytest.mark.parametrize(("seed", "direct"), [(66, 0.5), (155, 1.0), (229, 0.5)])
