@@ -12,7 +12,7 @@ from kvactors.arguments import check_int
 from kvactors.device_events import Stream, stream_handle
 from kvactors.lease_hold import LeaseHold
 from kvactors.native import Path
-from kvactors.prefix_index.messages import LayerReady, Ready
+from kvactors.prefix_index.messages import LayerReady, LayerResult, Ready
 
 
 class Loading(Protocol):
@@ -87,7 +87,9 @@ async def wait_layer(  # noqa: D417  (a method of Lease)
     """Wait until one layer of every load has arrived, so that attention on it can start while
     later layers still load. Layers arrive one by one with `device.layerwise`, else all at once.
 
-    `wait_ready()` has the final result, and is needed before a commit, as with a stream there.
+    `wait_ready()` has the final result, and is needed before a commit, as with a stream there. If
+    fewer tokens are cached than before, a load has failed: compute the others in the new
+    `block_table`. Such a call may return only when all loads have ended.
 
     Args:
         layer: counted from the layout's first, which is 0.
@@ -115,9 +117,11 @@ async def wait_layer(  # noqa: D417  (a method of Lease)
         return self.cached_tokens
     if deadline is None:
         at = hold.after_loads(at)
-    cached = int(await hold.ask(LayerReady(hold.id, number), at))
+    arrived: LayerResult = await hold.ask(LayerReady(hold.id, number), at)
+    if arrived.blocks is not None:
+        self._table = (*arrived.blocks, *self._table[len(arrived.blocks) :])
     hold.unread |= self.pending
-    return cached
+    return arrived.cached_tokens
 
 
 def _checked(hold: LeaseHold, stream: Stream) -> int:

@@ -40,6 +40,7 @@ from kvactors.prefix_index.messages import (
     Fork,
     ForkResult,
     LayerReady,
+    LayerResult,
     LoadDeadline,
     Pause,
     PinExpired,
@@ -108,7 +109,7 @@ class PrefixIndex(Actor):
         self._perform(self.core.leases.wait_ready(message.lease, envelope))
 
     @on(LayerReady)
-    def layer_ready(self, message: LayerReady, envelope: Envelope[int]) -> None:
+    def layer_ready(self, message: LayerReady, envelope: Envelope[LayerResult]) -> None:
         """Answer once one layer of the loads of a lease has arrived."""
         self._perform(self.core.leases.wait_layer(message.lease, message.layer, envelope))
 

@@ -350,6 +350,7 @@ class IndexCore:
             ensure(used == tree["device"], f"{used} blocks in use, {tree['device']} in the tree")
             shared = self.index.pool.num_shared
             ensure(not shared, f"{shared} blocks with several owners, no lease")
+        yield from self.leases.check_steps()
         yield from self.index.check_steps()
 
     def statistics(self) -> IndexStatistics:

@@ -7,15 +7,19 @@ from typing import Any
 
 from kvactors.actor import Envelope
 from kvactors.errors import KVActorsError, LeaseEnded, NoRoom
+from kvactors.invariant import ensure
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.index import BlockIndex
-from kvactors.prefix_index.messages import ReadyResult
+from kvactors.prefix_index.messages import LayerResult, ReadyResult
 from kvactors.prefix_index.records import LeaseFault, LeaseState, LoadState
 
 PREEMPTED = 65_536
 """Preempted requests that are recorded, the oldest dropped first: they are not counted again
 when they come again."""
+
+CHECKED = 256
+"""Leases that a step of a check covers."""
 
 
 class LeaseTable:
@@ -154,6 +158,18 @@ class LeaseTable:
             actions += self.answer_layers(lease)
         return actions
 
+    def check_steps(self) -> Iterator[None]:
+        """AssertionError if a lease would compute into a block that other requests hit. In steps of
+        some leases."""
+        for number, lease in enumerate(list(self._leases.values()), 1):
+            path = lease.path
+            if self.get(lease.id) is lease and not (lease.loads or lease.fault):
+                computed = range(path.num_committed, min(path.num_held, path.num_blocks))
+                shared = any(map(path.is_shared, computed))
+                ensure(not shared, f"lease {lease.id} computes into a block of the cache")
+            if not number % CHECKED:
+                yield
+
     # -- waiting for loads
 
     def wait_ready(self, number: int, envelope: Envelope[ReadyResult]) -> list[Action]:
@@ -166,7 +182,7 @@ class LeaseTable:
             return []
         return [self._landed(lease, envelope)]
 
-    def wait_layer(self, number: int, layer: int, envelope: Envelope[int]) -> list[Action]:
+    def wait_layer(self, number: int, layer: int, envelope: Envelope[LayerResult]) -> list[Action]:
         """Answer once a layer has arrived for every load of a lease."""
         lease = self._leases.get(number)
         if lease is None:
@@ -184,9 +200,11 @@ class LeaseTable:
         for layer, envelope in waiting:
             if lease.fault is not None:
                 actions.append(Refusal(envelope, lease.fault.error()))
-            elif arrived is None or layer < arrived:
+            elif arrived is None or (layer < arrived and not self._computes_into_loads(lease)):
                 cached = self._index.before_media(self._arriving(lease), lease.media)
-                actions.append(Reply(envelope, cached * self._index.block_size))
+                table = tuple(lease.path.table()) if lease.changed else None
+                result = LayerResult(cached * self._index.block_size, table)
+                actions.append(Reply(envelope, result))
             else:
                 lease.layers.append((layer, envelope))
         return actions
@@ -246,6 +264,22 @@ class LeaseTable:
             run = max(run, min(load.start + load.arriving, stop))
         return min(run, lease.expected_blocks) if loads else run
 
+    def _computes_into_loads(self, lease: LeaseState) -> bool:
+        """Whether a request that continues after the blocks arriving now would compute into a block
+        that a load in flight brings for others too. It is answered when the loads have ended."""
+        run = self._arriving(lease)
+        cached = self._index.before_media(run, lease.media)
+        for load in lease.loads:
+            if load.owner is lease:  # blocks that it does not bring stay the lease's
+                if load.start <= run and cached < load.start + load.arriving:
+                    return True
+                continue
+            first = max(cached, load.start)
+            table = lease.path.blocks(first, max(first, min(load.stop, lease.path.num_blocks)))
+            if not set(table).isdisjoint(load.blocks):
+                return True
+        return False
+
     # -- blocks in place of shared ones
 
     def _replace_targets(self, lease: LeaseState, load: LoadState, first: int) -> list[Action]:
@@ -273,9 +307,7 @@ class LeaseTable:
         lease.storage_hits -= (less := min(lease.storage_hits, excess := committed - kept))
         lease.host_hits -= (more := min(lease.host_hits, excess - less))
         lease.device_hits -= excess - less - more
-        # Also beyond the committed blocks: a load may have completed after a position whose load
-        # failed and which another request computed.
-        table = lease.path.blocks(kept, lease.path.num_blocks)
+        table = lease.path.blocks(kept, committed)
         return self._take_new_blocks(
             lease, [position for position, block in enumerate(table, kept) if block < 0]
         )
@@ -283,6 +315,7 @@ class LeaseTable:
     def _take_new_blocks(self, lease: LeaseState, positions: list[int]) -> list[Action]:
         """Blocks to compute into at these positions. If there are none the lease fails."""
         index, actions = self._index, list[Action]()
+        lease.changed |= bool(positions)
         if index.free < len(positions):
             actions = self._evictions.drop(len(positions) - index.free, lease.path.salt)
         if index.free < len(positions):

@@ -232,7 +232,9 @@ class LoadTable:
                 load.owner.loads.remove(load)
                 load.owner.expected_blocks = min(load.owner.expected_blocks, load.start)
             return []
-        unused = load.tree.finish_load(load.nodes, num_loaded)
+        # An owner that computes the blocks above again computes these too: they must not be shared.
+        lost = load.owner is not None and load.is_below_a_gap(load.owner)
+        unused = load.tree.finish_load(load.nodes, 0 if lost else num_loaded)
         resident = len(load.blocks) - len(unused)
         if load.owner is None:
             self._index.pool.give(unused)
@@ -247,5 +249,6 @@ class LoadTable:
             actions += self._evictions.keep_host_copies(kept)
         for lease in load.leases():
             owner = lease is load.owner
-            actions += self._leases.load_ended(lease, load, resident, from_host, owner=owner)
+            used = 0 if load.is_below_a_gap(lease) else resident
+            actions += self._leases.load_ended(lease, load, used, from_host, owner=owner)
         return actions

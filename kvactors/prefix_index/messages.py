@@ -42,6 +42,18 @@ class ReadyResult(Message, frozen=True, eq=False):
     storage_hits: int
 
 
+class LayerResult(Message, frozen=True, eq=False):
+    """A layer of the loads of a lease has arrived.
+
+    Attributes:
+        cached_tokens: that are cached if the other layers arrive as well.
+        blocks: the block table, None if it is as granted.
+    """
+
+    cached_tokens: int
+    blocks: tuple[int, ...] | None
+
+
 class Ack(Message, frozen=True, eq=False):
     """The request is carried out.
 
@@ -107,9 +119,9 @@ class Ready(Ask[ReadyResult], frozen=True, eq=False):
     lease: int
 
 
-class LayerReady(Ask[int], frozen=True, eq=False):
+class LayerReady(Ask[LayerResult], frozen=True, eq=False):
     """Wait until one layer, counted from the layout's first, of everything that the lease loads is
-    on the device. Reply: tokens that are cached if the other layers arrive as well."""
+    on the device."""
 
     lease: int
     layer: int

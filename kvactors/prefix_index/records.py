@@ -13,6 +13,7 @@ from kvactors.errors import KVActorsError
 from kvactors.hints import Hints
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Timed
+from kvactors.prefix_index.messages import LayerResult
 
 
 class LeaseFault(NamedTuple):
@@ -44,6 +45,8 @@ class LeaseState(msgspec.Struct, eq=False):
         granted: it has its blocks. A lease that waits for them may have loads already.
         counted: the statistics count it, as they do unless it was preempted before.
         fault: why it can no longer be used.
+        changed: the table has other blocks than it was granted with, in place of blocks that were
+            not loaded.
         prompt_tokens: tokens that it was acquired with.
         output_tokens: of the model, if its holder has given their number.
         hints: about the reuse of its blocks, None for none.
@@ -62,10 +65,11 @@ class LeaseState(msgspec.Struct, eq=False):
     storage_hits: int = 0
     loads: list[LoadState] = []
     ready: list[Envelope[Any]] = []
-    layers: list[tuple[int, Envelope[int]]] = []
+    layers: list[tuple[int, Envelope[LayerResult]]] = []
     granted: bool = False
     counted: bool = True
     fault: LeaseFault | None = None
+    changed: bool = False
     prompt_tokens: int = 0
     output_tokens: int | None = None
     hints: Hints | None = None
@@ -134,6 +138,11 @@ class LoadState(Timed):
     def leases(self) -> list[LeaseState]:
         """The leases that wait for it, the owner first."""
         return [*self.sharers] if self.owner is None else [self.owner, *self.sharers]
+
+    def is_below_a_gap(self, lease: LeaseState) -> bool:
+        """Whether a load above this one has failed. The lease computes all blocks from there on.
+        Other requests can hit the blocks of this load if one of them has computed those above."""
+        return lease.path.num_committed < self.start
 
 
 class IndexStatistics(NamedTuple):

@@ -107,11 +107,11 @@ class BlockTables:
         full, rest = divmod(kept, self._index.block_size)
         if rest and full < min(lease.path.num_full_blocks, lease.path.num_blocks):
             block = lease.path.blocks(full, full + 1)[0]
-            if self._index.pool.is_shared(block) or lease.path.is_shared(full):
+            if self._index.pool.is_shared(block):
                 return TokensCommitted(
                     f"num_tokens is {kept}, within a full block that {lease.request_id!r} shares "
-                    f"with a fork or with the cache: truncate to a multiple of "
-                    f"{self._index.block_size}, or before the fork"
+                    f"with a fork: truncate to a multiple of {self._index.block_size}, or before "
+                    "the fork"
                 )
         return None
 

@@ -294,6 +294,25 @@ async def test_a_thread_that_gave_up_has_no_effect_or_no_lease(monkeypatch):
         assert cache.statistics().prefix.leases == 0
 
 
+async def test_a_layer_after_a_failed_load_renews_the_table():
+    """A lease that had joined the load has got a separate block, and the caller computes into
+    that one. An extend meanwhile has appended another block."""
+    async with opened() as cache:
+        lease = await cache.acquire("a", prompt(1, 2))
+        await lease.extend([1])
+        first, joined, last = lease.block_table
+        core = cache.system.index_actor.core
+        state, [new] = core.leases.get(lease._hold.id), core.index.take(1)
+        state.tree.replace(state.path, 1, new)
+        core.index.pool.give([joined])
+        state.changed = lease.pending = True
+        assert await lease.wait_layer(0) == 0
+        assert lease.block_table == (first, new, last)
+        assert agree(cache, lease)
+        lease.pending = False
+        await lease.finish(0)
+
+
 async def test_a_thread_has_all_the_calls_of_the_loop():
     async with opened(host=HOST, storage=STORE) as cache:
         door = cache.from_thread

@@ -8,6 +8,9 @@ from mutation import Mutation
 HASHING = "tests/prefix_index/test_hashing.py"
 DEVICE = f"{HASHING}::test_a_device_that_no_sink_follows_hashes_nothing"
 BENCH = "tests/bench/test_bench_index.py"
+MACHINE = "tests/prefix_index/test_index_machine.py"
+BEHIND = f"{MACHINE}::test_a_lease_computes_into_no_block_that_arrived_behind_a_load_that_failed"
+LAYER = f"{MACHINE}::test_a_layer_is_not_answered_while_another_lease_loads_blocks_that_are_to_be_computed"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
@@ -49,5 +52,38 @@ BUGS: tuple[Mutation, ...] = (
         "            if not turns:\n",
         "a peer that finds fewer tokens is compared as if it had done the same",
         (f"{BENCH}::test_a_peer_that_finds_other_tokens_is_no_peer",),
+    ),
+    Mutation(
+        "owner_computes_into_blocks_that_others_hit",
+        "prefix_index/loads.py",
+        "finish_load(load.nodes, 0 if lost else num_loaded)",
+        "finish_load(load.nodes, num_loaded)",
+        "a load above fails, another request computes its blocks, and the owner of the load below "
+        "writes to blocks that others read",
+        (BEHIND,),
+    ),
+    Mutation(
+        "sharer_computes_into_blocks_that_others_hit",
+        "prefix_index/loads.py",
+        "used = 0 if load.is_below_a_gap(lease) else resident",
+        "used = resident",
+        "the same of a lease that has joined the load, once its owner has ended",
+        (f"{MACHINE}::test_a_lease_that_joined_such_a_load_computes_into_new_blocks",),
+    ),
+    Mutation(
+        "layer_answered_below_a_failed_load",
+        "prefix_index/leases.py",
+        "(layer < arrived and not self._computes_into_loads(lease))",
+        "layer < arrived",
+        "the caller computes into the targets of another lease's load",
+        (LAYER,),
+    ),
+    Mutation(
+        "layer_answered_without_the_new_table",
+        "prefix_index/leases.py",
+        "tuple(lease.path.table()) if lease.changed else None",
+        "None",
+        "after a load that failed, the caller of wait_layer computes into blocks of another lease",
+        (LAYER,),
     ),
 )

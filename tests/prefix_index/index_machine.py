@@ -421,7 +421,6 @@ class IndexMachine(RuleBasedStateMachine):
         before, (full, rest) = state.path.num_blocks, divmod(kept, BLOCK)
         if rest and full < min(before, state.path.num_full_blocks):
             refused = refused or self.index.pool.is_shared(state.path.blocks(full, full + 1)[0])
-            refused = refused or state.path.is_shared(full)
         message = Truncate(lease, self.leases[lease] - stale, kept)
         [answered] = [one for one in self.turn(message).answered if one.message is message]
         assert (answered.error is not None) == refused

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from kvactors.cpu_evictor.messages import LayersLoaded, Loaded
 from kvactors.errors import LeaseEnded
-from kvactors.prefix_index.messages import Ack, Commit, Finish
+from kvactors.prefix_index.messages import (
+    Abandon,
+    Ack,
+    Commit,
+    Finish,
+    LayerReady,
+    Ready,
+)
 from tests.prefix_index.index_machine import BLOCK, LONGEST, IndexMachine
 
 
@@ -89,22 +97,83 @@ def test_blocks_of_a_load_are_never_given_back_by_a_request_that_got_none() -> N
         machine.teardown()
 
 
-def test_a_truncate_drops_blocks_that_arrived_behind_a_load_that_failed() -> None:
-    """The block before them is recomputed by another request, so they are on the device, and this
-    lease has not committed them."""
-    machine = started(5, host=False)
+def behind_a_failed_load() -> IndexMachine:
+    """Lease 1 loads block 0. Leases 2 and 3 wait for that and for block 1, which lease 2 loads. The
+    load of block 0 fails."""
+    machine = started(8, host=False)
     machine.acquire(0, BLOCK, 5.0, True)
     machine.acquire(0, 2 * BLOCK, 5.0, True)
+    machine.acquire(0, 2 * BLOCK, 5.0, True)
     machine.loaded(0, 0, False)
+    return machine
+
+
+def test_a_lease_computes_into_no_block_that_arrived_behind_a_load_that_failed() -> None:
+    """Another request computes block 0, so that block 1 would be hit when it arrives, while those
+    who have waited for it compute it."""
+    machine = behind_a_failed_load()
     machine.commit(0, 0)
     machine.loaded(0, 1, False)
     machine.consistent()
-    path = machine.lease_state(2).path
+    tables = [machine.lease_state(number).path for number in (1, 2, 3)]
+    for path in tables[1:]:
+        assert path.num_committed == 0
+        assert not any(map(path.is_shared, range(2)))
+    assert len({block for path in tables for block in path.blocks()}) == 5
+    for number in (2, 3):
+        [ready] = machine.turn(Ready(number)).answered
+        assert ready.value.cached_tokens == 0
+        assert list(ready.value.blocks) == tables[number - 1].blocks()
+    machine.commit(1, 0)
+    machine.consistent()
+    machine.teardown()
+
+
+def test_a_lease_that_joined_such_a_load_computes_into_new_blocks() -> None:
+    """Its owner has ended, so the block is cached for later requests."""
+    machine = behind_a_failed_load()
+    machine.commit(0, 0)
+    machine.turn(Abandon(2))
+    del machine.leases[2]
+    machine.loaded(0, 1, False)
+    machine.consistent()
+    path = machine.lease_state(3).path
     assert path.num_committed == 0
-    assert path.is_shared(1)
-    machine.truncate(1, 1)  # within such a block: refused
-    assert path.is_shared(1)
-    machine.truncate(1, BLOCK)
+    assert not any(map(path.is_shared, range(2)))
+    machine.acquire(0, 2 * BLOCK, 5.0, True)
+    assert machine.lease_state(4).path.num_committed == 2
+    machine.teardown()
+
+
+def test_a_request_that_came_later_still_gets_a_block_that_its_owner_computes() -> None:
+    """It hits block 0, and has joined the load of block 1. That is given up for its owner: the
+    request gets another block."""
+    machine = behind_a_failed_load()
+    machine.commit(0, 0)
+    machine.acquire(0, 2 * BLOCK, 5.0, True)
+    machine.loaded(0, 1, False)
+    machine.consistent()
+    path = machine.lease_state(4).path
+    assert path.num_committed == 1
+    assert path.blocks(1, 2) != machine.lease_state(2).path.blocks(1, 2)
+    machine.teardown()
+
+
+def test_a_layer_is_not_answered_while_another_lease_loads_blocks_that_are_to_be_computed() -> None:
+    """Its owner computes them in its targets, the others in new blocks, which come with the
+    answer."""
+    machine = behind_a_failed_load()
+    [op] = machine.loads
+    assert machine.turn(LayersLoaded(op, 1, 1)).answered == ()
+    [own] = machine.turn(LayerReady(2, 0)).answered
+    assert own.value.cached_tokens == 0
+    assert list(own.value.blocks) == machine.lease_state(2).path.blocks()
+    assert machine.turn(LayerReady(3, 0)).answered == ()
+    [joined] = machine.turn(Loaded(op, 1, 0)).answered
+    machine.loads.clear()
+    assert joined.value.cached_tokens == 0
+    assert list(joined.value.blocks) == machine.lease_state(3).path.blocks()
+    assert not {*joined.value.blocks} & {*own.value.blocks}
     machine.consistent()
     machine.teardown()
 

@@ -206,7 +206,8 @@ def test_a_layer_counts_no_block_of_a_joined_load_beyond_the_common_path(shared,
     joined, load = sharer.loads
     state.loads.layers_loaded(joined.op, 1, 4)
     state.loads.layers_loaded(load.op, 1, own)
-    assert answers(state.leases.wait_layer(2, 0, Request())) == [(shared + own) * BLOCK]
+    [arrived] = answers(state.leases.wait_layer(2, 0, Request()))
+    assert (arrived.cached_tokens, arrived.blocks) == ((shared + own) * BLOCK, None)
 
 
 def test_a_layer_counts_no_block_of_a_load_that_was_given_up():
@@ -216,7 +217,9 @@ def test_a_layer_counts_no_block_of_a_load_that_was_given_up():
     state.loads.layers_loaded(joined.op, 1, 4)
     state.loads.overdue(load.op)
     assert sharer.loads == [joined]
-    assert answers(state.leases.wait_layer(2, 0, Request())) == [BLOCK]
+    [arrived] = answers(state.leases.wait_layer(2, 0, Request()))
+    assert arrived.cached_tokens == BLOCK
+    assert list(arrived.blocks) == sharer.path.blocks()
 
 
 def test_layers_of_an_answered_load_are_ignored():
@@ -228,7 +231,8 @@ def test_layers_of_an_answered_load_are_ignored():
     state.leases.wait_layer(1, 0, Request())
     lease.loads[1].layers = 2
     lease.expected_blocks = 1
-    assert answers(state.loads.layers_loaded(first, 1, 1)) == [BLOCK]
+    [arrived] = answers(state.loads.layers_loaded(first, 1, 1))
+    assert arrived.cached_tokens == BLOCK
 
 
 @st.composite
