@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import count
+from itertools import chain, count
 
 from kvactors.actor import Envelope
 from kvactors.cpu_evictor.messages import HostBlocksAdded, HostBlocksRemoved
@@ -25,7 +25,7 @@ from kvactors.prefix_index.grants import Grants
 from kvactors.prefix_index.held import HeldRequests
 from kvactors.prefix_index.host_victims import HostVictims
 from kvactors.prefix_index.index import BlockIndex, set_num_blocks
-from kvactors.prefix_index.leases import LeaseTable
+from kvactors.prefix_index.leases import LeaseTable, check_leases
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.loads import LoadTable
 from kvactors.prefix_index.long_requests import LongRequests
@@ -350,8 +350,7 @@ class IndexCore:
             ensure(used == tree["device"], f"{used} blocks in use, {tree['device']} in the tree")
             shared = self.index.pool.num_shared
             ensure(not shared, f"{shared} blocks with several owners, no lease")
-        yield from self.leases.check_steps()
-        yield from self.index.check_steps()
+        yield from chain(check_leases(self.leases), self.index.check_steps())
 
     def statistics(self) -> IndexStatistics:
         """A snapshot."""

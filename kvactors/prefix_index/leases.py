@@ -158,18 +158,6 @@ class LeaseTable:
             actions += self.answer_layers(lease)
         return actions
 
-    def check_steps(self) -> Iterator[None]:
-        """AssertionError if a lease would compute into a block that other requests hit. In steps of
-        some leases."""
-        for number, lease in enumerate(list(self._leases.values()), 1):
-            path = lease.path
-            if self.get(lease.id) is lease and not (lease.loads or lease.fault):
-                computed = range(path.num_committed, min(path.num_held, path.num_blocks))
-                shared = any(map(path.is_shared, computed))
-                ensure(not shared, f"lease {lease.id} computes into a block of the cache")
-            if not number % CHECKED:
-                yield
-
     # -- waiting for loads
 
     def wait_ready(self, number: int, envelope: Envelope[ReadyResult]) -> list[Action]:
@@ -307,10 +295,7 @@ class LeaseTable:
         lease.storage_hits -= (less := min(lease.storage_hits, excess := committed - kept))
         lease.host_hits -= (more := min(lease.host_hits, excess - less))
         lease.device_hits -= excess - less - more
-        table = lease.path.blocks(kept, committed)
-        return self._take_new_blocks(
-            lease, [position for position, block in enumerate(table, kept) if block < 0]
-        )
+        return self._take_new_blocks(lease, list(range(kept, committed)))
 
     def _take_new_blocks(self, lease: LeaseState, positions: list[int]) -> list[Action]:
         """Blocks to compute into at these positions. If there are none the lease fails."""
@@ -327,3 +312,16 @@ class LeaseTable:
         for position, block in zip(positions, index.take(len(positions)), strict=True):
             lease.tree.replace(lease.path, position, block)
         return actions
+
+
+def check_leases(leases: LeaseTable) -> Iterator[None]:
+    """AssertionError if a lease would compute into a block that other requests hit. In steps of
+    some leases."""
+    for number, lease in enumerate(list(leases), 1):
+        path = lease.path
+        if leases.get(lease.id) is lease and not (lease.loads or lease.fault):
+            computed = range(path.num_committed, min(path.num_held, path.num_blocks))
+            shared = any(map(path.is_shared, computed))
+            ensure(not shared, f"lease {lease.id} computes into a block of the cache")
+        if not number % CHECKED:
+            yield

@@ -296,7 +296,7 @@ async def test_a_thread_that_gave_up_has_no_effect_or_no_lease(monkeypatch):
 
 async def test_a_layer_after_a_failed_load_renews_the_table():
     """A lease that had joined the load has got a separate block, and the caller computes into
-    that one. An extend meanwhile has appended another block."""
+    that one. An extend has appended another block."""
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 2))
         await lease.extend([1])

@@ -172,16 +172,6 @@ BUGS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "blocks_beyond_the_committed_forgotten",
-        "prefix_index/leases.py",
-        "[position for position, block in enumerate(table, kept) if block < 0]",
-        "list(range(kept, committed))",
-        "a request with media whose loads ended within an item cannot commit what it computed",
-        (
-            "tests/prefix_index/test_media_whole.py::test_every_position_of_a_request_has_a_block_after_loads_ended_within_an_item",
-        ),
-    ),
-    Mutation(
         "ready_raises_before_loads_are_given_up",
         "lease_hold.py",
         "max(at, self.loads_end + AFTER_LOADS)",
