@@ -6,6 +6,7 @@ from __future__ import annotations
 from mutation import Mutation
 
 FORMAT, HEALS = "tests/storage/test_store_format.py", "tests/storage/test_store_heals.py"
+IN_FLIGHT = "tests/storage/test_slots_in_flight.py"
 IO = "tests/storage/test_slab_io.py"
 TASKS = "tests/storage/test_store_tasks.py"
 POOL = "tests/storage/test_mooncake_objects.py"
@@ -109,6 +110,30 @@ BUGS: tuple[Mutation, ...] = (
         "        if self._inventory.pending:\n",
         "a store on a full disk refuses every block from then on",
         (f"{HEALS}::test_a_disk_that_becomes_full_evicts_the_least_recently_used",),
+    ),
+    Mutation(
+        "slots_being_erased_are_lost",
+        "storage/backends/slots.py",
+        "        return self._erasing + len(self._leaving)\n",
+        "        return len(self._leaving)\n",
+        "a write beside a removal is refused, or evicts an object, although it fits",
+        (IN_FLIGHT,),
+    ),
+    Mutation(
+        "slots_being_read_are_lost",
+        "storage/backends/slots.py",
+        "        return self._erasing + len(self._leaving)\n",
+        "        return self._erasing\n",
+        "a write beside a read of a removed object is refused, or evicts an object",
+        (IN_FLIGHT,),
+    ),
+    Mutation(
+        "a_write_waits_for_a_slot_for_ever",
+        "storage/backends/slot_supply.py",
+        "                if expired():\n                    return None, Outcome.LATE\n",
+        "",
+        "a write that waits for a slot has no deadline",
+        (IN_FLIGHT,),
     ),
     Mutation(
         "quarantine_without_end",

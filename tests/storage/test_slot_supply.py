@@ -53,7 +53,7 @@ async def nothing_to_evict() -> bool:
 
 
 def take(supply: SlotSupply, squeeze=nothing_to_evict):
-    return run_unsuspended(supply.take(squeeze))
+    return run_unsuspended(supply.take(squeeze, lambda: False))
 
 
 def test_free_slots_are_taken_in_order_before_the_store_grows(clock):

@@ -285,11 +285,9 @@ class SlabMedium:
     async def erase(self, keys: Sequence[bytes]) -> None:
         """See `Medium.erase`."""
         slots = [self.objects.pop(key)[0] for key in keys if key in self.objects]
-        try:
+        with self._slots.erasing(slots):
             if slots and not self._files.read_only:
                 await self._threads.io.erase(slots)
-        finally:
-            self._slots.give(slots)
 
     async def clear(self, generation: int) -> None:
         """Drop every object: the store gets another generation, in memory immediately, on the
@@ -307,10 +305,8 @@ class SlabMedium:
         slots = [slot for slot, _ in self.objects.values()]
         self.objects.clear()
         self.generation = max(self.generation + 1, generation)
-        try:
+        with self._slots.erasing(slots):
             await self.generations.advance(lambda: self.generation)
-        finally:
-            self._slots.give(slots)
 
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """See `Medium.each`: as many concurrently as there are threads."""

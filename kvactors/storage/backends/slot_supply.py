@@ -3,6 +3,7 @@ an evicted object."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from kvactors.actor.clock import now
@@ -17,6 +18,9 @@ from kvactors.storage.messages import Outcome
 DEADLINE_EVERY = 64
 """Objects of a batch that get their slots between two looks at its deadline."""
 
+DEADLINE_CHECK = 0.05
+"""Seconds between two looks at the deadline while a write waits for a slot."""
+
 
 class SlotSupply:
     """Hands out free slots, and keeps the catalog's capacity at the number of usable ones.
@@ -28,10 +32,11 @@ class SlotSupply:
     """
 
     def __init__(self, files: SlabFiles, threads: SlabThreads, catalog: Catalog) -> None:
-        self.slots = Slots()
+        self.slots = Slots(self._wake)
         self.growth = Growth(files, self.slots, threads.workers)
         self.capacity = 0
         self._catalog = catalog
+        self._waiting: set[asyncio.Future[None]] = set()  # writes without a slot
 
     def set_capacity(self, capacity: int) -> None:
         """The capacity is known once the store is open."""
@@ -81,16 +86,19 @@ class SlotSupply:
             taken.update(zip(some, self.take_now(len(some)), strict=False))
             for i in some:
                 if i not in taken:
-                    slot, outcomes[i] = await self.take(squeeze)
+                    slot, outcomes[i] = await self.take(squeeze, expired)
                     if slot is not None:
                         taken[i] = slot
         self.growth.ahead()
 
-    async def take(self, squeeze: Callable[[], Awaitable[bool]]) -> tuple[int | None, Outcome]:
+    async def take(
+        self, squeeze: Callable[[], Awaitable[bool]], expired: Expired
+    ) -> tuple[int | None, Outcome]:
         """Take a free slot.
 
         Args:
             squeeze: evicts an object and frees its slot; False if there is none to evict.
+            expired: whether the deadline has passed.
 
         Returns:
             The slot and OK, or None and why there is none.
@@ -105,7 +113,25 @@ class SlotSupply:
                 continue  # other writes may have taken the slots of the new slab
             if outcome != Outcome.NO_SPACE:
                 return None, outcome
-            if slots.release_first_offenders():
+            if slots.leaving:  # within the capacity: nothing is evicted or refused
+                if expired():
+                    return None, Outcome.LATE
+                await self._wait()
+            elif slots.release_first_offenders():
                 self._fit()
             elif not await squeeze():
                 return None, outcome
+
+    async def _wait(self) -> None:
+        """Wait until slots have become free, or it is time to look at the deadline."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.add(waiter)
+        try:
+            await asyncio.wait([waiter], timeout=DEADLINE_CHECK)
+        finally:
+            self._waiting.discard(waiter)
+
+    def _wake(self) -> None:
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)

@@ -4,7 +4,7 @@ on the event loop only."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 PAUSE = 60.0
@@ -15,11 +15,13 @@ LONGEST = 86_400.0
 
 class Slots:
     """free: not in use. suspects: the next object that is written there must be read back before it
-    counts."""
+    counts. freed: called when slots have become free."""
 
-    def __init__(self) -> None:
+    def __init__(self, freed: Callable[[], None] = lambda: None) -> None:
         self.free: deque[int] = deque()
         self.suspects: set[int] = set()
+        self._freed = freed
+        self._erasing = 0  # slots whose entries are being erased, free afterwards
         self._readers: dict[int, int] = {}  # reads in flight, by slot
         self._leaving: set[int] = set()  # free once no read of them is in flight
         self._until: dict[int, float] = {}  # in quarantine
@@ -52,6 +54,7 @@ class Slots:
             elif slot in leaving:
                 leaving.remove(slot)
                 self.free.append(slot)
+                self._freed()
 
     def take(self, count: int) -> list[int]:
         """Take free slots, at most `count`."""
@@ -69,6 +72,23 @@ class Slots:
                 self._leaving.add(slot)
             else:
                 self.free.append(slot)
+        self._freed()
+
+    @contextmanager
+    def erasing(self, slots: Sequence[int]) -> Iterator[None]:
+        """The entries of slots are erased inside. Afterwards the slots hold no object."""
+        self._erasing += len(slots)
+        try:
+            yield
+        finally:
+            self._erasing -= len(slots)
+            self.give(slots)
+
+    @property
+    def leaving(self) -> int:
+        """Slots that will be free without an eviction: their objects are gone, and a read or the
+        erasure of the entry has not ended."""
+        return self._erasing + len(self._leaving)
 
     def first(self, slot: int | None) -> None:
         """If it is free, it is the next one to be taken."""
