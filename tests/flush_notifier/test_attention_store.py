@@ -420,7 +420,7 @@ CACHE = Config.from_mapping(
             "sinks": [{"kind": "attention_store"}],
             "retry_min_s": 0.005,
             "retry_max_s": 0.02,
-            "timeout_s": 0.2,
+            "timeout_s": 20.0,
         },
     }
 )

@@ -112,6 +112,14 @@ BUGS: tuple[Mutation, ...] = (
         (f"{HEALS}::test_a_disk_that_becomes_full_evicts_the_least_recently_used",),
     ),
     Mutation(
+        "jobs_that_end_at_the_limit_of_a_close_are_lost",
+        "storage/backends/slab_io.py",
+        "            self._collect(self._queue)\n",
+        "            pass\n",
+        "a caller waits for ever, and the loop misses the events of the next store",
+        ("tests/storage/test_slab_io.py::test_jobs_that_end_at_the_limit_of_a_close_are_answered",),
+    ),
+    Mutation(
         "slots_being_erased_are_lost",
         "storage/backends/slots.py",
         "        return self._erasing + len(self._leaving)\n",

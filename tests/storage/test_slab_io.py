@@ -12,6 +12,7 @@ import pytest
 import xxhash
 
 from kvactors.native import SlabQueue, xxh3_64
+from kvactors.storage.backends.slab_io import SlabIo
 from kvactors.storage.backends.slab_table import Meta, blank_entries, blank_entry, entry_of, mark_of
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key, never
@@ -464,3 +465,31 @@ def test_blank_entries_of_a_batch_are_those_of_single_objects():
     assert blank_entries(meta, keys, 1 << 40, 3, fields) == [
         blank_entry(meta, one, (1 << 40) + n, 3, fields) for n, one in enumerate(keys)
     ]
+
+
+async def test_jobs_that_end_at_the_limit_of_a_close_are_answered(tmp_path, monkeypatch):
+    """The event that tells of them is closed next, and its number may become another file's."""
+    begun, go = threading.Event(), threading.Event()
+
+    def hang(_fd, _at, _size):
+        begun.set()
+        go.wait(60)
+
+    async with opened(tmp_path) as bench:
+        await bench.put(1)
+        io = bench.store.threads.io
+        queue = io._queue
+
+        def at_the_limit(_):  # the job ends here, and the loop does not see it
+            go.set()
+            assert queue.wait_idle(60)
+            return queue.in_flight
+
+        with faults(bench.store, read=hang):
+            reading = asyncio.create_task(bench.store.read([key(1)], bench.views(1), never))
+            while not begun.is_set():
+                await asyncio.sleep(0.001)
+            monkeypatch.setattr(SlabIo, "in_flight", property(at_the_limit))
+            assert await io.drained(0.01)
+            assert not asyncio.get_running_loop().remove_reader(queue.event_fd)
+            assert list((await reading).outcomes) == [OK]

@@ -233,7 +233,11 @@ class SlabIo:
         with anyio.move_on_after(limit):
             if waiting:
                 await asyncio.wait(waiting)
-        return not self.in_flight
+        if self.in_flight:
+            return False
+        if self._queue is not None:  # jobs may have ended at the limit: the event is closed next
+            self._collect(self._queue)
+        return True
 
     def close(self, limit: float) -> None:
         """End the threads. `limit`: seconds to wait for their ends. Jobs that hang keep their
