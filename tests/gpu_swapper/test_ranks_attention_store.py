@@ -172,7 +172,7 @@ async def test_a_rank_that_is_killed_comes_back_with_an_empty_shard_and_no_byte_
 
 async def test_ranks_that_name_another_version_are_refused(tmp_path):
     leader = config(tmp_path)
-    leader = replace(leader, ranks=replace(leader.ranks, startup_timeout_s=30.0))
+    leader = replace(leader, ranks=replace(leader.ranks, startup_timeout_s=10.0))
     ranks = [
         RankProcess(leader, 0),
         RankProcess(

@@ -105,7 +105,7 @@ async def test_the_client_finds_its_variables_and_those_of_the_user_stay(
 async def test_a_pool_that_stores_nothing_fails_at_start_and_is_left(standin):
     standin.put_codes = [FAILED] * 1000
     async with listening() as port:
-        client = MooncakeClient(config(f"127.0.0.1:{port}", connect_timeout_s=0.02))
+        client = MooncakeClient(config(f"127.0.0.1:{port}", connect_timeout_s=1.0))
         with pytest.raises(StoreError, match=rf"127\.0\.0\.1:{port} stores nothing.* code -800"):
             await client.open()
         assert standin.calls[-1] == "close"
