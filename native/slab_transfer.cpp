@@ -122,7 +122,10 @@ i64 move_one(SlabJob& job, u32 i, int fd, const SlabCalls& calls, Bounce& bounce
         aside = bounce.get(stride);
         if (aside == nullptr) return -ENOMEM;
         part = {aside, stride};
-        if (writes) std::memcpy(aside, item.memory, size);
+        if (writes) {
+            std::memcpy(aside, item.memory, size);
+            std::memset(aside + size, 0, stride - size);  // no memory of the process reaches the disk
+        }
     }
     const std::size_t wanted = part.iov_len;
     if (writes) {

@@ -236,7 +236,8 @@ async def socket(kind: int, endpoint: str, topic: str = ""):
     assert await connected.poll(20_000), f"nobody answers at {endpoint}"
     one.disable_monitor()
     connected.close()
-    await asyncio.sleep(0.15)  # the publisher takes the subscription in another thread
+    if kind == zmq.SUB:
+        await asyncio.sleep(0.15)  # the publisher takes the subscription in another thread
     try:
         yield one
     finally:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -421,6 +424,33 @@ async def test_memory_that_is_not_aligned_goes_through_a_bounce_buffer(tmp_path)
         memory[:] = bytes(SIZE + 9)
         assert list((await bench.store.read([key(1)], views, never)).outcomes) == [OK]
         assert bytes(memory) == bytes(5) + bench.pattern(1) + bytes(4)
+
+
+WRITE = """
+import asyncio, pathlib, sys
+from kvactors.storage.backends import FileBackend
+
+async def main():
+    store = FileBackend(pathlib.Path(sys.argv[1]), bytes(32), 5000, 4)
+    await store.open()
+    memory = memoryview(bytearray(b"x" * 5009))
+    print((await store.write([bytes(32)], [memory[5:5005]], lambda: False)).outcomes[0])
+    await store.close()
+
+asyncio.run(main())
+"""
+
+
+def test_no_other_memory_of_the_process_reaches_the_disk(tmp_path):
+    """The C library fills memory that it gives out, here as a long-lived process has filled it.
+    Prompts of other tenants may have been there."""
+    command = [sys.executable, "-c", WRITE, str(tmp_path)]
+    filled = {**os.environ, "MALLOC_PERTURB_": "90"}
+    done = subprocess.run(command, env=filled, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
+    [slab] = tmp_path.rglob("slab-*")
+    slot = slab.read_bytes()[:STRIDE]
+    assert slot == b"x" * 5000 + bytes(STRIDE - 5000)
 
 
 async def test_jobs_that_do_not_fit_are_refused(tmp_path):
