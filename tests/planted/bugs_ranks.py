@@ -10,6 +10,22 @@ POOL = "tests/ranks/test_ranks_shared_pool.py::"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
+        "a_rank_tells_of_every_miss_again",
+        "data_plane/ranks/store_operations.py",
+        "        return self._without_checksum - before\n",
+        "        return self._without_checksum\n",
+        "the leader counts each object without a checksum once more with every answer",
+        (f"{POOL}test_objects_without_checksums_are_counted_by_the_leader",),
+    ),
+    Mutation(
+        "the_leader_adds_up_the_misses_of_ranks",
+        "data_plane/ranks/store.py",
+        "        self.counters.without_checksum += max(\n",
+        "        self.counters.without_checksum += sum(\n",
+        "a block without checksums counts once for each rank",
+        (f"{POOL}test_objects_without_checksums_are_counted_by_the_leader",),
+    ),
+    Mutation(
         "proof_of_a_rank_not_compared",
         "data_plane/ranks/handshake.py",
         'if not hmac.compare_digest(proof.mac, mac(secret, b"rank", hello.nonce, nonce)):',

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,6 +86,13 @@ def test_every_message_survives_its_encoding():
     for kind in FRAMES:
         assert kind.__struct_config__.tag == kind.__name__.lower()
     assert _decoder.decode(msgspec.msgpack.encode(Answer(1, b"\0", A))) == Answer(1, b"\0", A)
+
+
+@pytest.mark.parametrize("count", [-1, (1 << 32) + 1])
+def test_a_count_that_cannot_be_is_no_message(count):
+    sent = msgspec.msgpack.encode(Answer(1, b"\0", without_checksum=count))
+    with pytest.raises(msgspec.ValidationError):
+        _decoder.decode(sent)
 
 
 @settings(max_examples=60, deadline=None)

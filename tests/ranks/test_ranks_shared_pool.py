@@ -17,6 +17,8 @@ from kvactors.config import (
 from kvactors.layout import make_layout
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.ranks_config import RanksConfig
+from kvactors.storage.backends.base import ReadReport
+from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimPool
 from kvactors.testing.loop import simulate
 from tests.support.rank_model import RankModel
@@ -38,9 +40,9 @@ CONFIG = Config(
 PROMPT = list(range(BLOCK * BLOCKS + 1))
 
 
-async def life(stores, lacking=()):
-    """One leader with two ranks serves the prompt. Returns the blocks it found in storage, and how
-    many were wrong."""
+async def life(stores, without_checksum=lambda _: None):
+    """One leader with two ranks serves the prompt. Returns the blocks it found in storage, how
+    many were wrong, and the keys. without_checksum: called with that statistic."""
     layout = make_layout(CONFIG.layout, BLOCK)
     ranks = [
         SimRank(CONFIG, number, store=store, latency=lambda: 0.001)
@@ -59,6 +61,7 @@ async def life(stores, lacking=()):
             hits = lease.hits.storage
         await cache.wait_idle()
         assert cache.check() == []
+        without_checksum(cache.statistics().store.without_checksum)
         assert cache.system.backend.keys() == []
         assert not hasattr(cache.system.backend, "read"), "no view of this process is in reach"
     for rank in ranks:
@@ -106,5 +109,32 @@ def test_a_chunk_of_a_prompt_takes_blocks_for_all_that_a_pool_may_hold():
             await lease.finish()
         for rank in ranks:
             await rank.close()
+
+    simulate(main)
+
+
+class Unverified(SimPool):
+    """Its objects have no checksums, which this node wants."""
+
+    async def read(self, keys, views, expired):
+        self.counters.without_checksum += len(keys)
+        return ReadReport(bytes([Outcome.MISS]) * len(keys), [])
+
+
+def test_objects_without_checksums_are_counted_by_the_leader():
+    """A block counts once, although each rank misses its part."""
+
+    async def main() -> None:
+        layout = make_layout(CONFIG.layout, BLOCK)
+        stores = [
+            Unverified(layout.fingerprint, layout.block_bytes, latency=lambda: 0.001)
+            for _ in range(2)
+        ]
+        assert (await life(stores))[0] == 0
+        seen = []
+        assert (await life(stores, seen.append))[:2] == (0, 0)
+        assert seen == [BLOCKS]
+        assert (await life(stores, seen.append))[:2] == (0, 0)
+        assert seen == [BLOCKS, BLOCKS], "a rank tells of each miss once"
 
     simulate(main)

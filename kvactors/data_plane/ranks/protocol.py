@@ -10,14 +10,14 @@ each.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
 
-VERSION = 5
+VERSION = 6
 """Version of this protocol. Both ends must have the same."""
 
 MOST_BYTES = 64 << 20
@@ -207,12 +207,14 @@ class Answer(Frame, frozen=True):
             it is a `storage.messages.Outcome`.
         gone: keys removed from the rank's store.
         paths: parts of paths. After the last ones the only outcome is MISS.
+        without_checksum: misses of objects without a checksum, since the rank's last answer.
     """
 
     op: int
     outcomes: bytes = b""
     gone: bytes = b""
     paths: tuple[PathPart, ...] = ()
+    without_checksum: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
 
 
 AnyFrame = (

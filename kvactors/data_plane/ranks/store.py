@@ -137,6 +137,9 @@ class RankStore:
             outcomes=len(keys),
             worst=WORST,
         )
+        self.counters.without_checksum += max(
+            answer.without_checksum if answer is not None else 0 for answer in answers
+        )
         worst = [0] * len(keys)
         gone: set[bytes] = set()
         for answer in answers:

@@ -11,7 +11,6 @@ from typing import Any
 import anyio
 from msgspec.structs import replace
 
-from kvactors.actor.clock import now
 from kvactors.actor.log import described, get_logger
 from kvactors.actor.supervisor import LEAST_STEP
 from kvactors.actor.uncancelled import ended, uncancelled
@@ -24,7 +23,6 @@ from kvactors.data_plane.ranks.handshake import check_leader
 from kvactors.data_plane.ranks.listening import connect
 from kvactors.data_plane.ranks.moving import cannot_be, cannot_copy, carried_out
 from kvactors.data_plane.ranks.names import pages
-from kvactors.data_plane.ranks.paths import next_paths
 from kvactors.data_plane.ranks.protocol import (
     Answer,
     AnyFrame,
@@ -41,16 +39,16 @@ from kvactors.data_plane.ranks.protocol import (
     StoreObjects,
     Welcome,
 )
+from kvactors.data_plane.ranks.store_operations import StoreOperations
 from kvactors.device.base import Device
-from kvactors.errors import ConfigError, LayoutError, RankError, StoreError
+from kvactors.errors import ConfigError, LayoutError, RankError
 from kvactors.identity import StoreIdentity
 from kvactors.opening import Opening
 from kvactors.ranks_config import Secret
 from kvactors.sdk_settings import store_identity
 from kvactors.shutdown import STOP, Shutdown
 from kvactors.storage.backends import Backend
-from kvactors.storage.messages import Outcome
-from kvactors.types import HASH_BYTES, join_hashes, split_hashes
+from kvactors.types import HASH_BYTES
 
 log = get_logger()
 
@@ -158,7 +156,7 @@ class _Serving:
         self.shutdown = shutdown
         self.rank = identity.rank
         self.plane = plane
-        self.backend, self.store = plane.backend, plane.store
+        self.backend, self.store = plane.backend, StoreOperations(plane, identity.rank)
         self.secret = secret
         self._warned = ""
 
@@ -394,43 +392,4 @@ class _Serving:
         connection.send(Answer(op, bytes(outcomes)))
 
     async def _store(self, connection: Connection, message: StoreObjects) -> None:
-        keys = split_hashes(message.keys)
-        count = 1 if message.kind == "clear" else len(keys)
-        if message.kind in ("begin_paths", "paths"):
-            connection.send(await next_paths(self.store, message))
-            return
-        try:
-            outcomes, gone = await self._at_store(message, keys)
-        except StoreError as error:
-            log.error("clear failed", rank=self.rank, error=str(error))
-            outcomes, gone = bytes([Outcome.UNAVAILABLE]) * count, []
-        connection.send(Answer(message.op, outcomes, join_hashes(gone)))
-
-    async def _at_store(
-        self, message: StoreObjects, keys: list[bytes]
-    ) -> tuple[bytes, list[bytes]]:
-        store, until = self.store, now() + message.seconds
-        if message.kind == "clear":
-            if store is not None:
-                await store.clear(message.generation)
-            return bytes([Outcome.OK]), []
-        if store is None:
-            return bytes([Outcome.UNAVAILABLE]) * len(keys), []
-        if message.kind in ("read", "write"):
-            report: Any
-            if message.kind == "read":
-                report = await store.read_slots(
-                    keys, self.plane.arena, message.slots, lambda: now() >= until
-                )
-            else:
-                report = await store.write_slots(
-                    keys, self.plane.arena, message.slots, lambda: now() >= until, message.lineages
-                )
-            gone = getattr(report, "gone", None) or getattr(report, "evicted", [])
-            return bytes(report.outcomes), [key for key in gone if not store.holds(key)]
-        if message.kind == "ask":
-            found = store.probe(keys)
-            found = await store.ask(keys, lambda: now() >= until) if found is None else found
-            return bytes([Outcome.OK]) * found + bytes([Outcome.MISS]) * (len(keys) - found), []
-        await store.remove(keys)
-        return bytes(len(keys)), []
+        connection.send(await self.store.answer(message))
