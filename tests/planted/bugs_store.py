@@ -116,7 +116,7 @@ BUGS: tuple[Mutation, ...] = (
         "storage/backends/slab_io.py",
         "            self._collect(self._queue)\n",
         "            pass\n",
-        "a caller waits for ever, and the loop misses the events of the next store",
+        "a caller waits without limit, and the loop misses the events of the next store",
         ("tests/storage/test_slab_io.py::test_jobs_that_end_at_the_limit_of_a_close_are_answered",),
     ),
     Mutation(
@@ -136,7 +136,7 @@ BUGS: tuple[Mutation, ...] = (
         (IN_FLIGHT,),
     ),
     Mutation(
-        "a_write_waits_for_a_slot_for_ever",
+        "a_write_waits_for_a_slot_without_a_deadline",
         "storage/backends/slot_supply.py",
         "                if expired():\n                    return None, Outcome.LATE\n",
         "",
