@@ -27,7 +27,14 @@ LAYOUT_COMMON = {
 }
 
 STORE_COMMON = {"backend", "write_policy", "min_hits", "fetch", "timeout_s"}
-SLOT_STORE = STORE_COMMON | {"exclusive", "min_fetch_blocks", "readers", "writers"}
+SLOT_STORE = STORE_COMMON | {
+    "exclusive",
+    "min_fetch_blocks",
+    "readers",
+    "writers",
+    "on_full",
+    "on_full_wait_s",
+}
 CAPACITY = {"capacity_blocks", "capacity_bytes"}
 PLACE = {"namespace", "rank", "ranks"}
 STORAGE_USES = {

@@ -327,6 +327,12 @@ class StorageConfig(
         readers: actors that read, each with one batch at a time.
         writers: actors that write, each with one batch at a time.
         timeout_s: seconds one batch may take.
+        on_full: what a block that is to be written does while writes in flight use all transit
+            slots: wait for one, or be shed (not written, and counted). A store that falls behind
+            is not waited for until half of the slots are free again.
+        on_full_wait_s: seconds that an eviction waits for slots, and the request that needs its
+            device blocks with it. The blocks of a finished request, which no request waits for,
+            wait up to timeout_s.
         mooncake: settings of that back end.
     """
 
@@ -353,6 +359,8 @@ class StorageConfig(
     readers: Threads = 2
     writers: Threads = 2
     timeout_s: Seconds = 10.0
+    on_full: Literal["wait", "shed"] = "wait"
+    on_full_wait_s: Seconds = 1.0
     mooncake: MooncakeConfig = MooncakeConfig()
 
     timeout = Earlier("timeout_s")

@@ -41,6 +41,7 @@ from kvactors.cpu_evictor.messages import (
     SetHostQuota,
     SetTargets,
     ShareMessage,
+    SlotDeadline,
     UnpinHostBlocks,
 )
 from kvactors.cpu_evictor.offload import OffloadJob
@@ -146,6 +147,14 @@ class CpuEvictor(Actor):
             self._perform([self.memory.announce_restart()])
 
     def _perform(self, actions: Iterable[Action]) -> None:
+        """Carry out the actions of a turn, and hand out the slots that it has freed."""
+        self._carry_out(actions)
+        while len(self.memory.movements) and (more := self.memory.movements.serve()):
+            self._carry_out(more)
+        if self._emptying.envelope is not None:
+            self._emptying.answer()
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
                 self.tell(action.to, action.message)
@@ -153,8 +162,6 @@ class CpuEvictor(Actor):
                 self._timers_of[action.job] = self.after(action.seconds, action.message)
             else:
                 self._timers_of.pop(action.job).cancel()
-        if self._emptying.envelope is not None:
-            self._emptying.answer()
 
     # -- orders of the index
 
@@ -181,6 +188,11 @@ class CpuEvictor(Actor):
         """A load without targets is cancelled, or the deadline of one that waits for storage."""
         if (job := self.loads.get(message.op)) is not None:
             self._perform(job.cancel() if isinstance(message, Cancel) else job.on_deadline())
+
+    @on(SlotDeadline)
+    def slot_deadline(self, message: SlotDeadline) -> None:
+        """An offload or a save has waited long enough for slots."""
+        self._perform(self.memory.movements.overdue(message.op))
 
     @on(PrefetchToHost)
     def prefetch(self, message: PrefetchToHost) -> None:

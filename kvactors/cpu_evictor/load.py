@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from math import inf
+from typing import ClassVar
 
 from kvactors.cpu_evictor.actions import Action, StartTimer, StopTimer, send
 from kvactors.cpu_evictor.memory import HostMemory
@@ -13,14 +16,27 @@ from kvactors.lineage import lineage
 from kvactors.storage.messages import Outcome
 from kvactors.types import split_hashes
 
+NOT_FETCHED = {
+    Outcome.MISS: "gone",
+    Outcome.CORRUPT: "gone",
+    Outcome.LATE: "late",
+}
+"""The reason why a read with this outcome brought no block, see `HostStatistics`."""
+
+DEVICE_STORE = 0
+"""The window that stands for a device store's read."""
+
 
 class LoadJob:
     """Loads the leading run of the wanted blocks that host and storage have, and answers with
     `Loaded`.
 
-    Sources are pinned in path order: blocks of the host first, then those that storage has. They
-    are copied as soon as there are device blocks to copy into (a `Load` without blocks gets them
-    with `SetTargets`). Positions count from the first wanted block.
+    Blocks of the host are pinned until the load ends. Stored blocks stream: each turn of the
+    movement takes a window of slots, reads into it, and copies it to the device, while later
+    windows are read. Copies begin as soon as there are device blocks to copy into (a `Load` without
+    blocks gets them with `SetTargets`). Before that it leaves half of the slots for transit alone:
+    the eviction that frees the device blocks may need them. Positions count from the first wanted
+    block.
 
     Args:
         memory: host memory.
@@ -29,12 +45,14 @@ class LoadJob:
         layerwise: whether the index is sent `LayersLoaded` as layers arrive.
     """
 
+    URGENT: ClassVar[bool] = True
+
     __slots__ = (
         "_arrived",
         "_copies",
         "_device_blocks",
-        "_fetching",
-        "_from_host",
+        "_fetch_from",
+        "_generation",
         "_hashes",
         "_late",
         "_layers",
@@ -43,9 +61,18 @@ class LoadJob:
         "_memory",
         "_message",
         "_over",
-        "_reading",
+        "_path",
+        "_probing",
+        "_protected",
+        "_reached",
+        "_reads",
+        "_reason",
         "_sources",
+        "_staged",
+        "_stop",
+        "_stored",
         "_timed",
+        "_windows",
     )
 
     def __init__(
@@ -55,15 +82,24 @@ class LoadJob:
         self._message = message
         self._loads = loads
         self._layerwise = layerwise
-        self._hashes = split_hashes(message.hashes)  # of the path
+        self._path = split_hashes(message.hashes)
+        self._protected = frozenset(self._path)  # not evicted for the load
+        self._hashes = self._path[message.start :]  # wanted ones, by position
         self._device_blocks = message.blocks or None  # None: not placed yet
-        self._sources: list[HostBlock] = []  # pinned, in path order
-        self._from_host: list[bool] = []  # of each source; False: from storage
-        self._reading: list[HostBlock] = []  # sources that storage is read into
+        self._generation = memory.host.generation
+        self._sources: dict[int, HostBlock] = {}  # pinned blocks of the host, by position
+        self._stored: list[int] = []  # positions that storage has
+        self._fetch_from: list[int] = []  # those of them that are to be read, the next one last
+        self._stop = 0  # the blocks before this position are sources, or stored
+        self._reason = "failed"  # why the stored blocks from `_stop` on do not come
+        self._windows = 0  # reads and copies so far
+        self._reads: dict[int, list[tuple[int, HostBlock]]] = {}  # positions and blocks by window
+        self._staged: list[tuple[int, HostBlock]] = []  # read, and pinned until there are targets
+        self._copies: dict[int, Sequence[tuple[int, HostBlock]]] = {}
         self._arrived: set[int] = set()  # positions whose bytes are on the device
-        self._copies = 0  # in flight into the device blocks, a device store's read included
-        self._layers: dict[int, int] = {}  # arrived layers of each copy, by its first position
-        self._fetching = False  # storage has not answered yet
+        self._layers: dict[int, int] = {}  # arrived layers of each copy
+        self._reached = 0  # layers that the index was sent
+        self._probing = False  # storage has not answered which blocks it has
         self._late = False  # storage is not waited for any longer
         self._over = False  # answered or cancelled: completions only give back slots
         self._timed = False
@@ -71,133 +107,211 @@ class LoadJob:
     def begin(self) -> list[Action]:
         """Pin the blocks on the host, look the rest up in storage, and start to copy."""
         message, memory, host = self._message, self._memory, self._memory.host
-        requests, wanted = memory.requests, self._hashes[message.start :]
+        requests = memory.requests
         if message.memory_generation != requests.generation:
             return [send(requests.peers.index, Loaded(message.op, 0, 0))]
         self._loads[message.op] = self
-        host.touch(reversed(self._hashes))
-        for block in host.readable_run(wanted):
-            self._pin(block)
+        host.touch(reversed(self._path))
+        for position, block in enumerate(host.readable_run(self._hashes)):
+            self._pin(position, block)
+        self._stop = len(self._sources)
         actions: list[Action] = []
         missing = [
             block_hash
-            for block_hash in wanted[len(self._sources) :]
+            for block_hash in self._hashes[self._stop :]
             if host.readable(block_hash) is None
         ]
         if missing and message.fetch and (seconds := message.deadline - requests.clock()) > 0:
             if requests.may_read:
-                self._fetching = self._timed = True
+                self._probing = self._timed = True
                 actions.append(StartTimer(self, seconds, FetchDeadline(message.op)))
                 actions.append(requests.probe(self, missing, message.deadline))
             elif requests.peers.device_store is not None:
-                self._fetching = True
+                self._probing = True
                 actions += self._fetch_from_device_store()
-        actions += self._copy_from(0)
+        actions += self._copy_sources(0)
         return actions + self._answer_if_complete()
 
     def set_targets(self, device_blocks: tuple[int, ...]) -> list[Action]:
         """The device blocks of a load that began without."""
         self._device_blocks = device_blocks
-        arriving = (i for i, block in enumerate(self._sources) if block.arriving)
-        ready = next(arriving, len(self._sources))
-        actions = self._copy_from(0, ready)
+        staged, self._staged = self._staged, []
+        actions = self._copy_sources(0)
+        actions += self._copy([one for one in staged if one[0] < self._stop])
+        actions += self._release([block for at, block in staged if at >= self._stop])
         actions += self._fetch_from_device_store()
+        actions += self._stream()
         return actions + self._answer_if_complete()
 
     def cancel(self) -> list[Action]:
         """The load is cancelled before it has targets."""
-        return self._end() + self._release_from(0)
+        staged = [block for _, block in self._staged]
+        return self._end() + self._release(staged) + self._release_from(0)
 
     def on_deadline(self) -> list[Action]:
         """Blocks that have not come from storage are misses."""
-        self._late = True
-        return self._answer_if_complete()
+        return self._stop_fetching("late") + self._answer_if_complete()
+
+    def give_up(self) -> list[Action]:
+        """See `Movement.give_up`."""
+        return self._stop_fetching("no_slot") + self._answer_if_complete()
 
     def on_copies_unavailable(self) -> list[Action]:
         """Copies cannot be made for now: storage is not waited for. With anything in flight into
         the device blocks the load is stalled, not over: they may still be written."""
-        self._late = self._late or self._fetching
+        actions = self._stop_fetching("failed") if self._is_fetching() else []
         if self._copies and self._device_blocks is not None:
-            return [send(self._memory.requests.peers.index, LoadStalled(self._message.op))]
-        return self._answer_if_complete()
+            return [
+                *actions,
+                send(self._memory.requests.peers.index, LoadStalled(self._message.op)),
+            ]
+        return actions + self._answer_if_complete()
 
     # -- storage
 
     def on_probed(self, found: int) -> list[Action]:
-        """See `ProbeJob.on_probed`: read the first `found` missing blocks into slots. Blocks beyond
-        an inclusive tier's capacity only pass through."""
+        """See `ProbeJob.on_probed`: the first `found` missing blocks are read, in windows."""
+        self._probing = False
         if self._late or self._over:
             return []
-        message, memory, host = self._message, self._memory, self._memory.host
+        memory, host = self._memory, self._memory.host
         if found < memory.storage.min_fetch_blocks:
+            memory.counts.count_not_fetched("few", found)
             found = 0  # not worth a read
-        first, reading = len(self._sources), self._reading
-        actions: list[Action] = []
-        if not memory.exclusive:
-            staying = found - memory.surplus(message.salt, found)
-            salts = {message.salt: staying}
-            actions += memory.make_space(staying, found, self._hashes, salts)
-        for position in range(message.start + first, len(self._hashes)):
-            block_hash = self._hashes[position]
-            block = host.readable(block_hash)
+        first, stored = self._stop, self._stored
+        for position in range(first, len(self._hashes)):
+            block = host.readable(self._hashes[position])
             if block is not None:
-                self._pin(block)
-                continue
-            if found == 0 or not host.free or block_hash in host.blocks:
+                self._pin(position, block)
+            elif len(stored) == found:
                 break
+            else:
+                stored.append(position)
+            self._stop = position + 1
+        self._fetch_from = stored[::-1]
+        actions = self._copy_sources(first) + self._stream()
+        return actions + self._answer_if_complete()
+
+    def _stream(self) -> list[Action]:
+        """Take windows of slots, and wait for more once there are device blocks to copy into."""
+        memory, host = self._memory, self._memory.host
+        if not self._fetch_from:
+            return []
+        if self._device_blocks is None:
+            spare = host.free - (host.num_slots - host.capacity) // 2
+            return self.take(spare) if spare > 0 else []
+        return memory.movements.enter(self)
+
+    @property
+    def op(self) -> int:
+        """See `Movement.op`: a load has the deadline of its request."""
+        return 0
+
+    @property
+    def lacking(self) -> int:
+        """See `Movement.lacking`."""
+        return len(self._fetch_from)
+
+    def take(self, most: int) -> list[Action]:
+        """See `Movement.take`: read the next blocks into slots. Blocks beyond an inclusive tier's
+        capacity only pass through."""
+        message, memory, host = self._message, self._memory, self._memory.host
+        requests, fetched = memory.requests, self._fetch_from
+        if self._generation != host.generation or not requests.may_read:
+            # Blocks from before a clear may not enter the host tier.
+            return self._stop_fetching("cleared") + self._answer_if_complete()
+        actions: list[Action] = []
+        most = min(most, len(fetched))
+        if not memory.exclusive:
+            staying = most - memory.surplus(message.salt, most)
+            actions += memory.make_space(staying, 0, self._protected, {message.salt: staying})
+        found: list[tuple[int, HostBlock]] = []
+        reads: list[tuple[int, HostBlock]] = []
+        while fetched and len(reads) < most:
+            position = fetched[-1]
+            block_hash, above = self._hashes[position], message.start + position
+            if (block := host.blocks.get(block_hash)) is not None:
+                if block.arriving:
+                    break  # another movement brings it: this one goes on from the host then
+                self._pin(position, block)
+                found.append((position, block))
+                fetched.pop()
+                continue
+            if not host.free:
+                break
+            fetched.pop()
+            parent = self._path[above - 1] if above else message.root
             stays = not memory.exclusive and host.resident < host.capacity
-            found -= 1
-            parent = self._hashes[position - 1] if position else message.root
             block = host.add(
                 block_hash,
                 parent,
                 SlotState.RESIDENT if stays else SlotState.TRANSIT,
-                lineage(message.lineages, position, len(self._hashes), parent),
+                lineage(message.lineages, above, len(self._path), parent),
                 (message.salt, 0, inf),
             )
-            host.pin(block)
-            self._sources.append(block)
-            self._from_host.append(False)
-            reading.append(block)
-        host.touch(reversed(self._hashes))
-        if reading:
-            return [*actions, memory.requests.read(self, first, reading, message.deadline)]
-        self._fetching = False
-        actions += self._copy_from(first)
-        return actions + self._answer_if_complete()
+            reads.append((position, block))
+        if not fetched:
+            host.touch(reversed(self._path))
+        if reads:
+            self._windows += 1
+            self._reads[self._windows] = reads
+            blocks = [block for _, block in reads]
+            actions.append(requests.read(self, self._windows, blocks, message.deadline))
+        return actions + self._copy(found) + self._answer_if_complete()
 
     def on_read(self, first: int, outcomes: bytes) -> list[Action]:
-        """See `ReadJob.on_read`: copy the blocks read to the device."""
-        memory, host, reading = self._memory, self._memory.host, self._reading
-        self._fetching = False
+        """See `ReadJob.on_read`: copy the blocks read to the device. first: the window."""
+        memory, host, reads = self._memory, self._memory.host, self._reads.pop(first)
         failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
-        landed = host.land(reading, failed)
+        landed = host.land([block for _, block in reads], failed)
         memory.counts.fetched += len(landed)
         actions = memory.announce_fetched(
             [block for block in landed if block.state is SlotState.RESIDENT]
         )
-        if self._over:
-            for block in landed:
-                if block.state is SlotState.TRANSIT:
-                    host.drop(block)
+        if failed and not (self._late or self._over):
+            i = min(failed)
+            self._cut(reads[i][0], NOT_FETCHED.get(Outcome(outcomes[i]), "failed"))
+        stop = 0 if self._late or self._over else self._stop
+        useful = [one for one in reads if one[0] < stop and not one[1].dropped]
+        for position, block in reads:
+            if block.state is SlotState.TRANSIT and position >= stop:
+                host.drop(block)
+        for _, block in useful:
+            host.pin(block)
+        if self._device_blocks is None:
+            self._staged += useful
             return actions
-        missing = {reading[i] for i in failed}
-        run = next((i for i, block in enumerate(self._sources) if block in missing), None)
-        if run is not None:
-            actions += self._release_from(run)
-        actions += self._copy_from(first)
-        return actions + self._answer_if_complete()
+        return actions + self._copy(useful) + self._answer_if_complete()
+
+    def _is_fetching(self) -> bool:
+        return not self._late and bool(self._probing or self._fetch_from or self._reads)
+
+    def _stop_fetching(self, reason: str) -> list[Action]:
+        """Storage is not waited for any longer. reason: name of the count."""
+        if self._is_fetching():
+            reading = [position for reads in self._reads.values() for position, _ in reads]
+            self._cut(min([*self._fetch_from[-1:], *reading], default=self._stop), reason)
+            self._late = True
+        return []
+
+    def _cut(self, position: int, reason: str) -> None:
+        """The blocks from this position on do not come. reason: name of the count."""
+        if position < self._stop:
+            self._stop, self._reason = position, reason
+        self._fetch_from = [one for one in self._fetch_from if one < position]
+        if not self._fetch_from:
+            self._memory.movements.leave(self)
 
     def _fetch_from_device_store(self) -> list[Action]:
         """Read the blocks that the host lacks straight into the device blocks, as soon as they are
         known. The load is not answered before the store has ended: the index would hand out blocks
         that the store still writes."""
         requests, message, blocks = self._memory.requests, self._message, self._device_blocks
-        if requests.peers.device_store is None or blocks is None or not self._fetching:
+        if requests.peers.device_store is None or blocks is None or not self._probing:
             return []
-        first = len(self._sources)
+        first = self._stop
         start = message.start + first
-        self._copies += 1
+        self._copies[DEVICE_STORE] = []
         return [
             requests.fetch(
                 self, message.tokens, start, blocks[first:], message.deadline, first=first
@@ -206,64 +320,83 @@ class LoadJob:
 
     def on_fetched(self, first: int, fetched: int) -> list[Action]:
         """See `FetchJob.on_fetched`."""
-        self._fetching = False
-        self._copies -= 1
+        self._probing = False
+        del self._copies[DEVICE_STORE]
         self._arrived.update(range(first, first + fetched))
         self._memory.counts.fetched += fetched
         return self._answer_if_complete()
 
     # -- copies
 
-    def _pin(self, block: HostBlock) -> None:
+    def _pin(self, position: int, block: HostBlock) -> None:
+        """A block of the host is a source until the load ends."""
         memory, host = self._memory, self._memory.host
         host.pin(block)
         if memory.exclusive and block.state is SlotState.RESIDENT:
             host.move(block, SlotState.LEAVING)
-        self._sources.append(block)
-        self._from_host.append(True)
+        self._sources[position] = block
 
-    def _copy_from(self, first: int, stop: int | None = None) -> list[Action]:
-        """Copy sources to the device, from position `first` on, once it has blocks for them."""
-        sources, targets = self._sources[first:stop], self._device_blocks
-        if targets is None or self._late or not sources:
+    def _copy_sources(self, first: int) -> list[Action]:
+        """Copy the blocks of the host from position `first` on, once there are device blocks."""
+        if self._device_blocks is None:
             return []
-        if any(block.arriving for block in sources):
+        return self._copy([one for one in self._sources.items() if first <= one[0] < self._stop])
+
+    def _copy(self, blocks: Sequence[tuple[int, HostBlock]]) -> list[Action]:
+        """Copy pinned blocks to the device, given with their positions."""
+        if not blocks or self._device_blocks is None:
             return []
-        self._copies += 1
+        self._windows += 1
+        self._copies[self._windows] = blocks
         if self._layerwise:
-            self._layers[first] = 0
+            self._layers[self._windows] = 0
         copy = self._memory.requests.copy(
             self,
             Direction.TO_DEVICE,
-            targets[first : first + len(sources)],
-            sources,
-            first=first,
+            [self._device_blocks[position] for position, _ in blocks],
+            [block for _, block in blocks],
+            first=self._windows,
             layerwise=self._layerwise,
         )
         return [copy]
 
     def on_layers(self, first: int, layers: int) -> list[Action]:
-        """The first `layers` layers of the copy from position `first` on have arrived."""
+        """The first `layers` layers of a copy have arrived. first: its window."""
         if first not in self._layers:
             return []
-        before = min(self._layers.values())
         self._layers[first] = layers
-        reached = min(self._layers.values())
-        if reached <= before or self._fetching or self._over:
+        return self._report_layers()
+
+    def _report_layers(self) -> list[Action]:
+        reached = min(self._layers.values(), default=0)
+        if reached <= self._reached or self._is_fetching() or self._over:
             return []
-        progress = LayersLoaded(self._message.op, reached, len(self._sources))
+        self._reached = reached
+        progress = LayersLoaded(self._message.op, reached, self._stop)
         return [send(self._memory.requests.peers.index, progress)]
 
     def on_copied(self, first: int, size: int, failed: frozenset[int]) -> list[Action]:
-        """See `CopyJob.on_copied`."""
-        self._copies -= 1
-        self._arrived.update(first + i for i in range(size) if i not in failed)
-        return self._answer_if_complete()
+        """See `CopyJob.on_copied`. first: the window."""
+        blocks = self._copies.pop(first)
+        self._arrived.update(blocks[i][0] for i in range(size) if i not in failed)
+        self._layers.pop(first, None)
+        actions = self._release([block for at, block in blocks if at not in self._sources])
+        return actions + (self._answer_if_complete() or self._report_layers())
+
+    def _release(self, blocks: Sequence[HostBlock]) -> list[Action]:
+        """Unpin blocks that were read. Those that only pass through leave."""
+        memory, host = self._memory, self._memory.host
+        actions = memory.remove(
+            [block for block in blocks if block.state is SlotState.TRANSIT and block.pins == 1]
+        )
+        for block in blocks:
+            host.unpin(block)
+        return actions
 
     # -- the end
 
     def _answer_if_complete(self) -> list[Action]:
-        waiting = self._copies or (self._fetching and not self._late)
+        waiting = self._copies or self._is_fetching()
         if self._over or waiting or self._device_blocks is None:
             return []
         return self._answer()
@@ -277,30 +410,32 @@ class LoadJob:
         while arrived in self._arrived:
             arrived += 1
         memory.counts.loaded += arrived
+        if lost := len(self._stored) - bisect_left(self._stored, arrived):
+            memory.counts.count_not_fetched(self._reason, lost)
         actions += self._release_from(arrived)
-        for block in self._sources:
+        for block in self._sources.values():
             if block.state is SlotState.TRANSIT and block.pins == 1:  # no write needs it
                 actions += memory.remove([block])
             elif block.state is SlotState.LEAVING:
                 host.mark_on_device(block)
             host.unpin(block)
-        self._sources = []
-        loaded = Loaded(op, arrived, sum(self._from_host[:arrived]))
+        loaded = Loaded(op, arrived, len(self._sources))
+        self._sources = {}
         actions.append(send(memory.requests.peers.index, loaded))
         return actions
 
     def _end(self) -> list[Action]:
         self._over = True
         self._loads.pop(self._message.op, None)
+        self._memory.movements.leave(self)
         return [StopTimer(self)] if self._timed else []
 
     def _release_from(self, first: int) -> list[Action]:
         """Unpin the sources from position `first` on. Those that were leaving stay as far as the
-        capacity allows. Staged ones are dropped."""
+        capacity allows."""
         memory = self._memory
-        released, self._sources = self._sources[first:], self._sources[:first]
-        released.reverse()
-        only = [block for block in released if block.pins == 1 and not block.arriving]
+        released = [self._sources.pop(p) for p in sorted(self._sources, reverse=True) if p >= first]
+        only = [block for block in released if block.pins == 1]
         staged = [block for block in only if block.state is SlotState.TRANSIT]
         actions = memory.keep_if_space(
             [b for b in only if b.state is SlotState.LEAVING and not b.on_device]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actions import Action, send
@@ -13,6 +13,7 @@ from kvactors.cpu_evictor.messages import (
     HostBlocksRemoved,
     HostCleared,
 )
+from kvactors.cpu_evictor.movements import WINDOW, Movements
 from kvactors.cpu_evictor.requests import RequestTable
 from kvactors.cpu_evictor.slots import NOTHING, HostBlock, HostTier, SlotState
 from kvactors.cpu_evictor.statistics import Counts
@@ -21,9 +22,8 @@ from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCle
 from kvactors.storage.messages import Outcome
 from kvactors.types import Reason, Tier, join_hashes, split_hashes
 
-WRITE_BATCH = 256
-"""Blocks of one write message, at most: a slow store answers for a part of a large eviction
-early."""
+WRITE_BATCH = WINDOW
+"""Blocks of one write message, at most: their slots come back together."""
 
 
 class HostMemory:
@@ -32,6 +32,7 @@ class HostMemory:
     Attributes:
         host: the slots.
         requests: requests in flight.
+        movements: those that wait for slots.
         counts: see `Counts`.
         exclusive: whether a block leaves the host tier when the device has it.
         clears: `ClearHost` messages handled. Sent with hints, so that the index can tell those from
@@ -43,6 +44,7 @@ class HostMemory:
     ) -> None:
         self.host = host
         self.requests = requests
+        self.movements = Movements(host, requests)
         self.config = config
         self.storage = storage
         self.counts = Counts()
@@ -59,13 +61,21 @@ class HostMemory:
         self,
         incoming: int,
         slots: int,
-        protected: Sequence[bytes] = (),
+        protected: Container[bytes] = (),
         salts: Mapping[int, int] = NOTHING,
     ) -> list[Action]:
         """Evict until `incoming` more residents fit the capacity. Victims are not written back as
         far as fewer than `slots` slots are free. salts: the incoming ones by salt."""
         over = self.host.resident + incoming - self.host.capacity
         return self.evict(self.host.victims(over, protected, salts), slots)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a movement to the store waits for slots, or sheds what finds none now."""
+        host, movements = self.host, self.movements
+        if movements.behind:
+            movements.behind = host.free * 2 < host.num_slots - host.capacity
+        return self.storage.on_full == "wait" and not movements.behind
 
     def surplus(self, salt: int, incoming: int) -> int:
         """Incoming blocks of a salt that do not stay, see `HostShares.surplus`."""

@@ -297,6 +297,12 @@ class SaveUnanswered(Control, frozen=True, eq=False):
     op: int
 
 
+class SlotDeadline(Control, frozen=True, eq=False):
+    """To itself: an offload or a save has waited long enough for slots."""
+
+    op: int
+
+
 class FetchDeadline(Control, frozen=True, eq=False):
     """To itself: the deadline of a load that waits for storage."""
 

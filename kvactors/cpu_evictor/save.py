@@ -3,9 +3,12 @@ device."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import ClassVar
+
 from kvactors.cpu_evictor.actions import Action, StartTimer, StopTimer, send
 from kvactors.cpu_evictor.memory import HostMemory
-from kvactors.cpu_evictor.messages import Save, Saved, SaveUnanswered
+from kvactors.cpu_evictor.messages import Save, Saved, SaveUnanswered, SlotDeadline
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.cpu_evictor.victims import set_traits
 from kvactors.gpu_swapper.messages import Direction
@@ -19,21 +22,42 @@ finished request it has. The device blocks are held until then."""
 
 class SaveJob:
     """Keeps a copy of a finished request's path on the host (inclusive tiers), writes what is to be
-    saved and is not stored, and answers with `Saved`.
+    saved and is not stored, and answers with `Saved`. Blocks move in windows of slots, the deepest
+    first: so a path's beginning counts as used after its end, on the host and in the store.
 
     Neither the index nor the host tier records the blocks in storage: the store is asked at every
-    finish, so a block whose write failed, or that the store has evicted since, is written again.
+    finish, so a block that found no slot or whose write failed, or that the store has evicted
+    since, is written again.
     """
 
-    __slots__ = ("_blocks", "_generation", "_hashes", "_memory", "_message", "_save")
+    URGENT: ClassVar[bool] = False
+
+    __slots__ = (
+        "_copies",
+        "_generation",
+        "_hashes",
+        "_memory",
+        "_message",
+        "_missing",
+        "_offered",
+        "_passing",
+        "_timed",
+        "_waiting",
+        "_windows",
+    )
 
     def __init__(self, memory: HostMemory, message: Save) -> None:
         self._memory = memory
         self._message = message
         self._hashes = split_hashes(message.hashes)
         self._generation = memory.host.generation
-        self._save: list[int] = []  # positions that are to be saved and are not stored
-        self._blocks: list[HostBlock] = []  # that are copied
+        self._missing: frozenset[int] = frozenset()  # positions that are to be written
+        self._offered: set[int] = set()  # positions that were written
+        self._waiting: list[int] = []  # positions that have no slot yet, the next one last
+        self._passing = 0  # positions from here on do not stay on the host
+        self._windows = 0
+        self._copies: dict[int, list[tuple[int, HostBlock]]] = {}  # by window
+        self._timed = False
 
     def begin(self) -> list[Action]:
         """Look up the path in the store, if there is something to save."""
@@ -64,39 +88,82 @@ class SaveJob:
         if message.memory_generation != memory.requests.generation:
             return [self._answer(bytes(len(self._hashes)))]
         actions: list[Action] = []
-        self._save = [position for position in message.save if position >= stored]
-        saved = set(self._save)
+        wait = memory.may_wait
+        if memory.requests.peers.writers:
+            self._missing = frozenset(position for position in message.save if position >= stored)
         lacking = [i for i, block_hash in enumerate(self._hashes) if block_hash not in host.blocks]
+        kept = 0
         if message.keep:
             staying = len(lacking) - memory.surplus(message.salt, len(lacking))
-            salts = {message.salt: staying}
-            actions += memory.make_space(staying, len(lacking), self._hashes, salts)
+            slots = 0 if wait else len(lacking)
+            protected, salts = frozenset(self._hashes), {message.salt: staying}
+            actions += memory.make_space(staying, slots, protected, salts)
             self._renew()
-            space = max(0, min(staying, host.capacity - host.resident, host.free))
-            state = SlotState.RESIDENT
-        else:
-            passing = saved if memory.requests.peers.device_store is None else set()
-            lacking = [position for position in lacking if position in passing]
-            space, state = host.free, SlotState.TRANSIT
-        if memory.requests.peers.writers:
-            memory.counts.shed += sum(position in saved for position in lacking[space:])
-        del lacking[space:]
-        for position in lacking:
+            kept = max(0, min(staying, host.capacity - host.resident))
+        passing = [position for position in lacking[kept:] if position in self._missing]
+        moving = lacking[:kept] + passing
+        self._passing = passing[0] if passing else len(self._hashes)
+        if not wait:
+            memory.counts.shed += sum(position in self._missing for position in moving[host.free :])
+            del moving[host.free :]
+        self._waiting = moving
+        if not moving or not wait:
+            return actions + self.take(len(moving))
+        actions += memory.movements.enter(self)
+        if self._waiting:
+            self._timed = True
+            seconds = memory.storage.timeout_s
+            actions.append(StartTimer(self, seconds, SlotDeadline(message.op)))
+        return actions
+
+    @property
+    def op(self) -> int:
+        """See `Movement.op`."""
+        return self._message.op
+
+    @property
+    def lacking(self) -> int:
+        """See `Movement.lacking`."""
+        return len(self._waiting)
+
+    def take(self, most: int) -> list[Action]:
+        """See `Movement.take`: copy the next blocks off the device."""
+        message, memory, host = self._message, self._memory, self._memory.host
+        requests, waiting = memory.requests, self._waiting
+        if self._generation != host.generation or message.memory_generation != requests.generation:
+            # Blocks from before a clear, or of a lost memory, may not enter the host tier.
+            waiting.clear()
+        blocks: list[tuple[int, HostBlock]] = []
+        while waiting and len(blocks) < most and host.free:
+            position = waiting.pop()
+            stays = position < self._passing and host.resident < host.capacity
+            if self._hashes[position] in host.blocks or not (stays or position in self._missing):
+                continue
             parent = self._hashes[position - 1] if position else message.root
             block = host.add(
                 self._hashes[position],
                 parent,
-                state,
+                SlotState.RESIDENT if stays else SlotState.TRANSIT,
                 lineage(message.lineages, position, len(self._hashes), parent),
                 (message.salt, message.priority, message.expiry),
             )
-            self._blocks.append(block)
-        host.touch(reversed(self._hashes))
-        if not self._blocks:
-            return actions + self.on_copied(0, 0, frozenset())
-        device_blocks = [message.blocks[position] for position in lacking]
-        copy = memory.requests.copy(self, Direction.TO_HOST, device_blocks, self._blocks)
-        return [*actions, copy]
+            blocks.append((position, block))
+        if not waiting:
+            host.touch(reversed(self._hashes))
+        if not blocks:
+            return self._end_if_complete()
+        self._windows += 1
+        self._copies[self._windows] = blocks
+        device_blocks = [message.blocks[position] for position, _ in blocks]
+        slots = [block for _, block in blocks]
+        return [requests.copy(self, Direction.TO_HOST, device_blocks, slots, first=self._windows)]
+
+    def give_up(self) -> list[Action]:
+        """See `Movement.give_up`."""
+        shed = sum(position in self._missing for position in self._waiting)
+        self._memory.counts.shed += shed
+        self._waiting.clear()
+        return self._end_if_complete()
 
     def _renew(self) -> None:
         """Blocks that the host has already were used with the hints of this request."""
@@ -107,25 +174,42 @@ class SaveJob:
                 set_traits(host, block, (message.salt, message.priority, message.expiry))
 
     def on_copied(self, first: int, size: int, failed: frozenset[int]) -> list[Action]:
-        """See `CopyJob.on_copied`: write to storage."""
-        message, memory, host, save = self._message, self._memory, self._memory.host, self._save
-        landed = host.land(self._blocks, failed)
+        """See `CopyJob.on_copied`: write to storage. first: the window."""
+        memory, blocks = self._memory, self._copies.pop(first)
+        landed = memory.host.land([block for _, block in blocks], failed)
         actions: list[Action] = []
-        if message.keep:
-            actions += memory.announce([block.hash for block in landed])
-            memory.counts.offloaded += len(landed)
-        if memory.requests.peers.device_store is not None and save:
-            blocks = message.blocks[save[0] : save[-1] + 1]
-            actions.append(memory.requests.save(self, message.tokens, save[0], blocks))
+        if self._message.keep:
+            staying = [block for block in landed if block.state is SlotState.RESIDENT]
+            actions += memory.announce([block.hash for block in staying])
+            memory.counts.offloaded += len(staying)
+        used = self._used()
+        written = [(at, block) for at, block in blocks if at in used and not block.dropped]
+        self._offered.update(at for at, _ in written)
+        actions += memory.write([block for _, block in written])
+        return actions + self._end_if_complete()
+
+    def _used(self) -> Collection[int]:
+        """Positions that are offered to the store. With copies of the whole path on the host all of
+        it is, so that its beginning counts as used after its end."""
+        return self._message.save if self._message.keep and self._missing else self._missing
+
+    def _end_if_complete(self) -> list[Action]:
+        """Once every block has been copied, write those that the host had before, and answer: with
+        a device store, when it has the blocks."""
+        message, requests, host = self._message, self._memory.requests, self._memory.host
+        if self._waiting or self._copies:
+            return []
+        rest = sorted(set(self._used()) - self._offered, reverse=True)
+        found = [host.readable(self._hashes[position]) for position in rest]
+        actions: list[Action] = [StopTimer(self)] if self._timed else []
+        actions += self._memory.write([block for block in found if block is not None])
+        if requests.peers.device_store is not None and message.save:
+            first, last = message.save[0], message.save[-1]
+            blocks = message.blocks[first : last + 1]
+            actions.append(requests.save(self, message.tokens, first, blocks))
         else:
-            if memory.requests.peers.writers and save:
-                # With copies of the whole path on the host all of it is offered, so that its
-                # beginning counts as used after its end.
-                used = message.save if message.keep else save
-                sources = [host.readable(self._hashes[position]) for position in reversed(used)]
-                actions += memory.write([block for block in sources if block is not None])
             actions.append(self._answer_kept())
-        return actions + memory.keep_watermarks()
+        return actions + self._memory.keep_watermarks()
 
     def on_saved(self) -> list[Action]:
         """See `SaveToDeviceStoreJob.on_saved`."""

@@ -242,7 +242,7 @@ class HostTier:
     def victims(
         self,
         count: int,
-        protected: Iterable[bytes] = (),
+        protected: Container[bytes] = (),
         incoming: Mapping[int, int] = NOTHING,
     ) -> list[HostBlock]:
         """Choose up to `count` blocks to evict, see `choose_victims`. incoming: blocks that are

@@ -21,6 +21,17 @@ class Counts(msgspec.Struct, eq=False):
     shed: int = 0  # not written to storage although due, for lack of slots
     copy_failures: int = 0
     write_failures: int = 0
+    not_fetched_late: int = 0
+    not_fetched_gone: int = 0
+    not_fetched_failed: int = 0
+    not_fetched_few: int = 0
+    not_fetched_cleared: int = 0
+    not_fetched_no_slot: int = 0
+
+    def count_not_fetched(self, reason: str, blocks: int) -> None:
+        """Stored blocks of a load did not come."""
+        name = f"not_fetched_{reason}"
+        setattr(self, name, getattr(self, name) + blocks)
 
 
 class HostStatistics(NamedTuple):
@@ -40,6 +51,11 @@ class HostStatistics(NamedTuple):
         fetched: blocks that were read from storage.
         written: blocks that were written to storage.
         shed: blocks that were due and not written to storage, for lack of slots.
+        not_fetched_late, not_fetched_gone, not_fetched_failed, not_fetched_few,
+            not_fetched_cleared, not_fetched_no_slot: blocks that storage had when a request asked
+            for them, and that it did not get: the deadline passed; the store did not have them any
+            longer, or they were damaged; a read or copy failed; they were fewer than
+            `storage.min_fetch_blocks`; the cache was cleared; no slot was to come back.
         copy_failures: blocks whose copy between device and host failed.
         write_failures: blocks that the store did not take.
         quota_evictions: evicted blocks that were chosen because their salt was above its quota.
@@ -61,6 +77,12 @@ class HostStatistics(NamedTuple):
     shed: int
     copy_failures: int
     write_failures: int
+    not_fetched_late: int
+    not_fetched_gone: int
+    not_fetched_failed: int
+    not_fetched_few: int
+    not_fetched_cleared: int
+    not_fetched_no_slot: int
     quota_evictions: int
     pins_refused: int
     pinned_blocks: int

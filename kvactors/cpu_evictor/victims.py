@@ -4,7 +4,7 @@ of hints and salts."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def choose_victims(
-    tier: HostTier, count: int, protected: Iterable[bytes], incoming: Mapping[int, int]
+    tier: HostTier, count: int, protected: Container[bytes], incoming: Mapping[int, int]
 ) -> list[HostBlock]:
     """Choose up to `count` blocks to evict: not in use, not protected, not pinned, without resident
     children that stay. First those whose time is over, then those of salts above their quota, then
@@ -28,7 +28,6 @@ def choose_victims(
     if count <= 0:
         return []
     shares, taken = tier.shares, Counter[int]()
-    spare = set(protected)
     chosen: list[HostBlock] = []
     chosen_hashes: set[bytes] = set()
     gone: Counter[bytes] = Counter()
@@ -38,7 +37,7 @@ def choose_victims(
         end = len(chosen) + most
         while block is not None and not (
             block.pins
-            or block.hash in spare
+            or block.hash in protected
             or block.hash in chosen_hashes
             or shares.is_pinned(block.hash)
         ):

@@ -39,6 +39,8 @@ VALUES: dict[str, Any] = {
     "min_fetch_blocks": 2,
     "readers": 3,
     "writers": 3,
+    "on_full": "shed",
+    "on_full_wait_s": 2.0,
     "mooncake": {"protocol": "rdma"},
 }
 

@@ -146,7 +146,13 @@ class Movements:
                 self.slots[block.slot] = block.hash
 
     def perform(self, actions: Sequence[Action]) -> None:
-        """Carry out the actions of a job."""
+        """Carry out the actions of a job, and hand out the slots that it has freed."""
+        self.carry_out(actions)
+        while more := self.host.memory.movements.serve():
+            self.carry_out(more)
+
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        """Carry out actions."""
         for action in actions:
             if isinstance(action, Send):
                 self.sent.append(action.message)
@@ -200,3 +206,7 @@ class Movements:
     def of(self, *kinds: type) -> list[Any]:
         """The messages sent of these types."""
         return [one for one in self.sent if isinstance(one, kinds)]
+
+    def sent_before(self, message: Message, kind: type) -> list[Any]:
+        """The messages of a type sent before another message."""
+        return [one for one in self.sent[: self.sent.index(message)] if isinstance(one, kind)]

@@ -7,13 +7,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvactors.cpu_evictor.actions import Action, StartTimer, StopTimer
+from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.messages import (
     LayersLoaded,
+    Load,
     Loaded,
     LoadStalled,
     Offload,
+    Offloaded,
+    PrefetchToHost,
 )
 from kvactors.cpu_evictor.offload import OffloadJob
+from kvactors.cpu_evictor.prefetch import PrefetchJob
 from kvactors.flush_notifier.messages import BlocksAdded
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, Direction
 from kvactors.storage.messages import (
@@ -21,12 +26,14 @@ from kvactors.storage.messages import (
     FetchDevice,
     Outcome,
     Probed,
+    Read,
     ReadDone,
     Write,
     Written,
 )
 from kvactors.types import join_hashes
 from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
+from tests.cpu_evictor.test_offload import offload
 
 
 def test_blocks_of_the_host_are_copied_and_leave_an_exclusive_tier():
@@ -221,6 +228,98 @@ def test_a_cancelled_load_gives_its_slots_back():
     assert host.tier.resident == 2
     assert host.completions.handle(ReadDone(read.op, bytes(1))) == []
     host.idle()
+
+
+def test_a_load_without_blocks_leaves_slots_to_the_eviction_for_it():
+    host, keys = Host(slots=0, transit=4, policy="write_back"), path(6)
+    moves = Movements(host, store=keys)
+    job = host.load(keys, blocks=())
+    moves.perform(job.begin())
+    moves.complete()
+    moves.complete()
+    assert host.tier.free == 2
+    moves.device.update({100 + i: key for i, key in enumerate(path(5, family=1))})
+    moves.perform(offload(host, path(5, family=1)).begin())
+    moves.complete_all()
+    assert len(moves.of(Offloaded)) == 1
+    moves.perform(job.set_targets(tuple(range(200, 206))))
+    moves.complete_all()
+    (loaded,) = moves.of(Loaded)
+    assert loaded.num_loaded == 6
+    host.idle()
+
+
+@pytest.mark.parametrize(
+    ("mode", "slots", "transit"),
+    [("exclusive", 0, 1), ("exclusive", 2, 3), ("inclusive", 2, 1), ("inclusive", 3, 2)],
+)
+def test_a_path_streams_through_a_few_slots(mode, slots, transit):
+    """Whole, whether the tier is empty, full or absent."""
+    for full in (False, True):
+        host, keys = Host(slots, transit, mode=mode, policy="write_back"), path(20)
+        if full:
+            host.fill(path(slots, family=1))
+        moves = Movements(host, store=keys)
+        moves.holds()
+        moves.perform(host.load(keys).begin())
+        moves.complete_all()
+        (loaded,) = moves.of(Loaded)
+        assert (loaded.num_loaded, loaded.from_host) == (20, 0)
+        assert moves.device == {100 + i: key for i, key in enumerate(keys)}
+        assert not moves.timers
+        host.idle()
+
+
+def test_loads_take_turns():
+    """A short load ends long before a long one that began before it."""
+    host, long, short = Host(slots=0, transit=32), path(400), path(20, family=1)
+    moves = Movements(host, store=long + short)
+    moves.perform(host.load(long).begin())
+    moves.complete()
+    message = Load(8, ROOT, join_hashes(short), 0, tuple(range(900, 920)), 10.0, fetch=True)
+    moves.perform(LoadJob(host.memory, message, host.loads, layerwise=False).begin())
+    moves.complete_all()
+    first, second = moves.of(Loaded)
+    assert (first.op, first.num_loaded) == (8, 20)
+    assert (second.op, second.num_loaded) == (7, 400)
+    copied = sum(len(copy.blocks) for copy in moves.sent_before(first, Copy))
+    assert copied < 200
+    host.idle()
+
+
+def test_a_load_goes_on_where_another_movement_brings_its_blocks():
+    host, keys = Host(slots=8, transit=4, mode="inclusive"), path(4)
+    moves = Movements(host, store=keys)
+    moves.perform(
+        PrefetchJob(host.memory, PrefetchToHost(ROOT, join_hashes(keys), 0, 10.0)).begin()
+    )
+    moves.complete()
+    moves.perform(host.load(keys).begin())
+    moves.complete_all()
+    (loaded,) = moves.of(Loaded)
+    assert loaded.num_loaded == 4
+    assert len(moves.of(Read)) == 1
+    host.idle()
+
+
+def test_stored_blocks_that_do_not_come_are_counted_with_the_reason():
+    cases = {
+        "late": lambda moves, job: moves.perform(job.on_deadline()),
+        "gone": lambda moves, job: moves.complete(0, failed=[1]),
+        "cleared": lambda moves, job: moves.perform(moves.host.memory.clear()),
+    }
+    for reason, end in cases.items():
+        host, keys = Host(slots=0, transit=2), path(6)
+        moves, job = Movements(host, store=keys), host.load(keys)
+        moves.perform(job.begin())
+        moves.complete()
+        end(moves, job)
+        moves.complete_all()
+        (loaded,) = moves.of(Loaded)
+        counts = host.memory.counts
+        assert loaded.num_loaded < 6
+        assert getattr(counts, f"not_fetched_{reason}") == 6 - loaded.num_loaded, reason
+        host.idle()
 
 
 def test_progress_by_layers_is_that_of_the_slowest_copy():

@@ -10,7 +10,6 @@ from kvactors.cpu_evictor.offload import OffloadJob
 from kvactors.cpu_evictor.slots import SlotState
 from kvactors.flush_notifier.messages import BlocksAdded
 from kvactors.gpu_swapper.messages import Copied, Copy, Direction
-from kvactors.storage.messages import Write
 from kvactors.types import join_hashes, split_hashes
 from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
 
@@ -91,11 +90,61 @@ def test_with_write_back_the_others_pass_through_to_storage_and_are_announced():
     assert (write.keys, answer.kept_mask) == (keys[2], bytes([0, 1, 1]))
 
 
-def test_with_write_back_blocks_that_find_no_slot_are_counted_as_shed():
-    host, keys = Host(slots=2, transit=1, policy="write_back"), path(5)
+def test_with_write_back_blocks_that_find_no_slot_are_shed_if_that_is_the_setting():
+    host, keys = Host(slots=2, transit=1, policy="write_back", on_full="shed"), path(5)
     (copy,) = sent(offload(host, keys).begin())
     assert copy.blocks == (102, 101, 100)
     assert host.memory.counts.shed == 2
+
+
+def test_with_write_back_blocks_wait_for_the_slots_of_earlier_writes():
+    host, keys = Host(slots=2, transit=1, policy="write_back"), path(7)
+    moves = Movements(host)
+    moves.device.update({100 + i: key for i, key in enumerate(keys)})
+    moves.perform(offload(host, keys).begin())
+    assert [len(copy.blocks) for copy in moves.of(Copy)] == [3]
+    assert not moves.of(Offloaded)
+    moves.complete_all()
+    (answer,) = moves.of(Offloaded)
+    assert moves.store == set(keys[2:]), "the oldest five pass through"
+    assert answer.kept_mask == bytes([0, 0, 0, 0, 0, 1, 1])
+    assert host.memory.counts.shed == 0
+    assert not moves.timers
+    host.idle()
+
+
+def test_an_eviction_waits_for_slots_as_long_as_is_set_and_the_next_ones_not_at_all():
+    host = Host(slots=0, transit=4, policy="write_back", on_full_wait_s=0.5)
+    moves, keys = Movements(host), path(6)
+    moves.device.update({100 + i: key for i, key in enumerate(keys)})
+    moves.perform(offload(host, keys).begin())
+    moves.complete()  # the copy: its write holds all slots
+    (timer,) = moves.timers.values()
+    assert timer.seconds == 0.5
+    moves.perform(host.memory.movements.overdue(timer.message.op))
+    assert host.memory.counts.shed == 2
+    assert len(moves.of(Offloaded)) == 1
+    moves.perform(offload(host, path(2, family=1)).begin())
+    assert host.memory.counts.shed == 4
+    assert len(moves.of(Offloaded)) == 2, "the store is behind"
+    moves.complete_all()
+    moves.device.update({100 + i: key for i, key in enumerate(path(5, family=2))})
+    moves.perform(offload(host, path(5, family=2)).begin())
+    moves.complete_all()
+    assert host.memory.counts.shed == 4, "the store has caught up"
+    host.idle()
+
+
+def test_blocks_of_before_a_clear_take_no_slots_after_it():
+    host, keys = Host(slots=0, transit=2, policy="write_back"), path(4)
+    moves = Movements(host)
+    moves.device.update({100 + i: key for i, key in enumerate(keys)})
+    moves.perform(offload(host, keys).begin())
+    moves.perform(host.memory.clear())
+    moves.complete_all()
+    assert len(moves.of(Copy)) == 1
+    assert len(moves.of(Offloaded)) == 1
+    host.idle()
 
 
 def test_a_block_that_is_being_written_back_becomes_resident_and_is_announced_again():
@@ -136,11 +185,11 @@ def test_any_order_of_offloads(evictions, mode, policy, slots, transit, at_once)
     Under write_back every block is on the host or stored at the end, or counted."""
     host = Host(slots, transit, mode=mode, policy=policy)
     moves = Movements(host)
-    for family, length, failed in evictions:
+    for begun, (family, length, failed) in enumerate(evictions, 1):
         keys = path(length, family)
         moves.device.update({100 + i: key for i, key in enumerate(keys)})
         moves.perform(offload(host, keys).begin())
-        while moves.open and not (at_once and all(isinstance(one, Write) for one in moves.open)):
+        while moves.open and not (at_once and len(moves.of(Offloaded)) == begun):
             kinds = [isinstance(one, Copy) for one in moves.open]
             number = kinds.index(True) if any(kinds) else 0
             moves.complete(number, failed)

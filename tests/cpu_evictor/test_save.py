@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def test_the_store_is_asked_and_the_rest_is_written():
     actions = host.completions.handle(Probed(probe.message.op, 1))
     assert names(actions) == ["StopTimer", "Copy"]
     (copy,) = sent(actions)
-    assert (copy.direction, copy.blocks) == (Direction.TO_HOST, (101, 102))
+    assert (copy.direction, copy.blocks) == (Direction.TO_HOST, (102, 101))
     actions = host.completions.handle(Copied(copy.op, ()))
     assert names(actions) == ["Write", "Saved"]
     write, answer = sent(actions)
@@ -90,8 +91,8 @@ def test_an_inclusive_host_keeps_a_copy_of_the_path():
     host, keys = Host(mode="inclusive", stored=False), path(3)
     host.fill(keys[:1])
     (copy,) = sent(save(host, keys, range(0)).begin())
-    assert copy.blocks == (101, 102)
-    actions = host.completions.handle(Copied(copy.op, (1,)))
+    assert copy.blocks == (102, 101)
+    actions = host.completions.handle(Copied(copy.op, (0,)))
     assert names(actions) == ["BlocksAdded", "Saved"]
     assert sent(actions, Saved)[0].kept_mask == bytes([1, 1, 0])
     order = [block.hash for block in host.tier.policy.candidates()]
@@ -109,21 +110,55 @@ def test_with_copies_of_the_whole_path_all_of_it_is_offered():
 def test_more_blocks_than_fit_are_kept_from_the_first_on():
     host, keys = Host(slots=2, mode="inclusive", stored=False), path(4)
     (copy,) = sent(save(host, keys, range(0)).begin())
-    assert copy.blocks == (100, 101)
+    assert copy.blocks == (101, 100)
     assert sent(host.completions.handle(Copied(copy.op, ())), Saved)[0].kept_mask == bytes(
         [1, 1, 0, 0]
     )
 
 
-def test_blocks_without_a_slot_are_counted_as_shed():
-    for mode, slots, transit, kept in (("exclusive", 0, 2, 2), ("inclusive", 1, 1, 1)):
-        host, keys = Host(slots, transit, mode=mode), path(5)
+def test_blocks_without_a_slot_are_shed_if_that_is_the_setting():
+    for mode, slots, transit, copied, shed in (
+        ("exclusive", 0, 2, 2, 1),
+        ("inclusive", 1, 1, 2, 2),
+    ):
+        host, keys = Host(slots, transit, mode=mode, on_full="shed"), path(5)
         (probe,) = sent(save(host, keys, range(1, 5)).begin())
         actions = host.completions.handle(Probed(probe.op, 2))
-        counts = host.memory.counts
         # Positions 2 to 4 are to be written. An inclusive tier begins with position 0.
-        assert counts.shed == 3 - (kept if mode == "exclusive" else 0)
-        assert len(sent(actions, Copy)[0].blocks) == kept
+        assert host.memory.counts.shed == shed
+        assert len(sent(actions, Copy)[0].blocks) == copied
+
+
+@pytest.mark.parametrize(
+    ("mode", "slots", "transit"), [("exclusive", 0, 2), ("inclusive", 1, 1), ("inclusive", 2, 0)]
+)
+def test_a_finish_stores_its_whole_path_whatever_the_number_of_slots(mode, slots, transit):
+    host, keys = Host(slots, transit, mode=mode), path(9)
+    moves = Movements(host)
+    moves.device.update({100 + i: key for i, key in enumerate(keys)})
+    moves.perform(save(host, keys).begin())
+    moves.complete_all()
+    assert moves.store == set(keys)
+    assert len(moves.of(Saved)) == 1
+    assert host.memory.counts.shed == 0
+    assert not moves.timers
+    host.idle()
+
+
+def test_a_save_that_waits_too_long_is_answered_without_the_rest():
+    host, keys = Host(slots=0, transit=2, timeout_s=0.25), path(5)
+    moves = Movements(host)
+    moves.device.update({100 + i: key for i, key in enumerate(keys)})
+    moves.perform(save(host, keys).begin())
+    moves.complete()
+    moves.complete()
+    (timer,) = moves.timers.values()
+    assert timer.seconds == 0.25
+    moves.perform(host.memory.movements.overdue(timer.message.op))
+    assert (host.memory.counts.shed, len(moves.of(Saved))) == (3, 1)
+    moves.complete_all()
+    assert moves.store == set(keys[3:]), "the deepest blocks are written first"
+    host.idle()
 
 
 def test_blocks_not_written_by_this_cache_are_not_counted_as_shed():

@@ -185,8 +185,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "cancelled_load_keeps_a_pin",
         "cpu_evictor/load.py",
-        "self._end() + self._release_from(0)",
-        "self._end() + self._release_from(1)",
+        "self._release(staged) + self._release_from(0)",
+        "self._release(staged) + self._release_from(1)",
         "a load that is cancelled leaves its first slot pinned without end",
         ("tests/cache/test_cancellation.py::test_cancelled_at_every_step",),
     ),
@@ -227,9 +227,9 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "deadline_of_a_fetch_ignored",
         "cpu_evictor/load.py",
-        "                self._fetching = self._timed = True\n"
+        "                self._probing = self._timed = True\n"
         "                actions.append(StartTimer(self, seconds, FetchDeadline(message.op)))\n",
-        "                self._fetching = True\n",
+        "                self._probing = True\n",
         "a load waits for a slow store beyond its deadline",
         ("tests/cache/test_faults.py::test_a_slow_or_broken_store_costs_a_miss_by_the_deadline",),
     ),

@@ -9,15 +9,13 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "saves_without_a_slot_are_not_counted",
         "cpu_evictor/save.py",
-        """\
-            memory.counts.shed += sum(position in saved for position in lacking[space:])
-""",
-        """\
-            pass
-""",
+        "        self._memory.counts.shed += shed\n",
+        "",
         "statistics say that everything was saved, although blocks of finished requests found no "
         "slot and were not",
-        ("tests/cpu_evictor/test_save.py::test_blocks_without_a_slot_are_counted_as_shed",),
+        (
+            "tests/cpu_evictor/test_save.py::test_a_save_that_waits_too_long_is_answered_without_the_rest",
+        ),
     ),
     Mutation(
         "refused_write_evicts_first",

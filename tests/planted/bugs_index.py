@@ -137,8 +137,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "store_is_not_asked_at_finish",
         "cpu_evictor/save.py",
-        "[position for position in message.save if position >= stored]",
-        "list(message.save)",
+        "frozenset(position for position in message.save if position >= stored)",
+        "frozenset(message.save)",
         "every finish copies and writes the whole path again",
         (f"{TIERS}::test_stored_blocks_are_not_copied_again",),
     ),

@@ -22,9 +22,9 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "device_blocks_free_before_a_direct_save_ends",
         "cpu_evictor/save.py",
-        "            actions.append(memory.requests.save(self, message.tokens, save[0], blocks))\n",
+        "            actions.append(requests.save(self, message.tokens, first, blocks))\n",
         "            actions.append(self._answer_kept())\n"
-        "            actions.append(memory.requests.save(self, message.tokens, save[0], blocks))\n",
+        "            actions.append(requests.save(self, message.tokens, first, blocks))\n",
         "device blocks are given away while AttentionStore still reads them, and their next "
         "owner's bytes are stored",
         (

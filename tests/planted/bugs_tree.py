@@ -122,8 +122,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "passing_block_is_nowhere",
         "cpu_evictor/offload.py",
-        "copied = [block.hash for block in landed]",
-        "copied = [block.hash for block in landed if block.state is SlotState.RESIDENT]",
+        "memory.announce([block.hash for block in landed])",
+        "memory.announce([block.hash for block in landed if block.state is SlotState.RESIDENT])",
         "a block that passes through host memory to storage is announced nowhere until it is "
         "stored",
         ("tests/cache/test_never_nowhere.py::test_through_the_host_to_storage",),

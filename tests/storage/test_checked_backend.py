@@ -499,7 +499,7 @@ def test_a_store_whose_calls_do_not_return_costs_time_once_and_is_named(call):
                 seconds.append(loop.time() - begun)
             health = cache.health()
         assert seconds[0] == pytest.approx(1.0, abs=0.1)  # the deadline of the request
-        assert max(seconds[1:]) < 0.1
+        assert sum(seconds[1:]) < 0.3  # one save waits for slots, up to storage.timeout_s
         assert health.status == "degraded"
         assert ("store", f"a call of {call} does not return") in [
             (one.component, one.why) for one in health.reasons

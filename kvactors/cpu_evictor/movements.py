@@ -1,0 +1,118 @@
+"""Movements through host memory that wait for slots: who gets the next ones."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import ClassVar, Protocol
+
+from kvactors.cpu_evictor.actions import Action
+from kvactors.cpu_evictor.requests import RequestTable
+from kvactors.cpu_evictor.slots import HostTier
+
+WINDOW = 64
+"""Blocks that a movement takes in its turn, at most: one read, copy or write. Several windows of a
+movement can be in flight."""
+
+SHARE = 16
+"""Blocks that it may take although more movements wait than there are slots for such shares: a
+store needs batches of some blocks."""
+
+URGENT_TURNS = 4
+"""Of so many turns one is for the movements that no request waits for."""
+
+
+class Movement(Protocol):
+    """A job that needs slots, and goes on with those that are free.
+
+    Attributes:
+        URGENT: whether a request waits for it.
+    """
+
+    URGENT: ClassVar[bool]
+
+    @property
+    def op(self) -> int:
+        """Number in its `SlotDeadline`, 0 for a movement without one."""
+
+    @property
+    def lacking(self) -> int:
+        """Blocks that still need a slot."""
+
+    def take(self, most: int) -> list[Action]:
+        """Take up to `most` slots, as far as there are free ones, and fill them."""
+
+    def give_up(self) -> list[Action]:
+        """No slot will come: end without the blocks that lack one."""
+
+
+class Movements:
+    """Shares slots among movements. Each takes a window in its turn, and waits for its next turn at
+    the end of its queue, so a long one does not stop short ones. Those that requests wait for come
+    first, in most turns.
+
+    Slots come back when requests to the swapper and to storage end, each of which has a deadline.
+    Movements wait only while such a request is in flight.
+
+    Attributes:
+        behind: a movement has waited in vain for slots that the store's writes hold. Until half of
+            the slots that are not for residents are free, movements to the store do not wait.
+    """
+
+    def __init__(self, host: HostTier, requests: RequestTable) -> None:
+        self.behind = False
+        self._host = host
+        self._requests = requests
+        self._urgent: deque[Movement] = deque()
+        self._others: deque[Movement] = deque()
+        self._turns = 0
+
+    def __len__(self) -> int:
+        return len(self._urgent) + len(self._others)
+
+    def enter(self, movement: Movement) -> list[Action]:
+        """A movement takes the slots that are free, and waits for more."""
+        self._queue_of(movement).append(movement)
+        return self.serve()
+
+    def leave(self, movement: Movement) -> None:
+        """A movement needs no more slots."""
+        queue = self._queue_of(movement)
+        if movement in queue:
+            queue.remove(movement)
+
+    def overdue(self, op: int) -> list[Action]:
+        """A movement to the store has waited long enough for slots."""
+        for movement in (*self._urgent, *self._others):
+            if movement.op == op:
+                self.behind = True
+                self.leave(movement)
+                return movement.give_up()
+        return []
+
+    def serve(self) -> list[Action]:
+        """Hand out free slots. Called at the end of each turn."""
+        actions: list[Action] = []
+        failed = 0  # turns since slots were taken
+        while len(self) > failed and (self._host.free or not failed):
+            self._turns += 1
+            turn_of_others = not self._urgent or not self._turns % URGENT_TURNS
+            queue = self._others if self._others and turn_of_others else self._urgent
+            movement = queue[0]
+            before, waiting = movement.lacking, len(self)
+            actions += movement.take(min(WINDOW, max(SHARE, self._host.free // waiting)))
+            if movement.lacking == before:
+                failed += 1
+            else:
+                failed = 0
+            if queue and queue[0] is movement:
+                queue.popleft()
+                if movement.lacking:
+                    queue.append(movement)
+        if len(self) and not self._requests.holds_slots:
+            for movement in (*self._urgent, *self._others):
+                self.leave(movement)
+                actions += movement.give_up()
+        return actions
+
+    def _queue_of(self, movement: Movement) -> deque[Movement]:
+        return self._urgent if movement.URGENT else self._others
