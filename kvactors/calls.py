@@ -196,7 +196,8 @@ class CacheCalls(OpenCache):
             Blocks that are looked up in the store.
 
         Raises:
-            StoreUnsupported: the store moves device memory itself (AttentionStore).
+            StoreUnsupported: the store moves device memory itself (AttentionStore), or there is no
+                host tier.
             NumBlocksUnset: the number of device blocks is not set yet.
         """
         at = self._client.deadline(deadline)
@@ -206,6 +207,10 @@ class CacheCalls(OpenCache):
             raise StoreUnsupported(
                 f"storage.backend {self.config.storage.backend!r} reads into device memory only: "
                 "there is no prefetch"
+            )
+        if not self.config.host.slots:
+            raise StoreUnsupported(
+                "a prefetch needs a host tier to keep its blocks: set host.slots"
             )
         return int((await self._client.ask(Prefetch(path, at, scope), at)).count)
 

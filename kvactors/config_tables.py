@@ -327,9 +327,9 @@ class StorageConfig(
         readers: actors that read, each with one batch at a time.
         writers: actors that write, each with one batch at a time.
         timeout_s: seconds one batch may take.
-        on_full: what a block that is to be written does while writes in flight use all transit
-            slots: wait for one, or be shed (not written, and counted). A store that falls behind
-            is not waited for until half of the slots are free again.
+        on_full: whether blocks that are to be written wait while writes in flight use all transit
+            slots, or are shed (not written, and counted). A store that falls behind is not waited
+            for until half of the slots are free again.
         on_full_wait_s: seconds that an eviction waits for slots, and the request that needs its
             device blocks with it. The blocks of a finished request, which no request waits for,
             wait up to timeout_s.

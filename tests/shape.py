@@ -1,7 +1,7 @@
 """Shape of the package: `python -m tests.shape`.
 
-Prints one row per package: modules, lines, lines of code, function lengths, classes above the
-limit together with their bases, import cycles, and words that the prose lint would reject.
+Prints one row per package: modules, lines, lines of code, function lengths, import cycles, and words
+that the prose lint would reject.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from tests.prose import RULES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvactors"
-MOST = 300
-"""Lines of a class with its bases inside the package, at most."""
-
 SKIPPED = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -43,14 +40,6 @@ class Module(NamedTuple):
     package: str
     text: str
     tree: ast.Module
-
-
-class ClassSize(NamedTuple):
-    """A class and its lines, its own and with every base inside the package."""
-
-    name: str
-    own: int
-    total: int
 
 
 def read_modules(package: Path = PACKAGE) -> list[Module]:
@@ -101,57 +90,6 @@ def function_lines(tree: ast.Module) -> list[int]:
 
     visit(tree)
     return found
-
-
-def imported_names(module: Module) -> dict[str, str]:
-    """Names that a module imports at its top level from the package, by their full names."""
-    names: dict[str, str] = {}
-    for node in module.tree.body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvactors"):
-            for alias in node.names:
-                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    return names
-
-
-def class_sizes(modules: Iterable[Module]) -> list[ClassSize]:
-    """Every class of the package with the lines of its bases, the largest first."""
-    own: dict[str, int] = {}
-    bases: dict[str, list[str]] = {}
-    aliases: dict[str, str] = {}
-    for module in modules:
-        imported = imported_names(module)
-        aliases |= {f"{module.name}.{name}": full for name, full in imported.items()}
-        for node in ast.walk(module.tree):
-            if not isinstance(node, ast.ClassDef):
-                continue
-            name = f"{module.name}.{node.name}"
-            own[name] = (node.end_lineno or node.lineno) - node.lineno + 1
-            named = [_base_name(base) for base in node.bases]
-            bases[name] = [imported.get(one, f"{module.name}.{one}") for one in named if one]
-
-    def resolved(name: str) -> str:
-        while name not in own and name in aliases:
-            name = aliases[name]
-        return name
-
-    def chain(name: str, seen: set[str]) -> set[str]:
-        name = resolved(name)
-        if name in own and name not in seen:
-            seen.add(name)
-            for base in bases[name]:
-                chain(base, seen)
-        return seen
-
-    sizes = [
-        ClassSize(name, own[name], sum(own[one] for one in chain(name, set()))) for name in own
-    ]
-    return sorted(sizes, key=lambda size: (-size.total, size.name))
-
-
-def _base_name(base: ast.expr) -> str:
-    if isinstance(base, ast.Subscript):
-        base = base.value
-    return base.id if isinstance(base, ast.Name) else ""
 
 
 def imports(package: Path = PACKAGE) -> dict[tuple[str, str], list[str]]:
@@ -218,7 +156,6 @@ def percentile(values: list[int], share: float) -> int:
 
 def measure(modules: list[Module]) -> list[dict[str, Any]]:
     """One row per package, and one for all of them."""
-    large = [size for size in class_sizes(modules) if size.total > MOST]
     groups = sorted({module.package for module in modules})
     rows = []
     for name in [*groups, "all"]:
@@ -227,7 +164,6 @@ def measure(modules: list[Module]) -> list[dict[str, Any]]:
         prose = [text for module in chosen for text in prose_of(module)]
         words = sum(len(text.split()) for text in prose)
         rejected = sum(rejected_in(text) for text in prose)
-        prefixes = tuple(module.name + "." for module in chosen)
         rows.append(
             {
                 "package": name,
@@ -235,12 +171,6 @@ def measure(modules: list[Module]) -> list[dict[str, Any]]:
                 "lines": sum(len(module.text.splitlines()) for module in chosen),
                 "code": sum(code_lines(module.text, module.tree) for module in chosen),
                 "functions": [percentile(functions, share) for share in (0.5, 0.9, 1.0)],
-                "large_classes": [
-                    f"{size.name.rpartition('.')[2]} {size.total}"
-                    for size in large
-                    if size.name.startswith(prefixes)
-                    and f"{size.name.rpartition('.')[0]}." in prefixes
-                ],
                 "lint_per_1000": round(1000 * rejected / max(1, words), 2),
             }
         )
@@ -256,7 +186,6 @@ def print_shape(rows: list[dict[str, Any]], groups: list[list[str]], console: Co
         "code",
         "function lines\np50 / p90 / max",
         "lint\nper 1,000",
-        f"classes above {MOST} lines",
     )
     cells = (
         (
@@ -266,9 +195,6 @@ def print_shape(rows: list[dict[str, Any]], groups: list[list[str]], console: Co
             f"{row['code']:,}",
             " / ".join(str(value) for value in row["functions"]),
             f"{row['lint_per_1000']:.2f}",
-            f"{len(row['large_classes'])}"
-            if row["package"] == "all"
-            else ", ".join(row["large_classes"]),
         )
         for row in rows
     )

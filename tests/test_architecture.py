@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvactors.actor import check_graph, edges
 from kvactors.docsgen import ACTORS, render
-from tests.shape import MOST, class_sizes, cycles, imports, read_modules
+from tests.shape import cycles, imports
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvactors"
@@ -96,12 +96,6 @@ def test_messages_page_is_up_to_date():
     assert (ROOT / "docs" / "messages.md").read_text("utf-8") == render(), (
         "run: python -m kvactors.docsgen > docs/messages.md"
     )
-
-
-def test_classes_are_small():
-    """A class with its bases inside the package has at most 300 lines."""
-    large = {size.name: size.total for size in class_sizes(read_modules()) if size.total > MOST}
-    assert large == {}
 
 
 def test_run_and_replay_import_only_fault_injectors_of_the_test_harness():

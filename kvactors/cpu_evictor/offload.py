@@ -67,7 +67,7 @@ class OffloadJob:
                 host.touch((block_hash,))
             elif block_hash not in host.blocks:
                 new.append(position)
-        # What is written through leaves nothing behind if it finds no slot.
+        # Under write_through the store has these blocks already: none is worth a wait.
         wait = memory.may_wait and memory.storage.write_policy != "write_through"
         actions = self._make_space(new, wait=wait)
         if not self._waiting or not wait:

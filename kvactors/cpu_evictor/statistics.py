@@ -21,7 +21,7 @@ class Counts(msgspec.Struct, eq=False):
     shed: int = 0  # not written to storage although due, for lack of slots
     copy_failures: int = 0
     write_failures: int = 0
-    not_fetched_late: int = 0
+    not_fetched_late: int = 0  # stored when a request asked for them, and it did not get them
     not_fetched_gone: int = 0
     not_fetched_failed: int = 0
     not_fetched_few: int = 0
@@ -51,11 +51,13 @@ class HostStatistics(NamedTuple):
         fetched: blocks that were read from storage.
         written: blocks that were written to storage.
         shed: blocks that were due and not written to storage, for lack of slots.
-        not_fetched_late, not_fetched_gone, not_fetched_failed, not_fetched_few,
-            not_fetched_cleared, not_fetched_no_slot: blocks that storage had when a request asked
-            for them, and that it did not get: the deadline passed; the store did not have them any
-            longer, or they were damaged; a read or copy failed; they were fewer than
-            `storage.min_fetch_blocks`; the cache was cleared; no slot was to come back.
+        not_fetched_late: blocks that storage had when a request asked for them, and that did not
+            come before its deadline.
+        not_fetched_gone: such blocks that the store had evicted since, or that were damaged.
+        not_fetched_failed: such blocks whose read or copy failed.
+        not_fetched_few: such blocks that were fewer than `storage.min_fetch_blocks`.
+        not_fetched_cleared: such blocks of a cache that was cleared.
+        not_fetched_no_slot: such blocks while every slot was in use and none about to come back.
         copy_failures: blocks whose copy between device and host failed.
         write_failures: blocks that the store did not take.
         quota_evictions: evicted blocks that were chosen because their salt was above its quota.
@@ -86,6 +88,10 @@ class HostStatistics(NamedTuple):
     quota_evictions: int
     pins_refused: int
     pinned_blocks: int
+
+
+NOT_FETCHED = tuple(name for name in HostStatistics._fields if name.startswith("not_fetched_"))
+"""Counts of stored blocks that requests did not get, by reason."""
 
 
 def host_statistics(host: HostTier, counts: Counts, arena: HostSlots) -> HostStatistics:

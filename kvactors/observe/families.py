@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+from kvactors.cpu_evictor.statistics import NOT_FETCHED
 from kvactors.histogram import Histogram
 from kvactors.observe.metrics import ROUTES, Snapshot
 from kvactors.observe.tenants import TenantStatistics
@@ -69,6 +70,11 @@ def of_salts_by_tier(*fields: str) -> Callable[[Snapshot], Samples]:
         for field in fields
         if getattr(found, field) is not None
     ]
+
+
+def _not_fetched(s: Snapshot) -> dict[str, float]:
+    host = s.statistics.host
+    return {name.removeprefix("not_fetched_"): getattr(host, name) for name in NOT_FETCHED}
 
 
 def _quota_evictions(s: Snapshot) -> dict[str, float]:
@@ -282,6 +288,9 @@ FAMILIES: tuple[Family, ...] = (
            one(lambda s: s.statistics.prefix.rescued)),
     Family("blocks_shed", "counter", (), "Blocks not written to storage for lack of host slots.",
            one(lambda s: s.statistics.host.shed)),
+    Family("blocks_not_fetched", "counter", ("reason",),
+           "Blocks that storage had when a request asked for them, and that it did not get.",
+           by(_not_fetched)),
     Family("copy_failures", "counter", (), "Blocks whose copy between device and host failed.",
            one(lambda s: s.statistics.host.copy_failures)),
     Family("write_failures", "counter", (), "Blocks that the store did not take.",

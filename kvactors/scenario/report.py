@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 
 from kvactors.cache import KVCache
+from kvactors.cpu_evictor.statistics import NOT_FETCHED
 from kvactors.observe.lag import Lags
 from kvactors.report import print_fields, print_rows
 from kvactors.types import Residency
@@ -143,6 +144,7 @@ def make_report(
     if store is not None:
         stored = {name: value for name, value in store._asdict().items() if isinstance(value, int)}
         stored |= {"shed": host.shed, "rotten": totals.rotten}
+        stored |= {name: getattr(host, name) for name in NOT_FETCHED}
     return Report(
         name,
         totals.requests,

@@ -132,7 +132,7 @@ def test_blocks_without_a_slot_are_shed_if_that_is_the_setting():
 @pytest.mark.parametrize(
     ("mode", "slots", "transit"), [("exclusive", 0, 2), ("inclusive", 1, 1), ("inclusive", 2, 0)]
 )
-def test_a_finish_stores_its_whole_path_whatever_the_number_of_slots(mode, slots, transit):
+def test_a_finish_stores_its_whole_path_through_any_number_of_slots(mode, slots, transit):
     host, keys = Host(slots, transit, mode=mode), path(9)
     moves = Movements(host)
     moves.device.update({100 + i: key for i, key in enumerate(keys)})
