@@ -44,7 +44,7 @@ class HostMemory:
     ) -> None:
         self.host = host
         self.requests = requests
-        self.movements = Movements(host, requests)
+        self.movements = Movements(host, evict=self.evict, slots_come_back=self.slots_come_back)
         self.config = config
         self.storage = storage
         self.counts = Counts()
@@ -54,6 +54,11 @@ class HostMemory:
         self._index = requests.peers.index
         self._notifier = requests.peers.notifier
         self._held: list[HostBlock] = []  # evicted, and pinned, while no write may begin
+
+    def slots_come_back(self) -> bool:
+        """Whether an event is to come that returns slots: requests to the swapper and to storage
+        end, each within a deadline, and the index discards blocks that the device has."""
+        return bool(self._held) or self.requests.holds_slots or self.host.on_device > 0
 
     # -- eviction
 

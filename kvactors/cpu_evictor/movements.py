@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 from kvactors.cpu_evictor.actions import Action
-from kvactors.cpu_evictor.requests import RequestTable
-from kvactors.cpu_evictor.slots import HostTier
+from kvactors.cpu_evictor.slots import HostBlock, HostTier
 
 WINDOW = 64
 """Blocks that a movement takes in its turn, at most: one read, copy or write. Several windows of a
@@ -50,18 +50,26 @@ class Movements:
     the end of its queue, so a long one does not stop short ones. Those that requests wait for come
     first, in most turns.
 
-    Slots come back when requests to the swapper and to storage end, each of which has a deadline.
-    Movements wait only while such a request is in flight.
+    Movements wait only while slots are to come back (`HostMemory.slots_come_back`). Otherwise the
+    tier evicts for them, and without a victim they end.
 
     Attributes:
         behind: a movement has waited in vain for slots that the store's writes hold. Until half of
             the slots that are not for residents are free, movements to the store do not wait.
     """
 
-    def __init__(self, host: HostTier, requests: RequestTable) -> None:
+    def __init__(
+        self,
+        host: HostTier,
+        *,
+        evict: Callable[[Sequence[HostBlock]], list[Action]],
+        slots_come_back: Callable[[], bool],
+    ) -> None:
+        """evict: evicts blocks. slots_come_back: whether an event is to come that returns slots."""
         self.behind = False
+        self._evict = evict
+        self._slots_come_back = slots_come_back
         self._host = host
-        self._requests = requests
         self._urgent: deque[Movement] = deque()
         self._others: deque[Movement] = deque()
         self._turns = 0
@@ -91,6 +99,17 @@ class Movements:
 
     def serve(self) -> list[Action]:
         """Hand out free slots. Called at the end of each turn."""
+        actions = self._hand_out()
+        if len(self) and not self._slots_come_back():
+            actions += self._evict(self._host.victims(WINDOW))
+            actions += self._hand_out()
+        if len(self) and not self._slots_come_back():
+            for movement in (*self._urgent, *self._others):
+                self.leave(movement)
+                actions += movement.give_up()
+        return actions
+
+    def _hand_out(self) -> list[Action]:
         actions: list[Action] = []
         failed = 0  # turns since slots were taken
         while len(self) > failed and (self._host.free or not failed):
@@ -108,10 +127,6 @@ class Movements:
                 queue.popleft()
                 if movement.lacking:
                     queue.append(movement)
-        if len(self) and not self._requests.holds_slots:
-            for movement in (*self._urgent, *self._others):
-                self.leave(movement)
-                actions += movement.give_up()
         return actions
 
     def _queue_of(self, movement: Movement) -> deque[Movement]:

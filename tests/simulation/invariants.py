@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
+from kvactors.cache import KVCache
+from kvactors.cpu_evictor.statistics import NOT_FETCHED
 from kvactors.errors import KVActorsError, NoRoom
 from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.observe.statistics import announceable
@@ -17,10 +19,14 @@ from kvactors.scenario.report import Totals
 from kvactors.storage.breaker import PAUSE
 from kvactors.testing.attentionstore_sdk import services
 from kvactors.testing.rest import left_over
-from tests.simulation.draw import BLOCK, INDEX
+from tests.simulation.draw import BLOCK, INDEX, Draw
 from tests.simulation.sharing import check_clear, check_sharing
 from tests.simulation.world import World
 from tests.support.rank_process import keys_on_rank
+
+GOOD_REASONS = ("not_fetched_gone", "not_fetched_few")
+"""Reasons for which a healthy cache does not fetch a stored block: the store evicted it, or it is
+damaged, or too few were found."""
 
 REST = 60.0
 """Virtual seconds in which a healthy system must have come to rest."""
@@ -123,8 +129,9 @@ async def serves_again(world: World) -> None:
         world.violated(f"wrong bytes after all faults: {len(positions)} blocks {when}")
 
     engine = Engine(world.cache, Totals(), world.model, thorough=True, on_wrong=wrong)
+    await promised(world, engine)
     for family in range(drawn.families):
-        tokens = [family * 10_000 + i for i in range(drawn.longest * BLOCK)]
+        tokens = prompt(drawn, family)
         try:
             await _serve(world, engine, f"after {family}", tokens)
         except NoRoom as error:
@@ -133,6 +140,57 @@ async def serves_again(world: World) -> None:
                 world.violated(f"no room after all faults, with nobody else there: {error}")
         except KVActorsError as error:
             world.violated(f"not served after all faults: {error!r}")
+
+
+def prompt(drawn: Draw, family: int) -> list[int]:
+    """The longest prompt of a family."""
+    return [family * 10_000 + i for i in range(drawn.longest * BLOCK)]
+
+
+async def promised(world: World, engine: Engine) -> None:
+    """Requests of every family at once get the blocks that `lookup` has announced, but for blocks
+    that were evicted since. No stored block is missed for another reason than `GOOD_REASONS`."""
+    cache, drawn = world.cache, world.drawn
+    if world.system.device_store is not None or world.ranks:
+        return  # the store's own index answers; a rank may be slow without a fault
+    before = _losses(cache)
+    found, got = dict[int, int](), dict[int, int]()
+
+    async def one(family: int) -> None:
+        tokens = prompt(drawn, family)
+        found[family] = sum(cache.lookup(tokens))
+        try:
+            lease = await engine.serve(
+                f"promised {family}", tokens, wait_for_room=True, deadline=REST
+            )
+        except NoRoom:
+            return  # pinned blocks take too much of the device
+        got[family] = lease.cached_tokens // BLOCK
+
+    await asyncio.gather(*(one(family) for family in range(drawn.families)))
+    await cache.wait_idle(REST)
+    after = _losses(cache)
+    lost = {name: after[name] - before[name] for name in after}
+    missed = sum(max(0, found[family] - hits) for family, hits in got.items())
+    world.seen["promises compared"] += len(got)
+    world.seen["promised blocks"] += sum(found[family] for family in got)
+    if missed > sum(lost.values()):
+        world.violated(f"{missed} blocks that lookup found were not hit: {lost}")
+    unfounded = {
+        name: n
+        for name, n in lost.items()
+        if n and name in NOT_FETCHED and name not in GOOD_REASONS
+    }
+    if unfounded:
+        world.violated(f"stored blocks were not fetched without a fault: {unfounded}")
+
+
+def _losses(cache: KVCache) -> dict[str, int]:
+    """Blocks that left a tier, and stored blocks that were not fetched, by reason."""
+    found = cache.statistics()
+    counts = {name: getattr(found.host, name) for name in NOT_FETCHED}
+    stored = 0 if found.store is None else found.store.evicted
+    return counts | {"device": found.prefix.evicted, "host": found.host.evicted, "store": stored}
 
 
 async def _serve(world: World, engine: Engine, name: str, tokens: list[int]) -> None:
