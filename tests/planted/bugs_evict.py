@@ -9,6 +9,22 @@ MEMORY = "tests/cpu_evictor/test_memory.py"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
+        "movement_ends_with_its_first_window",
+        "cpu_evictor/movements.py",
+        "                    queue.append(movement)\n",
+        "                    actions += movement.give_up()\n",
+        "a movement takes the slots that are free at one moment, and stored blocks are computed again",
+        ("tests/cpu_evictor/test_load.py::test_a_path_streams_through_a_few_slots",),
+    ),
+    Mutation(
+        "long_load_keeps_its_turn",
+        "cpu_evictor/movements.py",
+        "                    queue.append(movement)\n",
+        "                    queue.appendleft(movement)\n",
+        "a short prompt waits for all of a long one",
+        ("tests/cpu_evictor/test_load.py::test_loads_take_turns",),
+    ),
+    Mutation(
         "writes_are_sent_before_the_reads_of_a_probe",
         "cpu_evictor/completions.py",
         "        return actions + self._memory.write_held()\n",

@@ -129,7 +129,6 @@ async def serves_again(world: World) -> None:
         world.violated(f"wrong bytes after all faults: {len(positions)} blocks {when}")
 
     engine = Engine(world.cache, Totals(), world.model, thorough=True, on_wrong=wrong)
-    await promised(world, engine)
     for family in range(drawn.families):
         tokens = prompt(drawn, family)
         try:
@@ -140,6 +139,7 @@ async def serves_again(world: World) -> None:
                 world.violated(f"no room after all faults, with nobody else there: {error}")
         except KVActorsError as error:
             world.violated(f"not served after all faults: {error!r}")
+    await promised(world, engine)
 
 
 def prompt(drawn: Draw, family: int) -> list[int]:
@@ -153,6 +153,7 @@ async def promised(world: World, engine: Engine) -> None:
     cache, drawn = world.cache, world.drawn
     if world.system.device_store is not None or world.ranks:
         return  # the store's own index answers; a rank may be slow without a fault
+    await cache.wait_idle(REST)
     before = _losses(cache)
     found, got = dict[int, int](), dict[int, int]()
 
