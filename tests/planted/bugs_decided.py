@@ -185,9 +185,9 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "cancelled_load_keeps_a_pin",
         "cpu_evictor/load.py",
-        "self._release(staged) + self._release_from(0)",
-        "self._release(staged) + self._release_from(1)",
-        "a load that is cancelled leaves its first slot pinned without end",
+        "self._end() + self._release(staged) + self._release_from(0)",
+        "self._end() + self._release_from(0)",
+        "a load that is cancelled leaves the slots that it read into pinned without end",
         ("tests/cache/test_cancellation.py::test_cancelled_at_every_step",),
     ),
     Mutation(
