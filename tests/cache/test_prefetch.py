@@ -127,13 +127,17 @@ async def test_a_hint_for_nothing_known_changes_nothing():
             await cache.prefetch([])
 
 
-async def test_without_a_host_tier_or_storage_it_is_only_a_hint():
+async def test_without_a_host_tier_it_is_refused():
     async with opened(
         device=8, storage={"backend": "memory", "write_policy": "write_through"}
     ) as cache:
         await serve(cache, "a", prompt(1, 6, tail=1))
-        await cache.prefetch(prompt(1, 6, tail=1))
-    async with opened(device=8) as cache:
+        with pytest.raises(StoreUnsupported, match=r"set host\.slots"):
+            await cache.prefetch(prompt(1, 6, tail=1))
+
+
+async def test_without_storage_it_is_only_a_hint():
+    async with opened(device=8, host={"slots": 4}) as cache:
         assert await cache.prefetch(prompt(1, 6, tail=1)) == 0
 
 
