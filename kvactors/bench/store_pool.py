@@ -146,8 +146,8 @@ class PoolRunners:
 def _without_checksums(store: MooncakeBackend, arena: Arena) -> MooncakeObjects:
     """The objects of a back end with `payload_checksums` off, through the same client."""
     headers = PoolHeaders(store.digest, store.block_bytes, checksums=False)
-    breaker, prefix = store.counters.breaker, store.objects.prefix
-    found = MooncakeObjects(store.client, prefix, headers, store.block_bytes, lambda: breaker)
+    prefix = store.objects.prefix
+    found = MooncakeObjects(store.client, prefix, headers, store.block_bytes)
     found.arena = arena
     return found
 

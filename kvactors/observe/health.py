@@ -14,6 +14,7 @@ from kvactors.actor.clock import now
 from kvactors.actor.failures import brief
 from kvactors.actor.log import get_logger
 from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.system import System
 
 log = get_logger()
@@ -99,8 +100,7 @@ def troubles(system: System) -> Iterator[Trouble]:
     """Every fault of an actor, sink, store, rank or copy engine, host memory that is not locked,
     and a number of device blocks that is not set."""
     yield from _actors(system)
-    stores: tuple[tuple[str, Any], ...] = (
-        ("store", system.backend),
+    stores: tuple[tuple[str, CheckedBackend | DeviceStore | None], ...] = (
         ("store", system.store),
         ("device store", system.device_store),
     )
@@ -141,23 +141,20 @@ def _actors(system: System) -> Iterator[Trouble]:
                 yield Trouble(f"sink {sink.name}", sink.reason, now() - sink.failing_for)
 
 
-def _store(name: str, store: Any) -> Iterator[Trouble]:
-    breaker = getattr(store, "breaker", None)
-    if breaker is not None and breaker.state() != "closed":
-        why = getattr(breaker, "reason", "") or "calls failed one after another"
-        yield Trouble(
-            name, f"circuit breaker {breaker.state()}: {why}", getattr(breaker, "since", None)
-        )
-    if getattr(store, "clear_pending", False):
-        since = store.clears.pending_since if isinstance(store, CheckedBackend) else None
-        yield Trouble(name, "a clear has not been completed", since)
-    if isinstance(store, CheckedBackend) and store.watch.full_since is not None:
-        yield Trouble(name, "writes find no space", store.watch.full_since)
-    overdue = store.overdue() if isinstance(store, CheckedBackend) else None
+def _store(name: str, store: CheckedBackend | DeviceStore) -> Iterator[Trouble]:
+    for why, since in store.attempts.failing():
+        yield Trouble(name, why, since)
+    if isinstance(store, DeviceStore):
+        if store.late_since is not None:
+            yield Trouble(name, "a call does not return", store.late_since)
+        return
+    if store.clear_pending:
+        yield Trouble(name, "a clear has not been completed", store.clears.pending_since)
+    elif getattr(store.inner, "clear_pending", False):
+        yield Trouble(name, "a clear has not been completed", None)
+    overdue = store.overdue()
     if overdue is not None:
         what, since = overdue
         yield Trouble(name, f"a call of {what} does not return", since)
-    if (late := getattr(store, "late_since", None)) is not None:
-        yield Trouble(name, "a call does not return", late)
-    if getattr(store, "stuck", False):
+    if store.stuck:
         yield Trouble(name, "a call to the disk does not return", None)

@@ -98,7 +98,7 @@ class CheckedInventory:
         """Length of the leading run of keys that `probe` would find now. None of them counts as
         used. 0 for a store that lists no keys."""
         calls = self._calls
-        if self._clears.closed or calls.breaker.state() == "open" or calls.overdue():
+        if self._clears.closed or calls.attempts.reads.paused or calls.overdue():
             return 0
         holds = self._inner.holds
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from kvactors.actor.clock import now
 from kvactors.actor.log import described, get_logger
 from kvactors.flush_notifier.messages import PathPart
-from kvactors.storage.breaker import Breaker
+from kvactors.storage.attempts import Attempts, StoreAttempts
 from kvactors.storage.messages import Outcome
 from kvactors.types import HASH_BYTES
 
@@ -31,8 +31,7 @@ class Containment:
     Attributes:
         faults: calls that raised, or returned something that the contract does not allow.
         last_fault: the last of them.
-        breaker: opens after several faults in a row. The back end has its own for the failures
-            that it reports.
+        attempts: whether look-ups, reads and writes work.
 
     Args:
         store: name of the back end, for the log.
@@ -42,7 +41,7 @@ class Containment:
     def __init__(self, store: str, timeout: float) -> None:
         self.faults = 0
         self.last_fault = ""
-        self.breaker = Breaker(store=store)
+        self.attempts = StoreAttempts(store)
         self._store = store
         self._timeout = timeout
         self._kinds: Counter[str] = Counter()
@@ -92,32 +91,29 @@ class Containment:
         call: Callable[[], Awaitable[A]],
         fallback: T,
         check: Callable[[A], T],
+        attempts: Attempts | None = None,
     ) -> T:
-        """Make a call, await it, and check its answer. Returns `fallback` if it raises. Several
-        failures in a row open the circuit.
+        """Make a call, await it, and check its answer. Returns `fallback` if it raises.
 
         Args:
             what: name of the call.
             call: makes it.
             fallback: the result if it raises.
             check: the result, made of the answer. Records the answer's faults.
+            attempts: of its kind, which fail if it raises.
         """
         number = next(self._numbers)
         self._calls[number] = (what, now())
-        good = False
         try:
-            answer = await call()
-            before = self.faults  # those of other calls do not count
-            found = check(answer)
-            good = self.faults == before
+            return check(await call())
         except BaseException as error:
             if not self.contains(what, error):
                 raise
-            found = fallback
+            if attempts is not None:
+                attempts.failed(self.last_fault)
+            return fallback
         finally:
             del self._calls[number]
-        self.breaker.saw(good, self.last_fault)
-        return found
 
     def overdue(self) -> tuple[str, float] | None:
         """Name and start (on the loop's clock) of a call that has been in flight for longer than

@@ -20,6 +20,7 @@ class Outcome(IntEnum):
     NO_SPACE = 4
     UNAVAILABLE = 5
     LATE = 6  # the deadline came first
+    REFUSED = 7  # not tried: a quota, the capacity, or memory that does not fit
 
 
 class ProbeStore(Message, frozen=True, eq=False):

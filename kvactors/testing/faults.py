@@ -9,7 +9,7 @@ from typing import Any, Literal
 import anyio
 
 from kvactors.device.arena import Arena
-from kvactors.errors import SinkError
+from kvactors.errors import SinkError, StoreUnavailable
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
 from kvactors.flush_notifier.sinks.memory import MemorySink
@@ -286,7 +286,6 @@ class FaultyBackend(Backend):
     next_paths: Any = Inner()
     end_paths: Any = Inner()
     trouble: Any = Inner()
-    record_outcomes: Any = Inner()
     statistics: Any = Inner()
     generation: Any = Inner()
     clear_pending: Any = Inner()
@@ -306,19 +305,14 @@ class FaultyBackend(Backend):
         await self.faults.delay()
         if not self.faults.down:
             return None
-        return ReadReport(self._all(keys, Outcome.UNAVAILABLE), [])
+        return ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
 
     async def _refuse_write(self, keys: Sequence[bytes]) -> WriteReport | None:
         await self.faults.delay()
         if not (self.faults.down or self.faults.full):
             return None
         outcome = Outcome.UNAVAILABLE if self.faults.down else Outcome.NO_SPACE
-        return WriteReport(self._all(keys, outcome), [])
-
-    def _all(self, keys: Sequence[bytes], outcome: Outcome) -> bytes:
-        outcomes = bytes([outcome]) * len(keys)
-        self.inner.record_outcomes(outcomes)
-        return outcomes
+        return WriteReport(bytes([outcome]) * len(keys), [])
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
         """See `Backend.probe`."""
@@ -327,7 +321,9 @@ class FaultyBackend(Backend):
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """See `Backend.ask`."""
         await self.faults.delay()
-        return 0 if self.faults.down else await self.inner.ask(keys, expired)
+        if self.faults.down:
+            raise StoreUnavailable("the store is down")
+        return await self.inner.ask(keys, expired)
 
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired

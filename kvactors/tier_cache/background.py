@@ -91,9 +91,9 @@ class Background:
     @property
     def troubles(self) -> tuple[str, ...]:
         """The parts that do not work, with reasons."""
-        storage = "" if self.storage is None else self.storage.trouble
+        storage = () if self.storage is None else self.storage.troubles
         sinks = () if self._sinks is None else self._sinks.service.troubles
-        return ((f"storage: {storage}",) if storage else ()) + sinks
+        return tuple(f"storage: {one}" for one in storage) + sinks
 
     def flushed(self, limit: float) -> bool | None:
         """Wait until every sink that works has acknowledged what was handed over, at most `limit`

@@ -168,14 +168,23 @@ class StorageLoop:
 
     @property
     def trouble(self) -> str:
-        """Why the store refuses work now, empty if it does not. For any thread."""
+        """Why no object can be loaded now, empty if objects can be. For any thread."""
+        return self._clear_failure or (
+            "" if self.store is None else self.store.attempts.loads_paused
+        )
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """What does not work, with remedies. For any thread."""
+        failing = () if self.store is None else self.store.attempts.failing()
+        return (*filter(None, [self._clear_failure]), *(one.why for one in failing))
+
+    @property
+    def _clear_failure(self) -> str:
         store = self.store
-        if store is None:
+        if store is None or not store.clear_pending or store.clears.running:
             return ""
-        if store.clear_pending and not store.clears.running:
-            return "the last clear failed, and is tried again with the next write"
-        counters = getattr(store.inner, "counters", None)
-        return store.breaker.reason or ("" if counters is None else str(counters.breaker.reason))
+        return "the last clear failed, and is tried again with the next write"
 
     # -- clears
 

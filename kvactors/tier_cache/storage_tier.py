@@ -270,13 +270,21 @@ class StorageTier:
 
     @property
     def trouble(self) -> str:
-        """Why the store gets no work now, empty if it does."""
-        loop, late = self._loop, self.clock() - self.timeout - 1.0
-        if loop is None or loop.store is None:
-            return ""
+        """Why no object can be loaded now, empty if objects can be."""
+        return self._late or ("" if self._loop is None else self._loop.trouble)
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """What does not work, with remedies."""
+        loop = () if self._loop is None else self._loop.troubles
+        return (self._late, *loop) if self._late else loop
+
+    @property
+    def _late(self) -> str:
+        late = self.clock() - self.timeout - 1.0
         if any(job.began < late for job in list(self._jobs)):
             return "a call to the store does not return"
-        return loop.trouble
+        return ""
 
     def clear(self) -> list[bytes]:
         """Delete every object. Jobs that were submitted before bring none back.

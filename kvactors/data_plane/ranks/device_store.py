@@ -10,6 +10,7 @@ from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.moving import FAILED
 from kvactors.data_plane.ranks.protocol import MoveDevice
 from kvactors.storage.backends.device_store import DeviceStore
+from kvactors.storage.messages import Outcome
 
 log = get_logger()
 
@@ -47,8 +48,9 @@ class RanksDeviceStore(DeviceStore):
         blocks: tuple[int, ...],
         seconds: float,
     ) -> int:
-        if not self.breaker.closed():
-            return 0
+        attempts = self.attempts.reads if kind == "fetch" else self.attempts.writes
+        if not attempts.allow():
+            return self._unavailable(len(blocks))
         answers = await self.group.scatter(
             lambda op: MoveDevice(op, kind, tokens, start, blocks, seconds),
             outcomes=len(blocks),
@@ -61,7 +63,12 @@ class RanksDeviceStore(DeviceStore):
             if answer is None or FAILED in answer.outcomes
         ]
         good = min(counts, default=0)
-        self.breaker.saw(good=not failed)
+        if good:
+            attempts.worked()
+        elif failed:
+            attempts.failed(f"device stores of ranks {failed} failed, or did not answer")
+        elif kind == "save":
+            attempts.failed("the ranks stored no block", Outcome.NO_SPACE)
         if failed:
             log.warning(
                 "device stores of ranks failed",

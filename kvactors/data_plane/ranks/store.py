@@ -15,7 +15,6 @@ from kvactors.errors import StoreUnavailable
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.base import Expired, ReadReport, StoreStatistics, WriteReport
-from kvactors.storage.breaker import Breaker
 from kvactors.storage.counters import StoreCounters
 from kvactors.storage.messages import Outcome
 from kvactors.types import join_hashes, split_hashes
@@ -34,6 +33,7 @@ BADNESS = (
     Outcome.MISS,
     Outcome.NO_SPACE,
     Outcome.LATE,
+    Outcome.REFUSED,
     Outcome.CORRUPT,
     Outcome.UNAVAILABLE,
 )
@@ -61,7 +61,8 @@ class RankStore:
         self.block_bytes = block_bytes
         self.slot_trailer_bytes = self.generation = 0
         self.stuck = False
-        self.counters = StoreCounters(type(self).__name__)
+        self.counters = StoreCounters()
+        self._trouble = ""
         self.exclusive = exclusive
         self.shared = shared
         self.keeps_lineages = keeps_lineages
@@ -111,7 +112,9 @@ class RankStore:
         """See `Backend.ask`: the shortest run of all ranks."""
         if expired():
             return 0
-        outcomes, _ = await self._all("ask", keys, count=False)
+        outcomes, _ = await self._all("ask", keys)
+        if outcomes[:1] == bytes([Outcome.UNAVAILABLE]):
+            raise StoreUnavailable(self.trouble())
         return next((i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK), len(keys))
 
     def take(self, keys: Sequence[bytes]) -> None:
@@ -123,8 +126,6 @@ class RankStore:
         kind: Literal["read", "write", "ask", "remove"],
         keys: Sequence[bytes],
         slots: Sequence[int] = (),
-        *,
-        count: bool = True,
         lineages: Sequence[Lineage | None] = (),
     ) -> tuple[bytes, list[bytes]]:
         """One outcome a key for all ranks together, and the names that any of them does not hold
@@ -146,10 +147,17 @@ class RankStore:
             for i, outcome in enumerate(outcomes_of(answer, len(keys))):
                 worst[i] = max(worst[i], BADNESS.index(Outcome(outcome)))
             gone |= set(split_hashes(answer.gone)) if answer is not None else set()
-        outcomes = bytes(BADNESS[i] for i in worst)
-        if count:
-            self.counters.record(outcomes)
-        return outcomes, list(gone)
+        failed = [
+            rank
+            for rank, answer in enumerate(answers)
+            if answer is None or Outcome.UNAVAILABLE in answer.outcomes
+        ]
+        self._trouble = f"ranks {failed} failed, or did not answer" if failed else ""
+        return bytes(BADNESS[i] for i in worst), list(gone)
+
+    def trouble(self) -> str:
+        """See `Backend.trouble`."""
+        return self._trouble
 
     async def read_slots(
         self, keys: Sequence[bytes], arena: HostSlots | None, slots: Sequence[int], expired: Expired
@@ -158,7 +166,6 @@ class RankStore:
         if expired():
             return ReadReport(bytes([Outcome.LATE]) * len(keys), [])
         outcomes, gone = await self._all("read", keys, slots)
-        self.counters.reads += outcomes.count(Outcome.OK)
         bad = {
             key
             for key, o in zip(keys, outcomes, strict=True)
@@ -186,7 +193,6 @@ class RankStore:
             return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
         clears = self._clears
         outcomes, gone = await self._all("write", keys, slots, lineages=lineages)
-        self.counters.writes += outcomes.count(Outcome.OK)
         evicted = [key for key in gone if key in self.names_held]
         self.counters.evicted += len(evicted)
         self.take(evicted)
@@ -288,11 +294,6 @@ class RankStore:
     def holds(self, key: bytes) -> bool:
         """See `Backend.holds`."""
         return key in self.names_held
-
-    @property
-    def breaker(self) -> Breaker:
-        """Opens after several batches that no rank carried out."""
-        return self.counters.breaker
 
     def statistics(self) -> StoreStatistics:
         """See `Backend.statistics`."""

@@ -80,7 +80,8 @@ class StoreOperations:
         if message.kind == "ask":
             found = store.probe(keys)
             found = await store.ask(keys, lambda: now() >= until) if found is None else found
-            return bytes([Outcome.OK]) * found + bytes([Outcome.MISS]) * (len(keys) - found), []
+            absent = Outcome.UNAVAILABLE if store.attempts.lookups.failing else Outcome.MISS
+            return bytes([Outcome.OK]) * found + bytes([absent]) * (len(keys) - found), []
         await store.remove(keys)
         return bytes(len(keys)), []
 

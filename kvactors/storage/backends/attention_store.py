@@ -3,6 +3,9 @@ ids."""
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from typing import Any
+
 import numpy as np
 
 from kvactors.actor.clock import now
@@ -11,7 +14,9 @@ from kvactors.attention_store import MARGIN, Sdk
 from kvactors.device.base import Device
 from kvactors.errors import LayoutError, SdkError
 from kvactors.sdk_settings import SdkSettings
+from kvactors.storage.attempts import Attempts
 from kvactors.storage.backends.device_store import DeviceStore
+from kvactors.storage.messages import Outcome
 
 log = get_logger()
 
@@ -53,72 +58,93 @@ class AttentionStoreBackend(DeviceStore):
     ) -> int:
         """See `DeviceStore.fetch`: the matching blocks are read, from the first missing block on
         nothing."""
-        if not self.breaker.closed():
-            return 0
+        if self.attempts.reads.paused:
+            return self._unavailable(len(blocks))
         ids, deadline = np.frombuffer(tokens, "<u4"), now() + seconds
-        try:
-            found = min(await self.sdk.match(ids, start, seconds), len(blocks))
-            self.misses += len(blocks) - found
-            if not found or now() >= deadline:
-                return self._saw(0)
-            path = ids[: (start + found) * self.sdk.block_size]
-            got = await self.sdk.read(
-                path, start, self.keys, self.values, blocks[:found], deadline - now()
-            )
-        except SdkError as error:
-            return self._failed(len(blocks), "read", error)
-        self.reads += got
-        return self._saw(got)
+        found = await self._call(
+            self.attempts.lookups, len(blocks), self.sdk.match(ids, start, seconds)
+        )
+        if found is None:
+            return 0
+        found = min(found, len(blocks))
+        self.misses += len(blocks) - found
+        if not found or now() >= deadline:
+            return 0
+        path = ids[: (start + found) * self.sdk.block_size]
+        got = await self._call(
+            self.attempts.reads,
+            found,
+            self.sdk.read(path, start, self.keys, self.values, blocks[:found], deadline - now()),
+        )
+        self.reads += got or 0
+        return got or 0
 
     async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
         """See `DeviceStore.save`: writes the blocks that the store lacks, in slices, up to the
         first that is short, or until the time is over."""
-        if not self.breaker.closed():
-            return 0
+        if self.attempts.writes.paused:
+            return self._unavailable(len(blocks))
         ids, settings = np.frombuffer(tokens, "<u4"), self.settings
         total = min(seconds, settings.write_total_timeout or seconds)
         deadline = now() + total
-        try:
-            # From block 0: whether a match counts from its start or from the root is not
-            # documented.
-            stored = min(max(0, await self.sdk.match(ids, 0, total) - start), len(blocks))
-        except SdkError as error:
-            return self._failed(len(blocks), "match", error)
-        written = self._saw(stored)
+        # From block 0: whether a match counts from its start or from the root is not documented.
+        found = await self._call(self.attempts.lookups, len(blocks), self.sdk.match(ids, 0, total))
+        if found is None:
+            return 0
+        written = stored = min(max(0, found - start), len(blocks))
         for first in range(stored, len(blocks), settings.write_slice_blocks):
             some = blocks[first : first + settings.write_slice_blocks]
             left = deadline - now()
-            if left <= 0 or not self.breaker.closed():
+            if left <= 0:
                 break
             path = ids[: (start + first + len(some)) * self.sdk.block_size]
-            try:
-                got = await self.sdk.write(
+            got = await self._call(
+                self.attempts.writes,
+                len(some),
+                self.sdk.write(
                     path,
                     start + first,
                     self.keys,
                     self.values,
                     some,
                     min(left, settings.write_slice_timeout),
-                )
-            except SdkError as error:
-                self._failed(len(some), "write", error)
-                break
-            self._saw(got)
-            written += got
-            if got < len(some):
+                ),
+            )
+            written += got or 0
+            if got != len(some):
                 break
         self.writes += written - stored
         return written
 
-    def _saw(self, good: int) -> int:
-        self.breaker.saw(good=True)
-        return good
+    async def _call(
+        self, attempts: Attempts, blocks: int, call: Coroutine[Any, Any, int]
+    ) -> int | None:
+        """Await a call, unless its kind pauses. None if it fails or is not made.
 
-    def _failed(self, blocks: int, call: str, error: SdkError) -> int:
-        log.warning("AttentionStore call failed", call=call, blocks=blocks, error=str(error))
-        self.unavailable += blocks
-        self.breaker.saw(good=False)
-        return 0
+        Args:
+            attempts: of its kind.
+            blocks: that are unavailable if it fails.
+            call: the call.
+        """
+        if not attempts.allow():
+            call.close()
+            self._unavailable(blocks)
+            return None
+        try:
+            got = await call
+        except SdkError as error:
+            log.warning(
+                "AttentionStore call failed", call=attempts.kind, blocks=blocks, error=str(error)
+            )
+            self._unavailable(blocks)
+            attempts.failed(str(error))
+            return None
+        if got or attempts is self.attempts.lookups:
+            attempts.worked()
+        else:
+            full = attempts is self.attempts.writes
+            attempts.failed("no block was moved", Outcome.NO_SPACE if full else Outcome.CORRUPT)
+        return got
 
     async def close(self) -> None:
         """See `DeviceStore.close`."""

@@ -64,7 +64,7 @@ class Backend(ABC):
         stuck: whether calls still run after `close`. The arena's memory then stays mapped.
         keeps_lineages: whether it keeps the inputs of its keys, for the paths of its blocks.
         paths: answers the calls that read paths.
-        counters: outcomes, and the circuit breaker.
+        counters: outcomes of batches, counted by the storage actors.
     """
 
     exclusive: bool = False
@@ -79,7 +79,7 @@ class Backend(ABC):
         self.block_bytes = block_bytes
         self.inventory = Inventory() if inventory is None else inventory
         self.paths = PathSource()
-        self.counters = StoreCounters(type(self).__name__)
+        self.counters = StoreCounters()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -107,7 +107,11 @@ class Backend(ABC):
         only `ask` can find out."""
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """`probe` of a store that must be queried. 0 if it does not answer."""
+        """`probe` of a store that must be queried.
+
+        Raises:
+            StoreUnavailable: it does not answer.
+        """
         return self.probe(keys) or 0
 
     def take(self, keys: Sequence[bytes]) -> None:
@@ -204,21 +208,17 @@ class Backend(ABC):
         self.paths.end()
 
     def trouble(self) -> str:
-        """The last failure, for the log, without tokens and keys."""
+        """The last failure, for the log and for health, without tokens and keys."""
         return ""
-
-    def record_outcomes(self, outcomes: bytes) -> None:
-        """Count the outcomes of a batch. The circuit breaker opens after several that failed."""
-        self.counters.record(outcomes, self.trouble())
 
     def statistics(self) -> StoreStatistics:
         """Sizes and counters."""
         return self.counters.statistics(self.count(), self.block_bytes, self.inventory.capacity)
 
     # Parts of `counters`, and names before a rename.
-    breaker, counts = OldAttribute("counters.breaker"), OldAttribute("counters.outcomes")
+    counts = OldAttribute("counters.outcomes")
     reads, writes = OldAttribute("counters.reads"), OldAttribute("counters.writes")
     trailer, uncleared = OldAttribute("slot_trailer_bytes"), OldAttribute("clear_pending")
     fingerprint, evicted = OldAttribute("digest"), OldAttribute("counters.evicted")
-    told, saw = acknowledge_removed, record_outcomes
+    told = acknowledge_removed
     lost, names = take_removed, iter_keys

@@ -10,14 +10,15 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena, HostSlots
-from kvactors.errors import KVActorsError, StoreError
+from kvactors.errors import KVActorsError, StoreError, StoreUnavailable
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
+from kvactors.storage.attempts import Attempts, StoreAttempts
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
-from kvactors.storage.breaker import Breaker
 from kvactors.storage.checked_inventory import CheckedInventory
 from kvactors.storage.clears import Clears
 from kvactors.storage.containment import Containment
@@ -27,20 +28,23 @@ from kvactors.storage.messages import Outcome
 from kvactors.storage.presence import ask_each
 from kvactors.storage.shares import StoreShares
 from kvactors.storage.slot_store import SlotStore
-from kvactors.storage.watch import StoreWatch
+
+T = TypeVar("T")
+
+log = get_logger()
 
 
 class CheckedBackend:
     """A back end with the methods of `Backend`, whose exceptions are contained and whose answers
-    are checked. While a call takes longer than its timeout no other one begins: a look-up finds
-    nothing, and reads and writes are UNAVAILABLE.
+    are checked, counted and judged. While a call takes longer than its timeout no other one begins:
+    a look-up finds nothing, and reads and writes are UNAVAILABLE.
 
     Attributes:
         inner: the back end.
         fence: the last clear, as (incarnation of the actor that asked, number of its operation).
             Batches from before it are not written.
         inventory: the keys that it lists.
-        watch: logs corrupt objects and lack of space.
+        counters: outcomes of its batches.
         shares: its objects by salt. None: it cannot keep quotas of salts.
         clears: clears in progress, and whether one is pending.
 
@@ -59,7 +63,7 @@ class CheckedBackend:
         self.stuck = False
         self.fence = (0, 0)
         self._calls = Containment(type(inner).__name__, timeout)
-        self.watch = StoreWatch(type(inner).__name__)
+        self.counters = _counters_of(inner)
         self.clears = Clears()
         self.inventory = CheckedInventory(inner, self._calls, self.clears)
 
@@ -69,9 +73,9 @@ class CheckedBackend:
         return self.inner
 
     @property
-    def breaker(self) -> Breaker:
-        """Opens after several faults in a row."""
-        return self._calls.breaker
+    def attempts(self) -> StoreAttempts:
+        """Whether look-ups, reads and writes work."""
+        return self._calls.attempts
 
     @property
     def faults(self) -> int:
@@ -92,9 +96,23 @@ class CheckedBackend:
         """Name and start (on the loop's clock) of a call that takes longer than its timeout."""
         return self._calls.overdue()
 
-    def _refuses(self) -> bool:
-        """Whether no call may begin: one is overdue, or the circuit is open."""
-        return bool(self.overdue()) or not self.breaker.closed()
+    def _refuses(self, attempts: Attempts) -> bool:
+        """Whether no call of a kind may begin: one is overdue, or the kind pauses."""
+        return bool(self.overdue()) or not attempts.allow()
+
+    def _judge(self, attempts: Attempts, outcomes: bytes, faults: int) -> None:
+        """Record an answer.
+
+        Args:
+            attempts: of its kind.
+            outcomes: one a key.
+            faults: before its check.
+        """
+        if self.faults > faults:
+            reason = self.last_fault
+        else:
+            reason = str(self._calls.call("trouble", lambda: _trouble_of(self.inner), ""))
+        attempts.record(outcomes, reason)
 
     async def open(self) -> None:
         """See `Backend.open`."""
@@ -124,29 +142,53 @@ class CheckedBackend:
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
         """See `Backend.probe`."""
-        if self.clears.closed or self.breaker.state() == "open" or self.overdue():
+        if self.clears.closed or self.attempts.reads.paused or self.overdue():
             return 0
         found: int | None = self._calls.call("probe", lambda: self.inner.probe(keys), 0)
         return None if found is None else self._calls.number("probe", found, len(keys))
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """See `Backend.ask`."""
-        if self.clears.closed or self._refuses():
-            return 0
 
         def checked(found: int) -> int:
             return self._calls.number("ask", found, len(keys))
 
-        return await self._calls.wait("ask", lambda: self.inner.ask(keys, expired), 0, checked)
+        return await self._look_up("ask", lambda: self.inner.ask(keys, expired), 0, checked)
 
     async def ask_each(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
         """See `presence.ask_each`."""
         absent = [False] * len(keys)
-        if self.clears.closed or self._refuses():
-            return absent
-        return await self._calls.wait(
+        return await self._look_up(
             "ask_each", lambda: ask_each(self.inner, keys, expired), absent, lambda found: found
         )
+
+    async def _look_up(
+        self, what: str, call: Callable[[], Awaitable[T]], absent: T, check: Callable[[T], T]
+    ) -> T:
+        """Ask. Returns `absent` without an answer, and while what is found could not be read."""
+        lookups = self.attempts.lookups
+        if self.clears.closed or self.attempts.reads.paused or self._refuses(lookups):
+            return absent
+
+        async def answer() -> T | None:
+            try:
+                return await call()
+            except StoreUnavailable as error:
+                lookups.failed(str(error))
+                return None
+
+        def checked(found: T | None) -> T:
+            if found is None:
+                return absent
+            before = self.faults
+            result = check(found)
+            if self.faults == before:
+                lookups.worked()
+            else:
+                lookups.failed(self.last_fault)
+            return result
+
+        return await self._calls.wait(what, answer, absent, checked, lookups)
 
     def take(self, keys: Sequence[bytes]) -> None:
         """See `Backend.take`."""
@@ -167,19 +209,30 @@ class CheckedBackend:
     async def _read(
         self, keys: Sequence[bytes], call: Callable[[], Awaitable[ReadReport]]
     ) -> ReadReport:
+        report = await self._read_batch(keys, call)
+        self.counters.read(report.outcomes)
+        return report
+
+    async def _read_batch(
+        self, keys: Sequence[bytes], call: Callable[[], Awaitable[ReadReport]]
+    ) -> ReadReport:
+        attempts = self.attempts.reads
         if self.clears.closed:
             return ReadReport(bytes([Outcome.MISS]) * len(keys), [])
         unread = ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
-        if self._refuses():
+        if self._refuses(attempts):
             return unread
         begun = self.clears.begun
 
         def checked(report: ReadReport) -> ReadReport:
+            before = self.faults
             outcomes = self._calls.outcomes("read", report, len(keys))
-            self.watch.read(outcomes)
+            self._judge(attempts, outcomes, before)
+            if corrupt := outcomes.count(Outcome.CORRUPT):
+                log.error("corrupt object", store=type(self.inner).__name__, objects=corrupt)
             return ReadReport(outcomes, self._calls.keys("read", getattr(report, "gone", None)))
 
-        report = await self._calls.wait("read", call, unread, checked)
+        report = await self._calls.wait("read", call, unread, checked, attempts)
         if begun != self.clears.begun:  # the objects read may be from before the clear
             return ReadReport(
                 report.outcomes.replace(bytes([Outcome.OK]), bytes([Outcome.MISS])), report.gone
@@ -214,31 +267,40 @@ class CheckedBackend:
     async def _write(
         self, keys: Sequence[bytes], call: Callable[[], Awaitable[WriteReport]]
     ) -> WriteReport:
+        report = await self._write_batch(keys, call)
+        self.counters.written(report.outcomes)
+        return report
+
+    async def _write_batch(
+        self, keys: Sequence[bytes], call: Callable[[], Awaitable[WriteReport]]
+    ) -> WriteReport:
+        attempts = self.attempts.writes
         if self.clears.running:
             return WriteReport(bytes([Outcome.LATE]) * len(keys), [])
         unwritten = WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
-        if self._refuses():
+        if self._refuses(attempts):
             return unwritten
         if self.clear_pending:
             begun = self.clears.begun
             try:
                 await self.clear()
             except StoreError:
-                self.breaker.saw(False, self.last_fault)
+                attempts.failed(self.last_fault)
                 return unwritten
             if self.clears.begun != begun + 1:
                 # Another clear began during this one. It did not wait for this write.
                 return WriteReport(bytes([Outcome.LATE]) * len(keys), [])
 
         def checked(report: WriteReport) -> WriteReport:
+            before = self.faults
             outcomes = self._calls.outcomes("write", report, len(keys))
-            self.watch.written(outcomes)
+            self._judge(attempts, outcomes, before)
             return WriteReport(
                 outcomes, self._calls.keys("write", getattr(report, "evicted", None))
             )
 
         with self.clears.writing():
-            return await self._calls.wait("write", call, unwritten, checked)
+            return await self._calls.wait("write", call, unwritten, checked, attempts)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`."""
@@ -320,9 +382,17 @@ class CheckedBackend:
         """See `Backend.statistics`."""
         found = self._calls.call("statistics", self.inner.statistics, None)
         if not isinstance(found, StoreStatistics):
-            found = StoreCounters().statistics(self.count(), self.block_bytes)
-        breaker = found.breaker if self.breaker.state() == "closed" else self.breaker.state()
-        return found._replace(faults=self.faults, breaker=breaker)
+            found = self.counters.statistics(self.count(), self.block_bytes)
+        return found._replace(faults=self.faults, breaker=self.attempts.state)
+
+
+def _counters_of(store: SlotStore) -> StoreCounters:
+    found = getattr(store, "counters", None)  # of other packages: maybe none
+    return found if isinstance(found, StoreCounters) else StoreCounters()
+
+
+def _trouble_of(store: SlotStore) -> str:
+    return store.trouble() if hasattr(store, "trouble") else ""
 
 
 def _shares_of(store: SlotStore) -> StoreShares | None:

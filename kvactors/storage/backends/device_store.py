@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from kvactors.storage.breaker import Breaker
+from kvactors.storage.attempts import StoreAttempts
 from kvactors.storage.counters import StoreStatistics
 
 
@@ -13,6 +13,7 @@ class DeviceStore(ABC):
     counts, never exceptions: a fetch or a save that fails has moved 0 blocks.
 
     Attributes:
+        attempts: whether look-ups, reads and writes work.
         ready_timeout: seconds that `open` may take, where they are more than
             `actors.open_timeout_s`.
         late_since: start, on the loop's clock, of a call that takes longer than it may; None if
@@ -24,7 +25,7 @@ class DeviceStore(ABC):
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self.breaker = Breaker()
+        self.attempts = StoreAttempts(type(self).__name__)
         self.reads = self.writes = self.misses = self.unavailable = 0
 
     @abstractmethod
@@ -64,6 +65,11 @@ class DeviceStore(ABC):
     async def close(self) -> None:
         """Release everything."""
 
+    def _unavailable(self, blocks: int) -> int:
+        """Count blocks that were not moved because a call failed, or was not made in a pause."""
+        self.unavailable += blocks
+        return 0
+
     def statistics(self) -> StoreStatistics:
         """Counters. Such a store does not list its objects."""
         return StoreStatistics(
@@ -78,5 +84,5 @@ class DeviceStore(ABC):
             unavailable=self.unavailable,
             late=0,
             evicted=0,
-            breaker=self.breaker.state(),
+            breaker=self.attempts.state,
         )

@@ -76,7 +76,7 @@ class FileBackend(Backend):
             self.paths = PathReading(self.files, self.threads)
         self._inventory, self._wanted = inventory, capacity
         self._batches = OwnedBatches(
-            self.medium, inventory, self.counters, self.record_outcomes, block_bytes, self.medium
+            self.medium, inventory, self.counters, block_bytes, self.medium
         )
 
     @property

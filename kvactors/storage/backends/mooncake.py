@@ -48,9 +48,7 @@ class MooncakeBackend(Backend):
         self.client = MooncakeClient(config, identity.rank)
         self._registration = Registration(self.client, largest_registration(os.environ))
         headers = PoolHeaders(identity.digest, block_bytes, config.payload_checksums)
-        self.objects = MooncakeObjects(
-            self.client, self._prefix, headers, block_bytes, lambda: self.counters.breaker
-        )
+        self.objects = MooncakeObjects(self.client, self._prefix, headers, block_bytes)
         self._presence = PoolPresence(self.client, self.objects.name, self.counters)
 
     async def open(self) -> None:
@@ -66,7 +64,7 @@ class MooncakeBackend(Backend):
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
         """See `Backend.probe`. None: only the master can answer."""
-        return 0 if self.counters.breaker.state() == "open" else None
+        return None
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """See `Backend.ask`."""
@@ -97,8 +95,6 @@ class MooncakeBackend(Backend):
         if Outcome.CORRUPT in outcomes:
             results = zip(keys, outcomes, strict=True)
             await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
-        self.record_outcomes(outcomes)
-        self.counters.reads += outcomes.count(Outcome.OK)
         refused = self.objects.take_without_checksum()
         if refused:
             self.counters.without_checksum += refused
@@ -111,7 +107,7 @@ class MooncakeBackend(Backend):
         """See `Backend.write`."""
         move = partial(self.objects.write, expired=expired)
         outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=False)
-        return self._write_report(bytes(outcomes))
+        return WriteReport(bytes(outcomes), [])
 
     async def write_slots(
         self,
@@ -125,12 +121,7 @@ class MooncakeBackend(Backend):
         """See `Backend.write_slots`."""
         if not self.objects.has_slots(arena, slots, len(keys)):
             return await super().write_slots(keys, arena, slots, expired)
-        return self._write_report(bytes(await self.objects.write_slots(keys, slots, expired)))
-
-    def _write_report(self, outcomes: bytes) -> WriteReport:
-        self.record_outcomes(outcomes)
-        self.counters.writes += outcomes.count(Outcome.OK)
-        return WriteReport(outcomes, [])
+        return WriteReport(bytes(await self.objects.write_slots(keys, slots, expired)), [])
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`."""

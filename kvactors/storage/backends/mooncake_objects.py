@@ -20,7 +20,6 @@ from kvactors.storage.backends.mooncake_calls import CallSize
 from kvactors.storage.backends.mooncake_client import MooncakeClient
 from kvactors.storage.backends.mooncake_codes import OK, RPC_FAILED
 from kvactors.storage.backends.mooncake_headers import Compared, PoolHeaders, outcome_of
-from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
 from kvactors.threads import Workers
 
@@ -91,7 +90,6 @@ class MooncakeObjects:
     Args:
         headers: of the objects.
         block_bytes: of an object.
-        breaker: no call begins while it is open.
     """
 
     def __init__(
@@ -100,7 +98,6 @@ class MooncakeObjects:
         prefix: str,
         headers: PoolHeaders,
         block_bytes: int,
-        breaker: Callable[[], Breaker],
     ) -> None:
         self.arena: Arena | None = None
         self.calls = CallSize(block_bytes)
@@ -109,7 +106,6 @@ class MooncakeObjects:
         self.prefix = prefix
         self._headers = headers
         self._block_bytes = block_bytes
-        self._breaker = breaker
         # One thread for checksums beside a transfer, which would block the loop.
         self._checksums = Workers(1, "kvactors-mooncake-checksum")
 
@@ -135,7 +131,7 @@ class MooncakeObjects:
         comparing: list[tuple[slice, asyncio.Future[Compared]]] = []
         try:
             for some in self.calls.parts(count):
-                if self._ends(outcomes, some, expired):
+                if expired():
                     break
                 part = batch.part(some)
                 alone = some.stop == count or not self._headers.checksums
@@ -193,7 +189,7 @@ class MooncakeObjects:
         calls = list(self.calls.parts(len(batch.keys)))
         try:
             for some, then in zip(calls, [*calls[1:], None], strict=False):
-                if self._ends(outcomes, some, expired):
+                if expired():
                     break
                 made = ahead is not None
                 if ahead is not None:
@@ -205,19 +201,14 @@ class MooncakeObjects:
                 full = [i for i in range(some.start, some.stop) if outcomes[i] == Outcome.NO_SPACE]
                 if full and not expired():
                     await anyio.sleep(RETRY)
-                    again = await self._again(batch.chosen(full))
+                    moved = await self._moved(batch.chosen(full), partial(self._put, made=False))
+                    again = self._written(moved)
                     for i, outcome in zip(full, again, strict=True):
                         outcomes[i] = outcome
         finally:
             if ahead is not None:
                 await wait_uncancelled(ahead)  # it reads the payloads
         return outcomes
-
-    async def _again(self, batch: Batch) -> bytes:
-        """Outcomes of a second attempt to write."""
-        if not self._breaker().closed():
-            return bytes([Outcome.UNAVAILABLE]) * len(batch.keys)
-        return self._written(await self._moved(batch, partial(self._put, made=False)))
 
     def _put(self, batch: Batch, clock: Callable[[], float], store: Any, *, made: bool) -> Moved:
         """Make headers, and write. In a thread of the client."""
@@ -242,15 +233,6 @@ class MooncakeObjects:
         if moved.objects == len(moved.codes):
             return bytes([Outcome.OK]) * len(moved.codes)
         return bytes(map(outcome_of, moved.codes))
-
-    def _ends(self, outcomes: bytearray, some: slice, expired: Callable[[], bool]) -> bool:
-        """Whether a batch ends before this transfer."""
-        if expired():
-            return True
-        if self._breaker().closed():
-            return False
-        outcomes[some.start :] = bytes([Outcome.UNAVAILABLE]) * (len(outcomes) - some.start)
-        return True
 
     def _begin(self, batch: Batch, transfer: Callable[..., Moved]) -> asyncio.Future[Moved]:
         count, clock = len(batch.keys), clock_of(asyncio.get_running_loop())

@@ -9,7 +9,6 @@ from typing import Any
 
 METHODS = {
     "told": "acknowledge_removed",
-    "saw": "record_outcomes",
     "lost": "take_removed",
     "names": "iter_keys",
 }

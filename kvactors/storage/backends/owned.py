@@ -46,9 +46,7 @@ class OwnedBackend(Backend):
         inventory = OwnedInventory(capacity, answerable=self.answerable)
         super().__init__(digest, block_bytes, inventory)
         self.catalog, self.pending = inventory.catalog, inventory.pending
-        self._batches = OwnedBatches(
-            self, inventory, self.counters, self.record_outcomes, block_bytes
-        )
+        self._batches = OwnedBatches(self, inventory, self.counters, block_bytes)
 
     @abstractmethod
     async def load(self, key: bytes, into: memoryview) -> Outcome:

@@ -71,27 +71,22 @@ class OwnedBatches:
         medium: Medium,
         inventory: OwnedInventory,
         counters: StoreCounters,
-        record: Callable[[bytes], None],
         block_bytes: int,
         groups: Groups | None = None,
     ) -> None:
-        """record: called with the outcomes of each batch. block_bytes: of an object. groups: moves
-        objects in place of `medium`."""
+        """block_bytes: of an object. groups: moves objects in place of `medium`."""
         self._medium = medium
         self._groups = groups
         self._block_bytes = block_bytes
         self._inventory = inventory
         self._catalog = inventory.catalog
         self._counters = counters
-        self._record = record
         inventory.keeps_salts = inventory.answerable
         counters.shares = inventory.catalog.shares
         self._unerased: set[bytes] = set()  # of clears that have not completed
 
     def probe(self, keys: Sequence[bytes]) -> int:
         """See `Backend.probe`."""
-        if self._counters.breaker.state() == "open":
-            return 0
         return self._inventory.readable_run(keys)
 
     async def read(
@@ -107,10 +102,8 @@ class OwnedBatches:
 
         fit = [i for i in range(len(keys)) if i not in unfit]
         for i in unfit:
-            outcomes[i] = Outcome.UNAVAILABLE
-        if not self._counters.breaker.closed():
-            outcomes[:] = bytes([Outcome.UNAVAILABLE]) * len(keys)
-        elif self._groups is None:
+            outcomes[i] = Outcome.REFUSED
+        if self._groups is None:
             await self._medium.each([partial(one, i) for i in fit])
         elif fit and not expired():
             found = await self._groups.load_group(
@@ -118,8 +111,6 @@ class OwnedBatches:
             )
             for i, outcome in zip(fit, found, strict=True):
                 outcomes[i] = outcome
-        self._record_fitting(outcomes, unfit)
-        self._counters.reads += outcomes.count(Outcome.OK)
         results = list(zip(keys, outcomes, strict=True))
         corrupt = [key for key, outcome in results if outcome == Outcome.CORRUPT]
         missing = [
@@ -135,12 +126,7 @@ class OwnedBatches:
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
-        """See `Backend.write`. While the circuit is open nothing is evicted for the batch. Salts
-        count once there is a quota."""
-        if not self._counters.breaker.closed():
-            refused = bytes([Outcome.UNAVAILABLE]) * len(keys)
-            self._record(refused)
-            return WriteReport(refused, [])
+        """See `Backend.write`. Salts count once there is a quota."""
         pending = self._inventory.pending
         unfit = unfit_views(views, len(keys), self._block_bytes, writable=False)
         fitting = [key for i, key in enumerate(keys) if i not in unfit and key not in pending]
@@ -154,7 +140,6 @@ class OwnedBatches:
             await self._medium.erase(admission.evicted)
             await self._save(keys, views, expired, admission, outcomes, unfit)
             await self._seal(keys, fresh, outcomes)
-            self._record_fitting(outcomes, unfit)
         except BaseException:
             # Saved or not, no object is certain to be sealed.
             outcomes[:] = bytes([Outcome.UNAVAILABLE]) * len(keys)
@@ -168,7 +153,6 @@ class OwnedBatches:
                 if outcome != Outcome.OK and i not in unfit
             }
             self._catalog.remove(fresh & failed)
-        self._counters.writes += outcomes.count(Outcome.OK)
         return WriteReport(bytes(outcomes), admission.evicted + self._medium.take_evicted())
 
     async def _save(
@@ -184,10 +168,8 @@ class OwnedBatches:
         refused = set(admission.refused)
         chosen: list[int] = []
         for i, key in enumerate(keys):
-            if i in unfit:
-                outcomes[i] = Outcome.UNAVAILABLE
-            elif key in refused:
-                outcomes[i] = Outcome.NO_SPACE
+            if i in unfit or key in refused:
+                outcomes[i] = Outcome.REFUSED
             elif key in existing:
                 outcomes[i] = Outcome.EXISTS
             elif key in fresh:
@@ -211,17 +193,11 @@ class OwnedBatches:
         # The others were evicted by another batch since, or cleared.
         wanted = [i for i in saved if keys[i] in self._catalog]
         for i in saved:
-            outcomes[i] = Outcome.NO_SPACE
-        outcome = await self._medium.seal([keys[i] for i in wanted]) if wanted else Outcome.NO_SPACE
+            outcomes[i] = Outcome.REFUSED
+        outcome = await self._medium.seal([keys[i] for i in wanted]) if wanted else Outcome.REFUSED
         for i in wanted:
-            outcomes[i] = outcome if keys[i] in self._catalog else Outcome.NO_SPACE
+            outcomes[i] = outcome if keys[i] in self._catalog else Outcome.REFUSED
         await self._medium.erase([keys[i] for i in saved if keys[i] not in self._catalog])
-
-    def _record_fitting(self, outcomes: bytearray, unfit: Container[int]) -> None:
-        """Count outcomes. A caller's wrong view is no fault of the store."""
-        fitting = bytes(outcome for i, outcome in enumerate(outcomes) if i not in unfit)
-        if fitting or not outcomes:
-            self._record(fitting)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`. An object that is being written stays. The object of a key that was

@@ -47,13 +47,13 @@ async def move_fitting(
         writable: whether the views are written.
 
     Returns:
-        One outcome a key. UNAVAILABLE where the view is unfit.
+        One outcome a key. REFUSED where the view is unfit.
     """
     unfit = unfit_views(views, len(keys), block_bytes, writable=writable)
     if not unfit:
         return await move(keys, views)
     fit = [i for i in range(len(keys)) if i not in unfit]
-    outcomes = bytearray([Outcome.UNAVAILABLE]) * len(keys)
+    outcomes = bytearray([Outcome.REFUSED]) * len(keys)
     if fit:
         moved = await move([keys[i] for i in fit], [views[i] for i in fit])
         for i, outcome in zip(fit, moved, strict=True):

@@ -9,6 +9,7 @@ import anyio
 import xxhash
 
 from kvactors.device.arena import Arena
+from kvactors.errors import StoreUnavailable
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
@@ -201,9 +202,7 @@ class SimBackend(Backend):
         self.catalog, self.pending = inventory.catalog, inventory.pending
         self.disk = SimDisk(inventory.catalog, latency)
         self.paths = SimPaths(self.disk)
-        self._batches = OwnedBatches(
-            self.disk, inventory, self.counters, self.record_outcomes, block_bytes
-        )
+        self._batches = OwnedBatches(self.disk, inventory, self.counters, block_bytes)
 
     async def open(self) -> None:
         """Find the objects that are there."""
@@ -277,4 +276,6 @@ class SimPool(SimBackend):
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """See `Backend.ask`."""
         await self.disk.delay()
-        return 0 if self.disk.down or expired() else super().probe(keys) or 0
+        if self.disk.down:
+            raise StoreUnavailable("the pool is down")
+        return 0 if expired() else super().probe(keys) or 0

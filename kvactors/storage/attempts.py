@@ -1,0 +1,187 @@
+"""Record of a store's attempts, one for each kind of call: whether they work, and when to pause.
+
+Reads that work say nothing about writes, so each kind is judged alone. An attempt is a call that
+reached the store's medium. Answers from memory are no attempts: a look-up in a table, an object
+that is there already, a block refused by a quota, a call that was too late to begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
+from kvactors.storage.messages import Outcome
+
+log = get_logger()
+
+FAILURES = 5
+"""Attempts in a row that must fail before calls of their kind count as failing."""
+
+PAUSE_S = 5.0
+"""Seconds without calls of a kind whose attempts are UNAVAILABLE, before one may try again."""
+
+REMEDIES = {
+    Outcome.UNAVAILABLE: (
+        "a call was unavailable",
+        "Repair the disk, the folder, the service or the right of access: calls are tried again "
+        "by themselves",
+    ),
+    Outcome.NO_SPACE: (
+        "no space",
+        "Free space, raise the quota of the disk or the pool, or lower storage.capacity_bytes",
+    ),
+    Outcome.CORRUPT: (
+        "every object was corrupt",
+        "Check the disk, for a file store with `kvactors store verify`",
+    ),
+}
+"""Outcomes of failed attempts, the one that decides first: reason without a better one, remedy."""
+
+
+class Failing(NamedTuple):
+    """Calls of a kind that do not work.
+
+    Attributes:
+        why: the calls, the reason and the remedy.
+        since: loop time of the first failed attempt.
+    """
+
+    why: str
+    since: float
+
+
+class Attempts:
+    """Attempts of one kind, and their circuit breaker.
+
+    Closed: calls go through. Open: none does. Half open: one call does, and decides. Only attempts
+    that were UNAVAILABLE open it: a full store, or one with corrupt objects, is asked on. Both
+    changes of `failing` are logged, once each.
+
+    Attributes:
+        kind: of the calls: look-up, read or write.
+        reason: why the last attempts failed, empty unless the calls are failing.
+
+    Args:
+        store: name of the store, for the log.
+        kind: of the calls.
+    """
+
+    def __init__(self, store: str, kind: str) -> None:
+        self.reason = ""
+        self._store = store
+        self.kind = kind
+        self._remedy = ""
+        self._failures = 0  # in a row
+        self._since = 0.0
+        self._until: float | None = None  # end of the pause
+
+    def allow(self) -> bool:
+        """Whether a call may begin now. A half open breaker allows one, and pauses again."""
+        if self._until is None:
+            return True
+        if now() < self._until:
+            return False
+        self._until = now() + PAUSE_S
+        return True
+
+    @property
+    def paused(self) -> bool:
+        """Whether no call may begin now. Unlike `allow` it uses no trial up."""
+        return self._until is not None and now() < self._until
+
+    @property
+    def state(self) -> str:
+        """Of the breaker: closed, open or half open."""
+        if self._until is None:
+            return "closed"
+        return "open" if self.paused else "half open"
+
+    @property
+    def failing(self) -> Failing | None:
+        """The failing calls, None if the last attempts worked."""
+        if self._failures < FAILURES:
+            return None
+        why = f"no {self.kind} has worked in the last {FAILURES} attempts or more: {self.reason}"
+        return Failing(f"{why}. {self._remedy}", self._since)
+
+    def record(self, outcomes: bytes, reason: str = "") -> None:
+        """Record a call that reached the store.
+
+        Args:
+            outcomes: one `Outcome` byte a key.
+            reason: why keys were UNAVAILABLE, if it is known.
+        """
+        if Outcome.OK in outcomes:
+            self.worked()
+            return
+        for outcome in REMEDIES:
+            if outcome in outcomes:
+                self.failed(reason if outcome == Outcome.UNAVAILABLE else "", outcome)
+                return
+
+    def worked(self) -> None:
+        """Record an attempt that worked, at least in part."""
+        if self._failures >= FAILURES:
+            log.info(
+                "store works again",
+                store=self._store,
+                call=self.kind,
+                failed_for=round(now() - self._since, 3),
+            )
+        self._failures, self._until, self.reason = 0, None, ""
+
+    def failed(self, reason: str = "", outcome: Outcome = Outcome.UNAVAILABLE) -> None:
+        """Record an attempt of which nothing worked.
+
+        Args:
+            reason: for the log and for health.
+            outcome: a key of `REMEDIES`.
+        """
+        default, self._remedy = REMEDIES[outcome]
+        if not self._failures:
+            self._since = now()
+        self._failures += 1
+        if self._failures < FAILURES:
+            return
+        self.reason = reason or default
+        self._until = now() + PAUSE_S if outcome == Outcome.UNAVAILABLE else None
+        if self._failures == FAILURES:
+            log.warning("store fails", store=self._store, call=self.kind, reason=self.reason)
+
+
+class StoreAttempts:
+    """Attempts of a store, by kind.
+
+    Attributes:
+        lookups: questions to a store that does not list its objects.
+        reads: reads of objects.
+        writes: writes of objects.
+    """
+
+    def __init__(self, store: str) -> None:
+        self.lookups = Attempts(store, "look-up")
+        self.reads = Attempts(store, "read")
+        self.writes = Attempts(store, "write")
+
+    @property
+    def _kinds(self) -> tuple[Attempts, ...]:
+        return self.lookups, self.reads, self.writes
+
+    @property
+    def state(self) -> str:
+        """The breakers' worst state: open, half open or closed."""
+        states = {kind.state for kind in self._kinds}
+        return next((state for state in ("open", "half open") if state in states), "closed")
+
+    def failing(self) -> Iterator[Failing]:
+        """The kinds of calls that do not work."""
+        for kind in self._kinds:
+            if kind.failing is not None:
+                yield kind.failing
+
+    @property
+    def loads_paused(self) -> str:
+        """Why no object can be found or read now, empty if objects can be."""
+        return next((kind.reason for kind in (self.lookups, self.reads) if kind.paused), "")
