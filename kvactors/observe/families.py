@@ -167,7 +167,20 @@ def _outcomes(s: Snapshot) -> dict[str, float]:
     if store is None:
         return {}
     names = ("reads", "writes", "existing", "misses", "corrupt", "no_space", "unavailable", "late")
-    return {name: getattr(store, name) for name in names}
+    return {name: getattr(store, name) for name in (*names, "refused")}
+
+
+def _not_stored(s: Snapshot) -> dict[str, float]:
+    store = s.statistics.store
+    if store is None:
+        return {}
+    return {
+        "shed": s.statistics.host.shed,
+        "refused": store.refused,
+        "no_space": store.no_space,
+        "unavailable": store.unavailable_writes,
+        "late": store.late_writes,
+    }
 
 
 def _tasks(s: Snapshot) -> Iterator[tuple[tuple[str, ...], Value]]:
@@ -331,6 +344,9 @@ FAMILIES: tuple[Family, ...] = (
     # store
     Family("store_objects", "counter", ("outcome",), "Objects of the store's batches by outcome.",
            by(_outcomes)),
+    Family("blocks_not_stored", "counter", ("reason",),
+           "Blocks that were due in the store and not written: shed for lack of host slots, refused "
+           "by a quota or the capacity, no_space, unavailable, or late.", by(_not_stored)),
     Family("store_faults", "counter", (), "Calls of the back end that broke its contract.",
            one(lambda s: 0 if s.statistics.store is None else s.statistics.store.faults)),
     Family("store_objects_without_checksum", "counter", (),

@@ -1,8 +1,9 @@
 """Record of a store's attempts, one for each kind of call: whether they work, and when to pause.
 
 Reads that work say nothing about writes, so each kind is judged alone. An attempt is a call that
-reached the store's medium. Answers from memory are no attempts: a look-up in a table, an object
-that is there already, a block refused by a quota, a call that was too late to begin.
+reached the store's medium. An answer from memory says nothing about the medium and counts neither
+way: a look-up in a table, an object that is there already, a block that a quota refuses, a call
+that was too late to begin.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ PAUSE_S = 5.0
 REMEDIES = {
     Outcome.UNAVAILABLE: (
         "a call was unavailable",
-        "Repair the disk, the folder, the service or the right of access: calls are tried again "
-        "by themselves",
+        "Repair the disk, the folder, the service or the access rights (calls are tried again)",
     ),
     Outcome.NO_SPACE: (
         "no space",

@@ -252,14 +252,14 @@ def test_a_request_in_flight_is_given_the_root_cause(restarts):
             simulate(main)
 
 
-@pytest.mark.parametrize("part", ["store", "backend"])
-def test_a_store_that_does_not_answer_and_a_sink_that_fails_are_named_until_they_recover(part):
+@pytest.mark.parametrize("kind", ["lookups", "reads", "writes"])
+def test_a_store_that_does_not_answer_and_a_sink_that_fails_are_named_until_they_recover(kind):
     async def main():
         sink = FaultySink(MemorySink(MemorySinkConfig(name="memory"), BLOCK))
         async with opened(inline=True, host=HOST, storage=STORE, sinks=(), given=[sink]) as cache:
-            breaker = getattr(cache.system, part).breaker
+            attempts = getattr(cache.system.store.attempts, kind)
             for _ in range(20):
-                breaker.saw(False)
+                attempts.failed()
             sink.fault_mode = "down"
             await requests(cache, 1)
             await asyncio.sleep(0.05)
@@ -267,7 +267,7 @@ def test_a_store_that_does_not_answer_and_a_sink_that_fails_are_named_until_they
             assert health.status == "degraded"
             assert {one.component for one in health.reasons} == {"store", "sink memory"}
             assert len(health.reasons) == 2
-            breaker.saw(True)
+            attempts.worked()
             sink.fault_mode = ""
             await asyncio.sleep(120)
             assert cache.health() == ("ok", ())

@@ -9,6 +9,7 @@ import pytest
 import kvactors
 from kvactors.actor.clock import now
 from kvactors.lease import Hits
+from kvactors.storage.attempts import Attempts
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}
@@ -114,9 +115,8 @@ async def test_blocks_of_a_store_that_fails_are_not_hits(monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(cache.system.store.inner, "holds", broken)
             assert cache.lookup(tokens).storage == 0
-        breaker = cache.system.store.breaker
         with monkeypatch.context() as patched:
-            patched.setattr(type(breaker), "state", lambda _: "open")
+            patched.setattr(Attempts, "paused", True)
             assert cache.lookup(tokens).storage == 0
         assert cache.lookup(tokens).storage == 3
 

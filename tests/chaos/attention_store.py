@@ -16,7 +16,7 @@ from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
 from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.observe.statistics import announceable, residency
-from kvactors.storage.breaker import Breaker
+from kvactors.storage import attempts
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.attentionstore_sdk import Service
 from kvactors.testing.fault import Fault
@@ -90,12 +90,12 @@ async def run(setting: Setting, tally: Tally) -> None:
         "ready_interval_s": 0.05,
         "write_slice_blocks": 3,
     }
+    attempts.PAUSE_S = BREAKER
     service = stand_in.service(mapping["cache"]["model"])
     faults = list(FAULTS)
     setting.rng.shuffle(faults)
     async with open_cache(Config.from_mapping(mapping)) as cache:
         assert cache.system.device_store is not None
-        cache.system.device_store.breaker = Breaker(pause=BREAKER)
         load = ManyScopes(cache, tally, setting.seed)
         try:
             async with load.running():

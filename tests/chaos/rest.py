@@ -11,7 +11,7 @@ from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.observe.statistics import announceable
-from kvactors.storage.breaker import Breaker
+from kvactors.storage import attempts
 from kvactors.testing.rest import problems_at_rest
 from kvactors.types import Tier
 from tests.chaos.load import Load
@@ -68,9 +68,8 @@ async def loaded(
     mapping: dict[str, Any], setting: Setting, tally: Tally
 ) -> AsyncIterator[tuple[KVCache, Load]]:
     """An open cache and clients for it, in this process."""
+    attempts.PAUSE_S = BREAKER
     async with open_cache(Config.from_mapping(mapping)) as cache:
-        if cache.system.backend is not None:
-            cache.system.backend.counters.breaker = Breaker(pause=BREAKER)
         yield cache, Load(cache, tally, setting.seed)
 
 

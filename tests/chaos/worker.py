@@ -24,7 +24,7 @@ import structlog
 from kvactors.config import Config
 from kvactors.errors import KVActorsError
 from kvactors.scenario.child import Child, child
-from kvactors.storage.breaker import Breaker
+from kvactors.storage import attempts
 from kvactors.testing.fault import Fault
 from kvactors.types import Tier
 from tests.chaos.load import Load
@@ -132,9 +132,8 @@ async def work(orders: Orders) -> None:
     from kvactors.cache import open_cache
 
     tally = Tally()
+    attempts.PAUSE_S = BREAKER
     async with open_cache(Config.from_mapping(orders.config)) as cache:
-        if cache.system.backend is not None:
-            cache.system.backend.counters.breaker = Breaker(pause=BREAKER)
         say(Said(tally))
         load = Load(cache, tally, orders.seed, request_seed=orders.request_seed)
         async with anyio.create_task_group() as tasks:

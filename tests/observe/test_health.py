@@ -9,7 +9,7 @@ import pytest
 
 from kvactors.data_plane.local import LocalPlane
 from kvactors.errors import StoreError
-from kvactors.storage.breaker import FAILURES
+from kvactors.storage.attempts import FAILURES
 from kvactors.testing.loop import simulate
 from tests.support.cache import opened
 
@@ -21,14 +21,9 @@ async def refuse(_generation=0):
     raise OSError("no")
 
 
-async def open_breaker(cache, _patch):
+async def fail_writes(cache, _patch):
     for _ in range(FAILURES):
-        cache.system.store.breaker.saw(False, "no")
-
-
-async def open_inner_breaker(cache, _patch):
-    for _ in range(FAILURES):
-        cache.system.backend.counters.breaker.saw(False, "no")
+        cache.system.store.attempts.writes.failed("no")
 
 
 async def fail_a_clear(cache, patch):
@@ -48,8 +43,7 @@ async def break_the_copies(_cache, patch):
 @pytest.mark.parametrize(
     ("begin", "recorded"),
     [
-        (open_breaker, True),
-        (open_inner_breaker, True),
+        (fail_writes, True),
         (fail_a_clear, True),
         (leave_a_clear_pending, False),
         (break_the_copies, False),
@@ -69,15 +63,13 @@ def test_since_is_when_a_condition_began_or_was_first_found(begin, recorded, mon
                     assert time.time() - reason.since == pytest.approx(seconds, abs=5)
             if begin is fail_a_clear:
                 await cache.clear(storage=True)
-            for breaker in (cache.system.store.breaker, cache.system.backend.counters.breaker):
-                breaker.saw(True)
+            cache.system.store.attempts.writes.worked()
             assert cache.health() == ("ok", ())
             if begin is not fail_a_clear:  # a later condition of the same kind has a new time
                 with monkeypatch.context() as patch:
                     await begin(cache, patch)
                     (reason,) = cache.health().reasons
                     assert time.time() - reason.since == pytest.approx(0, abs=5)
-                for breaker in (cache.system.store.breaker, cache.system.backend.counters.breaker):
-                    breaker.saw(True)
+                cache.system.store.attempts.writes.worked()
 
     simulate(main)

@@ -15,8 +15,8 @@ from kvactors.actor.log import BURST, WINDOW, RateLimit, get_logger
 from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.metrics import CacheMetrics
 from kvactors.sink_config import MemorySinkConfig
+from kvactors.storage.attempts import FAILURES
 from kvactors.storage.backends.base import WriteReport
-from kvactors.storage.breaker import FAILURES
 from kvactors.storage.messages import Outcome
 from kvactors.testing.faults import FaultySink
 from kvactors.testing.loop import simulate
@@ -58,9 +58,9 @@ def test_a_store_that_is_unreachable_and_back(caplog):
     async def main():
         async with opened(inline=True, host=HOST, storage=STORE) as cache:
             for _ in range(FAILURES + 3):
-                cache.system.store.breaker.saw(False, "no")
-            assert len(events(caplog, "store left alone")) == 1
-            cache.system.store.breaker.saw(True)
+                cache.system.store.attempts.reads.failed("no")
+            assert len(events(caplog, "store fails")) == 1
+            cache.system.store.attempts.reads.worked()
             assert len(events(caplog, "store works again")) == 1
 
     simulate(main, 1)
@@ -76,14 +76,17 @@ def test_a_full_store_is_a_reason_of_health_until_a_write_finds_space(caplog):
                 return WriteReport(bytes([Outcome.NO_SPACE]) * len(keys), [])
 
             store.write_slots = full
-            await requests(cache, 1, 2)
+            await requests(cache, *range(1, FAILURES + 3))
             await cache.wait_idle()
-            assert len(events(caplog, "store is full")) == 1
-            assert cache.health().reasons[0][:2] == ("store", "writes find no space")
+            (line,) = events(caplog, "store fails")
+            assert (line["call"], line["reason"]) == ("write", "no space")
+            (reason,) = cache.health().reasons
+            assert reason.component == "store"
+            assert "no space. Free space" in reason.why
             store.write_slots = real
-            await requests(cache, 3, 4)
+            await requests(cache, 20, 21)
             await cache.wait_idle()
-            assert len(events(caplog, "store has space again")) == 1
+            assert len(events(caplog, "store works again")) == 1
             assert cache.health() == ("ok", ())
 
     simulate(main, 1)

@@ -130,12 +130,12 @@ def test_gauges_of_a_condition_disappear_with_it():
         async with opened(inline=True, host=HOST, storage=STORE) as cache:
             metrics = CacheMetrics(cache)
             for _ in range(10):
-                cache.system.store.breaker.saw(False, "no")
+                cache.system.store.attempts.writes.failed("no")
             found = parsed(metrics.render())
             assert found["kvactors:store_breaker_open",] == 1
             assert found["kvactors:degraded", ("component", "store")] == 1
             assert found["kvactors:health", ("status", "degraded")] == 1
-            cache.system.store.breaker.saw(True)
+            cache.system.store.attempts.writes.worked()
             found = parsed(metrics.render())
             assert found["kvactors:store_breaker_open",] == 0
             assert ("kvactors:degraded", ("component", "store")) not in found

@@ -27,7 +27,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "lookup_asks_a_store_that_fails",
         "storage/checked_inventory.py",
-        'if self._clears.closed or calls.breaker.state() == "open" or calls.overdue():',
+        "if self._clears.closed or calls.attempts.reads.paused or calls.overdue():",
         "if self._clears.closed:",
         "blocks of a store that does not answer count as hits",
         ("tests/cache/test_lookup.py::test_blocks_of_a_store_that_fails_are_not_hits",),

@@ -151,8 +151,16 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "match_of_a_save_counts_from_its_start",
         "storage/backends/attention_store.py",
-        "await self.sdk.match(ids, 0, total) - start)",
-        "await self.sdk.match(ids, start, total))",
+        """\
+self.sdk.match(ids, 0, total))
+        if found is None:
+            return 0
+        written = stored = min(max(0, found - start),""",
+        """\
+self.sdk.match(ids, start, total))
+        if found is None:
+            return 0
+        written = stored = min(max(0, found),""",
         "with a service whose match counts from the root, blocks count as stored that are not",
         (SHARED + "test_either_meaning_of_match_is_right",),
     ),

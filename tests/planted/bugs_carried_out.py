@@ -99,8 +99,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "failed_seal_ignored",
         "storage/backends/owned_batches.py",
-        "outcomes[i] = outcome if keys[i] in self._catalog else Outcome.NO_SPACE",
-        "outcomes[i] = Outcome.OK if keys[i] in self._catalog else Outcome.NO_SPACE",
+        "outcomes[i] = outcome if keys[i] in self._catalog else Outcome.REFUSED",
+        "outcomes[i] = Outcome.OK if keys[i] in self._catalog else Outcome.REFUSED",
         "a write whose objects could not be sealed is announced as stored",
         ("tests/storage/test_file_store.py::test_a_full_or_failing_disk_leaves_nothing_behind",),
     ),

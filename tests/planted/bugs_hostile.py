@@ -19,14 +19,12 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "refused_write_evicts_first",
-        "storage/backends/owned_batches.py",
+        "storage/backends/checked.py",
         """\
-            refused = bytes([Outcome.UNAVAILABLE]) * len(keys)
+        if self._refuses(attempts):
+            return unwritten
 """,
-        """\
-            self._catalog.admit(keys)
-            refused = bytes([Outcome.UNAVAILABLE]) * len(keys)
-""",
+        "",
         "a store that is left alone after failures loses objects to writes that it refuses",
         ("tests/storage/test_open_breaker.py::test_a_refused_write_evicts_nothing",),
     ),

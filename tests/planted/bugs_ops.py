@@ -37,9 +37,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "full_store_not_cleared",
-        "storage/watch.py",
-        "            self.full_since = None\n        elif",
-        "            pass\n        elif",
+        "storage/attempts.py",
+        'self._failures, self._until, self.reason = 0, None, ""',
+        'self._until, self.reason = None, ""',
         "a store that was full once stays degraded for good",
         (LINES + "test_a_full_store_is_a_reason_of_health_until_a_write_finds_space",),
     ),

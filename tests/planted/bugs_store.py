@@ -12,6 +12,7 @@ TASKS = "tests/storage/test_store_tasks.py"
 POOL = "tests/storage/test_mooncake_objects.py"
 CHECKSUMS = "tests/storage/test_mooncake_checksums.py"
 CHECKED, CLEAR = "tests/storage/test_checked_backend.py", "tests/storage/test_clear.py"
+ATTEMPTS = "tests/storage/test_attempts.py"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
@@ -218,13 +219,36 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "faults_of_other_calls_open_the_circuit",
-        "storage/containment.py",
-        "        number = next(self._numbers)\n        self._calls[number] = (what, now())\n        good = False\n"
-        "        try:\n            answer = await call()\n            before = self.faults  # those of other calls do not count\n",
-        "        before, number = self.faults, next(self._numbers)\n        self._calls[number] = (what, now())\n        good = False\n"
-        "        try:\n            answer = await call()\n",
+        "storage/backends/checked.py",
+        """\
+        async def answer() -> T | None:
+            try:
+                return await call()
+            except StoreUnavailable as error:
+                lookups.failed(str(error))
+                return None
+
+        def checked(found: T | None) -> T:
+            if found is None:
+                return absent
+            before = self.faults
+""",
+        """\
+        before = self.faults
+
+        async def answer() -> T | None:
+            try:
+                return await call()
+            except StoreUnavailable as error:
+                lookups.failed(str(error))
+                return None
+
+        def checked(found: T | None) -> T:
+            if found is None:
+                return absent
+""",
         "one fault counts against every call in flight, and opens the circuit",
-        ("tests/storage/test_containment.py::test_a_fault_counts_against_its_own_call_only",),
+        (f"{CHECKED}::test_a_fault_counts_against_its_own_call_only",),
     ),
     Mutation(
         "probe_not_checked",
@@ -245,20 +269,36 @@ BUGS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "breaker_opens_without_a_log_event",
-        "storage/breaker.py",
-        "            log.warning(\n",
-        "            log.debug(\n",
-        "a failing store is left alone without a logged warning",
-        (f"{HEALS}::test_the_breaker_logs_each_change_once_with_its_reason",),
+        "store_fails_without_a_log_event",
+        "storage/attempts.py",
+        "            log.warning(",
+        "            log.debug(",
+        "a store begins to fail without a logged warning",
+        (f"{ATTEMPTS}::test_each_change_is_logged_once",),
     ),
     Mutation(
-        "breaker_does_not_keep_when_it_opened",
-        "storage/breaker.py",
-        "            self.since = now()\n            self._until = self.since + self._pause\n",
-        "            self._until = now() + self._pause\n",
-        "health() gives the time of the first look as the time at which a circuit opened",
-        ("tests/observe/test_health.py::test_since_is_when_a_condition_began_or_was_first_found",),
+        "failures_begin_anew_with_each_attempt",
+        "storage/attempts.py",
+        "        if not self._failures:\n            self._since = now()\n",
+        "        self._since = now()\n",
+        "health() gives the time of the last failure as the time at which calls began to fail",
+        (f"{ATTEMPTS}::test_the_breaker_opens_waits_and_tries_once",),
+    ),
+    Mutation(
+        "reads_that_work_hide_writes_that_fail",
+        "storage/attempts.py",
+        '        self.writes = Attempts(store, "write")\n',
+        "        self.writes = self.reads\n",
+        "health() is ok while no write has ever worked, as long as some read does",
+        (f"{CHECKED}::test_writes_that_fail_are_judged_apart_from_reads",),
+    ),
+    Mutation(
+        "objects_that_are_there_count_as_written",
+        "storage/attempts.py",
+        "        if Outcome.OK in outcomes:\n",
+        "        if Outcome.OK in outcomes or Outcome.EXISTS in outcomes:\n",
+        "a table in memory that lists an object closes the circuit of a disk that is gone",
+        (f"{ATTEMPTS}::test_an_answer_from_memory_neither_fails_nor_ends_a_failure",),
     ),
     Mutation(
         "conditions_forgotten_between_looks",

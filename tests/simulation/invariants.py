@@ -16,7 +16,7 @@ from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine, Request
 from kvactors.scenario.report import Totals
-from kvactors.storage.breaker import PAUSE
+from kvactors.storage.attempts import PAUSE_S
 from kvactors.testing.attentionstore_sdk import services
 from kvactors.testing.rest import left_over
 from tests.simulation.draw import BLOCK, INDEX, Draw
@@ -41,7 +41,7 @@ async def rest(world: World) -> None:
         await cache.resume(deadline=5.0)
         gc.collect()  # leases that only a traceback still held
         await cache.wait_idle(REST)
-        await asyncio.sleep(PAUSE + 1.0)  # the store's circuit is tried again
+        await asyncio.sleep(PAUSE_S + 1.0)  # the store's circuit is tried again
         await cache.wait_idle(REST)
         await cache.wait_flushed(REST)
     except KVActorsError as error:

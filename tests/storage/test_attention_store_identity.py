@@ -17,6 +17,7 @@ from kvactors.errors import StoreUnsupported
 from kvactors.layout import GQALayout
 from kvactors.sdk_settings import complete
 from kvactors.sink_config import AttentionStoreConfig
+from kvactors.storage.attempts import Attempts
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.attentionstore_sdk.sdk import AttentionStoreSDK
@@ -281,7 +282,8 @@ async def test_an_sdk_that_answers_wrongly_costs_no_request_more_than_a_miss(mon
     for name in ("match", "read", "write"):
         monkeypatch.setattr(AttentionStoreSDK, name, wild(getattr(AttentionStoreSDK, name)))
     async with kvactors.open(config()) as cache:
-        monkeypatch.setattr(cache.system.device_store.breaker, "closed", lambda: True)
+        monkeypatch.setattr(Attempts, "allow", lambda _: True)
+        monkeypatch.setattr(Attempts, "paused", False)
         for _ in range(40):
             await serve(cache, PROMPT)
         assert cache.check() == []

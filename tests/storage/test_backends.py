@@ -1,4 +1,4 @@
-"""Back ends by name, the catalog, and the circuit breaker."""
+"""Back ends by name, and the catalog."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from kvactors.config import Config, StorageConfig
 from kvactors.errors import ConfigError
 from kvactors.storage.backends import MemoryBackend, capacity_of, make_backend
-from kvactors.storage.breaker import Breaker
 from kvactors.storage.catalog import Catalog
 
 SIZE = 5000
@@ -66,23 +65,6 @@ def test_a_capacity_of_zero_is_an_error_that_names_the_remedy(changes):
 def test_a_namespace_that_cannot_be_a_folder_is_an_error(name):
     with pytest.raises(ConfigError, match=r"storage\.namespace must "):
         Config.from_mapping({"storage": {"backend": "memory", "namespace": name}})
-
-
-def test_the_breaker_opens_waits_and_tries_once(monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr("kvactors.storage.breaker.now", lambda: clock[0])
-    breaker = Breaker(failures=2, pause=0.05)
-    breaker.saw(False)
-    assert breaker.closed()
-    breaker.saw(False)
-    assert not breaker.closed()
-    assert breaker.state() == "open"
-    clock[0] += 0.06
-    assert breaker.state() == "half open"
-    assert breaker.closed()
-    assert not breaker.closed()
-    breaker.saw(True)
-    assert breaker.state() == "closed"
 
 
 @given(

@@ -11,6 +11,7 @@ import kvactors
 from kvactors.config import Config
 from kvactors.errors import StoreError
 from kvactors.layout import make_layout
+from kvactors.storage.attempts import FAILURES
 from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.backends.base import ReadReport, WriteReport
 from kvactors.storage.backends.checked import CheckedBackend
@@ -183,6 +184,54 @@ def test_the_end_of_the_process_passes(error):
         asyncio.run(main())
 
 
+@pytest.mark.parametrize("bad", ["raises", "answers -1"])
+async def test_a_fault_counts_against_its_own_call_only(bad):
+    """Four good calls and a bad one in flight at a time, more often than opens the circuit."""
+    inner, store = checked()
+    release = asyncio.Event()
+
+    async def ask(keys, _expired):
+        await release.wait()
+        if len(keys) == 1 and bad == "raises":
+            raise ValueError("no")
+        return -1 if len(keys) == 1 else 1
+
+    inner.ask = ask
+    for number in range(1, 7):
+        release.clear()
+        flying = [asyncio.create_task(store.ask([key(1)] * n, never)) for n in (1, 2, 2, 2, 2)]
+        await asyncio.sleep(0)
+        release.set()
+        assert [await one for one in flying] == [0, 1, 1, 1, 1]
+        assert (store.faults, store.statistics().breaker) == (number, "closed")
+    for _ in range(FAILURES):
+        assert store.statistics().breaker == "closed"
+        await store.ask([key(1)], never)
+    assert store.statistics().breaker == "open"
+    (failing,) = store.attempts.failing()
+    assert "no look-up has worked" in failing.why
+
+
+async def test_writes_that_fail_are_judged_apart_from_reads():
+    inner, store = checked()
+    await store.write([key(1)], views(1), never)
+
+    async def fails(*_):
+        raise PermissionError("no write access")
+
+    real, inner.write = inner.write, fails
+    for number in range(10):
+        await store.write([key(2)], views(1), never)
+        assert (await store.read([key(1)], views(1), never)).outcomes == bytes([OK])
+        failing = [one.why for one in store.attempts.failing()]
+        assert len(failing) == (number >= FAILURES - 1)
+    assert "no write has worked" in failing[0]
+    assert "no write access" in failing[0]
+    inner.write = real
+    assert store.statistics()[2:4] == (10, 1)
+    assert (store.statistics().unavailable, store.faults) == (10, FAILURES)
+
+
 async def test_faults_one_after_another_open_the_circuit():
     inner, store = checked()
     calls = []
@@ -196,7 +245,7 @@ async def test_faults_one_after_another_open_the_circuit():
         await store.read([key(1)], views(1), never)
     assert len(calls) == 5
     assert store.statistics().breaker == "open"
-    assert "ValueError" in store.breaker.reason
+    assert "ValueError" in store.attempts.reads.reason
 
 
 # -- clears

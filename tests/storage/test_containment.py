@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from kvactors.flush_notifier.messages import PathPart
-from kvactors.storage.breaker import FAILURES
 from kvactors.storage.clears import Clears
 from kvactors.storage.containment import Containment
 from kvactors.storage.messages import Outcome
@@ -108,32 +107,3 @@ async def test_an_earlier_clear_does_not_end_a_later_one():
             raise OSError("no")
     await first.__aexit__(None, None, None)
     assert clears.pending
-
-
-@pytest.mark.parametrize("bad", ["raises", "answers -1"])
-async def test_a_fault_counts_against_its_own_call_only(bad):
-    """Four good calls and a bad one in flight at a time, more often than opens the circuit."""
-    for _ in range(2):
-        calls = contained()
-        release = asyncio.Event()
-
-        async def call(answer: int, release: asyncio.Event = release) -> int:
-            await release.wait()
-            if answer < 0 and bad == "raises":
-                raise ValueError("no")
-            return answer
-
-        def wait(answer: int, calls: Containment = calls):
-            return calls.wait(
-                "ask", lambda: call(answer), 0, lambda found: calls.number("ask", found, 3)
-            )
-
-        flying = [asyncio.create_task(wait(answer)) for answer in (-1, 1, 1, 1, 1)]
-        await asyncio.sleep(0)
-        release.set()
-        assert [await one for one in flying] == [0, 1, 1, 1, 1]
-        assert (calls.faults, calls.breaker.state()) == (1, "closed")
-    for number in range(FAILURES):
-        assert calls.breaker.state() == "closed", number
-        await wait(-1)
-    assert calls.breaker.state() == "open"

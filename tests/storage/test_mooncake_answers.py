@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvactors.device.arena import Arena
-from kvactors.errors import ConfigError, StoreError
+from kvactors.errors import ConfigError, StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig, resolve
 from kvactors.storage.backends.header import HEADER
@@ -162,9 +162,9 @@ async def test_a_batch_with_too_few_views_moves_those_it_has(standin):
     async with joined() as bench:
         await bench.put(1, 2)
         report = await bench.store.read([key(1), key(2)], bench.views(1), never)
-        assert list(report.outcomes) == [OK, Outcome.UNAVAILABLE]
+        assert list(report.outcomes) == [OK, Outcome.REFUSED]
         wrote = await bench.store.write([key(3), key(4)], bench.views(1), never)
-        assert list(wrote.outcomes) == [OK, Outcome.UNAVAILABLE]
+        assert list(wrote.outcomes) == [OK, Outcome.REFUSED]
         assert await bench.found(3) == 1
         assert await bench.found(4) == 0
 
@@ -198,7 +198,9 @@ async def test_a_client_that_raises_costs_misses(standin, monkeypatch):
         await bench.put(1)
         for name in ("batch_is_exist", "batch_get_into_multi_buffers"):
             monkeypatch.setattr(standin, name, fail)
-        assert await bench.found(1) == 0
+        for ask in (bench.store.ask, bench.store.ask_each):
+            with pytest.raises(StoreUnavailable, match="master does not answer"):
+                await ask([key(1)], never)
         assert await bench.get(1) == [Outcome.UNAVAILABLE]
         assert bench.store.statistics().unavailable == 2
 

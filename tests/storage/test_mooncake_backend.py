@@ -14,6 +14,7 @@ import pytest
 import kvactors
 from kvactors.config import Config
 from kvactors.device.arena import Arena
+from kvactors.errors import StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.backends.mooncake import MooncakeBackend
@@ -104,7 +105,6 @@ async def test_blocks_written_by_one_node_are_loaded_by_the_other(running):
         await one.backend.clear()
         assert await other.backend.ask([key(3)], never) == 0
         assert one.backend.keys() == []
-        assert one.backend.statistics().writes == 100
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,6 @@ async def test_nodes_with_and_without_checksums_share_a_pool(running):
             assert await one.put(1) == [Outcome.OK], "the pool has it"
             assert await other.get(1, 2, 3, 4) == [Outcome.OK] * 4
         assert one.backend.statistics().without_checksum == 4
-        assert one.backend.statistics().corrupt == 0
         await one.backend.remove([key(1)])
         await one.put(1)
         assert await one.get(1) == await other.get(1) == [Outcome.OK]
@@ -197,7 +196,6 @@ async def test_a_full_pool_is_no_space_and_no_exception(running):
         for start in range(0, 1200, 300):
             outcomes = await one.put(*range(start, start + 300))
             assert set(outcomes) <= {Outcome.OK, Outcome.NO_SPACE}
-        assert one.backend.statistics().unavailable == 0
         await one.backend.clear()
 
 
@@ -207,7 +205,8 @@ async def test_a_failed_master_is_unavailable_and_a_restarted_one_serves_again()
             assert await node.put(1) == [Outcome.OK]
             one.kill()
             assert await node.get(1) == [Outcome.UNAVAILABLE]
-            assert await node.backend.ask([key(1)], never) == 0
+            with pytest.raises(StoreUnavailable):
+                await node.backend.ask([key(1)], never)
             one.start()
             for _ in range(100):
                 if await node.put(2) == [Outcome.OK]:

@@ -18,7 +18,6 @@ from kvactors.storage.backends.header import HEADER, MAGIC, VERSION
 from kvactors.storage.backends.mooncake_codes import NO_SPACE, NOT_FOUND
 from kvactors.storage.backends.mooncake_headers import PoolHeaders
 from kvactors.storage.backends.mooncake_objects import MooncakeObjects
-from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key, never
 
@@ -80,9 +79,9 @@ class Bench:
     def __init__(
         self, trailer: int = HEADER.size, slots: int = 8, step: int = 3, checksums: bool = True
     ) -> None:
-        self.pool, self.breaker = Pool(), Breaker()
+        self.pool = Pool()
         headers = PoolHeaders(DIGEST, SIZE, checksums)
-        self.objects = MooncakeObjects(self.pool, "p/", headers, SIZE, lambda: self.breaker)
+        self.objects = MooncakeObjects(self.pool, "p/", headers, SIZE)
         self.objects.calls.most_objects = step
         self.arena = self.objects.arena = Arena(slots, SIZE, trailer=trailer)
         for slot in range(slots):
@@ -150,17 +149,6 @@ async def test_an_object_without_space_is_tried_once_more_with_its_own_header(be
     assert await bench.objects.write(bench.keys, bench.views, never) == bytes([OK] * 8)
     assert bench.pool.calls == [3, 1, 3, 2]
     assert await bench.objects.read(bench.keys, bench.views, never) == bytes([OK] * 8)
-
-
-async def test_an_open_breaker_ends_a_batch_and_no_checksum_reads_the_views_any_more(bench):
-    def open_it() -> None:
-        for _ in range(100):
-            bench.breaker.saw(False)
-
-    bench.pool.during = open_it
-    found = await bench.objects.write(bench.keys, bench.views, never)
-    assert list(found) == [OK] * 3 + [Outcome.UNAVAILABLE] * 5
-    assert bench.objects._checksums.busy == 0
 
 
 async def test_a_deadline_ends_a_batch_and_no_checksum_reads_the_views_any_more(bench):

@@ -8,7 +8,6 @@ import pytest
 
 from kvactors.storage.backends import Backend, MemoryBackend
 from kvactors.storage.backends.checked import CheckedBackend
-from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import StoreContract, key
 
 PRINT = bytes(32)
@@ -56,7 +55,7 @@ async def test_the_package_calls_old_methods_under_their_new_names():
     assert store.inventory.take_removed() == [key(1)]
     store.inventory.acknowledge_removed([key(1)])
     assert list(store.iter_keys()) == [key(2)]
-    assert [name for name, _ in inner.calls] == ["saw", "saw", "lost", "told", "names"]
+    assert [name for name, _ in inner.calls] == ["lost", "told", "names"]
     assert (store.faults, inner.statistics().writes) == (0, 2)
 
 
@@ -92,10 +91,3 @@ def test_a_deprecated_class_name_is_the_new_class():
         assert backends.DirectBackend is backends.DeviceStore
     with pytest.raises(AttributeError, match="Nothing"):
         _ = backends.Nothing
-
-
-async def test_outcomes_are_counted_once_under_either_name():
-    old = Old(PRINT, 8)
-    old.record_outcomes(bytes([Outcome.MISS]))
-    old.saw(bytes([Outcome.MISS]))
-    assert old.statistics().misses == 2

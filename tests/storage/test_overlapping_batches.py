@@ -12,7 +12,7 @@ from kvactors.lineage import Lineage
 from kvactors.storage.messages import Outcome
 from tests.storage.helpers import OK, opened, whole
 
-LATE, NO_SPACE = Outcome.LATE, Outcome.NO_SPACE
+LATE, REFUSED = Outcome.LATE, Outcome.REFUSED
 
 
 def lineage(number: int) -> Lineage:
@@ -36,7 +36,7 @@ async def written(store, arena, *batches: tuple[int, ...]) -> list[list[Outcome]
 async def test_a_key_evicted_while_it_is_written_may_be_in_another_batch(tmp_path):
     async with opened(tmp_path, 2, block_size=4) as bench:
         outcomes = await written(bench.store, bench.arena, (1,), (2, 3), (1,))
-        assert outcomes == [[NO_SPACE], [OK, OK], [LATE]]
+        assert outcomes == [[REFUSED], [OK, OK], [LATE]]
         whole(bench.store)
         assert not bench.store.medium.writes.lineages
 
@@ -44,8 +44,8 @@ async def test_a_key_evicted_while_it_is_written_may_be_in_another_batch(tmp_pat
 async def test_a_key_that_does_not_fit_may_be_in_several_batches(tmp_path):
     async with opened(tmp_path, 1, block_size=4) as bench:
         outcomes = await written(bench.store, bench.arena, (1, 2), (1, 3), (1,))
-        assert [one[0] for one in outcomes[:2]] == [NO_SPACE, NO_SPACE]
-        assert outcomes[2] in ([OK], [NO_SPACE])
+        assert [one[0] for one in outcomes[:2]] == [REFUSED, REFUSED]
+        assert outcomes[2] in ([OK], [REFUSED])
         whole(bench.store)
         assert not bench.store.medium.writes.lineages
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import shutil
 import signal
 import threading
 
@@ -18,7 +17,6 @@ from kvactors.storage.backends import FileBackend, slab_writes
 from kvactors.storage.backends import file as file_module
 from kvactors.storage.backends import slots as slots_module
 from kvactors.storage.backends.file_survey import own_bytes
-from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
@@ -207,7 +205,6 @@ async def test_an_error_of_a_moment_is_unavailable_and_costs_nothing(tmp_path, c
         ):
             assert await bench.get(1, 2) == [UNAVAILABLE] * 2
         assert await bench.get(1, 2) == [OK] * 2
-        assert bench.store.statistics().corrupt == 0
         assert bench.store.medium.statistics().quarantined == 0
 
 
@@ -234,7 +231,6 @@ async def test_objects_that_go_while_they_are_read_are_misses_and_not_corrupt(tm
             again = [] if step else await bench.put(1)
             go.set()
             assert await reading == [MISS]
-            assert store.statistics().corrupt == 0
             assert await bench.get(1) == ([OK] if again else [MISS]), "what was written again stays"
 
 
@@ -347,32 +343,3 @@ async def test_a_forked_child_does_not_keep_the_lock(tmp_path, how):
         os.kill(child, 9)
         os.waitpid(child, 0)  # noqa: ASYNC222  (it was killed)
     await store.close()
-
-
-# -- the breaker
-
-
-async def test_the_breaker_logs_each_change_once_with_its_reason(tmp_path):
-    async with opened(tmp_path / "store") as bench:
-        await bench.put(1)
-        shutil.rmtree(tmp_path / "store")
-        with structlog.testing.capture_logs() as logs:
-            for number in range(10, 22):
-                assert await bench.put(number) == [UNAVAILABLE]
-        assert [(one["event"], one["log_level"]) for one in logs] == [
-            ("store left alone", "warning")
-        ]
-        assert "deleted or moved" in logs[0]["reason"]
-        assert bench.store.breaker.reason == logs[0]["reason"]
-
-
-async def test_a_breaker_that_closes_is_logged():
-    with structlog.testing.capture_logs() as logs:
-        breaker = Breaker(failures=2, pause=0.0, store="here")
-        for good in (False, False, False, False, True, True):
-            breaker.saw(good, "disk full")
-    assert [(one["event"], one["reason"]) for one in logs] == [
-        ("store left alone", "disk full"),
-        ("store works again", "disk full"),
-    ]
-    assert breaker.reason == ""

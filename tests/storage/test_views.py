@@ -11,13 +11,14 @@ import pytest
 from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.backends import FileBackend, MemoryBackend
+from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.backends.views import unfit_views
 from kvactors.storage.messages import Outcome
 
 SIZE = 8192
 KEYS = [bytes([i]) * 32 for i in range(6)]
-OK, BAD = Outcome.OK, Outcome.UNAVAILABLE
+OK, BAD = Outcome.OK, Outcome.REFUSED
 
 
 def never() -> bool:
@@ -76,10 +77,12 @@ async def test_a_key_with_a_fit_and_an_unfit_view_is_stored(store):
 
 
 async def test_unfit_views_do_not_open_the_breaker(store):
+    checked = CheckedBackend(store, 60.0)
     for _ in range(20):
-        await store.read(KEYS[:1], [memoryview(b"")], never)
-        await store.write(KEYS[:1], [memoryview(b"")], never)
-    assert store.counters.breaker.state() == "closed"
+        await checked.read(KEYS[:1], [memoryview(b"")], never)
+        await checked.write(KEYS[:1], [memoryview(b"")], never)
+    assert checked.statistics().breaker == "closed"
+    assert checked.statistics().refused == 40
 
 
 def test_missing_views_are_unfit():

@@ -102,7 +102,7 @@ def test_objects_that_a_quota_evicts_are_reported_and_not_those_it_refuses():
             done = end(writer, job)
         assert inner.catalog.keys() == [B, D]
         (written,) = done.to("cpu_evictor")
-        assert list(written.outcomes) == [Outcome.NO_SPACE, Outcome.OK]
+        assert list(written.outcomes) == [Outcome.REFUSED, Outcome.OK]
         reports = done.to("flush_notifier")
         assert [type(one) for one in reports] == [BlocksRemoved, BlocksAdded]
         assert [one.hashes for one in reports] == [A, D]
