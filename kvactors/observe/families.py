@@ -345,8 +345,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("store_objects", "counter", ("outcome",), "Objects of the store's batches by outcome.",
            by(_outcomes)),
     Family("blocks_not_stored", "counter", ("reason",),
-           "Blocks that were due in the store and not written: shed for lack of host slots, refused "
-           "by a quota or the capacity, no_space, unavailable, or late.", by(_not_stored)),
+           "Blocks that were due in the store and not written: shed for lack of host slots, "
+           "refused by a quota or the capacity, no_space, unavailable, or late.", by(_not_stored)),
     Family("store_faults", "counter", (), "Calls of the back end that broke its contract.",
            one(lambda s: 0 if s.statistics.store is None else s.statistics.store.faults)),
     Family("store_objects_without_checksum", "counter", (),

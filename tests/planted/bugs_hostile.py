@@ -22,7 +22,7 @@ BUGS: tuple[Mutation, ...] = (
         "storage/backends/checked.py",
         """\
         if self._refuses(attempts):
-            return unwritten
+            return unmoved
 """,
         "",
         "a store that is left alone after failures loses objects to writes that it refuses",

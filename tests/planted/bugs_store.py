@@ -36,8 +36,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "write_goes_on_after_a_clear_that_it_did_not_see",
         "storage/backends/checked.py",
-        "            if self.clears.begun != begun + 1:\n",
-        "            if self.clears.begun <= begun:\n",
+        "        if self.clears.begun != begun + 1:\n",
+        "        if self.clears.begun <= begun:\n",
         "a write that repeated a failed clear is written although another clear began in between",
         (
             f"{CLEAR}::test_a_write_that_repeats_a_failed_clear_is_not_written_if_another_clear_began",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena, HostSlots
@@ -99,20 +99,6 @@ class CheckedBackend:
     def _refuses(self, attempts: Attempts) -> bool:
         """Whether no call of a kind may begin: one is overdue, or the kind pauses."""
         return bool(self.overdue()) or not attempts.allow()
-
-    def _judge(self, attempts: Attempts, outcomes: bytes, faults: int) -> None:
-        """Record an answer.
-
-        Args:
-            attempts: of its kind.
-            outcomes: one a key.
-            faults: before its check.
-        """
-        if self.faults > faults:
-            reason = self.last_fault
-        else:
-            reason = str(self._calls.call("trouble", lambda: _trouble_of(self.inner), ""))
-        attempts.record(outcomes, reason)
 
     async def open(self) -> None:
         """See `Backend.open`."""
@@ -209,35 +195,43 @@ class CheckedBackend:
     async def _read(
         self, keys: Sequence[bytes], call: Callable[[], Awaitable[ReadReport]]
     ) -> ReadReport:
-        report = await self._read_batch(keys, call)
-        self.counters.read(report.outcomes)
-        return report
-
-    async def _read_batch(
-        self, keys: Sequence[bytes], call: Callable[[], Awaitable[ReadReport]]
-    ) -> ReadReport:
-        attempts = self.attempts.reads
+        gone = list[bytes]()
         if self.clears.closed:
-            return ReadReport(bytes([Outcome.MISS]) * len(keys), [])
-        unread = ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
+            outcomes = bytes([Outcome.MISS]) * len(keys)
+        else:
+            begun = self.clears.begun
+            outcomes, gone = await self._move("read", self.attempts.reads, keys, call)
+            if begun != self.clears.begun:  # the objects read may be from before the clear
+                outcomes = outcomes.replace(bytes([Outcome.OK]), bytes([Outcome.MISS]))
+        self.counters.read(outcomes)
+        if corrupt := outcomes.count(Outcome.CORRUPT):
+            log.error("corrupt object", store=type(self.inner).__name__, objects=corrupt)
+        return ReadReport(outcomes, gone)
+
+    async def _move(
+        self,
+        what: Literal["read", "write"],
+        attempts: Attempts,
+        keys: Sequence[bytes],
+        call: Callable[[], Awaitable[ReadReport | WriteReport]],
+    ) -> tuple[bytes, list[bytes]]:
+        """Make a call, unless its kind pauses. Returns its outcomes, and the keys that left."""
+        unmoved = bytes([Outcome.UNAVAILABLE]) * len(keys), list[bytes]()
         if self._refuses(attempts):
-            return unread
-        begun = self.clears.begun
+            return unmoved
+        left = "gone" if what == "read" else "evicted"
 
-        def checked(report: ReadReport) -> ReadReport:
+        def checked(report: ReadReport | WriteReport) -> tuple[bytes, list[bytes]]:
             before = self.faults
-            outcomes = self._calls.outcomes("read", report, len(keys))
-            self._judge(attempts, outcomes, before)
-            if corrupt := outcomes.count(Outcome.CORRUPT):
-                log.error("corrupt object", store=type(self.inner).__name__, objects=corrupt)
-            return ReadReport(outcomes, self._calls.keys("read", getattr(report, "gone", None)))
+            outcomes = self._calls.outcomes(what, report, len(keys))
+            if self.faults > before:
+                reason = self.last_fault
+            else:
+                reason = str(self._calls.call("trouble", lambda: _trouble_of(self.inner), ""))
+            attempts.record(outcomes, reason)
+            return outcomes, self._calls.keys(what, getattr(report, left, None))
 
-        report = await self._calls.wait("read", call, unread, checked, attempts)
-        if begun != self.clears.begun:  # the objects read may be from before the clear
-            return ReadReport(
-                report.outcomes.replace(bytes([Outcome.OK]), bytes([Outcome.MISS])), report.gone
-            )
-        return report
+        return await self._calls.wait(what, call, unmoved, checked, attempts)
 
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
@@ -267,40 +261,33 @@ class CheckedBackend:
     async def _write(
         self, keys: Sequence[bytes], call: Callable[[], Awaitable[WriteReport]]
     ) -> WriteReport:
-        report = await self._write_batch(keys, call)
-        self.counters.written(report.outcomes)
-        return report
+        evicted, obstacle = list[bytes](), await self._unwritable()
+        if obstacle is None:
+            with self.clears.writing():
+                outcomes, evicted = await self._move("write", self.attempts.writes, keys, call)
+        else:
+            outcomes = bytes([obstacle]) * len(keys)
+        self.counters.written(outcomes)
+        return WriteReport(outcomes, evicted)
 
-    async def _write_batch(
-        self, keys: Sequence[bytes], call: Callable[[], Awaitable[WriteReport]]
-    ) -> WriteReport:
-        attempts = self.attempts.writes
+    async def _unwritable(self) -> Outcome | None:
+        """Why nothing can be written now, None if it can. A clear that failed is repeated first."""
         if self.clears.running:
-            return WriteReport(bytes([Outcome.LATE]) * len(keys), [])
-        unwritten = WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
-        if self._refuses(attempts):
-            return unwritten
-        if self.clear_pending:
-            begun = self.clears.begun
-            try:
-                await self.clear()
-            except StoreError:
-                attempts.failed(self.last_fault)
-                return unwritten
-            if self.clears.begun != begun + 1:
-                # Another clear began during this one. It did not wait for this write.
-                return WriteReport(bytes([Outcome.LATE]) * len(keys), [])
-
-        def checked(report: WriteReport) -> WriteReport:
-            before = self.faults
-            outcomes = self._calls.outcomes("write", report, len(keys))
-            self._judge(attempts, outcomes, before)
-            return WriteReport(
-                outcomes, self._calls.keys("write", getattr(report, "evicted", None))
-            )
-
-        with self.clears.writing():
-            return await self._calls.wait("write", call, unwritten, checked, attempts)
+            return Outcome.LATE
+        if not self.clear_pending:
+            return None
+        if self.overdue() or self.attempts.writes.paused:
+            return Outcome.UNAVAILABLE
+        begun = self.clears.begun
+        try:
+            await self.clear()
+        except StoreError:
+            self.attempts.writes.failed(self.last_fault)
+            return Outcome.UNAVAILABLE
+        if self.clears.begun != begun + 1:
+            # Another clear began during this one. It did not wait for this write.
+            return Outcome.LATE
+        return None
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`."""
