@@ -1,14 +1,14 @@
 """Record of a store's attempts, one for each kind of call: whether they work, and when to pause.
 
-Reads that work say nothing about writes, so each kind is judged alone. An attempt is a call that
-reached the store's medium. An answer from memory says nothing about the medium and counts neither
+Reads that work prove nothing about writes, so each kind is judged alone. An attempt is a call that
+reached the store's medium. An answer from memory proves nothing about the medium and counts neither
 way: a look-up in a table, an object that is there already, a block that a quota refuses, a call
 that was too late to begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvactors.actor.clock import now
@@ -89,7 +89,11 @@ class Attempts:
     @property
     def paused(self) -> bool:
         """Whether no call may begin now. Unlike `allow` it uses no trial up."""
-        return self._until is not None and now() < self._until
+        return self.pauses_at(now)
+
+    def pauses_at(self, clock: Callable[[], float]) -> bool:
+        """`paused` by a clock that also runs outside of the loop's thread."""
+        return self._until is not None and clock() < self._until
 
     @property
     def state(self) -> str:
@@ -181,7 +185,11 @@ class StoreAttempts:
             if kind.failing is not None:
                 yield kind.failing
 
-    @property
-    def loads_paused(self) -> str:
-        """Why no object can be found or read now, empty if objects can be."""
-        return next((kind.reason for kind in (self.lookups, self.reads) if kind.paused), "")
+    def loads_paused(self, clock: Callable[[], float]) -> str:
+        """Why no object can be found or read now, empty if objects can be. For any thread.
+
+        Args:
+            clock: the time of the store's loop.
+        """
+        found = [kind.failing for kind in (self.lookups, self.reads) if kind.pauses_at(clock)]
+        return next((one.why for one in found if one is not None), "")

@@ -8,10 +8,11 @@ import operator
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import described, get_logger
+from kvactors.errors import StoreUnavailable
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.storage.attempts import Attempts, StoreAttempts
 from kvactors.storage.messages import Outcome
@@ -114,6 +115,73 @@ class Containment:
             return fallback
         finally:
             del self._calls[number]
+
+    async def look_up(
+        self, what: str, call: Callable[[], Awaitable[T]], absent: T, check: Callable[[T], T]
+    ) -> T:
+        """`wait` for the answer to a question. Returns `absent` without an answer, and while
+        objects could not be read."""
+        lookups = self.attempts.lookups
+        if self.attempts.reads.paused or self._refuses(lookups):
+            return absent
+
+        async def answer() -> T | None:
+            try:
+                return await call()
+            except StoreUnavailable as error:
+                lookups.failed(str(error))
+                return None
+
+        def checked(found: T | None) -> T:
+            if found is None:
+                return absent
+            before = self.faults
+            result = check(found)
+            if self.faults == before:
+                lookups.worked()
+            else:
+                lookups.failed(self.last_fault)
+            return result
+
+        return await self.wait(what, answer, absent, checked, lookups)
+
+    async def move(
+        self,
+        what: Literal["read", "write"],
+        attempts: Attempts,
+        call: Callable[[], Awaitable[Any]],
+        count: int,
+        trouble: Callable[[], str],
+    ) -> tuple[bytes, list[bytes]]:
+        """`wait` for the report of a read or a write.
+
+        Args:
+            what: name of the call.
+            attempts: of its kind.
+            call: makes it.
+            count: of keys.
+            trouble: the back end's last failure.
+
+        Returns:
+            One outcome a key, and the keys that left the store.
+        """
+        unmoved = bytes([Outcome.UNAVAILABLE]) * count, list[bytes]()
+        if self._refuses(attempts):
+            return unmoved
+
+        def checked(report: Any) -> tuple[bytes, list[bytes]]:
+            before = self.faults
+            outcomes = self.outcomes(what, report, count)
+            faulty = self.faults > before
+            attempts.record(outcomes, self.last_fault if faulty else str(trouble()))
+            left = getattr(report, "gone" if what == "read" else "evicted", None)
+            return outcomes, self.keys(what, left)
+
+        return await self.wait(what, call, unmoved, checked, attempts)
+
+    def _refuses(self, attempts: Attempts) -> bool:
+        """Whether no call of a kind may begin: one is overdue, or the kind pauses."""
+        return bool(self.overdue()) or not attempts.allow()
 
     def overdue(self) -> tuple[str, float] | None:
         """Name and start (on the loop's clock) of a call that has been in flight for longer than

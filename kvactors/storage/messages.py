@@ -20,7 +20,7 @@ class Outcome(IntEnum):
     NO_SPACE = 4
     UNAVAILABLE = 5
     LATE = 6  # the deadline came first
-    REFUSED = 7  # by a quota, the capacity, a clear meanwhile, or memory that does not fit
+    REFUSED = 7  # by a quota, the capacity, a concurrent clear, or memory that does not fit
 
 
 class ProbeStore(Message, frozen=True, eq=False):

@@ -91,9 +91,10 @@ class Background:
     @property
     def troubles(self) -> tuple[str, ...]:
         """The parts that do not work, with reasons."""
-        storage = () if self.storage is None else self.storage.troubles
+        tier = self.storage
+        storage = () if tier is None else dict.fromkeys((tier.trouble, *tier.failing))
         sinks = () if self._sinks is None else self._sinks.service.troubles
-        return tuple(f"storage: {one}" for one in storage) + sinks
+        return (*(f"storage: {one}" for one in storage if one), *sinks)
 
     def flushed(self, limit: float) -> bool | None:
         """Wait until every sink that works has acknowledged what was handed over, at most `limit`

@@ -169,22 +169,17 @@ class StorageLoop:
     @property
     def trouble(self) -> str:
         """Why no object can be loaded now, empty if objects can be. For any thread."""
-        return self._clear_failure or (
-            "" if self.store is None else self.store.attempts.loads_paused
-        )
-
-    @property
-    def troubles(self) -> tuple[str, ...]:
-        """What does not work, with remedies. For any thread."""
-        failing = () if self.store is None else self.store.attempts.failing()
-        return (*filter(None, [self._clear_failure]), *(one.why for one in failing))
-
-    @property
-    def _clear_failure(self) -> str:
         store = self.store
-        if store is None or not store.clear_pending or store.clears.running:
+        if store is None:
             return ""
-        return "the last clear failed, and is tried again with the next write"
+        if store.clear_pending and not store.clears.running:
+            return "the last clear failed, and is tried again with the next write"
+        return store.attempts.loads_paused(self._clock)
+
+    @property
+    def failing(self) -> tuple[str, ...]:
+        """Kinds of calls that do not work, with reasons and remedies. For any thread."""
+        return () if self.store is None else tuple(one.why for one in self.store.attempts.failing())
 
     # -- clears
 

@@ -271,20 +271,15 @@ class StorageTier:
     @property
     def trouble(self) -> str:
         """Why no object can be loaded now, empty if objects can be."""
-        return self._late or ("" if self._loop is None else self._loop.trouble)
-
-    @property
-    def troubles(self) -> tuple[str, ...]:
-        """What does not work, with remedies."""
-        loop = () if self._loop is None else self._loop.troubles
-        return (self._late, *loop) if self._late else loop
-
-    @property
-    def _late(self) -> str:
         late = self.clock() - self.timeout - 1.0
         if any(job.began < late for job in list(self._jobs)):
             return "a call to the store does not return"
-        return ""
+        return "" if self._loop is None else self._loop.trouble
+
+    @property
+    def failing(self) -> tuple[str, ...]:
+        """Kinds of calls that do not work, with reasons and remedies."""
+        return () if self._loop is None else self._loop.failing
 
     def clear(self) -> list[bytes]:
         """Delete every object. Jobs that were submitted before bring none back.
@@ -332,10 +327,8 @@ class StorageTier:
     def _ended(self, job: StorageJob, ok: Sequence[bool], removed: Sequence[bytes]) -> None:
         gone = self.known.ended(job, ok, removed)
         nbytes = 0 if job.kind == "lookup" else sum(ok) * self.block_bytes
-        seconds = self.clock() - job.began
-        result = StorageResult(
-            job.name, job.kind, job.keys, tuple(ok), tuple(gone), nbytes, seconds
-        )
+        moved = tuple(ok), tuple(gone), nbytes, self.clock() - job.began
+        result = StorageResult(job.name, job.kind, job.keys, *moved)
         self.results.append(result)
         self._jobs.pop(job, None)
         job.done.set_result(result)

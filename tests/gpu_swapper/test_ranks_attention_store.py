@@ -112,13 +112,12 @@ async def test_a_rank_whose_service_fails_costs_misses_and_is_shown(tmp_path, kn
             assert cache.statistics().store.unavailable
             assert cache.health().status == "degraded"
         await ranks[1].service(broken="", refuse_block=-1)
-        for _ in range(200):
-            if await again(cache, ranks) == 4:
+        for _ in range(400):
+            if await again(cache, ranks) == 4 and cache.health().status == "ok":
                 break
             await asyncio.sleep(0.05)
         else:
-            pytest.fail("the store is not used again")
-        assert cache.health().status == "ok"
+            pytest.fail(f"the store is not used again: {cache.health()}")
 
 
 async def test_a_store_that_is_slow_on_one_rank_makes_no_rank_silent(tmp_path):

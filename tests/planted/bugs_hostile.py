@@ -19,7 +19,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "refused_write_evicts_first",
-        "storage/backends/checked.py",
+        "storage/containment.py",
         """\
         if self._refuses(attempts):
             return unmoved

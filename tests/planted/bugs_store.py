@@ -219,7 +219,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "faults_of_other_calls_open_the_circuit",
-        "storage/backends/checked.py",
+        "storage/containment.py",
         """\
         async def answer() -> T | None:
             try:

@@ -114,7 +114,10 @@ def test_kinds_are_judged_apart(clock):
     assert [one.why.split(":")[0] for one in store.failing()] == [
         "no write has worked in the last 5 attempts or more"
     ]
-    assert (store.state, store.loads_paused) == ("open", "")
+    assert (store.state, store.loads_paused(lambda: clock[0])) == ("open", "")
     for _ in range(FAILURES):
         store.lookups.failed("no master")
-    assert store.loads_paused == "no master"
+    assert "no look-up has worked in the last 5 attempts or more: no master" in store.loads_paused(
+        lambda: clock[0]
+    )
+    assert store.loads_paused(lambda: clock[0] + PAUSE_S) == "", "one look-up may try"

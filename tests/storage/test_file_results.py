@@ -33,9 +33,9 @@ async def test_a_batch_with_too_few_views_moves_those_it_has(tmp_path):
         await bench.put(1, 2)
         keys, short = [key(3), key(4)], bench.views(1)
         wrote = await bench.store.write(keys, short, never)
-        assert list(wrote.outcomes) == [OK, Outcome.UNAVAILABLE]
+        assert list(wrote.outcomes) == [OK, Outcome.REFUSED]
         report = await bench.store.read([key(1), key(2)], short, never)
-        assert list(report.outcomes) == [OK, Outcome.UNAVAILABLE]
+        assert list(report.outcomes) == [OK, Outcome.REFUSED]
         assert bytes(short[0]) == bench.pattern(1)
         assert bench.store.probe([key(4)]) == 0
         assert bench.store.probe([key(2)]) == 1, "the object is there, its view was not"

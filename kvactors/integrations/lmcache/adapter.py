@@ -255,7 +255,8 @@ class KVActorsL2(L2AdapterInterface):
     def report_status(self) -> dict[str, Any]:
         """Health and sizes."""
         catalog = self._worker.objects.catalog
-        trouble = "; ".join(self._tier.troubles) or self._worker.objects.keys.error
+        failing = "; ".join(self._tier.failing)
+        trouble = self._tier.trouble or failing or self._worker.objects.keys.error
         return {
             "is_healthy": self._worker.running and not trouble,
             "type": type(self).__name__,

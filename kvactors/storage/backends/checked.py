@@ -10,14 +10,14 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena, HostSlots
-from kvactors.errors import KVActorsError, StoreError, StoreUnavailable
+from kvactors.errors import KVActorsError, StoreError
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
-from kvactors.storage.attempts import Attempts, StoreAttempts
+from kvactors.storage.attempts import StoreAttempts
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.checked_inventory import CheckedInventory
 from kvactors.storage.clears import Clears
@@ -28,8 +28,6 @@ from kvactors.storage.messages import Outcome
 from kvactors.storage.presence import ask_each
 from kvactors.storage.shares import StoreShares
 from kvactors.storage.slot_store import SlotStore
-
-T = TypeVar("T")
 
 log = get_logger()
 
@@ -96,10 +94,6 @@ class CheckedBackend:
         """Name and start (on the loop's clock) of a call that takes longer than its timeout."""
         return self._calls.overdue()
 
-    def _refuses(self, attempts: Attempts) -> bool:
-        """Whether no call of a kind may begin: one is overdue, or the kind pauses."""
-        return bool(self.overdue()) or not attempts.allow()
-
     async def open(self) -> None:
         """See `Backend.open`."""
         try:
@@ -139,42 +133,18 @@ class CheckedBackend:
         def checked(found: int) -> int:
             return self._calls.number("ask", found, len(keys))
 
-        return await self._look_up("ask", lambda: self.inner.ask(keys, expired), 0, checked)
+        if self.clears.closed:
+            return 0
+        return await self._calls.look_up("ask", lambda: self.inner.ask(keys, expired), 0, checked)
 
     async def ask_each(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
         """See `presence.ask_each`."""
         absent = [False] * len(keys)
-        return await self._look_up(
+        if self.clears.closed:
+            return absent
+        return await self._calls.look_up(
             "ask_each", lambda: ask_each(self.inner, keys, expired), absent, lambda found: found
         )
-
-    async def _look_up(
-        self, what: str, call: Callable[[], Awaitable[T]], absent: T, check: Callable[[T], T]
-    ) -> T:
-        """Ask. Returns `absent` without an answer, and while what is found could not be read."""
-        lookups = self.attempts.lookups
-        if self.clears.closed or self.attempts.reads.paused or self._refuses(lookups):
-            return absent
-
-        async def answer() -> T | None:
-            try:
-                return await call()
-            except StoreUnavailable as error:
-                lookups.failed(str(error))
-                return None
-
-        def checked(found: T | None) -> T:
-            if found is None:
-                return absent
-            before = self.faults
-            result = check(found)
-            if self.faults == before:
-                lookups.worked()
-            else:
-                lookups.failed(self.last_fault)
-            return result
-
-        return await self._calls.wait(what, answer, absent, checked, lookups)
 
     def take(self, keys: Sequence[bytes]) -> None:
         """See `Backend.take`."""
@@ -200,7 +170,7 @@ class CheckedBackend:
             outcomes = bytes([Outcome.MISS]) * len(keys)
         else:
             begun = self.clears.begun
-            outcomes, gone = await self._move("read", self.attempts.reads, keys, call)
+            outcomes, gone = await self._move("read", keys, call)
             if begun != self.clears.begun:  # the objects read may be from before the clear
                 outcomes = outcomes.replace(bytes([Outcome.OK]), bytes([Outcome.MISS]))
         self.counters.read(outcomes)
@@ -211,27 +181,13 @@ class CheckedBackend:
     async def _move(
         self,
         what: Literal["read", "write"],
-        attempts: Attempts,
         keys: Sequence[bytes],
         call: Callable[[], Awaitable[ReadReport | WriteReport]],
     ) -> tuple[bytes, list[bytes]]:
-        """Make a call, unless its kind pauses. Returns its outcomes, and the keys that left."""
-        unmoved = bytes([Outcome.UNAVAILABLE]) * len(keys), list[bytes]()
-        if self._refuses(attempts):
-            return unmoved
-        left = "gone" if what == "read" else "evicted"
-
-        def checked(report: ReadReport | WriteReport) -> tuple[bytes, list[bytes]]:
-            before = self.faults
-            outcomes = self._calls.outcomes(what, report, len(keys))
-            if self.faults > before:
-                reason = self.last_fault
-            else:
-                reason = str(self._calls.call("trouble", lambda: _trouble_of(self.inner), ""))
-            attempts.record(outcomes, reason)
-            return outcomes, self._calls.keys(what, getattr(report, left, None))
-
-        return await self._calls.wait(what, call, unmoved, checked, attempts)
+        """Outcomes of a call, and the keys that left the store."""
+        trouble = getattr(self.inner, "trouble", str)
+        attempts = self.attempts.reads if what == "read" else self.attempts.writes
+        return await self._calls.move(what, attempts, call, len(keys), trouble)
 
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
@@ -264,7 +220,7 @@ class CheckedBackend:
         evicted, obstacle = list[bytes](), await self._unwritable()
         if obstacle is None:
             with self.clears.writing():
-                outcomes, evicted = await self._move("write", self.attempts.writes, keys, call)
+                outcomes, evicted = await self._move("write", keys, call)
         else:
             outcomes = bytes([obstacle]) * len(keys)
         self.counters.written(outcomes)
@@ -376,10 +332,6 @@ class CheckedBackend:
 def _counters_of(store: SlotStore) -> StoreCounters:
     found = getattr(store, "counters", None)  # of other packages: maybe none
     return found if isinstance(found, StoreCounters) else StoreCounters()
-
-
-def _trouble_of(store: SlotStore) -> str:
-    return store.trouble() if hasattr(store, "trouble") else ""
 
 
 def _shares_of(store: SlotStore) -> StoreShares | None:
