@@ -110,6 +110,8 @@ class SinkDelivery:
         self.resyncs = 0
         self.delay = config.retry_min_s
         self.failures = 0  # in a row
+        self.failed = False  # the last call
+        self.undelivered = False  # the failures include a delivery
         self.failing_since: float | None = None
         self.last_error = ""
         self.delivered = self.resident = self.gone = self.blocks = self.retried = 0
@@ -154,6 +156,8 @@ class SinkDelivery:
         """
         self.retried += 1
         self.failures += 1
+        self.failed = True
+        self.undelivered |= self.begun
         self.last_error = error
         self.backing_off = True
         if self.failing_since is None:
@@ -162,20 +166,23 @@ class SinkDelivery:
         return delay
 
     def call_succeeded(self) -> float | None:
-        """The call in flight succeeded.
+        """The call in flight succeeded. A sink that takes an epoch still fails if it took no task
+        before.
 
         Returns:
-            Seconds since the first failed call of a row that ends now, None if the call before
-            succeeded as well.
+            Seconds since the first failed call of a row that ends now, None if none ends.
         """
-        since, self.failing_since = self.failing_since, None
-        self.begun, self.delay, self.failures = True, self._config.retry_min_s, 0
+        delivers, self.begun, self.failed = self.begun, True, False
+        if self.undelivered and not delivers:
+            return None
+        since, self.failing_since, self.undelivered = self.failing_since, None, False
+        self.delay, self.failures = self._config.retry_min_s, 0
         return None if since is None else now() - since
 
     def apply_result(self) -> Iterator[None]:
         """Apply the end of the call to the ledger, in steps. `call_failed` or `call_succeeded` came
         before, `call_ended` follows."""
-        if not self.failures:
+        if not self.failed:
             yield from self.view.delivered(self.batch)
             self._count(self.batch.tasks)
             return
@@ -192,7 +199,7 @@ class SinkDelivery:
         """
         cleared = bool(self.batch.cleared)
         self.in_flight = False
-        if not self.failures:
+        if not self.failed:
             self.since = now() if self.view.dirty else None
         self.batch = DeliveryBatch([], [])
         return cleared
@@ -276,7 +283,7 @@ class SinkDelivery:
         )
 
     def health(self) -> SinkHealth:
-        """Whether the last call succeeded."""
+        """Whether the sink works: its calls succeed, and the last delivery did."""
         reason = "" if not self.failures else self.last_error
         return SinkHealth(
             self.sink.name, not self.failures, reason, self.failing_for, self.view.pending

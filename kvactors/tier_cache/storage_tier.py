@@ -271,8 +271,7 @@ class StorageTier:
     @property
     def trouble(self) -> str:
         """Why no object can be loaded now, empty if objects can be."""
-        late = self.clock() - self.timeout - 1.0
-        if any(job.began < late for job in list(self._jobs)):
+        if any(job.began < self.clock() - self.timeout - 1.0 for job in list(self._jobs)):
             return "a call to the store does not return"
         return "" if self._loop is None else self._loop.trouble
 

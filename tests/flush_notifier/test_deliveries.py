@@ -51,6 +51,28 @@ def succeed(one: SinkDelivery) -> float | None:
     return since
 
 
+def test_an_epoch_that_succeeds_ends_no_failure_of_deliveries(clock):
+    one = delivery(1)
+    begin(one)
+    fail(one)
+    clock[0] = 5.0
+    for _ in range(2):
+        one.begun = False  # a resync
+        begin(one)
+        assert succeed(one) is None
+        assert (one.health().ok, one.health().reason) == (False, "refused")
+        assert one.view.pending == 1
+    begin(one)
+    clock[0] = 7.0
+    assert succeed(one) == 7.0
+    assert one.health().ok
+    one.begun = False
+    fail(one)
+    assert not one.health().ok
+    assert succeed(one) == 0.0, "an epoch that failed is made good by one that is taken"
+    assert one.health().ok
+
+
 def test_a_sink_is_called_when_something_is_due_or_its_epoch_has_not_begun(clock):
     assert delivery(1).ready()
     idle = delivery()

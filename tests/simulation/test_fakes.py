@@ -13,7 +13,7 @@ from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
-from kvactors.errors import SinkError
+from kvactors.errors import SinkError, StoreUnavailable
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.identity import StoreIdentity
@@ -288,7 +288,8 @@ async def test_a_shared_pool_reports_only_when_it_is_asked_and_takes_its_time():
     assert not it.store.holds(KEYS[0])
     assert await it.read(0, 1) == [Outcome.OK, Outcome.OK]
     it.store.down = True
-    assert await it.store.ask(KEYS[:3], never) == 0
+    with pytest.raises(StoreUnavailable):
+        await it.store.ask(KEYS[:3], never)
 
 
 @simulated

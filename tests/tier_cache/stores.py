@@ -12,8 +12,8 @@ from kvactors.storage.messages import Outcome
 
 
 class FaultyStore(MemoryBackend):
-    """A memory store. `mode` decides how it reads: `ok`, `hang` or `raise`. `unreadable`: names of
-    objects that are never read."""
+    """A memory store. `mode` decides how it reads and writes: `ok`, `hang`, `raise`, or `unwritable`.
+    `unreadable`: names of objects that are never read."""
 
     mode: ClassVar[str] = "ok"
     unreadable: ClassVar[set[bytes]] = set()
@@ -31,7 +31,7 @@ class FaultyStore(MemoryBackend):
         return await super().load(key, into)
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
-        if FaultyStore.mode == "raise":
+        if FaultyStore.mode in ("raise", "unwritable"):
             raise OSError("the disk is gone")
         return await super().save(key, data)
 

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kvactors import CacheClosed, ConfigError
+from kvactors.storage import attempts
 from kvactors.tier_cache import Lookup, StorageTier, TierCache, open_storage, storage_moves
 from kvactors.tier_cache.stores import make_storage
 from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, answer, load, make, payload, settle, store
@@ -66,6 +67,28 @@ def test_a_store_that_fails_costs_misses_only_and_recovers(monkeypatch):
     settle(cache)
     assert cache.statistics().failed_saves == 2
     cache.check()
+    cache.shutdown()
+
+
+def test_writes_that_fail_degrade_health_while_reads_work(monkeypatch):
+    monkeypatch.setattr(attempts, "PAUSE_S", 0.0)
+    cache = faulty()
+    store(cache, KEYS[:1])
+    settle(cache)
+    FaultyStore.mode = "unwritable"
+    for key in KEYS[1:8]:
+        cache.reset()
+        assert answer(cache, KEYS[0]) is Lookup.HIT, "failing writes stop no load"
+        store(cache, [key])
+        settle(cache)
+    (reason,) = cache.health().reasons
+    assert "storage: no write has worked" in reason
+    assert "the disk is gone" in reason
+    assert cache.statistics().failed_saves == 7
+    FaultyStore.mode = "ok"
+    store(cache, KEYS[8:9])
+    settle(cache)
+    assert cache.health().status == "ok"
     cache.shutdown()
 
 
