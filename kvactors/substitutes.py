@@ -111,7 +111,6 @@ class NoWriter(StoreOwner):
     @on(Write)
     def write(self, message: Write) -> None:
         """Answer that no object can be written."""
-        self.backend.counters.written(bytes([Outcome.UNAVAILABLE]) * len(message.slots))
         self.tell(self.evictor, unwritten(message, Outcome.UNAVAILABLE).answer)
 
     @on(ReportLost)

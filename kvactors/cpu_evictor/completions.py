@@ -166,4 +166,5 @@ class Completions:
         saved = count_of(message.num_blocks, request.size)
         self._memory.counts.written += saved
         self._memory.counts.write_failures += request.size - saved
+        self._memory.counts.not_stored_unavailable += request.size - saved
         return request.job.on_saved()

@@ -19,7 +19,6 @@ from kvactors.cpu_evictor.slots import NOTHING, HostBlock, HostTier, SlotState
 from kvactors.cpu_evictor.statistics import Counts
 from kvactors.cpu_evictor.victims import clear_salt
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
-from kvactors.storage.messages import Outcome
 from kvactors.types import Reason, Tier, join_hashes, split_hashes
 
 WRITE_BATCH = WINDOW
@@ -153,9 +152,7 @@ class HostMemory:
         """
         actions = self.remove([block for block in batch if block.state is SlotState.TRANSIT])
         for block, outcome in zip(batch, outcomes, strict=True):
-            stored = outcome in (Outcome.OK, Outcome.EXISTS)
-            self.counts.written += stored
-            self.counts.write_failures += not stored
+            self.counts.count_written(outcome)
             self.host.unpin(block)
             if block.state is SlotState.LEAVING and not (block.pins or block.on_device):
                 actions += self.keep_if_space([block])

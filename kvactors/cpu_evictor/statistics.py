@@ -8,6 +8,7 @@ import msgspec
 
 from kvactors.cpu_evictor.slots import HostTier
 from kvactors.device.arena import HostSlots
+from kvactors.storage.messages import Outcome
 
 
 class Counts(msgspec.Struct, eq=False):
@@ -21,12 +22,31 @@ class Counts(msgspec.Struct, eq=False):
     shed: int = 0  # not written to storage although due, for lack of slots
     copy_failures: int = 0
     write_failures: int = 0
+    not_stored_refused: int = 0  # the reasons of `write_failures`
+    not_stored_no_space: int = 0
+    not_stored_unavailable: int = 0
+    not_stored_late: int = 0
     not_fetched_late: int = 0  # stored when a request asked for them, and it did not get them
     not_fetched_gone: int = 0
     not_fetched_failed: int = 0
     not_fetched_few: int = 0
     not_fetched_cleared: int = 0
     not_fetched_no_slot: int = 0
+
+    def count_written(self, outcome: int) -> None:
+        """The store answered for a block."""
+        if outcome in (Outcome.OK, Outcome.EXISTS):
+            self.written += 1
+            return
+        self.write_failures += 1
+        if outcome == Outcome.REFUSED:
+            self.not_stored_refused += 1
+        elif outcome == Outcome.NO_SPACE:
+            self.not_stored_no_space += 1
+        elif outcome == Outcome.LATE:
+            self.not_stored_late += 1
+        else:
+            self.not_stored_unavailable += 1
 
     def count_not_fetched(self, reason: str, blocks: int) -> None:
         """Stored blocks of a load did not come."""
@@ -51,6 +71,11 @@ class HostStatistics(NamedTuple):
         fetched: blocks that were read from storage.
         written: blocks that were written to storage.
         shed: blocks that were due and not written to storage, for lack of slots.
+        not_stored_refused: blocks of `write_failures` that a quota or the capacity of the store
+            refused.
+        not_stored_no_space: such blocks that found no space.
+        not_stored_unavailable: such blocks whose write failed, or was not made during a pause.
+        not_stored_late: such blocks whose write did not begin before its deadline or a clear.
         not_fetched_late: blocks that storage had when a request asked for them, and that did not
             come before its deadline.
         not_fetched_gone: such blocks that the store had evicted since, or that were damaged.
@@ -79,6 +104,10 @@ class HostStatistics(NamedTuple):
     shed: int
     copy_failures: int
     write_failures: int
+    not_stored_refused: int
+    not_stored_no_space: int
+    not_stored_unavailable: int
+    not_stored_late: int
     not_fetched_late: int
     not_fetched_gone: int
     not_fetched_failed: int
@@ -89,6 +118,10 @@ class HostStatistics(NamedTuple):
     pins_refused: int
     pinned_blocks: int
 
+
+NOT_STORED = tuple(name for name in HostStatistics._fields if name.startswith("not_stored_"))
+"""Counts of blocks that the store did not take, by reason. Blocks for which no slot was free are
+`shed`."""
 
 NOT_FETCHED = tuple(name for name in HostStatistics._fields if name.startswith("not_fetched_"))
 """Counts of stored blocks that requests did not get, by reason."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from kvactors.cpu_evictor.statistics import NOT_FETCHED
+from kvactors.cpu_evictor.statistics import NOT_FETCHED, NOT_STORED
 from kvactors.histogram import Histogram
 from kvactors.observe.metrics import ROUTES, Snapshot
 from kvactors.observe.tenants import TenantStatistics
@@ -171,16 +171,9 @@ def _outcomes(s: Snapshot) -> dict[str, float]:
 
 
 def _not_stored(s: Snapshot) -> dict[str, float]:
-    store = s.statistics.store
-    if store is None:
-        return {}
-    return {
-        "shed": s.statistics.host.shed,
-        "refused": store.refused,
-        "no_space": store.no_space,
-        "unavailable": store.unavailable_writes,
-        "late": store.late_writes,
-    }
+    host = s.statistics.host
+    found = {name.removeprefix("not_stored_"): getattr(host, name) for name in NOT_STORED}
+    return {"shed": host.shed, **found}
 
 
 def _tasks(s: Snapshot) -> Iterator[tuple[tuple[str, ...], Value]]:

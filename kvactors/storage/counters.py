@@ -32,8 +32,6 @@ class StoreStatistics(NamedTuple):
             node of the pool has `storage.mooncake.payload_checksums` off.
         refused: objects that were not written because of a quota of a salt, or because a batch has
             more of them than the store holds.
-        unavailable_writes: objects of `unavailable` that were to be written.
-        late_writes: objects of `late` that were to be written.
     """
 
     objects: int
@@ -53,8 +51,6 @@ class StoreStatistics(NamedTuple):
     quota_evictions: int = 0
     without_checksum: int = 0
     refused: int = 0
-    unavailable_writes: int = 0
-    late_writes: int = 0
 
 
 class StoreCounters:
@@ -62,7 +58,6 @@ class StoreCounters:
 
     Attributes:
         outcomes: number of keys by outcome.
-        unwritten: number of keys of writes by outcome.
         reads: objects read.
         writes: objects written.
         evicted: objects that the store evicted.
@@ -72,20 +67,22 @@ class StoreCounters:
 
     def __init__(self) -> None:
         self.outcomes = dict.fromkeys(Outcome, 0)
-        self.unwritten = dict.fromkeys(Outcome, 0)
         self.reads = self.writes = self.evicted = self.without_checksum = 0
         self.shares: StoreShares | None = None
 
     def read(self, outcomes: bytes) -> None:
         """Count the outcomes of a read, one byte a key."""
         self.reads += outcomes.count(Outcome.OK)
-        count_outcomes(self.outcomes, outcomes)
+        self._count(outcomes)
 
     def written(self, outcomes: bytes) -> None:
         """Count the outcomes of a write, one byte a key."""
         self.writes += outcomes.count(Outcome.OK)
-        count_outcomes(self.outcomes, outcomes)
-        count_outcomes(self.unwritten, outcomes)
+        self._count(outcomes)
+
+    def _count(self, outcomes: bytes) -> None:
+        for outcome in set(outcomes):
+            self.outcomes[Outcome(outcome)] += outcomes.count(outcome)
 
     def statistics(self, objects: int, object_bytes: int, capacity: int = 0) -> StoreStatistics:
         """The counters, with the number and the size of the store's objects, and how many it
@@ -108,12 +105,4 @@ class StoreCounters:
             quota_evictions=0 if self.shares is None else self.shares.quota_evictions,
             without_checksum=self.without_checksum,
             refused=outcomes[Outcome.REFUSED],
-            unavailable_writes=self.unwritten[Outcome.UNAVAILABLE],
-            late_writes=self.unwritten[Outcome.LATE],
         )
-
-
-def count_outcomes(counts: dict[Outcome, int], outcomes: bytes) -> None:
-    """Add outcomes to a count by outcome."""
-    for outcome in set(outcomes):
-        counts[Outcome(outcome)] += outcomes.count(outcome)

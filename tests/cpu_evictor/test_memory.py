@@ -8,6 +8,7 @@ from kvactors.cpu_evictor import memory as memory_module
 from kvactors.cpu_evictor.messages import HostBlocksAdded, PrefetchToHost
 from kvactors.cpu_evictor.prefetch import PrefetchJob
 from kvactors.cpu_evictor.slots import SlotState
+from kvactors.cpu_evictor.statistics import NOT_STORED, Counts
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.gpu_swapper.messages import Copied
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
@@ -27,6 +28,20 @@ def test_victims_are_dropped_and_reported():
     assert host.memory.counts.evicted == 2
 
 
+def test_each_block_that_is_not_stored_has_a_reason():
+    counts = Counts()
+    for outcome in Outcome:
+        counts.count_written(outcome)
+    assert (counts.written, counts.write_failures) == (2, 6)
+    reasons = [getattr(counts, name) for name in NOT_STORED]
+    assert dict(zip(NOT_STORED, reasons, strict=True)) == {
+        "not_stored_refused": 1,
+        "not_stored_no_space": 1,
+        "not_stored_unavailable": 3,
+        "not_stored_late": 1,
+    }
+
+
 def test_victims_are_written_back_and_reported_gone_when_they_are_stored():
     host, keys = Host(policy="write_back"), path(2)
     host.fill(keys)
@@ -40,6 +55,7 @@ def test_victims_are_written_back_and_reported_gone_when_they_are_stored():
     actions = host.completions.handle(Written(write.op, outcomes))
     assert names(actions) == ["BlocksRemoved"]
     assert (host.memory.counts.written, host.memory.counts.write_failures) == (1, 1)
+    assert host.memory.counts.not_stored_no_space == 1
     assert host.tier.free == 8
     host.idle()
 
