@@ -132,6 +132,35 @@ async def test_errors_are_counts_and_open_the_circuit():
     await store.close()
 
 
+@pytest.mark.parametrize("how", ["raises", "takes nothing"])
+async def test_writes_that_fail_are_named_while_reads_work(how):
+    device = HostDevice(LAYOUT, 16)  # its memory is read into
+    store = AttentionStoreBackend(complete(AttentionStoreConfig(sdk=STAND_IN), LAYOUT), device)
+    await store.open()
+    assert await store.save(path(2), 0, (0, 1), 5.0) == 2
+
+    async def fails(*_args):
+        if how == "raises":
+            raise SdkError("read-only")
+        return 0
+
+    real, store.sdk.write = store.sdk.write, fails
+    for seed in range(5):
+        assert not list(store.attempts.failing())
+        assert await store.save(path(2, seed=10 + seed), 0, (0, 1), 5.0) == 0
+        assert await store.fetch(path(2), 0, (2, 3), 5.0) == 2
+    (failing,) = store.attempts.failing()
+    assert failing.why.startswith("no write has worked")
+    assert ("read-only" in failing.why) == (how == "raises")
+    store.sdk.write = real
+    assert await store.save(path(2), 0, (0, 1), 5.0) == (0 if how == "raises" else 2)
+    assert list(store.attempts.failing()), "blocks that are stored already prove nothing"
+    if how != "raises":
+        assert await store.save(path(2, seed=30), 0, (0, 1), 5.0) == 2
+        assert not list(store.attempts.failing())
+    await store.close()
+
+
 def test_layouts_it_cannot_hold_are_named():
     with pytest.raises(kvactors.LayoutError, match="key, indexer"):
         AttentionStoreBackend(
