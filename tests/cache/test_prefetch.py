@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 import kvactors
+from kvactors.errors import StoreUnsupported
 from kvactors.types import Tier
 from tests.support.cache import opened, prompt, serve
 
