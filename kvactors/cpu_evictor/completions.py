@@ -138,7 +138,8 @@ class Completions:
         request = self._requests.take(message.op, ReadRequest)
         if request is None:
             return []
-        return request.job.on_read(request.first, outcomes_of(message.outcomes, request.size))
+        outcomes = outcomes_of(message.outcomes, request.size)
+        return request.job.on_read(request.first, outcomes) + self._memory.write_held()
 
     def _written(self, message: Written) -> list[Action]:
         request = self._requests.take(message.op, WriteRequest)

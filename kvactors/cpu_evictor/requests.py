@@ -224,7 +224,7 @@ class RequestTable:
 
     @property
     def holds_writes(self) -> bool:
-        """Whether a probe that holds writes back is in flight."""
+        """Whether a probe or a read that holds writes back is in flight."""
         return self._probes > 0
 
     @property
@@ -281,6 +281,8 @@ class RequestTable:
         """Fill slots from storage. The caller holds the pins."""
         op, reader = next(self._ops), self._least_loaded(self.peers.readers)
         self._table[op] = ReadRequest(reader, len(blocks), job, first)
+        # What an exclusive store hands out makes room for the writes.
+        self._probes += self.storage.exclusive
         self._load[reader.name] += len(blocks) + 1
         hashes = join_hashes(block.hash for block in blocks)
         slots = tuple([block.slot for block in blocks])
@@ -357,6 +359,7 @@ class RequestTable:
             return None
         del self._table[op]
         self._probes -= request.HOLDS_WRITES
+        self._probes -= self.storage.exclusive and isinstance(request, ReadRequest)
         self._clears -= request.STOPS_READS
         if request.LOADS_PEER:
             self._load[request.peer.name] -= request.size + 1
