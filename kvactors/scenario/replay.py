@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from kvactors.cache import open_cache
 from kvactors.config import Config, convert
@@ -165,6 +166,9 @@ async def replay_in_order(
     for number, request in enumerate(requests):
         clock.at = request.timestamp
         tokens = tokens_of(request.ids, cache.block_size)
+        rest = request.input_length - len(tokens)
+        if 0 < rest < cache.block_size:  # a prompt that ends in a block can be cached as a whole
+            tokens = np.append(tokens, np.zeros(rest, np.uint32))
         try:
             await engine.serve(str(number), tokens, output_tokens=request.output_length)
             await cache.wait_idle()

@@ -21,11 +21,19 @@ from kvactors.errors import ConfigError
 
 
 class TraceRequest(NamedTuple):
-    """timestamp: seconds from the trace's start. ids: one per block."""
+    """A request of a trace.
+
+    Attributes:
+        timestamp: seconds from the trace's start.
+        output_length: tokens that the model produced.
+        ids: one for each block of the prompt.
+        input_length: tokens of the prompt, 0 if the trace does not say or blocks are coarse.
+    """
 
     timestamp: float
     output_length: int
     ids: NDArray[np.uint64]
+    input_length: int = 0
 
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -36,38 +44,100 @@ MAX_BLOCKS = 1 << 24
 """Blocks of one request at most: more is a damaged line, and no memory is taken for it."""
 
 
+class _Header(msgspec.Struct):
+    block_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
 class _Line(msgspec.Struct):
-    timestamp: Milliseconds = 0.0
+    timestamp: Milliseconds | None = None
+    input_length: Length | None = None
     output_length: Length = 0
     hash_ids: list[Count] | None = None
     hash_runs: list[tuple[Count, Count]] | None = None
-    header: dict[str, object] | None = None
+    header: _Header | None = None
+
+
+class _LineChecks:
+    """What the lines of one trace must agree on: the order of their times, and a block size.
+
+    A prompt of `input_length` tokens has one id for each whole block, or another one for the rest.
+    Without a header the block size is unknown, and every line narrows the range of possible ones.
+    """
+
+    def __init__(self) -> None:
+        self._timestamp = 0.0
+        self._least, self._most = 1, 1 << 32
+
+    def header(self, header: _Header) -> None:
+        """The block size is known from here on."""
+        if header.block_size is not None:
+            self._least = self._most = header.block_size
+
+    def timestamp(self, line: _Line) -> float:
+        """Milliseconds of a request. One without a time arrives with the request before it.
+        ValueError for a time that goes back."""
+        now = self._timestamp if line.timestamp is None else line.timestamp
+        if now < self._timestamp:
+            raise ValueError(
+                f"timestamp {now:g} is before {self._timestamp:g}, that of the request above: sort "
+                "the requests by timestamp"
+            )
+        self._timestamp = now
+        return now
+
+    def length(self, tokens: int, blocks: int) -> None:
+        """ValueError for a prompt of `tokens` that does not have so many blocks."""
+        least = max(self._least, tokens // (blocks + 1) + 1)
+        most = self._most
+        if blocks > 1:
+            most = min(most, (tokens - 1) // (blocks - 1))
+        if least > most or (blocks and not tokens):
+            known = f"{self._least}" + f" to {self._most}" * (self._most > self._least)
+            raise ValueError(
+                f"input_length {tokens} does not match {blocks} ids of blocks of {known} tokens, "
+                "the size in the lines above"
+            )
+        self._least, self._most = least, most
 
 
 def read_trace(path: str | Path, *, coarse: int = 1, limit: int = 0) -> Iterator[TraceRequest]:
-    """The requests of a trace in file order. coarse: keep every so many-th id (blocks so many times
-    as large, whole ones only).
+    """The requests of a trace in file order.
 
-    limit: requests at most, 0 for all. ConfigError names the line that cannot be read.
+    Args:
+        path: the file, plain or gzip.
+        coarse: keep every so many-th id (blocks so many times as large, whole ones only).
+        limit: requests at most, 0 for all.
+
+    Raises:
+        ConfigError: names the line that cannot be read or contradicts those above, or the file that
+            has no requests.
     """
     check_range(coarse, limit)
-    decoder, taken = msgspec.json.Decoder(_Line), 0
+    decoder, checks, taken = msgspec.json.Decoder(_Line), _LineChecks(), 0
     for number, raw in enumerate(read_lines(path), 1):
         if not raw.strip():
             continue
         try:
             line = decoder.decode(raw)
             if line.header is not None:
+                checks.header(line.header)
                 continue
-            ids = expand(line)[coarse - 1 :: coarse]
+            ids, timestamp = expand(line), checks.timestamp(line)
+            if line.input_length is not None:
+                checks.length(line.input_length, len(ids))
         except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
+        ids = ids[coarse - 1 :: coarse]
         if not len(ids):
             continue
-        yield TraceRequest(line.timestamp / 1e3, line.output_length, ids)
+        tokens = line.input_length or 0
+        yield TraceRequest(timestamp / 1e3, line.output_length, ids, tokens if coarse == 1 else 0)
         taken += 1
         if taken == limit:
             return
+    if not taken:
+        blocks = "block" if coarse == 1 else f"block of {coarse} ids (coarse)"
+        raise ConfigError(f"{path}: the trace has no request with a whole {blocks}")
 
 
 def count_requests(path: str | Path, *, coarse: int = 1, limit: int = 0) -> int:

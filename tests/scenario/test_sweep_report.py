@@ -7,7 +7,6 @@ import json
 from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
 
-import msgspec
 import pytest
 from rich.console import Console
 
@@ -168,14 +167,6 @@ def test_a_chart_is_an_element_and_a_png(trace, tmp_path):
     assert svg_of(chart) == svg_of(chart)
     write_png(chart, tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_an_empty_trace_has_a_report(tmp_path):
-    (tmp_path / "t.jsonl").write_text("")
-    report = sweep(tmp_path / "t.jsonl")
-    assert (report.requests, report.most, report.points) == (0, 0.0, [])
-    assert "Sweep of t.jsonl" in sweep_page(report)
-    assert msgspec.json.decode(msgspec.json.encode(report))["size_for"]["1"] == 0
 
 
 @pytest.mark.parametrize("sizes", [[0], [4, -1]])
