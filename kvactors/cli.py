@@ -22,6 +22,7 @@ from kvactors.config import Config, read_toml
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.page import write_page
 from kvactors.report import Output, check_distinct, live_line, shows_progress, to_stdout, write_json
+from kvactors.scenario.event_recording import record
 from kvactors.scenario.recorder import Recorder
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Report, print_report, totals_line
@@ -55,6 +56,7 @@ app.register_install_completion_command(add_to_startup=True)
 app.command(config_app)
 app.command(size)
 app.command(top)
+app.command(record)
 MOVED = {
     ("simulate",): "python -m tests.simulation",
     ("chaos",): "python -m tests.chaos",

@@ -100,13 +100,25 @@ def temporary_folder(prefix: str = "kvactors-") -> Iterator[str]:
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
     """SIGINT and SIGTERM that arrive in the block are raised at its end."""
+    arrived: list[int] = []
+    try:
+        with signals_noted(arrived):
+            yield
+    finally:
+        for number in arrived:
+            signal.raise_signal(number)
+
+
+@contextmanager
+def signals_noted(arrived: list[int]) -> Iterator[None]:
+    """SIGINT and SIGTERM that arrive in the block interrupt nothing: their numbers are appended to
+    `arrived`. No effect outside of the main thread."""
     numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or None in map(
         signal.getsignal, numbers
     ):
         yield
         return
-    arrived: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: arrived.append(number))
         for number in numbers
@@ -116,8 +128,6 @@ def _signals_held_back() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in arrived:
-            signal.raise_signal(number)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class TraceRequest(NamedTuple):
         timestamp: seconds from the trace's start.
         output_length: tokens that the model produced.
         ids: one for each block of the prompt.
-        input_length: tokens of the prompt, 0 if the trace does not say or blocks are coarse.
+        input_length: tokens of the prompt, 0 if the trace lacks it or blocks are coarse.
     """
 
     timestamp: float
@@ -58,7 +58,7 @@ class _Line(msgspec.Struct):
 
 
 class _LineChecks:
-    """What the lines of one trace must agree on: the order of their times, and a block size.
+    """Checks of the lines of one trace against each other: the order of times, and a block size.
 
     A prompt of `input_length` tokens has one id for each whole block, or another one for the rest.
     Without a header the block size is unknown, and every line narrows the range of possible ones.

@@ -1,0 +1,331 @@
+"""Recording of an open cache's requests as a trace, for `kvactors sweep` and `kvactors replay`.
+
+A trace has times, lengths and block ids, and no tokens. The id of a block is the last 8 bytes of
+its hash, as in KV events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvactors.actor import ActorRef, Envelope, Instrument, Turn
+from kvactors.actor.clock import now
+from kvactors.actor.failures import brief
+from kvactors.actor.log import get_logger
+from kvactors.arguments import kind
+from kvactors.files import open_private
+from kvactors.native import Path
+from kvactors.open_cache import OpenCache
+from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.prefix_index.messages import Abandon, Acquire, AcquireResult, Finish, Preempt
+from kvactors.threads import Workers, in_thread
+
+log = get_logger()
+
+HELD_BYTES = 1 << 25
+"""Bytes of requests that wait for earlier ones to end. Twice as many wait for the file."""
+
+REQUEST_BYTES = 512
+"""Bytes of a request that waits, without its ids."""
+
+CLOSE_S = 10.0
+"""Seconds that the end of a recording waits for the file."""
+
+
+class TracedRequest(msgspec.Struct, eq=False):
+    """A request of the trace.
+
+    Attributes:
+        at: seconds from the start of the trace.
+        input_length: tokens of the prompt.
+        output_length: tokens that the model has produced.
+        size: bytes that the request holds while it waits.
+        ids: of the prompt's blocks, None while a lease has them.
+        ended: the request is complete, or was refused (then without ids).
+        path: of the lease, None without a lease.
+        request_id: of the lease.
+        granted: the lease has its blocks.
+        last: time of the last event.
+    """
+
+    at: float
+    input_length: int
+    size: int = REQUEST_BYTES
+    output_length: int = 0
+    ids: NDArray[np.uint64] | None = None
+    ended: bool = False
+    path: Path | None = None
+    request_id: str = ""
+    granted: bool = False
+    last: float = 0.0
+
+    def capture(self) -> None:
+        """Take the ids and lengths from the lease's path. Blocks that an earlier lease of the
+        request had stay."""
+        path, self.path = self.path, None
+        if path is None:
+            return
+        if self.ids is None:
+            self.input_length = min(self.input_length, path.num_tokens)
+            hashes = path.hashes(0, self.input_length // path.block_size)
+            self.ids = np.frombuffer(hashes, ">u8")[3::4].astype(np.uint64)
+        self.output_length = max(self.output_length, path.num_tokens - self.input_length)
+
+
+class ArrivalOrder:
+    """Requests in the order of their arrival, from their arrival until they are written."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[TracedRequest] = deque()
+        self._held = 0
+
+    def add(self, request: TracedRequest, blocks: int) -> None:
+        """A request of so many blocks arrives."""
+        self._waiting.append(request)
+        self.grow(request, blocks)
+        self._held += REQUEST_BYTES
+
+    def grow(self, request: TracedRequest, blocks: int) -> None:
+        """A waiting request has more blocks."""
+        request.size += 8 * blocks
+        self._held += 8 * blocks
+
+    def take(self, *, every: bool = False) -> list[TracedRequest]:
+        """The first requests, up to the first that has not ended. That one is taken too if those
+        behind it take HELD_BYTES, and all are with `every`. Requests that wait for their blocks are
+        left out then."""
+        taken = []
+        while self._waiting and (every or self._waiting[0].ended or self._held > HELD_BYTES):
+            request = self._waiting.popleft()
+            request.ended = True
+            if request.granted:
+                request.capture()
+            self._held -= request.size
+            if request.ids is not None:
+                taken.append(request)
+        return taken
+
+
+class TraceFile:
+    """A new file of JSON lines, for its user alone (0600), which ends with a whole line. Calls
+    block. OSError if it cannot be written. A file of that name is replaced."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._fd = open_private(os.fspath(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._size = 0
+
+    def header(self, source: str, block_size: int) -> None:
+        """Write the first line."""
+        header = {"source": source, "block_size": block_size}
+        self._append(msgspec.json.encode({"header": header}) + b"\n")
+
+    def requests(self, requests: Iterable[TracedRequest]) -> None:
+        """Write a line for each request."""
+        lines = [
+            msgspec.json.encode(
+                {
+                    "timestamp": round(1000 * one.at),
+                    "input_length": one.input_length,
+                    "output_length": one.output_length,
+                    "hash_ids": one.ids.tolist(),
+                }
+            )
+            for one in requests
+            if one.ids is not None
+        ]
+        self._append(b"".join(line + b"\n" for line in lines))
+
+    def _append(self, data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+# -- requests of an open cache
+
+
+class TraceRecording(Instrument):
+    """A trace that is being recorded.
+
+    A write that fails ends the recording: a trace without some of its requests would give wrong hit
+    rates, one that ends early gives right ones. The cache goes on.
+
+    Attributes:
+        requests: that are in the file.
+        error: why the recording has ended early, "" otherwise.
+    """
+
+    def __init__(self, cache: OpenCache, file: TraceFile) -> None:
+        self.requests = 0
+        self.error = ""
+        self._file = file
+        self._instruments = cache.system.supervisor.instruments
+        self._block_size = cache.block_size
+        self._began = now()
+        self._order = ArrivalOrder()
+        self._leases: dict[int, TracedRequest] = {}
+        self._preempted: dict[str, TracedRequest] = {}
+        self._workers = Workers(1, "kvactors-trace")
+        self._queued = 0  # bytes of requests that wait for the file
+        self._submit(partial(file.header, "kvactors.record", cache.block_size), 0, 0)
+        self._instruments.add(self)
+
+    # -- see `Instrument`
+
+    def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
+        """A lease is asked for or ends."""
+        message: Any = envelope.message
+        if isinstance(message, Acquire):
+            self._arrived(message)
+        elif isinstance(message, Finish | Preempt | Abandon):
+            request = self._leases.pop(message.lease, None)
+            if request is not None:
+                self._over(request, message)
+
+    def answered(
+        self, receiver: ActorRef, envelope: Envelope[Any], value: Any, error: Exception | None
+    ) -> None:
+        """A lease is granted or refused."""
+        message: Any = envelope.message
+        if isinstance(message, Acquire) and (request := self._leases.get(message.lease)):
+            request.granted = isinstance(value, AcquireResult)
+            if not request.granted:
+                del self._leases[message.lease]
+                self._refused(request)
+
+    def failed(self, actor: ActorRef, error: BaseException) -> None:
+        """PrefixIndex has failed: its leases have ended."""
+        if actor.role == PrefixIndex.ROLE:
+            for lease, request in list(self._leases.items()):
+                if request.granted:
+                    del self._leases[lease]
+                    self._over(request, None)
+
+    # -- inner parts
+
+    def _arrived(self, message: Acquire) -> None:
+        path = message.path
+        request = self._preempted.pop(message.request_id, None)
+        if request is None:
+            request = TracedRequest(now() - self._began, path.num_tokens)
+            request.request_id = message.request_id
+            self._order.add(request, path.num_full_blocks)
+        request.path, request.granted = path, False
+        self._leases[message.lease] = request
+
+    def _refused(self, request: TracedRequest) -> None:
+        request.path = None
+        if request.ids is None or request.ended:
+            request.ended = True
+            self._write()
+        else:
+            self._preempted[request.request_id] = request
+
+    def _over(self, request: TracedRequest, message: Finish | Preempt | Abandon | None) -> None:
+        if not request.granted:  # the caller has given up before the answer
+            self._refused(request)
+            return
+        request.capture()
+        if isinstance(message, Preempt) and not request.ended:
+            self._preempted[request.request_id] = request
+            return
+        if isinstance(message, Finish) and message.output_tokens is not None:
+            request.output_length = max(request.output_length, message.output_tokens)
+        request.ended = True
+        self._write()
+
+    def _write(self, *, every: bool = False) -> None:
+        taken = self._order.take(every=every)
+        for request in taken:
+            self._preempted.pop(request.request_id, None)
+        if not taken or self.error:
+            return
+        if self._queued > 2 * HELD_BYTES:
+            self._end("the file is written too slowly")
+            return
+        size = sum(request.size for request in taken)
+        self._submit(partial(self._file.requests, taken), len(taken), size)
+
+    def _submit(self, call: Callable[[], None], requests: int, size: int) -> None:
+        self._queued += size
+        future = asyncio.wrap_future(self._workers.submit(call))
+        future.add_done_callback(partial(self._written, requests, size))
+
+    def _written(self, requests: int, size: int, future: asyncio.Future[None]) -> None:
+        self._queued -= size
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            self._end(brief(error))
+        elif not self.error:
+            self.requests += requests
+
+    def _end(self, error: str) -> None:
+        """End the recording early."""
+        self._instruments.remove(self)
+        if not self.error:
+            self.error = error
+            log.warning("trace recording ended", error=error, requests=self.requests)
+        self._order = ArrivalOrder()
+        self._leases.clear()
+        self._preempted.clear()
+
+    async def close(self) -> None:
+        """Write the open requests as they are, and close the file."""
+        self._instruments.remove(self)
+        self._write(every=True)
+        self._workers.submit(self._file.close)
+        if not await self._workers.drained(CLOSE_S):
+            self._end("the file was not written in time")
+        self._workers.close()
+
+
+@asynccontextmanager
+async def record(cache: OpenCache, path: str | os.PathLike[str]) -> AsyncIterator[TraceRecording]:
+    """Record the requests of an open cache as a trace until the block ends.
+
+    The trace is for `kvactors sweep` and `kvactors replay`. It has a line for each request that was
+    granted: the time of its `acquire`, the lengths of prompt and output, and the ids of the
+    prompt's whole blocks, in the order of arrival. A preempted request has one line. A line is
+    written when its request and those before it have ended.
+
+    Args:
+        cache: the cache, on its event loop.
+        path: of the file. One of that name is replaced. It is readable by its user alone (0600):
+            who has the tokens of a prompt can find out whether the trace has it.
+
+    Returns:
+        A context manager. Inside its block is the `TraceRecording`.
+
+    Raises:
+        TypeError: `cache` is not an open cache.
+        OSError: the file cannot be written.
+    """
+    if not isinstance(cache, OpenCache):
+        raise TypeError(f"cache must be an open KVCache, not {kind(cache)}")
+    cache._client.check()
+    file = await in_thread(partial(TraceFile, path), "kvactors-trace")
+    recording = TraceRecording(cache, file)
+    try:
+        yield recording
+    finally:
+        await recording.close()
