@@ -97,8 +97,8 @@ def _reason(component: str, why: str, since: float | None) -> Reason:
 
 
 def troubles(system: System) -> Iterator[Trouble]:
-    """Every fault of an actor, sink, store, rank or copy engine, host memory that is not locked,
-    and a number of device blocks that is not set."""
+    """Every fault of an actor, sink, store, rank, copy engine or recording, host memory that is not
+    locked, and a number of device blocks that is not set."""
     yield from _actors(system)
     stores: tuple[tuple[str, CheckedBackend | DeviceStore | None], ...] = (
         ("store", system.store),
@@ -124,6 +124,9 @@ def troubles(system: System) -> Iterator[Trouble]:
         yield Trouble("copies", system.plane.trouble, None)
     if system.arena.trouble:
         yield Trouble("host memory", system.arena.trouble, None)
+    for recording in system.recordings:
+        if recording.error:
+            yield Trouble("trace recording", f"ended: {recording.error}. Record again", None)
 
 
 def _actors(system: System) -> Iterator[Trouble]:

@@ -250,11 +250,9 @@ def record(endpoint: str, *, out: Output, topic: str = "", seconds: float = math
     if not found.requests:
         print(f"{endpoint} published no block that was stored on a device", file=sys.stderr)
         return 1
-    share = found.repeated / found.stored
+    again = f"{found.repeated:,} ({found.repeated / found.stored:.1%})"
     print(f"{found.requests:,} requests in {out}")
-    print(
-        f"{found.stored:,} blocks stored on the device, {share:.1%} of them not for the first time"
-    )
+    print(f"{found.stored:,} blocks stored on the device, {again} of them a second time or later")
     for count, text in (
         (found.unknown_parents, "paths begin at a block that was stored before the recording"),
         (found.lost, "batches were lost: record with less load on this machine"),

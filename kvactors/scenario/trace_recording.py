@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -121,7 +121,8 @@ class TraceFile:
     block. OSError if it cannot be written. A file of that name is replaced."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._fd = open_private(os.fspath(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        self._fd = open_private(os.fspath(path), flags)
         self._size = 0
 
     def header(self, source: str, block_size: int) -> None:
@@ -180,14 +181,14 @@ class TraceRecording(Instrument):
         self.error = ""
         self._file = file
         self._instruments = cache.system.supervisor.instruments
-        self._block_size = cache.block_size
         self._began = now()
         self._order = ArrivalOrder()
         self._leases: dict[int, TracedRequest] = {}
         self._preempted: dict[str, TracedRequest] = {}
         self._workers = Workers(1, "kvactors-trace")
+        self._ready: list[TracedRequest] = []  # for the next write
+        self._writing: asyncio.Future[None] | None = None
         self._queued = 0  # bytes of requests that wait for the file
-        self._submit(partial(file.header, "kvactors.record", cache.block_size), 0, 0)
         self._instruments.add(self)
 
     # -- see `Instrument`
@@ -257,27 +258,34 @@ class TraceRecording(Instrument):
     def _write(self, *, every: bool = False) -> None:
         taken = self._order.take(every=every)
         for request in taken:
-            self._preempted.pop(request.request_id, None)
-        if not taken or self.error:
+            if self._preempted.get(request.request_id) is request:
+                del self._preempted[request.request_id]
+        if self.error or not taken:
             return
         if self._queued > 2 * HELD_BYTES:
             self._end("the file is written too slowly")
             return
-        size = sum(request.size for request in taken)
-        self._submit(partial(self._file.requests, taken), len(taken), size)
+        self._ready += taken
+        self._queued += sum(request.size for request in taken)
+        if self._writing is None:
+            self._submit()
 
-    def _submit(self, call: Callable[[], None], requests: int, size: int) -> None:
-        self._queued += size
-        future = asyncio.wrap_future(self._workers.submit(call))
-        future.add_done_callback(partial(self._written, requests, size))
+    def _submit(self) -> None:
+        ready, self._ready = self._ready, []
+        call = partial(self._file.requests, ready)
+        self._writing = asyncio.wrap_future(self._workers.submit(call))
+        self._writing.add_done_callback(partial(self._written, ready))
 
-    def _written(self, requests: int, size: int, future: asyncio.Future[None]) -> None:
-        self._queued -= size
+    def _written(self, requests: list[TracedRequest], future: asyncio.Future[None]) -> None:
+        self._writing = None
+        self._queued -= sum(request.size for request in requests)
         error = None if future.cancelled() else future.exception()
         if error is not None:
             self._end(brief(error))
         elif not self.error:
-            self.requests += requests
+            self.requests += len(requests)
+            if self._ready:
+                self._submit()
 
     def _end(self, error: str) -> None:
         """End the recording early."""
@@ -293,10 +301,19 @@ class TraceRecording(Instrument):
         """Write the open requests as they are, and close the file."""
         self._instruments.remove(self)
         self._write(every=True)
+        if self._ready:  # behind a write in flight
+            self._submit()
         self._workers.submit(self._file.close)
         if not await self._workers.drained(CLOSE_S):
             self._end("the file was not written in time")
         self._workers.close()
+
+
+def begin_file(path: str | os.PathLike[str], block_size: int) -> TraceFile:
+    """The file of a cache's trace, with its header. OSError."""
+    file = TraceFile(path)
+    file.header("kvactors.record", block_size)
+    return file
 
 
 @asynccontextmanager
@@ -323,9 +340,11 @@ async def record(cache: OpenCache, path: str | os.PathLike[str]) -> AsyncIterato
     if not isinstance(cache, OpenCache):
         raise TypeError(f"cache must be an open KVCache, not {kind(cache)}")
     cache._client.check()
-    file = await in_thread(partial(TraceFile, path), "kvactors-trace")
+    file = await in_thread(partial(begin_file, path, cache.block_size), "kvactors-trace")
     recording = TraceRecording(cache, file)
+    cache.system.recordings.append(recording)
     try:
         yield recording
     finally:
+        cache.system.recordings.remove(recording)
         await recording.close()

@@ -122,11 +122,11 @@ async def test_leases_that_a_restart_ends_are_written(tmp_path):
 
 @pytest.fixture
 def writes(monkeypatch):
-    """Calls `writes.before(data)` before each write of a trace."""
+    """Each write of a trace takes as many bytes as `writes.before(data)` returns."""
 
     class Writes:
         def before(self, data):
-            pass
+            return len(data)
 
     writes, write = Writes(), os.write
 
@@ -155,6 +155,9 @@ async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, writes,
             await serve(cache, f"{number}", prompt(number, 3))
         await written(lambda: recording.error)
         assert cache.system.supervisor.instruments.active == ()
+        [reason] = cache.health().reasons
+        assert reason.component == "trace recording"
+        assert "No space left on device" in reason.why
         await serve(cache, "last", prompt(1, 3))
     assert "No space left on device" in recording.error
     assert 0 < recording.requests == len(list(read_trace(path))) < 50
@@ -164,10 +167,15 @@ async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, writes,
 
 async def test_a_file_that_takes_nothing_ends_the_recording(tmp_path, writes, monkeypatch):
     released = threading.Event()
-    writes.before = lambda _: released.wait(60) and None
     monkeypatch.setattr(trace_recording, "HELD_BYTES", 2000)
+
+    def wait(data):
+        released.wait(60)
+        return len(data)
+
     path = tmp_path / "t.jsonl"
     async with opened(**LARGE) as cache, kvactors.record(cache, path) as recording:
+        writes.before = wait
         for number in range(12):
             await serve(cache, f"{number}", prompt(number, 3))
         assert recording.error == "the file is written too slowly"
