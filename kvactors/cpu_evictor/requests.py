@@ -281,7 +281,7 @@ class RequestTable:
         """Fill slots from storage. The caller holds the pins."""
         op, reader = next(self._ops), self._least_loaded(self.peers.readers)
         self._table[op] = ReadRequest(reader, len(blocks), job, first)
-        # What an exclusive store hands out makes room for the writes.
+        # The objects that an exclusive store hands out give space to the writes.
         self._probes += self.storage.exclusive
         self._load[reader.name] += len(blocks) + 1
         hashes = join_hashes(block.hash for block in blocks)

@@ -152,7 +152,7 @@ async def promised(world: World, engine: Engine) -> None:
     that were evicted since. No stored block is missed for another reason than `GOOD_REASONS`."""
     cache, drawn = world.cache, world.drawn
     if world.system.device_store is not None or world.ranks:
-        return  # the store's own index answers; a rank may be slow without a fault
+        return  # the index of the store answers, or a rank may be slow without a fault
     await cache.wait_idle(REST)
     before = _losses(cache)
     found, got = dict[int, int](), dict[int, int]()
