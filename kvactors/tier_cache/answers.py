@@ -27,14 +27,19 @@ class StoreSlots(NamedTuple):
     """The answer of `TierCache.prepare_store`.
 
     Attributes:
-        keys: the keys to copy, in the order of the call. The others have a slot already.
-        slots: one host slot for each of them.
+        keys: the keys to copy, in the order of the call. Keys in no field have a slot already.
+        slots: one host slot for each of `keys`.
         evicted: keys whose slots were taken for them, children before parents.
+        waiting: keys for which no slot is free now, in the order of the call. Keep their device
+            blocks and ask again after `end_step`.
+        refused: keys for which no slot was free for `storage.on_full_wait_s`.
     """
 
     keys: tuple[bytes, ...]
     slots: tuple[int, ...]
     evicted: tuple[bytes, ...]
+    waiting: tuple[bytes, ...] = ()
+    refused: tuple[bytes, ...] = ()
 
 
 class CopiesInFlight(NamedTuple):
@@ -75,6 +80,8 @@ class TierStatistics(NamedTuple):
         stored: keys that entered the host tier from the device.
         failed_stores: copies to the host that failed.
         evicted: keys that left the host tier for others.
+        refused_stores: keys of the device that were not stored because no host slot was free for too
+            long.
         unsaved: evicted keys that were to be saved, and that storage did not hold.
         fetched: keys that came from storage, verified.
         failed_fetches: keys that storage did not return: corrupt, missing, late, no answer.
@@ -93,6 +100,7 @@ class TierStatistics(NamedTuple):
     stored: int
     failed_stores: int
     evicted: int
+    refused_stores: int
     unsaved: int
     fetched: int
     failed_fetches: int

@@ -182,7 +182,7 @@ class TierCache:
             return
         self._enter()
         self._tiers.end_step()
-        if self._moves is not None and self._moves.is_fetching:
+        if self._moves is not None and (self._moves.is_fetching or self._tiers.stores_waiting):
             self._pace.step_ended()
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -197,8 +197,8 @@ class TierCache:
 
     def prepare_store(
         self, keys: Sequence[bytes], parents: Sequence[bytes | None] | None = None
-    ) -> StoreSlots | None:
-        """Take host slots for keys, evicting others where needed.
+    ) -> StoreSlots:
+        """Take host slots for the first keys that have none, evicting others where needed.
 
         Args:
             keys: in the order of their path.
@@ -206,8 +206,7 @@ class TierCache:
                 A key is evicted before its parent. Parents may come in a later call.
 
         Returns:
-            The keys to copy and their slots; None if not enough slots can be had now. Nothing
-            changed then.
+            The keys to copy and their slots, and the keys that wait for slots.
 
         Raises:
             ValueError: a key is no bytes or empty, a parent is no bytes, or there are not as many
@@ -303,6 +302,11 @@ class TierCache:
         wait. Calls of `end_step` bring all but the engine's copies to their end."""
         return self._tiers.pending_work + len(self._owner.handed) > 0
 
+    @property
+    def saving(self) -> int:
+        """Blocks that are written to storage, or wait to be: their slots return by themselves."""
+        return 0 if self._moves is None else self._moves.saving
+
     def statistics(self) -> TierStatistics:
         """Counters and sizes."""
         return self._tiers.statistics()
@@ -324,6 +328,8 @@ class TierCache:
         if get_ident() == self._owner.thread:
             self._enter()
             self._tiers.end_step()
+            if self._moves is not None:
+                self._moves.write_all()
         if not self._owner.close():
             return
         self._background.close()

@@ -10,7 +10,7 @@ class TierCounters:
 
     def __init__(self) -> None:
         self.host_hits = self.storage_hits = self.stored = self.failed_stores = 0
-        self.evicted = self.unsaved = 0
+        self.evicted = self.refused_stores = self.unsaved = 0
         self.fetched = self.failed_fetches = self.fetched_bytes = 0
         self.saved = self.failed_saves = self.saved_bytes = 0
 
@@ -24,6 +24,7 @@ class TierCounters:
             stored=self.stored,
             failed_stores=self.failed_stores,
             evicted=self.evicted,
+            refused_stores=self.refused_stores,
             unsaved=self.unsaved,
             fetched=self.fetched,
             failed_fetches=self.failed_fetches,

@@ -47,6 +47,12 @@ COUNTERS: tuple[tuple[str, tuple[tuple[str, str], ...], str, str], ...] = (
     ),
     ("stored_chunks", (), "stored", "Blocks copied from the device to host slots."),
     ("stores_failed", (), "failed_stores", "Copies from the device that failed."),
+    (
+        "refused_stores",
+        (),
+        "refused_stores",
+        "Blocks of the device that were not stored because no host slot was free for too long.",
+    ),
     ("evicted_chunks", HOST, "evicted", "Blocks that left the host tier for others."),
     ("unsaved_chunks", (), "unsaved", "Evicted blocks that were to be saved, and were not."),
 )

@@ -1,4 +1,4 @@
-"""Stored keys that wait for a host slot. Pure state."""
+"""Keys that wait for a host slot, to be fetched or to be stored. Pure state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WAITING = 65_536
 
 
 class RoomWaits:
-    """Bounds the time for which a look-up is PENDING because no host slot is free.
+    """Bounds the time for which keys wait because no host slot is free.
 
     A key that has waited in vain is refused for a while, so that an engine which asks in every step
     is not held up again and again.
@@ -54,13 +54,16 @@ class RoomWaits:
             self._since.pop(key, None)
             self._until.pop(key, None)
 
-    def forget_before(self, now: float) -> None:
-        """Forget keys that the engine has not asked for since they were to be refused."""
+    def forget_before(self, now: float) -> int:
+        """Forget keys that the engine has not asked for since they were to be refused. Returns how
+        many."""
+        before = len(self._since)
         while self._since:
             key, since = next(iter(self._since.items()))
             if now - since < self.patience + AGAIN:
                 break
             del self._since[key]
+        return before - len(self._since)
 
     def clear(self) -> None:
         """Nothing waits."""

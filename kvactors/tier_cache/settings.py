@@ -59,6 +59,10 @@ class TierStorage(
         write_policy: none, write_through (once stored on the host), write_through_selective (once
             touched `min_hits` times), write_back (ahead of eviction from the host).
         mooncake: settings of that back end (`storage.mooncake` of a cache).
+        on_full: what happens while saves in flight use the host slots: wait (a block to be saved
+            keeps its slot until it is saved, and blocks of the device wait for slots), or shed
+            (blocks are evicted unsaved, and those that find no slot are not stored).
+        on_full_wait_s: seconds that a block waits for a slot, and to be saved.
         timeout_s: seconds one batch may take. A fetch that takes longer is a miss.
         slot_timeout_s: seconds for which a stored key waits for a host slot. Then it is a miss.
         open_timeout_s, close_timeout_s: seconds that opening and closing may take.
@@ -79,6 +83,8 @@ class TierStorage(
     )
     min_hits: Count = 2
     mooncake: Mapping[str, Any] = {}
+    on_full: Literal["wait", "shed"] = "wait"
+    on_full_wait_s: Seconds = 1.0
     timeout_s: Seconds = 10.0
     slot_timeout_s: SecondsOrZero = 1.0
     open_timeout_s: Seconds = 60.0

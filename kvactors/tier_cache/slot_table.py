@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
 from kvactors.tier_cache.answers import CopiesInFlight, Lookup, StoreSlots
@@ -20,16 +21,28 @@ class SlotTable:
     A key whose copy is in flight when the table is reset keeps its slot until the copy completes,
     and cannot be stored again before. So a completion always names one slot.
 
-    Attributes:
+    Args:
         tier: slots and eviction order.
+        keeps: whether a block that is chosen to be evicted stays. It is pinned then.
+        streams: whether blocks go on to storage, so that a path may evict its own first blocks.
+
+    Attributes:
         held: keys answered HIT since the last `end_step`. They are not evicted.
         awaited: fetched keys that were not answered HIT yet, with the time up to which they are not
             evicted. Without it two requests with more blocks than slots would evict each other's
             without end.
     """
 
-    def __init__(self, tier: HostTier) -> None:
+    def __init__(
+        self,
+        tier: HostTier,
+        keeps: Callable[[HostBlock], bool] = lambda block: False,
+        *,
+        streams: bool = False,
+    ) -> None:
         self.tier = tier
+        self._keeps = keeps
+        self._streams = streams
         self.held: set[bytes] = set()
         self.awaited: dict[bytes, float] = {}
         self._blocks = tier.blocks
@@ -69,23 +82,29 @@ class SlotTable:
     # -- stores
 
     def prepare_store(
-        self, keys: Sequence[bytes], parents: Sequence[bytes | None] | None = None
-    ) -> StoreSlots | None:
-        """Take slots for the keys that have none.
+        self,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes | None] | None = None,
+        most: int = sys.maxsize,
+        spare: int = 0,
+    ) -> StoreSlots:
+        """Take slots for the first keys that have none, as many as can be had.
 
         Args:
             keys: in the order of their path.
             parents: of each key, None where unknown; None if none is known. Keys that have a slot
                 learn theirs too.
+            most: slots at most.
+            spare: slots that others wait for.
 
         Returns:
-            None if not enough slots can be had. Nothing changed then.
+            `waiting` are all keys that got no slot.
         """
         above = dict(zip(keys, parents, strict=True)) if parents else {}
-        wanted = [key for key in dict.fromkeys(keys) if not self.is_taken(key)]
-        evicted = self.make_room(len(wanted), keys)
-        if evicted is None:
-            return None
+        lacking = [key for key in dict.fromkeys(keys) if not self.is_taken(key)]
+        path = [] if self._streams else self._ancestors(above.get(next(iter(keys), b"")))
+        count, evicted = self._make_room(min(most, len(lacking)), [*path, *keys], spare)
+        wanted, lacking = lacking[:count], lacking[count:]
         for key in reversed(above):
             self._learn_parent(key, above[key])
         slots: dict[bytes, int] = {}
@@ -94,7 +113,8 @@ class SlotTable:
             slots[key] = self.tier.add(key, parent, SlotState.RESIDENT).slot
         for key in wanted:
             self._stores[key] = self._blocks[key]
-        return StoreSlots(tuple(wanted), tuple(slots[key] for key in wanted), tuple(evicted))
+        given = tuple(slots[key] for key in wanted)
+        return StoreSlots(tuple(wanted), given, tuple(evicted), tuple(lacking))
 
     def _learn_parent(self, key: bytes, parent: bytes | None) -> None:
         """A key that has a slot is given its parent, if that was unknown."""
@@ -123,40 +143,53 @@ class SlotTable:
         self._named.add(parent)
         return parent
 
+    def _ancestors(self, key: bytes | None) -> list[bytes]:
+        """A key and the keys before it on its path, as far as they have slots."""
+        found: list[bytes] = []
+        while key and (block := self._blocks.get(key)) is not None:
+            found.append(key)
+            key = block.parent
+        return found
+
     def is_taken(self, key: bytes) -> bool:
         """Whether a key has a slot, or had one that a copy still uses."""
         return key in self._blocks or key in self._stores or key in self._loads
 
-    def make_room(self, count: int, keys: Sequence[bytes] = ()) -> list[bytes] | None:
-        """Evict until `count` slots are free.
+    def _make_room(
+        self, count: int, keys: Sequence[bytes] = (), spare: int = 0
+    ) -> tuple[int, list[bytes]]:
+        """Evict blocks for the slots that are lacking.
 
         Args:
             count: slots.
             keys: not evicted.
+            spare: slots that stay beside them, free or of blocks that can be evicted.
 
         Returns:
-            The evicted keys, children before parents; None if not enough slots can be had.
-            Nothing changed then.
+            The slots that can be had, at most `count`, and the evicted keys, children before
+            parents.
         """
-        lacking = count - self.tier.free
-        if lacking <= 0:
-            return []
+        free = self.tier.free
+        lacking = count + spare - free
+        if count <= 0 or lacking <= 0:
+            return count, []
         if self._full is not None and self._full == self._moment:
-            return None  # every look-up of a step would search all slots in vain
-        victims = self._victims(lacking, keys)
-        if len(victims) < lacking:
-            if not (victims or keys):
-                self._full = self._moment
-            return None
+            return 0, []  # every look-up of a step would search all slots in vain
+        chosen = self._victims(lacking, keys)
+        if not (chosen or keys):
+            self._full = self._moment
+        victims = [block for block in chosen if not self._keeps(block)]
+        found = max(0, min(count, free + len(victims) - spare))
+        del victims[max(0, found - free) :]
         for block in victims:
             self.tier.drop(block)
-        return [block.hash for block in victims]
+        return found, [block.hash for block in victims]
 
     def take_slot(self, key: bytes) -> tuple[HostBlock, list[bytes]] | None:
         """A slot for a key whose bytes come from storage, and the keys that were evicted for it.
         None if no slot can be had."""
-        evicted = self.make_room(1)
-        if evicted is None:
+        found, evicted = self._make_room(1)
+        if not found:
             return None
         block = self.tier.add(key, UNKNOWN, SlotState.RESIDENT)
         if evicted:  # the new block is pinned, so the planned victims are still the next
@@ -283,6 +316,11 @@ class SlotTable:
         """The stores and loads that were begun and not completed."""
         loads = [key for key, (_, count) in self._loads.items() for _ in range(count)]
         return CopiesInFlight(tuple(self._stores), tuple(loads))
+
+    @property
+    def returns_slots(self) -> bool:
+        """Whether blocks that cannot be evicted now can be later."""
+        return bool(self.tier.pinned or self.held or self.awaited)
 
     @property
     def in_flight(self) -> int:

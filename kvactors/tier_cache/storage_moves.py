@@ -72,6 +72,7 @@ class StorageMoves:
         self._slots = slots
         self._memory = memory
         self._events = events
+        self._short = [0, 0]  # look-ups that found no slot, in the last step and in this one
         self._reports_storage = events.wants(Tier.STORAGE)
         self._counters = counters
         self._queued: dict[bytes, HostBlock] = {}  # fetches that were not submitted
@@ -90,6 +91,11 @@ class StorageMoves:
         """Whether fetches have begun and not ended."""
         return bool(self._started)
 
+    @property
+    def loads_waiting(self) -> int:
+        """Look-ups that found no slot, in this step and the one before."""
+        return sum(self._short)
+
     # -- look-ups
 
     def lookup(self, key: bytes) -> Lookup:
@@ -104,6 +110,7 @@ class StorageMoves:
             self._record_stored([key])
         found = self._slots.take_slot(key)
         if found is None:
+            self._short[1] += 1
             return PENDING if self.waits.may_wait(key, storage.clock()) else MISS
         self.waits.got_slot(key)
         block, evicted = found
@@ -151,9 +158,8 @@ class StorageMoves:
     def on_evicted(self, keys: list[bytes] | tuple[bytes, ...]) -> None:
         """Keys left the host tier for others."""
         self._counters.evicted += len(keys)
-        self._counters.unsaved += sum(map(self.saves.wants, keys))
+        self._counters.unsaved += self.saves.on_evicted(keys)
         self._events.record(Tier.HOST, False, keys, Reason.CPU_EVICTION)
-        self.saves.on_evicted(keys)
         self.from_storage.difference_update(keys)
 
     # -- jobs
@@ -161,8 +167,10 @@ class StorageMoves:
     def submit(self) -> None:
         """Begin the fetches, queries and saves that are queued."""
         self._trouble = None
+        self._short = [self._short[1], 0]
         self._submit_queries()
         self._submit_fetches()
+        self.saves.expire()
         self._submit_saves()
         if self._started:
             self._find_late()
@@ -187,7 +195,14 @@ class StorageMoves:
                 self.storage.submit_load(self._job, *self._memory_of(some))
 
     def _submit_saves(self) -> None:
-        most = max(1, self._slots.tier.capacity // SAVING)
+        self._write(max(1, self._slots.tier.capacity // SAVING))
+
+    def write_all(self) -> None:
+        """Begin every save that is queued: the cache is shut down."""
+        self._write(self._saving + len(self.saves))
+
+    def _write(self, most: int) -> None:
+        """Begin saves until so many blocks are written."""
         while self._saving < most:
             some = self.saves.take(min(BATCH, most - self._saving))
             if not some:
@@ -256,8 +271,7 @@ class StorageMoves:
 
     def _saved(self, result: StorageResult, blocks: list[HostBlock]) -> None:
         self._saving -= len(blocks)
-        for block in blocks:
-            self._slots.tier.unpin(block)
+        self.saves.on_ended(blocks, result.ok)
         saved = [key for key, ok in zip(result.keys, result.ok, strict=True) if ok]
         for key in saved:
             self._failed.pop(key, None)
@@ -298,6 +312,11 @@ class StorageMoves:
         self.from_storage.clear()
         if storage:
             self._record_removed(self.storage.clear(), Reason.CLEAR)
+
+    @property
+    def saving(self) -> int:
+        """Blocks that are written, or wait to be."""
+        return self._saving + len(self.saves)
 
     @property
     def pending_work(self) -> int:

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from kvactors.storage.slot_store import SlotStore
     from kvactors.tier_cache.slot_memory import SlotMemory
 
-OWN = {"write_policy", "min_hits", "slot_timeout_s", "open_timeout_s", "close_timeout_s"}
+OWN = {
+    "write_policy",
+    "min_hits",
+    "on_full",
+    "on_full_wait_s",
+    "slot_timeout_s",
+    "open_timeout_s",
+    "close_timeout_s",
+}
 """Settings of `TierStorage` that a back end does not need."""
 
 

@@ -9,6 +9,7 @@ from kvactors.cpu_evictor.slots import HostTier
 from kvactors.tier_cache.answers import StoreSlots, TierStatistics
 from kvactors.tier_cache.counters import TierCounters
 from kvactors.tier_cache.event_log import EventLog
+from kvactors.tier_cache.room_waits import RoomWaits
 from kvactors.tier_cache.save_policy import SaveQueue
 from kvactors.tier_cache.settings import TierConfig
 from kvactors.tier_cache.sink_feed import SinkFeed
@@ -17,6 +18,9 @@ from kvactors.tier_cache.slot_table import SlotTable
 from kvactors.tier_cache.storage_moves import StorageMoves
 from kvactors.tier_cache.storage_tier import StorageTier
 from kvactors.types import Reason, Tier
+
+LOADS = 3
+"""Quarters of the host slots that stores leave to look-ups that wait for slots."""
 
 
 class Tiers:
@@ -44,17 +48,28 @@ class Tiers:
         feed: SinkFeed | None = None,
     ) -> None:
         self._tier = HostTier(config.num_slots, config.num_slots, policy=POLICIES[config.policy]())
-        self.slots = SlotTable(self._tier)
         self.events = EventLog([Tier[name.upper()] for name in config.events], feed)
         self.feed = feed
         self._counters = TierCounters()
         self._clock = clock
+        settings = config.storage
+        patience = settings.on_full_wait_s if settings.on_full == "wait" else 0.0
+        self._waits = RoomWaits(patience)
+        self._short = [0, 0]  # stores that found too few slots, in the last step and in this one
         self.moves: StorageMoves | None = None
-        if storage is not None:
-            settings = config.storage
+        if storage is None:
+            self.slots = SlotTable(self._tier)
+        else:
             saves = SaveQueue(
-                settings.write_policy, settings.min_hits, self._tier, storage.contains
+                settings.write_policy,
+                settings.min_hits,
+                self._tier,
+                storage.contains,
+                clock,
+                patience,
             )
+            streams = settings.write_policy in ("write_through", "write_back")
+            self.slots = SlotTable(self._tier, saves.keeps, streams=streams)
             self.moves = StorageMoves(
                 self.slots,
                 memory,
@@ -67,7 +82,10 @@ class Tiers:
 
     def end_step(self) -> None:
         """See `TierCache.end_step`."""
-        self.slots.end_step(self._clock())
+        now = self._clock()
+        self.slots.end_step(now)
+        self._short = [self._short[1], 0]
+        self._counters.refused_stores += self._waits.forget_before(now)
         if self.moves is not None:
             self.moves.submit()
         if self.feed is not None:
@@ -81,16 +99,33 @@ class Tiers:
 
     def prepare_store(
         self, keys: Sequence[bytes], parents: Sequence[bytes | None] | None
-    ) -> StoreSlots | None:
+    ) -> StoreSlots:
         """See `TierCache.prepare_store`."""
-        found = self.slots.prepare_store(keys, parents)
-        if found is not None and found.evicted:
-            if self.moves is not None:
-                self.moves.on_evicted(found.evicted)
-            else:
-                self._counters.evicted += len(found.evicted)
-                self.events.record(Tier.HOST, False, found.evicted, Reason.CPU_EVICTION)
-        return found
+        capacity = self._tier.capacity
+        share = -(-capacity // max(1, self._short[0]))  # each gets as much as the others that wait
+        loads = 0 if self.moves is None else self.moves.loads_waiting
+        spare = min(loads, -(-capacity * LOADS // 4))
+        found = self.slots.prepare_store(keys, parents, share, spare)
+        if self.moves is not None:
+            self.moves.saves.on_offered(keys)
+            self.moves.on_evicted(found.evicted)
+        elif found.evicted:
+            self._counters.evicted += len(found.evicted)
+            self.events.record(Tier.HOST, False, found.evicted, Reason.CPU_EVICTION)
+        for key in found.keys:
+            self._waits.got_slot(key)
+        return self._wait(found) if found.waiting else found
+
+    def _wait(self, found: StoreSlots) -> StoreSlots:
+        """Sort the keys without a slot: those that wait, and those that have waited in vain."""
+        now, may_wait = self._clock(), self.slots.returns_slots
+        waiting, refused = list[bytes](), list[bytes]()
+        for key in found.waiting:
+            waits = may_wait and self._waits.may_wait(key, now)
+            (waiting if waits else refused).append(key)
+        self._short[1] += bool(waiting)
+        self._counters.refused_stores += len(refused)
+        return found._replace(waiting=tuple(waiting), refused=tuple(refused))
 
     def complete_store(self, keys: Sequence[bytes], success: bool) -> None:
         """See `TierCache.complete_store`."""
@@ -123,8 +158,14 @@ class Tiers:
     def reset(self, *, storage: bool) -> None:
         """See `TierCache.reset`."""
         self.events.record(Tier.HOST, False, self.slots.reset(), Reason.CLEAR)
+        self._waits.clear()
         if self.moves is not None:
             self.moves.reset(storage=storage)
+
+    @property
+    def stores_waiting(self) -> bool:
+        """Whether a store found too few slots in the last step."""
+        return bool(self._short[0])
 
     @property
     def pending_work(self) -> int:

@@ -175,6 +175,8 @@ class SimEngine:
                     "write_policy": noise.choice(policies),
                     "timeout_s": TIMEOUT,
                     "slot_timeout_s": SLOT_TIMEOUT,
+                    "on_full": noise.choice(("wait", "wait", "shed")),
+                    "on_full_wait_s": SLOT_TIMEOUT,
                 },
             }
         )
@@ -238,8 +240,6 @@ class SimEngine:
         keys = [self.keys[i] for i in chosen]
         parents = [self.parent(i) for i in chosen] if self.noise.random() < 0.7 else None
         found = self.cache.prepare_store(keys, parents)
-        if found is None:
-            return
         require(self.hits.isdisjoint(found.evicted), "a HIT was evicted within its step")
         loading = {key for key, _ in self.loads}
         require(loading.isdisjoint(found.evicted), "a key was evicted while it is loaded")

@@ -52,14 +52,12 @@ def on_disk(folder: Any, num_slots: int = 4, **storage: Any) -> TierCache:
 def store(
     cache: TierCache, keys: Sequence[bytes], parents: Sequence[bytes | None] | None = None
 ) -> bool:
-    """Store keys with their payloads. Returns whether there were slots."""
+    """Store keys with their payloads. Returns whether there were slots for all of them."""
     found = cache.prepare_store(keys, parents)
-    if found is None:
-        return False
     for key, slot in zip(found.keys, found.slots, strict=True):
         cache.memory.view(slot)[:] = payload(key)
     cache.complete_store(found.keys)
-    return True
+    return not (found.waiting or found.refused)
 
 
 def settle(cache: TierCache) -> None:

@@ -123,7 +123,6 @@ def test_what_an_engine_has_at_hand_is_taken(cache: TierCache) -> None:
     cache.complete_store({KEYS[3]: "request"}, np.bool_(True))
     cache.end_step()
     found = cache.prepare_store(iter(KEYS[4:6]), iter([None, KEYS[4]]))  # type: ignore[arg-type]
-    assert found is not None
     assert found.keys == tuple(KEYS[4:6])
     worker = CopyWorker(
         [np.zeros((np.int64(4), BLOCK), np.uint8)],
@@ -172,7 +171,7 @@ def test_empty_batches_do_nothing(cache: TierCache) -> None:
     cache.complete_store([])
     cache.complete_load([])
     assert cache.prepare_load([]) == []
-    assert cache.prepare_store([], []) == ((), (), ())
+    assert cache.prepare_store([], []) == ((), (), (), (), ())
     assert state(cache) == before
 
 
@@ -224,7 +223,6 @@ def test_a_cache_that_is_shut_down_before_its_worker_keeps_the_memory_of_copies(
     device = np.full((4, size), 7, np.uint8)
     worker = CopyWorker([device], cache.memory, inline_bytes=0)
     found = cache.prepare_store(KEYS[:4])
-    assert found is not None
     worker.submit_store("before", range(4), found.slots)
     cache.shutdown()
     worker.submit_store("after", range(4), found.slots)

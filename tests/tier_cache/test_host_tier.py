@@ -20,7 +20,7 @@ def make(num_slots: int = 4, **settings: object) -> TierCache:
 
 
 def store(cache: TierCache, keys: list[bytes], parents: list[bytes | None] | None = None) -> None:
-    assert cache.prepare_store(keys, parents) is not None
+    assert not cache.prepare_store(keys, parents).waiting
     cache.complete_store(keys)
 
 
@@ -28,7 +28,6 @@ def test_a_key_is_missing_then_pending_then_a_hit():
     cache = make()
     assert cache.lookup(KEYS[0]) is Lookup.MISS
     found = cache.prepare_store(KEYS[:2])
-    assert found is not None
     assert found.keys == tuple(KEYS[:2])
     assert len(set(found.slots)) == 2
     assert found.evicted == ()
@@ -44,7 +43,7 @@ def test_a_failed_store_leaves_nothing():
     cache.prepare_store(KEYS[:4])
     cache.complete_store(KEYS[:4], success=False)
     assert cache.lookup(KEYS[0]) is Lookup.MISS
-    assert cache.prepare_store(KEYS[4:8]) is not None
+    assert cache.prepare_store(KEYS[4:8]).keys == tuple(KEYS[4:8])
     cache.check()
 
 
@@ -52,10 +51,8 @@ def test_keys_that_have_a_slot_are_not_stored_again():
     cache = make()
     store(cache, KEYS[:2])
     found = cache.prepare_store([*KEYS[:3], KEYS[2]])
-    assert found is not None
     assert found.keys == (KEYS[2],)
     again = cache.prepare_store(KEYS[:3])
-    assert again is not None
     assert again.keys == ()
 
 
@@ -63,12 +60,12 @@ def test_a_hit_is_not_evicted_before_the_end_of_the_step():
     cache = make(2)
     store(cache, KEYS[:2])
     assert cache.lookup(KEYS[0]) is Lookup.HIT
-    assert cache.prepare_store(KEYS[2:4]) is None
-    assert cache.lookup(KEYS[1]) is Lookup.HIT, "a store that was refused changed something"
-    cache.end_step()
     found = cache.prepare_store(KEYS[2:4])
-    assert found is not None
-    assert set(found.evicted) == set(KEYS[:2])
+    assert (found.keys, found.evicted, found.waiting) == ((KEYS[2],), (KEYS[1],), (KEYS[3],))
+    assert cache.lookup(KEYS[0]) is Lookup.HIT
+    cache.end_step()
+    found = cache.prepare_store(KEYS[3:4])
+    assert (found.keys, found.evicted, found.waiting) == ((KEYS[3],), (KEYS[0],), ())
 
 
 def test_a_load_pins_its_slots():
@@ -78,11 +75,11 @@ def test_a_load_pins_its_slots():
     cache.prepare_load(KEYS[:1])
     cache.prepare_load(KEYS[:1])
     cache.end_step()
-    assert cache.prepare_store(KEYS[2:4]) is None
+    assert cache.prepare_store(KEYS[2:4]).evicted == (KEYS[1],)
     cache.complete_load(KEYS[:1])
-    assert cache.prepare_store(KEYS[2:4]) is None
+    assert cache.prepare_store(KEYS[2:4]).waiting == (KEYS[3],)
     cache.complete_load(KEYS[:1])
-    assert cache.prepare_store(KEYS[2:4]) is not None
+    assert cache.prepare_store(KEYS[2:4]).evicted == (KEYS[0],)
     cache.check()
 
 
@@ -91,7 +88,6 @@ def test_a_child_is_evicted_before_its_parent():
     for i in range(3):
         store(cache, KEYS[i : i + 1], [KEYS[i - 1] if i else None])
     found = cache.prepare_store(KEYS[3:5])
-    assert found is not None
     assert found.evicted == (KEYS[2], KEYS[1])
 
 
@@ -101,7 +97,6 @@ def test_a_parent_that_comes_late_is_evicted_after_its_child():
     cache.prepare_store(KEYS[:3], [None, KEYS[0], KEYS[1]])
     cache.touch([KEYS[2], KEYS[1], KEYS[0]])  # the wrong way round
     found = cache.prepare_store(KEYS[3:5])
-    assert found is not None
     assert found.evicted == (KEYS[2], KEYS[1])
 
 
@@ -111,7 +106,6 @@ def test_keys_that_name_each_other_as_parents_can_be_evicted():
     cache.complete_store(KEYS[:3])
     cache.prepare_store(KEYS[:3], [KEYS[2], KEYS[0], KEYS[1]])
     found = cache.prepare_store(KEYS[3:6])
-    assert found is not None
     assert set(found.evicted) == set(KEYS[:3])
     cache.check()
 
@@ -121,7 +115,6 @@ def test_touched_keys_are_evicted_last():
     store(cache, KEYS[:3])
     cache.touch([KEYS[2]])
     found = cache.prepare_store(KEYS[3:5])
-    assert found is not None
     assert KEYS[2] not in found.evicted
 
 
@@ -161,10 +154,9 @@ def test_a_slot_in_use_at_a_reset_is_free_when_its_copy_ends():
     cache.prepare_store(KEYS[1:2])
     cache.reset()
     assert cache.lookup(KEYS[0]) is Lookup.MISS
-    assert cache.prepare_store(KEYS[2:3]) is None, "a slot in use was handed out"
+    assert cache.prepare_store(KEYS[2:3]).keys == (), "a slot in use was handed out"
     again = cache.prepare_store(KEYS[:2])
-    assert again is not None
-    assert again.keys == (), "a key was stored again while its former copy was in flight"
+    assert (again.keys, again.waiting) == ((), ()), "a key was stored again while its former copy was in flight"
     cache.complete_load(KEYS[:1])
     cache.complete_store(KEYS[1:2])
     assert cache.lookup(KEYS[1]) is Lookup.MISS

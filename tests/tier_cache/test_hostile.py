@@ -105,9 +105,7 @@ def test_a_caller_that_reuses_its_buffer_after_the_result_changes_no_object(tmp_
 def serve_without_end(cache: TierCache) -> None:
     for key in itertools.cycle(KEYS[:40]):
         if cache.lookup(key) is Lookup.MISS:
-            found = cache.prepare_store([key])
-            if found is not None:
-                cache.complete_store(found.keys)
+            cache.complete_store(cache.prepare_store([key]).keys)
         cache.end_step()
 
 

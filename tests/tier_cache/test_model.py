@@ -60,6 +60,14 @@ class HostModel:
         for key in keys:
             self.parents.pop(key, None)
 
+    def path(self, key: bytes | None) -> set[bytes]:
+        """A key and its ancestors, as far as they are present."""
+        found = set()
+        while key is not None and key in self.readable | (self.stores - self.withdrawn):
+            found.add(key)
+            key = self.parents.get(key)
+        return found
+
     def evictable(self, spared: set[bytes]) -> set[bytes]:
         """Keys that can be evicted, children before parents."""
         present = self.readable | (self.stores - self.withdrawn)
@@ -102,17 +110,17 @@ class HostMachine(RuleBasedStateMachine):
         wanted = [key for key in dict.fromkeys(keys) if key not in taken]
         lacking = len(wanted) - (model.num_slots - model.used)
         found = self.cache.prepare_store(keys, parents)
-        if found is None:
-            assert len(model.evictable(set(keys))) < lacking
-            return
-        assert list(found.keys) == wanted
-        assert len(found.evicted) == max(0, lacking)
-        assert set(found.evicted) <= model.evictable(set(keys))
+        evictable = model.evictable({*keys, *model.path(parents[0] if parents else None)})
+        missing = max(0, lacking - len(evictable))
+        assert list(found.keys) == wanted[: len(wanted) - missing]
+        assert [*found.waiting, *found.refused] == wanted[len(wanted) - missing :]
+        assert len(found.evicted) == max(0, lacking) - missing
+        assert set(found.evicted) <= evictable
         for key in found.evicted:
             model.readable.remove(key)
             assert key not in {model.parents.get(other) for other in model.readable | model.stores}
         model.forget(set(found.evicted))
-        model.stores |= set(wanted)
+        model.stores |= set(found.keys)
         if named:
             model.learn((model.readable | (model.stores - model.withdrawn)).intersection(keys))
         for key, slot in zip(found.keys, found.slots, strict=True):
@@ -267,7 +275,7 @@ def test_threads_complete_copies_while_the_owner_works():
             (slot,) = cache.prepare_load([key])
             assert bytes(cache.memory.view(slot)) == payload(key)
             ended.append((False, [key]))
-        elif (found := cache.prepare_store([key])) is not None and found.keys:
+        elif (found := cache.prepare_store([key])).keys:
             cache.memory.view(found.slots[0])[:] = payload(key)
             ended.append((True, [key]))
         if noise.random() < 0.3:

@@ -140,7 +140,7 @@ def test_a_look_up_without_a_free_slot_ends(held_by):
     assert store(cache, KEYS[1:3])
     settle(cache)
     if held_by == "stores":
-        assert cache.prepare_store(KEYS[3:5]) is not None
+        assert cache.prepare_store(KEYS[3:5]).keys == tuple(KEYS[3:5])
     else:
         assert [cache.lookup(key) for key in KEYS[1:3]] == [Lookup.HIT] * 2
         if held_by == "loads":
@@ -161,7 +161,7 @@ def test_a_look_up_without_a_free_slot_ends(held_by):
         cache.complete_store(KEYS[3:5])
     elif held_by == "loads":
         cache.complete_load(KEYS[1:3])
-    cache.end_step()
+    settle(cache)
     assert answer(cache, KEYS[0]) is Lookup.HIT, "a key that was refused stays a miss"
     cache.check()
     cache.shutdown()

@@ -74,6 +74,7 @@ class StorageMachine(RuleBasedStateMachine):
                 "write_policy": policy,
                 "timeout_s": 30.0,
                 "slot_timeout_s": 0.02,
+                "on_full_wait_s": 0.02,
             },
         )
         self.model = StoreModel()
@@ -126,8 +127,6 @@ class StorageMachine(RuleBasedStateMachine):
     def prepare_store(self, keys):
         model = self.model
         found = self.cache.prepare_store(keys)
-        if found is None:
-            return
         assert not model.stores.intersection(found.keys)
         assert not set(model.loads).intersection(found.evicted), "a block that is being loaded"
         assert not model.hits.intersection(found.evicted), "a block that was answered HIT"

@@ -68,8 +68,8 @@ class HostTiers:
     # -- eviction from the device
 
     def keep(self, victims: Sequence[IndexedBlock]) -> None:
-        """Copy evicted blocks to host slots, as many as there is space for. Those nearest to the
-        start of their paths come first: a block without its path cannot be matched.
+        """Copy evicted blocks to host slots, and go on as saves to storage give slots back. Those
+        nearest to the start of their paths come first: a block without its path cannot be matched.
 
         Args:
             victims: children before parents.
@@ -77,24 +77,23 @@ class HostTiers:
         Raises:
             DeviceError: a copy does not end. The blocks must not be used any more.
         """
-        wanted = list(reversed(victims)) if self._keeps else []
-        count = min(len(wanted), self.tiers.config.num_slots)
-        while count:
-            keys = [block.hash for block in wanted[:count]]
-            parents = [None if block.parent is None else block.parent.hash for block in wanted]
-            found = self.tiers.prepare_store(keys, parents[:count])
-            if found is None:
-                count //= 2
-                continue
+        wanted = {block.hash: block for block in reversed(victims)} if self._keeps else {}
+        keys, dropped = tuple(wanted), len(victims) - len(wanted)
+        while keys:
+            parents = [None if (above := wanted[key].parent) is None else above.hash for key in keys]
+            found = self.tiers.prepare_store(keys, parents)
+            keys = found.waiting
+            dropped += len(found.refused)
             if found.keys:
-                blocks = {block.hash: block.block for block in wanted}
-                error = self._copies.store([blocks[key] for key in found.keys], found.slots)
+                error = self._copies.store([wanted[key].block for key in found.keys], found.slots)
                 self.tiers.complete_store(found.keys, success=not error)
                 if error:
-                    log.error("blocks not kept in host memory", blocks=len(keys), error=error)
-                    count -= len(found.keys)
-            break
-        self.dropped += len(victims) - count
+                    log.error("blocks not kept in host memory", blocks=len(found.keys), error=error)
+                    dropped += len(found.keys)
+            if not (keys and self.tiers.saving):  # slots of loads return in another call
+                break
+            self.tiers.end_step()
+        self.dropped += dropped + len(keys)
         self.tiers.end_step()
 
     # -- hits

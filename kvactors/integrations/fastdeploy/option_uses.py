@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvactors.integrations.fastdeploy.settings import ManagerSettings
 
 OPENING = {"open_timeout_s", "close_timeout_s"}
+SLOT_WAITS = {"on_full", "on_full_wait_s", "slot_timeout_s"}
 SLOTS = {"numa_node", "copy_threads"}
 """Options of host slots."""
 READS = {"staging_slots", "fetch_wait_s"}
@@ -34,7 +35,7 @@ def check_uses(settings: ManagerSettings) -> None:
         unused |= SLOTS
     used = {"backend", "write_policy", "rank", "ranks"}
     if stored:
-        used |= STORAGE_USES[settings.backend] | OPENING | {"slot_timeout_s"}
+        used |= STORAGE_USES[settings.backend] | OPENING | SLOT_WAITS
         used -= {"min_hits"}
     elif direct:
         used |= OPENING | {"timeout_s"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,14 +52,23 @@ class _Store:
     """A store.
 
     Attributes:
-        keys: of the pages that are copied.
-        whole: whether all pages of the call have a slot, and their copies have not failed.
-        in_flight: whether the copy has not ended.
+        pages: places on the device, by key, in the order of the path.
+        parents: the key before each on the path.
+        waiting: keys that have no slot yet.
+        keys: of the pages that are copied now.
+        whole: whether no page was refused a slot, and no copy has failed.
     """
 
-    keys: Sequence[bytes]
-    whole: bool
-    in_flight: bool
+    pages: Mapping[bytes, int]
+    parents: Mapping[bytes, bytes | None]
+    waiting: Sequence[bytes]
+    keys: Sequence[bytes] = ()
+    whole: bool = True
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a page is copied, or waits for a slot."""
+        return bool(self.keys or self.waiting)
 
 
 class PageMoves:
@@ -196,31 +205,39 @@ class PageMoves:
     # -- stores
 
     def queue_store(self, keys: Sequence[bytes], pages: Sequence[int]) -> bool:
-        """Copy device pages to the host tier. As many from the start as have space.
+        """Copy device pages to the host tier. Pages without a slot wait for one: SGLang keeps them
+        until `stored` counts the store.
 
         Returns:
             Whether a store has begun, which `stored` counts when it has ended.
         """
         if self._closed:
             return False
-        parents = [None, *keys[:-1]]
-        count = len(keys)
-        while (found := self._tiers.prepare_store(keys[:count], parents[:count])) is None:
-            count //= 2
-        if not count:
-            return False
         job, self._next_store = ("store", self._next_store), self._next_store + 1
-        places = dict(zip(keys, pages, strict=True))
-        if found.keys:
-            try:
-                self._copies.submit_store(
-                    job, [places[key] for key in found.keys], found.slots, stream=self._stream()
-                )
-            except (DeviceError, CacheClosed, ValueError):
-                self._tiers.complete_store(found.keys, success=False)
-                return False
-        self._stores[job] = _Store(found.keys, count == len(keys), bool(found.keys))
+        store = _Store(
+            dict(zip(keys, pages, strict=True)), dict(zip(keys, [None, *keys])), keys
+        )
+        self._go_on(job, store)
+        if not (store.in_flight or store.whole):
+            return False
+        self._stores[job] = store
         return True
+
+    def _go_on(self, job: Hashable, store: _Store) -> None:
+        """Copy the pages of a store that get slots now."""
+        parents = [store.parents[key] for key in store.waiting]
+        found = self._tiers.prepare_store(store.waiting, parents)
+        store.keys, store.waiting = found.keys, found.waiting
+        store.whole = store.whole and not found.refused
+        if not found.keys:
+            return
+        pages = [store.pages[key] for key in found.keys]
+        try:
+            self._copies.submit_store(job, pages, found.slots, stream=self._stream())
+        except (DeviceError, CacheClosed, ValueError):
+            self._tiers.complete_store(found.keys, success=False)
+            store.keys = store.waiting = ()
+            store.whole = False
 
     def stored(self) -> int:
         """Stores that have ended, up to the oldest that has not."""
@@ -243,17 +260,23 @@ class PageMoves:
     # -- the rest
 
     def end_step(self) -> None:
-        """A step of the scheduler has ended: pages that `find` counted may be evicted."""
+        """A step of the scheduler has ended: pages that `find` counted may be evicted, and stores go
+        on."""
         self._wait_left_s = self._fetch_wait_s
-        if not self._closed:
-            self._tiers.end_step()
+        if self._closed:
+            return
+        self._collect()
+        self._tiers.end_step()
+        for job, store in self._stores.items():
+            if store.waiting and not store.keys:
+                self._go_on(job, store)
 
     def _collect(self) -> None:
         for ended in self._copies.get_finished():
             if ended.stored:
                 store = self._stores[ended.job]
                 self._tiers.complete_store(store.keys, success=not ended.error)
-                store.whole, store.in_flight = store.whole and not ended.error, False
+                store.whole, store.keys = store.whole and not ended.error, ()
             elif ended.error:
                 self._failed_loads.add(ended.job)
 
@@ -273,6 +296,8 @@ class PageMoves:
             self.cancel_load(request)
         for number in list(self._batches):
             self.finish_loads(number)
+        for store in self._stores.values():
+            store.waiting = ()
         if not self._copies.wait(self._stores, WAIT):
             raise DeviceError(f"a copy has not ended in {WAIT} s")
         self._collect()

@@ -17,7 +17,7 @@ WHERE = "--hicache-storage-backend-extra-config"
 LINKER_WHERE = "--unified-cache-external-linker-config: linker_extra_config"
 KV = "kv"
 """SGLang's name of the pool that holds the keys and values of full attention."""
-NO_EFFECT = ("write_policy", "min_hits", "slot_timeout_s")
+NO_EFFECT = ("write_policy", "min_hits", "on_full", "on_full_wait_s", "slot_timeout_s")
 """Settings of the storage below a host tier of kvactors."""
 PROCESS_STORES = ("file", "memory")
 """Back ends whose objects only one process can use."""
