@@ -80,8 +80,7 @@ class TierStatistics(NamedTuple):
         stored: keys that entered the host tier from the device.
         failed_stores: copies to the host that failed.
         evicted: keys that left the host tier for others.
-        refused_stores: keys of the device that were not stored because no host slot was free for too
-            long.
+        refused_stores: keys that were not stored on the host because no slot was free for too long.
         unsaved: evicted keys that were to be saved, and that storage did not hold.
         fetched: keys that came from storage, verified.
         failed_fetches: keys that storage did not return: corrupt, missing, late, no answer.

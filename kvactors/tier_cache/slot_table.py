@@ -36,7 +36,7 @@ class SlotTable:
     def __init__(
         self,
         tier: HostTier,
-        keeps: Callable[[HostBlock], bool] = lambda block: False,
+        keeps: Callable[[HostBlock], bool] = lambda _: False,
         *,
         streams: bool = False,
     ) -> None:

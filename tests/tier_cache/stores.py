@@ -12,8 +12,8 @@ from kvactors.storage.messages import Outcome
 
 
 class FaultyStore(MemoryBackend):
-    """A memory store. `mode` decides how it reads and writes: `ok`, `hang`, `raise`, or `unwritable`.
-    `unreadable`: names of objects that are never read."""
+    """A memory store. `mode`: `ok`, `hang` (reads do not return), `hold` (writes do not return),
+    `raise`, or `unwritable`. `unreadable`: names of objects that are never read."""
 
     mode: ClassVar[str] = "ok"
     unreadable: ClassVar[set[bytes]] = set()
@@ -31,6 +31,8 @@ class FaultyStore(MemoryBackend):
         return await super().load(key, into)
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
+        while FaultyStore.mode == "hold":
+            await asyncio.sleep(0.005)
         if FaultyStore.mode in ("raise", "unwritable"):
             raise OSError("the disk is gone")
         return await super().save(key, data)

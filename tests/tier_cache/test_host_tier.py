@@ -156,7 +156,9 @@ def test_a_slot_in_use_at_a_reset_is_free_when_its_copy_ends():
     assert cache.lookup(KEYS[0]) is Lookup.MISS
     assert cache.prepare_store(KEYS[2:3]).keys == (), "a slot in use was handed out"
     again = cache.prepare_store(KEYS[:2])
-    assert (again.keys, again.waiting) == ((), ()), "a key was stored again while its former copy was in flight"
+    assert (again.keys, again.waiting) == ((), ()), (
+        "a key was stored again while its former copy was in flight"
+    )
     cache.complete_load(KEYS[:1])
     cache.complete_store(KEYS[1:2])
     assert cache.lookup(KEYS[1]) is Lookup.MISS

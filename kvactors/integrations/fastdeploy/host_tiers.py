@@ -80,7 +80,9 @@ class HostTiers:
         wanted = {block.hash: block for block in reversed(victims)} if self._keeps else {}
         keys, dropped = tuple(wanted), len(victims) - len(wanted)
         while keys:
-            parents = [None if (above := wanted[key].parent) is None else above.hash for key in keys]
+            parents = [
+                None if (above := wanted[key].parent) is None else above.hash for key in keys
+            ]
             found = self.tiers.prepare_store(keys, parents)
             keys = found.waiting
             dropped += len(found.refused)

@@ -214,9 +214,8 @@ class PageMoves:
         if self._closed:
             return False
         job, self._next_store = ("store", self._next_store), self._next_store + 1
-        store = _Store(
-            dict(zip(keys, pages, strict=True)), dict(zip(keys, [None, *keys])), keys
-        )
+        parents = dict(zip(keys, [None, *keys[:-1]], strict=True))
+        store = _Store(dict(zip(keys, pages, strict=True)), parents, keys)
         self._go_on(job, store)
         if not (store.in_flight or store.whole):
             return False
@@ -260,8 +259,8 @@ class PageMoves:
     # -- the rest
 
     def end_step(self) -> None:
-        """A step of the scheduler has ended: pages that `find` counted may be evicted, and stores go
-        on."""
+        """A step of the scheduler has ended: pages that `find` counted may be evicted, and stores
+        that wait for slots go on."""
         self._wait_left_s = self._fetch_wait_s
         if self._closed:
             return
