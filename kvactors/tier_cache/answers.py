@@ -32,7 +32,8 @@ class StoreSlots(NamedTuple):
         evicted: keys whose slots were taken for them, children before parents.
         waiting: keys for which no slot is free now, in the order of the call. Keep their device
             blocks and ask again after `end_step`.
-        refused: keys for which no slot was free for `storage.on_full_wait_s`.
+        refused: keys that do not wait: no store has got a slot for `storage.on_full_wait_s`, or the
+            key has waited for `storage.timeout_s`.
     """
 
     keys: tuple[bytes, ...]

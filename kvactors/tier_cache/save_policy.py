@@ -15,8 +15,7 @@ AHEAD = 8
 class SaveQueue:
     """Blocks that wait to be written to storage.
 
-    A waiting block is pinned for `keep_s` seconds. One that is evicted later, before its turn, is
-    not written.
+    A waiting block is pinned until `release`. One that is evicted before its turn is not written.
 
     Args:
         policy: `none`, `write_through` (once stored on the host), `write_through_selective` (once
@@ -24,8 +23,7 @@ class SaveQueue:
         min_hits: touches before a block is written.
         tier: the host tier.
         is_saved: whether storage holds a key.
-        clock: the time of the pins.
-        keep_s: 0 to pin no waiting block.
+        pins: whether waiting blocks are pinned.
     """
 
     def __init__(
@@ -34,19 +32,18 @@ class SaveQueue:
         min_hits: int,
         tier: HostTier,
         is_saved: Callable[[bytes], bool],
-        clock: Callable[[], float],
-        keep_s: float,
+        pins: bool,
     ) -> None:
         self.policy = policy
         self.ahead = -(-tier.capacity // AHEAD)
         self._min_hits = min_hits
         self._tier = tier
         self._is_saved = is_saved
-        self._clock = clock
-        self._keep_s = keep_s
+        self._pins = pins
+        self._behind = False  # pins were released, and the saves of then have not ended
         self._waiting: dict[bytes, HostBlock] = {}
-        self._kept: dict[bytes, float] = {}  # waiting blocks that are pinned, and until when
-        self._given_up: set[bytes] = set()  # blocks whose pin has ended, or whose write failed
+        self._pinned: set[bytes] = set()  # waiting blocks
+        self._failed: set[bytes] = set()  # blocks on the host whose write failed
         self._writing: set[bytes] = set()
         self._touches: Counter[bytes] = Counter()
         self._unscanned = 0  # blocks that came since the last look at the next victims
@@ -61,14 +58,11 @@ class SaveQueue:
             self._add(blocks)
 
     def on_offered(self, keys: Iterable[bytes]) -> None:
-        """The engine would store keys. Those that are on the host and were not saved get another
-        chance."""
-        if self.policy != "write_through" or not self._given_up:
-            return
-        for key in self._given_up.intersection(keys):
-            self._given_up.discard(key)
-            if key not in self._waiting:
-                self._add([self._tier.blocks[key]])
+        """The engine would store keys. Those that are on the host and could not be written are tried
+        again."""
+        again = self._failed.intersection(keys) if self.policy == "write_through" else ()
+        self._failed.difference_update(again)
+        self._add([self._tier.blocks[key] for key in again])
 
     def on_touched(self, keys: Iterable[bytes]) -> None:
         """Keys were used."""
@@ -88,7 +82,7 @@ class SaveQueue:
         for key in keys:
             queued = self._waiting.pop(key, None) is not None
             unsaved += queued or self._wants(key)
-            self._given_up.discard(key)
+            self._failed.discard(key)
             self._touches.pop(key, None)
         return unsaved
 
@@ -99,18 +93,14 @@ class SaveQueue:
             if block.dropped:  # by a reset: another block may have its key
                 continue
             self._writing.discard(block.hash)
-            if saved:
-                self._given_up.discard(block.hash)
-            else:
-                self._given_up.add(block.hash)
+            if not saved:
+                self._failed.add(block.hash)
 
     def clear(self) -> None:
         """Every block left the host tier."""
-        for key in self._kept:
-            self._tier.unpin(self._waiting[key])
-        self._kept.clear()
+        self._unpin()
         self._waiting.clear()
-        self._given_up.clear()
+        self._failed.clear()
         self._writing.clear()
         self._touches.clear()
 
@@ -118,36 +108,42 @@ class SaveQueue:
         """Whether a block is to be saved before it is evicted."""
         if self.policy == "write_back":
             return not self._is_saved(key)
-        return key in self._given_up and not self._is_saved(key)
+        return key in self._failed and not self._is_saved(key)
 
     def keeps(self, block: HostBlock) -> bool:
         """Whether a block that is chosen to be evicted is saved first. It is pinned then."""
-        if not self._keep_s or block.hash in self._given_up or not self._wants(block.hash):
+        if self.policy != "write_back" or block.hash in self._failed or not self._pins_now():
             return False
         self._add([block])
-        return True
+        return block.hash in self._pinned
 
     def _add(self, blocks: Iterable[HostBlock]) -> None:
-        until = self._clock() + self._keep_s
+        pins = self._pins_now()
         for block in blocks:
             key = block.hash
             if key in self._waiting or key in self._writing or self._is_saved(key):
                 continue
             self._waiting[key] = block
-            if self._keep_s and key not in self._given_up:
+            if pins and key not in self._failed:
                 self._tier.pin(block)
-                self._kept[key] = until
+                self._pinned.add(key)
 
-    def expire(self) -> None:
-        """Unpin the blocks that have waited for too long."""
-        now = self._clock()
-        while self._kept:
-            key, until = next(iter(self._kept.items()))
-            if until > now:
-                return
-            del self._kept[key]
+    def _pins_now(self) -> bool:
+        self._behind = self._behind and bool(self._waiting or self._writing)
+        return self._pins and not self._behind
+
+    def release(self) -> bool:
+        """Others have waited for slots for too long: unpin the waiting blocks, and pin none until
+        the saves have caught up. Returns whether a block was pinned."""
+        found = bool(self._pinned)
+        self._unpin()
+        self._behind = True
+        return found
+
+    def _unpin(self) -> None:
+        for key in self._pinned:
             self._tier.unpin(self._waiting[key])
-            self._given_up.add(key)
+        self._pinned.clear()
 
     def _scan(self) -> None:
         """Queue the next victims, if enough blocks came and there is little space left."""
@@ -166,8 +162,9 @@ class SaveQueue:
         taken: list[HostBlock] = []
         while self._waiting and len(taken) < most:
             block = self._waiting.pop(next(iter(self._waiting)))
-            if self._kept.pop(block.hash, None) is None:
+            if block.hash not in self._pinned:
                 self._tier.pin(block)
+            self._pinned.discard(block.hash)
             if self._is_saved(block.hash):
                 self._tier.unpin(block)
                 continue

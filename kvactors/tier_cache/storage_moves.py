@@ -170,7 +170,6 @@ class StorageMoves:
         self._short = [self._short[1], 0]
         self._submit_queries()
         self._submit_fetches()
-        self.saves.expire()
         self._submit_saves()
         if self._started:
             self._find_late()

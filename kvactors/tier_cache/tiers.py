@@ -53,8 +53,10 @@ class Tiers:
         self._counters = TierCounters()
         self._clock = clock
         settings = config.storage
-        patience = settings.on_full_wait_s if settings.on_full == "wait" else 0.0
-        self._waits = RoomWaits(patience)
+        waits = settings.on_full == "wait"
+        self._full_wait_s = settings.on_full_wait_s if waits else 0.0
+        self._full_since: float | None = None  # no waiting store has got a slot since then
+        self._waits = RoomWaits(settings.timeout_s)
         self._short = [0, 0]  # stores that found too few slots, in the last step and in this one
         self.moves: StorageMoves | None = None
         if storage is None:
@@ -65,8 +67,7 @@ class Tiers:
                 settings.min_hits,
                 self._tier,
                 storage.contains,
-                clock,
-                patience,
+                waits,
             )
             streams = settings.write_policy in ("write_through", "write_back")
             self.slots = SlotTable(self._tier, saves.keeps, streams=streams)
@@ -84,6 +85,8 @@ class Tiers:
         """See `TierCache.end_step`."""
         now = self._clock()
         self.slots.end_step(now)
+        if not self._short[1]:
+            self._full_since = None
         self._short = [self._short[1], 0]
         self._counters.refused_stores += self._waits.forget_before(now)
         if self.moves is not None:
@@ -101,6 +104,22 @@ class Tiers:
         self, keys: Sequence[bytes], parents: Sequence[bytes | None] | None
     ) -> StoreSlots:
         """See `TierCache.prepare_store`."""
+        found = self._take_slots(keys, parents)
+        now = self._clock()
+        if found.keys:
+            self._full_since = None
+        elif found.waiting and self._full_since is None:
+            self._full_since = now
+        since = now if self._full_since is None else self._full_since
+        late = now - since >= self._full_wait_s  # 0 to shed
+        if late and self.moves is not None and self.moves.saves.release():
+            found = self._take_slots(keys, parents)
+        return self._wait(found, now, late) if found.waiting else found
+
+    def _take_slots(
+        self, keys: Sequence[bytes], parents: Sequence[bytes | None] | None
+    ) -> StoreSlots:
+        """The slots that can be had now. `waiting` are all other keys without one."""
         capacity = self._tier.capacity
         share = -(-capacity // max(1, self._short[0]))  # each gets as much as the others that wait
         loads = 0 if self.moves is None else self.moves.loads_waiting
@@ -114,14 +133,14 @@ class Tiers:
             self.events.record(Tier.HOST, False, found.evicted, Reason.CPU_EVICTION)
         for key in found.keys:
             self._waits.got_slot(key)
-        return self._wait(found) if found.waiting else found
+        return found
 
-    def _wait(self, found: StoreSlots) -> StoreSlots:
+    def _wait(self, found: StoreSlots, now: float, late: bool) -> StoreSlots:
         """Sort the keys without a slot: those that wait, and those that have waited in vain."""
-        now, may_wait = self._clock(), self.slots.returns_slots
+        ends = late or not self.slots.returns_slots
         waiting, refused = list[bytes](), list[bytes]()
         for key in found.waiting:
-            waits = may_wait and self._waits.may_wait(key, now)
+            waits = not ends and self._waits.may_wait(key, now)
             (waiting if waits else refused).append(key)
         self._short[1] += bool(waiting)
         self._counters.refused_stores += len(refused)

@@ -79,6 +79,7 @@ class HostTiers:
         """
         wanted = {block.hash: block for block in reversed(victims)} if self._keeps else {}
         keys, dropped = tuple(wanted), len(victims) - len(wanted)
+        until = time.monotonic() + self.tiers.config.storage.on_full_wait_s
         while keys:
             parents = [
                 None if (above := wanted[key].parent) is None else above.hash for key in keys
@@ -92,7 +93,7 @@ class HostTiers:
                 if error:
                     log.error("blocks not kept in host memory", blocks=len(found.keys), error=error)
                     dropped += len(found.keys)
-            if not (keys and self.tiers.saving):  # slots of loads return in another call
+            if time.monotonic() > until or not self.tiers.saving:  # loads end in other calls
                 break
             self.tiers.end_step()
         self.dropped += dropped + len(keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import (
@@ -58,6 +59,10 @@ class KVActorsManager(OffloadingManager):
         chunk_tokens: tokens of a chunk.
         flush_steps: ends of scheduler steps after which the workers have flushed the jobs of before
             a reset, for a vLLM that does not report it.
+
+    Attributes:
+        waiting: the first chunk of each request that waits for a slot, for the connector that
+            offers it again. None under a connector that does not.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class KVActorsManager(OffloadingManager):
         self._forgotten: list[CopiesInFlight] = []  # of before a reset
         self._steps_left = 0
         self._metrics = Metrics()
+        self.waiting: dict[str, bytes] | None = None
 
     # -- requests
 
@@ -115,12 +121,15 @@ class KVActorsManager(OffloadingManager):
 
     # -- store
 
-    def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput | None:
-        """Take slots for chunks, evicting others; None if there are not enough slots now."""
+    def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput:
+        """Take slots for the first chunks, as many as can be had, evicting others."""
         ordered = list(keys)
-        found = self.tiers.prepare_store(ordered, self._parents(ordered, req_context))
-        if found is None:
-            return None
+        ends = self._path(ordered, req_context)
+        found = self.tiers.prepare_store(ordered, self._parents(ends))
+        next_key = ordered.index(found.waiting[0]) if found.waiting else len(ordered)
+        req_context.set_state(ends[next_key])
+        if found.waiting and self.waiting is not None:
+            self.waiting[req_context.req_id] = found.waiting[0]
         self._metrics.allocated(len(found.keys))
         return PrepareStoreOutput(
             list(found.keys),  # type: ignore[arg-type, unused-ignore]
@@ -128,22 +137,21 @@ class KVActorsManager(OffloadingManager):
             list(found.evicted),  # type: ignore[arg-type, unused-ignore]
         )
 
-    def _parents(self, keys: list[Any], request: Any) -> list[bytes | None]:
-        """The chunk before each on the request's path, None where unknown.
+    @staticmethod
+    def _path(keys: list[Any], request: Any) -> list[PathEnd]:
+        """The chunks of a call, behind the one before them: vLLM passes the new chunks of a request,
+        so that is one of an earlier call."""
+        ends = [PathEnd(key, request.get_offload_key_position(key)) for key in keys]
+        return [request.get_state(PathEnd) or PathEnd(b"", None), *ends]
 
-        vLLM passes the new chunks of a request, so the chunk before the first one is that of an
-        earlier call.
-        """
-        last = request.get_state(PathEnd) or PathEnd(b"", None)
-        parents: list[bytes | None] = []
-        for key in keys:
-            end = request.get_offload_key_position(key)
-            at = last.tokens
-            follows = at is not None and end == at + self._chunk_tokens
-            parents.append(last.key if follows else None)
-            last = PathEnd(key, end)
-        request.set_state(last)
-        return parents
+    def _parents(self, path: list[PathEnd]) -> list[bytes | None]:
+        """The chunk before each but the first, None where unknown."""
+        return [
+            above.key
+            if above.tokens is not None and end.tokens == above.tokens + self._chunk_tokens
+            else None
+            for above, end in pairwise(path)
+        ]
 
     def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True) -> None:
         """The worker has copied chunks into their slots."""

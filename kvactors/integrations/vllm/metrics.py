@@ -21,7 +21,8 @@ HOST, STORAGE = ("kvactors_host",), ("kvactors_storage",)
 """Values of the label `tier`."""
 
 HEALTHY = f"{PREFIX}healthy"
-"""vLLM's tiers have no such metric."""
+REFUSED, UNSAVED = f"{PREFIX}refused_stores", f"{PREFIX}unsaved_chunks"
+"""vLLM's tiers have no such metrics."""
 
 PIECES = {
     Cpu.CPU_CACHE_USAGE_PERC: "copies, reads and writes",
@@ -49,6 +50,10 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     Tiering.PROMOTION_ALLOCATION_FAILURES: OffloadingCounterMetadata(
         "Look-ups of stored chunks that were misses since no host slot could be had."
     ),
+    REFUSED: OffloadingCounterMetadata(
+        "Chunks of the device that were not stored because no host slot was free for too long."
+    ),
+    UNSAVED: OffloadingCounterMetadata("Evicted chunks that were to be saved, and were not."),
 }
 
 
@@ -95,5 +100,7 @@ FIELDS = (
     (Tiering.CHUNK_HITS, HOST, "host_hits"),
     (Tiering.CHUNK_HITS, STORAGE, "storage_hits"),
     (Tiering.PROMOTION_ALLOCATION_FAILURES, (), "refused_fetches"),
+    (REFUSED, (), "refused_stores"),
+    (UNSAVED, (), "unsaved"),
 )
 """Counters: name, label, and the field of `TierStatistics`."""
