@@ -58,8 +58,7 @@ class SaveQueue:
             self._add(blocks)
 
     def on_offered(self, keys: Iterable[bytes]) -> None:
-        """The engine would store keys. Those that are on the host and could not be written are tried
-        again."""
+        """The engine would store keys: writes of blocks on the host that failed are tried again."""
         again = self._failed.intersection(keys) if self.policy == "write_through" else ()
         self._failed.difference_update(again)
         self._add([self._tier.blocks[key] for key in again])

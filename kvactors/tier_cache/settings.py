@@ -62,8 +62,8 @@ class TierStorage(
         on_full: what happens while saves in flight use the host slots: wait (a block to be saved
             keeps its slot until it is saved, and blocks of the device wait for slots), or shed
             (blocks are evicted unsaved, and those that find no slot are not stored).
-        on_full_wait_s: seconds after which blocks are shed although the setting is wait, if no store
-            has got a slot for so long. A store that does get slots goes on for timeout_s.
+        on_full_wait_s: seconds without a slot for any store, after which blocks are shed although
+            on_full is wait. A store that gets slots goes on, for timeout_s at most.
         timeout_s: seconds one batch may take. A fetch that takes longer is a miss.
         slot_timeout_s: seconds for which a stored key waits for a host slot. Then it is a miss.
         open_timeout_s, close_timeout_s: seconds that opening and closing may take.

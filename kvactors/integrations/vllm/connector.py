@@ -1,4 +1,4 @@
-"""vLLM's connector for `KVActorsOffloadingSpec`: chunks without a free host slot are stored later."""
+"""vLLM's connector for `KVActorsOffloadingSpec`: chunks without a host slot are stored later."""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ class KVActorsManager(OffloadingManager):
 
     @staticmethod
     def _path(keys: list[Any], request: Any) -> list[PathEnd]:
-        """The chunks of a call, behind the one before them: vLLM passes the new chunks of a request,
-        so that is one of an earlier call."""
+        """The chunks of a call, behind the one before them, of an earlier call: vLLM passes
+        the new chunks of a request."""
         ends = [PathEnd(key, request.get_offload_key_position(key)) for key in keys]
         return [request.get_state(PathEnd) or PathEnd(b"", None), *ends]
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.interop.consumers.base import wait_until
 from tests.interop.engines import stores
 from tests.interop.engines.stores import offloading
-from tests.interop.engines.vllm_engine import Tokens, VllmEngine, prompts
+from tests.interop.engines.vllm_engine import SERVE, Tokens, VllmEngine, prompts
 
 pytestmark = pytest.mark.engines
 
@@ -52,6 +53,31 @@ def test_hits_from_the_host_give_the_tokens_of_the_engine_alone(start: Start, al
     assert control.tokens != wanted
     engine.close()
     assert stores.regions() == []
+
+
+@pytest.mark.parametrize("version", [None, "0.33.0"])
+@pytest.mark.parametrize("one_process", [True, False])
+def test_more_prompts_at_once_than_the_host_holds_are_stored_whole(
+    start: Start, tmp_path: Path, version: str | None, one_process: bool
+) -> None:
+    """Also those of requests that finish with the step that computes them."""
+    extra = offloading(64, tmp_path / "store", timeout_s=300.0, on_full_wait_s=300.0)
+    wanted = prompts(24, 480, shared=0)
+    settings = {"max_num_seqs": 24, "num_gpu_blocks_override": 400, "one_process": one_process}
+    engine = start(extra, version=version, **settings)
+    first = engine.serve(wanted, max_tokens=1)
+
+    def saved() -> bool:
+        engine.serve([[5] * 8], max_tokens=1)  # steps, without a chunk
+        return engine.metrics().get(WRITTEN) == 24 * 15 * stores.CHUNK_BYTES
+
+    wait_until("every chunk is saved", saved, SERVE)
+    engine.close()
+    again = start(extra, version=version, **settings)
+    second = again.serve(wanted, max_tokens=1)
+    assert second.tokens == first.tokens
+    assert min(second.cached) >= 448
+    again.close()
 
 
 def test_hits_from_storage_after_an_orderly_end_and_after_kill_9(
