@@ -65,8 +65,7 @@ class TierCache:
         sinks: takes the paths of blocks, for the indexes. None without any.
 
     Raises:
-        ConfigError: a setting is malformed or out of range, or memory, sinks or storage are of a
-            wrong type or size.
+        ConfigError: a setting is malformed or out of range, or a part is of a wrong type or size.
     """
 
     def __init__(
@@ -171,8 +170,7 @@ class TierCache:
         return self._moves.pending(key)
 
     def source(self, key: bytes) -> Tier:
-        """The tier that a key's bytes came from when it was last fetched or stored: STORAGE until
-        its first load has completed, then HOST."""
+        """The tier of a key's bytes: STORAGE from a fetch until the first load, then HOST."""
         return self._tiers.source(checked_key(key))
 
     def end_step(self) -> None:
@@ -327,9 +325,7 @@ class TierCache:
         """
         if get_ident() == self._owner.thread:
             self._enter()
-            self._tiers.end_step()
-            if self._moves is not None:
-                self._moves.write_all()
+            self._tiers.end()
         if not self._owner.close():
             return
         self._background.close()

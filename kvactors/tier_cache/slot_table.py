@@ -24,7 +24,6 @@ class SlotTable:
     Args:
         tier: slots and eviction order.
         keeps: whether a block that is chosen to be evicted stays. It is pinned then.
-        streams: whether blocks go on to storage, so that a path may evict its own first blocks.
 
     Attributes:
         held: keys answered HIT since the last `end_step`. They are not evicted.
@@ -34,15 +33,10 @@ class SlotTable:
     """
 
     def __init__(
-        self,
-        tier: HostTier,
-        keeps: Callable[[HostBlock], bool] = lambda _: False,
-        *,
-        streams: bool = False,
+        self, tier: HostTier, keeps: Callable[[HostBlock], bool] = lambda _: False
     ) -> None:
         self.tier = tier
         self._keeps = keeps
-        self._streams = streams
         self.held: set[bytes] = set()
         self.awaited: dict[bytes, float] = {}
         self._blocks = tier.blocks
@@ -87,6 +81,7 @@ class SlotTable:
         parents: Sequence[bytes | None] | None = None,
         most: int = sys.maxsize,
         spare: int = 0,
+        stay: Sequence[bytes] = (),
     ) -> StoreSlots:
         """Take slots for the first keys that have none, as many as can be had.
 
@@ -96,14 +91,14 @@ class SlotTable:
                 learn theirs too.
             most: slots at most.
             spare: slots that others wait for.
+            stay: other keys that are not evicted.
 
         Returns:
             `waiting` are all keys that got no slot.
         """
         above = dict(zip(keys, parents, strict=True)) if parents else {}
         lacking = [key for key in dict.fromkeys(keys) if not self.is_taken(key)]
-        path = [] if self._streams else self._ancestors(above.get(next(iter(keys), b"")))
-        count, evicted = self._make_room(min(most, len(lacking)), [*path, *keys], spare)
+        count, evicted = self._make_room(min(most, len(lacking)), [*keys, *stay], spare)
         wanted, lacking = lacking[:count], lacking[count:]
         for key in reversed(above):
             self._learn_parent(key, above[key])
@@ -142,14 +137,6 @@ class SlotTable:
             self._named = {block.parent for block in self._blocks.values()}
         self._named.add(parent)
         return parent
-
-    def _ancestors(self, key: bytes | None) -> list[bytes]:
-        """A key and the keys before it on its path, as far as they have slots."""
-        found: list[bytes] = []
-        while key and (block := self._blocks.get(key)) is not None:
-            found.append(key)
-            key = block.parent
-        return found
 
     def is_taken(self, key: bytes) -> bool:
         """Whether a key has a slot, or had one that a copy still uses."""
@@ -316,11 +303,6 @@ class SlotTable:
         """The stores and loads that were begun and not completed."""
         loads = [key for key, (_, count) in self._loads.items() for _ in range(count)]
         return CopiesInFlight(tuple(self._stores), tuple(loads))
-
-    @property
-    def returns_slots(self) -> bool:
-        """Whether blocks that cannot be evicted now can be later."""
-        return bool(self.tier.pinned or self.held or self.awaited)
 
     @property
     def in_flight(self) -> int:

@@ -57,6 +57,7 @@ class Tiers:
         self._full_wait_s = settings.on_full_wait_s if waits else 0.0
         self._full_since: float | None = None  # no waiting store has got a slot since then
         self._waits = RoomWaits(settings.timeout_s)
+        self._streams = False  # whether blocks go on to storage
         self._short = [0, 0]  # stores that found too few slots, in the last step and in this one
         self.moves: StorageMoves | None = None
         if storage is None:
@@ -69,8 +70,8 @@ class Tiers:
                 storage.contains,
                 waits,
             )
-            streams = settings.write_policy in ("write_through", "write_back")
-            self.slots = SlotTable(self._tier, saves.keeps, streams=streams)
+            self._streams = settings.write_policy in ("write_through", "write_back")
+            self.slots = SlotTable(self._tier, saves.keeps)
             self.moves = StorageMoves(
                 self.slots,
                 memory,
@@ -93,6 +94,12 @@ class Tiers:
             self.moves.submit()
         if self.feed is not None:
             self.feed.flush()
+
+    def end(self) -> None:
+        """The last step: every save that is queued begins."""
+        self.end_step()
+        if self.moves is not None:
+            self.moves.write_all()
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """See `TierCache.touch`."""
@@ -124,7 +131,8 @@ class Tiers:
         share = -(-capacity // max(1, self._short[0]))  # each gets as much as the others that wait
         loads = 0 if self.moves is None else self.moves.loads_waiting
         spare = min(loads, -(-capacity * LOADS // 4))
-        found = self.slots.prepare_store(keys, parents, share, spare)
+        stay = [] if self._streams or not parents else self._path(parents[0])
+        found = self.slots.prepare_store(keys, parents, share, spare, stay)
         if self.moves is not None:
             self.moves.saves.on_offered(keys)
             self.moves.on_evicted(found.evicted)
@@ -135,9 +143,18 @@ class Tiers:
             self._waits.got_slot(key)
         return found
 
+    def _path(self, key: bytes | None) -> list[bytes]:
+        """A key and the keys before it on its path, as far as they have slots. Where blocks do not go
+        on to storage, they are worth more than the blocks behind them."""
+        found: list[bytes] = []
+        while key and (block := self._tier.blocks.get(key)) is not None:
+            found.append(key)
+            key = block.parent
+        return found
+
     def _wait(self, found: StoreSlots, now: float, late: bool) -> StoreSlots:
         """Sort the keys without a slot: those that wait, and those that have waited in vain."""
-        ends = late or not self.slots.returns_slots
+        ends = late or not (self._tier.pinned or self.slots.held or self.slots.awaited)
         waiting, refused = list[bytes](), list[bytes]()
         for key in found.waiting:
             waits = not ends and self._waits.may_wait(key, now)

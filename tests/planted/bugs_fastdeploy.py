@@ -341,11 +341,11 @@ BUGS: tuple[Mutation, ...] = (
         "fastdeploy_host_eviction_takes_all",
         "integrations/fastdeploy/host_tiers.py",
         """\
-            found = self.tiers.prepare_store(keys, parents[:count])
+            found = self.tiers.prepare_store(keys, parents)
 """,
         """\
             self.tiers.reset()
-            found = self.tiers.prepare_store(keys, parents[:count])
+            found = self.tiers.prepare_store(keys, parents)
 """,
         "an eviction from the device empties the host",
         (f"{HERE}/test_status.py::test_an_eviction_from_the_host_stops_when_there_is_enough",),

@@ -52,10 +52,10 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "linker_reports_a_part_as_a_whole_store",
         MOVES,
-        "self._stores[job] = _Store(found.keys, count == len(keys), bool(found.keys))",
-        "self._stores[job] = _Store(found.keys, True, bool(found.keys))",
+        "        store.whole = store.whole and not found.refused\n",
+        "",
         "SGLang never offers again the pages that had no slot",
-        (TESTS + "test_more_pages_than_host_slots_are_stored_in_part",),
+        (TESTS + "test_more_pages_than_host_slots_are_stored_in_part_without_storage",),
     ),
     Mutation(
         "linker_takes_scattered_tokens_for_a_page",

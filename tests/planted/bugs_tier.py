@@ -9,6 +9,7 @@ STORAGE = "tests/tier_cache/test_storage.py::"
 TIER = "tests/tier_cache/test_storage_tier.py::"
 SINKS = "tests/tier_cache/test_sinks.py::"
 RESTARTED = "tests/cache/test_flushed_after_restart.py::"
+WINDOWS = "tests/tier_cache/test_save_windows.py::"
 GPU = "tests/tier_cache/test_copy_worker_gpu.py::"
 SHARED = "tests/tier_cache/test_shared_store.py::"
 
@@ -144,6 +145,38 @@ BUGS: tuple[Mutation, ...] = (
         "        self._until[key] = now\n",
         "a request that asks in every step is held up again and again by a full host tier",
         (STORAGE + "test_a_look_up_without_a_free_slot_ends",),
+    ),
+    Mutation(
+        "block_is_evicted_before_its_save",
+        "tier_cache/save_policy.py",
+        "            if pins and key not in self._failed:\n",
+        "            if False:\n",
+        "of prompts that come at once, storage gets a part",
+        (WINDOWS + "test_every_block_is_saved_however_few_slots_there_are",),
+    ),
+    Mutation(
+        "store_waits_without_end",
+        "tier_cache/tiers.py",
+        "        late = now - since >= self._full_wait_s  # 0 to shed\n",
+        "        late = False\n",
+        "a disk that hangs keeps the device blocks of finished requests",
+        (WINDOWS + "test_stores_wait_for_a_bounded_time_and_are_counted",),
+    ),
+    Mutation(
+        "stores_take_the_slots_of_look_ups",
+        "tier_cache/tiers.py",
+        "spare = min(loads, -(-capacity * LOADS // 4))",
+        "spare = 0",
+        "requests wait for slots that each go to a save",
+        (WINDOWS + "test_look_ups_get_slots_before_stores",),
+    ),
+    Mutation(
+        "long_store_takes_every_slot",
+        "tier_cache/tiers.py",
+        "share = -(-capacity // max(1, self._short[0]))",
+        "share = capacity",
+        "a long prompt is stored, and short ones are not",
+        (WINDOWS + "test_a_long_store_leaves_slots_to_short_ones",),
     ),
     Mutation(
         "full_host_tier_is_not_searched_again",

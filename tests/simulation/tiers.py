@@ -158,8 +158,11 @@ class SimEngine:
         noise = self.noise = random.Random(seed)
         self.loop = SimLoop(seed)
         self.faults = noise.choice((0.0, 0.05, 0.1, 0.3))
+        self.pending_limit = PENDING_LIMIT
         self.num_slots = noise.choice((1, 2, 3, 4, 5, 6, 8, 64))
         lists = noise.random() < 0.7
+        if not lists:  # an object that is evicted before its fetch is asked for again
+            self.pending_limit *= 2
         store = SimStore(noise, noise.choice((1, 4, 30)), faults=self.faults, lists=lists)
         self.sink = SimSink(noise, self.faults)
         policies = ("write_through", "write_through", "write_through_selective", "write_back")
@@ -191,6 +194,7 @@ class SimEngine:
         self.stores: dict[bytes, int] = {}
         self.loads: list[tuple[bytes, int]] = []
         self.pending: dict[bytes, float] = {}
+        self.offered: dict[bytes, float] = {}  # keys whose store waits for slots
         self.hits: set[bytes] = set()  # of this step
         self.request: list[bytes] = []  # that waits
         self.view: set[bytes] = set()  # of a reader of the events
@@ -220,7 +224,7 @@ class SimEngine:
                 continue
             since = self.pending.setdefault(key, self.loop.time())
             waited = self.loop.time() - since
-            require(waited <= PENDING_LIMIT, f"a key is PENDING for {waited:.1f} s")
+            require(waited <= self.pending_limit, f"a key is PENDING for {waited:.1f} s")
         if not waits:
             self.cache.touch(self.request)
             self.request = []
@@ -235,11 +239,18 @@ class SimEngine:
         self.num_hits += 1
 
     def store(self) -> None:
+        """Keys that wait for a slot are offered again before others."""
         first = self.noise.randrange(len(self.keys))
         chosen = range(first, min(len(self.keys), first + self.noise.randint(1, 4)))
-        keys = [self.keys[i] for i in chosen]
-        parents = [self.parent(i) for i in chosen] if self.noise.random() < 0.7 else None
+        keys = list(self.offered) or [self.keys[i] for i in chosen]
+        parents = None
+        if not self.offered and self.noise.random() < 0.7:
+            parents = [self.parent(i) for i in chosen]
         found = self.cache.prepare_store(keys, parents)
+        now = self.loop.time()
+        self.offered = {key: self.offered.get(key, now) for key in found.waiting}
+        for since in self.offered.values():
+            require(now - since <= TIMEOUT, f"a store waits for {now - since:.1f} s")
         require(self.hits.isdisjoint(found.evicted), "a HIT was evicted within its step")
         loading = {key for key, _ in self.loads}
         require(loading.isdisjoint(found.evicted), "a key was evicted while it is loaded")
@@ -271,6 +282,8 @@ class SimEngine:
         self.cache.end_step()
         self.hits.clear()
         self.run_loop(self.noise.choice(STEP_TIMES))
+        if self.offered:
+            self.store()
 
     def run_loop(self, seconds: float) -> None:
         self.loop.run_until_complete(asyncio.sleep(seconds))
@@ -279,6 +292,7 @@ class SimEngine:
         self.cache.reset(storage=self.noise.random() < 0.5)
         self.hits.clear()
         self.pending.clear()
+        self.offered.clear()
 
     # -- a run
 
@@ -315,6 +329,7 @@ class SimEngine:
         store: Any = self.cache._moves.storage._loop.store.inner  # type: ignore[union-attr]
         store.faults = 0.0
         self.complete(2.0)
+        self.offered.clear()
         self.describe()
         for _ in range(900):
             self.end_step()
