@@ -114,8 +114,15 @@ class Engine:
         (folder / "config.json").write_text(json.dumps(MODEL))
         settings: dict[str, Any] = {}
         if kind != "none":
+            connector = {"kv_connector": "OffloadingConnector"}
+            if kind == "ours":
+                module = "kvactors.integrations.vllm"
+                connector = {
+                    "kv_connector": "KVActorsConnector",
+                    "kv_connector_module_path": module,
+                }
             settings["kv_transfer_config"] = {
-                "kv_connector": "OffloadingConnector",
+                **connector,
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": tiers(kind, folder),
             }

@@ -28,7 +28,8 @@ def main(model: str) -> dict[str, Any]:
         "max_model_len": 2048,
     }
     tiers = {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": "KVActorsConnector",
+        "kv_connector_module_path": "kvactors.integrations.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "KVActorsOffloadingSpec",

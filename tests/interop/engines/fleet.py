@@ -91,7 +91,8 @@ class Server:
             "topic": "",
         }
         transfer: dict[str, Any] = {
-            "kv_connector": "OffloadingConnector",
+            "kv_connector": "KVActorsConnector",
+            "kv_connector_module_path": "kvactors.integrations.vllm",
             "kv_role": "kv_both",
             "kv_connector_extra_config": offloading(256, folder / f"store-{port}")
             | {"self_describing_kv_events": True},
