@@ -95,9 +95,10 @@ class CacheCalls(OpenCache):
                 before that call: a loop of calls without a pause keeps the interpreter from the
                 threads that copy.
             wait_for_room: whether to wait, within the deadline, until other requests release device
-                blocks. Requests that wait are admitted in the order of their calls, and later calls
-                get blocks after them, so that a large request is not overtaken by small ones. A
-                request that waits holds nothing. Evictions are waited for as well.
+                blocks. Requests that wait are admitted in the order of their calls. Later ones that
+                fit overtake a waiting request 64 times at most, and then only if they fit on the
+                device beside it. A request that waits holds nothing. Evictions are waited for as
+                well.
             chunk_tokens: for chunked prefill: match the whole prompt, but take device blocks for
                 the cached tokens and at most so many after them. `Lease.next_chunk` takes more.
                 With a store whose contents only a query can tell, every block that it may have gets
@@ -110,7 +111,8 @@ class CacheCalls(OpenCache):
 
         Raises:
             NoRoom: fewer device blocks than needed are free, evictable or being freed, or other
-                requests wait for them. Nothing changed.
+                requests wait for them. With `wait_for_room`: blocks that stay pinned until the
+                deadline keep the request out. Nothing changed.
             NeverFits: a NoRoom: the request needs more blocks than the device has, so that waiting
                 is of no use.
             DeadlineExceeded: no blocks became free in time.

@@ -47,14 +47,17 @@ class ConfigError(KVActorsError, ValueError):
 
 
 class NoRoom(KVActorsError):
-    """Not enough device blocks now, even after all possible evictions. `needed` and `available`
-    count blocks. Nothing was changed. See `NeverFits` for a request that is too large at any
-    time."""
+    """Not enough device blocks now, even after all possible evictions. `needed`, `available` and
+    `pinned` count blocks. Nothing was changed. See `NeverFits` for a request that is too large at
+    any time."""
 
-    def __init__(self, needed: int, available: int) -> None:
-        super().__init__(f"{_counted(needed, 'device block')} needed, {available} available")
+    def __init__(self, needed: int, available: int, pinned: int = 0, reason: str = "") -> None:
+        text = f"{_counted(needed, 'device block')} needed, {available} available"
+        text += f", {pinned} pinned" if pinned else ""
+        super().__init__(f"{text}: {reason}" if reason else text)
         self.needed = needed
         self.available = available
+        self.pinned = pinned
 
 
 class NeverFits(NoRoom):

@@ -74,6 +74,7 @@ async def fork(  # noqa: D417  (a method of Lease)
         LeaseBusy: as in `extend`.
         NotReady: `wait_ready()` is needed first, as before a commit.
         NoRoom: no device block can be freed for the copy. Nothing changed.
+        NeverFits: a NoRoom: the lease and its forks would have more blocks than the device.
         DeadlineExceeded: no block became free in time. Nothing changed.
         DeviceError: the event has failed, the device has no CUDA streams, or the block could not be
             copied. Nothing changed.

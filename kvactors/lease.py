@@ -113,6 +113,7 @@ class Lease:
             LeaseBusy: another `extend`, `reserve` or `truncate` of this lease waits. Nothing
                 changed.
             NoRoom: fewer device blocks than needed can be freed. Nothing changed.
+            NeverFits: a NoRoom: the lease would have more blocks than the device.
         """
         at = self._hold.deadline(deadline)
         added = Path(self._path.block_size, self._path.root)

@@ -146,7 +146,7 @@ class PrefixIndex(Actor):
     @on(Commit)
     def commit(self, message: Commit, envelope: Envelope[Ack]) -> None:
         """Make the full blocks of computed tokens shareable."""
-        self._perform(self.core.commits.commit(message.lease, message.computed_tokens, envelope))
+        self._perform(self.core.commit(message, envelope))
 
     @on(Finish)
     def finish(self, message: Finish, envelope: Envelope[Ack]) -> None:

@@ -5,23 +5,37 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import Any, ClassVar
 
 from kvactors.actor import Envelope
-from kvactors.errors import DeadlineExceeded, LeaseEnded, NeverFits, NoRoom, NumBlocksUnset
+from kvactors.errors import (
+    DeadlineExceeded,
+    KVActorsError,
+    LeaseEnded,
+    NeverFits,
+    NoRoom,
+    NumBlocksUnset,
+)
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action, Refusal, Reply, StartTimer, Timed, Work
 from kvactors.prefix_index.evictions import Evictions
-from kvactors.prefix_index.held import SpaceQueue
-from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.held import Held, SpaceQueue, number_of
+from kvactors.prefix_index.index import BlockIndex, Media
+from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.loads import LoadTable
 from kvactors.prefix_index.messages import Ack, Acquire, AdmissionDeadline, Fork, Proceed
 from kvactors.prefix_index.parts import next_part
+from kvactors.prefix_index.pins import Pins
 from kvactors.prefix_index.saves import SaveTable
 from kvactors.prefix_index.sweeps import Sweeper
 
 STEPS = 64
 """Requests that one turn serves, refuses or admits. The others follow in later turns."""
+
+OVERTAKEN = 64
+"""Requests of any size that get blocks before one that waits for space. After that only requests
+get blocks before it that fit on the device together with it."""
 
 
 class Waiter(Timed, ABC):
@@ -66,13 +80,16 @@ def waits_for_room(envelope: Envelope[Any]) -> bool:
 
 
 class Admission:
-    """First come, first served: blocks that become free go to the request that has waited longest.
+    """First come, first served, with a bound: blocks that become free go to the request that has
+    waited longest, or, if it does not fit, to OVERTAKEN later ones that do, and to any that fit
+    beside it.
 
     Attributes:
         waiting: by lease, in order of arrival. A lease waits for one thing at a time. They wait for
             evictions and releases in flight, with the blocks that they have already.
         space: requests that wait, holding nothing, until other requests release blocks.
         forking: forks that wait for that, before those of `space`, by the lease that is forked.
+        overtakings: requests so far that got blocks before one that waited in these two.
         blocks_promised: device blocks that the waiting ones lack.
         free_low, free_high: see `IndexSettings`.
         closing: paths whose blocks are being released in parts.
@@ -88,6 +105,8 @@ class Admission:
         loads: LoadTable,
         evictions: Evictions,
         saves: SaveTable,
+        leases: LeaseTable,
+        pins: Pins,
         tickets: Iterator[int],
         *,
         free_low: int,
@@ -97,7 +116,7 @@ class Admission:
         self.space: SpaceQueue[Acquire] = SpaceQueue(tickets)
         self.forking: SpaceQueue[Fork] = SpaceQueue(tickets)
         self._patient: dict[int, Waiter] = {}  # those of `waiting` that may wait in `space` as well
-        self.blocks_promised = 0
+        self.blocks_promised = self.overtakings = 0
         self.closing = self.no_room = self.copies = 0
         self.sweeper = Sweeper(index)
         self.free_low = free_low
@@ -106,6 +125,8 @@ class Admission:
         self._loads = loads
         self._evictions = evictions
         self._saves = saves
+        self._leases = leases
+        self._pins = pins
         self._tickets = tickets
         self.pausing: list[Envelope[Ack]] = []
         self._serving = self._proceeding = False
@@ -179,32 +200,92 @@ class Admission:
     def no_room_refusal(self, envelope: Envelope[Any], needed: int) -> Action:
         """A request that is not in the queue cannot get `needed` blocks now: refuse it, or let it
         wait for space."""
-        message = envelope.message
         if waits_for_room(envelope) and not envelope.abandoned:
-            if isinstance(message, Acquire):
-                return self.space.hold_first(message, envelope)
-            if isinstance(message, Fork):
-                return self.forking.hold_again(message, envelope)
-        return self.count_refusal(envelope, NoRoom(needed, self.available()))
+            error = self.unreachable(*self._wanted(envelope.message))
+            return self.hold(envelope) if error is None else self.count_refusal(envelope, error)
+        error = NoRoom(needed, self.available(), self._index.tree.pinned)
+        return self.count_refusal(envelope, error)
+
+    def hold(self, envelope: Envelope[Any]) -> StartTimer:
+        """Let a request wait for space."""
+        message: Any = envelope.message
+        queue: SpaceQueue[Any] = self.space if isinstance(message, Acquire) else self.forking
+        return queue.enter(message, envelope, self._wanted(message)[1], self.overtakings)
+
+    def heads(self) -> list[Held[Any]]:
+        """The fork and the request that have waited longest for space."""
+        return [held for held in (self.forking.first, self.space.first) if held is not None]
+
+    def spare(self, heads: list[Held[Any]]) -> float:
+        """Device blocks that a request may claim, together with all requests that it overtakes.
+
+        Leases that are older than those requests are not counted: they end without them.
+
+        Args:
+            heads: the requests that it overtakes and that have waited longest.
+        """
+        if all(self.overtakings - held.since < OVERTAKEN for held in heads):
+            return inf
+        first = min(number_of(held.message) for held in heads)
+        newer = sum(lease.path.num_blocks for lease in self._leases if lease.id > first)
+        return self._index.pool.total - self._index.tree.pinned - newer
+
+    def unreachable(
+        self, path: Path, claim: int, deadline: float, media: Media = ()
+    ) -> KVActorsError | None:
+        """Why a request cannot be granted before its deadline even if every lease and transfer
+        ends. None if it can.
+
+        Args:
+            path: of the request.
+            claim: see `Held`.
+            deadline: absolute loop time.
+            media: see `Acquire`.
+        """
+        index = self._index
+        total, pinned = index.pool.total, index.tree.pinned
+        if claim > total:
+            return NeverFits(claim, self.available(), total) if total else NumBlocksUnset()
+        if claim <= total - pinned:
+            return None
+        hits = index.before_media(index.match_limit(path), media)
+        withheld = self._pins.withheld(path, hits, deadline)
+        if claim <= total - withheld:
+            return None
+        return NoRoom(claim, self.available(), withheld, "only the end of a pin makes room")
+
+    def refuse_unreachable(self) -> list[Action]:
+        """Blocks were pinned: refuse the waiting requests that these pins keep out."""
+        actions: list[Action] = []
+        queues: tuple[SpaceQueue[Any], ...] = (self.forking, self.space)
+        for queue in queues:
+            for held in list(queue.requests.values()):
+                error = self.unreachable(*self._wanted(held.message))
+                if error is not None:
+                    queue.remove(held.message.lease)
+                    actions.append(self.count_refusal(held.envelope, error))
+        return actions
+
+    def _wanted(self, message: Any) -> tuple[Path, int, float, Media]:
+        """Path, claim, deadline and media items of an `Acquire` or `Fork`."""
+        if isinstance(message, Acquire):
+            path = message.path
+            return path, self._index.blocks_for(path.num_tokens), message.deadline, message.media
+        lease: Any = self._leases.get(message.lease)  # holds its blocks until the fork is made
+        claim = lease.path.num_blocks + len(message.leases)
+        return lease.path, claim, message.deadline, ()
 
     def end_retry(self, lease: int) -> list[Action]:
         """A request that had waited for space has its blocks, waits in this queue, or has gone: the
         next one may follow."""
         if lease not in self.space.retried:
             return []
-        self.space.retried.remove(lease)
+        del self.space.retried[lease]
         return self.proceed_later() if self.space.requests else []
 
-    def never_fits(self, envelope: Envelope[Any], needed: int) -> Refusal:
-        """Refuse a request of `needed` blocks in all, more than the device has."""
-        total = self._index.pool.total
-        if not total:
-            return Refusal(envelope, NumBlocksUnset())
-        return self.count_refusal(envelope, NeverFits(needed, self.available(), total))
-
-    def count_refusal(self, envelope: Envelope[Any], error: NoRoom) -> Refusal:
-        """Refuse a request, and count it."""
-        self.no_room += 1
+    def count_refusal(self, envelope: Envelope[Any], error: KVActorsError) -> Refusal:
+        """Refuse a request, and count it if it lacks blocks."""
+        self.no_room += isinstance(error, NoRoom)
         return Refusal(envelope, error)
 
     def cancel(self, lease: int, reason: str) -> list[Action]:
@@ -297,15 +378,14 @@ class Admission:
             return True, [*actions, *self._take_back(last), self.no_room_refusal(last.envelope, 0)]
         last = next(reversed(self.waiting.values()))
         self.no_room += 1
-        error = NoRoom(last.needed, last.needed - last.lacking)
+        error = NoRoom(last.needed, last.needed - last.lacking, self._index.tree.pinned)
         return True, actions + self.refuse(last, error)
 
     # -- when blocks become free
 
     def serve_waiting(self) -> list[Action]:
         """Blocks became free, or an operation ended: serve the requests that wait for that."""
-        actions, waits = self._serve(), self.space.requests or self.forking.requests
-        return actions + self.proceed_later() if waits else actions
+        return self._serve() + self.look_again()
 
     def _serve(self) -> list[Action]:
         actions = self._serve_queue() if self.waiting else []
@@ -333,6 +413,11 @@ class Admission:
         """Evict ahead of need if the free device blocks are fewer than the low watermark."""
         free = self._index.free + self.unpromised()
         return self._evictions.evict(self.free_high - free)[1] if free < self.free_low else []
+
+    def look_again(self) -> list[Action]:
+        """Look at the requests that wait for space in a later turn."""
+        waits = self.space.requests or self.forking.requests
+        return self.proceed_later() if waits else []
 
     def proceed_later(self) -> list[Action]:
         """Continue with the queues in a later turn, after other messages."""

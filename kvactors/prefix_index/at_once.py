@@ -95,6 +95,8 @@ class AtOnce:
 
     def commit(self, message: Commit) -> Ack | None:
         """Commit tokens of a lease that waits for no load."""
+        if self._admission.space.requests:
+            return None  # they may share the blocks
         find = self._leases.get  # a call of an attribute that is no method takes longer
         lease = find(message.lease)
         committed = -1 if lease is None else self._enter(lease, message.computed_tokens)
@@ -150,8 +152,7 @@ class AtOnce:
         self.calm = not (
             self._held.is_closed
             or admission.waiting
-            or admission.space.is_busy
-            or admission.forking.is_busy
+            or admission.heads()
             or admission.pausing
             or admission.on_idle
             or self._index.retired

@@ -35,6 +35,7 @@ from kvactors.prefix_index.messages import (
     AdmissionDeadline,
     ChangeShares,
     Clear,
+    Commit,
     PinExpired,
     SetNumBlocks,
     Unpin,
@@ -86,16 +87,18 @@ class IndexCore:
             index, self.leases, self.evictions, news, lineages, ops, victims, settings
         )
         self.saves = SaveTable(index, lineages, ops, victims, settings)
+        self.pins = Pins(index, settings.pin_share, host=settings.host_tier)
         self.admission = Admission(
             index,
             self.loads,
             self.evictions,
             self.saves,
+            self.leases,
+            self.pins,
             tickets,
             free_low=settings.free_low,
             free_high=settings.free_high,
         )
-        self.pins = Pins(index, settings.pin_share, host=settings.host_tier)
         self.endings = Endings(
             index,
             self.leases,
@@ -140,6 +143,11 @@ class IndexCore:
         self.at_once = AtOnce(
             index, self.held, self.leases, self.grants, self.admission, roots, settings
         )
+
+    def commit(self, message: Commit, envelope: Envelope[Ack]) -> list[Action]:
+        """Commit tokens of a lease. A waiting request that shares the blocks may fit now."""
+        actions = self.commits.commit(message.lease, message.computed_tokens, envelope)
+        return actions + self.admission.look_again()
 
     def set_namespace(self, namespace: str, envelope: Envelope[Ack]) -> list[Action]:
         """Admit requests under another namespace, those that wait included. Blocks of the previous

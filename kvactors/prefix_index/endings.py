@@ -72,7 +72,7 @@ class Endings:
         pinned = 0
         if lease.hints is not None and lease.hints.pin:
             pinned, pins = self._pins.pin(lease)
-            committed += pins
+            committed += pins + self._admission.refuse_unreachable() if pinned else pins
         return committed + self._close(lease, envelope, pinned)
 
     def preempt(self, number: int, computed: int, envelope: Envelope[Ack]) -> list[Action]:

@@ -11,7 +11,7 @@ from kvactors.errors import DeviceError, RankLost
 from kvactors.gpu_swapper.messages import CopyWithin
 from kvactors.native import Path
 from kvactors.prefix_index.actions import Action, Refusal, Reply
-from kvactors.prefix_index.admission import STEPS, Admission, Waiter
+from kvactors.prefix_index.admission import Admission, Waiter
 from kvactors.prefix_index.endings import Endings
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.leases import LeaseTable
@@ -81,33 +81,19 @@ class Forks:
         if error is not None:
             return [*actions, Refusal(envelope, error)]
         needed = len(message.leases) if tail_of(lease.path) >= 0 else 0
-        if needed > self._index.pool.total:
-            return [*actions, self._admission.never_fits(envelope, needed)]
+        admission, claim = self._admission, lease.path.num_blocks + needed
+        error = admission.unreachable(lease.path, claim, message.deadline) if needed else None
+        if error is not None:
+            return [*actions, admission.count_refusal(envelope, error)]
+        first = admission.forking.first
+        if needed and first is not None and first.message.lease != lease.id:
+            claims = admission.forking.claims + claim
+            if claims > admission.spare([first]) or admission.available() < needed:
+                return [*actions, admission.no_room_refusal(envelope, needed)]
+            admission.overtakings += 1
         waiter = ForkWaiter(self, lease, message, envelope, needed)
         wait = message.wait or message.wait_for_room
         return actions + self._tables.take(waiter, lease.deadline, wait=wait)
-
-    def retry(self) -> list[Action]:
-        """A turn's share of the forks that wait until other requests release blocks, up to the
-        first that does not fit."""
-        admission, actions = self._admission, list[Action]()
-        queue = admission.forking
-        for _ in range(STEPS):
-            held = queue.first
-            if held is None:
-                return actions
-            message, envelope = held.message, held.envelope
-            if envelope.abandoned:
-                actions += admission.cancel(message.lease, "this call was cancelled")
-                continue
-            if admission.available() < len(message.leases):
-                return actions
-            queue.retry(message.lease)
-            actions += self.fork(message, envelope)
-            queue.retried.discard(message.lease)
-            if message.lease in queue.requests:
-                return actions  # it fitted no more, and is the first again
-        return actions + admission.proceed_later() if queue.requests else actions
 
     def make(
         self,

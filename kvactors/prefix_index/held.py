@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
 from kvactors.actor import Envelope
@@ -16,19 +17,22 @@ M = TypeVar("M", Acquire, Fork)
 
 
 class Held(Timed, Generic[M]):
-    """One of them.
+    """A waiting request.
 
     Attributes:
         ticket: of its deadline.
+        claim: device blocks that it uses once it is granted.
+        since: `Admission.overtakings` when it began to wait.
     """
 
-    __slots__ = ("envelope", "message", "ticket")
+    __slots__ = ("claim", "envelope", "message", "since", "ticket")
 
     def __init__(self, message: M, envelope: Envelope[Any], ticket: int) -> None:
         super().__init__()
         self.message: M = message
         self.envelope = envelope
         self.ticket = ticket
+        self.claim = self.since = 0
 
 
 class RequestQueue(Generic[M]):
@@ -47,11 +51,6 @@ class RequestQueue(Generic[M]):
 
     def __len__(self) -> int:
         return len(self.requests)
-
-    @property
-    def first(self) -> Held[M] | None:
-        """The request that has waited longest."""
-        return next(iter(self.requests.values()), None)
 
     def hold(self, message: M, envelope: Envelope[Any]) -> StartTimer:
         """Let a request wait until its deadline."""
@@ -92,35 +91,64 @@ class HeldRequests(RequestQueue[Acquire]):
 
 
 class SpaceQueue(RequestQueue[M]):
-    """Requests that wait for device blocks which other requests use (`wait_for_room`).
+    """Requests that wait for device blocks which other requests use (`wait_for_room`), in the order
+    of their calls.
 
     Attributes:
-        retried: leases of those that have left the queue to be matched, over several turns, and may
-            come back to its front.
+        retried: requests that have left the queue to be matched, over several turns, and may come
+            back to their place, by lease.
+        claims: blocks of the queue's requests, see `Held`.
     """
 
     def __init__(self, tickets: Iterator[int]) -> None:
         super().__init__(tickets)
-        self.retried: set[int] = set()
+        self.retried: dict[int, Held[M]] = {}
+        self.claims = 0
 
     @property
-    def is_busy(self) -> bool:
-        """Whether later requests must wait behind one of this queue."""
-        return bool(self.requests or self.retried)
+    def first(self) -> Held[M] | None:
+        """The request that has waited longest."""
+        waiting: Any = self.retried or self.requests
+        return next(iter(waiting.values()), None)
 
-    def hold_first(self, message: M, envelope: Envelope[Any]) -> StartTimer:
-        """Let a request wait that came before all others in the queue."""
-        self.retried.discard(message.lease)
+    def enter(self, message: M, envelope: Envelope[Any], claim: int, since: int) -> StartTimer:
+        """Let a request wait. One that waited before has its place again.
+
+        Args:
+            message: the request.
+            envelope: of its call.
+            claim: see `Held`.
+            since: see `Held`, of a request that waits for the first time.
+        """
+        before, number = self.retried.pop(message.lease, None), number_of(message)
+        later = list(takewhile(lambda one: number_of(one.message) > number, self._backwards()))
+        if before is not None or later:
+            since = (before or later[-1]).since
         timer = self.hold(message, envelope)
-        self.requests.move_to_end(message.lease, last=False)
+        held = self.requests[message.lease]
+        held.claim, held.since = claim, since
+        self.claims += claim
+        for one in reversed(later):
+            self.requests.move_to_end(one.message.lease)
         return timer
 
-    def hold_again(self, message: M, envelope: Envelope[Any]) -> StartTimer:
-        """Let a request wait, before all others if it has left the queue to be retried."""
-        again = message.lease in self.retried
-        return (self.hold_first if again else self.hold)(message, envelope)
+    def remove(self, lease: int) -> Held[M] | None:
+        """See `RequestQueue.remove`."""
+        held = super().remove(lease)
+        if held is not None:
+            self.claims -= held.claim
+        return held
 
     def retry(self, lease: int) -> None:
-        """The first request leaves the queue to be admitted."""
-        self.remove(lease)
-        self.retried.add(lease)
+        """A request leaves the queue to be admitted."""
+        held = self.remove(lease)
+        if held is not None:
+            self.retried[lease] = held
+
+    def _backwards(self) -> Iterator[Held[M]]:
+        return (self.requests[lease] for lease in reversed(self.requests))
+
+
+def number_of(message: Acquire | Fork) -> int:
+    """Ascending in the order of calls: the number of the lease that the request is for."""
+    return message.lease if isinstance(message, Acquire) else message.leases[0]

@@ -192,8 +192,11 @@ class BlockIndex:
         chunk of tokens after them. Changes nothing."""
         if not chunk:
             return self.blocks_for(path.num_tokens)
-        cached = self.before_media(self._reach(path, self.match_limit(path), fetch=fetch), media)
-        return self.chunk_blocks(path, cached, chunk)
+        limit = self.match_limit(path)
+        cached = self.before_media(self._reach(path, limit, fetch=fetch), media)
+        # A known block has a place in the table even if it cannot be hit.
+        run, states = self.tree.peek(path, cached if media else limit)
+        return max(run + len(states), self.chunk_blocks(path, cached, chunk))
 
     def chunk_blocks(self, path: Path, cached: int, chunk: int) -> int:
         """Table entries of `cached` blocks and a chunk of tokens after them, 0 for all tokens."""

@@ -16,7 +16,7 @@ from kvactors.prefix_index.actions import Action, StartTimer, Timed
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import PinExpired
 from kvactors.prefix_index.records import LeaseState
-from kvactors.types import HASH_BYTES
+from kvactors.types import HASH_BYTES, hash_at
 
 EARLY = 0.001
 """Seconds that a timer may be early, by the resolution of the clocks."""
@@ -82,6 +82,27 @@ class Pins:
     def blocks(self) -> int:
         """Device blocks that are pinned."""
         return self._index.tree.pinned
+
+    def withheld(self, path: Path, hits: int, deadline: float) -> int:
+        """Device blocks that a request cannot have before a deadline: those that stay pinned until
+        then, without those of the request's path.
+
+        Args:
+            path: of the request.
+            hits: leading blocks of the path that the request may share.
+            deadline: absolute loop time.
+        """
+        until = self._index.policy.now() + deadline - now()
+        nodes, shared = [np.empty(0, np.uint32)], 0
+        for pin in self._pins.values():
+            if pin.nodes is None or pin.expiry - EARLY <= until:
+                continue
+            nodes.append(pin.nodes)
+            for last in range(shared, min(hits, len(pin.nodes))):
+                if path.hashes(last, last + 1) != hash_at(pin.hashes, last):
+                    break
+                shared = last + 1
+        return len(np.unique(np.concatenate(nodes))) - shared
 
     def pin(self, lease: LeaseState) -> tuple[int, list[Action]]:
         """Pin the committed blocks of a lease that ends, as its hints ask.

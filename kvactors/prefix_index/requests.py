@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from kvactors.actor import Envelope
@@ -20,7 +21,7 @@ from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.admission import STEPS, Admission
 from kvactors.prefix_index.forks import Forks
 from kvactors.prefix_index.grants import Grants
-from kvactors.prefix_index.held import Held, HeldRequests
+from kvactors.prefix_index.held import Held, HeldRequests, SpaceQueue
 from kvactors.prefix_index.host_victims import HostVictims
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.lineages import LineageSource
@@ -29,6 +30,7 @@ from kvactors.prefix_index.messages import (
     Ack,
     Acquire,
     AcquireResult,
+    Fork,
     Pause,
     Prefetch,
     Proceed,
@@ -78,23 +80,39 @@ class Requests:
         return self._enter(message, envelope)
 
     def _enter(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
-        """Admit a request, behind those that wait for space."""
+        """Admit a request, before those that wait for space if it fits and may overtake them."""
         admission = self._admission
+        self._grants.set_root(message.path, message.scope)
         needed = self._index.blocks_for(message.path.num_tokens)
-        if needed > self._index.pool.total:
-            return [admission.never_fits(envelope, needed)]
-        space, forking = admission.space, admission.forking
-        if not (space.requests or space.retried or forking.requests or forking.retried):
+        error = admission.unreachable(message.path, needed, message.deadline, message.media)
+        if error is not None:
+            return [admission.count_refusal(envelope, error)]
+        heads = admission.heads()
+        if not heads:
+            return self._admit(message, needed, envelope)
+        claims = admission.forking.claims + admission.space.claims + needed
+        if claims <= admission.spare(heads) and self._fits(message):
+            admission.overtakings += 1
             return self._admit(message, needed, envelope)
         if message.wait_for_room:
-            return [space.hold(message, envelope)]
-        return [admission.count_refusal(envelope, NoRoom(needed, 0))]
+            return [admission.hold(envelope)]
+        error = NoRoom(needed, 0, self._index.tree.pinned, "requests that wait for room come first")
+        return [admission.count_refusal(envelope, error)]
+
+    def _fits(self, message: Acquire | Fork) -> bool:
+        """Whether a request that holds nothing, or the copies of a fork, can have blocks now."""
+        if isinstance(message, Fork):
+            return self._admission.available() >= len(message.leases)
+        path, index, media = message.path, self._index, message.media
+        self._grants.set_root(path, message.scope)
+        fetch = self._settings.fetchable(path, message.stored)
+        needed = index.needed_blocks(path, message.chunk_tokens, fetch=fetch, media=media)
+        return index.fits(path, needed, self._admission.unpromised(), media)
 
     def _admit(
         self, message: Acquire, needed: int, envelope: Envelope[AcquireResult]
     ) -> list[Action]:
-        """Admit a request of `needed` blocks under the present namespace, or begin to."""
-        self._grants.set_root(message.path, message.scope)
+        """Admit a request of `needed` blocks, or begin to."""
         if needed > self._index.part:
             return self._long.admit(message, needed, envelope)
         return self._grants.admit(message, needed, envelope)
@@ -122,39 +140,60 @@ class Requests:
         return self._admission.proceed() + self._admit_waiting()
 
     def _admit_waiting(self) -> list[Action]:
-        """Those that wait for space came before those of a pause. Forks come before both: the
-        leases that they are of hold blocks."""
-        return self._forks.retry() + self._admit_room() + self._admit_held()
+        """Those that wait for space came before those of a pause."""
+        return self._admit_room() + self._admit_held()
 
     def _admit_room(self) -> list[Action]:
-        """A turn's share of the requests that wait for space, up to the first that does not fit."""
-        space, admission, actions = self._admission.space, self._admission, list[Action]()
-        for _ in range(STEPS):
-            held = space.first
-            if held is None or self._held.paused or space.retried or admission.forking.requests:
-                return actions
-            message, envelope = held.message, held.envelope
-            if envelope.abandoned:
-                actions += self._give_up(space.remove(message.lease))
-                continue
-            path = message.path
-            if path.num_held or path.num_blocks:
-                return actions  # it is still being released after the last attempt
-            self._grants.set_root(path, message.scope)
-            fetch = self._settings.fetchable(path, message.stored)
-            needed = self._index.needed_blocks(
-                path, message.chunk_tokens, fetch=fetch, media=message.media
-            )
-            if not self._index.fits(path, needed, admission.unpromised(), message.media):
-                return actions
-            space.retry(message.lease)
-            whole = self._index.blocks_for(path.num_tokens)
-            actions += self._admit(message, whole, envelope)
-            if whole <= self._index.part:
-                space.retried.discard(message.lease)
-            if message.lease in space.requests:
-                return actions  # it fitted no more, and is the first again
-        return actions + admission.proceed_later() if space.requests else actions
+        """Look at the first requests that wait for space, and admit those that fit, unless they
+        would overtake others too often. Forks come first: the leases that they are of hold
+        blocks."""
+        admission, actions, heads = self._admission, list[Action](), list[Held[Any]]()
+        queues: tuple[SpaceQueue[Any], ...] = (admission.forking, admission.space)
+        before, claims, spare = sum(map(len, queues)), 0, admission.spare(heads)
+        for queue in queues:
+            head: Held[Any] | None = None
+            for held in list(islice(queue.requests.values(), STEPS)):
+                message = held.message
+                if held.envelope.abandoned:
+                    actions += self._give_up(queue.remove(message.lease))
+                    continue
+                if isinstance(message, Acquire) and not self._can_try(message):
+                    return actions
+                if claims + held.claim <= spare and self._fits(message):
+                    admission.overtakings += bool(heads)
+                    actions += self._retry(queue, held)
+                    spare = admission.spare(heads)
+                if message.lease not in queue.requests:
+                    continue
+                if head is None:
+                    head = held
+                    heads.append(head)
+                    spare = admission.spare(heads)
+                claims += held.claim
+                if claims >= spare:
+                    break  # no later request may overtake
+        after = sum(map(len, queues))
+        return actions + admission.proceed_later() if STEPS < after < before else actions
+
+    def _can_try(self, message: Acquire) -> bool:
+        """Whether a request that waits for space can be matched now."""
+        path = message.path
+        releasing = path.num_held or path.num_blocks  # what it had in its last attempt
+        return not (releasing or self._held.paused or self._admission.space.retried)
+
+    def _retry(self, queue: SpaceQueue[Any], held: Held[Any]) -> list[Action]:
+        """Admit a request that waited for space. It has its place again if it does not fit."""
+        message, envelope = held.message, held.envelope
+        queue.retry(message.lease)
+        if isinstance(message, Fork):
+            actions = self._forks.fork(message, envelope)
+        else:
+            whole = self._index.blocks_for(message.path.num_tokens)
+            actions = self._admit(message, whole, envelope)
+            if whole > self._index.part:
+                return actions  # over several turns: see `Admission.end_retry`
+        queue.retried.pop(message.lease, None)
+        return actions
 
     def _admit_held(self) -> list[Action]:
         """A turn's share of the requests that waited for the end of a pause."""
@@ -196,7 +235,7 @@ class Requests:
     def _not_released(self, envelope: Envelope[Any], needed: int) -> list[Action]:
         error = DeadlineExceeded(
             f"other requests did not release enough device blocks in time: {needed} needed, "
-            f"{self._admission.available()} available"
+            f"{self._admission.available()} available, {self._index.tree.pinned} pinned"
         )
         return [Refusal(envelope, error), *self._admission.serve_waiting()]
 

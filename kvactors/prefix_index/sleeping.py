@@ -57,7 +57,7 @@ class Sleep:
 
     def _is_busy(self) -> bool:
         admission = self._admission
-        return bool(self._leases) or bool(admission.waiting) or admission.space.is_busy
+        return bool(self._leases or admission.waiting or admission.heads())
 
     def _on_idle(self) -> list[Action]:
         """No transfer is in flight: evict the next part, or answer."""

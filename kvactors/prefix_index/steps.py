@@ -37,7 +37,7 @@ class Steps:
         actions: list[Action] = []
         outcomes = tuple([self._step(entry, envelope, actions) for entry in message.entries])
         actions.append(Reply(envelope, StepResult(outcomes)))
-        return actions
+        return actions + self._admission.look_again()
 
     def _step(
         self, entry: StepEntry, envelope: Envelope[StepResult], actions: list[Action]

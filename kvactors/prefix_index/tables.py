@@ -45,9 +45,10 @@ class BlockTables:
             else message.num_tokens
         )
         total = self._index.blocks_for(upto)
-        if total > self._index.pool.total:
-            return [*actions, self._admission.never_fits(envelope, total)]
         needed = max(0, total - lease.path.num_blocks)
+        error = self._admission.unreachable(lease.path, total, lease.deadline) if needed else None
+        if error is not None:
+            return [*actions, self._admission.count_refusal(envelope, error)]
         waiter = GrowthWaiter(lease, envelope, needed, message)
         return actions + self.take(waiter, lease.deadline)
 

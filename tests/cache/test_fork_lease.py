@@ -243,7 +243,8 @@ async def test_blocks_of_a_load_without_a_lease_are_waited_for(monkeypatch):
         await (await waiting).finish()
 
 
-async def test_a_fork_waits_for_other_leases_if_it_is_asked_to():
+async def test_a_fork_waits_for_other_leases_if_it_is_asked_to(monkeypatch):
+    monkeypatch.setattr("kvactors.prefix_index.admission.OVERTAKEN", 0)
     async with opened(device=6) as cache:
         lease = await cache.acquire("a", prompt(1, 1, tail=1))
         other = await cache.acquire("b", prompt(2, 3))
@@ -251,16 +252,46 @@ async def test_a_fork_waits_for_other_leases_if_it_is_asked_to():
             await lease.fork_many(2)
         forks = asyncio.ensure_future(lease.fork_many(2, wait_for_room=True))
         await asyncio.sleep(0.01)
-        behind = asyncio.ensure_future(cache.acquire("c", prompt(3, 1), wait_for_room=True))
+        behind = asyncio.ensure_future(cache.acquire("c", prompt(3, 3), wait_for_room=True))
         await asyncio.sleep(0.01)
         with pytest.raises(NoRoom):
-            await cache.acquire("d", prompt(4, 1))  # the block that is free is not for it
+            await cache.acquire("d", prompt(4, 1))  # it would delay the two that wait
         assert not forks.done()
         assert cache.statistics().prefix.waiting == 2
         with pytest.raises(LeaseBusy):
             await lease.extend([1])
         await other.finish()
-        for one in (*(await forks), lease, await behind):
+        for one in (*(await forks), lease):
+            await one.finish()
+        await (await behind).finish()
+
+
+async def test_a_fork_that_its_own_lease_or_pins_keep_out_is_refused_at_once():
+    async with opened(device=8) as cache:
+        await serve(cache, "system", prompt(3, 2), hints=kvactors.Hints(pin=True))
+        lease = await cache.acquire("a", prompt(1, 3, tail=1))
+        with pytest.raises(NoRoom, match="7 device blocks needed, 2 available, 2 pinned"):
+            await lease.fork_many(3, wait_for_room=True)
+        with pytest.raises(kvactors.NeverFits):
+            await lease.fork_many(5, wait_for_room=True)
+        for fork in await lease.fork_many(2):
+            await fork.finish()
+        await lease.finish()
+
+
+async def test_forks_that_fit_overtake_one_that_waits(monkeypatch):
+    monkeypatch.setattr("kvactors.prefix_index.admission.OVERTAKEN", 1)
+    async with opened(device=9) as cache:
+        large, small = [await cache.acquire("a", prompt(n, 1, tail=1)) for n in (1, 2)]
+        other = await cache.acquire("b", prompt(3, 4))
+        waits = asyncio.ensure_future(large.fork_many(4, wait_for_room=True))
+        await asyncio.sleep(0)
+        assert cache.statistics().prefix.waiting == 1
+        await (await small.fork()).finish()
+        with pytest.raises(NoRoom):
+            await small.fork_many(2)  # it would delay the one that waits
+        await other.finish()
+        for one in (*(await waits), large, small):
             await one.finish()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import kvactors
 from kvactors.actor.clock import now
-from kvactors.prefix_index import parts
+from kvactors.prefix_index import admission, parts
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}
@@ -52,8 +52,9 @@ async def test_a_request_gets_its_blocks_when_another_ends(tiers, end):
         await granted.finish()
 
 
-async def test_requests_are_admitted_in_order():
-    """Small ones do not overtake a large one."""
+async def test_requests_are_admitted_in_order(monkeypatch):
+    """Small ones do not overtake a large one any more."""
+    monkeypatch.setattr(admission, "OVERTAKEN", 0)
     order = []
 
     async def serve_one(number, one):
@@ -79,6 +80,92 @@ async def test_requests_are_admitted_in_order():
         await done
         assert order == [0, 1, 2, 3, 4]
         assert waiting(cache) == 0
+
+
+@pytest.mark.parametrize("wait", [False, True])
+async def test_a_request_is_overtaken_a_bounded_number_of_times(wait, monkeypatch):
+    """Four of eight blocks are free, and the first request that waits needs all eight."""
+    monkeypatch.setattr(admission, "OVERTAKEN", 3)
+    async with opened(device=8) as cache:
+        runs = await cache.acquire("runs", prompt(1, 4))
+        large = await queued(cache, 1, 1, 8)
+        for number in range(3):
+            await (await cache.acquire("small", prompt(2, 1), wait_for_room=wait)).finish()
+            assert number < 3
+        with pytest.raises(kvactors.DeadlineExceeded if wait else kvactors.NoRoom):
+            await cache.acquire("small", prompt(2, 1), wait_for_room=wait, deadline=0.05)
+        await runs.finish()
+        await (await large).finish()
+        await (await cache.acquire("small", prompt(2, 1), wait_for_room=wait)).finish()
+
+
+async def test_requests_that_fit_beside_those_that_wait_are_served(monkeypatch):
+    """Six of eight blocks are for the first request that waits: two can be used before."""
+    monkeypatch.setattr(admission, "OVERTAKEN", 0)
+    async with opened(device=8) as cache:
+        runs = await cache.acquire("runs", prompt(1, 4))
+        large = await queued(cache, 1, 1, 6)
+        beside = [await cache.acquire("small", prompt(n, 1)) for n in (2, 3)]
+        with pytest.raises(kvactors.NoRoom, match="requests that wait for room come first"):
+            await cache.acquire("small", prompt(4, 1))
+        await beside.pop().finish()
+        beside.append(await cache.acquire("small", prompt(4, 1)))
+        await runs.finish()
+        for one in (await large, *beside):
+            await one.finish()
+
+
+@pytest.mark.parametrize("tokens", [13 * BLOCK, 16 * BLOCK])
+async def test_a_request_that_pins_keep_out_is_refused_at_once(tokens):
+    async with opened(device=16) as cache:
+        await serve(cache, "system", prompt(1, 4), hints=kvactors.Hints(pin=True))
+        large = list(range(1000, 1000 + tokens))
+        for wait in (False, True):
+            with pytest.raises(kvactors.NoRoom, match="12 available, 4 pinned: only the end of"):
+                await cache.acquire("large", large, wait_for_room=wait)
+        with pytest.raises(kvactors.NoRoom, match="only the end of a pin"):
+            await cache.acquire("large", large, chunk_tokens=1)
+        assert await cache.unpin(prompt(1, 4)) == 4
+        await (await cache.acquire("large", large)).finish()
+
+
+async def test_pinned_blocks_of_a_prompt_do_not_keep_it_out():
+    async with opened(device=16) as cache:
+        await serve(cache, "system", prompt(1, 4), hints=kvactors.Hints(pin=True))
+        runs = await cache.acquire("runs", prompt(2, 1))
+        own = asyncio.ensure_future(
+            cache.acquire("w", [*prompt(1, 4), *prompt(3, 12)], wait_for_room=True)
+        )
+        while not waiting(cache):
+            await asyncio.sleep(0)
+        await runs.finish()
+        await (await own).finish()
+
+
+@pytest.mark.parametrize("ttl", [0.05, 100.0])
+async def test_a_request_waits_for_pins_that_end_before_its_deadline(ttl):
+    async with opened(device=16) as cache:
+        await serve(cache, "system", prompt(1, 4), hints=kvactors.Hints(pin=True, ttl=ttl))
+        call = cache.acquire("large", prompt(2, 16), wait_for_room=True, deadline=20.0)
+        if ttl < 20.0:
+            await (await call).finish()
+        else:
+            with pytest.raises(kvactors.NoRoom, match="4 pinned"):
+                await call
+
+
+async def test_a_pin_refuses_the_requests_that_wait_and_can_get_no_blocks_any_more():
+    async with opened(device=16) as cache:
+        runs = await cache.acquire("runs", prompt(1, 4))
+        other = await cache.acquire("other", prompt(4, 8))
+        large = await queued(cache, 1, 1, 13)
+        small = await queued(cache, 2, 2, 12)
+        await runs.finish(4 * BLOCK, hints=kvactors.Hints(pin=True))
+        with pytest.raises(kvactors.NoRoom, match=r"13 device blocks needed, .* 4 pinned"):
+            await large
+        assert not small.done()
+        await other.finish()
+        await (await small).finish()
 
 
 async def test_running_requests_extend_before_those_that_wait():
@@ -198,10 +285,11 @@ async def test_long_requests_wait_too(tiers, monkeypatch):
         await serve(cache, "before", prompt(7, 6))
         await cache.wait_idle()
         leases = [await cache.acquire(f"r{n}", prompt(n, 4)) for n in (1, 2)]
+        monkeypatch.setattr(admission, "OVERTAKEN", 0)
         shared = asyncio.ensure_future(cache.acquire("w", prompt(7, 9), wait_for_room=True))
         while not waiting(cache):
             await asyncio.sleep(0)
-        behind = await queued(cache, 2, 2, 1)
+        behind = await queued(cache, 2, 2, 4)
         for lease in leases:
             await cache.wait_idle()
             assert not shared.done() or lease is leases[1]
@@ -210,8 +298,8 @@ async def test_long_requests_wait_too(tiers, monkeypatch):
         granted = await shared
         await granted.wait_ready()
         assert len(set(granted.block_table)) == 9
-        await (await behind).finish()  # the blocks that are left are enough for it
         await granted.finish()
+        await (await behind).finish()
 
 
 async def test_a_restart_of_the_index_ends_the_wait(monkeypatch):

@@ -65,10 +65,11 @@ BUGS: tuple[Mutation, ...] = (
         "request_before_the_number_never_fits",
         "prefix_index/admission.py",
         """\
-        if not total:
-            return Refusal(envelope, NumBlocksUnset())
+            return NeverFits(claim, self.available(), total) if total else NumBlocksUnset()
 """,
-        "",
+        """\
+            return NeverFits(claim, self.available(), total)
+""",
         "a request before the number of blocks is set is refused as one that is too large",
         ("tests/cache/test_num_blocks.py::test_requests_are_refused_until_the_number_is_set",),
     ),

@@ -36,14 +36,6 @@ BUGS = (
         (FORK + "test_blocks_of_a_load_without_a_lease_are_waited_for",),
     ),
     Mutation(
-        "requests_overtake_a_fork_that_waits",
-        "prefix_index/requests.py",
-        "        if not (space.requests or space.retried or forking.requests or forking.retried):\n",
-        "        if not (space.requests or space.retried):\n",
-        "a fork that waits for blocks never gets them while small requests come",
-        (FORK + "test_a_fork_waits_for_other_leases_if_it_is_asked_to",),
-    ),
-    Mutation(
         "fork_outlasts_its_lease_in_the_queue",
         "prefix_index/endings.py",
         "        if lease.granted and admission.call_of(lease.id):  # an extend or a fork\n",

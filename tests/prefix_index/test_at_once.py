@@ -15,6 +15,7 @@ from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.hints import Hints
 from kvactors.native import LifeTables, Path
 from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.prefix_index.held import Held
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
     Acquire,
@@ -37,6 +38,7 @@ from kvactors.prefix_index.settings import IndexSettings
 from kvactors.quotas import Quota, salt_id
 from kvactors.testing.probe import Probe
 from kvactors.testing.stepper import Stepper
+from tests.prefix_index.objects import Request
 from tests.prefix_index.twins import BLOCK, Twins, answered_at_once, state_of
 
 WANTED = [
@@ -162,17 +164,15 @@ def behind_one_that_waits_for_space(index: Index) -> Acquire:
 
 def behind_a_long_request(index: Index) -> Acquire:
     """It has left the queue, is matched in several turns, and may come back."""
-    index.core.admission.space.retried.add(70)
+    index.core.admission.space.retried[70] = Held(index.request(9), Request(), 1)
     return index.request(2)
 
 
 def behind_a_fork(index: Index) -> Acquire:
-    lease = index.leased(15)
-    index.turn(Fork(lease, 15, (90,), ("f",), 100.0, True, True))
+    lease = index.leased(7)
+    index.leased(6, 40)
+    index.turn(Fork(lease, 7, (90, 91), ("f", "g"), 100.0, True, True))
     assert index.core.admission.forking.requests
-    index.index.pool.total += 1
-    index.index.pool._is_free.append(0)
-    index.index.pool.give([8])
     return index.request(2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
 from kvactors.cpu_evictor.messages import Offload
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NeverFits, NoRoom
 from kvactors.native import Path
+from kvactors.prefix_index import admission
 from kvactors.prefix_index.actions import Action, Refusal, Reply, StartTimer
 from kvactors.prefix_index.messages import Acquire, Continue, Extend, Finish, Proceed
 from kvactors.prefix_index.parts import next_part
@@ -28,10 +30,15 @@ which = st.integers(0, 20)
 
 class QueueMachine(RuleBasedStateMachine):
     """Requests without a common prefix and without a tier below, so that blocks are free or in use.
-    The model: `held` has the blocks of each lease, `queue` the requests that wait."""
+    The model: `held` has the blocks of each lease, `queue` the requests that wait, `since` the
+    overtakings when each began to wait."""
 
-    @initialize(blocks=st.integers(1, 6), part=st.sampled_from([1, 2, 100]))
-    def start(self, blocks: int, part: int) -> None:
+    @initialize(
+        blocks=st.integers(1, 6), part=st.sampled_from([1, 2, 100]), bound=st.integers(0, 3)
+    )
+    def start(self, blocks: int, part: int, bound: int) -> None:
+        self.bound = pytest.MonkeyPatch()
+        self.bound.setattr(admission, "OVERTAKEN", bound)
         self.core = core(blocks, part=part, host_tier=False, announce=False)
         self.total = blocks
         self.held: dict[int, int] = {}
@@ -40,20 +47,38 @@ class QueueMachine(RuleBasedStateMachine):
         self.found: dict[int, str] = {}
         self.asked: dict[int, Request] = {}
         self.tickets: dict[int, int] = {}
-        self.number = 0
+        self.number = self.overtakings = 0
+        self.since: dict[int, int] = {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "bound"):
+            self.bound.undo()
 
     @property
     def free(self) -> int:
         return self.total - sum(self.held.values())
 
+    def may_get(self, blocks: int, waiting: list[int]) -> bool:
+        """Whether a request gets its blocks before those of `waiting`, and counts that."""
+        if blocks > self.free:
+            return False
+        if waiting and self.overtakings - self.since[waiting[0]] >= admission.OVERTAKEN:
+            newer = sum(held for lease, held in self.held.items() if lease > waiting[0])
+            if blocks + newer + sum(self.queue[lease] for lease in waiting) > self.total:
+                return False
+        self.overtakings += bool(waiting)
+        return True
+
     def serve(self) -> None:
-        """The model admits in order, up to the first request that does not fit."""
+        """The model admits in order, past requests that do not fit."""
+        waiting: list[int] = []
         for lease, blocks in list(self.queue.items()):
-            if blocks > self.free:
-                return
-            del self.queue[lease]
-            self.held[lease] = blocks
-            self.expected[lease] = "granted"
+            if self.may_get(blocks, waiting):
+                del self.queue[lease]
+                self.held[lease] = blocks
+                self.expected[lease] = "granted"
+            else:
+                waiting.append(lease)
 
     def run(self, actions: list[Action]) -> None:
         """Note the answers, and do all work that follows."""
@@ -83,14 +108,14 @@ class QueueMachine(RuleBasedStateMachine):
         self.asked[lease] = Request(message)
         if blocks > self.total:
             self.expected[lease] = "NeverFits"
-        elif self.queue or blocks > self.free:
-            if wait:
-                self.queue[lease] = blocks
-            else:
-                self.expected[lease] = "NoRoom"
-        else:
+        elif self.may_get(blocks, list(self.queue)):
             self.held[lease] = blocks
             self.expected[lease] = "granted"
+        elif wait:
+            self.queue[lease] = blocks
+            self.since[lease] = self.overtakings
+        else:
+            self.expected[lease] = "NoRoom"
         self.run(self.core.requests.acquire(message, self.asked[lease]))
 
     @precondition(lambda self: self.held)
@@ -254,7 +279,7 @@ def test_a_cancelled_request_leaves_nothing() -> None:
     ask(state, acquire(2, 2, first=100, wait_for_room=True))
     [error] = answers(state.requests.cancel(2))
     assert isinstance(error, LeaseEnded)
-    assert not state.admission.space.is_busy
+    assert not state.admission.heads()
 
 
 def test_own_cached_blocks_are_not_free() -> None:
