@@ -8,6 +8,9 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+OVERTAKINGS = "requests that overtake one"
+"""The bound of the law of progress, see `tests.support.progress_watch`."""
+
 LIMITS: Mapping[str, tuple[str, str]] = {
     "messages of a turn": ("kvactors.actor.mailbox_loop", "TURN_BUDGET"),
     "blocks forgotten": ("kvactors.wiring", "FORGOTTEN"),
@@ -22,6 +25,7 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "requests observed first": ("kvactors.prefix_index.policy", "FIRST"),
     "blocks of a window": ("kvactors.cpu_evictor.movements", "WINDOW"),
     "blocks of a share": ("kvactors.cpu_evictor.movements", "SHARE"),
+    OVERTAKINGS: ("kvactors.prefix_index.admission", "OVERTAKEN"),
 }
 """By name: the module and the constant. The constant is read when it is used, so that replacing it
 has an effect."""

@@ -22,11 +22,12 @@ from kvactors.testing.loop import SimLoop, simulate
 from kvactors.testing.plan import FaultPlan
 from tests.simulation.draw import Draw, draw_run
 from tests.simulation.invariants import rest
-from tests.simulation.limits import limited
+from tests.simulation.limits import OVERTAKINGS, limited
 from tests.simulation.record import SeedReport
 from tests.simulation.sharing import with_sharing
 from tests.simulation.workload import Client
 from tests.simulation.world import World
+from tests.support.progress_watch import ProgressWatch
 from tests.support.share_watch import ShareWatch
 
 WORK = 300.0
@@ -89,6 +90,9 @@ async def _live(world: World, report: SeedReport) -> World:
     try:
         with anyio.move_on_after(2 * (WORK + STOP)), ExitStack() as stack:
             watch = ShareWatch(world.violated, world.seen)
+            progress = ProgressWatch(world.violated, world.seen, drawn.limits[OVERTAKINGS])
+            world.system.supervisor.instruments.add(progress)
+            stack.enter_context(progress.installed())
             async with world.running():
                 stack.enter_context(watch.installed())
                 tasks = [

@@ -14,6 +14,7 @@ from kvactors.hints import Hints
 from kvactors.native import DEVICE
 from kvactors.observe.invariants import listing
 from kvactors.quotas import salt_id
+from kvactors.testing.plan import FaultPlan
 from kvactors.types import HASH_BYTES, split_hashes
 from tests.simulation.limits import draw_limit
 
@@ -27,7 +28,7 @@ SALTS = ("salt", "other", "")
 class Extra(NamedTuple):
     """Shares of requests that are forked and that have hints, of hints that are pins, of orders
     that are sleeps and that are about salts and pins. cut: of forks and sleeps that are
-    cancelled."""
+    cancelled. room: of requests with `wait_for_room`."""
 
     forks: float = 0.0
     sleeps: float = 0.0
@@ -35,6 +36,7 @@ class Extra(NamedTuple):
     pins: float = 0.0
     orders: float = 0.0
     cut: float = 0.0
+    room: float = 0.35
 
 
 def with_sharing(drawn: Draw) -> Draw:
@@ -58,6 +60,26 @@ def with_sharing(drawn: Draw) -> Draw:
         hints=HintsConfig(rng.choice((0.1, 0.25, 0.25, 0.5, 1.0))),
     )
     return drawn._replace(config=config, extra=extra)
+
+
+def with_crowd(drawn: Draw) -> Draw:
+    """The same run without faults, with more clients whose prompts, and pins, take up to the whole
+    device."""
+    rng = random.Random(drawn.seed * 5003)
+    drawn = with_sharing(drawn)
+    blocks = drawn.config.device.num_blocks
+    extra = drawn.extra._replace(hints=0.7, pins=0.5, orders=0.5, sleeps=0.0, room=0.6, cut=0.1)
+    hints = HintsConfig(rng.choice((0.25, 0.5, 1.0)))
+    return drawn._replace(
+        config=msgspec.structs.replace(drawn.config, hints=hints),
+        extra=extra,
+        plan=FaultPlan(),
+        stop_at=None,
+        clients=rng.randint(4, 10),
+        requests=12,
+        families=rng.randint(2, 8),
+        longest=rng.choice((blocks, max(2, blocks // 2))),
+    )
 
 
 def _keeps_quotas(drawn: Draw) -> bool:
