@@ -28,7 +28,7 @@ SALTS = ("salt", "other", "")
 class Extra(NamedTuple):
     """Shares of requests that are forked and that have hints, of hints that are pins, of orders
     that are sleeps and that are about salts and pins. cut: of forks and sleeps that are
-    cancelled. room: of requests with `wait_for_room`."""
+    cancelled. waits: of requests with `wait_for_room`."""
 
     forks: float = 0.0
     sleeps: float = 0.0
@@ -36,7 +36,7 @@ class Extra(NamedTuple):
     pins: float = 0.0
     orders: float = 0.0
     cut: float = 0.0
-    room: float = 0.35
+    waits: float = 0.35
 
 
 def with_sharing(drawn: Draw) -> Draw:
@@ -68,7 +68,7 @@ def with_crowd(drawn: Draw) -> Draw:
     rng = random.Random(drawn.seed * 5003)
     drawn = with_sharing(drawn)
     blocks = drawn.config.device.num_blocks
-    extra = drawn.extra._replace(hints=0.7, pins=0.5, orders=0.5, sleeps=0.0, room=0.6, cut=0.1)
+    extra = drawn.extra._replace(hints=0.7, pins=0.5, orders=0.5, sleeps=0.0, waits=0.6, cut=0.1)
     hints = HintsConfig(rng.choice((0.25, 0.5, 1.0)))
     return drawn._replace(
         config=msgspec.structs.replace(drawn.config, hints=hints),

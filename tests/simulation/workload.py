@@ -250,7 +250,7 @@ class Client(CacheClient):
         rng, cache = self.rng, self.world.cache
         deadline = rng.choice((0.02, 0.2, 1.0, 3.0))
         wait, incarnation = rng.random() < 0.9, self.world.system.index.incarnation
-        space = self.api_rng.random() < self.world.drawn.extra.room
+        space = self.api_rng.random() < self.world.drawn.extra.waits
         chunk = self.api_rng.choice((None, None, None, 1, BLOCK, 2 * BLOCK + 1))
         if self.api_rng.random() < 0.2:
             self.look(prompt)
@@ -331,7 +331,7 @@ class Served:
         """Branches with separate bytes, which end in any order."""
         lease, rng, world = self.lease, self.client.extra_rng, self.world
         count, deadline = rng.choice((1, 1, 2)), rng.choice((0.05, 1.0))
-        room = self.client.api_rng.random() < world.drawn.extra.room
+        room = self.client.api_rng.random() < world.drawn.extra.waits
         self.client.cut()
         try:
             made = await self.client.ask(
