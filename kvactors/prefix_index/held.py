@@ -13,7 +13,7 @@ from kvactors.actor import Envelope
 from kvactors.prefix_index.actions import StartTimer, Timed
 from kvactors.prefix_index.messages import Acquire, AdmissionDeadline, Fork
 
-M = TypeVar("M", Acquire, Fork)
+M = TypeVar("M", bound=Acquire | Fork)
 
 
 class Held(Timed, Generic[M]):
@@ -109,7 +109,8 @@ class SpaceQueue(RequestQueue[M]):
     def first(self) -> Held[M] | None:
         """The request that has waited longest."""
         waiting: Any = self.retried or self.requests
-        return next(iter(waiting.values()), None)
+        first: Held[M] | None = next(iter(waiting.values()), None)
+        return first
 
     def enter(self, message: M, envelope: Envelope[Any], claim: int, since: int) -> StartTimer:
         """Let a request wait. One that waited before has its place again.
