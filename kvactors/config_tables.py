@@ -303,7 +303,7 @@ class StorageConfig(
     Attributes:
         backend: none, memory, file, mooncake, attention_store, or package.module:Class.
         capacity_blocks: objects it may hold. With neither this nor capacity_bytes a file store
-            takes 80 % of the space that its file system can give, and the other back ends set no
+            follows 80 % of the space that its file system can give, and the other back ends set no
             limit.
         capacity_bytes: bytes it may hold. With capacity_blocks too, the smaller of both counts.
         namespace: a part of the store's identity. Objects of different namespaces never mix.
@@ -313,7 +313,7 @@ class StorageConfig(
         free_space_floor: bytes of the file system that the file store leaves free.
         durability: an object of the file store counts as stored when the system has it (written)
             or the device has it (synced).
-        read_only: the file store is a view beside the process that writes.
+        read_only: the file store is a view beside the process that writes, and follows it.
         io_depth: the file store's reads at once.
         io_write_depth: its writes at once, as many as reads if unset.
         keep_tokens: the file store keeps each block's tokens beside it, so that stored blocks are

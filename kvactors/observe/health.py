@@ -155,6 +155,8 @@ def _store(name: str, store: CheckedBackend | DeviceStore) -> Iterator[Trouble]:
         yield Trouble(name, "a clear has not been completed", store.clears.pending_since)
     elif getattr(store.inner, "clear_pending", False):
         yield Trouble(name, "a clear has not been completed", None)
+    if condition := store.condition():
+        yield Trouble(name, condition, None)
     overdue = store.overdue()
     if overdue is not None:
         what, since = overdue

@@ -94,6 +94,8 @@ class StorageWorker(Actor):
         """A batch has ended."""
         self.batches.in_flight -= 1
         self.reporter.report_batch(message)
+        if self.backend.removed_outside():
+            self.reporter.report_lost()
         self.tell(self.evictor, message.answer)
         self._start_batches()
 

@@ -286,6 +286,8 @@ class FaultyBackend(Backend):
     next_paths: Any = Inner()
     end_paths: Any = Inner()
     trouble: Any = Inner()
+    condition: Any = Inner()
+    removed_outside: Any = Inner()
     statistics: Any = Inner()
     generation: Any = Inner()
     clear_pending: Any = Inner()

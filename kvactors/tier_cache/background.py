@@ -92,7 +92,9 @@ class Background:
     def troubles(self) -> tuple[str, ...]:
         """The parts that do not work, with reasons."""
         tier = self.storage
-        storage = () if tier is None else dict.fromkeys((tier.trouble, *tier.failing))
+        storage = (
+            () if tier is None else dict.fromkeys((tier.trouble, *tier.failing, tier.condition))
+        )
         sinks = () if self._sinks is None else self._sinks.service.troubles
         return (*(f"storage: {one}" for one in storage if one), *sinks)
 

@@ -181,6 +181,11 @@ class StorageLoop:
         """Kinds of calls that do not work, with reasons and remedies. For any thread."""
         return () if self.store is None else tuple(one.why for one in self.store.attempts.failing())
 
+    @property
+    def condition(self) -> str:
+        """See `Backend.condition`. For any thread."""
+        return "" if self.store is None else self.store.condition()
+
     # -- clears
 
     def clear(self, generation: int) -> None:

@@ -280,6 +280,11 @@ class StorageTier:
         """Kinds of calls that do not work, with reasons and remedies."""
         return () if self._loop is None else self._loop.failing
 
+    @property
+    def condition(self) -> str:
+        """See `Backend.condition`."""
+        return "" if self._loop is None else self._loop.condition
+
     def clear(self) -> list[bytes]:
         """Delete every object. Jobs that were submitted before bring none back.
 

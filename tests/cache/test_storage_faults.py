@@ -62,7 +62,7 @@ FAULTS = {
     "one bit flipped in every third object": Fault(flip_bits, "corrupt"),
     "file cut in half": Fault(truncate(0.5), "corrupt"),
     "file empty": Fault(truncate(0.0), "corrupt"),
-    "folder deleted": Fault(delete_folder, "unavailable"),
+    "folder deleted": Fault(delete_folder, "misses"),
     "disk full": Fault(refuse_writes(errno.ENOSPC), "no_space", exclusive=True),
     "read-only file system": Fault(refuse_writes(errno.EROFS), "unavailable", exclusive=True),
 }

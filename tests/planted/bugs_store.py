@@ -8,6 +8,7 @@ from mutation import Mutation
 FORMAT, HEALS = "tests/storage/test_store_format.py", "tests/storage/test_store_heals.py"
 IN_FLIGHT = "tests/storage/test_slots_in_flight.py"
 IO = "tests/storage/test_slab_io.py"
+FILES = "tests/storage/test_file_store.py"
 TASKS = "tests/storage/test_store_tasks.py"
 POOL = "tests/storage/test_mooncake_objects.py"
 CHECKSUMS = "tests/storage/test_mooncake_checksums.py"
@@ -155,8 +156,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "moment_of_trouble_is_corruption",
         "storage/backends/slab_io.py",
-        "        self._files.trouble = str(error)\n        return outcome_of(error)\n",
-        "        self._files.trouble = str(error)\n        return Outcome.CORRUPT\n",
+        "        return self._files.failed(OSError(-code, os.strerror(-code)))\n",
+        "        return Outcome.CORRUPT\n",
         "an input error of a moment costs the object and its slot",
         (f"{HEALS}::test_an_error_of_a_moment_is_unavailable_and_costs_nothing",),
     ),
@@ -371,9 +372,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "writes_to_a_deleted_table_count",
-        "storage/backends/slab_io.py",
-        "        if codes[0] != DELETED:\n            return self._outcome(codes[0])\n",
-        "        if codes[0] != DELETED:\n            return self._outcome(codes[0])\n        return Outcome.OK\n",
+        "storage/backends/slab_medium.py",
+        "        return Outcome.UNAVAILABLE if self._files.lost else outcome\n",
+        "        return Outcome.OK if self._files.lost else outcome\n",
         "objects that are written to a deleted store count as stored",
         (f"{IO}::test_entries_are_not_written_to_a_table_that_was_moved",),
     ),
@@ -458,5 +459,45 @@ BUGS: tuple[Mutation, ...] = (
         "self._wanted():",
         "each batch of a store on a full disk tries to add a slab",
         (f"{TASKS}::test_a_disk_that_is_full_is_asked_for_the_next_slab_after_a_pause",),
+    ),
+    Mutation(
+        "other_layouts_take_what_they_preallocate",
+        "storage/backends/file_survey.py",
+        "            found += count_used(chunk, meta)\n",
+        "            found += len(chunk) // meta.entry_bytes\n",
+        "empty files of other layouts take the capacity of a store",
+        (f"{HEALS}::test_a_capacity_counts_the_objects_of_other_layouts_in_the_folder",),
+    ),
+    Mutation(
+        "good_objects_are_evicted_for_other_layouts",
+        "storage/backends/file_survey.py",
+        "            capacity = max(1, left, min(wanted, objects))\n",
+        "            capacity = max(1, left)\n",
+        "a store evicts its objects because another layout grows",
+        (f"{HEALS}::test_a_capacity_counts_the_objects_of_other_layouts_in_the_folder",),
+    ),
+    Mutation(
+        "files_made_anew_under_a_read",
+        "storage/backends/file.py",
+        "        while self.files.lost and (self._calls or self.threads.busy):\n",
+        "        while self.files.lost and not self.threads:\n",
+        "a read in flight goes on with the descriptors of other files",
+        (f"{FILES}::test_files_are_not_made_anew_under_a_call_that_uses_the_old_ones",),
+    ),
+    Mutation(
+        "lost_files_are_not_reported",
+        "storage/worker.py",
+        "        if self.backend.removed_outside():\n",
+        "        if not self.backend:\n",
+        "indexes list the blocks of a store whose files were deleted",
+        (f"{FILES}::test_the_blocks_of_a_deleted_folder_are_reported_gone",),
+    ),
+    Mutation(
+        "a_view_loses_a_cancelled_look",
+        "storage/backends/slab_view.py",
+        "            await wait_uncancelled(asyncio.ensure_future(self._follow()))\n",
+        "            await self._follow()\n",
+        "a view never finds objects that a cancelled look has read",
+        (f"{FILES}::test_a_look_that_is_cancelled_loses_no_object",),
     ),
 )

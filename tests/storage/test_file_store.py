@@ -14,12 +14,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 
 import kvactors
 from kvactors.config import Config
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.storage.backends import FileBackend
+from kvactors.storage.backends import file as file_module
 from kvactors.storage.backends.slab_table import ENTRY_BYTES as ENTRY
 from kvactors.storage.backends.slab_table import PAGE, Meta, scan
 from kvactors.storage.messages import Outcome
@@ -173,16 +175,92 @@ async def test_a_damaged_object_fails_alone_in_its_group(tmp_path):
         assert await bench.get(*range(8)) == [OK, OK, MISS, OK, OK, OK, OK, OK]
 
 
-async def test_a_folder_deleted_during_use_is_misses_and_no_exception(tmp_path):
+@pytest.mark.parametrize("found_by", ["a read", "a write"])
+async def test_a_deleted_folder_is_made_anew_without_objects(tmp_path, found_by):
     async with opened(tmp_path / "store") as bench:
+        store = bench.store
         await bench.put(1, 2)
         shutil.rmtree(tmp_path / "store")
-        assert await bench.get(1, 2) == [MISS, MISS]
-        assert bench.store.keys() == []
-        assert await bench.put(3) == [Outcome.UNAVAILABLE]
-        assert bench.store.keys() == []
+        with structlog.testing.capture_logs() as logs:
+            if found_by == "a read":
+                assert await bench.get(1) == [MISS]
+            else:
+                assert await bench.put(3) == [Outcome.UNAVAILABLE]
+            assert store.keys() == []
+            assert store.removed_outside
+            assert {key(1), key(2)} <= set(store.take_removed())
+            assert "exclude the folder" in store.condition()
+            assert await bench.put(3, 1) == [OK, OK]
+        assert [one["event"] for one in logs] == ["file store lost", "file store made anew"]
+        assert await bench.get(1, 2, 3) == [OK, MISS, OK]
+        whole(store)
     async with opened(tmp_path / "store") as bench:
-        assert await bench.put(1) == [OK]
+        assert await bench.get(1, 2, 3) == [OK, MISS, OK]
+
+
+async def test_a_folder_that_cannot_be_made_anew_is_a_condition_until_it_can(tmp_path):
+    async with opened(tmp_path / "store") as bench:
+        await bench.put(1)
+        shutil.rmtree(tmp_path / "store")
+        (tmp_path / "store").write_text("in the way")
+        assert await bench.put(2) == [Outcome.UNAVAILABLE]
+        assert await bench.put(2) == [Outcome.UNAVAILABLE]
+        assert "in the way" not in bench.store.condition()
+        assert str(tmp_path / "store") in bench.store.condition()
+        await bench.store.clear()
+        (tmp_path / "store").unlink()
+        assert await bench.put(2) == [OK]
+        assert await bench.get(1, 2) == [MISS, OK]
+
+
+async def test_files_are_not_made_anew_under_a_call_that_uses_the_old_ones(tmp_path):
+    async with opened(tmp_path / "store") as bench:
+        store = bench.store
+        await bench.put(1, 2)
+        begun, go = threading.Event(), threading.Event()
+
+        def slowly(fd: int, _at: int, _size: int) -> None:
+            begun.set()
+            go.wait(30)
+
+        with faults(store, read=slowly):
+            reading = asyncio.create_task(bench.get(1))
+            while not begun.is_set():
+                await asyncio.sleep(0.001)
+        shutil.rmtree(tmp_path / "store")
+        assert await bench.put(3) == [Outcome.UNAVAILABLE]
+        remake, calls = store.medium.begin_anew, list[bool]()
+
+        async def begin_anew() -> None:
+            calls.append(go.is_set())
+            await remake()
+
+        store.medium.begin_anew = begin_anew
+        views = bench.views(2, 8)  # not in the memory of the read
+        for view, number in zip(views, (3, 4), strict=True):
+            view[:] = bench.pattern(number)
+        writing = asyncio.create_task(store.write([key(3), key(4)], views, never))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        go.set()
+        await reading
+        assert list((await writing).outcomes) == [OK, OK]
+        assert calls == [True]
+        assert await bench.get(1, 3, 4) == [MISS, OK, OK]
+
+
+async def test_a_table_of_another_program_in_the_place_of_a_deleted_one_gives_no_object(tmp_path):
+    async with opened(tmp_path / "store") as bench:
+        await bench.put(1)
+        shutil.copytree(tmp_path / "store", tmp_path / "copy")
+        shutil.rmtree(tmp_path / "store")
+        shutil.copytree(tmp_path / "copy", tmp_path / "store")
+        assert await bench.put(2) == [Outcome.UNAVAILABLE]
+        assert await bench.put(2) == [OK]
+        assert await bench.get(1, 2) == [MISS, OK]
+        whole(bench.store)
+    async with opened(tmp_path / "store") as bench:
+        assert bench.store.keys() == [key(2)]
 
 
 @pytest.mark.parametrize(
@@ -330,6 +408,100 @@ async def test_a_second_process_is_refused_with_the_holders_id_or_only_reads(tmp
         assert await bench.get(2) == [OK], "the lock went with its holder"
 
 
+async def find(view: Bench, *numbers: int) -> int:
+    """The leading run that a view finds when it looks at the table now."""
+    assert view.store.probe([key(numbers[0])]) is None
+    view.store.view._due = 0.0
+    return await view.store.ask([key(number) for number in numbers], never)
+
+
+async def test_a_view_sees_what_is_written_after_it_was_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_module, "SLAB_BYTES", 8 * 8192)
+    async with opened(tmp_path, 24) as bench, opened(tmp_path, read_only=True) as view:
+        assert await find(view, 1) == 0
+        await bench.put(*range(20))  # in three slabs
+        assert await find(view, *range(20)) == 20
+        assert await view.get(*range(20)) == [OK] * 20
+        await bench.store.remove([key(2)])
+        await bench.put(30)
+        assert await find(view, 0, 1, 2) == 2
+        assert await view.get(1, 2, 30) == [OK, MISS, OK]
+        await bench.store.clear()
+        assert await view.get(1) == [MISS], "also before it looks"
+        assert await find(view, 1) == 0
+        await bench.put(1, 40)
+        assert await find(view, 1, 40) == 2
+        assert await view.get(1, 40, 30) == [OK, OK, MISS]
+        assert view.store.count() == 2
+        assert not view.store.inventory.catalog.departed
+
+
+async def test_a_view_never_gives_the_bytes_of_another_object(tmp_path):
+    """The writer uses slots anew between every two looks of the view."""
+    async with opened(tmp_path, 4) as bench, opened(tmp_path, read_only=True) as view:
+        for first in range(0, 60, 3):
+            await bench.put(first, first + 1)
+            await find(view, first)
+            await bench.put(first + 2)
+            got = await view.get(*range(max(0, first - 6), first + 3))  # compares the bytes
+            assert got[-3:-1] == [OK, OK]
+
+
+async def test_a_view_with_a_table_that_stays_reads_it_twice_and_no_more(tmp_path):
+    async with opened(tmp_path) as bench, opened(tmp_path, read_only=True) as view:
+        await bench.put(1)
+        reads = []  # of two chunks each
+        entries = view.store.files.entries
+        view.store.files.entries = lambda *args: reads.append(args) or entries(*args)
+        for _ in range(5):
+            assert await find(view, 1) == 1
+        assert len(reads) == 2 * 2, "the clock of a file system may stand still between two writes"
+        await bench.put(2)
+        assert await find(view, 1, 2) == 2
+
+
+async def test_a_view_follows_a_store_whose_files_are_made_anew(tmp_path):
+    async with (
+        opened(tmp_path / "store") as bench,
+        opened(tmp_path / "store", read_only=True) as view,
+    ):
+        await bench.put(1)
+        assert await find(view, 1) == 1
+        shutil.rmtree(tmp_path / "store")
+        assert await find(view, 1) == 0
+        assert await find(view, 1) == 0, "there is no store to open"
+        assert await bench.put(2) == [Outcome.UNAVAILABLE]
+        assert await bench.put(2) == [OK]
+        assert await find(view, 2) == 1
+        assert await view.get(1, 2) == [MISS, OK]
+
+
+async def test_a_look_that_is_cancelled_loses_no_object(tmp_path):
+    async with opened(tmp_path) as bench, opened(tmp_path, read_only=True) as view:
+        await bench.put(1)
+        begun, go, read = threading.Event(), threading.Event(), view.store.view._changes
+
+        def slowly(table):
+            found = read(table)
+            begun.set()
+            go.wait(30)
+            return found
+
+        view.store.view._changes = slowly
+        looking = asyncio.create_task(find(view, 1))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        looking.cancel()
+        go.set()
+        await asyncio.gather(looking, return_exceptions=True)
+        assert await find(view, 1) == 1
+
+
+async def test_a_view_of_no_store_is_an_error(tmp_path):
+    with pytest.raises(StoreError, match="there is no store yet"):
+        await FileBackend(tmp_path, PRINT, SIZE, read_only=True).open()
+
+
 # -- kills
 
 
@@ -396,6 +568,29 @@ async def test_rotten_bits_are_misses_that_are_reported_to_the_indexes(tmp_path)
             await serve(cache, seed)
         await cache.wait_flushed()
         assert cache.statistics().store.corrupt >= 1
+        assert cache.count_divergent_blocks() == 0
+        assert cache.check() == []
+
+
+async def test_the_blocks_of_a_deleted_folder_are_reported_gone(tmp_path):
+    async with kvactors.open(config(tmp_path / "store")) as cache:
+        for seed in range(5):
+            await serve(cache, seed)
+        await cache.wait_idle()
+        await cache.clear()
+        shutil.rmtree(tmp_path / "store")
+        await serve(cache, 90)
+        await cache.wait_idle()
+        await cache.wait_flushed()
+        assert cache.count_divergent_blocks() == 0
+        assert "exclude the folder" in cache.health().reasons[0].why
+        await serve(cache, 91)
+        await cache.wait_idle()
+        await cache.wait_flushed()
+        await cache.clear()
+        assert (await serve(cache, 91)).storage == 4
+        await cache.wait_idle()
+        await cache.wait_flushed()
         assert cache.count_divergent_blocks() == 0
         assert cache.check() == []
 

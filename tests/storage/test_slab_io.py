@@ -106,6 +106,11 @@ async def test_entries_are_not_written_to_a_table_that_was_moved(tmp_path):
         with faults(bench.store, inode=lambda: 1):
             assert await bench.put(2) == [UNAVAILABLE]
         assert "deleted or moved" in bench.store.trouble()
+
+
+async def test_entries_are_not_written_to_a_table_that_cannot_be_found_now(tmp_path):
+    async with opened(tmp_path) as bench:
+        await bench.put(1)
         with faults(bench.store, inode=lambda: -errno.EIO):
             assert await bench.put(3) == [UNAVAILABLE]
         assert bench.store.keys() == [key(1)]

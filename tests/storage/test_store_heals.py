@@ -17,6 +17,7 @@ from kvactors.storage.backends import FileBackend, slab_writes
 from kvactors.storage.backends import file as file_module
 from kvactors.storage.backends import slots as slots_module
 from kvactors.storage.backends.file_survey import own_bytes
+from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
@@ -124,18 +125,94 @@ async def test_a_capacity_that_is_not_set_is_a_share_of_the_space(tmp_path, smal
         assert len(bench.store.keys()) == 8
 
 
-async def test_a_capacity_counts_the_other_layouts_in_the_folder(tmp_path, small_slabs):
+def capacity_of(bench):
+    return bench.store.medium.statistics().capacity
+
+
+async def test_a_capacity_counts_the_objects_of_other_layouts_in_the_folder(tmp_path, small_slabs):
     async with opened(tmp_path, 40, print_=bytes(32)) as other:
-        await other.put(*range(20))
-    with structlog.testing.capture_logs() as logs:
+        await other.put(*range(17))  # in slabs of 24 slots
         async with opened(tmp_path, 40) as bench:
-            assert bench.store.medium.statistics().capacity == 16
-            await bench.put(*range(24))
-            assert len(bench.store.keys()) == 16
-    assert any("prune" in one["event"] for one in logs)
-    assert any(
-        one["event"] == "file store open" and one["capacity_bytes"] == 16 * 8192 for one in logs
-    )
+            assert capacity_of(bench) == 23
+            assert bench.store.condition() == ""
+            await bench.put(*range(100, 130))
+            assert len(bench.store.keys()) == 23
+            await other.put(*range(20, 30))
+            due(bench)
+            with structlog.testing.capture_logs() as logs:
+                await bench.put(100)
+            assert (capacity_of(bench), len(bench.store.keys())) == (23, 23), "good objects stay"
+            assert [one["event"] for one in logs] == ["file store is too small"]
+            assert "prune" in bench.store.condition()
+            await other.store.clear()
+            due(bench)
+            await bench.put(101)
+            assert (capacity_of(bench), bench.store.condition()) == (40, "")
+
+
+def due(bench):
+    """The space is looked at with the next write."""
+    bench.store.medium._space_due = 0.0
+
+
+async def test_a_capacity_that_is_not_set_follows_the_free_space(
+    tmp_path, monkeypatch, small_slabs
+):
+    free = 10 * 8192
+    monkeypatch.setattr(SlabFiles, "free_bytes", lambda _: free)
+    with structlog.testing.capture_logs() as logs:
+        async with opened(tmp_path) as bench:
+            assert capacity_of(bench) == 8
+            await bench.put(*range(20))
+            assert len(bench.store.keys()) <= 8
+            assert "free space" in bench.store.condition()
+            free = 1 << 40
+            due(bench)
+            await bench.put(*range(20))
+            assert len(bench.store.keys()) == 20
+            assert bench.store.condition() == ""
+            free = 0
+            due(bench)
+            await bench.put(1)
+            assert len(bench.store.keys()) == 20, "their eviction frees nothing"
+    assert [one["event"] for one in logs if one["log_level"] == "warning"] == [
+        "file store is too small"
+    ] * 2
+
+
+async def test_a_disk_that_was_full_at_the_start_gets_whole_slabs_later(
+    tmp_path, monkeypatch, small_slabs
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(SlabFiles, "free_bytes", lambda _: 0)
+        async with opened(tmp_path):
+            pass
+    async with opened(tmp_path) as bench:
+        await bench.put(1)
+        assert bench.store.files.meta.slots_per_slab == 8
+        assert await bench.get(1) == [OK]
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free space on the disk"),
+        (errno.EDQUOT, "raise the quota"),
+        (errno.EACCES, "give the process write access"),
+    ],
+)
+async def test_a_store_that_cannot_grow_to_its_capacity_states_why_until_it_can(
+    tmp_path, monkeypatch, small_slabs, number, remedy
+):
+    async with opened(tmp_path, 32) as bench:
+        await bench.put(*range(4))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", failing(number))
+            await bench.put(*range(10, 22))
+        assert remedy in bench.store.condition()
+        bench.store.medium.supply.growth.pause_until = 0.0
+        await bench.put(*range(30, 42))
+        assert bench.store.condition() == ""
 
 
 # -- bad objects and bad moments

@@ -59,6 +59,8 @@ class Backend(ABC):
     Attributes:
         exclusive: whether `take` is supported.
         slot_trailer_bytes: bytes behind each slot of the arena that the store needs.
+        removed_outside: whether objects left the store outside of batches since `take_removed` was
+            called.
         clear_pending: whether a `clear` did not reach the whole store and must be repeated.
         generation: number of clears, durable in a store that outlives its process.
         stuck: whether calls still run after `close`. The arena's memory then stays mapped.
@@ -70,6 +72,7 @@ class Backend(ABC):
     exclusive: bool = False
     slot_trailer_bytes: int = 0
     clear_pending: bool = False
+    removed_outside: bool = False
     generation: int = 0
     stuck: bool = False
     keeps_lineages: bool = False
@@ -209,6 +212,11 @@ class Backend(ABC):
 
     def trouble(self) -> str:
         """The last failure, for the log and for health, without tokens and keys."""
+        return ""
+
+    def condition(self) -> str:
+        """Why the store holds less than it should now, and the remedy, for `health`. Empty if it
+        does not. Called from any thread."""
         return ""
 
     def statistics(self) -> StoreStatistics:

@@ -281,6 +281,15 @@ class CheckedBackend:
             or bool(self._calls.call("clear_pending", lambda: self.inner.clear_pending, False))
         )
 
+    def removed_outside(self) -> bool:
+        """See `Backend.removed_outside`."""
+        return bool(getattr(self.inner, "removed_outside", False))
+
+    def condition(self) -> str:
+        """See `Backend.condition`."""
+        found = getattr(self.inner, "condition", str)
+        return str(self._calls.call("condition", found, ""))
+
     def keys(self) -> list[bytes]:
         """See `Backend.keys`."""
         return self.inventory.keys()

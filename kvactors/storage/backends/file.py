@@ -3,12 +3,15 @@ the folder, `slab_table` the format of the table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.device.arena import Arena
+from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
@@ -19,10 +22,15 @@ from kvactors.storage.backends.slab_medium import SlabMedium
 from kvactors.storage.backends.slab_paths import PathReading
 from kvactors.storage.backends.slab_table import PAGE, Meta
 from kvactors.storage.backends.slab_threads import SlabThreads
+from kvactors.storage.backends.slab_view import SlabView
 from kvactors.storage.inventory import OwnedInventory
+from kvactors.storage.messages import Outcome
 
 SLAB_BYTES = 256 << 20
 """Bytes of a slab, unless the whole capacity is less."""
+
+ANEW_CHECK_S = 0.01
+"""Seconds between two looks at whether calls use files that were deleted."""
 
 CLOSING = 1.0
 """Seconds that calls may take to end when the store is closed. Threads that hang for longer are
@@ -61,7 +69,7 @@ class FileBackend(Backend):
         identity: StoreIdentity | None = None,
         block_size: int = 0,
     ) -> None:
-        inventory = OwnedInventory(capacity, answerable=not read_only)
+        inventory = OwnedInventory(0 if read_only else capacity, answerable=not read_only)
         super().__init__(digest, block_bytes, inventory)
         names = identity or StoreIdentity("", "", digest)
         meta = _meta(names, digest, block_bytes, capacity, entry_bytes_for(block_size))
@@ -70,11 +78,20 @@ class FileBackend(Backend):
         self.keeps_lineages = block_size > 0 and not read_only
         self.threads = SlabThreads(self.files, depth, write_depth or depth)
         self.medium = SlabMedium(
-            self.files, self.threads, inventory, self.counters, synced=durability == "synced"
+            self.files,
+            self.threads,
+            inventory,
+            self.counters,
+            capacity,
+            synced=durability == "synced",
         )
+        self.view: SlabView | None = None
+        if read_only:
+            self.view = SlabView(self.medium, self.files, self.threads, inventory)
         if self.keeps_lineages:
             self.paths = PathReading(self.files, self.threads)
-        self._inventory, self._wanted = inventory, capacity
+        self._inventory = inventory
+        self._calls = 0  # in progress, that use the files
         self._batches = OwnedBatches(
             self.medium, inventory, self.counters, block_bytes, self.medium
         )
@@ -89,10 +106,15 @@ class FileBackend(Backend):
         """See `Backend.clear_pending`."""
         return self.medium.generations.pending
 
+    @property
+    def removed_outside(self) -> bool:  # type: ignore[override]
+        """See `Backend.removed_outside`."""
+        return self.medium.removed_outside
+
     async def open(self) -> None:
         """See `Backend.open`. If the capacity has shrunk, the objects written last stay."""
         try:
-            await self.medium.open(self._wanted)
+            await (self.medium.open() if self.view is None else self.view.open())
         except BaseException:
             await self.close()
             raise
@@ -108,22 +130,60 @@ class FileBackend(Backend):
         self.medium.arena = arena
         self.threads.io.attach(arena)
 
-    def probe(self, keys: Sequence[bytes]) -> int:
-        """See `Backend.probe`."""
+    def probe(self, keys: Sequence[bytes]) -> int | None:
+        """See `Backend.probe`. A view looks for new objects first, in `ask`."""
+        return self._batches.probe(keys) if self.view is None else None
+
+    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
+        """See `Backend.ask`."""
+        if self.view is not None:
+            await self.view.refresh()
         return self._batches.probe(keys)
 
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
         """See `Backend.read`."""
-        return await self._batches.read(keys, views, expired)
+        with self._in_use():
+            return await self._batches.read(keys, views, expired)
 
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
         """See `Backend.write`."""
+        if self.view is None:
+            if self.files.lost and not await self._begin_anew(expired):
+                refused = bytes([Outcome.UNAVAILABLE]) * len(keys)
+                self.counters.written(refused)
+                return WriteReport(refused, [])
+            await self.medium.follow_space()
         self.medium.supply.prepare(len(keys))
-        return await self._batches.write(keys, views, expired)
+        with self._in_use():
+            return await self._batches.write(keys, views, expired)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """A call uses the files inside."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+
+    async def _begin_anew(self, expired: Expired) -> bool:
+        """Make the files again, which were deleted, once no call uses the old ones. Returns whether
+        they are there."""
+        while self.files.lost and (self._calls or self.threads.busy):
+            if expired():
+                return False
+            await asyncio.sleep(ANEW_CHECK_S)
+        if self.files.lost:
+            with self._in_use():
+                try:
+                    await self.medium.begin_anew()
+                except StoreError:
+                    return False
+        return True
 
     async def write_slots(
         self,
@@ -140,15 +200,26 @@ class FileBackend(Backend):
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`."""
-        await self._batches.remove(keys)
+        with self._in_use():
+            await self._batches.remove(keys)
 
     async def clear(self, generation: int = 0) -> None:
         """See `Backend.clear`. Advances the generation and removes no file."""
-        await self.medium.clear(generation)
+        with self._in_use():
+            await self.medium.clear(generation)
 
     def trouble(self) -> str:
         """See `Backend.trouble`."""
         return self.files.trouble
+
+    def condition(self) -> str:
+        """See `Backend.condition`."""
+        return self.medium.condition()
+
+    def take_removed(self) -> list[bytes]:
+        """See `Backend.take_removed`."""
+        self.medium.removed_outside = False
+        return super().take_removed()
 
 
 def object_stride(block_bytes: int) -> int:

@@ -27,7 +27,7 @@ from kvactors.errors import StoreError
 from kvactors.files import FOLDER_MODE, open_folder, open_private, private_folder, read_all
 from kvactors.linux import fcntl, register_at_fork
 from kvactors.native import SlabQueue
-from kvactors.storage.backends.slab_lock import inode, take_lock
+from kvactors.storage.backends.slab_lock import state_of, take_lock
 from kvactors.storage.backends.slab_table import PAGE, Damaged, Meta, meta_of
 from kvactors.storage.backends.slab_transfers import Transfers
 from kvactors.storage.messages import Outcome
@@ -35,6 +35,18 @@ from kvactors.storage.messages import Outcome
 log = get_logger()
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+NO_ACCESS = "give the process write access to the folder again"
+SPARE_FOLDER = "exclude the folder from programs that clean up"
+REMEDIES = {
+    errno.ENOSPC: "free space on the disk, or set a smaller storage.capacity_bytes",
+    errno.EDQUOT: "raise the quota, or set a smaller storage.capacity_bytes",
+    errno.EFBIG: "raise the process's limit on the size of a file",
+    errno.EACCES: NO_ACCESS,
+    errno.EPERM: NO_ACCESS,
+    errno.EROFS: NO_ACCESS,
+}
+"""Actions of an operator against errors of the file system."""
 
 HELD = 256
 """Slabs whose descriptors stay open. Other slabs are opened for each call, so that a large store
@@ -52,7 +64,9 @@ class SlabFiles:
         self.floor = floor
         self.direct = True
         self.slabs: list[int] = []  # file descriptors; -1 beyond the first HELD
-        self.trouble = ""  # the last thing that the file system refused
+        self.trouble = ""  # the last thing that the file system refused, and the remedy
+        self.lost = False  # the table is not in its folder any more
+        self._slots_per_slab = meta.slots_per_slab  # of a new store on a disk with space
         self._folder = self._table = self._lock = -1
         self.transfers = Transfers()
         OPEN.add(self)
@@ -74,6 +88,10 @@ class SlabFiles:
             self.close()
             if isinstance(error, StoreError):
                 raise
+            if self.read_only and isinstance(error, FileNotFoundError):
+                raise StoreError(
+                    f"{self.folder}: there is no store yet: open it first where it is written"
+                ) from error
             raise StoreError(f"{self.folder}: {error}") from error
         except BaseException:
             self.close()
@@ -82,9 +100,9 @@ class SlabFiles:
     def _open(self, name: str, flags: int) -> int:
         return open_private(name, flags, dir_fd=self._folder)
 
-    def _inode(self, name: str) -> int | None:
+    def _state(self, name: str) -> os.stat_result | None:
         """Of a file in the folder where it is expected now; None if there is none."""
-        return inode(self.folder / name)
+        return state_of(self.folder / name)
 
     def _open_table(self) -> int:
         path = self.folder / "table"
@@ -108,19 +126,42 @@ class SlabFiles:
                 f"{self.meta.identity}"
             )
         self.meta = there  # slabs and entries keep the sizes they were made with
-        while self._inode(f"slab-{len(self.slabs):04}") is not None:
+        return self._find_slabs()
+
+    def _find_slabs(self) -> int:
+        """Open the slabs that are there and not open yet. Returns the number of slots that have an
+        entry. OSError."""
+        meta = self.meta
+        while (state := self._state(f"slab-{len(self.slabs):04}")) is not None:
+            if self.read_only and state.st_size < meta.slots_per_slab * meta.stride:
+                break  # the process that writes is making it
             self._add_slab(self._open_slab(len(self.slabs)))
         size = os.fstat(self._table).st_size - PAGE
-        return max(0, min(size // there.entry_bytes, len(self.slabs) * there.slots_per_slab))
+        return max(0, min(size // meta.entry_bytes, len(self.slabs) * meta.slots_per_slab))
+
+    def follow(self) -> int:
+        """Of a view: open the slabs that the process that writes has made since, and take over the
+        generation. Returns the number of slots that have an entry. OSError, StoreError."""
+        self.meta = meta_of(os.pread(self._table, PAGE, 0), str(self.folder / "table"))
+        return self._find_slabs()
+
+    def version(self) -> tuple[int, int]:
+        """Differs from an earlier one if the table was written since, to within the clock of the
+        file system. OSError."""
+        state = os.fstat(self._table)
+        return state.st_mtime_ns, state.st_size
 
     def _make_table(self) -> None:
-        space = int(0.8 * self.free_bytes()) - self.floor
-        slots = max(1, min(self.meta.slots_per_slab, space // self.meta.stride))
-        self.meta = msgspec.structs.replace(self.meta, slots_per_slab=slots)
-        if os.pwrite(self._table, self.meta.page(), 0) != PAGE:
-            raise OSError(errno.ENOSPC, "no space for the first page", str(self.folder / "table"))
-        os.fsync(self._table)
+        self._write_page(self.meta)
         os.fsync(self._folder)
+
+    def _write_page(self, meta: Meta) -> None:
+        if os.pwrite(self._table, meta.page(), 0) != PAGE:
+            raise OSError(
+                errno.ENOSPC, "the first page was not written whole", str(self.folder / "table")
+            )
+        os.fdatasync(self._table)
+        self.meta = meta
 
     def _set_aside(self, reason: str) -> None:
         """The table is unusable: set it aside and begin with an empty store."""
@@ -158,29 +199,45 @@ class SlabFiles:
 
     def grow(self) -> Outcome:
         """One more slab: OK, NO_SPACE or UNAVAILABLE."""
-        meta, number = self.meta, len(self.slabs)
-        size = meta.slots_per_slab * meta.stride
+        number = len(self.slabs)
         try:
+            if not number:
+                self._fit_slabs()
+            meta = self.meta
+            size = meta.slots_per_slab * meta.stride
             if self.free_bytes() - size < self.floor:
+                self.trouble = (
+                    f"{self.folder}: storage.free_space_floor leaves no space for another slab: "
+                    f"{REMEDIES[errno.ENOSPC]}"
+                )
                 return Outcome.NO_SPACE
             entries = meta.slots_per_slab * meta.entry_bytes
             os.posix_fallocate(self._table, PAGE + number * entries, entries)
             slab = self._open_slab(number)
         except OSError as error:
-            return self._failed(error)
+            return self.failed(error)
         try:
             os.posix_fallocate(slab, 0, size)
         except OSError as error:
             os.close(slab)
             with suppress(OSError):
                 os.unlink(f"slab-{number:04}", dir_fd=self._folder)
-            return self._failed(error)
+            return self.failed(error)
         self._add_slab(slab)
         return Outcome.OK
 
-    def _failed(self, error: OSError) -> Outcome:
-        self.trouble = str(error)
-        return outcome_of(error)
+    def _fit_slabs(self) -> None:
+        """Before the first slab: a disk with less space gets smaller ones."""
+        space = int(0.8 * self.free_bytes()) - self.floor
+        slots = max(1, min(self._slots_per_slab, space // self.meta.stride))
+        if slots != self.meta.slots_per_slab:
+            self._write_page(msgspec.structs.replace(self.meta, slots_per_slab=slots))
+
+    def failed(self, error: OSError) -> Outcome:
+        """The one place where errors of the file system become outcomes."""
+        remedy = REMEDIES.get(error.errno or 0, "")
+        self.trouble = f"{self.folder}: {error}{remedy and f': {remedy}'}"
+        return Outcome.NO_SPACE if error.errno in FULL else Outcome.UNAVAILABLE
 
     def free_bytes(self) -> int:
         """Of the file system, for this user."""
@@ -199,14 +256,9 @@ class SlabFiles:
     def advance(self, generation: int) -> None:
         """Make `generation` the store's, durably: entries of earlier ones are free from here on.
         OSError if the disk refuses."""
-        meta = msgspec.structs.replace(self.meta, generation=generation)
-        if os.pwrite(self._table, meta.page(), 0) != PAGE:
-            raise OSError(
-                errno.ENOSPC, "the first page was not written whole", str(self.folder / "table")
-            )
-        os.fdatasync(self._table)
-        self.meta = meta
-        if self._inode("table") not in (None, os.fstat(self._table).st_ino):
+        self._write_page(msgspec.structs.replace(self.meta, generation=generation))
+        there = self._state("table")
+        if there is not None and there.st_ino != os.fstat(self._table).st_ino:
             raise OSError(
                 errno.ESTALE,
                 "another table is in the place of this one",
@@ -245,7 +297,7 @@ class SlabFiles:
         except OSError as error:
             if direct and error.errno == errno.EINVAL and self.buffered_from_now_on():
                 return self.read(slot, address, space)
-            return self._failed(error)
+            return self.failed(error)
 
     def buffered_from_now_on(self) -> bool:
         """Direct I/O was refused by a call that had begun with it (some file systems open for it
@@ -282,7 +334,31 @@ class SlabFiles:
     def in_place(self) -> bool:
         """Whether the table is still in its folder: data written to deleted files is lost.
         OSError if that cannot be seen now."""
-        return self._inode("table") == os.fstat(self._table).st_ino
+        there = self._state("table")
+        return there is not None and there.st_ino == os.fstat(self._table).st_ino
+
+    def lose(self) -> None:
+        """The files were found deleted or moved: further writes to them are lost."""
+        self.lost = True
+        self.trouble = (
+            f"{self.folder}: the table was deleted or moved by another program, and the next write "
+            f"makes it anew: {SPARE_FOLDER}"
+        )
+
+    def remake(self, generation: int) -> None:
+        """Make the files anew, without objects, in this generation. No other call may be running.
+        StoreError if that is not possible."""
+        self.close()
+        self.meta = msgspec.structs.replace(self.meta, generation=generation)
+        try:
+            self.open()
+            if not self.read_only and os.fstat(self._table).st_size > PAGE:  # of another program
+                self.advance(max(generation, self.meta.generation) + 1)
+        except OSError as error:
+            self.close()
+            self.failed(error)
+            raise error if isinstance(error, StoreError) else StoreError(self.trouble) from error
+        self.lost = False
 
     # -- the end
 
@@ -323,8 +399,3 @@ def after_fork() -> None:
 
 
 register_at_fork(after_in_child=after_fork)
-
-
-def outcome_of(error: OSError) -> Outcome:
-    """The one place where errors of the file system become outcomes."""
-    return Outcome.NO_SPACE if error.errno in FULL else Outcome.UNAVAILABLE

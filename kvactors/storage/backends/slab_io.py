@@ -14,7 +14,7 @@ from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
 from kvactors.native import SlabQueue
 from kvactors.storage.backends.base import Expired
-from kvactors.storage.backends.slab_files import SlabFiles, outcome_of
+from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.storage.messages import Outcome
 from kvactors.threads import NICE, end_at_exit
 
@@ -60,11 +60,10 @@ class SlabIo:
         end_at_exit(self)
 
     def open(self) -> None:
-        """The files are open."""
-        files = self._files
-        self._queue = SlabQueue(*self._depths, NICE)
-        files.bind(self._queue)
-        self._slabs = 0
+        """The files are open, for the first time or again."""
+        if self._queue is None:
+            self._queue = SlabQueue(*self._depths, NICE)
+        self._slabs = -1
 
     def attach(self, arena: Arena) -> None:
         """Slots of this memory are whole pages."""
@@ -140,11 +139,11 @@ class SlabIo:
         return Moved([self._outcome(code) for code in codes], done)
 
     def _outcome(self, code: int) -> Outcome:
+        if code == DELETED:
+            self._files.lose()
         if code >= 0:
             return OUTCOMES[code]
-        error = OSError(-code, os.strerror(-code))
-        self._files.trouble = str(error)
-        return outcome_of(error)
+        return self._files.failed(OSError(-code, os.strerror(-code)))
 
     async def _job(
         self,
@@ -165,7 +164,8 @@ class SlabIo:
             timer.cancel()
 
     async def seal(self, entries: Sequence[tuple[int, bytes]], *, sync: bool) -> Outcome:
-        """Write entries, by slot, after their payloads, all or none: OK, NO_SPACE or UNAVAILABLE.
+        """Write entries, by slot, after their payloads, all or none: OK, NO_SPACE, UNAVAILABLE, or
+        MISS if the table was deleted.
 
         Args:
             entries: slots and entries.
@@ -174,10 +174,7 @@ class SlabIo:
         queue, (slots, parts) = self._current(), zip(*entries, strict=True)
         number = queue.seal(self._files.direct, sync, list(slots), b"".join(parts))
         codes, _ = await wait_uncancelled(self._future(queue, number))
-        if codes[0] != DELETED:
-            return self._outcome(codes[0])
-        self._files.trouble = f"{self._files.folder}: the table was deleted or moved"
-        return Outcome.UNAVAILABLE
+        return self._outcome(codes[0])
 
     async def erase(self, slots: Sequence[int]) -> None:
         """Free slots before new payloads are written there. If the disk refuses, their payloads
@@ -192,6 +189,7 @@ class SlabIo:
         """The queue, with the slabs that the store has now."""
         queue = self._opened()
         if self._slabs != len(self._files.slabs):
+            self._files.bind(queue)  # the first slab decides how many slots one has
             queue.set_slabs(list(self._files.slabs))
             self._slabs = len(self._files.slabs)
         return queue

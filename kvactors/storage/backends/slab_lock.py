@@ -24,7 +24,8 @@ def take_lock(folder: Path, fd: int) -> int:
                     f"{folder} is in use by process {holder}: open it with read_only, or another "
                     "folder"
                 )
-            if inode(folder / "lock") == os.fstat(lock).st_ino:
+            there = state_of(folder / "lock")
+            if there is not None and there.st_ino == os.fstat(lock).st_ino:
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, str(os.getpid()).encode(), 0)
                 return lock
@@ -37,9 +38,9 @@ def take_lock(folder: Path, fd: int) -> int:
     )
 
 
-def inode(path: Path) -> int | None:
+def state_of(path: Path) -> os.stat_result | None:
     """Of the file that is at a path now, symbolic links not followed; None if there is none."""
     try:
-        return path.lstat().st_ino
+        return path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return None

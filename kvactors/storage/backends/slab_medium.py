@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.storage.backends.base import Expired
-from kvactors.storage.backends.file_survey import FileStatistics, Stored, statistics, survey
-from kvactors.storage.backends.slab_files import SlabFiles
+from kvactors.storage.backends.file_survey import (
+    FileStatistics,
+    Space,
+    SpaceReader,
+    Stored,
+    statistics,
+    survey,
+)
+from kvactors.storage.backends.slab_files import SPARE_FOLDER, SlabFiles
 from kvactors.storage.backends.slab_objects import load_batch
 from kvactors.storage.backends.slab_steps import GROW_AGAIN, Generations
 from kvactors.storage.backends.slab_table import mark_of
@@ -20,6 +29,14 @@ from kvactors.storage.backends.slot_supply import SlotSupply
 from kvactors.storage.counters import StoreCounters
 from kvactors.storage.inventory import OwnedInventory
 from kvactors.storage.messages import Outcome
+
+log = get_logger()
+
+SPACE_PAUSE_S = 10.0
+"""Seconds between two looks at the space, unless a look takes long."""
+
+LOSS_SHOWN_S = 600.0
+"""Seconds for which the loss of the store's files is a fault, although it works again."""
 
 
 def _no_deadline() -> bool:
@@ -35,6 +52,8 @@ class SlabMedium:
         written: slot and entry, by key, of payloads whose entries are not written yet.
         writes: writes payloads.
         generation: of the store. Objects are written under it.
+        removed_outside: objects left the store outside of batches, and the indexes have not been
+            informed.
         arena: memory whose slots are whole pages, so that the last page of a slot may be read and
             written to its end. None: only the bytes of a view may be.
     """
@@ -45,13 +64,16 @@ class SlabMedium:
         threads: SlabThreads,
         inventory: OwnedInventory,
         counters: StoreCounters,
+        wanted: int,
         *,
         synced: bool,
     ) -> None:
-        """synced: `seal` waits until the device has the bytes."""
+        """wanted: capacity in objects, 0 for a share of the space. synced: `seal` waits until the
+        device has the bytes."""
         self.objects: dict[bytes, tuple[int, bytes]] = {}
         self.written: dict[bytes, tuple[int, bytes]] = {}
         self.generation = 0
+        self.removed_outside = False
         self.arena: Arena | None = None
         self.supply = SlotSupply(files, threads, inventory.catalog)
         self.generations = Generations(files, threads.workers)
@@ -66,29 +88,44 @@ class SlabMedium:
         self._scan_s = 0.0
         self._evicted: list[bytes] = []  # by `_squeeze`, until a batch reports them
         self._no_eviction_until = 0.0
+        self._space = SpaceReader(files, wanted)
+        self._space_due = 0.0
+        self._concern = ""  # why the capacity is too small
+        self._loss = ""  # of all objects, for `condition`
+        self._loss_shown_until = 0.0
+        self._lost = False
 
     # -- opening
 
-    async def open(self, wanted: int) -> None:
+    async def open(self) -> None:
         """Open the files and take in their objects.
-
-        Args:
-            wanted: capacity in objects, 0 for a share of the space.
 
         Raises:
             StoreError: the files cannot be used.
         """
         began = now()
-        found, self._torn, capacity = await self._threads.run(survey, self._files, wanted)
+        _, found, space = await self._threads.run(survey, self._files, self._space)
         self._threads.io.open()
-        self.generation = self._files.meta.generation
-        self.supply.set_capacity(capacity)
-        evicted, doubles = await self._threads.run(self._enter, found)
+        self.generation, self._torn = self._files.meta.generation, found.torn
+        if space is not None:
+            self._settle(space)
+            self._space_due = now() + SPACE_PAUSE_S
+            log.info(
+                "file store open",
+                folder=str(self._files.folder),
+                capacity_bytes=space.capacity * self._files.meta.stride,
+                capacity_objects=space.capacity,
+                own_bytes=space.own,
+                free_bytes=space.free,
+                other_layouts_bytes=space.others,
+                objects=len(found.found),
+                torn=found.torn,
+            )
+        evicted, doubles = await self._threads.run(self._enter, found.found)
         self._scan_s = now() - began
-        if not self._files.read_only:
-            await self._threads.io.erase(doubles)
-            await self.erase(evicted)
-            await self._drop_empty_slabs()
+        await self._threads.io.erase(doubles)
+        await self.erase(evicted)
+        await self._drop_empty_slabs()
 
     def _enter(self, found: list[Stored]) -> tuple[list[bytes], list[int]]:
         """Take in the objects of the table, the oldest first.
@@ -119,6 +156,80 @@ class SlabMedium:
         await self._threads.run(self._files.shrink, keep)
         self._slots.free = deque(slot for slot in self._slots.free if slot < keep * per_slab)
 
+    # -- the space, and the loss of the files
+
+    async def follow_space(self) -> None:
+        """Reckon the capacity again, unless that was done a moment ago: the free space changes, and
+        so do the stores of other layouts."""
+        began = now()
+        if began < self._space_due:
+            return
+        self._space_due = float("inf")  # one look at a time
+        try:
+            space = await self._threads.run(self._space.read, len(self._inventory.catalog))
+        except FileNotFoundError:  # a slab
+            self._files.lose()
+            self._notice_loss()
+        except OSError as error:
+            self._files.failed(error)
+        else:
+            self._settle(space)
+        finally:
+            self._space_due = now() + max(SPACE_PAUSE_S, 50 * (now() - began))
+
+    def _settle(self, space: Space) -> None:
+        if space.capacity > self.supply.capacity:
+            self.supply.growth.pause_until = 0.0
+        self.supply.set_capacity(space.capacity)
+        if space.concern and not self._concern:
+            log.warning(
+                "file store is too small",
+                reason=space.concern,
+                capacity_objects=space.capacity,
+                free_bytes=space.free,
+                other_layouts_bytes=space.others,
+            )
+        self._concern = space.concern
+
+    def _notice_loss(self) -> None:
+        """Give up every object, once the files were found deleted. New ones are in the catalog
+        still, for the batches that write them."""
+        if not self._files.lost or self._lost:
+            return
+        self._lost = True
+        self._loss_shown_until = time.monotonic() + LOSS_SHOWN_S
+        lost = self._inventory.catalog.remove(
+            key for key in self.objects if key not in self._inventory.pending
+        )
+        self.objects.clear()
+        self.removed_outside = True
+        log.warning("file store lost", reason=self._files.trouble, objects=len(lost))
+
+    async def begin_anew(self) -> None:
+        """Make the files again, after they were deleted. No other call may be running.
+
+        Raises:
+            StoreError: that is not possible.
+        """
+        await self._threads.run(self._files.remake, self.generation)
+        self._threads.io.open()
+        self.generation = self._files.meta.generation
+        self._slots.restart(len(self._files.slabs) * self._files.meta.slots_per_slab)
+        self._space_due, self._lost = 0.0, False
+        self._loss = (
+            f"{self._files.folder}: the files were deleted by another program, with all objects, "
+            f"and made anew: {SPARE_FOLDER}"
+        )
+        log.info("file store made anew", folder=str(self._files.folder))
+
+    def condition(self) -> str:
+        """See `Backend.condition`. For any thread."""
+        if self._files.lost:
+            return self._files.trouble
+        if time.monotonic() < self._loss_shown_until:
+            return self._loss
+        return self._concern or self.supply.growth.concern()
+
     # -- reading
 
     def present(self, key: bytes) -> bool:
@@ -142,6 +253,7 @@ class SlabMedium:
         with self._slots.reading(slots):
             wanted = [(*one, into[i]) for i, one in found.items()]
             read = await load_batch(self._files, self._threads, wanted, self.arena, expired)
+        self._notice_loss()
         for (i, one), outcome in zip(found.items(), read, strict=True):
             if outcome == Outcome.OK and generation == self.generation:
                 outcomes[i] = outcome
@@ -267,11 +379,12 @@ class SlabMedium:
         outcome = await self._threads.io.seal(entries, sync=self._synced)
         for key in keys:
             slot, entry = self.written.pop(key)
-            if outcome == Outcome.OK:
+            if outcome == Outcome.OK and not self._files.lost:
                 self.objects[key] = (slot, mark_of(entry))
             else:
                 self._slots.give([slot])
-        return outcome
+        self._notice_loss()
+        return Outcome.UNAVAILABLE if self._files.lost else outcome
 
     def abandon(self, keys: Iterable[bytes]) -> None:
         """See `Medium.abandon`."""
@@ -305,6 +418,8 @@ class SlabMedium:
         slots = [slot for slot, _ in self.objects.values()]
         self.objects.clear()
         self.generation = max(self.generation + 1, generation)
+        if self._files.lost:  # the generation is that of the files that follow
+            return
         with self._slots.erasing(slots):
             await self.generations.advance(lambda: self.generation)
 

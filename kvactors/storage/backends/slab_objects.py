@@ -8,7 +8,7 @@ import xxhash
 
 from kvactors.device.arena import Arena
 from kvactors.storage.backends.base import Expired
-from kvactors.storage.backends.slab_files import SlabFiles, outcome_of
+from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.storage.backends.slab_memory import address_of, extent
 from kvactors.storage.backends.slab_table import checksum_of, is_marked
 from kvactors.storage.backends.slab_threads import SlabThreads
@@ -28,8 +28,7 @@ def load(
         outcome = files.read(slot, *extent(into, arena))
         there = files.entry(slot) if outcome == Outcome.OK else b""
     except OSError as error:
-        files.trouble = str(error)
-        return outcome_of(error)
+        return files.failed(error)
     if outcome == Outcome.MISS:
         return Outcome.CORRUPT  # the slab is shorter than it was
     if outcome != Outcome.OK:

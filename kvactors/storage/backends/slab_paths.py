@@ -186,7 +186,7 @@ class PathReading(PathSource):
         try:
             parts = await self._threads.run(paths.parts, most)
         except OSError as error:
-            self._files.trouble = str(error)
+            self._files.failed(error)
         if parts is None:
             if paths.skipped:
                 log.warning(

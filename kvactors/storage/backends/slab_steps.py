@@ -29,11 +29,13 @@ class Growth:
     Attributes:
         capacity: objects at most, known once the store is open.
         pause_until: time before which it does not grow, because the disk was full.
+        refused: why the last slab could not be added, empty if it could.
     """
 
     def __init__(self, files: SlabFiles, slots: Slots, threads: Workers) -> None:
         self.capacity = 0
         self.pause_until = 0.0
+        self.refused = ""
         self._files = files
         self._slots = slots
         self._threads = threads
@@ -66,6 +68,10 @@ class Growth:
         if self._task is None and (self._call is None or self._call.done()):
             self._begin()
 
+    def concern(self) -> str:
+        """Why the store cannot grow to its capacity. Empty if it can."""
+        return self.refused if len(self._files.slabs) < self._wanted() else ""
+
     def _wanted(self) -> int:
         """Slabs that the capacity needs."""
         return -(-self.capacity // self._files.meta.slots_per_slab)
@@ -87,6 +93,7 @@ class Growth:
     async def _grow(self, call: Future[Outcome], slabs: int) -> Outcome:
         per_slab = self._files.meta.slots_per_slab
         outcome = await asyncio.wrap_future(call)
+        self.refused = "" if outcome == Outcome.OK else self._files.trouble
         if outcome == Outcome.OK:
             self._slots.add(range(slabs * per_slab, (slabs + 1) * per_slab))
         elif outcome == Outcome.NO_SPACE:

@@ -38,6 +38,11 @@ class SlabThreads:
         self.workers = Workers(self.depth, "kvactors-file")
         self.io = SlabIo(files, depth, write_depth)
 
+    @property
+    def busy(self) -> int:
+        """Calls that have not ended."""
+        return self.workers.busy + self.io.in_flight
+
     async def run(self, function: Callable[..., T], *args: object) -> T:
         """Make a blocking call and wait until it has ended, even if cancelled: the call works on
         memory that the caller lent."""
@@ -79,7 +84,7 @@ class SlabThreads:
         log.warning(
             "store threads hang and are abandoned",
             folder=str(files.folder),
-            threads=self.workers.busy + self.io.in_flight,
+            threads=self.busy,
         )
         self.workers.submit(self.io.when_idle())
         self.workers.close()

@@ -39,8 +39,9 @@ class SlotSupply:
         self._waiting: set[asyncio.Future[None]] = set()  # writes without a slot
 
     def set_capacity(self, capacity: int) -> None:
-        """The capacity is known once the store is open."""
-        self.capacity = self.growth.capacity = self._catalog.capacity = capacity
+        """The capacity is known once the store is open, and follows the space."""
+        self.capacity = self.growth.capacity = capacity
+        self._fit()
 
     def quarantine(self, slot: int) -> None:
         """Put a slot in quarantine: it held a corrupt object, or did not return the data

@@ -61,6 +61,12 @@ class Slots:
         free = self.free
         return [free.popleft() for _ in range(min(count, len(free)))]
 
+    def restart(self, count: int) -> None:
+        """The slots are those of new files, all of them free. None is in use."""
+        self.free = deque(range(count))
+        for kept in (self.suspects, self._leaving, self._until, self._strikes):
+            kept.clear()
+
     def add(self, slots: Iterable[int]) -> None:
         """New slots, which nothing has read yet."""
         self.free.extend(slots)
