@@ -7,12 +7,14 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from kvactors.errors import StoreError
+from kvactors.files import read_all
 from kvactors.linux import fcntl
 from kvactors.storage.backends.slab_table import (
     PAGE,
@@ -47,6 +49,7 @@ class Inspection(msgspec.Struct, frozen=True):
         in_use: a process has it open to write.
         bad: objects (hex keys) whose payload does not match its checksum.
         verified: how many were checked.
+        left: objects that the process that writes there removed before they were checked.
     """
 
     path: str
@@ -70,6 +73,7 @@ class Inspection(msgspec.Struct, frozen=True):
     in_use: bool = False
     verified: int = 0
     bad: list[str] = []
+    left: int = 0
 
 
 def inspect(folder: str | Path, *, verify: bool = False) -> list[Inspection]:
@@ -147,15 +151,8 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection:
             return Inspection(
                 path, "damaged", 0, slab_bytes=occupied, opened_at=opened_at, in_use=used
             )
-        bad = (
-            [
-                one.key.hex()
-                for one in found
-                if not good(folder, meta, one) and still_there(table, meta, one)
-            ]
-            if verify
-            else []
-        )
+        differing = list(differing_from(folder, meta, found)) if verify else []
+        bad = [one.key.hex() for one in differing if still_there(table, meta, one)]
     except StoreError:
         raise
     except OSError as error:
@@ -186,6 +183,7 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection:
         used,
         len(found) if verify else 0,
         bad,
+        len(differing) - len(bad),
     )
 
 
@@ -204,16 +202,24 @@ def in_use(folder: Path) -> bool:
     return False
 
 
-def good(folder: Path, meta: Meta, one: Found) -> bool:
-    """Whether an object's payload has its checksum."""
-    slab, index = divmod(one.slot, meta.slots_per_slab)
-    try:
-        with (folder / f"slab-{slab:04}").open("rb") as file:
-            file.seek(index * meta.stride)
-            payload = file.read(meta.block_bytes)
-    except FileNotFoundError:
-        return False
-    return len(payload) == meta.block_bytes and xxhash.xxh3_64_intdigest(payload) == one.checksum
+def differing_from(folder: Path, meta: Meta, found: list[Found]) -> Iterator[Found]:
+    """The objects whose payloads do not have their checksums. OSError."""
+    by_slab = groupby(
+        sorted(found, key=lambda one: one.slot), lambda one: one.slot // meta.slots_per_slab
+    )
+    for slab, objects in by_slab:
+        try:
+            with (folder / f"slab-{slab:04}").open("rb", buffering=0) as file:
+                # The check is one of the disk, not of pages that an earlier reader left in memory.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                for one in objects:
+                    at = one.slot % meta.slots_per_slab * meta.stride
+                    payload = read_all(file.fileno(), meta.block_bytes, at)
+                    whole = len(payload) == meta.block_bytes
+                    if not whole or xxhash.xxh3_64_intdigest(payload) != one.checksum:
+                        yield one
+        except FileNotFoundError:
+            yield from objects
 
 
 def still_there(table: Path, meta: Meta, one: Found) -> bool:
@@ -253,5 +259,10 @@ def lines(found: list[Inspection]) -> Iterator[str]:
             f"{one.slab_bytes:,} bytes occupied"
         )
         if one.verified:
-            yield f"  {one.verified:,} verified, {len(one.bad)} bad"
+            whole = one.verified - len(one.bad) - one.left
+            yield f"  {one.verified:,} checked: {whole:,} good, {len(one.bad):,} bad"
+        if one.left:
+            yield f"  {one.left:,} removed by the process that writes there, during the check"
+        if one.verified and one.torn:
+            yield "  torn entries were damaged, or not written to their end: their objects are lost"
         yield from (f"    bad: {key}" for key in one.bad)

@@ -36,7 +36,7 @@ def test_list_shows_the_objects_while_the_store_is_in_use(store, tmp_path, capsy
     assert run("inspect", tmp_path, "--verify", "--json", tmp_path / "o.json") == 0
     out = capsys.readouterr().out
     assert "3 objects, 15,000 bytes" in out
-    assert "3 verified, 0 bad" in out
+    assert "3 checked: 3 good, 0 bad" in out
     [found] = msgspec.json.decode((tmp_path / "o.json").read_bytes())
     assert (found["objects"], found["block_bytes"], found["bad"]) == (3, 5000, [])
 

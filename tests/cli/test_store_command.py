@@ -173,6 +173,38 @@ def test_a_damaged_store_is_recognized_from_its_own_folder(directory, monkeypatc
     assert not table.exists()
 
 
+async def test_every_damaged_place_of_a_store_in_use_is_found_or_counted(tmp_path):
+    """Of 14 damaged objects one is read by the process, and one is evicted, before the check. The
+    entry of a third is damaged."""
+    backend, arena = FileBackend(A.folder(tmp_path), A.digest, 5000, 15, identity=A), Arena(8, 5000)
+    await backend.open()
+    bench = Bench(backend, arena)
+    for number in range(15):
+        await bench.put(number)
+    for number in range(14):
+        slot, _ = backend.medium.objects[key(number)]
+        change_byte(backend.files.folder / "slab-0000", slot * 8192 + number * 300)
+    slot, _ = backend.medium.objects[key(13)]
+    change_byte(backend.files.folder / "table", 4096 + slot * 192 + 50)
+    await bench.get(0)
+    await bench.put(20, 21)
+    (one,) = inspect_module.inspect(tmp_path, verify=True)
+    await backend.close()
+    arena.close()
+    assert one.in_use
+    assert [n for n in range(14) if key(n) not in backend.medium.objects] == [0, 1]
+    assert sorted(one.bad) == sorted(key(n).hex() for n in range(2, 13))
+    assert one.torn == 1
+
+
+def change_byte(path, at):
+    with path.open("r+b", buffering=0) as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
 @pytest.mark.parametrize("how", ["evicted", "cleared", "rotten"])
 async def test_only_objects_in_the_table_can_be_bad(tmp_path, monkeypatch, how):
     """The process that writes removes the objects, and writes others in their slots, between the
@@ -193,6 +225,6 @@ async def test_only_objects_in_the_table_can_be_bad(tmp_path, monkeypatch, how):
     (one,) = inspect_module.inspect(tmp_path, verify=True)
     assert one.in_use
     assert one.verified == 3
-    assert bool(one.bad) == (how == "rotten")
+    assert (len(one.bad), one.left) == ((3, 0) if how == "rotten" else (0, 3))
     await backend.close()
     arena.close()
