@@ -19,6 +19,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from kvactors.actor import ActorRef, Group, InFlight, RestartBudget, Supervisor
 from kvactors.actor.failures import brief
 from kvactors.actor.log import get_logger
@@ -90,6 +92,8 @@ class System:
             if config.flush.flush_only
             else config.storage
         )
+        if self.storage.read_only:
+            self.storage = msgspec.structs.replace(self.storage, write_policy="none")
         given = None if config.flush.flush_only else backend
         self.config = config = in_blocks(config, self.layout, self.storage, given)
         size = self.layout.block_bytes
