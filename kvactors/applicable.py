@@ -51,6 +51,7 @@ STORAGE_USES = {
         "io_depth",
         "io_write_depth",
         "keep_tokens",
+        "scrub_rate",
     },
     "mooncake": SLOT_STORE | PLACE | {"mooncake"},
     "attention_store": STORE_COMMON | {"exclusive"},

@@ -313,11 +313,13 @@ class StorageConfig(
         free_space_floor: bytes of the file system that the file store leaves free.
         durability: an object of the file store counts as stored when the system has it (written)
             or the device has it (synced).
-        read_only: the file store is a view beside the process that writes, and follows it.
+        read_only: the file store is a view beside the process that writes, and follows it. Nothing
+            is saved to it.
         io_depth: the file store's reads at once.
         io_write_depth: its writes at once, as many as reads if unset.
         keep_tokens: the file store keeps each block's tokens beside it, so that stored blocks are
             announced to the sinks after a restart (not those under a salt).
+        scrub_rate: bytes a second that the file store reads to find damaged objects, 0 for none.
         exclusive: a block loaded from storage leaves it.
         write_policy: none, write_through (at request finish), write_through_selective (at finish,
             blocks used at least `min_hits` times), write_back (when the host tier evicts).
@@ -350,6 +352,7 @@ class StorageConfig(
     io_write_depth: Depth | None = None
     exclusive: bool = False
     keep_tokens: bool = True
+    scrub_rate: ByteSize = 0
     write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = (
         "write_back"
     )

@@ -98,6 +98,7 @@ def validate_storage(storage: StorageConfig) -> None:
             f"storage.rank must be below storage.ranks ({storage.ranks}), not {storage.rank}"
         )
     in_bytes(storage.free_space_floor, "storage.free_space_floor")
+    in_bytes(storage.scrub_rate, "storage.scrub_rate")
     size = storage.capacity_bytes
     for setting, none in (
         ("capacity_blocks", storage.capacity_blocks == 0),

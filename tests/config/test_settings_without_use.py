@@ -35,6 +35,7 @@ VALUES: dict[str, Any] = {
     "io_depth": 9,
     "io_write_depth": 9,
     "keep_tokens": False,
+    "scrub_rate": "1MB",
     "exclusive": True,
     "min_fetch_blocks": 2,
     "readers": 3,

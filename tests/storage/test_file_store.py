@@ -20,7 +20,7 @@ import kvactors
 from kvactors.config import Config
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
-from kvactors.storage.backends import FileBackend
+from kvactors.storage.backends import FileBackend, slab_scrub
 from kvactors.storage.backends import file as file_module
 from kvactors.storage.backends.slab_table import ENTRY_BYTES as ENTRY
 from kvactors.storage.backends.slab_table import PAGE, Meta, scan
@@ -570,6 +570,56 @@ async def test_rotten_bits_are_misses_that_are_reported_to_the_indexes(tmp_path)
         assert cache.statistics().store.corrupt >= 1
         assert cache.count_divergent_blocks() == 0
         assert cache.check() == []
+
+
+async def test_a_scrub_gives_up_damaged_objects(tmp_path):
+    async with opened(tmp_path, 8, scrub_rate=1 << 50) as bench:
+        store = bench.store
+        await bench.put(*range(8))
+        change(slab(bench), slot_of(bench, 2) * store.files.meta.stride + 7, b"\xff\x00\xff")
+        order = store.keys()
+        await store.scrub.stop(30)
+        await store.scrub.read_all()
+        assert store.keys() == [name for name in order if name != key(2)], "in the same order"
+        assert (store.statistics().corrupt, store.statistics().reads) == (1, 0)
+        assert store.removed_outside
+        assert store.take_removed() == [key(2)]
+        assert store.medium.statistics().quarantined == 1
+
+
+async def test_a_cache_with_a_scrub_reports_the_damage_that_it_finds(tmp_path, monkeypatch):
+    monkeypatch.setattr(slab_scrub, "PAUSE_S", 0.001)
+    async with kvactors.open(config(tmp_path, scrub_rate="1TB")) as cache:
+        store = cache.system.backend
+        for seed in range(5):
+            await serve(cache, seed)
+        await cache.wait_idle()
+        for slot, _ in list(store.medium.objects.values())[:7]:
+            change(store.files.folder / "slab-0000", slot * store.files.meta.stride, b"damage")
+        while store.statistics().corrupt < 7:
+            await asyncio.sleep(0.001)
+        await serve(cache, 90)
+        await cache.wait_idle()
+        await cache.wait_flushed()
+        assert cache.statistics().store.corrupt == 7
+        assert cache.count_divergent_blocks() == 0
+
+
+async def test_a_cache_over_a_view_finds_new_blocks_and_saves_none(tmp_path):
+    async with kvactors.open(config(tmp_path)) as writer:
+        await serve(writer, 1)
+        await writer.wait_idle()
+        async with kvactors.open(config(tmp_path, read_only=True)) as reader:
+            assert (await serve(reader, 1)).storage == 4
+            await serve(writer, 2)
+            await writer.wait_idle()
+            reader.system.backend.view._due = 0.0
+            assert (await serve(reader, 2)).storage == 4
+            await serve(reader, 3)
+            await reader.wait_idle()
+            assert reader.statistics().store.no_space == 0
+            assert reader.health().status == "ok"
+            assert reader.check() == []
 
 
 async def test_the_blocks_of_a_deleted_folder_are_reported_gone(tmp_path):

@@ -118,6 +118,7 @@ def make_file_backend(
         write_depth=config.io_write_depth or 0,
         identity=identity,
         block_size=block_size if config.keep_tokens else 0,
+        scrub_rate=in_bytes(config.scrub_rate, "storage.scrub_rate"),
     )
 
 

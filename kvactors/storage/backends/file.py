@@ -20,6 +20,7 @@ from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.storage.backends.slab_lineage import entry_bytes_for
 from kvactors.storage.backends.slab_medium import SlabMedium
 from kvactors.storage.backends.slab_paths import PathReading
+from kvactors.storage.backends.slab_scrub import Scrub
 from kvactors.storage.backends.slab_table import PAGE, Meta
 from kvactors.storage.backends.slab_threads import SlabThreads
 from kvactors.storage.backends.slab_view import SlabView
@@ -50,6 +51,7 @@ class FileBackend(Backend):
         write_depth: writes at the same time, 0 for as many as reads.
         identity: the names behind `digest`.
         block_size: tokens of a block, if lineages are kept; 0 if not.
+        scrub_rate: bytes a second that a scrub reads, 0 for none.
     """
 
     exclusive = True
@@ -68,6 +70,7 @@ class FileBackend(Backend):
         write_depth: int = 0,
         identity: StoreIdentity | None = None,
         block_size: int = 0,
+        scrub_rate: int = 0,
     ) -> None:
         inventory = OwnedInventory(0 if read_only else capacity, answerable=not read_only)
         super().__init__(digest, block_bytes, inventory)
@@ -92,6 +95,11 @@ class FileBackend(Backend):
             self.paths = PathReading(self.files, self.threads)
         self._inventory = inventory
         self._calls = 0  # in progress, that use the files
+        self.scrub: Scrub | None = None
+        if scrub_rate and not read_only:
+            self.scrub = Scrub(
+                self.medium, inventory.catalog, block_bytes, meta.stride, scrub_rate, self._in_use
+            )
         self._batches = OwnedBatches(
             self.medium, inventory, self.counters, block_bytes, self.medium
         )
@@ -118,9 +126,13 @@ class FileBackend(Backend):
         except BaseException:
             await self.close()
             raise
+        if self.scrub is not None:
+            self.scrub.start()
 
     async def close(self) -> None:
         """See `Backend.close`. Takes about a second at most, then abandons hanging threads."""
+        if self.scrub is not None:
+            await uncancelled(self.scrub.stop(CLOSING))
         self.stuck = not await uncancelled(self.threads.close(self.files, CLOSING))
         if self.stuck and self.medium.arena is not None:
             self.medium.arena.keep()

@@ -261,6 +261,18 @@ class SlabMedium:
                 outcomes[i] = await self._settled(keys[i], one, outcome, generation)
         return outcomes
 
+    async def check(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
+        """Read objects for a scrub: damaged ones are given up, and reported gone with the next
+        batch. None counts as read or used."""
+        outcomes = await self.load_group(keys, into, _no_deadline)
+        damaged = [key for key, one in zip(keys, outcomes, strict=True) if one == Outcome.CORRUPT]
+        if damaged:
+            self._counters.outcomes[Outcome.CORRUPT] += len(damaged)
+            pending = self._inventory.pending
+            self._inventory.catalog.remove(key for key in damaged if key not in pending)
+            self.removed_outside = True
+            log.error("corrupt object", found_by="scrub", objects=len(damaged))
+
     async def _settled(
         self, key: bytes, found: tuple[int, bytes], outcome: Outcome, generation: int
     ) -> Outcome:
