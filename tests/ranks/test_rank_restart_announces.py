@@ -4,6 +4,7 @@ of all ranks hold."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 from contextlib import asynccontextmanager
 
 import kvactors
@@ -103,6 +104,23 @@ async def test_the_leader_announces_the_blocks_that_all_ranks_hold(tmp_path, mon
         assert hits.storage == 4
         *_, hits = await request(cache, 12)
         assert hits.storage + hits.device == 2
+
+
+async def test_the_blocks_of_a_rank_whose_folder_was_deleted_are_reported_gone(tmp_path):
+    async with opened(tmp_path) as cache:
+        for seed in range(10, 15):
+            await request(cache, seed)
+        await cache.wait_flushed()
+        before = announced(cache)
+        await cache.clear()
+        (folder,) = tmp_path.glob("*/*/rank-1-of-2")
+        shutil.rmtree(folder)
+        await request(cache, 20)
+        await request(cache, 21)
+        await cache.wait_flushed()
+        assert len(before) == 1 + 5 * 3
+        assert len(before & announced(cache)) <= 1, "the first block, which was written again"
+        assert cache.count_divergent_blocks() == 0
 
 
 def test_a_part_of_a_path_is_proved_by_its_keys():

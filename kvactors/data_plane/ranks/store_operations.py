@@ -76,6 +76,8 @@ class StoreOperations:
                     keys, arena, slots, lambda: now() >= until, message.lineages
                 )
                 gone = report.evicted
+            # With keys that left outside of batches, a page at a time.
+            gone = [*gone, *store.inventory.take_removed()]
             return bytes(report.outcomes), [key for key in gone if not store.holds(key)]
         if message.kind == "ask":
             found = store.probe(keys)
