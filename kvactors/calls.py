@@ -195,11 +195,10 @@ class CacheCalls(OpenCache):
             deadline: seconds from now for the fetches.
 
         Returns:
-            Blocks that are looked up in the store.
+            Blocks that are looked up in the store. 0 without a host tier to keep them.
 
         Raises:
-            StoreUnsupported: the store moves device memory itself (AttentionStore), or there is no
-                host tier.
+            StoreUnsupported: the store moves device memory itself (AttentionStore).
             NumBlocksUnset: the number of device blocks is not set yet.
         """
         at = self._client.deadline(deadline)
@@ -211,9 +210,7 @@ class CacheCalls(OpenCache):
                 "there is no prefetch"
             )
         if not self.config.host.slots:
-            raise StoreUnsupported(
-                "a prefetch needs a host tier to keep its blocks: set host.slots"
-            )
+            return 0
         return int((await self._client.ask(Prefetch(path, at, scope), at)).count)
 
     # -- the whole cache

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import pytest
 
 import kvactors
-from kvactors.errors import StoreUnsupported
 from kvactors.types import Tier
 from tests.support.cache import opened, prompt, serve
 
@@ -128,18 +127,12 @@ async def test_a_hint_for_nothing_known_changes_nothing():
             await cache.prefetch([])
 
 
-async def test_without_a_host_tier_it_is_refused():
-    async with opened(
-        device=8, storage={"backend": "memory", "write_policy": "write_through"}
-    ) as cache:
-        await serve(cache, "a", prompt(1, 6, tail=1))
-        with pytest.raises(StoreUnsupported, match=r"set host\.slots"):
-            await cache.prefetch(prompt(1, 6, tail=1))
-
-
-async def test_without_storage_it_is_only_a_hint():
-    async with opened(device=8, host={"slots": 4}) as cache:
-        assert await cache.prefetch(prompt(1, 6, tail=1)) == 0
+async def test_without_a_host_tier_or_storage_nothing_is_looked_up():
+    stored_only = {"backend": "memory", "write_policy": "write_through"}
+    for tables in ({"storage": stored_only}, {"host": {"slots": 4}}):
+        async with opened(device=8, **tables) as cache:
+            await serve(cache, "a", prompt(1, 6, tail=1))
+            assert await cache.prefetch(prompt(1, 6, tail=1)) == 0
 
 
 @pytest.mark.parametrize(("least", "hits"), [(6, 6), (7, 0)])

@@ -100,11 +100,7 @@ class CacheClient:
             (isinstance(error, ActorFailed | LeaseEnded) and not crashed)
             or (isinstance(error, RankLost) and not kinds & {"rank_cut", "rank_lost"})
             or isinstance(error, CacheClosed | ChannelError | NotReady)
-            or (
-                isinstance(error, StoreUnsupported)
-                and world.system.device_store is None
-                and (what != "prefetch" or world.drawn.config.host.slots)
-            )
+            or (isinstance(error, StoreUnsupported) and world.system.device_store is None)
         )
         if unfounded:
             world.violated(f"{what} ended with {error!r}, and nothing accounts for that")
