@@ -48,7 +48,7 @@ class ConfigError(KVActorsError, ValueError):
 
 class NoRoom(KVActorsError):
     """Not enough device blocks now, even after all possible evictions. `needed`, `available` and
-    `pinned` count blocks. Nothing was changed. See `NeverFits` for a request that is too large at
+    `pinned` count blocks, `reason` is empty or a phrase. Nothing was changed. See `NeverFits` for a request that is too large at
     any time."""
 
     def __init__(self, needed: int, available: int, pinned: int = 0, reason: str = "") -> None:
@@ -58,6 +58,7 @@ class NoRoom(KVActorsError):
         self.needed = needed
         self.available = available
         self.pinned = pinned
+        self.reason = reason
 
 
 class NeverFits(NoRoom):

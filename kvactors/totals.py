@@ -29,6 +29,8 @@ COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
         "host_hits",
         "storage_hits",
         "no_room",
+        "refused_size",
+        "refused_pins",
         "preempted",
         "abandoned",
         "evicted",

@@ -38,6 +38,10 @@ OVERTAKEN = 64
 get blocks before it that fit on the device together with it."""
 
 
+PINNED = "only the end of a pin makes room"
+"""Reason of a refusal."""
+
+
 class Waiter(Timed, ABC):
     """A request for device blocks, which may have to wait for them.
 
@@ -96,6 +100,7 @@ class Admission:
         on_idle: called whenever no transfer is in flight, for a sleep.
         copies: copies within the device that are in flight.
         no_room: requests that were refused for lack of device blocks.
+        refused_size, refused_pins: those of them that are too large, or that pins keep out.
         pausing: calls to be answered once no transfer is in flight.
     """
 
@@ -117,7 +122,8 @@ class Admission:
         self.forking: SpaceQueue[Fork] = SpaceQueue(tickets)
         self._patient: dict[int, Waiter] = {}  # those of `waiting` that may wait in `space` as well
         self.blocks_promised = self.overtakings = 0
-        self.closing = self.no_room = self.copies = 0
+        self.closing = self.copies = 0
+        self.no_room = self.refused_size = self.refused_pins = 0
         self.sweeper = Sweeper(index)
         self.free_low = free_low
         self.free_high = free_high
@@ -252,7 +258,7 @@ class Admission:
         withheld = self._pins.withheld(path, hits, deadline)
         if claim <= total - withheld:
             return None
-        return NoRoom(claim, self.available(), withheld, "only the end of a pin makes room")
+        return NoRoom(claim, self.available(), withheld, PINNED)
 
     def refuse_unreachable(self) -> list[Action]:
         """Blocks were pinned: refuse the waiting requests that these pins keep out."""
@@ -286,6 +292,8 @@ class Admission:
     def count_refusal(self, envelope: Envelope[Any], error: KVActorsError) -> Refusal:
         """Refuse a request, and count it if it lacks blocks."""
         self.no_room += isinstance(error, NoRoom)
+        self.refused_size += isinstance(error, NeverFits)
+        self.refused_pins += isinstance(error, NoRoom) and error.reason == PINNED
         return Refusal(envelope, error)
 
     def cancel(self, lease: int, reason: str) -> list[Action]:

@@ -156,6 +156,8 @@ class IndexStatistics(NamedTuple):
         host_hits: blocks found in host memory.
         storage_hits: blocks found in storage.
         no_room: acquires that were refused with NoRoom.
+        refused_size: those of them that need more blocks than the device has.
+        refused_pins: those of them that pinned blocks kept out.
         preempted: requests that were preempted.
         abandoned: leases whose holder had gone: cancelled, garbage-collected or left by an
             exception.
@@ -189,6 +191,8 @@ class IndexStatistics(NamedTuple):
     host_hits: int
     storage_hits: int
     no_room: int
+    refused_size: int
+    refused_pins: int
     preempted: int
     abandoned: int
     leases: int

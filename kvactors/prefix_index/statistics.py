@@ -21,6 +21,8 @@ def statistics_of(core: IndexCore) -> IndexStatistics:
         host_hits=leases.host_hits,
         storage_hits=leases.storage_hits,
         no_room=admission.no_room,
+        refused_size=admission.refused_size,
+        refused_pins=admission.refused_pins,
         preempted=core.endings.preempted,
         abandoned=core.endings.abandoned,
         leases=len(leases),

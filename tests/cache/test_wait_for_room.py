@@ -125,6 +125,11 @@ async def test_a_request_that_pins_keep_out_is_refused_at_once(tokens):
                 await cache.acquire("large", large, wait_for_room=wait)
         with pytest.raises(kvactors.NoRoom, match="only the end of a pin"):
             await cache.acquire("large", large, chunk_tokens=1)
+        index = cache.statistics().prefix
+        assert (index.no_room, index.refused_pins, index.refused_size) == (3, 3, 0)
+        with pytest.raises(kvactors.NeverFits):
+            await cache.acquire("larger", list(range(17 * BLOCK)))
+        assert cache.statistics().prefix.refused_size == 1
         assert await cache.unpin(prompt(1, 4)) == 4
         await (await cache.acquire("large", large)).finish()
 
