@@ -21,7 +21,7 @@ class ChildProcess:
 
     Args:
         python: the Python.
-        script: the name of the script, in this folder.
+        script: the name of a script of this folder, or the path of another one.
         argument: of the script.
         what: the peer, for errors.
         hint: how to make an environment that has the peer.
@@ -49,7 +49,7 @@ class ChildProcess:
         self._limit, self._ending = limit, ending
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
         self._unread = b""
-        path = str(Path(__file__).with_name(script))
+        path = str(Path(__file__).parent / script)
         try:
             self._process = subprocess.Popen(  # noqa: S603, the caller names the Python
                 [python, "-P", path, argument],

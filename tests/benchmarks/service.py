@@ -1,0 +1,338 @@
+"""Service: stored blocks that come back to many requests at once and to long prompts, and finished
+or evicted blocks that reach the store, beside the time of plain transfers of the same bytes.
+
+`python -m tests.benchmarks.service`. All settings but sizes and the write policy are the defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+import kvactors
+from kvactors.bench.child import ChildProcess
+from kvactors.bench.engine import HOW, VARIABLES
+from kvactors.bench.report import Row, bench_report, print_bench, rate_row, time_row
+from kvactors.config import HostConfig, StorageConfig
+from kvactors.report import write_json
+from kvactors.terminable import run_terminable
+from tests.benchmarks.machine import ROOT
+
+TOKENS, SIZE = 16, 128 << 10
+"""Tokens and bytes of a block in this layout."""
+LAYOUT = {"num_layers": 16, "num_kv_heads": 2, "head_dim": 64, "dtype": "float16"}
+TIMES = 1.3
+"""Longest time of a cache, as a multiple of the disk's."""
+DEPTH, TRANSIT = StorageConfig().io_depth, HostConfig().transit_slots
+DEADLINE_S = 60.0
+RING = 4096
+"""Blocks of the memory of plain transfers, more than a processor's cache holds."""
+DISK = f"{TIMES} times plain O_DIRECT transfers of these bytes, {DEPTH} at once"
+PEERS = {"vllm": "vLLM's CPU and fs tiers", "lmcache": "LMCache's L1 and fs_native L2"}
+
+
+class Work(NamedTuple):
+    """Prompts of some blocks. Those of different numbers, from `first` on, share no block."""
+
+    prompts: int
+    blocks: int
+    first: int = 0
+
+    @property
+    def total(self) -> int:
+        """Blocks of all prompts."""
+        return self.prompts * self.blocks
+
+    def tokens(self) -> Iterator[array[int]]:
+        """The prompts, each with a further token, so that no full block is computed again."""
+        for start in range(self.first << 18, (self.first + self.prompts) << 18, 1 << 18):
+            yield array("I", range(start, start + self.blocks * TOKENS + 1))
+
+    def __str__(self) -> str:
+        return f"{self.prompts} x {self.blocks * TOKENS:,} tokens"
+
+
+class Moved(NamedTuple):
+    """Blocks that a run has moved.
+
+    Attributes:
+        share: of the blocks that were to be moved, in per cent.
+        seconds: that it took.
+        read: blocks from the store.
+        written: blocks to the store.
+    """
+
+    share: float
+    seconds: float
+    read: int = 0
+    written: int = 0
+
+
+class Disk:
+    """Plain transfers of blocks of a preallocated file by DEPTH threads."""
+
+    def __init__(self, path: Path, blocks: int) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._file, 0, blocks * SIZE)
+        noise = np.random.default_rng(0).integers(0, 256, (RING + 1) * SIZE, np.uint8)
+        start = -noise.ctypes.data % 4096
+        self._ring = noise[start : start + RING * SIZE].reshape(RING, SIZE)
+        self.seconds(os.pwritev, Work(1, blocks))
+
+    def seconds(self, call: Callable[..., int], work: Work, at_once: int = 1) -> float:
+        """Seconds for reads (os.preadv) or writes (os.pwritev), a number of prompts at once."""
+
+        def move(first: int, end: int) -> None:
+            for block in range(first, end, DEPTH):
+                if call(self._file, [self._ring[block % RING]], block * SIZE) != SIZE:
+                    raise RuntimeError("a plain transfer was short")
+
+        def prompt(first: int) -> None:
+            list(threads.map(move, range(first, first + DEPTH), [first + work.blocks] * DEPTH))
+
+        with ThreadPoolExecutor(DEPTH) as threads, ThreadPoolExecutor(at_once) as clients:
+            began = time.perf_counter()
+            list(clients.map(prompt, range(0, work.total, work.blocks)))
+            return time.perf_counter() - began
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path, blocks: int, slots: int, policy: str
+) -> AsyncIterator[kvactors.KVCache]:
+    """A cache with random bytes in its device memory."""
+    storage = {"backend": "file", "directory": str(folder), "capacity_blocks": 100_000}
+    settings = {
+        "cache": {"model": "service", "block_size": TOKENS},
+        "layout": LAYOUT,
+        "device": {"num_blocks": blocks},
+        "host": {"slots": slots},
+        "storage": storage | {"write_policy": policy},
+    }
+    async with kvactors.open(settings) as cache:
+        cache.device.fill(range(blocks), os.urandom(32 * blocks))
+        yield cache
+
+
+async def serve(cache: kvactors.KVCache, tokens: array[int]) -> int:
+    """A request for a prompt. Returns the blocks that it did not compute."""
+    async with await cache.acquire(
+        "service", tokens, deadline=DEADLINE_S, wait_for_room=True
+    ) as lease:
+        await lease.wait_ready()
+        await lease.finish(len(tokens))
+        return lease.cached_tokens // TOKENS
+
+
+async def store(folder: Path, work: Work) -> None:
+    """Fill a store with all prompts."""
+    async with opened(folder, work.blocks + 1, 0, "write_through") as cache:
+        for number, tokens in enumerate(work.tokens(), 1):
+            while cache.statistics().store.objects < number * work.blocks:
+                await serve(cache, tokens)
+                await cache.wait_idle(deadline=DEADLINE_S)
+
+
+async def come_back(folder: Path, work: Work, at_once: int, slots: int, *, full: bool) -> Moved:
+    """Requests for stored prompts. full: device and host tier are full of other blocks before."""
+    gate, capacity = asyncio.Semaphore(at_once), work.total + work.prompts
+
+    async def one(tokens: array[int]) -> int:
+        async with gate:
+            return await serve(cache, tokens)
+
+    async with opened(folder, capacity, slots, "write_back") as cache:
+        each = min(250, capacity - 1)
+        for tokens in Work(
+            full * -(-(capacity + slots) // each), each, 200 + 100 * at_once
+        ).tokens():
+            await serve(cache, tokens)
+        await cache.wait_idle(deadline=DEADLINE_S)
+        prompts, before = list(work.tokens()), cache.statistics().store.writes
+        began = time.perf_counter()
+        found = sum(await asyncio.gather(*map(one, prompts)))
+        seconds = time.perf_counter() - began
+        written = cache.statistics().store.writes - before
+    return Moved(100 * found / work.total, seconds, found, written)
+
+
+async def save(folder: Path, work: Work, slots: int, policy: str, pause: float = 0.0) -> Moved:
+    """Requests one after another, until all that they save is in the store.
+
+    Args:
+        folder: of the store.
+        work: the requests.
+        slots: of the host tier.
+        policy: under write_through the device holds all requests, under write_back two.
+        pause: seconds from the start of a request to that of the next one, 0 for none.
+    """
+    requests = 2 if policy == "write_back" else work.prompts
+    async with opened(folder, requests * work.blocks + 1, slots, policy) as cache:
+        began = time.perf_counter()
+        for number, tokens in enumerate(work.tokens(), 1):
+            await serve(cache, tokens)
+            await asyncio.sleep(began + number * pause - time.perf_counter())
+        await cache.wait_idle(deadline=DEADLINE_S)
+        seconds, now = time.perf_counter() - began, cache.statistics()
+    due = work.total if policy == "write_through" else now.store.writes + now.host.shed
+    return Moved(100 * now.store.writes / due, seconds, written=now.store.writes)
+
+
+class Peer:
+    """Tiers of an engine in a process of its Python. See `service_child`."""
+
+    def __init__(self, python: str, name: str) -> None:
+        script = str(Path(__file__).with_name("service_child.py"))
+        names = {"what": PEERS[name], "hint": HOW}
+        variables = VARIABLES | {"PYTHONPATH": str(ROOT)}
+        self.name = name
+        self._process = ChildProcess(
+            python, script, name, **names, limit=600.0, ending=30.0, variables=variables
+        )
+        self.close = self._process.close
+
+    def moved(self, what: str, folder: Path, work: Work, slots: int, **more: int) -> Moved:
+        """Open the tiers over what is stored, save prompts or bring them back, and close."""
+        self._process.ask("open", folder=str(folder / self.name), size=SIZE, slots=slots)
+        found = self._process.ask(what, prompts=work.prompts, blocks=work.blocks, **more)
+        self._process.ask("close")
+        return Moved(100 * found["blocks"] / work.total, found["seconds"])
+
+
+def rows_of(
+    case: str, work: Work, found: Moved, disk_s: float | None, peers: dict[str, Moved]
+) -> list[Row]:
+    """Rows of a case.
+
+    Args:
+        case: its name.
+        work: what was to be moved.
+        found: what the cache did.
+        disk_s: seconds of plain transfers of the same bytes, None if they are no limit.
+        peers: what engines' own tiers did, by name.
+    """
+    print(f"{case}: {found}, disk {disk_s}, {peers}", flush=True)
+    rows = [rate_row(f"{case}, share", found.share, 99.0, "%", "the bar")]
+    if disk_s:
+        rows.append(time_row(case, found.seconds, TIMES * disk_s, "s", DISK))
+    for name, peer in peers.items():
+        mine, theirs = (one.share / 100 * work.total * SIZE / one.seconds for one in (found, peer))
+        beside, tiers = f"{case}, beside {name}", PEERS[name]
+        rows.append(rate_row(f"{beside}, share", found.share, peer.share, "%", tiers))
+        rows.append(rate_row(beside, mine / 1e6, theirs / 1e6, "MB/s", tiers))
+    return rows
+
+
+def read_rows(
+    folder: Path, work: Work, at_once: int, slots: int, disk: Disk, peers: list[Peer]
+) -> list[Row]:
+    """Stored prompts come back. Peers have no rows with full tiers: theirs hold copies of stored
+    blocks alone, which give way at once."""
+    rows = []
+    for tier in ("empty", "full", "absent"):
+        own = 0 if tier == "absent" else slots
+        found = run_terminable(come_back(folder / "ours", work, at_once, own, full=tier == "full"))
+        disk_s = found.share / 100 * disk.seconds(os.preadv, work, at_once)
+        if found.written:
+            disk_s += disk.seconds(os.pwritev, Work(1, found.written))
+        beside = {
+            peer.name: peer.moved("back", folder, work, own + TRANSIT, at_once=at_once)
+            for peer in peers
+            if tier != "full"
+        }
+        case = f"{work}, {at_once} at once, host {tier}"
+        rows += rows_of(case, work, found, disk_s, beside)
+    return rows
+
+
+def save_rows(
+    folder: Path, long: Work, short: Work, slots: int, disk: Disk, peers: list[Peer]
+) -> list[Row]:
+    """Finished and evicted blocks reach the store."""
+    rows = []
+    pause = 2 * disk.seconds(os.pwritev, short) / short.prompts
+    for case, work, *sizes in (
+        (f"write_through, {long}, host absent", long, 0, "write_through"),
+        (f"write_through, {long}, host {slots}", long, slots, "write_through"),
+        (f"write_back, {short}, back to back", short, short.blocks, "write_back"),
+        (f"write_back, {short}, half the disk's rate", short, short.blocks, "write_back", pause),
+    ):
+        found = run_terminable(save(folder / case[-20:], work, *sizes))
+        disk_s = disk.seconds(os.pwritev, Work(1, found.written)) if found.written else None
+        beside = {
+            peer.name: peer.moved("finish", folder / case[-20:], work, slots + TRANSIT)
+            for peer in peers
+            if sizes[0] == slots
+        }
+        rows += rows_of(case, work, found, None if pause in sizes else disk_s, beside)
+    return rows
+
+
+def run(*, quick: bool = False, vllm_python: str = "", lmcache_python: str = "") -> dict[str, Any]:
+    """All rows.
+
+    Args:
+        quick: small sizes, for tests.
+        vllm_python: a Python that has vLLM, whose tiers do the same work. Empty: no such rows.
+        lmcache_python: a Python that has LMCache, likewise.
+
+    Raises:
+        ConfigError: a Python lacks its package.
+    """
+    short, counts, slots = Work(128, 125), (1, 4, 32, 128), 2000
+    longs = [Work(1, tokens // TOKENS) for tokens in (100_000, 150_000)]
+    if quick:
+        short, counts, slots, longs = Work(6, 8), (1, 4), 16, [Work(1, 64)]
+    pythons = {"vllm": vllm_python, "lmcache": lmcache_python}
+    rows: list[Row] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="kvactors-service-", dir=".") as name,
+        ExitStack() as stack,
+    ):
+        top = Path(name).resolve()
+        disk = Disk(top / "plain", 2 * max(work.total for work in (short, *longs)))
+        stack.callback(disk.close)
+        peers = [Peer(python, peer) for peer, python in pythons.items() if python]
+        for peer in peers:
+            stack.callback(peer.close)
+        for work, numbers in ((short, counts), *((long, (1,)) for long in longs)):
+            with tempfile.TemporaryDirectory(dir=top) as below:
+                run_terminable(store(Path(below, "ours"), work))
+                for peer in peers:
+                    peer.moved("save", Path(below), work, slots + TRANSIT)
+                for at_once in numbers:
+                    rows += read_rows(Path(below), work, at_once, slots, disk, peers)
+        rows += save_rows(top, longs[0], short, slots, disk, peers)
+    settings = {"block_bytes": SIZE, "slots": slots, "transit_slots": TRANSIT}
+    settings |= {"io_depth": DEPTH, "deadline_s": DEADLINE_S, "quick": quick}
+    return bench_report("service", rows, settings)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.service", description=__doc__)
+    parser.add_argument("--json", help="where to write the report")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check the benchmark")
+    parser.add_argument("--vllm-python", default="", help="a Python that has vLLM")
+    parser.add_argument("--lmcache-python", default="", help="a Python that has LMCache")
+    options = vars(parser.parse_args())
+    path = options.pop("json")
+    report = run(**options)
+    print_bench(report, Console(stderr=path == "-"))
+    if path is not None:
+        write_json(report, path)
