@@ -91,6 +91,7 @@ def size(
     device: str | None = None,
     host: str | None = None,
     disk: str | None = None,
+    disk_rate: str | None = None,
     json: Output | None = None,
 ) -> int:
     """Print the bytes of a block and a token in each tier, and the settings of the tiers that fit
@@ -114,6 +115,8 @@ def size(
         Host memory for blocks.
     disk
         Space on a disk for blocks.
+    disk_rate
+        Bytes that the disk moves in a second, for the number of transit slots. By default "4 GiB".
     json
         Where to write the report.
     """
@@ -127,6 +130,7 @@ def size(
         device=device,
         host=host,
         disk=disk,
+        disk_rate=disk_rate,
     )
     print_size(report, Console(stderr=to_stdout(json)))
     if json is not None:

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from kvactors.capacity import block_bytes, in_blocks
-from kvactors.config import Config, HostConfig, LayoutConfig, StorageConfig, read_toml
+from kvactors.config import Config, LayoutConfig, StorageConfig, read_toml
 from kvactors.errors import ConfigError
 from kvactors.layout import Layout, make_layout
 from kvactors.model_config import read_model
@@ -21,6 +21,10 @@ GIB = 1 << 30
 
 TRANSIT_SHARE = 8
 """Transit slots take at most this part of the host memory."""
+DISK_RATE = "4 GiB"
+"""Bytes a second of a fast NVMe drive."""
+TURNAROUND_S = 0.02
+"""Seconds that a block waits in its transit slot between a transfer of the disk and its copy."""
 
 CacheDtype = Literal["float32", "float16", "bfloat16", "uint8", "int8"]
 
@@ -89,6 +93,7 @@ def size_report(
     device: str | None = None,
     host: str | None = None,
     disk: str | None = None,
+    disk_rate: str | None = None,
 ) -> SizeReport:
     """Sizes of a model's or a file's layout.
 
@@ -101,6 +106,7 @@ def size_report(
         device: bytes for the device blocks of one rank, as a text.
         host: bytes for the arena of one rank.
         disk: bytes for the store of one rank.
+        disk_rate: bytes that the disk moves in a second for one rank, DISK_RATE if None.
 
     Raises:
         ConfigError, LayoutError: a value is invalid.
@@ -134,8 +140,14 @@ def size_report(
         config = msgspec.structs.replace(config, cache=cache)
     layout = make_layout(config.layout, config.cache.block_size)
     own = source.suffix == ".toml" and device is host is disk is None
-    tiers = _own(config, layout) if own else _given(layout, device, host, disk)
     each = block_bytes(layout, StorageConfig(backend="file"))
+    transit = 0
+    if disk is not None:
+        rate = in_bytes(DISK_RATE if disk_rate is None else disk_rate, "--disk-rate")
+        transit = transit_slots(rate, each.host, config.storage)
+    elif disk_rate is not None:
+        raise ConfigError("--disk-rate is for the transit slots of a --disk")
+    tiers = _own(config, layout) if own else _given(layout, device, host, disk, transit)
     blocks = layout.blocks_in(GIB)
     return SizeReport(
         source=str(source),
@@ -175,17 +187,32 @@ def _own(config: Config, layout: Layout) -> list[TierSize]:
     return found
 
 
+def transit_slots(rate: int, slot_bytes: int, storage: StorageConfig) -> int:
+    """Transit slots through which loads and saves stream at the rate of a disk.
+
+    Each direction has a slot for every transfer at once, and as many for blocks on their way to or
+    from the device. A load without device blocks leaves half of all slots to evictions, so there
+    are twice as many. Small blocks need more, for all that the disk moves in TURNAROUND_S.
+
+    Args:
+        rate: bytes a second of the disk.
+        slot_bytes: of a slot.
+        storage: the settings of the store.
+    """
+    depth = storage.io_depth + (storage.io_write_depth or storage.io_depth)
+    return max(4 * depth, -int(-rate * TURNAROUND_S // slot_bytes))
+
+
 def _given(
-    layout: Layout, device: str | None, host: str | None, disk: str | None
+    layout: Layout, device: str | None, host: str | None, disk: str | None, transit: int
 ) -> list[TierSize]:
-    """The tiers that fit given sizes."""
+    """The tiers that fit given sizes, with transit slots in the memory of the host."""
     found: list[TierSize] = []
     each = block_bytes(layout, StorageConfig(backend="file"))
     if device is not None:
         blocks = layout.blocks_in(in_bytes(device, "--device"))
         _check_one("--device", device, blocks, each.device)
         found.append(_tier("device", blocks, layout, "device.num_blocks"))
-    transit = HostConfig().transit_slots if disk is not None else 0
     if host is not None:
         slots = in_bytes(host, "--host") // each.host
         _check_one("--host", host, slots, each.host)

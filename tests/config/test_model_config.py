@@ -101,6 +101,26 @@ def test_a_config_that_is_wrong_or_unknown_is_named(tmp_path, data, complaint):
     assert str(tmp_path) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "slots"),
+    [
+        ({}, 128),  # 8 MiB blocks: four times the 16 reads and 16 writes at once
+        ({"block_size": 1}, 656),  # 128 KiB blocks: what 4 GiB/s move in 20 ms
+        ({"block_size": 1, "disk_rate": "1 GiB"}, 164),
+        ({"block_size": 1, "disk_rate": "1 GiB", "host": "40 MiB"}, 40),  # an eighth of it
+    ],
+)
+def test_transit_slots_follow_from_the_rate_of_the_disk(tmp_path, options, slots):
+    report = size_report(write(tmp_path, LLAMA), disk="1 TiB", **options)
+    (transit,) = (one for one in report.tiers if one.tier == "transit")
+    assert (transit.blocks, transit.setting) == (slots, "host.transit_slots")
+
+
+def test_a_rate_without_a_disk_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="--disk-rate is for"):
+        size_report(write(tmp_path, LLAMA), host="1 GiB", disk_rate="1 GiB")
+
+
 def test_ranks_that_cannot_share_the_heads_are_named(tmp_path):
     with pytest.raises(LayoutError, match="8 KV heads cannot be shared among 3 ranks"):
         size_report(write(tmp_path, LLAMA), tensor_parallel=3)
