@@ -46,7 +46,8 @@ bench:  ## quick benchmarks of the index and of acquire
 
 benchmarks:  ## every benchmark, and the tables of docs/benchmarks.md, with engines below CONSUMERS
 	$(PYTHON) -m tests.benchmarks --vllm-python $(CONSUMERS)/vllm_cpu/bin/python \
-		--sglang-python $(CONSUMERS)/sglang_cpu/bin/python
+		--sglang-python $(CONSUMERS)/sglang_cpu/bin/python \
+		--lmcache-python $(CONSUMERS)/lmcache/bin/python
 
 messages:  ## write the generated pages: messages, settings, command line, errors
 	$(PYTHON) -m kvactors.docsgen > docs/messages.md

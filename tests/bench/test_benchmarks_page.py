@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import runs
+from tests.benchmarks import runs, service
 from tests.benchmarks.machine import describe, disk, processor, versions
 from tests.benchmarks.page import filled, names_of, table
 from tests.benchmarks.runs import NAMES, RUNS, Peers
 
-BOTH = Peers("/v/python", "/s/python")
+ALL = Peers("/v/python", "/s/python", "/l/python")
 ROWS = [
     {"case": "a | b", "ours": 2.0, "limit": 1000.5, "ratio": 0.5, "unit": "us", "limit_name": "x"},
     {"case": "c", "ours": 4.0, "limit": 2.0, "ratio": 2.0, "unit": "/s", "limit_name": "y"},
@@ -83,17 +83,22 @@ def test_every_run_is_a_command_line_that_kvactors_takes(run, monkeypatch, tmp_p
         called.update(options)
         return {"name": run.bench, "rows": ROWS, "settings": {}}
 
-    line = runs.command(run, BOTH, tmp_path / "r.json", quick=False)
-    assert line[1:3] == ["-m", "kvactors"]
-    with pytest.raises(SystemExit) as ended:
-        cli.app(line[3:])
-    assert ended.value.code in (0, None)
-    assert called["name"] == f"kvactors.bench.{run.bench}"
+    line = runs.command(run, ALL, tmp_path / "r.json", quick=False)
+    if run.bench:
+        assert line[1:3] == ["-m", "kvactors"]
+        with pytest.raises(SystemExit) as ended:
+            cli.app(line[3:])
+        assert ended.value.code in (0, None)
+        assert called["name"] == f"kvactors.bench.{run.bench}"
+    else:
+        called |= vars(service.parsed(line[3:]))
+        assert line[1:3] == ["-m", f"{service.__name__}"]
     assert called["quick"] is False
-    peer = {"--vllm-python": "vllm_python", "--sglang-python": "sglang_python"}.get(run.peer)
-    assert {k for k in called if k.endswith("python")} == ({peer} if peer else set())
-    assert "--quick" in runs.command(run, BOTH, tmp_path / "r.json", quick=True)
-    assert "--blocks" not in runs.command(run, BOTH, tmp_path / "r.json", quick=True)
+    named = {option[2:].replace("-", "_") for option in run.peers}
+    assert {k for k in called if k.endswith("python")} == named
+    assert {called[name] for name in named} == set(ALL.of(run).values())
+    assert "--quick" in runs.command(run, ALL, tmp_path / "r.json", quick=True)
+    assert "--blocks" not in runs.command(run, ALL, tmp_path / "r.json", quick=True)
 
 
 def test_a_quick_run_writes_the_page_and_its_record(tmp_path, capsys):
@@ -195,10 +200,10 @@ def test_an_interpreter_may_be_named_relative_to_the_folder(tmp_path, monkeypatc
 def test_a_run_that_needs_more_memory_than_is_free_is_left_out(monkeypatch):
     (large,) = runs.selected(["index_large"])
     monkeypatch.setattr(runs, "free_gib", lambda: 2.0)
-    assert "15 GiB" in runs.obstacle(large, BOTH, quick=False)
-    assert runs.obstacle(large, BOTH, quick=True) == ""
+    assert "15 GiB" in runs.obstacle(large, ALL, quick=False)
+    assert runs.obstacle(large, ALL, quick=True) == ""
     monkeypatch.setattr(runs, "free_gib", lambda: 20.0)
-    assert runs.obstacle(large, BOTH, quick=False) == ""
+    assert runs.obstacle(large, ALL, quick=False) == ""
     assert runs.free_gib() == 20.0
 
 

@@ -1,1 +1,1 @@
-"""The tables of docs/benchmarks.md, from runs of `kvactors bench`."""
+"""The tables of docs/benchmarks.md, from runs of `kvactors bench` and of `service`."""

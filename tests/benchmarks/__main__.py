@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing := [one.name for one in chosen if one.name not in places]:
         print(f"{page} has no place for the tables {', '.join(missing)}", file=sys.stderr)
         return 2
-    peers = Peers(options.vllm_python, options.sglang_python)
+    peers = Peers(options.vllm_python, options.sglang_python, options.lmcache_python)
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
         if options.source is not None:
@@ -77,12 +77,13 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="short runs, to check the command")
     parser.add_argument("--vllm-python", default="", help="an interpreter that has vLLM")
     parser.add_argument("--sglang-python", default="", help="an interpreter that has SGLang")
+    parser.add_argument("--lmcache-python", default="", help="an interpreter that has LMCache")
     options = parser.parse_args(arguments)
     if options.source is not None and (options.to is not None or options.quick):
         parser.error("--from runs nothing: --to and --quick have no effect with it")
     if options.source is not None and not options.source.is_dir():
         parser.error(f"--from {options.source} is no folder")
-    for peer in ("vllm_python", "sglang_python"):
+    for peer in ("vllm_python", "sglang_python", "lmcache_python"):
         if python := getattr(options, peer):
             if not Path(python).exists():
                 parser.error(f"there is no {python}")

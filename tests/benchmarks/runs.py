@@ -1,4 +1,4 @@
-"""The runs of `kvactors bench` whose rows are on the page."""
+"""The runs of benchmarks whose rows are on the page."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class Run(NamedTuple):
 
     Attributes:
         name: of its table and of its file.
-        bench: the benchmark of `kvactors bench`.
-        peer: the option that names the peer's interpreter, empty without a peer.
-        packages: of the peer, whose versions the page shows.
+        bench: the benchmark of `kvactors bench`, empty for the module of this package that has the
+            name of the run.
+        peers: the options that name the peers' interpreters.
+        packages: of the peers, whose versions the page shows.
         needs_peer: whether the benchmark measures nothing without its peer.
         arguments: further arguments of a full run.
         memory_gib: free memory that a full run needs.
@@ -35,7 +36,7 @@ class Run(NamedTuple):
 
     name: str
     bench: str
-    peer: str = ""
+    peers: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     needs_peer: bool = False
     arguments: tuple[str, ...] = ()
@@ -43,11 +44,11 @@ class Run(NamedTuple):
 
 
 RUNS = (
-    Run("index", "index", "--sglang-python", SGLANG),
+    Run("index", "index", ("--sglang-python",), SGLANG),
     Run(
         "index_large",
         "index",
-        "--sglang-python",
+        ("--sglang-python",),
         SGLANG,
         arguments=("--blocks", "10000000"),
         memory_gib=15.0,
@@ -56,9 +57,10 @@ RUNS = (
     Run("copy", "copy"),
     Run("lag", "lag"),
     Run("tiers", "tiers"),
-    Run("flush", "flush", "--vllm-python", VLLM),
-    Run("store", "store", "--vllm-python", VLLM),
-    Run("engine", "engine", "--vllm-python", VLLM, needs_peer=True),
+    Run("flush", "flush", ("--vllm-python",), VLLM),
+    Run("store", "store", ("--vllm-python",), VLLM),
+    Run("service", "", ("--vllm-python", "--lmcache-python"), (*VLLM, "lmcache")),
+    Run("engine", "engine", ("--vllm-python",), VLLM, needs_peer=True),
 )
 """In the order of the page."""
 
@@ -70,10 +72,12 @@ class Peers(NamedTuple):
 
     vllm: str = ""
     sglang: str = ""
+    lmcache: str = ""
 
-    def of(self, run: Run) -> str:
-        """The interpreter for a run."""
-        return {"--vllm-python": self.vllm, "--sglang-python": self.sglang}.get(run.peer, "")
+    def of(self, run: Run) -> dict[str, str]:
+        """The interpreters for a run, by option."""
+        named = {f"--{peer}-python": python for peer, python in self._asdict().items() if python}
+        return {option: named[option] for option in run.peers if option in named}
 
 
 def free_gib(info: str | None = None) -> float:
@@ -88,7 +92,7 @@ def free_gib(info: str | None = None) -> float:
 def obstacle(run: Run, peers: Peers, *, quick: bool) -> str:
     """Why a run cannot be made, empty if it can."""
     if run.needs_peer and not peers.of(run):
-        return f"needs {run.peer}"
+        return f"needs {' and '.join(run.peers)}"
     if not quick and free_gib() < run.memory_gib:
         return f"needs {run.memory_gib:.0f} GiB of free memory, there are {free_gib():.1f}"
     return ""
@@ -96,16 +100,14 @@ def obstacle(run: Run, peers: Peers, *, quick: bool) -> str:
 
 def command(run: Run, peers: Peers, report: Path, *, quick: bool) -> list[str]:
     """The command line of a run."""
-    python = peers.of(run)
+    program = ("kvactors", "bench", run.bench) if run.bench else (f"tests.benchmarks.{run.name}",)
     return [
         sys.executable,
         "-m",
-        "kvactors",
-        "bench",
-        run.bench,
+        *program,
         "--json",
         str(report),
-        *((run.peer, python) if python else ()),
+        *(word for option in peers.of(run).items() for word in option),
         *(("--quick",) if quick else run.arguments),
     ]
 
@@ -134,7 +136,11 @@ def measure(run: Run, peers: Peers, folder: Path, *, quick: bool) -> dict[str, A
     record = {
         "report": json.loads(raw.read_text()),
         "machine": describe(),
-        "peers": versions(peers.of(run), run.packages) if peers.of(run) else {},
+        "peers": {
+            name: version
+            for python in peers.of(run).values()
+            for name, version in versions(python, run.packages).items()
+        },
         "date": time.strftime("%Y-%m-%d"),
         "load": load,
         "seconds": time.monotonic() - began,

@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -40,6 +40,8 @@ DEADLINE_S = 60.0
 RING = 4096
 """Blocks of the memory of plain transfers, more than a processor's cache holds."""
 DISK = f"{TIMES} times plain O_DIRECT transfers of these bytes, {DEPTH} at once"
+BESIDE = (1, 32)
+"""Requests at once where peers do the same work."""
 PEERS = {"vllm": "vLLM's CPU and fs tiers", "lmcache": "LMCache's L1 and fs_native L2"}
 
 
@@ -130,6 +132,12 @@ async def opened(
         yield cache
 
 
+def written(cache: kvactors.KVCache) -> int:
+    """Blocks that the cache has written to its store."""
+    store = cache.statistics().store
+    return 0 if store is None else store.writes
+
+
 async def serve(cache: kvactors.KVCache, tokens: array[int]) -> int:
     """A request for a prompt. Returns the blocks that it did not compute."""
     async with await cache.acquire(
@@ -144,7 +152,7 @@ async def store(folder: Path, work: Work) -> None:
     """Fill a store with all prompts."""
     async with opened(folder, work.blocks + 1, 0, "write_through") as cache:
         for number, tokens in enumerate(work.tokens(), 1):
-            while cache.statistics().store.objects < number * work.blocks:
+            while written(cache) < number * work.blocks:
                 await serve(cache, tokens)
                 await cache.wait_idle(deadline=DEADLINE_S)
 
@@ -164,12 +172,12 @@ async def come_back(folder: Path, work: Work, at_once: int, slots: int, *, full:
         ).tokens():
             await serve(cache, tokens)
         await cache.wait_idle(deadline=DEADLINE_S)
-        prompts, before = list(work.tokens()), cache.statistics().store.writes
+        prompts, before = list(work.tokens()), written(cache)
         began = time.perf_counter()
         found = sum(await asyncio.gather(*map(one, prompts)))
         seconds = time.perf_counter() - began
-        written = cache.statistics().store.writes - before
-    return Moved(100 * found / work.total, seconds, found, written)
+        saved = written(cache) - before
+    return Moved(100 * found / work.total, seconds, found, saved)
 
 
 async def save(folder: Path, work: Work, slots: int, policy: str, pause: float = 0.0) -> Moved:
@@ -189,9 +197,9 @@ async def save(folder: Path, work: Work, slots: int, policy: str, pause: float =
             await serve(cache, tokens)
             await asyncio.sleep(began + number * pause - time.perf_counter())
         await cache.wait_idle(deadline=DEADLINE_S)
-        seconds, now = time.perf_counter() - began, cache.statistics()
-    due = work.total if policy == "write_through" else now.store.writes + now.host.shed
-    return Moved(100 * now.store.writes / due, seconds, written=now.store.writes)
+        seconds, saved = time.perf_counter() - began, written(cache)
+        due = work.total if policy == "write_through" else saved + cache.statistics().host.shed
+    return Moved(100 * saved / due, seconds, written=saved)
 
 
 class Peer:
@@ -232,10 +240,12 @@ def rows_of(
     if disk_s:
         rows.append(time_row(case, found.seconds, TIMES * disk_s, "s", DISK))
     for name, peer in peers.items():
-        mine, theirs = (one.share / 100 * work.total * SIZE / one.seconds for one in (found, peer))
         beside, tiers = f"{case}, beside {name}", PEERS[name]
-        rows.append(rate_row(f"{beside}, share", found.share, peer.share, "%", tiers))
-        rows.append(rate_row(beside, mine / 1e6, theirs / 1e6, "MB/s", tiers))
+        least = 100 / work.total  # a block, where a peer moves none
+        rows.append(rate_row(f"{beside}, share", found.share, max(least, peer.share), "%", tiers))
+        if peer.share:
+            mine, theirs = (one.share * work.total * SIZE / one.seconds for one in (found, peer))
+            rows.append(rate_row(beside, mine / 1e8, theirs / 1e8, "MB/s", tiers))
     return rows
 
 
@@ -254,7 +264,7 @@ def read_rows(
         beside = {
             peer.name: peer.moved("back", folder, work, own + TRANSIT, at_once=at_once)
             for peer in peers
-            if tier != "full"
+            if tier != "full" and at_once in BESIDE
         }
         case = f"{work}, {at_once} at once, host {tier}"
         rows += rows_of(case, work, found, disk_s, beside)
@@ -266,21 +276,21 @@ def save_rows(
 ) -> list[Row]:
     """Finished and evicted blocks reach the store."""
     rows = []
-    pause = 2 * disk.seconds(os.pwritev, short) / short.prompts
-    for case, work, *sizes in (
-        (f"write_through, {long}, host absent", long, 0, "write_through"),
-        (f"write_through, {long}, host {slots}", long, slots, "write_through"),
-        (f"write_back, {short}, back to back", short, short.blocks, "write_back"),
-        (f"write_back, {short}, half the disk's rate", short, short.blocks, "write_back", pause),
+    half = 2 * disk.seconds(os.pwritev, short) / short.prompts
+    for case, work, own, policy, pause in (
+        (f"write_through, {long}, host absent", long, 0, "write_through", 0.0),
+        (f"write_through, {long}, host empty", long, slots, "write_through", 0.0),
+        (f"write_back, {short}, back to back", short, short.blocks, "write_back", 0.0),
+        (f"write_back, {short}, half the disk's rate", short, short.blocks, "write_back", half),
     ):
-        found = run_terminable(save(folder / case[-20:], work, *sizes))
-        disk_s = disk.seconds(os.pwritev, Work(1, found.written)) if found.written else None
+        found = run_terminable(save(folder / case, work, own, policy, pause))
+        disk_s = None if pause else disk.seconds(os.pwritev, Work(1, found.written))
         beside = {
-            peer.name: peer.moved("finish", folder / case[-20:], work, slots + TRANSIT)
+            peer.name: peer.moved("finish", folder / case, work, own + TRANSIT)
             for peer in peers
-            if sizes[0] == slots
+            if own == slots
         }
-        rows += rows_of(case, work, found, None if pause in sizes else disk_s, beside)
+        rows += rows_of(case, work, found, disk_s, beside)
     return rows
 
 
@@ -295,7 +305,8 @@ def run(*, quick: bool = False, vllm_python: str = "", lmcache_python: str = "")
     Raises:
         ConfigError: a Python lacks its package.
     """
-    short, counts, slots = Work(128, 125), (1, 4, 32, 128), 2000
+    short, slots = Work(128, 125), 2000
+    counts: tuple[int, ...] = (1, 4, 32, 128)
     longs = [Work(1, tokens // TOKENS) for tokens in (100_000, 150_000)]
     if quick:
         short, counts, slots, longs = Work(6, 8), (1, 4), 16, [Work(1, 64)]
@@ -319,18 +330,23 @@ def run(*, quick: bool = False, vllm_python: str = "", lmcache_python: str = "")
                 for at_once in numbers:
                     rows += read_rows(Path(below), work, at_once, slots, disk, peers)
         rows += save_rows(top, longs[0], short, slots, disk, peers)
-    settings = {"block_bytes": SIZE, "slots": slots, "transit_slots": TRANSIT}
+    settings: dict[str, Any] = {"block_bytes": SIZE, "slots": slots, "transit_slots": TRANSIT}
     settings |= {"io_depth": DEPTH, "deadline_s": DEADLINE_S, "quick": quick}
     return bench_report("service", rows, settings)
 
 
-if __name__ == "__main__":
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.service", description=__doc__)
     parser.add_argument("--json", help="where to write the report")
     parser.add_argument("--quick", action="store_true", help="small sizes, to check the benchmark")
     parser.add_argument("--vllm-python", default="", help="a Python that has vLLM")
     parser.add_argument("--lmcache-python", default="", help="a Python that has LMCache")
-    options = vars(parser.parse_args())
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    options = vars(parsed())
     path = options.pop("json")
     report = run(**options)
     print_bench(report, Console(stderr=path == "-"))
