@@ -72,8 +72,9 @@ async def test_forks_and_calls_that_wait_refuse_the_sleep_and_nothing_changes(le
         with pytest.raises(LeasesOpen, match="1 lease open"):
             await cache.sleep(level)
         assert state(cache) == before
-        waiting = asyncio.ensure_future(fork.fork_many(5, wait_for_room=True))
-        behind = asyncio.ensure_future(cache.acquire("b", prompt(2, 8), wait_for_room=True))
+        other = await cache.acquire("c", prompt(3, 1))
+        waiting = asyncio.ensure_future(fork.fork_many(4, wait_for_room=True))
+        behind = asyncio.ensure_future(cache.acquire("b", prompt(2, 6), wait_for_room=True))
         await asyncio.sleep(0.01)
         before = state(cache)
         with pytest.raises(LeasesOpen):
@@ -84,6 +85,7 @@ async def test_forks_and_calls_that_wait_refuse_the_sleep_and_nothing_changes(le
             call.cancel()
         await asyncio.gather(waiting, behind, return_exceptions=True)
         await fork.finish()
+        await other.finish()
         await cache.sleep(level)
         await cache.wake()
 
