@@ -137,10 +137,10 @@ class CacheCalls(OpenCache):
             wait_for_room = check_flag("wait_for_room", wait_for_room)
         if hints is not None:
             hints = check_hints(hints)
-        stored = None
         chunk = 0 if chunk_tokens is None else check_int("chunk_tokens", chunk_tokens, 1)
-        if chunk and self.system.store is not None:
-            stored = look.stored_blocks(self.system, path, scope.salt, media)
+        stored = None
+        if self.system.index_actor.core.settings.fetch:
+            stored = await look.count_stored(self, path, scope, media)
         lease = next(self._leases)
         message = Acquire(
             lease,
@@ -174,6 +174,7 @@ class CacheCalls(OpenCache):
     wake = sleeping.wake
     step = steps.step
     lookup = look.lookup
+    lookup_slices = look.lookup_slices
     free_blocks = look.free_blocks
 
     async def prefetch(
@@ -195,7 +196,8 @@ class CacheCalls(OpenCache):
             deadline: seconds from now for the fetches.
 
         Returns:
-            Blocks that are looked up in the store. 0 without a host tier to keep them.
+            Blocks that the device lacks and a lower tier has, or may have if only a query can tell.
+            0 without a host tier to keep them.
 
         Raises:
             StoreUnsupported: the store moves device memory itself (AttentionStore).
@@ -203,15 +205,14 @@ class CacheCalls(OpenCache):
         """
         at = self._client.deadline(deadline)
         scope = request_scope(salt, lora)
-        path, _ = request_path(self.block_size, self.system.roots.root(scope), tokens, extra_keys)
+        root = self.system.roots.root(scope)
+        path, media = request_path(self.block_size, root, tokens, extra_keys)
         if self.system.device_store is not None:
-            raise StoreUnsupported(
-                f"storage.backend {self.config.storage.backend!r} reads into device memory only: "
-                "there is no prefetch"
-            )
+            raise StoreUnsupported("there is no prefetch: this store reads into device memory only")
         if not self.config.host.slots:
             return 0
-        return int((await self._client.ask(Prefetch(path, at, scope), at)).count)
+        stored = await look.count_stored(self, path, scope, media)
+        return int((await self._client.ask(Prefetch(path, at, scope, stored), at)).count)
 
     # -- the whole cache
 

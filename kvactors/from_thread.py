@@ -263,9 +263,12 @@ class FromThread:
         lora: str | None = None,
         deadline: float | None = None,
     ) -> PromptHits:
-        """See `KVCache.lookup`."""
-        call = partial(self._cache.lookup, tokens, extra_keys=extra_keys, salt=salt, lora=lora)
-        return self._call(partial(self._now, call), deadline)
+        """See `KVCache.lookup_slices`."""
+        work = self._cache.lookup_slices
+        call = partial(work, tokens, extra_keys=extra_keys, salt=salt, lora=lora)
+        return self._call(call, deadline)
+
+    lookup_slices = lookup
 
     def step(
         self,

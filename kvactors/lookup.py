@@ -3,21 +3,36 @@ are. They take nothing and change nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 from kvactors.arguments import Media, request_path, request_scope
+from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.errors import CacheAsleep, NumBlocksUnset
+from kvactors.flush_notifier.messages import RequestScope
+from kvactors.flush_notifier.steps import Steps, finish
 from kvactors.lease import Hits
 from kvactors.native import DEVICE, HOST, LOADING, Path
+from kvactors.observe.invariants import in_slices
 from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.messages import Stored
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.quotas import salt_id
 from kvactors.storage.backends.checked import CheckedBackend
-from kvactors.storage.checked_inventory import CheckedInventory
 from kvactors.system import System
 from kvactors.types import Tokens, split_hashes
+
+FIRST_STEP = 4
+"""Blocks that the first step of a count hashes at most: most prompts miss at once or not at all.
+Each later step may hash four times as many."""
+
+STEPS_OF_A_TURN = 4
+"""Steps that hash together as many blocks as a turn of PrefixIndex handles at most."""
+
+STORAGE = -1
+"""Tier of a block that is counted in the store."""
 
 
 class PromptHits(Hits):
@@ -102,8 +117,9 @@ def lookup(
     """Count the cached blocks of a prompt, as `acquire` would find them now.
 
     Takes nothing: no block is held, evicted or marked as used, and the next call may find another
-    count. After the copy of the tokens it takes some tens of nanoseconds a cached block, and a few
-    hundred a block that is looked for in a store.
+    count. After the copy of the tokens it takes some tens of nanoseconds a block that is cached on
+    the device or the host, and a few hundred a block that a store has. It ends at the first block
+    that no tier has.
 
     Args:
         self: the cache.
@@ -118,15 +134,35 @@ def lookup(
     Raises:
         NumBlocksUnset: the number of device blocks is not set yet.
     """
-    self._client.check()
-    if self.system.wiring.asleep:
+    return finish(_lookup_steps(self, tokens, extra_keys, salt, lora))
+
+
+async def lookup_slices(
+    self: OpenCache,
+    tokens: Tokens,
+    *,
+    extra_keys: Sequence[Media] = (),
+    salt: str | None = None,
+    lora: str | None = None,
+) -> PromptHits:
+    """`lookup` in steps of a fraction of a millisecond between which other tasks run, for prompts
+    of which a store may have 10,000 blocks and more."""
+    return await in_slices(_lookup_steps(self, tokens, extra_keys, salt, lora))
+
+
+def _lookup_steps(
+    cache: OpenCache, tokens: Tokens, extra_keys: Any, salt: str | None, lora: str | None
+) -> Steps[PromptHits]:
+    """Check the arguments of a look-up, and begin it."""
+    cache._client.check()
+    system = cache.system
+    if system.wiring.asleep:
         raise CacheAsleep
-    system = self.system
     if not system.plane.device.num_blocks:
         raise NumBlocksUnset
     scope = request_scope(salt, lora)
-    path, media = request_path(self.block_size, system.roots.root(scope), tokens, extra_keys)
-    return hits_of(system, path, scope.salt, () if self._split_media else media)
+    path, media = request_path(cache.block_size, system.roots.root(scope), tokens, extra_keys)
+    return hits_of(system, path, scope.salt, () if cache._split_media else media)
 
 
 def free_blocks(self: OpenCache) -> FreeBlocks:
@@ -142,31 +178,46 @@ def free_blocks(self: OpenCache) -> FreeBlocks:
     return FreeBlocks(index.pool.total, index.free, index.evictable(), being_freed, waiting)
 
 
-def stored_blocks(
-    system: System, path: Path, salt: str | None, media: tuple[tuple[int, int], ...]
-) -> int | None:
-    """Leading blocks of a path that are in some tier, None if the store cannot tell."""
-    store = system.store
-    if store is None or not store.inventory.is_complete:
-        return None
-    return hits_of(system, path, salt, media).blocks
+async def count_stored(
+    cache: OpenCache, path: Path, scope: RequestScope, media: tuple[tuple[int, int], ...]
+) -> Stored | None:
+    """Count the leading blocks of a request's path that are in some tier. None if the store cannot
+    tell: then every block that it may have is hashed. Other tasks run between the steps of a long
+    count."""
+    system, root, counted = cache.system, path.root, None
+    core, store = system.index_actor.core, system.store
+    if store is not None and store.inventory.is_complete:
+        hits = hits_of(system, path, scope.salt, () if cache._split_media else media)
+        counted = Stored(root, (await in_slices(hits)).blocks)
+    else:
+        await in_slices(_hash(path, core.settings.fetchable(path), _step(core.index)))
+    cache._client.check_call()  # another task may have closed the cache between two steps
+    return counted
+
+
+def _hash(path: Path, blocks: int, step: int) -> Iterator[None]:
+    """Hash the leading blocks of a path in steps."""
+    for done in range(path.num_hashed, blocks, step):
+        path.hashes(done, min(done + step, blocks))
+        yield
+
+
+def _step(index: BlockIndex) -> int:
+    """Blocks that a step hashes at most."""
+    return max(1, index.part // STEPS_OF_A_TURN)
 
 
 def hits_of(
     system: System, path: Path, salt: str | None, media: tuple[tuple[int, int], ...]
-) -> PromptHits:
-    """Count the hits of a path that holds nothing."""
+) -> Steps[PromptHits]:
+    """Count the hits of a path that holds nothing, in steps."""
     core, least = system.index_actor.core, system.config.storage.min_fetch_blocks
     evictor = system.evictor_actor
     # A clear that the host tier has not handled yet comes before the loads of a later request.
     handled = evictor.memory.clears
     cleared = handled != core.clears.sent and core.clears.reaches(salt_id(salt), handled)
-    on_host = _nothing if cleared else evictor.host.readable
-    return count_hits(core.index, core.settings, system.store, least, path, media, on_host)
-
-
-def _nothing(_hash: bytes) -> None:
-    """A host tier without blocks."""
+    hosted = {} if cleared else evictor.host.blocks
+    return count_hits(core.index, core.settings, system.store, least, path, media, hosted)
 
 
 def count_hits(
@@ -176,85 +227,74 @@ def count_hits(
     min_fetch_blocks: int,
     path: Path,
     media: tuple[tuple[int, int], ...],
-    on_host: Callable[[bytes], object] = _nothing,
-) -> PromptHits:
-    """Count the hits of a path that holds nothing. Changes nothing. on_host: the host tier's block
-    of a hash, None if it has none: the index has none of those that a prefetch has brought."""
+    hosted: Mapping[bytes, HostBlock] = MappingProxyType({}),
+) -> Steps[PromptHits]:
+    """Count the hits of a path that holds nothing, in steps of a fraction of a millisecond. Changes
+    nothing. Blocks are hashed up to the first miss.
+
+    `hosted` are the blocks in the slots of the host tier: the index lacks those that a prefetch has
+    brought.
+    """
     limit = index.match_limit(path)
     run, states = index.tree.peek(path, limit)
-    fetch = min(limit, settings.fetchable(path))
-    stored = 0
-    if store is not None and run < fetch:
-        near = run + len(states)
-        missing = [p - run for p in range(run, fetch) if p >= near or not states[p - run]]
-        keys = split_hashes(path.hashes(run, fetch))
-        hosted, stored = _fetchable([keys[p] for p in missing], store.inventory, on_host)
-        stored = stored if stored >= min_fetch_blocks else 0
-        states = _with_hosted(states, [missing[i] for i in hosted])
-    below = _below_device(states, fetch - run, stored)
+    fetch = 0 if store is None else min(limit, settings.fetchable(path))
+    held_run = _nothing_held if store is None else store.inventory.held_run
+    stop, size, below = max(run + len(states), fetch), min(FIRST_STEP, _step(index)), list[int]()
+    while run + len(below) < stop:
+        start = run + len(below)
+        end = min(start + size, stop)
+        known = states[start - run : end - run].ljust(end - start, b"\0")
+        unknown = start < fetch and 0 in known
+        keys = split_hashes(path.hashes(start, min(end, fetch))) if unknown else []
+        found = _tiers(known, keys, held_run, hosted)
+        below += found
+        if len(found) < end - start:
+            break
+        yield
+        size = min(4 * size, _step(index))
+    if 0 < below.count(STORAGE) < min_fetch_blocks:  # not worth a read
+        del below[below.index(STORAGE) :]
     kept = index.before_media(run + len(below), media)
     device, below = min(run, kept), below[: max(0, kept - run)]
-    host = below.count(HOST)
     joined = sum(bool(state & LOADING) for state in states[: len(below)])
     return PromptHits(
         device,
-        host,
-        len(below) - host,
+        below.count(HOST),
+        len(below) - below.count(HOST),
         num_tokens=path.num_tokens,
         block_size=index.block_size,
         new_blocks=index.blocks_for(path.num_tokens) - device - joined,
     )
 
 
-def _fetchable(
-    keys: Sequence[bytes], inventory: CheckedInventory, on_host: Callable[[bytes], object]
-) -> tuple[list[int], int]:
-    """Of blocks that the index does not have, the leading run that host memory or the store holds:
-    positions of those on the host, and the number of the others."""
-    hosted, stored, start = list[int](), 0, 0
-    while start < len(keys):
-        run = inventory.held_run(keys[start:])
-        both = [i for i in range(start, start + run) if on_host(keys[i]) is not None]
-        hosted += both
-        stored += run - len(both)
-        after = start + run
-        start = after
-        while start < len(keys) and on_host(keys[start]) is not None:
-            hosted.append(start)
-            start += 1
-        if start == after:
-            break
-    return hosted, stored
+def _nothing_held(_keys: Sequence[bytes]) -> int:
+    """No store."""
+    return 0
 
 
-def _with_hosted(states: bytes, hosted: Sequence[int]) -> bytes:
-    """The states of the known blocks, with further ones that are on the host."""
-    if not hosted:
-        return states
-    known = bytearray(states.ljust(hosted[-1] + 1, b"\0"))
-    for position in hosted:
-        known[position] = HOST
-    return bytes(known)
+def _tiers(
+    states: bytes,
+    keys: Sequence[bytes],
+    held_run: Callable[[Sequence[bytes]], int],
+    hosted: Mapping[bytes, HostBlock],
+) -> list[int]:
+    """The tier of each of the leading blocks that can be loaded: HOST, STORAGE, or 0 for a load of
+    another request from the store.
 
-
-def _below_device(states: bytes, fetch: int, stored: int) -> list[int]:
-    """The tier, HOST or 0 for storage, of each block that can be loaded after the device run.
-
-    Args:
-        states: state bits of the known blocks after the run.
-        fetch: blocks after the run that may be looked for in the store.
-        stored: blocks of those, unknown to other tiers, that the store holds without a gap.
+    `states` are the state bits of the blocks, 0 for one that the index lacks. `keys` are the
+    hashes of the leading blocks that may be looked for in the store, empty if the index has all.
     """
-    tiers: list[int] = []
-    for position in range(max(len(states), fetch)):
-        state = states[position] if position < len(states) else 0
+    tiers = list[int]()
+    for position, state in enumerate(states):
         if state & DEVICE:
             break  # on its way off the device: it cannot be loaded until then
         if state & (HOST | LOADING):
             tiers.append(state & HOST)
-        elif position < fetch and stored:
-            stored -= 1
-            tiers.append(0)
-        else:
+        elif position >= len(keys):
             break
-    return tiers
+        else:
+            block = hosted.get(keys[position])
+            tiers.append(STORAGE if block is None or block.arriving else HOST)
+    asked = [position for position, tier in enumerate(tiers) if tier == STORAGE]
+    held = held_run([keys[position] for position in asked]) if asked else 0
+    return tiers[: asked[held]] if held < len(asked) else tiers

@@ -17,6 +17,7 @@ from itertools import islice
 from kvactors.actor import Actor
 from kvactors.actor.clock import now
 from kvactors.actor.failures import brief
+from kvactors.flush_notifier.steps import Steps, T
 from kvactors.native import DEVICE, HOST
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.sharded import ShardedSet
@@ -58,21 +59,19 @@ async def divergence_in_slices(system: System, sinks: Collection[str] | None) ->
     """See `KVCache.count_divergent_blocks_slices`."""
     where: Residency = {}
     await in_slices(residency_steps(system, where))
-    steps = system.notifier_actor.sinks.divergence_steps
-    found: list[int] = []
-
-    def counted() -> Iterator[None]:
-        found.append((yield from steps(where, sinks)))
-        yield from free(where)
-
-    await in_slices(counted())
-    return found[0]
+    found = await in_slices(system.notifier_actor.sinks.divergence_steps(where, sinks))
+    await in_slices(free(where))
+    return found
 
 
-async def in_slices(steps: Iterable[None]) -> None:
-    """Take steps until SLICE is over, let other tasks run, and go on."""
+async def in_slices(steps: Steps[T] | Iterator[None]) -> T:
+    """Take steps until SLICE is over, let other tasks run, and go on. Returns what they return."""
     until = now() + SLICE
-    for _ in steps:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
         if now() >= until:
             await asyncio.sleep(0)
             until = now() + SLICE

@@ -44,7 +44,7 @@ class LongRequests:
         self, message: Acquire, needed: int, envelope: Envelope[AcquireResult]
     ) -> list[Action]:
         """Begin to admit a request of `needed` blocks."""
-        if self._settings.fetchable(message.path):
+        if self._settings.fetchable(message.path, message.stored):
             return self._admit_in_one_turn(message, needed, envelope)
         return next_part(self._match(message, needed, envelope))
 

@@ -66,6 +66,13 @@ class Ack(Message, frozen=True, eq=False):
     pinned: int = 0
 
 
+class Stored(NamedTuple):
+    """Leading blocks of a path that were in some tier when they were counted, below a root hash."""
+
+    root: bytes
+    blocks: int
+
+
 class Acquire(Ask[AcquireResult], frozen=True, eq=False):
     """Blocks for a request: match, pin, take device blocks. Refused with NoRoom if not even
     eviction can free enough of them.
@@ -80,8 +87,7 @@ class Acquire(Ask[AcquireResult], frozen=True, eq=False):
         scope: what is in the path's root.
         media: (offset, length) of media items that must not be cached in part.
         chunk_tokens: tokens after the cached ones that get blocks, 0 for all.
-        stored: leading blocks that are in the store or in a tier above it, None if that is not
-            known.
+        stored: what the tiers had of the path at the call, None if the store cannot tell.
         hints: about the reuse of the request's blocks, None for none.
     """
 
@@ -94,7 +100,7 @@ class Acquire(Ask[AcquireResult], frozen=True, eq=False):
     media: tuple[tuple[int, int], ...] = ()
     wait_for_room: bool = False
     chunk_tokens: int = 0
-    stored: int | None = None
+    stored: Stored | None = None
     hints: Hints | None = None
 
 
@@ -106,11 +112,13 @@ class Prefetch(Ask[Ack], frozen=True, eq=False):
         path: used by this message alone.
         deadline: absolute loop time for the fetch.
         scope: what is in the path's root.
+        stored: as in `Acquire`.
     """
 
     path: Path
     deadline: float
     scope: RequestScope = PLAIN
+    stored: Stored | None = None
 
 
 class Ready(Ask[ReadyResult], frozen=True, eq=False):

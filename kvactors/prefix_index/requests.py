@@ -37,7 +37,6 @@ from kvactors.prefix_index.messages import (
     Resume,
     Sweep,
 )
-from kvactors.prefix_index.parts import hash_first
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.prefix_index.sleeping import Sleep
 
@@ -245,20 +244,10 @@ class Requests:
             return [Refusal(envelope, NumBlocksUnset())]
         if self._held.asleep:
             return [Refusal(envelope, CacheAsleep())]
-        self._grants.set_root(message.path, message.scope)
-        if not self._settings.fetchable(message.path):
-            return [Reply(envelope, Ack())]
-        begin = partial(self._prefetch, message, envelope)
-        return hash_first(message.path, self._index.part, begin)
-
-    def _prefetch(self, message: Prefetch, envelope: Envelope[Ack]) -> list[Action]:
-        """The same with the block hashes."""
         path, index = message.path, self._index
-        if self._held.asleep or self._grants.set_root(path, message.scope):
-            return self.prefetch(message, envelope)  # changed since
-        limit = index.match_limit(path)
+        self._grants.set_root(path, message.scope)
+        limit = min(index.match_limit(path), self._settings.fetchable(path, message.stored))
         start, states = index.tree.peek(path, limit)
-        limit = min(limit, self._settings.fetchable(path))
         wanted = max(0, limit - start)
         actions: list[Action] = [Reply(envelope, Ack(wanted))]
         if wanted:

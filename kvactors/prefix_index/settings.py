@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from kvactors.native import Path
+from kvactors.prefix_index.messages import Stored
 
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
 
@@ -66,8 +67,10 @@ class IndexSettings(NamedTuple):
             return path.num_full_blocks
         return path.num_plain_blocks if path.root == self.token_root else 0
 
-    def fetchable(self, path: Path, stored: int | None = None) -> int:
-        """Leading blocks that may be looked for in the store. stored: those that it may have, if
-        that is known."""
+    def fetchable(self, path: Path, stored: Stored | None = None) -> int:
+        """Leading blocks that may be looked for in the store. stored: see `Acquire`. Ignored
+        if it was counted under another namespace."""
         storable = self.storable(path) if self.fetch else 0
-        return storable if stored is None else min(storable, stored)
+        if stored is None or stored.root != path.root:
+            return storable
+        return min(storable, stored.blocks)

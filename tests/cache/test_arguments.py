@@ -217,6 +217,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     ),
     (KVCache, "prefetch"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST, "deadline": "seconds"}),
     (KVCache, "lookup"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST}),
+    (KVCache, "lookup_slices"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST}),
     (KVCache, "step"): (
         {"steps": []},
         {"steps": "steps", "event": "event", "stream": "stream", "deadline": "seconds"},
@@ -288,7 +289,7 @@ for (owner, method), (valid, arguments) in list(CALLS.items()):
         valid,
         (
             {**arguments, "deadline": "seconds"}
-            if method in (*SYNCHRONOUS, "count_divergent_blocks_slices")
+            if method in (*SYNCHRONOUS, "lookup_slices", "count_divergent_blocks_slices")
             else arguments
         ),
     )
@@ -320,7 +321,7 @@ def wrong_calls():
                 ):
                     continue
                 found.append((owner, method, name, kind, position))
-        if method in ("acquire", "prefetch", "lookup", "unpin"):
+        if method in ("acquire", "prefetch", "lookup", "lookup_slices", "unpin"):
             found += [(owner, method, "tokens", "prompt", position) for position in range(3)]
     return found
 

@@ -35,6 +35,7 @@ async def test_hits_by_tier_are_those_of_an_acquire():
                 await serve(cache, "other", prompt(10 + other, 4))
                 await cache.wait_idle()
             hits = cache.lookup(tokens)
+            assert await cache.lookup_slices(tokens) == hits
             lease = await cache.acquire("again", tokens)
             await lease.wait_ready()
             assert hits == lease.hits

@@ -120,7 +120,7 @@ async def test_present_blocks_are_not_fetched_again():
 async def test_a_hint_for_nothing_known_changes_nothing():
     async with opened(**tiers()) as cache:
         await stored(cache, 1)
-        assert await cache.prefetch(prompt(9, 6, tail=1)) == 6
+        assert await cache.prefetch(prompt(9, 6, tail=1)) == 0
         await cache.wait_idle()
         assert cache.statistics().host.fetched == 0
         with pytest.raises(ValueError, match="at least one token"):

@@ -20,7 +20,7 @@ BUGS: tuple[Mutation, ...] = (
         "lookup_counts_what_storage_cannot_give",
         "lookup.py",
         "        if state & DEVICE:\n            break  # on its way",
-        "        if state & DEVICE and not stored:\n            break  # on its way",
+        "        if state & DEVICE and not keys:\n            break  # on its way",
         "a look-up counts stored blocks below a block that is leaving the device as hits",
         ("tests/prefix_index/test_lookup.py::test_nothing_below_a_leaving_block_is_a_hit",),
     ),
@@ -119,7 +119,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "chunk_takes_what_the_store_does_not_have",
         "calls.py",
-        "            stored = look.stored_blocks(self.system, path, scope.salt, media)\n",
+        "            stored = await look.count_stored(self, path, scope, media)\n",
         "            stored = None\n",
         "with a store, the first chunk of a prompt takes the device blocks of the whole prompt",
         ("tests/cache/test_chunked.py::test_a_prompt_is_computed_in_chunks",),
@@ -127,8 +127,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "prefetched_blocks_are_not_looked_up",
         "lookup.py",
-        "        states = _with_hosted(states, [missing[i] for i in hosted])\n",
-        "",
+        "STORAGE if block is None or block.arriving else HOST",
+        "STORAGE",
         "a lookup does not count what a prefetch has brought, and a first chunk does not take it",
         (
             "tests/cache/test_prefetch.py::test_a_lookup_and_a_chunked_request_find_prefetched_blocks",

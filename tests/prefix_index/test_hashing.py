@@ -3,6 +3,7 @@ caller asks."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from itertools import pairwise
 from typing import Any
@@ -12,14 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvactors.actor import Envelope
-from kvactors.arguments import request_path
 from kvactors.cache import KVCache
-from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.hints import Hints
+from kvactors.lookup import FIRST_STEP
 from kvactors.native import BlockTree, Path, chain_hashes
+from kvactors.observe import invariants
 from kvactors.prefix_index.index import BlockIndex
-from kvactors.prefix_index.messages import Continue, Prefetch
-from kvactors.prefix_index.parts import next_part
 from kvactors.types import HASH_BYTES, split_hashes
 from tests.support.cache import BLOCK, opened, prompt
 
@@ -185,34 +184,54 @@ async def test_a_pin_of_a_long_request_hashes_a_part_a_turn() -> None:
         assert await cache.unpin(tokens) == 0
 
 
-async def test_a_prefetch_of_a_long_prompt_hashes_a_part_a_turn() -> None:
-    blocks = 3 * LONG + 5
-    async with opened(device=8, sinks=(), storage=STORE, host=HOST) as cache:
-        cache.system.index_actor.index.part = LONG
-        scope = RequestScope(None, None)
-        path, _ = request_path(BLOCK, cache.system.roots.root(scope), prompt(0, blocks, tail=1), ())
-        message = Prefetch(path, cache._client.deadline(None), scope)
-        asked = cache.system.index.ask(message, deadline=message.deadline)
-        reply, hashed = await hashed_by_turn(cache, path, asked)
-        assert (reply.count, hashed) == (blocks, [LONG, LONG, LONG, 5])
+class Ticks:
+    """Turns of the loop that another task gets."""
+
+    count = 0
+
+    async def run(self) -> None:
+        while True:
+            self.count += 1
+            await asyncio.sleep(0)
 
 
-async def test_a_namespace_that_changes_between_the_parts_starts_the_hashes_again() -> None:
-    blocks = 2 * LONG
-    async with opened(device=8, sinks=(), storage=STORE, host=HOST) as cache:
+@pytest.mark.parametrize("call", ["acquire", "prefetch"])
+@pytest.mark.parametrize("answerable", [True, False], ids=["inventory", "query only"])
+async def test_other_tasks_run_while_a_long_prompt_is_hashed(
+    call: str, answerable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks are hashed that the store may have."""
+    monkeypatch.setattr(invariants, "SLICE", 0)
+    blocks, step = 4 * LONG, LONG // 4
+    tokens = prompt(0, blocks, tail=1)
+    async with opened(device=blocks + 1, sinks=(), storage=STORE, host=HOST) as cache:
+        index = cache.system.index_actor.index
+        if answerable:
+            keys = chain_hashes(cache.system.roots.plain, tokens, BLOCK)
+            held = set(split_hashes(keys))
+            monkeypatch.setattr(cache.system.store.inventory._inner, "holds", held.__contains__)
+        else:
+            monkeypatch.setattr(cache.system.store.inventory._inner.inventory, "answerable", False)
+        index.part = LONG
+        ticks = Ticks()
+        other = asyncio.create_task(ticks.run())
+        if call == "acquire":
+            lease = await cache.acquire("long", tokens)
+            assert lease._path.num_hashed == blocks
+            lease.abandon()
+        else:
+            assert await cache.prefetch(tokens) == blocks
+        assert ticks.count >= blocks // step
+        other.cancel()
+
+
+async def test_a_prompt_that_no_tier_has_is_not_hashed() -> None:
+    blocks = 4 * LONG
+    async with opened(device=blocks + 1, sinks=(), storage=STORE, host=HOST) as cache:
         cache.system.index_actor.index.part = LONG
-        path, _ = request_path(BLOCK, cache.system.roots.root(PLAIN), prompt(0, blocks, tail=1), ())
-        message = Prefetch(path, cache._client.deadline(None), PLAIN)
-        core = cache.system.index_actor.core
-        actions = core.requests.prefetch(message, Envelope(message))
-        core.roots.namespace = "other"
-        turns = 1
-        while isinstance(actions[-1], Continue):
-            actions, turns = next_part(actions[-1].work), turns + 1
-        assert (actions[-1].value.count, turns) == (blocks, 3)
-        root = cache.system.roots.root(PLAIN)
-        assert path.root == root
-        assert path.hashes(0, blocks) == chain_hashes(root, prompt(0, blocks), BLOCK)
+        lease = await cache.acquire("long", prompt(0, blocks, tail=1))
+        assert lease._path.num_hashed <= FIRST_STEP
+        lease.abandon()
 
 
 @given(st.data())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvactors.flush_notifier.steps import finish
 from kvactors.lease import Hits
 from kvactors.lookup import PromptHits, count_hits
 from kvactors.native import Path
@@ -101,7 +103,7 @@ def test_a_lookup_equals_a_walk_block_by_block(
     chosen = IndexSettings(exclusive=True, host_tier=True, fetch=fetch)
     before = (index.tree.statistics(), index.pool.changes)
     store: Any = Store(path(LENGTH), case.stored)
-    found = count_hits(index, chosen, store, least, prompt, media)
+    found = finish(count_hits(index, chosen, store, least, prompt, media))
     assert found == modelled(case, tokens, recompute, fetch, least, media)
     assert found.new_blocks == -(-tokens // BLOCK) - found.device
     assert (index.tree.statistics(), index.pool.changes) == before
@@ -119,8 +121,21 @@ def test_nothing_below_a_leaving_block_is_a_hit() -> None:
     prompt = path(4)
     chosen = IndexSettings(exclusive=True, host_tier=True, fetch=True)
     store: Any = Store(prompt, {1, 2, 3})
-    assert count_hits(index, chosen, store, 1, prompt, ()) == Hits(0, 1, 0)
+    assert finish(count_hits(index, chosen, store, 1, prompt, ())) == Hits(0, 1, 0)
     assert index.match(prompt, fetch=chosen.fetchable(prompt)).expected_blocks == 1
+
+
+def test_a_stored_prompt_is_hashed_in_bounded_steps_up_to_the_first_miss() -> None:
+    index = build(Case(0, [], set()), recompute=False)
+    index.part, blocks, held = 64, 300, 150
+    prompt = path(blocks)
+    chosen = IndexSettings(exclusive=True, host_tier=True, fetch=True)
+    store: Any = Store(path(blocks), set(range(held)))
+    steps = count_hits(index, chosen, store, 1, prompt, ())
+    hashed = [0, *(prompt.num_hashed for _ in steps)]
+    assert max(after - before for before, after in pairwise(hashed)) <= index.part // 4
+    assert held < prompt.num_hashed <= held + index.part // 4
+    assert finish(count_hits(index, chosen, store, 1, prompt, ())) == Hits(0, 0, held)
 
 
 def test_the_hits_of_a_prompt_equal_those_of_its_lease() -> None:

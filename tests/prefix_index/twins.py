@@ -52,6 +52,7 @@ from kvactors.prefix_index.messages import (
     SetQuota,
     StepEntry,
     StepLeases,
+    Stored,
     Sweep,
     Truncate,
     Unpin,
@@ -382,21 +383,25 @@ class Twins:
         wait, room = random.random() < 0.7, random.random() < 0.2
         number, deadline = self.number, self.first.stepper.now + 1.0
         self.open[number] = count
-        self.both(
-            lambda twin: Acquire(
+
+        def message(twin: Twin) -> Acquire:
+            path = self.path(twin, tokens, scope, stale=stale)
+            counted = None if stored is None else Stored(path.root, stored)
+            return Acquire(
                 number,
                 request,
-                self.path(twin, tokens, scope, stale=stale),
+                path,
                 deadline,
                 wait,
                 scope,
                 media,
                 room,
                 chunk,
-                stored,
+                counted,
                 hints,
             )
-        )
+
+        self.both(message)
 
     def any_lease(self) -> int:
         if not self.leases or self.random.random() < 0.02:
