@@ -22,6 +22,7 @@ from kvactors.renamed_settings import (
 )
 from kvactors.setting_types import (
     BlockSize,
+    BlockTokens,
     ByteCount,
     ByteSize,
     Count,
@@ -112,7 +113,7 @@ class CacheConfig(
         default_deadline_s: seconds an operation may take unless its caller gives a deadline.
     """
 
-    block_size: SmallCount = 64
+    block_size: BlockTokens = 64
     model: str = ""
     namespace: str = "default"
     recompute_last_token: bool = True

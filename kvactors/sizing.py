@@ -19,6 +19,7 @@ from kvactors.data_plane.devices import make_device
 from kvactors.data_plane.engine import CopyEngine
 from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.device.base import Device
+from kvactors.device.fresh import bring_in
 from kvactors.errors import CacheClosed, ConfigError, DeadlineExceeded, DeviceError, LayoutError
 from kvactors.open_cache import OpenCache
 from kvactors.opening import Opening
@@ -136,6 +137,8 @@ async def _set(cache: OpenCache, config: Config, device: Device | None) -> None:
         made = make_device(config.device, system.layout) if device is None else device
         opening = LateOpening(config.actors.open_timeout_s, system.shutdown)
         try:
+            if device is None:
+                await bring_in(made, inline=plane.inline)
             engine = await opened_engine(plane.make_engine(made), opening)
         except BaseException:
             if device is None and not plane.arena.kept:

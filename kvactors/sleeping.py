@@ -13,6 +13,7 @@ from kvactors.data_plane.devices import make_device
 from kvactors.data_plane.engine import NoCopies
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device.base import Device, DeviceBlocks
+from kvactors.device.fresh import bring_in
 from kvactors.errors import (
     CacheAsleep,
     ConfigError,
@@ -25,7 +26,6 @@ from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.messages import Pause, Resume
 from kvactors.sizing import LateOpening, change_memory, opened_engine
 from kvactors.system import System
-from kvactors.threads import in_thread
 
 PART = 512
 """Host blocks that a turn evicts."""
@@ -199,10 +199,9 @@ async def _wake(cache: OpenCache, device: Device | None) -> None:
     made = make_device(config.device, system.layout) if device is None else device
     try:
         if system.asleep > 1:
-            if plane.inline:
-                arena.touch()
-            else:
-                await in_thread(arena.touch, "kvactors-touch", arena.stop_touching)
+            await bring_in(arena, inline=plane.inline)
+        if device is None:
+            await bring_in(made, inline=plane.inline)
         opening = LateOpening(config.actors.open_timeout_s, system.shutdown)
         engine = await opened_engine(plane.make_engine(made), opening)
     except BaseException:

@@ -45,6 +45,9 @@ from kvactors.substitutes import NoDeviceStore, NoNotifier, NoReader, NoWriter
 FORGOTTEN = 1024
 """Blocks that PrefixIndex and FlushNotifier each track beyond the capacity of the tiers."""
 
+SPARE_BYTES = 4 << 20
+"""Bytes that PrefixIndex prepares at most for the tokens of such blocks, 4 bytes a token."""
+
 
 class Wiring:
     """Refs, factories and groups of the actors of one cache.
@@ -145,11 +148,11 @@ class Wiring:
         stored = self.plane.backend is not None or self.device_store is not None
         host_tier = host.slots > 0 or (stored and storage.write_policy == "write_back")
         exclusive = host.mode == "exclusive" or not host.slots
-        blocks = self.plane.device.num_blocks
+        blocks, block_size = self.plane.device.num_blocks, config.cache.block_size
         index = BlockIndex(
-            config.cache.block_size,
+            block_size,
             blocks,
-            blocks + host.slots + FORGOTTEN,
+            blocks + host.slots + min(FORGOTTEN, SPARE_BYTES // (4 * block_size)),
             recompute_last_token=config.cache.recompute_last_token,
             memory_generation=self.plane.generation,
             policy=policies_of(

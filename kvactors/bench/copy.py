@@ -101,6 +101,7 @@ def layout_rows(total: int, rounds: int) -> list[Row]:
         blocks = max(2, total // layout.block_bytes)
         device, arena = HostDevice(layout, blocks), Arena(blocks, layout.block_bytes)
         arena.touch()
+        device.touch()
         ids, slots = np.random.default_rng(5).permutation(blocks).tolist(), list(range(blocks))
         nbytes = blocks * layout.block_bytes
         source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)

@@ -15,12 +15,12 @@ from kvactors.data_plane.engine import CopyEngine, InlineCopies, NoCopies, Threa
 from kvactors.data_plane.streams import EngineStreams
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device, DeviceBlocks
+from kvactors.device.fresh import bring_in
 from kvactors.errors import ConfigError, DeviceError, StoreError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
 from kvactors.sdk_settings import gpu_of
 from kvactors.storage.backends import Backend, DeviceStore, make_backend, make_device_store
-from kvactors.threads import in_thread
 
 HOST_ONLY = {"copy_threads"}
 CUDA_ONLY = {"dma_min_bytes", "merge_min_blocks", "staging_bytes", "staging_min_bytes"}
@@ -105,10 +105,9 @@ class LocalPlane(DataPlane):
     async def _open(self, stack: AsyncExitStack, opening: Opening) -> None:
         stack.push_async_callback(opening.shutdown.step, "copy engine", lambda: self.engine.close())
         await self._open_stores(stack, opening)
-        if self.inline:
-            self.arena.touch()
-        else:
-            await in_thread(self.arena.touch, "kvactors-touch", self.arena.stop_touching)
+        await bring_in(self.arena, inline=self.inline)
+        if self.owns_device:
+            await bring_in(self.device, inline=self.inline)
         if self.store is not None:
             await opening.step("store", partial(self.store.attach, self.arena), StoreError)
         await opening.step("copy engine", self.engine.open, DeviceError)

@@ -13,15 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from kvactors.actor.log import get_logger
+from kvactors.device.fresh import FreshMemory
 from kvactors.device.numa import bind
 from kvactors.errors import DeviceError
 from kvactors.native import touch
 from kvactors.threads import end_at_exit
 
 PAGE = 4096
-
-TOUCH_PIECE = 64 << 20
-"""Bytes touched between two checks for a stop."""
 
 HUGE = 2 << 20
 """Bytes of a huge page, the first of which the slots begin in."""
@@ -106,7 +104,7 @@ class Arena(HostSlots):
     Args:
         num_slots: number of slots.
         block_bytes: bytes of a block.
-        pinned: whether to lock the pages in memory. `locked` tells whether the system allowed it.
+        pinned: whether to lock the pages in memory.
         trailer: bytes right after each block that a store may use for the block's metadata.
         numa_node: the NUMA node that the memory comes from, None for the system's choice.
 
@@ -128,8 +126,7 @@ class Arena(HostSlots):
         self.trailer = trailer
         self.stride = slot_stride(block_bytes, trailer)
         self.pinned = pinned
-        self.locked = False
-        self._stopped = self._touching = self._closed = False
+        self._locked = False  # whether a piece is
         size = max(1, num_slots) * self.stride
         self._map = _new_map(size + (HUGE if size >= HUGE else 0), num_slots)
         whole = np.frombuffer(self._map, np.uint8)
@@ -140,7 +137,16 @@ class Arena(HostSlots):
         if numa_node is not None:
             bind(self.address, size, numa_node)
         self.small_pages = self._ask_for_huge_pages(start, size)
+        self._fresh = self._all_fresh()
         end_at_exit(self)
+
+    def _all_fresh(self) -> FreshMemory:
+        return FreshMemory([(self.address, self.num_slots * self.stride)], self._touch)
+
+    @property
+    def locked(self) -> bool:
+        """Whether the slots are locked in memory."""
+        return self._locked and not self.trouble
 
     def _ask_for_huge_pages(self, start: int, size: int) -> str:
         """Why the memory has pages of 4 KiB, empty if it gets larger ones. A device moves a run of
@@ -160,58 +166,44 @@ class Arena(HostSlots):
     def end(self, limit: float) -> None:
         """Stop a thread that touches, at the interpreter's exit. See `threads.Ending`."""
         until = time.monotonic() + limit
-        self._stopped = True
-        while self._touching and time.monotonic() < until:
+        self._fresh.stopped = True
+        while self._fresh.busy and time.monotonic() < until:
             time.sleep(0.001)
 
     def touch(self) -> None:
-        """Fault in every page, and lock it if the arena is pinned.
+        """Fault in every page, and lock it if the arena is pinned. See `Fresh`.
 
-        The call blocks for about a second a gigabyte, so it belongs in a thread. `stop_touching`
-        ends it early.
+        The call blocks for about a second a gigabyte, so it belongs in threads (`bring_in`).
         """
-        self._touching = True
-        try:
-            if not self._closed:
-                self._touch(self.num_slots * self.stride)
-        finally:
-            self._touching = False
+        self._fresh.touch()
 
-    def _touch(self, size: int) -> None:
-        libc = ctypes.CDLL(None, use_errno=True) if self.pinned else None
-        for start in range(0, size, TOUCH_PIECE):
-            if self._stopped:
-                return
-            piece = min(TOUCH_PIECE, size - start)
-            touch(self.address + start, piece)
-            if libc is None:
-                continue
-            self.locked = (
-                libc.mlock(ctypes.c_void_p(self.address + start), ctypes.c_size_t(piece)) == 0
+    def stop_touching(self) -> None:
+        """See `Fresh`."""
+        self._fresh.stop_touching()
+
+    def _touch(self, address: int, size: int) -> None:
+        touch(address, size)
+        if not self.pinned or self.trouble:
+            return
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._locked = True
+        if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)) != 0:
+            number = ctypes.get_errno()
+            self.trouble = (
+                f"host.pinned: the system refuses to lock {self.nbytes} bytes of host memory "
+                f"({os.strerror(number)}): raise the limit of locked memory (ulimit -l)"
             )
-            if not self.locked:
-                number = ctypes.get_errno()
-                self.trouble = (
-                    f"host.pinned: the system refuses to lock {size} bytes of host memory "
-                    f"({os.strerror(number)}): raise the limit of locked memory (ulimit -l)"
-                )
-                log.warning("the arena could not be pinned", bytes=size, errno=number)
-                libc = None
+            log.warning("the arena could not be pinned", bytes=self.nbytes, errno=number)
 
     def give_back(self) -> None:
         """Return the memory of every slot to the system. The addresses stay: `touch` brings memory
         of zeros in again."""
-        if self.locked:
+        if self._locked:
             libc = ctypes.CDLL(None, use_errno=True)
-            size = ctypes.c_size_t(self.num_slots * self.stride)
-            libc.munlock(ctypes.c_void_p(self.address), size)
-            self.locked = False
+            libc.munlock(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes))
+            self._locked = False
         self._map.madvise(mmap.MADV_DONTNEED)
-        self._stopped = False
-
-    def stop_touching(self) -> None:
-        """Make a `touch` that runs in another thread return after its current piece."""
-        self._stopped = True
+        self._fresh = self._all_fresh()
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one block, writable.
@@ -253,8 +245,8 @@ class Arena(HostSlots):
 
         The memory stays mapped if a thread touches it now.
         """
-        self._closed = True
-        if self._touching:
+        self._fresh.stopped = True
+        if self._fresh.busy:
             self.keep()
         self._bytes = np.empty(0, np.uint8)
         self._view = self._bytes.data

@@ -30,6 +30,13 @@ class DeviceBlocks:
         self.layout = layout
         self.num_blocks = num_blocks
 
+    def touch(self) -> None:
+        """Bring in the memory that the device has allocated, if that is host memory. See `Fresh`:
+        called before the first use, and not for the memory of a caller."""
+
+    def stop_touching(self) -> None:
+        """See `Fresh`."""
+
     def close(self) -> None:
         """Free memory that the device has allocated. Every copy must have ended."""
 

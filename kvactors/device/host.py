@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
+from kvactors.device.fresh import FreshMemory
 from kvactors.device.regions import copy_regions, regions_to_device, regions_to_host
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
@@ -20,8 +21,6 @@ from kvactors.native import check_blocks, fill_blocks, touch
 
 class HostDevice(Device):
     """Device blocks in numpy regions.
-
-    The constructor touches the memory, so that later copies do not fault.
 
     Args:
         layout: of the blocks.
@@ -44,10 +43,18 @@ class HostDevice(Device):
             ]
         except (MemoryError, ValueError) as error:  # ValueError: more than addresses reach
             raise DeviceError(f"memory for {num_blocks} device blocks: {error}") from error
-        for region in self._memory:
-            touch(region.ctypes.data, region.nbytes)
-        self.regions = np.array([region.ctypes.data for region in self._memory], np.int64)
+        ranges = [(region.ctypes.data, region.nbytes) for region in self._memory]
+        self._fresh = FreshMemory(ranges, touch)
+        self.regions = np.array([address for address, _ in ranges], np.int64)
         self.piece_bytes = np.array([piece.nbytes for piece in layout.pieces], np.int64)
+
+    def touch(self) -> None:
+        """See `Fresh`: later copies do not fault."""
+        self._fresh.touch()
+
+    def stop_touching(self) -> None:
+        """See `Fresh`."""
+        self._fresh.stop_touching()
 
     def region(self, layer: int, role: str) -> NDArray[np.uint8]:
         """The memory of one `layer` and `role`, uint8 [num_blocks, piece bytes].

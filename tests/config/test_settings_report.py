@@ -56,7 +56,7 @@ def write(folder, text):
 def test_every_fault_of_a_file_is_found(tmp_path):
     found = check_file(write(tmp_path, WRONG), {})
     expected = (
-        "cache.block_size must be at least 1, not 0 (allowed: 1 to 1048576)",
+        "cache.block_size must be at least 1, not 0 (allowed: 1 to 16384)",
         "unknown key 'cache.modle'. Did you mean 'model'? There are block_size, model",
         "unknown device.kind 'cdua'. Did you mean 'cuda'? There are host, paddle, cuda",
         "device.low_watermark must be at most 1, not 2 (allowed: 0 to 1)",

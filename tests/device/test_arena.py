@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import structlog
 
+import kvactors
 import kvactors.device.arena as module
+from kvactors.device import fresh, host
 from kvactors.device.arena import Arena
+from tests.support.cache import opened, settings
 
 
 def touching(arena, monkeypatch):
@@ -44,7 +47,7 @@ def test_memory_that_a_thread_touches_stays_mapped(monkeypatch):
 
 
 def test_touching_stops_at_the_next_piece(monkeypatch):
-    monkeypatch.setattr(module, "TOUCH_PIECE", 4096)
+    monkeypatch.setattr(fresh, "PIECE", 4096)
     arena = Arena(8, 4096)
     thread, go_on, pieces = touching(arena, monkeypatch)
     arena.stop_touching()
@@ -53,6 +56,56 @@ def test_touching_stops_at_the_next_piece(monkeypatch):
     assert pieces == [4096]
     arena.close()
     assert arena._map.closed
+
+
+async def test_threads_share_the_pieces_of_fresh_memory(monkeypatch):
+    """Each piece is touched once, and no thread waits while another is in a piece."""
+    monkeypatch.setattr(fresh, "PIECE", 4096)
+    monkeypatch.setattr(fresh.os, "sched_getaffinity", lambda _: range(3))
+    together, pieces, threads = threading.Barrier(3), [], set()
+
+    def touch(address, size):
+        pieces.append((address, size))
+        if threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            together.wait(60)
+
+    memory = fresh.FreshMemory([(0, 5 * 4096), (1 << 20, 4096 + 7)], touch)
+    await fresh.bring_in(memory, inline=False)
+    whole = [(n * 4096, 4096) for n in range(5)] + [(1 << 20, 4096), ((1 << 20) + 4096, 7)]
+    assert sorted(pieces) == whole
+    assert len(threads) == 3
+    assert threading.get_ident() not in threads
+    assert not memory.busy
+
+
+async def test_an_open_touches_the_memory_of_host_and_device_outside_the_loop(monkeypatch):
+    touched = {}
+
+    def touching(name):
+        def touch(address, size):
+            touched.setdefault(name, set()).add(threading.get_ident())
+
+        return touch
+
+    monkeypatch.setattr(module, "touch", touching("host"))
+    monkeypatch.setattr(host, "touch", touching("device"))
+    async with opened(device=4, host={"slots": 4}):
+        assert set(touched) == {"host", "device"}
+        assert threading.get_ident() not in touched["host"] | touched["device"]
+    async with opened(device=0, host={"slots": 4}) as cache:
+        touched.clear()
+        await cache.set_num_blocks(4)
+        assert set(touched) == {"device"}
+        await cache.sleep(2)
+        touched.clear()
+        await cache.wake()
+        assert set(touched) == {"host", "device"}
+        assert threading.get_ident() not in touched["host"] | touched["device"]
+    given = host.HostDevice(cache.device.layout, 4)
+    touched.clear()
+    async with kvactors.open(settings(device=4, host={"slots": 4}), given):
+        assert set(touched) == {"host"}, "memory of a caller may hold something"
 
 
 def test_a_closed_arena_is_not_touched(monkeypatch):

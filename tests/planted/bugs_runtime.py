@@ -39,7 +39,7 @@ BUGS = (
     Mutation(
         "the_arena_is_unmapped_while_it_is_touched",
         "device/arena.py",
-        "        if self._touching:\n            self.keep()\n",
+        "        if self._fresh.busy:\n            self.keep()\n",
         "",
         "a thread writes to unmapped memory",
         ("tests/device/test_arena.py::test_memory_that_a_thread_touches_stays_mapped",),

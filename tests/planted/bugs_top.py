@@ -76,8 +76,8 @@ BUGS = (
     Mutation(
         "arena_hides_that_it_is_not_locked",
         "device/arena.py",
-        "                self.trouble = (\n",
-        "                _trouble = (\n",
+        "            self.trouble = (\n",
+        "            _trouble = (\n",
         "health is ok although host.pinned is not carried out",
         ("tests/device/test_arena.py::test_memory_that_cannot_be_locked_is_a_reason_of_health",),
     ),
