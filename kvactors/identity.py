@@ -17,6 +17,7 @@ ROOT_DOMAIN = b"kvactors.key.v2"
 STORE_DOMAIN = b"kvactors.store.v2"
 TAG_FINGERPRINT, TAG_MODEL, TAG_NAMESPACE, TAG_SALT, TAG_LORA = 1, 2, 3, 4, 5
 TAG_RANK, TAG_RANKS = 6, 7
+TAG_LORA_VERSION = 8
 FOLDER_TEXT = 48
 """Maximum number of characters of a model's name in its folder's name."""
 
@@ -47,12 +48,14 @@ class CacheScope(NamedTuple):
             version of the weights.
         lora: the LoRA adapter, or None.
         salt: the cache salt, or None.
+        lora_version: of the adapter, None unless it was cleared (`KVCache.clear(lora=)`).
     """
 
     model: str
     namespace: str
     lora: str | None = None
     salt: str | None = None
+    lora_version: str | None = None
 
     def __repr__(self) -> str:
         return discreet(self)
@@ -74,6 +77,8 @@ class CacheScope(NamedTuple):
             message += field(TAG_SALT, self.salt.encode())
         if self.lora is not None:
             message += field(TAG_LORA, self.lora.encode())
+        if self.lora_version is not None:
+            message += field(TAG_LORA_VERSION, self.lora_version.encode())
         return hashlib.sha256(message).digest()
 
     @property

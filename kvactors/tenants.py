@@ -25,6 +25,7 @@ async def clear(
     *,
     storage: bool = False,
     salt: str | None = None,
+    lora: str | None = None,
     deadline: float | None = None,
 ) -> int:
     """Drop every cached block. Leases in use keep theirs, which cannot be hit any more.
@@ -34,18 +35,26 @@ async def clear(
         storage: empty the store as well.
         salt: drop only the blocks of requests with this salt, under every namespace and adapter.
             None: all blocks.
+        lora: drop only the blocks of requests with this adapter, under every namespace and salt,
+            because its weights are others now. Later requests find none of them in any tier, and
+            indexes are sent them as gone. Their memory is freed as other blocks need it. A new
+            process finds stored blocks of the name again: see docs/how-to/share_a_cache.md.
         deadline: seconds from now.
 
     Returns:
-        Device blocks that the call has freed.
+        Device blocks that the call has freed. 0 with `lora`.
 
     Raises:
+        ValueError: salt and lora are both given.
         StoreUnsupported: the store has no such operation (AttentionStore), or stored blocks of one
-            salt were to be removed, which no store can tell from others. No tier was cleared. Use
+            salt or adapter were to be removed, which no store can tell from others. No tier was
+            cleared. Use
             `set_namespace` or another `attention_store.model_version`.
     """
     at = self._client.deadline(deadline)
     check_optional_text("salt", salt)
+    if check_optional_text("lora", lora) is not None and salt is not None:
+        raise ValueError("salt and lora are given: clear one after the other")
     if check_flag("storage", storage) and self.system.device_store is not None:
         raise StoreUnsupported(
             f"storage.backend {self.config.storage.backend!r} has no call that removes blocks, "
@@ -53,14 +62,13 @@ async def clear(
             "storage=True, and set_namespace() or another attention_store.model_version keeps "
             "what it holds from being hit"
         )
-    if storage and salt is not None and self.system.store is not None:
+    if storage and (salt, lora) != (None, None) and self.system.store is not None:
         raise StoreUnsupported(
-            f"storage.backend {self.config.storage.backend!r} does not have the salts of all its "
-            "blocks, so it cannot remove those of one, and nothing was cleared: clear without "
-            "storage=True, "
-            "or the whole store without salt"
+            f"storage.backend {self.config.storage.backend!r} does not have the salts and adapters "
+            "of all its blocks, so it cannot remove those of one, and nothing was cleared: clear "
+            "without storage=True, or the whole store without salt and lora"
         )
-    return int((await self._client.ask(Clear(storage, salt), at)).count)
+    return int((await self._client.ask(Clear(storage, salt, lora), at)).count)
 
 
 async def set_quota(

@@ -9,6 +9,7 @@ from itertools import chain, count
 from kvactors.actor import Envelope
 from kvactors.cpu_evictor.messages import HostBlocksAdded, HostBlocksRemoved
 from kvactors.errors import CacheAsleep, RankLost
+from kvactors.flush_notifier.messages import PLAIN
 from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.invariant import ensure
 from kvactors.native import BlockTree
@@ -237,6 +238,8 @@ class IndexCore:
             return [Refusal(envelope, CacheAsleep())]
         if message.salt is not None:
             return self._clear_salt(salt_id(message.salt), envelope)
+        if message.lora is not None:
+            return self._clear_lora(message.lora, envelope)
         actions = self.pins.end_all()
         freed = self.index.retire()
         actions += self.announcements.cleared(Reason.CLEAR)
@@ -246,7 +249,7 @@ class IndexCore:
     def _clear_salt(self, salt: int, envelope: Envelope[Ack]) -> list[Action]:
         """Forget the blocks of a salt. Leases keep theirs, which nothing else finds."""
         tree = self.index.tree
-        actions = self.pins.end_all(salt)
+        actions = self.pins.end_all(lambda pin: pin.salt == salt)
         tree.begin_forget(salt)
         used = [lease.path for lease in self.leases]
         used += self.loads.paths()
@@ -256,6 +259,15 @@ class IndexCore:
                 path.forgotten = True
         actions.append(self.clears.start_salt(salt))
         return actions + next_part(self._forget(tree, envelope))
+
+    def _clear_lora(self, lora: str, envelope: Envelope[Ack]) -> list[Action]:
+        """Let requests with an adapter start from another root hash. Blocks below the previous one
+        age out, as after `set_namespace`."""
+        scopes = self.announcements.scopes
+        actions = self.pins.end_all(lambda pin: scopes.get(pin.root, PLAIN).lora == lora)
+        self.roots.renew(lora)
+        actions += self.announcements.namespace_changed(self.roots.namespace)
+        return [*actions, Reply(envelope, Ack()), *self.admission.serve_waiting()]
 
     def _forget(self, tree: BlockTree, envelope: Envelope[Ack]) -> Work:
         """Free and report the blocks that are not found any more, a part of them a turn."""

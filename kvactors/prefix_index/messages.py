@@ -293,10 +293,12 @@ class Clear(Ask[Ack], frozen=True, eq=False):
         storage: also empty the store. Ack counts the device blocks that are free by it: those that
             no lease and no copy uses.
         salt: of the blocks that are dropped, None for all blocks.
+        lora: the adapter whose blocks later requests do not find, None for all blocks.
     """
 
     storage: bool = False
     salt: str | None = None
+    lora: str | None = None
 
 
 class Unpin(NamedTuple):

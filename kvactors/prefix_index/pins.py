@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from math import inf
 
@@ -30,20 +30,22 @@ class Pin(Timed):
 
     Attributes:
         number: of its timer.
+        root: the root hash of its path.
         salt: see `kvactors.quotas.salt_id`.
         hashes: of its blocks, from the first on.
         tree, nodes: where its blocks are. Without nodes the device has lost them.
         expiry: time of the cache's clock from which it is over.
     """
 
-    __slots__ = ("expiry", "hashes", "nodes", "number", "salt", "tree")
+    __slots__ = ("expiry", "hashes", "nodes", "number", "root", "salt", "tree")
 
     def __init__(
-        self, number: int, salt: int, hashes: bytes, tree: BlockTree, nodes: NDArray[np.uint32]
+        self, number: int, path: Path, hashes: bytes, tree: BlockTree, nodes: NDArray[np.uint32]
     ) -> None:
         super().__init__()
         self.number = number
-        self.salt = salt
+        self.root = path.root
+        self.salt = path.salt
         self.hashes = hashes
         self.tree = tree
         self.nodes: NDArray[np.uint32] | None = nodes
@@ -125,7 +127,7 @@ class Pins:
             self.refused += 1
             return 0, []
         actions = self._end(last)  # pinned again: only the time is new
-        pin = Pin(next(self._numbers), path.salt, hashes, lease.tree, nodes)
+        pin = Pin(next(self._numbers), path, hashes, lease.tree, nodes)
         self._pins[last] = pin
         self._by_number[pin.number] = last
         if hints.ttl is not None:
@@ -154,9 +156,9 @@ class Pins:
         self.expired += 1
         return self._end(last)
 
-    def end_all(self, salt: int | None = None) -> list[Action]:
-        """End every pin, or those of one salt."""
-        ended = [last for last, pin in self._pins.items() if salt is None or pin.salt == salt]
+    def end_all(self, chosen: Callable[[Pin], bool] = lambda _: True) -> list[Action]:
+        """End every pin, or the chosen ones."""
+        ended = [last for last, pin in self._pins.items() if chosen(pin)]
         return [action for last in ended for action in self._end(last)]
 
     def device_lost(self) -> None:

@@ -228,7 +228,10 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     ),
     (KVCache, "sleep"): ({"level": 1}, {"level": "int", "deadline": "seconds"}),
     (KVCache, "wake"): ({}, {"device": "device", "deadline": "seconds"}),
-    (KVCache, "clear"): ({}, {"storage": "flag", "salt": "text", "deadline": "seconds"}),
+    (KVCache, "clear"): (
+        {},
+        {"storage": "flag", "salt": "text", "lora": "text", "deadline": "seconds"},
+    ),
     (KVCache, "set_quota"): (
         {"salt": "s"},
         {

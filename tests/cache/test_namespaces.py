@@ -6,7 +6,9 @@ from __future__ import annotations
 import pytest
 
 from kvactors.config import Config
+from kvactors.errors import StoreUnsupported
 from kvactors.flush_notifier.messages import BlocksRemoved
+from kvactors.hints import Hints
 from kvactors.observe.statistics import announceable, residency
 from kvactors.types import Reason, Tier
 from tests.support.cache import opened, prompt, serve
@@ -84,3 +86,60 @@ async def test_the_same_namespace_again_sends_nothing():
         await cache.set_namespace(cache.namespace)
         assert await held(cache) == 4
         assert len(cache.sinks["memory"].tasks) == sent
+
+
+async def scoped_hits(cache, tokens, **scope) -> int:
+    found = cache.lookup([*tokens, 1], **scope)
+    async with await cache.acquire("again", [*tokens, 1], **scope) as lease:
+        await lease.wait_ready()
+        assert lease.hits == found
+        return found.blocks
+
+
+async def test_a_cleared_adapter_is_found_in_no_tier_and_others_are():
+    store = {"backend": "memory", "write_policy": "write_through"}
+    async with opened(device=12, host={"slots": 8, "transit_slots": 8}, storage=store) as cache:
+        tokens = prompt(1, 4)
+        scopes = [{}, {"lora": "b"}, {"lora": "a"}, {"lora": "a", "salt": "t"}, {"salt": "t"}]
+        for scope in scopes:
+            await serve(cache, f"{scope}", tokens, **scope)
+        await cache.wait_idle()
+        assert await held(cache) == 20
+        assert await cache.clear(lora="a") == 0
+        assert await held(cache) == 12
+        for scope in scopes:
+            left = 0 if scope.get("lora") == "a" else 4
+            assert await scoped_hits(cache, tokens, **scope) == left
+        lease = await serve(cache, "new weights", tokens, lora="a")
+        assert await scoped_hits(cache, tokens, lora="a") == 4
+        assert lease.num_tokens == len(tokens)
+        assert await held(cache) == 16
+
+
+async def test_a_request_of_before_the_clear_of_its_adapter_is_not_shared():
+    async with opened(device=16) as cache:
+        tokens = prompt(1, 4)
+        lease = await cache.acquire("old", tokens, lora="a")
+        await cache.clear(lora="a")
+        await lease.commit(len(tokens))
+        await lease.finish()
+        assert await held(cache) == 0
+        assert await scoped_hits(cache, tokens, lora="a") == 0
+
+
+async def test_a_clear_of_an_adapter_ends_its_pins():
+    async with opened(device=16) as cache:
+        for lora in ("a", "b"):
+            lease = await cache.acquire("pinned", prompt(1, 2), lora=lora, hints=Hints(pin=True))
+            await lease.finish(lease.num_tokens)
+        await cache.clear(lora="a")
+        assert await cache.unpin(prompt(1, 2), lora="b") == 2
+        assert cache.statistics().prefix.pinned == 0
+
+
+async def test_what_one_adapter_has_stored_cannot_be_removed():
+    async with opened(device=8, storage={"backend": "memory"}) as cache:
+        with pytest.raises(StoreUnsupported, match="adapters"):
+            await cache.clear(lora="a", storage=True)
+        with pytest.raises(ValueError, match="salt and lora"):
+            await cache.clear(lora="a", salt="t")
