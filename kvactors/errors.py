@@ -48,8 +48,8 @@ class ConfigError(KVActorsError, ValueError):
 
 class NoRoom(KVActorsError):
     """Not enough device blocks now, even after all possible evictions. `needed`, `available` and
-    `pinned` count blocks, `reason` is empty or a phrase. Nothing was changed. See `NeverFits` for a request that is too large at
-    any time."""
+    `pinned` count blocks, `reason` is empty or a phrase. Nothing was changed. See `NeverFits` for a
+    request that is too large at any time."""
 
     def __init__(self, needed: int, available: int, pinned: int = 0, reason: str = "") -> None:
         text = f"{_counted(needed, 'device block')} needed, {available} available"
