@@ -59,7 +59,7 @@ async def divergence_in_slices(system: System, sinks: Collection[str] | None) ->
     """See `KVCache.count_divergent_blocks_slices`."""
     where: Residency = {}
     await in_slices(residency_steps(system, where))
-    found = await in_slices(system.notifier_actor.sinks.divergence_steps(where, sinks))
+    found: int = await in_slices(system.notifier_actor.sinks.divergence_steps(where, sinks))
     await in_slices(free(where))
     return found
 
