@@ -13,10 +13,6 @@ WINDOW = 64
 """Blocks that a movement takes in its turn, at most: one read, copy or write. Several windows of a
 movement can be in flight."""
 
-SHARE = 16
-"""Blocks that it may take although more movements wait than there are slots for such shares: a
-store needs batches of some blocks."""
-
 URGENT_TURNS = 4
 """Of so many turns one is for the movements that no request waits for."""
 
@@ -112,17 +108,20 @@ class Movements:
     def _hand_out(self) -> list[Action]:
         actions: list[Action] = []
         failed = 0  # turns since slots were taken
-        while len(self) > failed and (self._host.free or not failed):
-            self._turns += 1
-            turn_of_others = not self._urgent or not self._turns % URGENT_TURNS
-            queue = self._others if self._others and turn_of_others else self._urgent
+        while len(self) > failed:
+            others_turn = not self._urgent or not (self._turns + 1) % URGENT_TURNS
+            queue = self._others if self._others and others_turn else self._urgent
             movement = queue[0]
-            before, waiting = movement.lacking, len(self)
-            actions += movement.take(min(WINDOW, max(SHARE, self._host.free // waiting)))
-            if movement.lacking == before:
-                failed += 1
-            else:
+            before = movement.lacking
+            actions += movement.take(WINDOW)
+            if movement.lacking < before:
                 failed = 0
+                self._turns += 1
+            elif not self._host.free:
+                return actions  # the turn stays with this one
+            else:
+                failed += 1  # it waits for blocks that another movement brings
+                self._turns += 1
             if queue and queue[0] is movement:
                 queue.popleft()
                 if movement.lacking:

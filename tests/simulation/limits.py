@@ -24,7 +24,6 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "blocks of a turn": ("kvactors.prefix_index.parts", "BLOCKS"),
     "requests observed first": ("kvactors.prefix_index.policy", "FIRST"),
     "blocks of a window": ("kvactors.cpu_evictor.movements", "WINDOW"),
-    "blocks of a share": ("kvactors.cpu_evictor.movements", "SHARE"),
     OVERTAKINGS: ("kvactors.prefix_index.admission", "OVERTAKEN"),
 }
 """By name: the module and the constant. The constant is read when it is used, so that replacing it
