@@ -150,22 +150,21 @@ class LoadJob:
 
     def on_deadline(self) -> list[Action]:
         """Blocks that have not come from storage are misses."""
-        return self._stop_fetching("late") + self._answer_if_complete()
+        self._stop_fetching("late")
+        return self._answer_if_complete()
 
     def give_up(self) -> list[Action]:
         """See `Movement.give_up`."""
-        return self._stop_fetching("no_slot") + self._answer_if_complete()
+        self._stop_fetching("no_slot")
+        return self._answer_if_complete()
 
     def on_copies_unavailable(self) -> list[Action]:
         """Copies cannot be made for now: storage is not waited for. With anything in flight into
         the device blocks the load is stalled, not over: they may still be written."""
-        actions = self._stop_fetching("failed") if self._is_fetching() else []
+        self._stop_fetching("failed")
         if self._copies and self._device_blocks is not None:
-            return [
-                *actions,
-                send(self._memory.requests.peers.index, LoadStalled(self._message.op)),
-            ]
-        return actions + self._answer_if_complete()
+            return [send(self._memory.requests.peers.index, LoadStalled(self._message.op))]
+        return self._answer_if_complete()
 
     # -- storage
 
@@ -219,7 +218,8 @@ class LoadJob:
         requests, fetched = memory.requests, self._fetch_from
         if self._generation != host.generation or not requests.may_read:
             # Blocks from before a clear may not enter the host tier.
-            return self._stop_fetching("cleared") + self._answer_if_complete()
+            self._stop_fetching("cleared")
+            return self._answer_if_complete()
         actions: list[Action] = []
         most = min(most, len(fetched))
         if not memory.exclusive:
@@ -286,13 +286,12 @@ class LoadJob:
     def _is_fetching(self) -> bool:
         return not self._late and bool(self._probing or self._fetch_from or self._reads)
 
-    def _stop_fetching(self, reason: str) -> list[Action]:
+    def _stop_fetching(self, reason: str) -> None:
         """Storage is not waited for any longer. reason: name of the count."""
         if self._is_fetching():
             reading = [position for reads in self._reads.values() for position, _ in reads]
             self._cut(min([*self._fetch_from[-1:], *reading], default=self._stop), reason)
             self._late = True
-        return []
 
     def _cut(self, position: int, reason: str) -> None:
         """The blocks from this position on do not come. reason: name of the count."""
