@@ -16,7 +16,8 @@ from kvactors.lineage import lineage
 from kvactors.storage.messages import Outcome
 from kvactors.types import split_hashes
 
-NOT_FETCHED = {
+NOT_FETCHED = dict.fromkeys(Outcome, "failed") | {
+    Outcome.OK: "cleared",  # the host tier was cleared during the read
     Outcome.MISS: "gone",
     Outcome.CORRUPT: "gone",
     Outcome.LATE: "late",
@@ -268,9 +269,9 @@ class LoadJob:
         actions = memory.announce_fetched(
             [block for block in landed if block.state is SlotState.RESIDENT]
         )
-        if failed and not (self._late or self._over):
-            i = min(failed)
-            self._cut(reads[i][0], NOT_FETCHED.get(Outcome(outcomes[i]), "failed"))
+        lost = next((i for i, (_, block) in enumerate(reads) if block.dropped), None)
+        if lost is not None and not (self._late or self._over):
+            self._cut(reads[lost][0], NOT_FETCHED[Outcome(outcomes[lost])])
         stop = 0 if self._late or self._over else self._stop
         useful = [one for one in reads if one[0] < stop and not one[1].dropped]
         for position, block in reads:

@@ -17,6 +17,7 @@ from kvactors import (
     NoRoom,
     Paused,
 )
+from kvactors.cpu_evictor.statistics import NOT_FETCHED
 from kvactors.errors import StoreUnsupported
 from kvactors.testing.rest import problems_at_rest
 
@@ -213,6 +214,10 @@ class World:
             self.fail(f"at rest: {problem}")
         count_statistics(self)
         statistics = cache.statistics()
+        for name in NOT_FETCHED:
+            self.seen[name] += getattr(statistics.host, name)
+        if statistics.host.not_fetched_no_slot:
+            self.fail(f"stored blocks found no slot: {statistics.host}")
         if statistics.supervisor.restarts:
             self.record.restarts += statistics.supervisor.restarts
             self.fail(f"actors restarted: {statistics.supervisor}")
