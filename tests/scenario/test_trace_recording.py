@@ -28,6 +28,8 @@ from tests.cache.test_degraded import fail
 from tests.flush_notifier.test_kv_events import answers, socket
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
 
+pytestmark = pytest.mark.full
+
 NO_SINKS = {"sinks": ()}
 LARGE = {"device": 4096, **NO_SINKS}
 
