@@ -55,8 +55,7 @@ def test_hits_from_the_host_give_the_tokens_of_the_engine_alone(start: Start, al
     assert stores.regions() == []
 
 
-@pytest.mark.parametrize("version", [None, "0.33.0"])
-@pytest.mark.parametrize("one_process", [True, False])
+@pytest.mark.parametrize(("one_process", "version"), [(True, "0.33.0"), (False, None)])
 def test_more_prompts_at_once_than_the_host_holds_are_stored_whole(
     start: Start, tmp_path: Path, version: str | None, one_process: bool
 ) -> None:
