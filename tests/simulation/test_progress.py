@@ -66,4 +66,4 @@ withheld = Pins.withheld
 )
 def test_a_breach_is_caught(what, method, broken, monkeypatch):
     monkeypatch.setattr(*method, broken)
-    assert any(what in text for seed in range(SEEDS) for text in crowd(seed).violations)
+    assert any(what in text for seed in range(4 * SEEDS) for text in crowd(seed).violations)

@@ -90,6 +90,7 @@ class HostMachine(RuleBasedStateMachine):
         self.model = HostModel(num_slots)
         self.view: set[bytes] = set()  # of a consumer of the events
         self.slots: dict[bytes, int] = {}
+        self.short = [0, 0]  # stores with waiting keys, in the last step and in this one
 
     @rule(key=st.sampled_from(SOME))
     def lookup(self, key):
@@ -108,12 +109,15 @@ class HostMachine(RuleBasedStateMachine):
         parents = [PARENTS[key] for key in keys] if named else None
         taken = model.readable | model.stores | set(model.loads) | model.withdrawn
         wanted = [key for key in dict.fromkeys(keys) if key not in taken]
-        lacking = len(wanted) - (model.num_slots - model.used)
+        # A store gets as many slots as each of the others that waited in the last step.
+        share = min(len(wanted), -(-model.num_slots // max(1, self.short[0])))
+        lacking = share - (model.num_slots - model.used)
         found = self.cache.prepare_store(keys, parents)
         evictable = model.evictable({*keys, *model.path(parents[0] if parents else None)})
         missing = max(0, lacking - len(evictable))
-        assert list(found.keys) == wanted[: len(wanted) - missing]
-        assert [*found.waiting, *found.refused] == wanted[len(wanted) - missing :]
+        assert list(found.keys) == wanted[: share - missing]
+        assert [*found.waiting, *found.refused] == wanted[share - missing :]
+        self.short[1] += bool(found.waiting)
         assert len(found.evicted) == max(0, lacking) - missing
         assert set(found.evicted) <= evictable
         for key in found.evicted:
@@ -175,6 +179,7 @@ class HostMachine(RuleBasedStateMachine):
     @rule()
     def end_step(self):
         self.cache.end_step()
+        self.short = [self.short[1], 0]
         self.model.held.clear()
 
     @rule()
