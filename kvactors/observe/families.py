@@ -245,7 +245,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("requests_no_room", "counter", (), "Acquires that were refused with NoRoom.",
            one(lambda s: s.statistics.prefix.no_room)),
     Family("requests_kept_out", "counter", ("reason",),
-           "Those of them that could not be granted at any time: they need more blocks than the "
+           "Refused acquires that could not be granted at any time: they need more blocks than the "
            "device has, or pinned blocks kept them out.",
            by(lambda s: {"size": s.statistics.prefix.refused_size,
                          "pins": s.statistics.prefix.refused_pins})),
