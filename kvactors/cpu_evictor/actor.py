@@ -135,7 +135,6 @@ class CpuEvictor(Actor):
         )
         self.requests = RequestTable(self.peers, storage, memory_generation, now)
         self.memory = HostMemory(self.host, self.requests, config, storage)
-        self.loads: dict[int, LoadJob] = {}
         self._completions = Completions(self.memory)
         self.exclusive = self.memory.exclusive  # a block leaves when the device has it
         self._emptying = Emptying(self.memory, self.context.answer)
@@ -173,20 +172,20 @@ class CpuEvictor(Actor):
     @on(Load)
     def load(self, message: Load) -> None:
         """Bring blocks back to the device."""
-        job = LoadJob(self.memory, message, self.loads, layerwise=self.layerwise)
+        job = LoadJob(self.memory, message, layerwise=self.layerwise)
         self._perform(job.begin())
 
     @on(SetTargets)
     def set_targets(self, message: SetTargets) -> None:
         """The device blocks of a load that began without."""
-        if (job := self.loads.get(message.op)) is not None:
+        if (job := self.memory.loads.get(message.op)) is not None:
             self._perform(job.set_targets(message.blocks))
 
     @on(Cancel)
     @on(FetchDeadline)
     def end_load(self, message: Cancel | FetchDeadline) -> None:
         """A load without targets is cancelled, or the deadline of one that waits for storage."""
-        if (job := self.loads.get(message.op)) is not None:
+        if (job := self.memory.loads.get(message.op)) is not None:
             self._perform(job.cancel() if isinstance(message, Cancel) else job.on_deadline())
 
     @on(SlotDeadline)
@@ -254,7 +253,7 @@ class CpuEvictor(Actor):
         if message.available:
             self._perform(send(writer, ReportLost()) for writer in self.peers.writers[:1])
             return
-        for job in list(self.loads.values()):
+        for job in list(self.memory.loads.values()):
             self._perform(job.on_copies_unavailable())
 
     @on(PeerRestarted)
@@ -280,7 +279,7 @@ class CpuEvictor(Actor):
 
     def check_steps(self) -> Iterator[None]:
         """`check` in steps of about a millisecond, between which turns may be taken."""
-        if not (self.loads or self.requests.holds_slots):
+        if not (self.memory.loads or self.requests.holds_slots):
             ensure(not self.host.pinned, f"{self.host.pinned} slots pinned at rest")
             ensure(not self.host.in_transit, f"{self.host.in_transit} slots in transit at rest")
         yield from self.host.check_steps()

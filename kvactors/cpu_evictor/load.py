@@ -32,17 +32,16 @@ class LoadJob:
     """Loads the leading run of the wanted blocks that host and storage have, and answers with
     `Loaded`.
 
-    Blocks of the host are pinned until the load ends. Stored blocks stream: each turn of the
-    movement takes a window of slots, reads into it, and copies it to the device, while later
-    windows are read. Copies begin as soon as there are device blocks to copy into (a `Load` without
-    blocks gets them with `SetTargets`). Before that it leaves half of the slots for transit alone:
-    the eviction that frees the device blocks may need them. Positions count from the first wanted
-    block.
+    Blocks that are to stay on the host are pinned until the load ends. Stored blocks stream: each
+    turn of the movement takes a window of slots, reads into it, and copies it to the device, while
+    later windows are read. Copies begin as soon as there are device blocks to copy into (a `Load`
+    without blocks gets them with `SetTargets`). Before that it leaves half of the slots for transit
+    alone: the eviction that frees the device blocks may need them. Positions count from the first
+    wanted block.
 
     Args:
         memory: host memory.
         message: the load.
-        loads: table of loads in flight. The job is in it from `begin` until it ends.
         layerwise: whether the index is sent `LayersLoaded` as layers arrive.
     """
 
@@ -58,7 +57,6 @@ class LoadJob:
         "_late",
         "_layers",
         "_layerwise",
-        "_loads",
         "_memory",
         "_message",
         "_over",
@@ -76,26 +74,23 @@ class LoadJob:
         "_windows",
     )
 
-    def __init__(
-        self, memory: HostMemory, message: Load, loads: dict[int, LoadJob], *, layerwise: bool
-    ) -> None:
+    def __init__(self, memory: HostMemory, message: Load, *, layerwise: bool) -> None:
         self._memory = memory
         self._message = message
-        self._loads = loads
         self._layerwise = layerwise
         self._path = split_hashes(message.hashes)
         self._protected = frozenset(self._path)  # not evicted for the load
         self._hashes = self._path[message.start :]  # wanted ones, by position
         self._device_blocks = message.blocks or None  # None: not placed yet
         self._generation = memory.host.generation
-        self._sources: dict[int, HostBlock] = {}  # pinned blocks of the host, by position
+        self._sources: dict[int, HostBlock] = {}  # pinned blocks that stay there, by position
         self._stored: list[int] = []  # positions that storage has
         self._fetch_from: list[int] = []  # those of them that are to be read, the next one last
         self._stop = 0  # the blocks before this position are sources, or stored
         self._reason = "failed"  # why the stored blocks from `_stop` on do not come
         self._windows = 0  # reads and copies so far
         self._reads: dict[int, list[tuple[int, HostBlock]]] = {}  # positions and blocks by window
-        self._staged: list[tuple[int, HostBlock]] = []  # read, and pinned until there are targets
+        self._staged: list[tuple[int, HostBlock]] = []  # pinned until there are targets
         self._copies: dict[int, Sequence[tuple[int, HostBlock]]] = {}
         self._arrived: set[int] = set()  # positions whose bytes are on the device
         self._layers: dict[int, int] = {}  # arrived layers of each copy
@@ -111,11 +106,11 @@ class LoadJob:
         requests = memory.requests
         if message.memory_generation != requests.generation:
             return [send(requests.peers.index, Loaded(message.op, 0, 0))]
-        self._loads[message.op] = self
+        memory.loads[message.op] = self
         host.touch(reversed(self._path))
-        for position, block in enumerate(host.readable_run(self._hashes)):
-            self._pin(position, block)
-        self._stop = len(self._sources)
+        found = list(enumerate(host.readable_run(self._hashes)))
+        self._stop = len(found)
+        copies = self._bring(found)
         actions: list[Action] = []
         missing = [
             block_hash
@@ -130,15 +125,14 @@ class LoadJob:
             elif requests.peers.device_store is not None:
                 self._probing = True
                 actions += self._fetch_from_device_store()
-        actions += self._copy_sources(0)
-        return actions + self._answer_if_complete()
+        return [*actions, *copies, *self._answer_if_complete()]
 
     def set_targets(self, device_blocks: tuple[int, ...]) -> list[Action]:
         """The device blocks of a load that began without."""
         self._device_blocks = device_blocks
         staged, self._staged = self._staged, []
-        actions = self._copy_sources(0)
-        actions += self._copy([one for one in staged if one[0] < self._stop])
+        found = [*self._sources.items(), *staged]
+        actions = self._copy([one for one in found if one[0] < self._stop])
         actions += self._release([block for at, block in staged if at >= self._stop])
         actions += self._fetch_from_device_store()
         actions += self._stream()
@@ -148,6 +142,15 @@ class LoadJob:
         """The load is cancelled before it has targets."""
         staged = [block for _, block in self._staged]
         return self._end() + self._release(staged) + self._release_from(0)
+
+    def let_go(self) -> list[Action]:
+        """Other movements need slots: those of a load that cannot copy yet come back, and are read
+        again when it can."""
+        staged, self._staged = self._staged, []
+        again = [at for at, _ in staged if at < self._stop]
+        self._stored = sorted({*self._stored, *again})
+        self._fetch_from = sorted({*self._fetch_from, *again}, reverse=True)
+        return self._release([block for _, block in staged])
 
     def on_deadline(self) -> list[Action]:
         """Blocks that have not come from storage are misses."""
@@ -178,18 +181,19 @@ class LoadJob:
         if found < memory.storage.min_fetch_blocks:
             memory.counts.count_not_fetched("few", found)
             found = 0  # not worth a read
-        first, stored = self._stop, self._stored
-        for position in range(first, len(self._hashes)):
+        on_host: list[tuple[int, HostBlock]] = []
+        for position in range(self._stop, len(self._hashes)):
             block = host.readable(self._hashes[position])
             if block is not None:
-                self._pin(position, block)
-            elif len(stored) == found:
+                on_host.append((position, block))
+            elif not found:
                 break
             else:
-                stored.append(position)
+                found -= 1
+                self._stored.append(position)
             self._stop = position + 1
-        self._fetch_from = stored[::-1]
-        actions = self._copy_sources(first) + self._stream()
+        self._fetch_from = self._stored[::-1]
+        actions = self._bring(on_host) + self._stream()
         return actions + self._answer_if_complete()
 
     def _stream(self) -> list[Action]:
@@ -234,7 +238,6 @@ class LoadJob:
             if (block := host.blocks.get(block_hash)) is not None:
                 if block.arriving:
                     break  # another movement brings it: this one goes on from the host then
-                self._pin(position, block)
                 found.append((position, block))
                 fetched.pop()
                 continue
@@ -258,7 +261,7 @@ class LoadJob:
             self._reads[self._windows] = reads
             blocks = [block for _, block in reads]
             actions.append(requests.read(self, self._windows, blocks, message.deadline))
-        return actions + self._copy(found) + self._answer_if_complete()
+        return actions + self._bring(found) + self._answer_if_complete()
 
     def on_read(self, first: int, outcomes: bytes) -> list[Action]:
         """See `ReadJob.on_read`: copy the blocks read to the device. first: the window."""
@@ -322,25 +325,28 @@ class LoadJob:
         """See `FetchJob.on_fetched`."""
         self._probing = False
         del self._copies[DEVICE_STORE]
-        self._arrived.update(range(first, first + fetched))
+        positions = range(first, first + fetched)
+        self._arrived.update(positions)
+        self._stored += positions
         self._memory.counts.fetched += fetched
         return self._answer_if_complete()
 
     # -- copies
 
-    def _pin(self, position: int, block: HostBlock) -> None:
-        """A block of the host is a source until the load ends."""
+    def _bring(self, found: Sequence[tuple[int, HostBlock]]) -> list[Action]:
+        """Pin blocks of the host, given with their positions, and copy them once there are device
+        blocks. Those in transit leave as soon as they are copied, as those that are read do."""
         memory, host = self._memory, self._memory.host
-        host.pin(block)
-        if memory.exclusive and block.state is SlotState.RESIDENT:
-            host.move(block, SlotState.LEAVING)
-        self._sources[position] = block
-
-    def _copy_sources(self, first: int) -> list[Action]:
-        """Copy the blocks of the host from position `first` on, once there are device blocks."""
-        if self._device_blocks is None:
-            return []
-        return self._copy([one for one in self._sources.items() if first <= one[0] < self._stop])
+        for position, block in found:
+            host.pin(block)
+            if block.state is SlotState.TRANSIT:
+                if self._device_blocks is None:
+                    self._staged.append((position, block))
+                continue
+            if memory.exclusive and block.state is SlotState.RESIDENT:
+                host.move(block, SlotState.LEAVING)
+            self._sources[position] = block
+        return self._copy(found)
 
     def _copy(self, blocks: Sequence[tuple[int, HostBlock]]) -> list[Action]:
         """Copy pinned blocks to the device, given with their positions."""
@@ -410,23 +416,22 @@ class LoadJob:
         while arrived in self._arrived:
             arrived += 1
         memory.counts.loaded += arrived
-        if lost := len(self._stored) - bisect_left(self._stored, arrived):
+        from_storage = bisect_left(self._stored, arrived)
+        if lost := len(self._stored) - from_storage:
             memory.counts.count_not_fetched(self._reason, lost)
         actions += self._release_from(arrived)
         for block in self._sources.values():
-            if block.state is SlotState.TRANSIT and block.pins == 1:  # no write needs it
-                actions += memory.remove([block])
-            elif block.state is SlotState.LEAVING:
+            if block.state is SlotState.LEAVING:
                 host.mark_on_device(block)
             host.unpin(block)
-        loaded = Loaded(op, arrived, len(self._sources))
         self._sources = {}
+        loaded = Loaded(op, arrived, arrived - from_storage)
         actions.append(send(memory.requests.peers.index, loaded))
         return actions
 
     def _end(self) -> list[Action]:
         self._over = True
-        self._loads.pop(self._message.op, None)
+        self._memory.loads.pop(self._message.op, None)
         self._memory.movements.leave(self)
         return [StopTimer(self)] if self._timed else []
 
@@ -436,11 +441,9 @@ class LoadJob:
         memory = self._memory
         released = [self._sources.pop(p) for p in sorted(self._sources, reverse=True) if p >= first]
         only = [block for block in released if block.pins == 1]
-        staged = [block for block in only if block.state is SlotState.TRANSIT]
         actions = memory.keep_if_space(
             [b for b in only if b.state is SlotState.LEAVING and not b.on_device]
         )
-        actions += memory.remove(staged)
         for block in released:
             memory.host.unpin(block)
         return actions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actions import Action, send
@@ -21,6 +22,9 @@ from kvactors.cpu_evictor.victims import clear_salt
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.types import Reason, Tier, join_hashes, split_hashes
 
+if TYPE_CHECKING:
+    from kvactors.cpu_evictor.load import LoadJob
+
 WRITE_BATCH = WINDOW
 """Blocks of one write message, at most: their slots come back together."""
 
@@ -32,6 +36,7 @@ class HostMemory:
         host: the slots.
         requests: requests in flight.
         movements: those that wait for slots.
+        loads: in flight, by operation.
         counts: see `Counts`.
         exclusive: whether a block leaves the host tier when the device has it.
         clears: `ClearHost` messages handled. Sent with hints, so that the index can tell those from
@@ -43,7 +48,10 @@ class HostMemory:
     ) -> None:
         self.host = host
         self.requests = requests
-        self.movements = Movements(host, evict=self.evict, slots_come_back=self.slots_come_back)
+        self.movements = Movements(
+            host, evict=self.evict, slots_come_back=self.slots_come_back, let_go=self.let_go
+        )
+        self.loads: dict[int, LoadJob] = {}
         self.config = config
         self.storage = storage
         self.counts = Counts()
@@ -58,6 +66,13 @@ class HostMemory:
         """Whether an event is to come that returns slots: requests to the swapper and to storage
         end, each within a deadline, and the index discards blocks that the device has."""
         return bool(self._held) or self.requests.holds_slots or self.host.on_device > 0
+
+    def let_go(self) -> list[Action]:
+        """The slots that loads without device blocks have taken ahead come back."""
+        actions: list[Action] = []
+        for load in self.loads.values():
+            actions += load.let_go()
+        return actions
 
     # -- eviction
 

@@ -47,7 +47,8 @@ class Movements:
     first, in most turns.
 
     Movements wait only while slots are to come back (`HostMemory.slots_come_back`). Otherwise the
-    tier evicts for them, and without a victim they end.
+    tier evicts for them, and loads without device blocks let go of slots. If none is found, they
+    end.
 
     Attributes:
         behind: a movement has waited in vain for slots that the store's writes hold. Until half of
@@ -60,11 +61,19 @@ class Movements:
         *,
         evict: Callable[[Sequence[HostBlock]], list[Action]],
         slots_come_back: Callable[[], bool],
+        let_go: Callable[[], list[Action]],
     ) -> None:
-        """evict: evicts blocks. slots_come_back: whether an event is to come that returns slots."""
+        """
+        Args:
+            host: the slots.
+            evict: evicts blocks.
+            slots_come_back: whether an event is to come that returns slots.
+            let_go: takes back slots that were taken ahead of their use.
+        """
         self.behind = False
         self._evict = evict
         self._slots_come_back = slots_come_back
+        self._let_go = let_go
         self._host = host
         self._urgent: deque[Movement] = deque()
         self._others: deque[Movement] = deque()
@@ -98,6 +107,9 @@ class Movements:
         actions = self._hand_out()
         if len(self) and not self._slots_come_back():
             actions += self._evict(self._host.victims(WINDOW))
+            actions += self._hand_out()
+        if len(self) and not self._slots_come_back():
+            actions += self._let_go()
             actions += self._hand_out()
         if len(self) and not self._slots_come_back():
             for movement in (*self._urgent, *self._others):

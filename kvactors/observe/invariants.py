@@ -187,7 +187,7 @@ def _unfinished(system: System) -> Iterator[str]:
         yield f"prefix_index: {waiting} requests wait for device blocks, and no work in flight"
     if loading := len(index.index.loading):
         yield f"prefix_index: {loading} blocks are loading, and no work in flight"
-    if loads := len(evictor.loads):
+    if loads := len(evictor.memory.loads):
         yield f"cpu_evictor: {loads} loads have not ended, and no work in flight"
     asks, held = index.ref.open_asks, len(index.core.held)
     if asks and not (held or index.core.leases or index.core.statistics().waiting):

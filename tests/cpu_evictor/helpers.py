@@ -79,7 +79,6 @@ class Host:
         self.requests = RequestTable(self.peers, self.storage, 0, lambda: self.now)
         self.memory = HostMemory(self.tier, self.requests, self.config, self.storage)
         self.completions = Completions(self.memory)
-        self.loads: dict[int, LoadJob] = {}
 
     def fill(self, hashes: Sequence[bytes], state: SlotState = SlotState.RESIDENT) -> None:
         """Put blocks of one path into slots, the last one first, as if they had been offloaded."""
@@ -97,13 +96,13 @@ class Host:
         blocks = tuple(range(100, 100 + len(hashes) - start))
         given = {"blocks": blocks, "deadline": 10.0, "fetch": True, **fields}
         message = Load(7, ROOT, joined(hashes), start, **given)
-        return LoadJob(self.memory, message, self.loads, layerwise=layerwise)
+        return LoadJob(self.memory, message, layerwise=layerwise)
 
     def idle(self) -> None:
         """Nothing is in flight: no slot is pinned or in transit, every count is right."""
         self.tier.check()
         assert not self.requests.holds_slots
-        assert not self.loads
+        assert not self.memory.loads
         assert self.tier.pinned == 0
         assert self.tier.in_transit == 0
 

@@ -110,7 +110,7 @@ def load(keys: list[bytes], blocks=None, deadline: float = 2.0) -> Load:
 
 def at_rest(evictor: Stepper[CpuEvictor]) -> None:
     evictor.actor.check()
-    assert not evictor.actor.loads
+    assert not evictor.actor.memory.loads
     assert evictor.actor.host.pinned == 0
     assert not [timer for timer in evictor._pending if not timer.handle.cancelled()]
 

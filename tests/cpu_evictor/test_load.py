@@ -187,7 +187,7 @@ def test_blocks_that_come_after_the_deadline_are_misses():
     host.completions.handle(Copied(copy.message.op, ()))
     (loaded,) = sent(job.on_deadline())
     assert (loaded.num_loaded, loaded.from_host) == (1, 1)
-    assert host.loads == {}
+    assert host.memory.loads == {}
     assert host.completions.handle(ReadDone(read.op, bytes(2))) == []
     host.memory.drop_host_copies(keys[0])
     host.idle()
@@ -276,6 +276,35 @@ def test_a_path_streams_through_a_few_slots(mode, slots, transit):
         host.idle()
 
 
+def test_a_block_that_is_being_written_gives_its_slot_to_the_blocks_below_it():
+    host, keys = Host(slots=0, transit=1, policy="write_back"), path(3)
+    moves = Movements(host, store=keys[1:])
+    moves.perform(offloaded(host, moves, keys[:1]))
+    moves.complete()
+    moves.perform(host.load(keys).begin())
+    moves.complete_all()
+    (loaded,) = moves.of(Loaded)
+    assert (loaded.num_loaded, loaded.from_host) == (3, 1)
+    host.idle()
+
+
+def test_a_load_without_blocks_lets_go_of_slots_for_another():
+    host, waiting, keys = Host(slots=0, transit=1), path(2), path(3, family=1)
+    moves = Movements(host, store=waiting + keys)
+    job = host.load(waiting, blocks=())
+    moves.perform(job.begin())
+    moves.complete()
+    moves.complete()
+    assert host.tier.free == 0
+    message = Load(8, ROOT, join_hashes(keys), 0, tuple(range(900, 903)), 10.0, fetch=True)
+    moves.perform(LoadJob(host.memory, message, layerwise=False).begin())
+    moves.complete_all()
+    moves.perform(job.set_targets((200, 201)))
+    moves.complete_all()
+    assert [(one.op, one.num_loaded) for one in moves.of(Loaded)] == [(8, 3), (7, 2)]
+    host.idle()
+
+
 def test_loads_take_turns():
     """A short load ends long before a long one that began before it."""
     host, long, short = Host(slots=0, transit=32), path(400), path(20, family=1)
@@ -283,7 +312,7 @@ def test_loads_take_turns():
     moves.perform(host.load(long).begin())
     moves.complete()
     message = Load(8, ROOT, join_hashes(short), 0, tuple(range(900, 920)), 10.0, fetch=True)
-    moves.perform(LoadJob(host.memory, message, host.loads, layerwise=False).begin())
+    moves.perform(LoadJob(host.memory, message, layerwise=False).begin())
     moves.complete_all()
     first, second = moves.of(Loaded)
     assert (first.op, first.num_loaded) == (8, 20)
@@ -452,7 +481,7 @@ def test_any_order_of_completions(steps, mode, policy, on_host, stored, placed, 
         elif step == "offload":
             offloads += 1
             moves.perform(offloaded(host, moves, path(number + 1, family=offloads)))
-        elif 7 not in host.loads:
+        elif 7 not in host.memory.loads:
             continue
         elif step == "place" and not placed:
             placed = True

@@ -387,7 +387,7 @@ class TiersWalk:
         index.check()
         evictor.check()
         assert not index.core.in_use()
-        left = (evictor.loads, self.open)
+        left = (evictor.memory.loads, self.open)
         assert not any(left), f"left over: {left}"
         assert evictor.host.pinned == evictor.host.on_device == 0
         assert self.index.free + self.index.tree.statistics()["device"] == self.index.pool.total

@@ -248,7 +248,7 @@ async def test_a_block_in_use_without_a_lease_is_found_at_rest(change, words, mo
     ("leave", "words"),
     [
         (lambda index, _: index.index.loading.update({0: None}), "1 blocks are loading"),
-        (lambda _, evictor: evictor.loads.update({9: None}), "1 loads have not ended"),
+        (lambda _, evictor: evictor.memory.loads.update({9: None}), "1 loads have not ended"),
         (lambda index, _: setattr(index.ref, "_asks", [None]), "1 calls have no answer"),
     ],
     ids=["block", "load", "call"],
@@ -262,7 +262,7 @@ async def test_work_that_no_actor_will_end_is_found_at_rest(leave, words):
         leave(index, evictor)
         found = list(_unfinished(cache.system))
         index.index.loading.clear()
-        evictor.loads.clear()
+        evictor.memory.loads.clear()
         index.ref._asks = asks
         assert [words in one for one in found] == [True]
         assert cache.check() == []

@@ -11,7 +11,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "loads_left_open_at_rest",
         "observe/invariants.py",
-        "    if loads := len(evictor.loads):\n",
+        "    if loads := len(evictor.memory.loads):\n",
         "    if loads := 0:\n",
         "loads of the host tier that never end are not found by check()",
         (AT_REST,),

@@ -138,11 +138,11 @@ BUGS: tuple[Mutation, ...] = (
         "loaded_host_copy_is_gone_before_the_device_is_announced",
         "cpu_evictor/load.py",
         """\
-            elif block.state is SlotState.LEAVING:
+            if block.state is SlotState.LEAVING:
                 host.mark_on_device(block)
 """,
         """\
-            elif block.state is SlotState.LEAVING and block.pins == 1:
+            if block.state is SlotState.LEAVING and block.pins == 1:
                 actions += memory.remove([block])
 """,
         "a block that is loaded from an exclusive host tier is on no index for a moment",
