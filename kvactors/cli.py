@@ -1,13 +1,13 @@
-"""The command line: run, replay, sweep, bench, store, top."""
+"""The command line: run, replay, sweep, store, top."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import structlog
@@ -49,7 +49,7 @@ def version() -> str:
 
 app = App(
     name="kvactors",
-    help="A tiered KV cache of asyncio actors: scenarios, trace replay, benchmarks.",
+    help="A tiered KV cache of asyncio actors: scenarios, trace replay, stores, metrics.",
     version=version,
 )
 app.register_install_completion_command(add_to_startup=True)
@@ -60,11 +60,8 @@ app.command(record)
 MOVED = {
     ("simulate",): "python -m tests.simulation",
     ("chaos",): "python -m tests.chaos",
-    ("bench", "faults"): "pytest tests/cache/test_storage_faults.py",
 }
 """Former commands, and the command that replaces each in a clone of the repository."""
-
-BENCHES = Literal["index", "acquire", "lag", "copy", "flush", "store", "tiers", "engine"]
 
 
 @app.command
@@ -307,57 +304,6 @@ def sweep_command(
         write_page(sweep_page(report), html)
     if png is not None:
         write_png(sweep_chart(report), png)
-    return 0
-
-
-@app.command
-def bench(
-    name: BENCHES,
-    *,
-    json: Output | None = None,
-    quick: bool = False,
-    vllm_python: Path | None = None,
-    sglang_python: Path | None = None,
-    blocks: int | None = None,
-) -> int:
-    """Measure kvactors, and the limit beside it in the same run.
-
-    Parameters
-    ----------
-    name
-        The benchmark to run.
-    json
-        Where to write the report.
-    quick
-        A short run, to check that the benchmark works.
-    vllm_python
-        For flush and store: a Python that has vLLM, whose publisher or `fs` tier is measured in
-        the same run. For engine: a Python that has vLLM and kvactors. By default this one, if it
-        has vLLM.
-    sglang_python
-        For index: a Python that has SGLang, whose Rust tree is measured in the same run.
-    blocks
-        For index: the blocks that the index has before, in the rows of a filled one.
-    """
-    from kvactors.bench.report import print_bench
-
-    options: dict[str, Any] = {"quick": quick}
-    if vllm_python is not None:
-        if name not in ("flush", "engine", "store"):
-            raise ConfigError(
-                f"vllm_python is for the benchmarks flush, engine and store, not {name}"
-            )
-        options["vllm_python"] = str(vllm_python)
-    if (sglang_python is not None or blocks is not None) and name != "index":
-        raise ConfigError(f"sglang_python and blocks are for the benchmark index, not {name}")
-    if sglang_python is not None:
-        options["sglang_python"] = str(sglang_python)
-    if blocks is not None:
-        options["blocks"] = blocks
-    result = import_module(f"kvactors.bench.{name}").run(**options)
-    print_bench(result, Console(stderr=to_stdout(json)))
-    if json is not None:
-        write_json(result, json)
     return 0
 
 

@@ -1,5 +1,5 @@
-"""Build the PTX files of the package from the sources beside this file. Needs nvcc, which
-installing the package does not.
+"""Build the PTX files of the package and its benchmarks from the sources beside this file. Needs
+nvcc, which installing the package does not.
 
 python native/cuda/build_ptx.py            writes the files
 python native/cuda/build_ptx.py --print    prints that of the copies instead
@@ -15,10 +15,10 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PACKAGE = HERE.parents[1] / "kvactors"
+ROOT = HERE.parents[1]
 SOURCE = HERE / "block_copy.cu"
-TARGET = PACKAGE / "data_plane" / "cuda" / "kernels.ptx"
-OTHERS = {HERE / "product.cu": PACKAGE / "bench" / "product.ptx"}
+TARGET = ROOT / "kvactors" / "data_plane" / "cuda" / "kernels.ptx"
+OTHERS = {HERE / "product.cu": ROOT / "tests" / "benchmarks" / "product.ptx"}
 """Further sources, each with its file."""
 
 VERSION = "7.4"

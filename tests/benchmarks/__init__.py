@@ -1,1 +1,2 @@
-"""The tables of docs/benchmarks.md, from runs of `kvactors bench` and of `service`."""
+"""Benchmarks: kvactors' figures beside a limit of the same run, and the tables of
+docs/benchmarks.md."""

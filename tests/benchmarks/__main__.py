@@ -1,4 +1,5 @@
-"""`python -m tests.benchmarks`: run every benchmark, and write the tables of docs/benchmarks.md.
+"""Benchmarks: `NAME` runs one and prints its table. Without a name all run, and their tables are
+written to docs/benchmarks.md.
 
 Exit status 1 if a benchmark failed. The tables of the others are written nevertheless.
 """
@@ -6,22 +7,48 @@ Exit status 1 if a benchmark failed. The tables of the others are written nevert
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from kvactors.errors import ConfigError
+from kvactors.report import to_stdout, write_json
+from kvactors.terminable import sigterm_ends
 from tests.benchmarks.machine import ROOT
 from tests.benchmarks.page import filled, names_of
-from tests.benchmarks.runs import NAMES, Peers, measure, obstacle, read, selected
+from tests.benchmarks.report import print_bench
+from tests.benchmarks.runs import NAMES, RUNS, Peers, measure, obstacle, read, selected
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+ALWAYS = {"name", "json", "page"}
+"""Options that no benchmark takes."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, and write the page. Returns the exit status."""
+    """Run one benchmark, or all of them and write the page. Returns the exit status."""
     options = parsed(arguments)
+    if options.name is None:
+        return write_page(options)
+    try:
+        with sigterm_ends():
+            report = options.run(**options.taken)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print_bench(report, Console(stderr=to_stdout(options.json)))
+    if options.json is not None:
+        write_json(report, options.json)
+    return 0
+
+
+def write_page(options: argparse.Namespace) -> int:
+    """Run, and write the page. Returns the exit status."""
     page: Path = options.page
     chosen, places = selected(options.only), names_of(page.read_text())
     if missing := [one.name for one in chosen if one.name not in places]:
@@ -66,8 +93,12 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """The command line. With a name, `run` is the benchmark and `taken` its options."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    names = list(dict.fromkeys(one.bench for one in RUNS))
+    parser.add_argument("name", nargs="?", choices=names, help="a benchmark")
+    parser.add_argument("--json", type=Path, help="where to write its report, - for stdout")
+    parser.add_argument("--blocks", type=int, help="of the filled index, for index")
     parser.add_argument(
         "--from", dest="source", type=Path, help="take the JSON files of this folder, run nothing"
     )
@@ -90,6 +121,15 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
             # benchmarks run in another folder. A link to the interpreter is not followed: it is
             # what makes a virtual environment
             setattr(options, peer, str(Path(python).absolute()))
+    if options.name is None:
+        if options.json is not None or options.blocks is not None:
+            parser.error("--json and --blocks are for one benchmark: name it")
+        return options
+    run = import_module(f"tests.benchmarks.{options.name}").run
+    given = {key: value for key, value in vars(options).items() if value and key not in ALWAYS}
+    if unknown := sorted(given.keys() - inspect.signature(run).parameters.keys()):
+        parser.error(f"the benchmark {options.name} takes no {', '.join(unknown)}")
+    options.run, options.taken = run, given
     return options
 
 

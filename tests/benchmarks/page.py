@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvactors.bench.report import number
+from tests.benchmarks.report import number
 
 MARK = re.compile(r"<!-- table (\w+) -->\n(.*?)<!-- end \1 -->", re.DOTALL)
 HEAD = ("| case | ours | limit | ratio | unit | limit is |", "|---|---:|---:|---:|---|---|")

@@ -25,8 +25,7 @@ class Run(NamedTuple):
 
     Attributes:
         name: of its table and of its file.
-        bench: the benchmark of `kvactors bench`, empty for the module of this package that has the
-            name of the run.
+        bench: the benchmark, a module of this package.
         peers: the options that name the peers' interpreters.
         packages: of the peers, whose versions the page shows.
         needs_peer: whether the benchmark measures nothing without its peer.
@@ -59,7 +58,7 @@ RUNS = (
     Run("tiers", "tiers"),
     Run("flush", "flush", ("--vllm-python",), VLLM),
     Run("store", "store", ("--vllm-python",), VLLM),
-    Run("service", "", ("--vllm-python", "--lmcache-python"), (*VLLM, "lmcache")),
+    Run("service", "service", ("--vllm-python", "--lmcache-python"), (*VLLM, "lmcache")),
     Run("engine", "engine", ("--vllm-python",), VLLM, needs_peer=True),
 )
 """In the order of the page."""
@@ -100,11 +99,11 @@ def obstacle(run: Run, peers: Peers, *, quick: bool) -> str:
 
 def command(run: Run, peers: Peers, report: Path, *, quick: bool) -> list[str]:
     """The command line of a run."""
-    program = ("kvactors", "bench", run.bench) if run.bench else (f"tests.benchmarks.{run.name}",)
     return [
         sys.executable,
         "-m",
-        *program,
+        "tests.benchmarks",
+        run.bench,
         "--json",
         str(report),
         *(word for option in peers.of(run).items() for word in option),
@@ -151,8 +150,8 @@ def measure(run: Run, peers: Peers, folder: Path, *, quick: bool) -> dict[str, A
 
 
 def read(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Records of an earlier run, by name. A report of `kvactors bench --json` counts as a record
-    without a machine.
+    """Records of an earlier run, by name. A report of `--json` counts as a record without a
+    machine.
 
     Raises:
         ValueError: a file is no report.
@@ -165,7 +164,7 @@ def read(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         data = json.loads(path.read_text())
         record = data if isinstance(data, dict) and "report" in data else {"report": data}
         if not isinstance(record["report"], dict) or "rows" not in record["report"]:
-            raise ValueError(f"{path} is no report of kvactors bench")
+            raise ValueError(f"{path} is no report of a benchmark")
         found[name] = record
     return found
 

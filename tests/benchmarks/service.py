@@ -1,34 +1,30 @@
 """Service: stored blocks that come back to many requests at once and to long prompts, and finished
 or evicted blocks that reach the store, beside the time of plain transfers of the same bytes.
 
-`python -m tests.benchmarks.service`. All settings but sizes and the write policy are the defaults.
+All settings but sizes and the write policy are the defaults.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
 import kvactors
-from kvactors.bench.child import ChildProcess
-from kvactors.bench.engine import HOW, VARIABLES
-from kvactors.bench.report import Row, bench_report, print_bench, rate_row, time_row
 from kvactors.config import HostConfig, StorageConfig
-from kvactors.report import write_json
 from kvactors.terminable import run_terminable
-from tests.benchmarks.machine import ROOT
+from tests.benchmarks.child import ChildProcess
+from tests.benchmarks.engine import HOW, VARIABLES
+from tests.benchmarks.report import Row, bench_report, rate_row, time_row
 
 TOKENS, SIZE = 16, 128 << 10
 """Tokens and bytes of a block in this layout."""
@@ -206,12 +202,16 @@ class Peer:
     """Tiers of an engine in a process of its Python. See `service_child`."""
 
     def __init__(self, python: str, name: str) -> None:
-        script = str(Path(__file__).with_name("service_child.py"))
         names = {"what": PEERS[name], "hint": HOW}
-        variables = VARIABLES | {"PYTHONPATH": str(ROOT)}
         self.name = name
         self._process = ChildProcess(
-            python, script, name, **names, limit=600.0, ending=30.0, variables=variables
+            python,
+            "service_child.py",
+            name,
+            **names,
+            limit=600.0,
+            ending=30.0,
+            variables=VARIABLES,
         )
         self.close = self._process.close
 
@@ -333,22 +333,3 @@ def run(*, quick: bool = False, vllm_python: str = "", lmcache_python: str = "")
     settings: dict[str, Any] = {"block_bytes": SIZE, "slots": slots, "transit_slots": TRANSIT}
     settings |= {"io_depth": DEPTH, "deadline_s": DEADLINE_S, "quick": quick}
     return bench_report("service", rows, settings)
-
-
-def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.service", description=__doc__)
-    parser.add_argument("--json", help="where to write the report")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to check the benchmark")
-    parser.add_argument("--vllm-python", default="", help="a Python that has vLLM")
-    parser.add_argument("--lmcache-python", default="", help="a Python that has LMCache")
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    options = vars(parsed())
-    path = options.pop("json")
-    report = run(**options)
-    print_bench(report, Console(stderr=path == "-"))
-    if path is not None:
-        write_json(report, path)

@@ -63,7 +63,7 @@ class VllmTiers(Tiers):
         from vllm.v1.kv_offload.tiering import manager
         from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-        from kvactors.bench.store_child import spec
+        from tests.benchmarks.store_child import spec
 
         self.base: Any = base
         region = SharedOffloadRegion(f"service_{os.getpid()}", slots, None, size, size)

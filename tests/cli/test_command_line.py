@@ -51,7 +51,6 @@ system_tokens = 8
 [expect]
 requests = {}
 """
-BENCHES = ("index", "acquire", "lag", "copy")
 
 
 def write(path, text):
@@ -118,7 +117,6 @@ def test_both_kinds_of_time(kvactors, flag):
         ("run", ROOT / "scenarios" / "quickstart.toml", "--virtual"),
         ("replay", ROOT / "scenarios" / "no_room.toml"),
         ("replay", "/nowhere/t.jsonl"),
-        ("bench", "nonsense"),
         ("nonsense",),
     ],
 )
@@ -171,20 +169,6 @@ def test_replay_honours_its_options(kvactors, tmp_path):
         report = json.loads(out.read_text())
         assert report["requests"] == 5
         assert report["wall_s"] >= 0.2  # four seconds of the trace
-
-
-@pytest.mark.parametrize("name", BENCHES)
-def test_bench_prints_rows_and_writes_them(kvactors, tmp_path, name):
-    status, out, _ = kvactors("bench", name, "--quick", "--json", tmp_path / "b.json")
-    assert status == 0
-    assert "ratio" in out
-    report = json.loads((tmp_path / "b.json").read_text())
-    assert set(report) == {"name", "rows", "settings"}
-    assert report["name"] == name
-    assert report["rows"]
-    for row in report["rows"]:
-        assert set(row) == {"case", "ours", "limit", "ratio", "unit", "limit_name"}
-        assert row["ratio"] > 0
 
 
 def test_a_report_on_standard_output_is_alone_there(kvactors, tmp_path):
@@ -302,14 +286,12 @@ def test_as_a_module(tmp_path):
         (signal.SIGINT, 130, signal.SIG_DFL),
     ],
 )
-@pytest.mark.parametrize("command", ["run", "bench"])
-def test_a_signal_leaves_no_temporary_files(tmp_path, command, number, status, interrupts):
+def test_a_signal_leaves_no_temporary_files(tmp_path, number, status, interrupts):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     endless = write(tmp_path / "s.toml", SCENARIO.format(4).replace("turns = 2", "turns = 100000"))
-    arguments = ["run", str(endless)] if command == "run" else ["bench", "lag"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvactors", *arguments],
+        [sys.executable, "-m", "kvactors", "run", str(endless)],
         env={**os.environ, "TMPDIR": str(temporary)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -338,7 +320,6 @@ def test_a_signal_leaves_no_temporary_files(tmp_path, command, number, status, i
     [
         (["simulate", "--seeds", "3"], "python -m tests.simulation"),
         (["chaos"], "python -m tests.chaos"),
-        (["bench", "faults", "--quick"], "pytest tests/cache/test_storage_faults.py"),
     ],
 )
 def test_a_former_command_names_the_tool_that_replaces_it(words, command, capsys):
@@ -400,4 +381,4 @@ def test_completion_is_installed(tmp_path):
     script = f"source {output}; complete -p kvactors"
     assert subprocess.run(["bash", "-c", script], capture_output=True).returncode == 0
     text = output.read_text()
-    assert all(word in text for word in ("replay", "--limit", "config", "quick"))
+    assert all(word in text for word in ("replay", "--limit", "config", "metrics-port"))

@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from kvactors.bench import copy_gpu
-from kvactors.bench.copy_gpu import gpu_rows
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.data_plane.cuda.lane import Lane
 from kvactors.data_plane.cuda.stream_events import StreamEvent, StreamWait
 from kvactors.lease_hold import LeaseHold
+from tests.benchmarks import copy_gpu
+from tests.benchmarks.copy_gpu import gpu_rows
 from tests.gpu import __main__ as command
 from tests.gpu import checks
 from tests.gpu.common import Wrong

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvactors.bench.copy_gpu import gpu_rows
-from kvactors.bench.report import Row, bench_report
 from kvactors.data_plane.cuda.driver import LIBRARY, CudaDriver
 from kvactors.errors import DeviceError
+from tests.benchmarks.copy_gpu import gpu_rows
 from tests.benchmarks.machine import ROOT, describe, versions
 from tests.benchmarks.page import table
+from tests.benchmarks.report import Row, bench_report
 from tests.gpu.checks import model_folder, run_checks
 
 PAGE = ROOT / "docs" / "benchmarks_gpu.md"

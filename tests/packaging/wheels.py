@@ -44,7 +44,6 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("kvactors", "replay", "small_chat", "--limit", "60"),
     ("kvactors", "config", "check", "settings.toml"),
     ("kvactors", "size", "settings.toml", "--device", "1GiB"),
-    ("python", "-m", "kvactors", "bench", "index", "--quick"),
 )
 """Commands that an installed package must carry out, in a folder with settings.toml alone."""
 

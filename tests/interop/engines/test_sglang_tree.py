@@ -1,4 +1,4 @@
-"""`bench index` beside the Rust tree of SGLang's wheel."""
+"""The benchmark `index` beside the Rust tree of SGLang's wheel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvactors.bench import index
+from tests.benchmarks import index
 from tests.interop.environments import Environments
 
 pytestmark = pytest.mark.engines

@@ -1,4 +1,4 @@
-"""A Mooncake pool through the back end beside its raw client, in `bench store`."""
+"""A Mooncake pool through the back end beside its raw client, in the benchmark `store`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
-from kvactors.bench.report import Row, rate_row
-from kvactors.bench.store_rounds import DIGEST, names, processor_seconds, rounds_within
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
@@ -23,6 +21,8 @@ from kvactors.storage.backends.mooncake_objects import MooncakeObjects
 from kvactors.storage.messages import Outcome
 from kvactors.terminable import run_terminable
 from kvactors.testing.mooncake_master import master
+from tests.benchmarks.report import Row, rate_row
+from tests.benchmarks.store_rounds import DIGEST, names, processor_seconds, rounds_within
 
 ROUNDS = 9
 LOADS = ((2 << 20, 256 << 20), (64 << 10, 128 << 20), (4 << 10, 16 << 20))

@@ -1,6 +1,6 @@
 """Cost of sending a batch to four rank processes and gathering their answers.
 
-`python -m kvactors.bench.copy_ranks CONFIG RANK` is one rank process.
+`python -m tests.benchmarks.copy_ranks CONFIG RANK` is one rank process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from statistics import median
 
 import msgspec
 
-from kvactors.bench.report import Row, time_row
 from kvactors.cache import open_cache
 from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig
 from kvactors.data_plane.ranks.protocol import CopyBlocks
@@ -24,6 +23,7 @@ from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
 from kvactors.ranks_config import RanksConfig
 from kvactors.scenario.child import child
+from tests.benchmarks.report import Row, time_row
 
 RANKS = 4
 BAR = 1000.0

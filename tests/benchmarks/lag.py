@@ -18,13 +18,13 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.bench import callbacks
-from kvactors.bench.report import Row, bench_report, time_row
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
 from kvactors.errors import NoRoom
 from kvactors.observe.lag import Lag, LagMonitor, Lags
 from kvactors.terminable import run_terminable
+from tests.benchmarks import callbacks
+from tests.benchmarks.report import Row, bench_report, time_row
 
 Prompts = list[NDArray[np.int64]]
 
@@ -72,7 +72,7 @@ async def churn(cache: KVCache, prompts: Prompts, seconds: float) -> int:
 
     async def client(seed: int) -> None:
         nonlocal served
-        order = random.Random(seed)  # noqa: S311  (which prompt comes next is no secret)
+        order = random.Random(seed)
         while time.monotonic() < until:
             try:
                 async with await cache.acquire("churn", order.choice(prompts)) as lease:
@@ -101,7 +101,7 @@ class Measured(NamedTuple):
 def wake_ups() -> Iterator[None]:
     """A thread wakes the loop at random moments, with nothing to do. A selector waits in whole
     milliseconds, rounded up: each wake-up makes the next timer up to a millisecond late."""
-    loop, delays, wanted = asyncio.get_running_loop(), random.Random(0), True  # noqa: S311
+    loop, delays, wanted = asyncio.get_running_loop(), random.Random(0), True
 
     def wake() -> None:
         while wanted:

@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 
-from kvactors.bench.report import Row, rate_row, time_row
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda.context import quietly
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.threads import in_thread
+from tests.benchmarks.report import Row, rate_row, time_row
 
 KERNEL = Path(__file__).with_name("product.ptx")
 GRID, THREADS = 1024, 256

@@ -1,4 +1,4 @@
-"""One vLLM engine for `bench engine`: a script for a Python that has vLLM and kvactors.
+"""One vLLM engine for the benchmark `engine`: a script for a Python that has vLLM and kvactors.
 
 It serves made-up prompts with a model of random weights. Each line of its input asks for something,
 and is answered with a line of JSON: `prepare`, `round`, `close`.
@@ -60,7 +60,7 @@ MODEL = {
 
 def tiers(kind: str, folder: Path) -> dict[str, Any]:
     """`kv_connector_extra_config` of a kind of engine."""
-    common: dict[str, Any] = {"spec_module_path": "kvactors.bench.engine_specs"}
+    common: dict[str, Any] = {"spec_module_path": "tests.benchmarks.engine_specs"}
     common |= {"cpu_bytes_to_use": HOST_CHUNKS * CHUNK_BYTES}
     if kind == "ours":
         storage = {"backend": "file", "directory": str(folder / "ours"), "capacity_blocks": 1000}
@@ -246,7 +246,7 @@ class Bench:
         """Times of look-ups and copies since the last call, empty without tiers."""
         if self._kind == "none":
             return {}
-        from kvactors.bench.engine_specs import TIMES
+        from tests.benchmarks.engine_specs import TIMES
 
         found, scale = {}, {"lookup_us": 1e6, "load_ms": 1e3, "store_ms": 1e3}
         for name, times in zip(scale, TIMES.take(), strict=True):

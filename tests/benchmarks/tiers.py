@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from kvactors.bench.report import Row, bench_report, time_row
 from kvactors.native import copy_bytes
 from kvactors.tier_cache import CopyWorker, Lookup, SlotMemory, TierCache, open_tiers
+from tests.benchmarks.report import Row, bench_report, time_row
 
 KIB = 1024
 DICT = "a dict's get of the same keys, same run"

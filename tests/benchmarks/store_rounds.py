@@ -1,4 +1,4 @@
-"""Rounds of `bench store`: the same bytes through the file store, through plain direct I/O and
+"""Rounds of the benchmark `store`: the same bytes through the file store, through plain direct I/O and
 through vLLM's `fs` tier, in turn."""
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from kvactors.actor import Actor, ActorRef, ActorSpec, Group, InFlight, Supervisor, on
-from kvactors.bench.engine import EngineProcess
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathsFound, TierCleared
 from kvactors.lineage import Lineage
@@ -32,6 +31,7 @@ from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
 from kvactors.terminable import run_terminable
 from kvactors.types import join_hashes
+from tests.benchmarks.engine import EngineProcess
 
 DIGEST = bytes(32)
 BATCH_BYTES = 32 << 20

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvactors.errors import ConfigError
+from tests.benchmarks.machine import ROOT
 
 
 class ChildProcess:
@@ -21,13 +22,13 @@ class ChildProcess:
 
     Args:
         python: the Python.
-        script: the name of a script of this folder, or the path of another one.
+        script: the name of a script of this folder.
         argument: of the script.
         what: the peer, for errors.
         hint: how to make an environment that has the peer.
         limit: seconds for an answer, the start included. Only a hang takes as long.
         ending: seconds for the end of the process.
-        variables: of the environment, beside those of this process.
+        variables: of the environment, beside those of this process. The clone is on its path.
 
     Raises:
         ConfigError: the Python does not start.
@@ -51,13 +52,13 @@ class ChildProcess:
         self._unread = b""
         path = str(Path(__file__).parent / script)
         try:
-            self._process = subprocess.Popen(  # noqa: S603, the caller names the Python
+            self._process = subprocess.Popen(
                 [python, "-P", path, argument],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 bufsize=0,
-                env=os.environ | dict(variables),
+                env=os.environ | {"PYTHONPATH": str(ROOT)} | dict(variables),
             )
         except OSError as error:
             self._log.close()

@@ -1,4 +1,4 @@
-"""vLLM's `fs` tier for `bench store`: a script for a Python that has vLLM.
+"""vLLM's `fs` tier for the benchmark `store`: a script for a Python that has vLLM.
 
 Each line of its input asks for something, and is answered with a line of JSON: `open` (folder,
 size, slots), `write` and `read` (first, count, batch), `close`.

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.bench.report import Row, bench_report, rate_row, time_row
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
 from kvactors.steps import Step
 from kvactors.terminable import run_terminable
+from tests.benchmarks.report import Row, bench_report, rate_row, time_row
 
 BLOCK = 64
 PROMPT = 8192 + 8

@@ -1,4 +1,4 @@
-"""vLLM's own publisher of KV events, as the peer of `bench flush`: a script for a Python that has
+"""vLLM's own publisher of KV events, as the peer of the benchmark `flush`: a script for a Python that has
 vLLM, and for no other import.
 
 It publishes COUNT batches of EVENTS events at ENDPOINT once a line arrives on its input. As in
@@ -56,7 +56,7 @@ def main() -> None:
     endpoint = sys.argv[1]
     count, blocks, tokens, together = map(int, sys.argv[2:6])
     module = kv_events()
-    rng = random.Random(1)  # noqa: S311  (token ids)
+    rng = random.Random(1)
     requests = []
     for _ in range(REQUESTS):
         ids = [rng.randrange(150_000) for _ in range(2 * blocks * tokens)]

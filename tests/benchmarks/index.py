@@ -12,8 +12,10 @@ from contextlib import ExitStack
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvactors.bench.child import ChildProcess
-from kvactors.bench.index_child import (
+from kvactors.errors import ConfigError
+from kvactors.native import BlockTree, Path, chain_hashes
+from tests.benchmarks.child import ChildProcess
+from tests.benchmarks.index_child import (
     GROUP_SIZE,
     LENGTH,
     SHARED,
@@ -23,9 +25,7 @@ from kvactors.bench.index_child import (
     some_stored,
     stored_prompt,
 )
-from kvactors.bench.report import Row, bench_report, rate_row, time_row
-from kvactors.errors import ConfigError
-from kvactors.native import BlockTree, Path, chain_hashes
+from tests.benchmarks.report import Row, bench_report, rate_row, time_row
 
 PROMPTS = 64
 ROOT = bytes(32)
@@ -47,7 +47,7 @@ ENDING = 30.0
 """Seconds that the peer may take to end."""
 HOW = (
     "`python -m tests.interop.setup DIR engines` in a clone makes an environment, then run "
-    "`kvactors bench index --sglang-python DIR/sglang_cpu/bin/python`. A Python with torch and "
+    "`python -m tests.benchmarks index --sglang-python DIR/sglang_cpu/bin/python`. A Python with torch and "
     "SGLang's wheel is enough"
 )
 

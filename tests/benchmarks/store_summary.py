@@ -1,4 +1,4 @@
-"""The report of `bench store`: rows, spreads and rounds."""
+"""The report of the benchmark `store`: rows, spreads and rounds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from kvactors.bench.report import Row, rate_row, time_row
-from kvactors.bench.store_rounds import PLAIN, Measured, Round
+from tests.benchmarks.report import Row, rate_row, time_row
+from tests.benchmarks.store_rounds import PLAIN, Measured, Round
 
 PEER = "vLLM's fs tier, nothing verified"
 DISK = f"plain O_DIRECT threads, best of {len(PLAIN)}:"

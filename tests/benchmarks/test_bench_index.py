@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from kvactors import ConfigError
-from kvactors.bench import index
-from kvactors.bench.index_child import LENGTH, some_stored, stored_prompt
-from kvactors.cli import main
+from tests.benchmarks import index
+from tests.benchmarks.index_child import LENGTH, some_stored, stored_prompt
 
 STAND_IN = """#!{python}
 import json, sys
-from kvactors.bench.index import OurTree
+from tests.benchmarks.index import OurTree
 tree = OurTree()
 for line in sys.stdin:
     message = json.loads(line)
@@ -97,13 +96,3 @@ def test_a_python_without_sglang_is_named(tmp_path: Path) -> None:
 def test_a_number_of_blocks_below_zero_is_named() -> None:
     with pytest.raises(ConfigError, match="blocks is -1"):
         index.run(quick=True, blocks=-1)
-
-
-def test_only_the_benchmark_of_the_index_has_a_peer_of_sglang(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for option in ("--sglang-python=/python", "--blocks=5"):
-        with pytest.raises(SystemExit) as ended:
-            main(["bench", "lag", option])
-        assert ended.value.code != 0
-        assert "are for the benchmark index, not lag" in capsys.readouterr().err

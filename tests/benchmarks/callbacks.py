@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor.ref import SWEEP
-from kvactors.bench.report import Row, time_row
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
+from tests.benchmarks.report import Row, time_row
 
 LIMIT_MS = 2.0
 BLOCK = 16

@@ -1,7 +1,7 @@
-"""SGLang's Rust tree for `bench index`: a script for a Python that has SGLang and torch.
+"""SGLang's Rust tree for the benchmark `index`: a script for a Python that has SGLang and torch.
 
 Only the extension module of SGLang's wheel is loaded. The prompts and the way to count are those of
-`kvactors.bench.index`, which imports them from here. Each line of the input asks for something, and
+`tests.benchmarks.index`, which imports them from here. Each line of the input asks for something, and
 is answered with a line of JSON: `new`, `fill`, `insert`, `look_up`, `visit`.
 """
 

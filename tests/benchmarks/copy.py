@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from kvactors.bench.copy_gpu import gpu_rows
-from kvactors.bench.copy_ranks import rank_rows
-from kvactors.bench.report import Row, bench_report, rate_row
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout
 from kvactors.native import copy_bytes, gather, scatter, touch
 from kvactors.terminable import run_terminable
+from tests.benchmarks.copy_gpu import gpu_rows
+from tests.benchmarks.copy_ranks import rank_rows
+from tests.benchmarks.report import Row, bench_report, rate_row
 
 LAYERS = 32
 KIB = 1024

@@ -1,12 +1,19 @@
-"""Rows of a Mooncake pool beside its raw client in `bench store`."""
+"""Rows of a Mooncake pool beside its raw client in the benchmark `store`."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvactors.bench.store_pool import NAMES, Runner, in_pool, rounds_of, rows_beside, spread_beside
 from kvactors.storage.backends.mooncake_client import MooncakeClient
 from kvactors.terminable import run_terminable
+from tests.benchmarks.store_pool import (
+    NAMES,
+    Runner,
+    in_pool,
+    rounds_of,
+    rows_beside,
+    spread_beside,
+)
 from tests.storage.mooncake_standin import StandIn
 
 RATES = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import runs, service
+from tests.benchmarks import runs
 from tests.benchmarks.machine import describe, disk, processor, versions
 from tests.benchmarks.page import filled, names_of, table
 from tests.benchmarks.runs import NAMES, RUNS, Peers
@@ -68,37 +69,35 @@ def test_the_page_has_a_place_for_every_run():
     assert sorted(names_of(command.PAGE.read_text())) == sorted(NAMES)
 
 
+@pytest.mark.parametrize("name", ["index", "acquire", "copy", "lag", "tiers"])
+def test_a_quick_run_prints_a_table_and_writes_its_report(name, tmp_path, capsys):
+    assert command.main([name, "--quick", "--json", str(tmp_path / "r.json")]) == 0
+    assert "ratio" in capsys.readouterr().out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert set(report) == {"name", "rows", "settings"}
+    assert (report["name"], report["settings"]["quick"]) == (name, True)
+    assert len({row["case"] for row in report["rows"]}) == len(report["rows"]) >= 6
+    for row in report["rows"]:
+        assert set(row) == {"case", "ours", "limit", "ratio", "unit", "limit_name"}
+        assert row["ratio"] >= 0
+
+
 @pytest.mark.parametrize("run", RUNS, ids=NAMES)
-def test_every_run_is_a_command_line_that_kvactors_takes(run, monkeypatch, tmp_path):
-    from kvactors import cli
-
-    called = {}
-    monkeypatch.setattr(
-        cli,
-        "import_module",
-        lambda name: called.update(name=name) or type("M", (), {"run": take}),
-    )
-
-    def take(**options: Any) -> dict[str, Any]:
-        called.update(options)
-        return {"name": run.bench, "rows": ROWS, "settings": {}}
-
-    line = runs.command(run, ALL, tmp_path / "r.json", quick=False)
-    if run.bench:
-        assert line[1:3] == ["-m", "kvactors"]
-        with pytest.raises(SystemExit) as ended:
-            cli.app(line[3:])
-        assert ended.value.code in (0, None)
-        assert called["name"] == f"kvactors.bench.{run.bench}"
-    else:
-        called |= vars(service.parsed(line[3:]))
-        assert line[1:3] == ["-m", f"{service.__name__}"]
-    assert called["quick"] is False
-    named = {option[2:].replace("-", "_") for option in run.peers}
-    assert {k for k in called if k.endswith("python")} == named
-    assert {called[name] for name in named} == set(ALL.of(run).values())
-    assert "--quick" in runs.command(run, ALL, tmp_path / "r.json", quick=True)
-    assert "--blocks" not in runs.command(run, ALL, tmp_path / "r.json", quick=True)
+def test_every_run_is_a_command_line_that_the_command_takes(run, tmp_path):
+    peers = Peers(*(str(tmp_path / name) for name in ("vllm", "sglang", "lmcache")))
+    for python in peers:
+        Path(python).touch()
+    line = runs.command(run, peers, tmp_path / "r.json", quick=False)
+    assert line[1:4] == ["-m", "tests.benchmarks", run.bench]
+    options = command.parsed(line[3:])
+    assert options.run.__module__ == f"tests.benchmarks.{run.bench}"
+    assert set(peers.of(run).values()) == {
+        value for name, value in options.taken.items() if name.endswith("python")
+    }
+    assert options.taken.get("blocks") == (10_000_000 if run.name == "index_large" else None)
+    line = runs.command(run, peers, tmp_path / "r.json", quick=True)
+    assert "--quick" in line
+    assert "--blocks" not in line
 
 
 def test_a_quick_run_writes_the_page_and_its_record(tmp_path, capsys):
@@ -179,6 +178,11 @@ def test_bad_options_and_files_change_nothing(tmp_path, capsys):
         ["--from", str(tmp_path), "--quick"],
         ["--vllm-python", str(tmp_path / "none")],
         ["--only", "nothing"],
+        ["--json", "-"],
+        ["nonsense"],
+        ["lag", "--blocks", "5"],
+        ["lag", "--vllm-python", sys.executable],
+        ["lag", "--to", str(tmp_path)],
     ):
         with pytest.raises(SystemExit):
             command.main([*options, "--page", str(path)])
@@ -223,8 +227,6 @@ def test_the_machine_is_described():
         "Python",
         "kvactors",
     ]
-    import sys
-
     assert versions("", ["numpy", "no-such-package"]).keys() == {"numpy"}
     assert versions(sys.executable, ["numpy"]) == versions("", ["numpy"])
 

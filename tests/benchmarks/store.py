@@ -13,9 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvactors.bench.report import Row, bench_report, time_row
-from kvactors.bench.store_pool import pool_rows
-from kvactors.bench.store_rounds import (
+from kvactors.observe.lag import LagMonitor, Lags
+from kvactors.storage.backends import FileBackend
+from kvactors.storage.backends.slab_table import PAGE, Meta, entry_of
+from kvactors.terminable import run_terminable
+from tests.benchmarks.report import Row, bench_report, time_row
+from tests.benchmarks.store_pool import pool_rows
+from tests.benchmarks.store_rounds import (
     DIGEST,
     Measured,
     VllmTier,
@@ -24,11 +28,7 @@ from kvactors.bench.store_rounds import (
     names,
     rounds_within,
 )
-from kvactors.bench.store_summary import counted, rounds_of, rows_of, spread_of
-from kvactors.observe.lag import LagMonitor, Lags
-from kvactors.storage.backends import FileBackend
-from kvactors.storage.backends.slab_table import PAGE, Meta, entry_of
-from kvactors.terminable import run_terminable
+from tests.benchmarks.store_summary import counted, rounds_of, rows_of, spread_of
 
 ROUNDS = 9
 LOADS = (

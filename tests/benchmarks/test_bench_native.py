@@ -3,29 +3,12 @@ form."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import pytest
 
-from kvactors.bench import copy, index
-from kvactors.bench.index_child import prompts
-from kvactors.bench.report import rate_row, time_row
 from kvactors.native import BlockTree
-
-
-@pytest.mark.parametrize(("bench", "name"), [(index, "index"), (copy, "copy")])
-def test_a_quick_run_reports_in_the_common_form(bench: Any, name: str) -> None:
-    report = bench.run(quick=True)
-    assert set(report) == {"name", "rows", "settings"}
-    assert report["name"] == name
-    assert report["settings"]["quick"] is True
-    assert len({row["case"] for row in report["rows"]}) == len(report["rows"]) >= 6
-    for row in report["rows"]:
-        assert set(row) == {"case", "ours", "limit", "ratio", "unit", "limit_name"}
-        assert row["ours"] > 0
-        better = row["limit"] / row["ours"] if row["unit"] == "us" else row["ours"] / row["limit"]
-        assert row["ratio"] == pytest.approx(better, rel=1e-3, abs=1e-3)
+from tests.benchmarks import index
+from tests.benchmarks.index_child import prompts
+from tests.benchmarks.report import rate_row, time_row
 
 
 def test_a_higher_ratio_is_better_in_every_kind_of_row() -> None:

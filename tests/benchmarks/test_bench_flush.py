@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvactors.bench import flush
-from kvactors.cli import main
 from kvactors.errors import ConfigError
+from tests.benchmarks import flush
 
 pytestmark = pytest.mark.full
 
@@ -98,10 +97,3 @@ async def test_a_python_without_vllm_is_an_error(tmp_path):
     python = stand_in(tmp_path, "raise ImportError('another vLLM')")
     with pytest.raises(ConfigError, match="cannot run vLLM's publisher"):
         await flush.publish_as_vllm(python, flush.Load(1, 16, 1, 10), os.fspath(tmp_path))
-
-
-def test_only_the_benchmark_of_the_flush_path_has_a_peer_of_vllm(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "lag", "--vllm-python", "/python"])
-    assert ended.value.code != 0
-    assert "is for the benchmarks flush, engine and store" in capsys.readouterr().err

@@ -22,7 +22,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvactors.actor import ActorRef, ActorSpec, Group, InFlight, Supervisor
 from kvactors.actor.clock import deadline_after
-from kvactors.bench.report import Row, bench_report, rate_row, time_row
 from kvactors.config import FlushConfig
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.flush_notifier.actor import FlushNotifier
@@ -42,6 +41,7 @@ from kvactors.scenario.child import Child, child, start_child
 from kvactors.sink_config import KvEventsSinkConfig, MemorySinkConfig
 from kvactors.terminable import run_terminable
 from kvactors.types import Reason, Residency, Tier, split_hashes
+from tests.benchmarks.report import Row, bench_report, rate_row, time_row
 
 BLOCK, DEPTH, PATHS = 64, 16, 500
 RATE = 10_000
@@ -163,7 +163,7 @@ async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
 @asynccontextmanager
 async def subscribed(endpoint: str, count: int) -> AsyncIterator[Child]:
     """A subscriber process that prints how many seconds `count` messages took to arrive."""
-    async with child("-m", "kvactors.bench.flush", endpoint, str(count)) as reader:
+    async with child("-m", "tests.benchmarks.flush", endpoint, str(count)) as reader:
         await reader.receive()
         yield reader
 

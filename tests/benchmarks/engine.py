@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
-from kvactors.bench.child import ChildProcess
-from kvactors.bench.report import Row, bench_report, rate_row, time_row
 from kvactors.errors import ConfigError
+from tests.benchmarks.child import ChildProcess
+from tests.benchmarks.report import Row, bench_report, rate_row, time_row
 
 KINDS = ("none", "vllm", "ours")
 LIMIT = 900.0
@@ -28,7 +28,7 @@ PAUSE = 0.3
 
 HOW = (
     "`python -m tests.interop.setup DIR engines` in a clone makes an environment, then run "
-    "`kvactors bench engine --vllm-python DIR/vllm_cpu/bin/python`"
+    "`python -m tests.benchmarks engine --vllm-python DIR/vllm_cpu/bin/python`"
 )
 
 VARIABLES = {
@@ -156,7 +156,9 @@ def run(*, quick: bool = False, vllm_python: str = "") -> dict[str, Any]:
     """
     if not vllm_python:
         if find_spec("vllm") is None:
-            raise ConfigError(f"bench engine needs a Python that has vLLM and kvactors: {HOW}")
+            raise ConfigError(
+                f"the benchmark engine needs a Python that has vLLM and kvactors: {HOW}"
+            )
         vllm_python = sys.executable
     rounds = 2 if quick else 12
     found = measured(vllm_python, rounds)

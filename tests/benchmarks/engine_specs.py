@@ -1,4 +1,4 @@
-"""vLLM's offloading specs that `bench engine` compares, with clocks around the calls.
+"""vLLM's offloading specs that the benchmark `engine` compares, with clocks around the calls.
 
 vLLM loads this module by its path, in its own environment.
 """

@@ -1,1 +1,0 @@
-"""Benchmarks: ours, the limit measured beside it, and the ratio."""
