@@ -9,7 +9,7 @@ CONSUMERS ?= ../consumers
 # Folders of tests that run many caches or processes; `test-core` leaves them out.
 SLOW = benchmarks chaos e2e interop oracle planted ranks scenario simulation soak
 
-.PHONY: help install install-core test test-core lint format types bench benchmarks docs docs-serve messages \
+.PHONY: help install install-core test test-core lint format types bench benchmarks docs docs-serve pages \
 	simulate planted soak interop engines engines-full
 
 help:  ## list the recipes
@@ -49,9 +49,8 @@ benchmarks:  ## every benchmark, and the tables of docs/benchmarks.md, with engi
 		--sglang-python $(CONSUMERS)/sglang_cpu/bin/python \
 		--lmcache-python $(CONSUMERS)/lmcache/bin/python
 
-messages:  ## write the generated pages: messages, settings, command line, errors
-	$(PYTHON) -m kvactors.docsgen > docs/messages.md
-	$(PYTHON) -m kvactors.reference docs/reference
+pages:  ## write the generated pages: messages, metrics, settings, command line, errors
+	$(PYTHON) -m tests.docs.generators
 
 docs:  ## build the documentation into build/site, with strict links
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet

@@ -39,9 +39,7 @@ def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
 
 def summary(struct: type) -> str:
     """The paragraphs of a docstring before its sections, each on one line."""
-    text = re.split(
-        r"\n(?:Attributes|Args|Returns|Raises):\n", inspect.cleandoc(struct.__doc__ or "")
-    )
+    text = re.split(SECTIONS, inspect.cleandoc(struct.__doc__ or ""))
     return "\n\n".join(" ".join(part.split()) for part in text[0].strip().split("\n\n"))
 
 

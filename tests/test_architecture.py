@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from kvactors.actor import check_graph, edges
-from kvactors.docsgen import ACTORS, render
+from tests.docs.generators.messages import ACTORS
 from tests.shape import cycles, imports
 
 ROOT = Path(__file__).parents[1]
@@ -90,12 +90,6 @@ def test_the_channel_graph_is_sound():
         ("prefix_index", "cpu_evictor"),
         ("cpu_evictor", "gpu_swapper"),
     }
-
-
-def test_messages_page_is_up_to_date():
-    assert (ROOT / "docs" / "messages.md").read_text("utf-8") == render(), (
-        "run: python -m kvactors.docsgen > docs/messages.md"
-    )
 
 
 def test_run_and_replay_import_only_fault_injectors_of_the_test_harness():

@@ -9,7 +9,6 @@ import pytest
 
 from kvactors.actor import edges
 from kvactors.cpu_evictor.messages import HostReply, HostRequest
-from kvactors.docsgen import ACTORS
 from kvactors.flush_notifier.messages import Report
 from kvactors.gpu_swapper.messages import (
     CopiedWithin,
@@ -25,6 +24,7 @@ from kvactors.storage.messages import (
     StorageReply,
     WriterMessage,
 )
+from tests.docs.generators.messages import ACTORS
 
 CHANNELS = {
     "prefix_index": HostReply | DataPlaneStatus | CopiedWithin,

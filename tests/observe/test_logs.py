@@ -116,10 +116,8 @@ def test_no_module_logs_past_the_packages_logger():
     tools = {
         "scenario",
         "testing",
-        "bench",
         "__main__.py",
         "cli.py",
-        "docsgen.py",
         "top",
         "page.py",
         "report.py",

@@ -1,9 +1,7 @@
-"""Generator of docs/messages.md from the message classes: `python -m kvactors.docsgen >
-docs/messages.md`."""
+"""Generator of docs/messages.md from the message classes."""
 
 from __future__ import annotations
 
-import sys
 import typing
 from collections.abc import Iterator
 
@@ -34,9 +32,9 @@ def render() -> str:
     lines = [
         "# Messages",
         "",
-        "Generated from the classes by `python -m kvactors.docsgen`. Lanes: *data* is bounded and",
-        "flows forward, *control* overtakes it",
-        "and is bounded by the work in flight, an *ask* is a data message that is answered.",
+        "Generated from the classes by `python -m tests.docs.generators`. Lanes: *data* is bounded",
+        "and flows forward, *control* overtakes it and is bounded by the work in flight, an *ask* is",
+        "a data message that is answered.",
     ]
     for actor in ACTORS:
         lines += ["", f"## {actor.__name__} (`{actor.ROLE}`)", "", first_line(actor), ""]
@@ -101,7 +99,3 @@ def first_line(kind: type) -> str:
     """The first sentence of a docstring."""
     text = " ".join((kind.__doc__ or "").split())
     return text.split(". ")[0].rstrip(".") + "."
-
-
-if __name__ == "__main__":
-    sys.stdout.write(render())
