@@ -47,8 +47,9 @@ class Channel(Generic[T]):
 
     Attributes:
         bound: places in the data lane, at least 1. A sender waits while they are taken.
-        idle: whether an item may reach the receiver without a lane: the receiver waits, and nothing
-            was put since, which would have ended its wait.
+        idle: whether an item may reach the receiver without a lane: the receiver waits, no sender
+            waits for a place or has one that it has not used yet, and nothing was put since, which
+            would have ended the wait.
         taken: items that the receiver has taken.
     """
 
@@ -91,8 +92,8 @@ class Channel(Generic[T]):
         Raises ChannelClosed."""
         if self._closed is not None:
             raise self._closed()
-        if self._senders or len(self._data) + self._granted >= self.bound:
-            return False
+        if self._senders or self._granted or len(self._data) >= self.bound:
+            return False  # senders that wait, or are woken and have not run, come first
         self._append(item)
         return True
 
@@ -153,7 +154,7 @@ class Channel(Generic[T]):
         if self._receiver is not None and not self._receiver.done():
             raise RuntimeError(f"channel {self.name!r} has a receiver already")
         self._receiver = asyncio.get_running_loop().create_future()
-        self.idle = True
+        self.idle = not (self._senders or self._granted)
         try:
             await self._receiver
         finally:
@@ -214,7 +215,7 @@ class Channel(Generic[T]):
         self._data.append(item)
         if len(self._data) > self._peak:
             self._peak = len(self._data)
-        if self.idle:
+        if self._receiver is not None:
             self._wake_receiver()
 
     def _wake_receiver(self) -> None:

@@ -265,8 +265,12 @@ class ActorRef(Generic[M_contra]):
 
     async def send(self, envelope: Envelope[Any]) -> None:
         """`tell` for a message that has its envelope already."""
-        await self.channel.put(envelope)
-        self.in_flight.begin()
+        self.in_flight.begin()  # its sender may wait for a place
+        try:
+            await self.channel.put(envelope)
+        except BaseException:
+            self.in_flight.end()
+            raise
         if self.instruments.active:
             self.instruments.notify("sent", self, envelope, None)
 

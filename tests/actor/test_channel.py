@@ -61,6 +61,37 @@ def test_a_full_lane_makes_senders_wait_in_order(run):
     assert run(main) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("bound", [1, 2, 8])
+def test_no_sender_overtakes_one_that_waits(run, bound):
+    """Senders come in one pass of the loop and one in each of the next. A sender that finds the
+    channel idle would reach the receiver without a lane."""
+
+    async def main():
+        channel, called, got, waiting = Channel("c", bound), [], [], 0
+
+        async def send(item):
+            nonlocal waiting
+            for _ in range(max(0, item - 40)):
+                await asyncio.sleep(0)
+            assert not (channel.idle and waiting)
+            called.append(item)
+            waiting += 1
+            await channel.put(item)
+            waiting -= 1
+
+        async def receive():
+            while True:
+                got.append(await channel.get())
+
+        receiver = asyncio.create_task(receive())
+        await asyncio.gather(*map(send, range(80)))
+        await asyncio.sleep(0)
+        receiver.cancel()
+        assert got == called
+
+    run(main)
+
+
 def test_close_wakes_everybody(run):
     async def main():
         channel = Channel("c", 1)

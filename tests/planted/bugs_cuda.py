@@ -135,14 +135,6 @@ BUGS: tuple[Mutation, ...] = (
         (EXECUTOR + "test_an_engines_stream_waits_for_the_layers_of_a_lease",),
     ),
     Mutation(
-        "both_directions_of_the_bench_share_slots",
-        "bench/copy_gpu.py",
-        "(ids[-half:], slots[-half:])",
-        "(ids[:half], slots[:half])",
-        "the bench of both directions at once copies from slots that are being written",
-        ("tests/device/test_gpu_command.py::test_every_benchmark_row_runs_on_the_stand_in",),
-    ),
-    Mutation(
         "event_is_recorded_again_before_it_was_reached",
         "data_plane/cuda/stream_events.py",
         """\

@@ -7,7 +7,6 @@ from mutation import Mutation
 
 HASHING = "tests/prefix_index/test_hashing.py"
 DEVICE = f"{HASHING}::test_a_device_that_no_sink_follows_hashes_nothing"
-BENCH = "tests/bench/test_bench_index.py"
 MACHINE = "tests/prefix_index/test_index_machine.py"
 BEHIND = f"{MACHINE}::test_a_lease_computes_into_no_block_that_arrived_behind_a_load_that_failed"
 LAYER = f"{MACHINE}::test_a_layer_is_not_answered_while_another_lease_loads_blocks_that_are_to_be_computed"
@@ -44,14 +43,6 @@ BUGS: tuple[Mutation, ...] = (
         "    index.tree = make(index.block_size, index.capacity, hashes=False, touch=False)\n",
         "after a clear, reports of the host tier hash the whole tree within a turn",
         (f"{HASHING}::test_a_tree_that_is_renewed_hashes_as_the_one_before",),
-    ),
-    Mutation(
-        "benchmark_of_different_work",
-        "bench/index.py",
-        "            if len({turn.hits for turn in turns.values()}) > 1:\n",
-        "            if not turns:\n",
-        "a peer that finds fewer tokens is compared as if it had done the same",
-        (f"{BENCH}::test_a_peer_that_finds_other_tokens_is_no_peer",),
     ),
     Mutation(
         "owner_computes_into_blocks_that_others_hit",

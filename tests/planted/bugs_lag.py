@@ -92,6 +92,14 @@ BUGS: tuple[Mutation, ...] = (
         (f"{DIRECT}::test_it_overtakes_no_message",),
     ),
     Mutation(
+        "direct_turn_overtakes_waiting_senders",
+        "actor/channel.py",
+        "        self.idle = not (self._senders or self._granted)\n",
+        "        self.idle = True\n",
+        "requests that wait for a place in a full channel are overtaken by hundreds of later ones",
+        ("tests/actor/test_channel.py::test_no_sender_overtakes_one_that_waits",),
+    ),
+    Mutation(
         "direct_turns_without_bound",
         "actor/direct.py",
         "        self._left -= 1\n        self._channel.taken += 1\n",
