@@ -181,7 +181,7 @@ public:
     bool forget_step(std::size_t count, bool with_names, Forgotten& out);
     bool forgetting() const { return to_forget_ != 0 || bare_ != kNil; }
     std::vector<u32> take_discarded() { return std::exchange(discarded_, {}); }
-    bool is_forgotten(const Path& path) const { return path.forgotten || (path.held() != 0 && gone(path.nodes[0])); }
+    bool is_forgotten(const Path& path) const;
     bool is_gone(u32 id) const { return is_node(id) && gone(id); }
 
     // tree_inspect.cpp

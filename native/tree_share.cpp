@@ -63,6 +63,11 @@ void Tree::hint(const Path& path, u32 level, double expiry) {
     for (u32 i = 0; i < path.committed; ++i) sharing_->hint(path.nodes[i], level, expiry);
 }
 
+bool Tree::is_forgotten(const Path& path) const {
+    require(path);
+    return path.forgotten || (path.held() != 0 && gone(path.nodes[0]));
+}
+
 // Pins the first blocks of a path, all or none: at most `limit` blocks of a tree are pinned. A pin
 // is a reference, counted once for each node.
 bool Tree::pin_blocks(const Path& path, u32 blocks, u64 limit, std::vector<u32>& nodes) {
