@@ -11,14 +11,13 @@ from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from kvactors.actor.channel import ChannelStatistics
-from kvactors.actor.context import Context, State
+from kvactors.actor.context import Context, State, Timer
 from kvactors.actor.handlers import Answerer, Handler, on, table_of
 from kvactors.actor.jobs import JOB_LIMIT, Job
 from kvactors.actor.log import get_logger
 from kvactors.actor.mailbox_loop import MailboxLoop
 from kvactors.actor.message import Message
 from kvactors.actor.ref import ActorRef
-from kvactors.actor.timers import Timer
 
 __all__ = ["Actor", "ActorStatistics", "Handler", "State", "Timer", "on"]
 

@@ -6,15 +6,16 @@ it another context (see `ActorRef.make_context`).
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
+from kvactors.actor.instrument import Turn
 from kvactors.actor.jobs import Job, Jobs
 from kvactors.actor.message import Control, Envelope, Message
-from kvactors.actor.outbox import Outbox
 from kvactors.actor.ref import ActorRef
-from kvactors.actor.timers import Timer
 from kvactors.errors import WiringError
 
 T = TypeVar("T")
@@ -28,6 +29,80 @@ class State(IntEnum):
     RUNNING = 1
     STOPPING = 2
     STOPPED = 3
+
+
+class Outbox:
+    """Messages of an actor that wait for a place in their receivers' channels, in order. Each
+    counts as in flight until it is sent or dropped.
+
+    Attributes:
+        waiting: the messages. The actor takes no turn before this is empty.
+    """
+
+    __slots__ = ("_in_flight", "_instruments", "_waiters", "waiting")
+
+    def __init__(self, sender: ActorRef) -> None:
+        self.waiting: deque[tuple[ActorRef, Envelope[Any], Turn | None]] = deque()
+        self._in_flight = sender.in_flight
+        self._instruments = sender.instruments
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def add(self, to: ActorRef, envelope: Envelope[Any]) -> None:
+        """Keep a message until the channel of `to` has a place."""
+        self.waiting.append((to, envelope, self._instruments.turn))
+        self._in_flight.begin()
+
+    async def flush(self) -> None:
+        """Send every message, waiting for places."""
+        waiting = self.waiting
+        while waiting:
+            to, envelope, turn = waiting[0]
+            await to.channel.put(envelope)
+            if to.instruments.active:
+                to.instruments.notify("sent", to, envelope, turn)
+            waiting.popleft()
+        self._wake()
+
+    def clear(self) -> None:
+        """Drop every message."""
+        self._in_flight.end(len(self.waiting))
+        self.waiting.clear()
+        self._wake()
+
+    async def wait_empty(self) -> None:
+        """Return when no message waits for a place."""
+        while self.waiting:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class Timer:
+    """A message of an actor to itself in the future."""
+
+    __slots__ = ("_active", "_handle")
+
+    def __init__(
+        self, active: set[Timer], delay: float, send: Callable[[Control], None], message: Control
+    ) -> None:
+        self._active = active
+        self._handle = asyncio.get_running_loop().call_later(delay, self._due, send, message)
+        active.add(self)
+
+    def _due(self, send: Callable[[Control], None], message: Control) -> None:
+        self._active.discard(self)
+        send(message)
+
+    def cancel(self) -> None:
+        """Drop the message. No effect if it has been sent."""
+        self._active.discard(self)
+        self._handle.cancel()
 
 
 class Context:

@@ -179,7 +179,7 @@ BUGS = (
     ),
     Mutation(
         "parked_messages_have_no_cause",
-        "actor/outbox.py",
+        "actor/context.py",
         '                to.instruments.notify("sent", to, envelope, turn)\n',
         '                to.instruments.notify("sent", to, envelope, None)\n',
         "messages that waited in an outbox cannot be traced to the request that caused them",
