@@ -115,6 +115,7 @@ class TierCache:
         """Make the calling thread the owner. The former owner makes no more calls.
 
         Raises:
+            WrongThread: another thread makes the first call, which opens the cache.
             CacheClosed: the cache is shut down.
         """
         self._owner.adopt()

@@ -1,11 +1,13 @@
-"""The objects that a store is known to hold, by name. Changed by the thread of the store and by
-callers, each change in one step of the interpreter."""
+"""The objects that a store is known to hold, by name."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from kvactors.tier_cache.storage_jobs import StorageJob
+if TYPE_CHECKING:
+    from kvactors.tier_cache.storage_jobs import StorageJob
 
 KNOWN = 65_536
 """Objects at most that are known to be in a store that lists none. Beyond that the oldest is
@@ -13,18 +15,22 @@ forgotten, and the store is asked again."""
 
 
 class KnownObjects:
-    """Names of objects, and the keys of those that this process has used.
+    """Names of the objects between two clears, and the keys of those that this process has used.
 
-    Attributes:
+    The store's event loop adds names, any thread looks and removes, each by one operation on a
+    dict. A clear puts a new `KnownObjects` in the place of this one, so a job of before the clear
+    adds its names to one that no thread asks any more.
+
+    Args:
+        names: of the objects that the store lists.
         lists: whether the store lists its objects, so that the names are complete.
-        generation: clears so far.
     """
 
-    def __init__(self) -> None:
-        self.lists = True
-        self.generation = 0
-        self._names: dict[bytes, None] = {}
+    def __init__(self, names: Iterable[bytes] = (), *, lists: bool = True) -> None:
+        self.lists = lists
+        self._names = dict.fromkeys(names)
         self._keys: dict[bytes, bytes] = {}
+        self._added: deque[bytes] = deque()  # the loop's, of a store that lists none
 
     def __len__(self) -> int:
         return len(self._names)
@@ -34,20 +40,19 @@ class KnownObjects:
         """Names whose keys are kept."""
         return len(self._keys)
 
-    def open(self, names: Iterable[bytes], *, lists: bool) -> None:
-        """The store was opened with these objects."""
-        self.lists = lists
-        self._names = dict.fromkeys(names)
+    def names(self) -> Iterable[bytes]:
+        """The names of the objects that are known to be there now."""
+        return self._names.copy()
 
-    def names(self) -> list[bytes]:
-        """The names of the objects that are known to be there."""
-        return list(self._names)
-
-    def remove(self, names: Iterable[bytes]) -> None:
-        """Objects are erased."""
+    def remove(self, names: Iterable[bytes]) -> list[bytes]:
+        """Objects are erased. Returns the keys of those that this process has used."""
+        gone = []
         for name in names:
             self._names.pop(name, None)
-            self._keys.pop(name, None)
+            key = self._keys.pop(name, None)
+            if key is not None:
+                gone.append(key)
+        return gone
 
     def holds(self, name: bytes, key: bytes) -> bool:
         """Whether an object is known to be there."""
@@ -56,12 +61,8 @@ class KnownObjects:
         self._keys[name] = key
         return True
 
-    def use(self, names: Sequence[bytes], keys: Sequence[bytes]) -> None:
-        """A job uses these objects."""
-        self._keys.update(zip(names, keys, strict=True))
-
     def ended(self, job: StorageJob, ok: Sequence[bool], removed: Sequence[bytes]) -> list[bytes]:
-        """A job has ended.
+        """A job has ended. Called on the event loop.
 
         Args:
             job: the job.
@@ -71,34 +72,19 @@ class KnownObjects:
         Returns:
             The keys that left the store, as far as this process has used them.
         """
-        if job.generation == self.generation:
-            self._note(job, [name for name, good in zip(job.names, ok, strict=True) if good])
-            for name in removed:
-                self._names.pop(name, None)
-        gone = [self._keys.pop(name) for name in removed if name in self._keys]
-        for name in job.names:
-            if name not in self._names:
-                self._keys.pop(name, None)
-        return gone
+        found = job.kind == "store" or (job.kind == "lookup" and not self.lists)
+        for name, key, good in zip(job.names, job.keys, ok, strict=True):
+            if good and found:
+                self._add(name)
+            elif not (good or self.lists or job.kind == "store"):
+                self._names.pop(name, None)  # it could not be read, and may be gone
+            if name in self._names:
+                self._keys[name] = key
+        while len(self._added) > KNOWN:
+            self.remove([self._added.popleft()])
+        return self.remove(removed)
 
-    def _note(self, job: StorageJob, good: Sequence[bytes]) -> None:
-        """Objects were written or found. One of a store that lists none, and that could not be
-        read, may be gone."""
-        if job.kind == "store" or (job.kind == "lookup" and not self.lists):
-            self._names.update(dict.fromkeys(good))
-        if self.lists:
-            return
-        if job.kind != "store":
-            for name in set(job.names).difference(good):
-                self._names.pop(name, None)
-        while len(self._names) > KNOWN:
-            name = next(iter(self._names))
-            del self._names[name]
-            self._keys.pop(name, None)
-
-    def clear(self) -> list[bytes]:
-        """The store is emptied. Returns the keys that it held, as far as this process has used
-        them."""
-        names, self._names = self._names, {}
-        self.generation += 1
-        return [self._keys.pop(name) for name in list(names) if name in self._keys]
+    def _add(self, name: bytes) -> None:
+        if not self.lists and name not in self._names:
+            self._added.append(name)
+        self._names[name] = None

@@ -32,22 +32,31 @@ class Owner:
         self.thread: int = NONE
         self.handed: deque[Callable[[], object]] = deque()
         self.closed_because = "the cache is shut down"
-        self._start: Callable[[], None] | None = start
+        self._start = start
+        self._started = False
+        self._first: dict[str, int] = {}  # the thread that starts: one of several at once
         self._catching_up = False
 
     def adopt(self) -> None:
         """Make the calling thread the owner.
 
         Raises:
+            WrongThread: another thread opens the cache at this moment.
             CacheClosed: the cache is shut down.
         """
         if self.thread == CLOSED:
             raise CacheClosed(self.closed_because)
-        start, self._start = self._start, None
-        if start is not None:
-            start()
+        if not self._started:
+            if not self._starts():
+                raise self._wrong_thread()
+            self._start()
+            self._started = True
         if self.thread != CLOSED:
             self.thread = get_ident()
+
+    def _starts(self) -> bool:
+        """Whether the calling thread is the one that starts."""
+        return self._first.setdefault("thread", get_ident()) == get_ident()
 
     def check(self) -> None:
         """Make the calling thread the owner if there is none.
@@ -57,15 +66,19 @@ class Owner:
             CacheClosed: the cache is shut down.
         """
         if self.thread not in (NONE, CLOSED, get_ident()):
-            raise WrongThread(
-                f"{threading.current_thread().name} does not own this cache: call adopt in it first"
-            )
+            raise self._wrong_thread()
         if self.thread != get_ident():
             self.adopt()
 
+    @staticmethod
+    def _wrong_thread() -> WrongThread:
+        return WrongThread(
+            f"{threading.current_thread().name} does not own this cache: call adopt in it first"
+        )
+
     def hands_over(self, call: Callable[[], object]) -> bool:
         """Whether a call is not the owner's. It waits for the owner then."""
-        if self.thread == get_ident() or self.thread == NONE:
+        if self.thread == get_ident() or (self.thread == NONE and self._starts()):
             return False
         if self.thread != CLOSED:
             self.handed.append(call)

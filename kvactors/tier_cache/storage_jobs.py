@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from typing import Literal, NamedTuple
 
+from kvactors.tier_cache.known_objects import KnownObjects
 from kvactors.tier_cache.views import ObjectViews
 
 JobKind = Literal["store", "load", "lookup"]
@@ -48,7 +49,7 @@ class StorageJob:
         keys: the caller's keys.
         names: of the objects, 32 bytes each.
         regions: memory of each object. Empty for a look-up.
-        generation: clears that came before the job.
+        known: the objects known at the submission. A clear has put others in their place.
         began: time of the submission.
         deadline: keys that were not begun by then fail.
         done: receives the result when the job has ended.
@@ -58,9 +59,9 @@ class StorageJob:
         "began",
         "deadline",
         "done",
-        "generation",
         "keys",
         "kind",
+        "known",
         "name",
         "names",
         "regions",
@@ -74,7 +75,7 @@ class StorageJob:
         keys: Sequence[bytes],
         names: Sequence[bytes],
         regions: Sequence[ObjectViews],
-        generation: int,
+        known: KnownObjects,
         began: float,
         timeout: float,
     ) -> None:
@@ -83,7 +84,7 @@ class StorageJob:
         self.keys = tuple(keys)
         self.names = tuple(names)
         self.regions = tuple(regions)
-        self.generation = generation
+        self.known = known
         self.began = began
         self.deadline = began + timeout
         self.done: Future[StorageResult] = Future()

@@ -13,6 +13,7 @@ from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.storage.presence import lists_keys
 from kvactors.storage.slot_store import SlotStore
+from kvactors.tier_cache.known_objects import KnownObjects
 from kvactors.tier_cache.storage_jobs import JobKind, StorageJob
 from kvactors.tier_cache.views import ObjectMemory
 
@@ -20,7 +21,7 @@ MOST: dict[JobKind, int] = {"load": 4, "store": 2, "lookup": 2}
 """Jobs of each kind that the store works on at a time."""
 
 JobEnd = Callable[[StorageJob, Sequence[bool], Sequence[bytes]], None]
-"""Called with a job, whether each of its keys is ok, and the names that left the store."""
+"""Called with a job, whether each of its keys is ok, and the keys that left the store."""
 
 
 class StorageLoop:
@@ -30,14 +31,14 @@ class StorageLoop:
         make: makes the store.
         timeout: seconds that a call to the store may take.
         ended: called when a job has ended.
+        latest: gives the objects known since the last clear that was asked for.
         memory: where the objects of jobs are, for stores that register it. None if it is unknown.
         clock: the time of the jobs' deadlines.
 
     Attributes:
         store: the store, None before it is made.
-        lists: whether the store lists its objects.
-        names: of the objects, as listed when the store was opened.
-        generation: clears so far. Jobs of an earlier one are not done.
+        known: the objects known since the last clear that has begun. Jobs of before or after are
+            not done.
         clearing: clears in progress.
     """
 
@@ -46,18 +47,18 @@ class StorageLoop:
         make: Callable[[], SlotStore],
         timeout: float,
         ended: JobEnd,
+        latest: Callable[[], KnownObjects],
         *,
         memory: Any = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store: CheckedBackend | None = None
-        self.lists = True
-        self.names: list[bytes] = []
-        self.generation = 0
+        self.known = KnownObjects()
         self.clearing = 0
         self._make = make
         self._timeout = timeout
         self._ended = ended
+        self._latest = latest
         self._memory = memory
         self._clock = clock
         self._waiting: dict[JobKind, deque[StorageJob]] = {kind: deque() for kind in MOST}
@@ -78,8 +79,8 @@ class StorageLoop:
         except BaseException:
             await store.close()
             raise
-        self.lists = lists_keys(store.inner)
-        self.names = store.keys() if self.lists else []
+        lists = lists_keys(store.inner)
+        self.known = KnownObjects(store.keys() if lists else (), lists=lists)
 
     async def close(self, limit: float) -> None:
         """Wait for the jobs, then let those that wait fail, and close the store."""
@@ -89,7 +90,7 @@ class StorageLoop:
             await asyncio.wait(self._tasks, timeout=left)
         for jobs in self._waiting.values():
             for job in jobs:
-                self._ended(job, [False] * len(job.keys), ())
+                self._ended(job, [False] * len(job.keys), [])
             jobs.clear()
         if self.store is not None:
             await self.store.close()
@@ -113,20 +114,21 @@ class StorageLoop:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_job(self, job: StorageJob) -> None:
-        ok, removed = [False] * len(job.keys), list[bytes]()
+        ok, removed, gone = [False] * len(job.keys), list[bytes](), list[bytes]()
         try:
-            if job.generation == self.generation and self.store is not None:
+            if job.known is self.known and self.store is not None:
                 if job.kind == "lookup":
                     ok = await self._look_up(self.store, job)
                 else:
                     removed = await self._move(self.store, job, ok)
+                gone = job.known.ended(job, ok, removed)
         finally:
             self._running[job.kind] -= 1
             self._begin_jobs(job.kind)
-            self._ended(job, ok, removed)
+            self._ended(job, ok, gone)
 
     async def _look_up(self, store: CheckedBackend, job: StorageJob) -> list[bool]:
-        if self.lists:
+        if self.known.lists:
             return [store.holds(name) for name in job.names]
         return await store.ask_each(job.names, lambda: self._clock() >= job.deadline)
 
@@ -188,9 +190,9 @@ class StorageLoop:
 
     # -- clears
 
-    def clear(self, generation: int) -> None:
+    def clear(self) -> None:
         """Empty the store. Jobs from before are not done."""
-        self.generation = generation
+        self.known = self._latest()
         if self.store is not None:
             self.clearing += 1
             self._start(self._clear(self.store))

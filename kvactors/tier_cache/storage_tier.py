@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ def fail_unseen(found: Sequence[StorageJob], jobs: dict[StorageJob, Any], ended:
     thread that submits may both find one."""
     for job in found:
         if jobs.pop(job, job) is None:
-            ended(job, [False] * len(job.keys), ())
+            ended(job, [False] * len(job.keys), [])
 
 
 class StorageTier:
@@ -49,7 +50,7 @@ class StorageTier:
         clock: the time of the jobs' deadlines.
 
     Attributes:
-        known: the objects that it is known to hold.
+        known: the objects that it is known to hold since the last clear.
         beside: other services that run on the same event loop, before `open`.
         results: ended jobs that `poll` has not returned.
         fd: file descriptor for `select`, None without `event_fd`. Read its 8 bytes before `poll`.
@@ -119,15 +120,19 @@ class StorageTier:
         from kvactors.tier_cache.storage_loop import StorageLoop
 
         self._loop = StorageLoop(
-            self._make, self.timeout, self._ended, memory=self._memory, clock=self.clock
+            self._make,
+            self.timeout,
+            self._ended,
+            lambda: self.known,
+            memory=self._memory,
+            clock=self.clock,
         )
-        self._loop.generation = self.known.generation
         return self._loop
 
     def take_in_names(self) -> None:
         """The store is open: learn which objects it holds."""
         assert self._loop is not None
-        self.known.open(self._loop.names, lists=self._loop.lists)
+        self.known = self._loop.known
 
     def close(self, limit: float = 5.0) -> None:
         """Let the jobs in flight end, for `limit` seconds at most, then close the store. Jobs that
@@ -229,15 +234,13 @@ class StorageTier:
         loop, thread = self._loop, self._thread
         if self._closed or loop is None or thread is None:
             raise CacheClosed("the storage tier is not open")
-        names = [self.name_of(key) for key in keys]
-        self.known.use(names, keys)
         job = StorageJob(
             name,
             kind=kind,
             keys=keys,
-            names=names,
+            names=[self.name_of(key) for key in keys],
             regions=views,
-            generation=self.known.generation,
+            known=self.known,
             began=self.clock(),
             timeout=self.timeout,
         )
@@ -249,8 +252,9 @@ class StorageTier:
     def poll(self) -> list[StorageResult]:
         """The jobs that have ended since the last call, in the order of their ends."""
         found = []
-        while self.results:
-            found.append(self.results.popleft())
+        with suppress(IndexError):  # other threads poll too
+            while True:
+                found.append(self.results.popleft())
         return found
 
     def drain(self, limit: float) -> bool:
@@ -294,10 +298,10 @@ class StorageTier:
         Returns:
             The keys that were stored, as far as this process has used them.
         """
-        removed = self.known.clear()
+        before, self.known = self.known, KnownObjects(lists=self.known.lists)
         if self._loop is not None:
-            self.call(self._loop.clear, self.known.generation)
-        return removed
+            self.call(self._loop.clear)
+        return before.remove(before.names())
 
     @property
     def clearing(self) -> bool:
@@ -305,7 +309,7 @@ class StorageTier:
         loop = self._loop
         if loop is None or self._closed:
             return False
-        return loop.generation != self.known.generation or loop.clearing > 0
+        return loop.known is not self.known or loop.clearing > 0
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget objects. They are erased in the background, before jobs that are submitted later.
@@ -328,8 +332,7 @@ class StorageTier:
 
     # -- the store's thread
 
-    def _ended(self, job: StorageJob, ok: Sequence[bool], removed: Sequence[bytes]) -> None:
-        gone = self.known.ended(job, ok, removed)
+    def _ended(self, job: StorageJob, ok: Sequence[bool], gone: Sequence[bytes]) -> None:
         nbytes = 0 if job.kind == "lookup" else sum(ok) * self.block_bytes
         moved = tuple(ok), tuple(gone), nbytes, self.clock() - job.began
         result = StorageResult(job.name, job.kind, job.keys, *moved)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import pytest
+
+from kvactors.errors import WrongThread
 from kvactors.tier_cache import Lookup
 from kvactors.tier_cache.owner import Owner
-from tests.tier_cache.helpers import KEYS, make
+from tests.tier_cache.helpers import KEYS, LIMIT, make
 
 MANY = 5000
 """More calls than the interpreter nests."""
@@ -38,6 +42,32 @@ def test_a_call_that_fails_does_not_keep_the_others():
     owner.handed.append(partial(made.append, 3))
     owner.catch_up()
     assert made == [1, 2, 3]
+
+
+def test_of_two_first_calls_one_opens_and_the_other_does_not_go_on():
+    """The other thread would read slots and storage that are not open yet."""
+    begun, go = threading.Event(), threading.Event()
+
+    def start():
+        begun.set()
+        assert go.wait(LIMIT)
+
+    owner, made = Owner(start), []
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(owner.check)
+        assert begun.wait(LIMIT)
+        for call in (owner.check, owner.adopt):
+            with pytest.raises(WrongThread, match="call adopt"):
+                call()
+        assert owner.hands_over(partial(made.append, 1))
+        go.set()
+        first.result(LIMIT)
+        with pytest.raises(WrongThread, match="call adopt"):
+            owner.check()
+        pool.submit(owner.catch_up).result(LIMIT)
+    assert made == [1]
+    owner.adopt()
+    owner.check()
 
 
 def test_thousands_of_copies_may_end_between_two_steps():

@@ -6,12 +6,22 @@ import os
 import select
 import threading
 import time
+from collections import deque
 
 import pytest
 
 from kvactors import CacheClosed, ConfigError
 from kvactors.storage import attempts
-from kvactors.tier_cache import Lookup, StorageTier, TierCache, open_storage, storage_moves
+from kvactors.tier_cache import (
+    Lookup,
+    StorageTier,
+    TierCache,
+    known_objects,
+    open_storage,
+    storage_loop,
+    storage_moves,
+)
+from kvactors.tier_cache.known_objects import KnownObjects
 from kvactors.tier_cache.stores import make_storage
 from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, answer, load, make, payload, settle, store
 from tests.tier_cache.stores import FaultyStore
@@ -196,6 +206,66 @@ def test_evicted_keys_are_reported_and_cleared_ones_stay_away(tmp_path):
     again = open_file(tmp_path)
     assert again.objects == 0
     again.close()
+
+
+@pytest.mark.parametrize("lists", [True, False])
+def test_a_job_of_before_a_clear_makes_no_key_known(lists, monkeypatch):
+    monkeypatch.setattr(storage_loop, "lists_keys", lambda _: lists)
+    FaultyStore.mode = "hold"
+    table = {"backend": f"{FaultyStore.__module__}:{FaultyStore.__name__}", "timeout_s": LIMIT}
+    tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
+    assert tier.lists is lists
+    tier.submit_store("before", KEYS[:2], [memoryview(payload(key)) for key in KEYS[:2]])
+    assert tier.clear() == []
+    FaultyStore.mode = "ok"
+    assert tier.drain(LIMIT)
+    until = time.monotonic() + LIMIT
+    while tier.clearing and time.monotonic() < until:
+        time.sleep(0.001)
+    assert [tier.contains(key) for key in KEYS[:2]] == [False, False]
+    tier.submit_store("after", KEYS[:1], [memoryview(payload(KEYS[0]))])
+    assert tier.drain(LIMIT)
+    assert [tier.contains(key) for key in KEYS[:2]] == [True, False]
+    assert tier.clear() == KEYS[:1]
+    tier.close()
+
+
+def test_of_a_store_that_lists_none_the_oldest_objects_are_forgotten(monkeypatch):
+    monkeypatch.setattr(known_objects, "KNOWN", 4)
+    monkeypatch.setattr(storage_loop, "lists_keys", lambda _: False)
+    table = {"backend": "memory"}
+    tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
+    views = [memoryview(payload(key)) for key in KEYS[:6]]
+    for number in range(6):
+        tier.submit_store(number, KEYS[number : number + 1], views[number : number + 1])
+        assert tier.drain(LIMIT)
+    assert [tier.contains(key) for key in KEYS[:6]] == [False] * 2 + [True] * 4
+    tier.remove(KEYS[2:6])
+    assert tier.objects == 0
+    tier.close()
+
+
+def test_a_job_whose_names_fail_ends(tmp_path, monkeypatch):
+    """Otherwise its slots stay pinned until the end of the cache."""
+    tier = open_file(tmp_path)
+    monkeypatch.setattr(KnownObjects, "ended", lambda *_: 1 / 0)
+    done = tier.submit_store("job", KEYS[:1], [memoryview(payload(KEYS[0]))])
+    assert done.result(LIMIT).ok == (True,)
+    assert tier.in_flight == 0
+    tier.close()
+
+
+def test_threads_may_poll_at_once(tmp_path):
+    class Taken(deque):
+        """Another thread takes the last result after its length was read."""
+
+        def __len__(self) -> int:
+            return super().__len__() + 1
+
+    tier = open_file(tmp_path)
+    tier.results = Taken()
+    assert tier.poll() == []
+    tier.close()
 
 
 def test_removed_objects_are_gone_at_once_and_after_a_restart(tmp_path):
