@@ -8,7 +8,6 @@ from mutation import Mutation
 ANSWERS = "tests/storage/test_mooncake_answers.py"
 COPIES = "tests/integrations/fastdeploy/test_copies.py"
 ENDS = "tests/integrations/fastdeploy/test_end_to_end.py"
-RESETS = "tests/integrations/fastdeploy/test_failed_resets.py"
 STUCK = "tests/integrations/fastdeploy/test_stuck_calls.py"
 TRANSFERS = "tests/integrations/fastdeploy/test_transfers.py"
 
@@ -90,19 +89,6 @@ BUGS: tuple[Mutation, ...] = (
 """,
         "a block comes back with the bytes of draft layers that another request has computed",
         (f"{ENDS}::test_20_different_prompts_leave_the_device_and_are_found_in_host_memory",),
-    ),
-    Mutation(
-        "fastdeploy_failed_reset_is_forgotten",
-        "integrations/fastdeploy/manager.py",
-        """\
-            self._tiers.begin_reset()
-""",
-        "",
-        "after a reset that gave up, requests are given blocks that other weights have computed",
-        (
-            f"{RESETS}::test_after_a_reset_that_gave_up_no_request_gets_blocks_of_earlier_weights",
-            f"{RESETS}::test_no_sequence_of_resets_gives_bytes_of_other_weights",
-        ),
     ),
     Mutation(
         "fastdeploy_reset_frees_lost_blocks",

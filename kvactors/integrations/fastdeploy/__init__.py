@@ -9,7 +9,6 @@ from kvactors.integrations.fastdeploy.manager import PrefixCacheManager
 from kvactors.integrations.fastdeploy.settings import FastDeployOptions
 from kvactors.integrations.fastdeploy.statistics import ManagerStatistics
 from kvactors.integrations.fastdeploy.tensor_names import tensors_by_rank
-from kvactors.integrations.fastdeploy.weights import weights_version
 
 __all__ = [
     "FastDeployOptions",
@@ -17,5 +16,4 @@ __all__ = [
     "ManagerStatistics",
     "PrefixCacheManager",
     "tensors_by_rank",
-    "weights_version",
 ]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 
-from kvactors.errors import ConfigError, DeadlineExceeded
+from kvactors.errors import ConfigError
 from kvactors.integrations.fastdeploy.block_index import BlockIndex
 from kvactors.integrations.fastdeploy.device_blocks import DeviceBlocks
 from kvactors.integrations.fastdeploy.direct_storage import DirectStorage
@@ -38,7 +37,7 @@ class DeviceCache:
         self.lower: LowerTiers | None = None
         self.direct: DirectStorage | None = None
         self.reports: IndexReports | None = None
-        self._late: list[tuple[Future[int], list[int]]] = []  # calls, and blocks that they access
+        self._late: list[tuple[Callable[[], bool], list[int]]] = []  # blocks that calls access
         self.interrupted: Callable[[], bool] = lambda: False
 
     @property
@@ -90,28 +89,30 @@ class DeviceCache:
 
     def release(self, request: str) -> None:
         """A request holds nothing any more."""
-        self._report_finished(self.requests.release(request))
+        self.requests.release(request)
+        self.settle()
 
     def settle(self) -> None:
         """A call of the engine begins: free what ended writes to storage and late calls have
         held."""
         self._report_finished(self.requests.settle())
-        ended = [one for one in self._late if one[0].done()]
-        for one in ended:
-            self._late.remove(one)
-            self.blocks.regain(one[1])
+        late, self._late = self._late, []
+        for ended, blocks in late:
+            if ended():
+                self.blocks.regain(blocks)
+            else:
+                self._late.append((ended, blocks))
 
-    def lose(self, blocks: Iterable[int], until: Future[int] | None = None) -> None:
+    def lose(self, blocks: Iterable[int], ended: Callable[[], bool] = lambda: False) -> None:
         """Blocks may still be accessed.
 
         Args:
             blocks: held or indexed.
-            until: a call whose end frees them. None: they are never free again.
+            ended: whether they are accessed no more, and free. By default they never are.
         """
         lost = list(blocks)
         self.blocks.lose(lost)
-        if until is not None:
-            self._late.append((until, lost))
+        self._late.append((ended, lost))
 
     def _report_finished(self, records: Sequence[RequestRecord]) -> None:
         if self.reports is not None:
@@ -124,17 +125,12 @@ class DeviceCache:
         if self.reports is not None and self.lower is not None:
             self.reports.moved(self.lower.host.events())
 
-    def reset(self, limit: float) -> None:
-        """Forget every block of device and host, and every request. Stored objects stay.
-
-        Args:
-            limit: seconds that writes of finished requests may take.
-
-        Raises:
-            DeadlineExceeded: they take longer. Requests hold nothing any more, all else stays.
-        """
-        if not self.requests.clear(limit):
-            raise DeadlineExceeded(f"writes of finished requests take more than {limit} s")
+    def reset(self) -> None:
+        """Forget every block of device and host, and every request. Stored objects stay. Blocks
+        that are written to storage are free when the writes have ended."""
+        written = self.requests.clear()
+        read = {node.block for record in written for node in record.nodes}
+        self.lose(read, lambda: not any(record.writers for record in written))
         gone = self.index.clear()
         self.blocks.reset()
         self.settle()

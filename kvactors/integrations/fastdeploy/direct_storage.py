@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
@@ -21,6 +21,9 @@ MARGIN = 5.0
 SLICE = 0.01
 """Seconds of a wait between two looks at whether it is to end."""
 
+Move = Callable[[DeviceStore], Coroutine[Any, Any, int]]
+"""A call of the store of one rank. Returns the blocks that it has moved."""
+
 
 class CallInFlight(TimeoutError):
     """A call has not returned in time.
@@ -35,19 +38,32 @@ class CallInFlight(TimeoutError):
 
 
 class _StoreService:
-    """A `DeviceStore` on the event loop of another thread. See `Service`."""
+    """The `DeviceStore` of each rank, on the event loop of another thread. See `Service`."""
 
-    def __init__(self, store: DeviceStore) -> None:
-        self.store = store
+    def __init__(self, stores: Sequence[DeviceStore]) -> None:
+        self.stores = stores
         self._calls: set[asyncio.Task[int]] = set()
 
     async def open(self) -> None:
-        await self.store.open()
+        try:
+            for store in self.stores:
+                await store.open()
+        except BaseException:
+            await self.close(0.0)
+            raise
 
-    def begin(self, coroutine: Any, answer: Future[int]) -> None:
-        task = asyncio.ensure_future(coroutine)
+    def begin(self, move: Move, answer: Future[int]) -> None:
+        task = asyncio.ensure_future(self._move(move))
         self._calls.add(task)
         task.add_done_callback(lambda done: self._ended(done, answer))
+
+    async def _move(self, move: Move) -> int:
+        """The blocks that every rank has moved, when the calls of all have ended."""
+        moved = await asyncio.gather(*map(move, self.stores), return_exceptions=True)
+        for one in moved:
+            if isinstance(one, BaseException):
+                raise one
+        return min(one for one in moved if isinstance(one, int))
 
     def _ended(self, task: asyncio.Task[int], answer: Future[int]) -> None:
         self._calls.discard(task)
@@ -64,19 +80,21 @@ class _StoreService:
             await asyncio.wait(self._calls, timeout=limit)
         for task in list(self._calls):
             task.cancel()
-        await self.store.close()
+        for store in self.stores:
+            await store.close()
 
 
 class DirectStorage:
-    """Reads and writes device blocks through a `DeviceStore`, from any thread.
+    """Reads and writes device blocks through the `DeviceStore` of each rank, from any thread. A
+    block counts as moved when every rank has moved its part of it.
 
     Args:
-        store: not opened yet.
+        stores: by rank, not opened yet.
         timeout_s: seconds that a call may take.
     """
 
-    def __init__(self, store: DeviceStore, timeout_s: float) -> None:
-        self._service = _StoreService(store)
+    def __init__(self, stores: Sequence[DeviceStore], timeout_s: float) -> None:
+        self._service = _StoreService(stores)
         self._thread = LoopThread([self._service])
         self._timeout_s = timeout_s
         self._late: list[Future[int]] = []
@@ -94,7 +112,7 @@ class DirectStorage:
             SdkError: the SDK is not installed, or does not work.
             StoreError: it is not ready after `limit` seconds.
         """
-        self._thread.open(max(limit, self._service.store.ready_timeout))
+        self._thread.open(max(limit, sum(store.ready_timeout for store in self._service.stores)))
 
     def fetch(
         self, tokens: bytes, start: int, blocks: list[int], interrupted: Callable[[], bool]
@@ -111,8 +129,10 @@ class DirectStorage:
             CallInFlight: the call does not return. The blocks must not be used before it does. The
                 next calls move nothing until then.
         """
-        store = self._service.store
-        return self._run(store.fetch(tokens, start, tuple(blocks), self._timeout_s), interrupted)
+        seconds = self._timeout_s
+        return self._run(
+            lambda store: store.fetch(tokens, start, tuple(blocks), seconds), interrupted
+        )
 
     def save(self, tokens: bytes, start: int, blocks: list[int]) -> int:
         """Write blocks of a path that the store lacks. See `DeviceStore.save`.
@@ -121,16 +141,16 @@ class DirectStorage:
             CallInFlight: the call does not return. The blocks must not be used before it does. The
                 next calls move nothing until then.
         """
-        store = self._service.store
-        return self._run(store.save(tokens, start, tuple(blocks), self._timeout_s), lambda: False)
+        seconds = self._timeout_s
+        return self._run(
+            lambda store: store.save(tokens, start, tuple(blocks), seconds), lambda: False
+        )
 
-    def _run(self, coroutine: Any, interrupted: Callable[[], bool]) -> int:
+    def _run(self, move: Move, interrupted: Callable[[], bool]) -> int:
         if self.troubles:  # the next calls would wait for this one
-            coroutine.close()
             return 0
         answer: Future[int] = Future()
-        if not self._thread.call(self._service.begin, coroutine, answer):
-            coroutine.close()
+        if not self._thread.call(self._service.begin, move, answer):
             raise CacheClosed("AttentionStore is closed")
         until = time.monotonic() + self._timeout_s + MARGIN
         while not wait([answer], SLICE).done:

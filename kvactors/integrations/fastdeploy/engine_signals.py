@@ -1,164 +1,144 @@
-"""The signals that FastDeploy's engine, its workers and its cache manager share."""
+"""FastDeploy's signals: small arrays of int32 in shared memory, which the engine, its workers and
+its cache manager map."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from kvactors.errors import ConfigError
-from kvactors.integrations.fastdeploy.signals import (
-    CLEARED,
-    CLEARING,
-    NORMAL,
-    UPDATING,
-    SharedSignal,
-)
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from kvactors.integrations.fastdeploy.manager import PrefixCacheManager
+from kvactors.errors import DeadlineExceeded, LayoutError, StoreError
+from kvactors.tier_cache import shared_memory
+
+FOLDER = Path("/dev/shm")  # noqa: S108 - shared memory of POSIX
+
+NORMAL, UPDATING, CLEARING, CLEARED = 0, 1, -1, -2
+"""Values of `prefix_tree_status`."""
+
+POLL_S = 0.05
+"""Seconds between two looks at a signal of another process."""
+
+
+class SharedSignal:
+    """An array of int32 under the name that FastDeploy's `IPCSignal` gives it.
+
+    Args:
+        name: of the signal.
+        suffix: of the engine, its port.
+        size: numbers.
+        create: make it, in place of one of that name that an earlier process has left. Otherwise
+            another process has made it.
+
+    Attributes:
+        value: the numbers.
+
+    Raises:
+        StoreError: there is no such signal, or it cannot be made.
+    """
+
+    def __init__(self, name: str, suffix: str | int, size: int, *, create: bool) -> None:
+        self.name = f"{name}.{suffix}"
+        self.created = create
+        self._path = FOLDER / self.name
+        if create:
+            self.clear()
+        try:
+            self._memory = shared_memory(self._path, 4 * size, create=create)
+        except (OSError, LayoutError) as error:
+            raise StoreError(f"signal {self.name!r} in {FOLDER}: {error}") from error
+        self.value: NDArray[np.int32] = np.frombuffer(self._memory, np.int32, size)
+
+    def wait_for(self, total: int, limit: float) -> None:
+        """Wait until the numbers add up to `total`.
+
+        Raises:
+            DeadlineExceeded: they do not within `limit` seconds.
+        """
+        until = time.monotonic() + limit
+        while (found := int(self.value.sum())) != total:
+            if time.monotonic() >= until:
+                raise DeadlineExceeded(
+                    f"signal {self.name!r} is {self.value.tolist()} after {limit} s: {found} of "
+                    f"{total} ranks are ready"
+                )
+            time.sleep(POLL_S)
+
+    def clear(self) -> None:
+        """Remove the signal, any number of times. FastDeploy's engine does so at its exit."""
+        self._path.unlink(missing_ok=True)
+
+
+RANKS = 0
+"""A size: one number for each rank."""
+
+SIGNALS = {
+    "cache_ready_signal": ("cache_ready_signal", RANKS, False),
+    "swap_space_ready_signal": ("swap_space_ready_signal", RANKS, False),
+    "cache_transfer_inited_signal": ("cache_transfer_inited_signal", RANKS, False),
+    "prefix_tree_status_signal": ("prefix_tree_status", 1, False),
+    "shm_cache_task_flag_broadcast": ("cache_task_broadcast_signal", 1, True),
+    "cache_task_is_paused_signal": ("cache_task_is_paused", 1, True),
+    "cache_task_inflight_signal": ("cache_task_inflight", RANKS, True),
+}
+"""By the attribute of FastDeploy's manager: name, size, and whether the manager makes it. No task
+crosses processes, so those that the manager makes stay 0."""
 
 
 class EngineSignals:
-    """Signals of one engine. Some are made here, the others by the engine before the launch.
+    """Signals of one engine.
 
     Args:
         port: of the engine, the suffix of every name.
         ranks: tensor-parallel ranks.
 
     Attributes:
-        broadcast, paused, in_flight: made here, as FastDeploy's manager makes them. No task crosses
-            processes, so they stay 0.
-        cache_ready: set by the workers when their tensors exist.
-        swap_space_ready: set here when host memory exists.
-        transfer_inited: set here when tiers are open.
-        tree_status: the engine asks here for a reset.
+        named: by the attribute of FastDeploy's manager.
 
     Raises:
         StoreError: the engine has not made a signal.
     """
 
     def __init__(self, port: int | str, ranks: int) -> None:
-        self._all: list[SharedSignal] = []
+        self.named: dict[str, SharedSignal] = {}
         self._ranks = ranks
         try:
-            self.cache_ready = self._make("cache_ready_signal", port, ranks)
-            self.swap_space_ready = self._make("swap_space_ready_signal", port, ranks)
-            self.transfer_inited = self._make("cache_transfer_inited_signal", port, ranks)
-            self.tree_status = self._make("prefix_tree_status", port, 1)
-            self.broadcast = self._make("cache_task_broadcast_signal", port, 1, create=True)
-            self.paused = self._make("cache_task_is_paused", port, 1, create=True)
-            self.in_flight = self._make("cache_task_inflight", port, ranks, create=True)
+            for attribute, (name, size, create) in SIGNALS.items():
+                self.named[attribute] = SharedSignal(name, port, size or ranks, create=create)
         except BaseException:
             self.close()
             raise
 
-    def _make(self, name: str, port: int | str, size: int, *, create: bool = False) -> SharedSignal:
-        made = SharedSignal(name, port, size, create=create)
-        self._all.append(made)
-        return made
-
-    def wait_for_tensors(self, limit: float, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Wait until the tensors of every rank exist.
+    def wait_for_tensors(self, limit: float) -> None:
+        """Wait until the workers have made the tensors of every rank.
 
         Raises:
-            DeadlineExceeded: they do not within `limit` seconds.
+            DeadlineExceeded: they have not within `limit` seconds.
         """
-        self.cache_ready.wait_for(self._ranks, limit, sleep)
+        self.named["cache_ready_signal"].wait_for(self._ranks, limit)
 
     def opened(self, *, swap_space: bool) -> None:
         """The tiers are open."""
         if swap_space:
-            self.swap_space_ready.value[:] = 1
-        self.transfer_inited.value[:] = 1
+            self.named["swap_space_ready_signal"].value[:] = 1
+        self.named["cache_transfer_inited_signal"].value[:] = 1
 
     @property
     def status(self) -> int:
-        """`prefix_tree_status`."""
-        return int(self.tree_status.value[0])
+        """`prefix_tree_status`, where the engine asks for a reset."""
+        return int(self.named["prefix_tree_status_signal"].value[0])
 
     @status.setter
     def status(self, value: int) -> None:
-        self.tree_status.value[0] = value
-
-    @property
-    def normal(self) -> bool:
-        """Whether no reset is wanted or in effect."""
-        return self.status == NORMAL
+        self.named["prefix_tree_status_signal"].value[0] = value
 
     def interrupted(self) -> bool:
         """Whether the engine waits for a reset: a match then waits no longer for storage."""
-        return not self.normal
+        return self.status != NORMAL
 
     def close(self) -> None:
         """Remove the signals that were made here."""
-        for one in self._all:
-            one.close()
-
-
-def check_launch(
-    manager: PrefixCacheManager,
-    tensor_parallel_size: int,
-    device_ids: Sequence[int],
-    create_cache_tensor: bool,
-) -> None:
-    """Check the arguments of `PrefixCacheManager.launch_cache_manager`.
-
-    Its other arguments have no use: `pod_ip` is an address of FastDeploy's task queue, and
-    `ipc_suffix` part of the names of tensors that processes attach.
-
-    Args:
-        manager: not launched yet.
-        tensor_parallel_size: as in the constructor.
-        device_ids: one for each rank.
-        create_cache_tensor: must be false: the workers make the tensors.
-
-    Raises:
-        ConfigError: a value is not supported, or the manager was launched already.
-    """
-    if manager.signals is not None:
-        raise ConfigError("the manager was launched already")
-    if create_cache_tensor:
-        raise ConfigError(
-            "create_cache_tensor must be false: the workers make the tensors, and "
-            "PrefixCacheManager is given them (tensors=)"
-        )
-    ranks = manager.settings.ranks
-    if tensor_parallel_size != ranks or len(device_ids) < ranks:
-        raise ConfigError(
-            f"tensor_parallel_size is {tensor_parallel_size} with {len(device_ids)} devices, and "
-            f"was {ranks} in the constructor"
-        )
-
-
-def launch(manager: PrefixCacheManager, port: int | str) -> EngineSignals:
-    """Wait for the workers' tensors and open the tiers.
-
-    Args:
-        manager: not launched yet.
-        port: `engine_worker_queue_port`, the suffix of the engine's signals.
-
-    Raises:
-        ConfigError: there are no tensors.
-        DeadlineExceeded: the workers' tensors are not there in time.
-        LayoutError: the tensors do not fit the config.
-        StoreError, SinkError: a signal is missing, or storage or an index cannot be used.
-    """
-    settings = manager.settings
-    signals = EngineSignals(port, settings.ranks)
-    try:
-        signals.wait_for_tensors(settings.options.launch_timeout_s)
-        manager.attach()
-    except BaseException:
-        signals.close()
-        raise
-    signals.opened(swap_space=manager.num_cpu_blocks > 0)
-    return signals
-
-
-def status_served(signals: EngineSignals, reset: Callable[[], None]) -> None:
-    """Reset if `prefix_tree_status` asks for it, and answer there."""
-    status = signals.status
-    if status in (CLEARING, UPDATING):
-        reset()
-        signals.status = CLEARED if status == CLEARING else NORMAL
+        for one in self.named.values():
+            if one.created:
+                one.clear()

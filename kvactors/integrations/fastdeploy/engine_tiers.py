@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from kvactors.errors import CacheClosed, ConfigError, LayoutError
+from kvactors.actor.log import get_logger
+from kvactors.errors import CacheClosed, ConfigError, KVActorsError, LayoutError
 from kvactors.identity import CacheScope
 from kvactors.integrations.fastdeploy.device_cache import DeviceCache
 from kvactors.integrations.fastdeploy.direct_storage import DirectStorage
@@ -17,6 +18,9 @@ from kvactors.integrations.fastdeploy.lower_tiers import (
     open_lower_tiers,
 )
 from kvactors.integrations.fastdeploy.settings import ManagerSettings
+from kvactors.integrations.fastdeploy.weights import WeightsVersion
+
+log = get_logger()
 
 NO_TENSORS = b"kvactors.fastdeploy.v1"
 """The layout's fingerprint, with the block size, of a manager that has no tensors."""
@@ -40,11 +44,11 @@ class EngineDevice(NamedTuple):
     ordinal: int
 
     @classmethod
-    def of(cls, tensors: EngineTensors) -> EngineDevice:
-        """The tensors of rank 0."""
+    def of(cls, tensors: EngineTensors, rank: int = 0) -> EngineDevice:
+        """The tensors of a rank."""
         from kvactors.device.tensors import rows_of
 
-        rows = [rows_of(tensor) for tensor in tensors.ordered[0]]
+        rows = [rows_of(tensor) for tensor in tensors.ordered[rank]]
         first = rows[0]
         kind = "cuda" if tensors.on_gpu else "tensors"
         return cls(tensors.layout, [one.address for one in rows], kind, first.ordinal or 0)
@@ -60,7 +64,7 @@ class EngineTiers:
         stream: gives the handle of the GPU stream that copies come after.
 
     Attributes:
-        settings: with the version of the weights of now.
+        settings: for the weights of the last match.
     """
 
     def __init__(
@@ -75,23 +79,24 @@ class EngineTiers:
         self._named = named
         self._stream = stream
         self._tensors: EngineTensors | None = None
-        self._renewed = True
-        self._resetting = False
+        self._weights = WeightsVersion(settings.model_path)
+        self._unopened: tuple[str, ...] = ()  # why AttentionStore or the indexes are closed
         self._closed = False
 
-    @property
     def root(self) -> bytes:
-        """The hash that the chains of all requests start from.
+        """The hash that the chains of all requests start from. If the model's folder has other
+        weights now, all that is cached is forgotten first.
 
         Raises:
-            ConfigError: the last reset has failed. A request could be given blocks of other
-                weights, cached ones or stored ones.
+            ConfigError: the version of the weights cannot be read. A request could be given stored
+                blocks of other weights.
         """
-        if self._resetting:
-            raise ConfigError(
-                "the last reset has failed, so the version of the weights is not known and cached "
-                "blocks may be of others: reset the manager again"
-            )
+        version = self._weights.now()
+        if version != self.settings.config.cache.namespace:
+            self._cache.reset()
+            self._close_services()
+            self.settings = self.settings.of_version(version)
+            self._open_again()
         return self._scope.root(self._fingerprint)
 
     @property
@@ -172,8 +177,12 @@ class EngineTiers:
         if direct:
             from kvactors.storage.backends.attention_store import AttentionStoreBackend
 
-            sdk = sdk_settings(config, tensors.layout, device, (0, settings.ranks))
-            store = DirectStorage(AttentionStoreBackend(sdk, device), settings.storage.timeout_s)
+            stores = []
+            for rank in range(settings.ranks):
+                part: Any = EngineDevice.of(tensors, rank)
+                sdk = sdk_settings(config, tensors.layout, part, (rank, settings.ranks))
+                stores.append(AttentionStoreBackend(sdk, part))
+            store = DirectStorage(stores, settings.storage.timeout_s)
             store.open(limit)
             cache.direct = store
         sinks = make_sinks(config, tensors.layout, device)
@@ -186,25 +195,21 @@ class EngineTiers:
             reports.open(limit)
             cache.reports = reports
 
-    def begin_reset(self) -> None:
-        """The cache is to be emptied: no request is matched before `renew` has succeeded."""
-        self._resetting = True
+    def reset(self) -> None:
+        """Forget every block of device and host, and every request, and open what did not open."""
+        self._cache.reset()
+        if self._unopened:
+            self._open_again()
 
-    def renew(self) -> None:
-        """The cache was emptied: take over the version of the weights.
-
-        Raises:
-            ConfigError: the version cannot be read.
-            StoreError, SinkError: AttentionStore or an index cannot be used.
-        """
-        known, self._renewed = self._renewed, False
-        settings = self.settings.with_version()
-        if not known or settings.config.cache.namespace != self.settings.config.cache.namespace:
-            self._close_services()
-            self.settings = settings
+    def _open_again(self) -> None:
+        """Open AttentionStore and the indexes. The others work without those that do not open."""
+        self._unopened = ()
+        try:
             self._open_services()
-        self._renewed = True
-        self._resetting = False
+        except KVActorsError as error:
+            log.error("AttentionStore and indexes not opened", error=str(error))
+            self._close_services()
+            self._unopened = (f"AttentionStore and indexes are closed: {error}",)
 
     @property
     def troubles(self) -> tuple[str, ...]:
@@ -212,7 +217,8 @@ class EngineTiers:
         cache = self._cache
         lower = () if cache.lower is None else cache.lower.host.tiers.health().reasons
         direct = () if cache.direct is None else cache.direct.troubles
-        return lower + direct + (() if cache.reports is None else cache.reports.troubles)
+        reports = () if cache.reports is None else cache.reports.troubles
+        return lower + direct + reports + self._unopened
 
     def _close_services(self) -> None:
         cache, limit = self._cache, self.settings.storage.close_timeout_s

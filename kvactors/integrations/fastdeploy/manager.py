@@ -7,9 +7,12 @@ that scheduler (tests/integrations/fastdeploy).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
 from typing import Any
 
+from kvactors.errors import ConfigError, DeadlineExceeded
 from kvactors.integrations.fastdeploy.arguments import (
     name_of,
     required_blocks,
@@ -20,10 +23,12 @@ from kvactors.integrations.fastdeploy.arguments import (
 from kvactors.integrations.fastdeploy.device_blocks import FreeBlockList
 from kvactors.integrations.fastdeploy.device_cache import DeviceCache
 from kvactors.integrations.fastdeploy.engine_signals import (
+    CLEARED,
+    CLEARING,
+    NORMAL,
+    SIGNALS,
+    UPDATING,
     EngineSignals,
-    check_launch,
-    launch,
-    status_served,
 )
 from kvactors.integrations.fastdeploy.engine_tiers import EngineTiers, NamedTensors
 from kvactors.integrations.fastdeploy.hit_rates import HitRates
@@ -40,14 +45,14 @@ from kvactors.integrations.fastdeploy.statistics import (
     ManagerStatistics,
     statistics_of,
 )
-from kvactors.integrations.fastdeploy.turns import Turns
 
 
 class PrefixCacheManager:
     """Device blocks, prefix index, host memory and storage of one FastDeploy engine.
 
-    Every call is synchronous. The engine's lock is held in all calls but `write_cache_to_storage`,
-    which any thread may make at any time. Calls that overlap raise WrongThread.
+    Every call is synchronous, and any thread may make it, with or without the engine's lock. Calls
+    take turns: one that comes during another waits for it, or raises DeadlineExceeded after more
+    seconds than any call may take. `write_cache_to_storage` takes no turn.
 
     Args:
         config: FastDeploy's `FDConfig`, or an object with the same attributes.
@@ -65,7 +70,8 @@ class PrefixCacheManager:
     Attributes:
         num_gpu_blocks, num_cpu_blocks: blocks of the device and of the host tier.
         metrics: hit rates.
-        signals: shared with the engine's processes, None before the launch.
+        signals: shared with the engine's processes, None before the launch. They are also
+            attributes under the names of FastDeploy's manager, such as `cache_ready_signal`.
 
     Raises:
         ConfigError: names a field, variable or option that is malformed or not supported.
@@ -96,7 +102,12 @@ class PrefixCacheManager:
         self.write_policy = "write_through"
         self.metrics = HitRates()
         self.signals: EngineSignals | None = None
-        self._turns = Turns()
+        vars(self).update(dict.fromkeys(SIGNALS), cache_task_queue=None)
+        storage = settings.storage
+        services_s = storage.open_timeout_s + storage.close_timeout_s
+        self._turn_s = settings.options.fetch_wait_s + 2 * storage.timeout_s + services_s
+        self._next_turn: SimpleQueue[None] = SimpleQueue()
+        self._next_turn.put(None)
         self._gauges = EngineGauges(gauges)
         self._cache = DeviceCache(self.num_gpu_blocks)
         self._tiers = EngineTiers(settings, self._cache, tensors, stream)
@@ -107,6 +118,21 @@ class PrefixCacheManager:
     def settings(self) -> ManagerSettings:
         """The checked settings."""
         return self._tiers.settings
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """A call, which takes the turn and hands it over at its end."""
+        try:
+            self._next_turn.get(timeout=self._turn_s)
+        except Empty:
+            raise DeadlineExceeded(
+                f"another call of the manager has not ended after {self._turn_s:g} s"
+            ) from None
+        try:
+            yield
+            self._changed()
+        finally:
+            self._next_turn.put(None)
 
     def _changed(self) -> None:
         """A call ends that may have changed blocks."""
@@ -140,12 +166,10 @@ class PrefixCacheManager:
             DeviceError: a copy to host memory does not end.
         """
         count = rounded_up("num_blocks", num_blocks)
-        with self._turns:
+        with self._turn():
             self._cache.settle()
             evicts = try_free_gpu_blocks and self.settings.prefix_caching
-            found = self._cache.make_room(count) if evicts else count <= self._cache.blocks.free
-            self._changed()
-            return found
+            return self._cache.make_room(count) if evicts else count <= self._cache.blocks.free
 
     def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[int]:
         """Take free device blocks, the lowest ones, for a request. None for 0 and less.
@@ -154,10 +178,8 @@ class PrefixCacheManager:
             NoRoom: fewer are free. Nothing changed.
         """
         count = max(0, whole("num_blocks", num_blocks))
-        with self._turns:
-            found = self._cache.blocks.take(count, req_id)
-            self._changed()
-            return found
+        with self._turn():
+            return self._cache.blocks.take(count, req_id)
 
     def recycle_gpu_blocks(
         self, gpu_block_ids: int | Sequence[int], req_id: str | None = None
@@ -172,18 +194,16 @@ class PrefixCacheManager:
         many = hasattr(gpu_block_ids, "__len__")
         given: Any = gpu_block_ids if many else [gpu_block_ids]
         ids = [whole("gpu_block_ids", block) for block in given]
-        with self._turns:
+        with self._turn():
             self._cache.blocks.give(ids, req_id)
-            self._changed()
 
     def free_block_ids(self, need_block_num: float) -> None:
         """Evict cached blocks that no request holds, at most as many as asked for. With a host tier
         their bytes are there when this returns."""
         count = rounded_up("need_block_num", need_block_num)
-        with self._turns:
+        with self._turn():
             self._cache.settle()
             self._cache.evict(count)
-            self._changed()
 
     get_required_block_num = staticmethod(required_blocks)
 
@@ -209,13 +229,12 @@ class PrefixCacheManager:
                 request again later.
             TypeError, ValueError: tokens or media are malformed, or the block size is another one.
                 Nothing changed.
-            ConfigError: the last reset has failed.
+            ConfigError: the version of the weights cannot be read.
             DeviceError: a copy does not end.
         """
-        with self._turns:
+        with self._turn():
             blocks, found = self._calls.match(task, block_size)
             self._gauges.matched(self.metrics)
-            self._changed()
             return blocks, len(blocks) * block_size, found.metrics(block_size)
 
     def update_cache_blocks(self, task: Any, block_size: int, num_computed_tokens: int) -> None:
@@ -223,7 +242,7 @@ class PrefixCacheManager:
         computed, or will be before all work that is scheduled later. Sets `task.num_cached_blocks`.
 
         Raises:
-            LookupError: the request was not matched. During a reset that is no error.
+            LookupError: the request was not matched. One of before a reset is no error.
             ValueError: the block table does not have the blocks, or the block size is another one.
                 Nothing changed.
         """
@@ -237,23 +256,18 @@ class PrefixCacheManager:
         self._commit(task, block_size, lambda tokens: tokens - last)
 
     def _commit(self, task: Any, block_size: int, computed: Callable[[int], int]) -> None:
-        with self._turns:
-            resetting = self.signals is not None and not self.signals.normal
-            self._calls.commit(task, block_size, computed, resetting=resetting)
-            self._changed()
+        with self._turn():
+            self._calls.commit(task, block_size, computed)
 
     def release_block_ids(self, task: Any) -> None:
         """A request ends, is preempted or was not admitted: it holds its cached blocks no more.
         Nothing happens if it holds none."""
-        with self._turns:
+        with self._turn():
             self._cache.release(name_of(task))
-            self._changed()
 
     def write_cache_to_storage(self, request: Any) -> None:
         """A request has finished: save its cached blocks, and report them to indexes. Returns after
-        the last write. Failures are logged and counted.
-
-        Any thread may call it, without the engine's lock, before `release_block_ids`."""
+        the last write. Failures are logged and counted. To be called before `release_block_ids`."""
         self._calls.write(name_of(request))
 
     # -- engine
@@ -269,21 +283,58 @@ class PrefixCacheManager:
         create_cache_tensor: bool,
     ) -> list[Any]:
         """Wait for the workers' tensors, and open host memory, storage and indexes. No process is
-        started, so there is none to end. See `check_launch` and `launch` in engine_signals.py."""
-        check_launch(self, tensor_parallel_size, device_ids, create_cache_tensor)
+        started, so there is none to end.
+
+        Args:
+            cache_config: has the number of device blocks.
+            tensor_parallel_size: as in the constructor.
+            device_ids: one for each rank.
+            pod_ip: not used: an address of FastDeploy's task queue.
+            engine_worker_queue_port: the suffix of the engine's signals.
+            ipc_suffix: not used: part of the names of tensors that processes attach.
+            create_cache_tensor: must be false: the workers make the tensors.
+
+        Raises:
+            ConfigError: a value is not supported, there are no tensors, or the manager was launched
+                already.
+            DeadlineExceeded: the workers' tensors are not there in time.
+            LayoutError: the tensors do not fit the config.
+            StoreError, SinkError: a signal is missing, or storage or an index cannot be used.
+        """
+        ranks = self.settings.ranks
+        if self.signals is not None:
+            raise ConfigError("the manager was launched already")
+        if create_cache_tensor:
+            raise ConfigError(
+                "create_cache_tensor must be false: the workers make the tensors, and "
+                "PrefixCacheManager is given them (tensors=)"
+            )
+        if tensor_parallel_size != ranks or len(device_ids) < ranks:
+            raise ConfigError(
+                f"tensor_parallel_size is {tensor_parallel_size} with {len(device_ids)} devices, "
+                f"and was {ranks} in the constructor"
+            )
         self.update_cache_config(cache_config)
-        self.signals = launch(self, engine_worker_queue_port)
-        self._cache.interrupted = self.signals.interrupted
+        signals = EngineSignals(engine_worker_queue_port, ranks)
+        try:
+            signals.wait_for_tensors(self.settings.options.launch_timeout_s)
+            self.attach()
+        except BaseException:
+            signals.close()
+            raise
+        signals.opened(swap_space=self.num_cpu_blocks > 0)
+        self.signals = signals
+        vars(self).update(signals.named)
+        self._cache.interrupted = signals.interrupted
         return []
 
     def attach(self) -> None:
         """Open host memory, storage and indexes over the tensors: the part of
         `launch_cache_manager` without signals, and with its errors."""
-        with self._turns:
+        with self._turn():
             self._tiers.attach(self.num_gpu_blocks)
             if self._cache.lower is not None:
                 self.num_cpu_blocks = self._cache.lower.slots
-            self._changed()
 
     def update_cache_config(self, cache_config: Any) -> None:
         """Take over the number of device blocks.
@@ -292,37 +343,29 @@ class PrefixCacheManager:
             ConfigError: it is not possible, or changes while blocks are in use.
             LayoutError: the tensors have fewer blocks.
         """
-        with self._turns:
+        with self._turn():
             total = total_blocks(cache_config)
             check_blocks(self.settings, total)
             self._tiers.check_blocks(total)
             self._cache.resize(total)
             self.cache_config, self.num_gpu_blocks = cache_config, total
-            self._changed()
 
     def reset(self, wait_for_tasks_done: bool = False) -> None:
-        """Forget every block of device and host, and every request, after the writes in flight,
-        whether `wait_for_tasks_done` or not. Stored objects stay, and are found again by requests
-        of the same version of the weights. After an error no request is matched before a reset that
-        succeeds: its blocks could be of other weights.
-
-        Raises:
-            DeadlineExceeded: a write to storage does not end.
-            ConfigError: the version of the weights cannot be read.
-            StoreError, SinkError: AttentionStore or an index cannot be opened.
-        """
-        with self._turns:
-            self._tiers.begin_reset()
-            self._cache.reset(2 * self.settings.storage.timeout_s)
+        """Forget every block of device and host, and every request. Blocks that are written to
+        storage are free when the writes have ended, which a reset does not wait for, whether
+        `wait_for_tasks_done` or not. Stored objects stay, and are found again by requests of the
+        same version of the weights."""
+        with self._turn():
+            self._tiers.reset()
             self.metrics.reset_metrics()
-            self._tiers.renew()
-            self._changed()
 
     def serve_status(self) -> None:
         """Reset if `prefix_tree_status` asks for it, as FastDeploy does around an update of the
-        weights. To be called with the engine's lock, in each step of its scheduling loop."""
-        if self.signals is not None:
-            status_served(self.signals, self.reset)
+        weights. To be called in each step of the engine's scheduling loop."""
+        status = NORMAL if self.signals is None else self.signals.status
+        if self.signals is not None and status in (CLEARING, UPDATING):
+            self.reset()
+            self.signals.status = CLEARED if status == CLEARING else NORMAL
 
     def statistics(self) -> ManagerStatistics:
         """Sizes, counters and rates."""

@@ -174,7 +174,7 @@ class Matcher:
             got = direct.fetch(tokens, start, blocks, cache.interrupted)
         except CallInFlight as late:
             log.error("AttentionStore does not answer: blocks not used", blocks=count)
-            cache.lose(blocks, late.answer)  # the SDK may write them before it returns
+            cache.lose(blocks, late.answer.done)  # the SDK may write them before it returns
             return
         except KVActorsError as error:
             log.error("AttentionStore not read", error=str(error))

@@ -36,7 +36,7 @@ class RequestCalls:
 
     def match(self, task: Any, block_size: int) -> tuple[list[int], Match]:
         """See `PrefixCacheManager.request_match_blocks`. Returns the blocks and where they were."""
-        request, root = name_of(task), self._tiers.root
+        request, root = name_of(task), self._tiers.root()
         record = RequestRecord(task, self._checked_size(block_size), root)
         self._cache.release(request)
         found = self._matcher.match(request, record) if self._caches else Match()
@@ -48,17 +48,13 @@ class RequestCalls:
         task.num_cached_blocks = len(record.nodes)
         return [node.block for node in record.nodes], found
 
-    def commit(
-        self, task: Any, block_size: int, computed: Callable[[int], int], *, resetting: bool
-    ) -> None:
-        """Index the full blocks of a request.
+    def commit(self, task: Any, block_size: int, computed: Callable[[int], int]) -> None:
+        """Index the full blocks of a request. One that a reset has forgotten is not cached.
 
         Args:
             task: FastDeploy's request.
             block_size: tokens of a block.
             computed: the tokens that are computed, by the number of its tokens.
-            resetting: whether the engine updates the weights. Requests of before a reset are no
-                error then.
 
         Raises:
             LookupError: the request was not matched, or was released.
@@ -67,12 +63,9 @@ class RequestCalls:
         request = name_of(task)
         self._checked_size(block_size)
         self._cache.settle()
-        try:
-            record = self._cache.requests.named(request)
-        except LookupError:
-            if not resetting:
-                raise
-            log.warning("request not cached during a reset", request=request)
+        record = self._cache.requests.named(request)
+        if record is None:
+            log.warning("request of before a reset not cached", request=request)
             return
         full = computed(record.tokens_of(task)) // block_size if self._caches else 0
         # before the tokens: a refused call changes nothing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +11,6 @@ from kvactors.integrations.fastdeploy.block_index import BlockIndex, IndexedBloc
 from kvactors.integrations.fastdeploy.device_blocks import DeviceBlocks
 from kvactors.native import Path
 from kvactors.types import HASH_BYTES
-
-PAUSE = 0.001
-"""Seconds between two looks at the writes to storage that a reset waits for."""
 
 
 class RequestRecord:
@@ -109,6 +105,7 @@ class Requests:
         self._index = index
         self._records: dict[str, RequestRecord] = {}
         self._leaving: dict[RequestRecord, str] = {}  # released during a write to storage
+        self._forgotten: set[str] = set()  # by a reset, and not released since
 
     def __len__(self) -> int:
         return len(self._records)
@@ -140,19 +137,20 @@ class Requests:
 
     # -- calls with the engine's lock
 
-    def named(self, request: str) -> RequestRecord:
-        """The record of a request.
+    def named(self, request: str) -> RequestRecord | None:
+        """The record of a request, None if a reset has forgotten it.
 
         Raises:
             LookupError: it was not matched, or was released.
         """
         found = self._records.get(request)
-        if found is None:
+        if found is None and request not in self._forgotten:
             raise LookupError(f"request {request!r} holds nothing: call request_match_blocks first")
         return found
 
     def open(self, request: str, record: RequestRecord) -> None:
         """A request was matched."""
+        self._forgotten.discard(request)
         self._records[request] = record
 
     def uncommitted(
@@ -205,16 +203,13 @@ class Requests:
             record.nodes.append(node)
         return added
 
-    def release(self, request: str) -> list[RequestRecord]:
-        """A request holds nothing any more, once its writes to storage have ended.
-
-        Returns:
-            The records whose blocks were released now, of earlier calls too.
-        """
+    def release(self, request: str) -> None:
+        """A request holds nothing any more: its blocks are free at the next `settle` after its
+        writes to storage have ended."""
+        self._forgotten.discard(request)
         record = self._records.pop(request, None)
         if record is not None:
             self._leaving[record] = request
-        return self.settle()
 
     def settle(self) -> list[RequestRecord]:
         """Release the blocks of requests whose writes to storage have ended. Returns them."""
@@ -228,22 +223,10 @@ class Requests:
             self._blocks.give(spares, request)
         return ended
 
-    def clear(self, limit: float) -> bool:
-        """Forget every request, when the writes to storage have ended.
-
-        Args:
-            limit: seconds that they may take.
-
-        Returns:
-            Whether they have. If not, the requests hold nothing any more, and their blocks are
-            still in use.
-        """
-        self._leaving.update({record: request for request, record in self._records.items()})
+    def clear(self) -> list[RequestRecord]:
+        """Forget every request. Returns the records whose blocks are still written to storage."""
+        records = [*self._records.values(), *self._leaving]
+        self._forgotten.update(self._records)
         self._records.clear()
-        until = time.monotonic() + limit
-        while any(record.writers for record in self._leaving):
-            if time.monotonic() >= until:
-                return False
-            time.sleep(PAUSE)
         self._leaving.clear()
-        return True
+        return [record for record in records if record.writers]  # none begins any more

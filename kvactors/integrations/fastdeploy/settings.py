@@ -16,7 +16,7 @@ from kvactors.cpu_evictor.policy import ALONE
 from kvactors.errors import ConfigError
 from kvactors.integrations.fastdeploy.arguments import at_least
 from kvactors.integrations.fastdeploy.option_uses import check_uses
-from kvactors.integrations.fastdeploy.weights import weights_version
+from kvactors.integrations.fastdeploy.weights import WeightsVersion
 from kvactors.setting_types import CopyThreads, Count, DeviceNumber, Seconds
 from kvactors.tier_cache import TierStorage
 
@@ -128,13 +128,8 @@ class ManagerSettings(NamedTuple):
         """Name of the model in the identity of blocks."""
         return self.config.cache.model
 
-    def with_version(self) -> ManagerSettings:
-        """The settings for the weights that the model's folder has now.
-
-        Raises:
-            ConfigError: the version of the weights cannot be read.
-        """
-        version = weights_version(self.model_path)
+    def of_version(self, version: str) -> ManagerSettings:
+        """The settings for weights of a version."""
         cache = msgspec.structs.replace(self.config.cache, namespace=version)
         return self._replace(config=msgspec.structs.replace(self.config, cache=cache))
 
@@ -200,11 +195,11 @@ def read_settings(
         backend, model_path, splitwise_role, local_data_parallel_id, options, environ
     )
     ranks = _checked("tensor_parallel_size", tensor_parallel_size, 1)
-    if backend == "attention_store" and ranks > 1 and not resolved.flush.flush_only:
-        raise ConfigError(
-            f"kvcache_storage_backend 'attention_store' with tensor_parallel_size {ranks}: one "
-            "process has the SDK object of one shard. FD_AS_ONLY_FLUSH=1 is supported"
-        )
+    layout = msgspec.structs.replace(resolved.layout, tensor_parallel=ranks)
+    resolved = msgspec.structs.replace(resolved, layout=layout)
+    for name in ("shard_id", "shard_num", "device_id"):
+        if backend == "attention_store" and ranks > 1 and name in options.attention_store:
+            raise ConfigError(f"options: attention_store.{name} follows from the ranks: remove it")
     settings = ManagerSettings(
         block_size=block_size,
         prefix_caching=bool(_field(cache, "enable_prefix_caching")),
@@ -227,7 +222,7 @@ def read_settings(
         options=options,
     )
     check_uses(settings)
-    return settings.with_version()
+    return settings.of_version(WeightsVersion(model_path).now())
 
 
 def check_blocks(settings: ManagerSettings, num_blocks: int) -> None:

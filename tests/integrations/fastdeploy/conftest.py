@@ -66,17 +66,6 @@ class Engine:
         """Tokens of a request whose bytes are not the model's."""
         return self.memory.wrong(seeds_of(request), request.block_tables, tokens)
 
-    def fail_a_reset(self, monkeypatch: Any, owner: type, method: str, error: Exception) -> None:
-        """Reset the manager while a method that the reset calls raises an error."""
-
-        def fail(*_: Any) -> None:
-            raise error
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, method, fail)
-            with pytest.raises(type(error)):
-                self.manager.reset()
-
     @property
     def free_blocks(self) -> list[int]:
         return sorted(self.manager.gpu_free_block_list)

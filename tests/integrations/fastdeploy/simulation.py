@@ -171,8 +171,10 @@ class Simulation:
         scheduler.prefilling = None
         if new_weights:
             self.version += 1
-            self.write_version()
-        self.manager.reset()
+        steps = [self.write_version, self.manager.reset]
+        self.rng.shuffle(steps)  # FastDeploy resets first
+        for step in steps:
+            step()
         self.memory.lose(self.version)
         for request in running:
             scheduler._free(request)

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.errors import CacheClosed, ConfigError, DeviceError, LayoutError, NoRoom, SinkError
+from kvactors.errors import CacheClosed, ConfigError, DeviceError, LayoutError, NoRoom
 from kvactors.integrations.fastdeploy import PrefixCacheManager
-from kvactors.integrations.fastdeploy.index_reports import IndexReports
 from kvactors.integrations.fastdeploy.rank_copies import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Position, Request, make_config
 from tests.integrations.fastdeploy.oracle import ModelMemory
@@ -401,48 +400,6 @@ def test_tensors_of_nonsense_leave_a_manager_that_can_be_closed(tensors):
         manager.attach()
     assert manager.allocate_gpu_blocks(1, "a") == [0]
     manager.close()
-
-
-# -- resets that fail
-
-
-def test_no_request_is_matched_under_weights_without_a_known_version(engine, tmp_path):
-    """Under the earlier version it would be given stored blocks of other weights."""
-    model = tmp_path / "model"
-    model.mkdir()
-    version = model / "version.yaml"
-    version.write_text("version: RL-STEP01-1-a\n", "utf-8")
-    one = engine(gpu=4, file=True, model=str(model))
-    one.serve("a", A)
-    version.write_text("unreadable", "utf-8")
-    with pytest.raises(ConfigError, match="has no line 'version: NAME'"):
-        one.manager.reset()
-    with pytest.raises(ConfigError, match="version of the weights is not known"):
-        one.match(Request("b", A))
-    one.manager.check()
-    version.write_text("version: RL-STEP02-1-a\n", "utf-8")
-    one.manager.reset()
-    assert one.match(Request("b", A))[1] == 0
-
-
-def test_an_index_that_does_not_open_after_a_reset_is_opened_by_the_next(
-    engine, tmp_path, monkeypatch
-):
-    model = tmp_path / "model"
-    model.mkdir()
-    version = model / "version.yaml"
-    version.write_text("version: RL-STEP01-1-a\n", "utf-8")
-    path = tmp_path / "events.jsonl"
-    sink = {"kind": "jsonl", "path": str(path), "name": "router"}
-    one = engine(gpu=4, model=str(model), options={"sinks": [sink]})
-    version.write_text("version: RL-STEP02-1-a\n", "utf-8")
-    one.fail_a_reset(monkeypatch, IndexReports, "open", SinkError("injected"))
-    with pytest.raises(ConfigError, match="version of the weights is not known"):
-        one.match(Request("a", A))
-    one.manager.reset()
-    one.serve("a", A)
-    one.manager.close()
-    assert '"resident"' in path.read_text("utf-8")
 
 
 # -- sequences of calls, drawn

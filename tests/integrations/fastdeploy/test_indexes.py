@@ -214,6 +214,33 @@ def test_blocks_that_an_sdk_may_still_write_are_not_given_out(engine, service, m
         hold.put(None)
 
 
-def test_several_ranks_are_refused_for_attention_store_as_storage(engine):
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2: one process has the SDK"):
-        as_storage(engine, ranks=2)
+def test_each_rank_has_a_shard_of_attention_store(engine, service):
+    sinks = [{"kind": "attention_store"}]
+    options = {"attention_store": {"sdk": SDK}, "storage": {"timeout_s": LIMIT}, "sinks": sinks}
+    one = engine(backend="attention_store", options=options, gpu=4, ranks=2)
+    one.serve("a", A)
+    one.manager.reset()
+    one.memory.lose()
+    again = Request("b", A)
+    assert one.match(again)[2]["storage_match_token_num"] == 8
+    assert not one.wrong(again, 8), "the bytes of both ranks"
+    shards = [found for _, found in sorted(stand_in.services.items())]
+    assert [shard.calls[0].arguments[0][3:5] for shard in shards] == [(0, 2), (1, 2)]
+    one.free(again)
+    one.manager.reset()
+    shards[1].capacity = 1  # its last block leaves
+    one.serve("c", [9] * 4)
+    one.manager.reset()
+    assert one.match(Request("d", A))[1] < 8, "a block counts if every rank has it"
+    one.manager.check()
+
+
+@pytest.mark.parametrize("name", ["shard_id", "device_id"])
+def test_values_of_one_rank_are_refused_for_several(engine, name):
+    with pytest.raises(ConfigError, match=f"attention_store.{name} follows from the ranks"):
+        engine(
+            backend="attention_store",
+            options={"attention_store": {"sdk": SDK, name: 0}},
+            ranks=2,
+            attach=False,
+        )

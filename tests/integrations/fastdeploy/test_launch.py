@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kvactors.errors import CacheClosed, ConfigError, DeadlineExceeded, LayoutError, StoreError
-from kvactors.integrations.fastdeploy.signals import (
+from kvactors.integrations.fastdeploy.engine_signals import (
     CLEARED,
     CLEARING,
     FOLDER,
@@ -50,7 +51,7 @@ class EngineProcess:
 
     def close(self):
         for signal in self.signals.values():
-            signal.close()
+            signal.clear()
 
 
 @pytest.fixture(params=[1, 2])
@@ -67,13 +68,51 @@ def test_a_launch_opens_the_tiers_and_sets_the_signals(engine, process):
     assert process.launch(one, process.ranks) == []
     assert process.value("swap_space_ready_signal") == [1] * process.ranks
     assert process.value("cache_transfer_inited_signal") == [1] * process.ranks
-    assert one.manager.signals.broadcast.value.tolist() == [0]
-    assert one.manager.signals.in_flight.value.tolist() == [0] * process.ranks
+    assert one.manager.shm_cache_task_flag_broadcast.value.tolist() == [0]
+    assert one.manager.cache_task_inflight_signal.value.tolist() == [0] * process.ranks
     one.serve("a", list(range(8)))
     one.manager.free_block_ids(2)
     assert one.match(Request("b", list(range(8))))[1] == 8
     one.manager.close()
     assert not (FOLDER / f"cache_task_inflight.{process.port}").exists()
+
+
+def leave_engine_service(engine, signals):
+    """The steps of `EngineService._exit_sub_services` (async) and `LLMEngine._exit_sub_services`
+    after the workers have ended, as far as they touch the cache manager."""
+    if hasattr(engine, "cache_manager_processes"):
+        engine.cache_manager.shm_cache_task_flag_broadcast.clear()
+        engine.cache_manager.cache_ready_signal.clear()
+        for process in engine.cache_manager_processes:
+            os.killpg(os.getpgid(process.pid), 15)
+    if getattr(engine, "cache_task_queue", None) is not None:
+        engine.cache_task_queue.manager.shutdown()
+    for signal in signals.values():
+        signal.clear()
+
+
+def leave_expert_service(engine, signals):
+    """The steps of `ExpertService._exit_sub_services`, which clears one signal."""
+    if hasattr(engine, "cache_manager_processes"):
+        engine.cache_manager.shm_cache_task_flag_broadcast.clear()
+        for process in engine.cache_manager_processes:
+            os.killpg(os.getpgid(process.pid), 15)
+
+
+@pytest.mark.parametrize("leave", [leave_engine_service, leave_expert_service])
+@pytest.mark.parametrize("closes", [False, True])
+def test_an_engine_leaves_through_fastdeploys_exit(engine, process, leave, closes):
+    one = engine(gpu=4, cpu=2, ranks=process.ranks, attach=False)
+    fastdeploy = SimpleNamespace(
+        cache_manager=one.manager, cache_manager_processes=process.launch(one, process.ranks)
+    )
+    assert one.manager.cache_task_queue is None
+    if closes:
+        one.manager.close()
+    leave(fastdeploy, process.signals)
+    one.manager.close()
+    process.close()
+    assert not list(FOLDER.glob(f"*.{process.port}"))
 
 
 def test_the_tensors_come_when_the_workers_have_made_them(engine, process):
@@ -122,7 +161,7 @@ def test_a_launch_without_ready_workers_ends(engine, process):
 
 def test_a_missing_signal_is_named(engine, process):
     one = engine(gpu=4, ranks=process.ranks, attach=False)
-    process.signals["prefix_tree_status"].close()
+    process.signals["prefix_tree_status"].clear()
     with pytest.raises(StoreError, match=r"signal 'prefix_tree_status\.kvactors-test"):
         process.launch(one, process.ranks)
 
@@ -223,5 +262,6 @@ def test_a_signal_is_the_one_of_fastdeploy():
     assert other.value.tolist() == [1, -2, 3]
     found = (FOLDER / f"kvactors_test.{os.getpid()}").read_bytes()
     assert np.frombuffer(found, np.int32).tolist() == [1, -2, 3]
-    made.close()
-    other.close()
+    other.clear()
+    made.clear()
+    assert not (FOLDER / f"kvactors_test.{os.getpid()}").exists()

@@ -10,14 +10,14 @@ from kvactors.integrations.fastdeploy import (
     FastDeployOptions,
     PrefixCacheManager,
     tensors_by_rank,
-    weights_version,
 )
 from kvactors.integrations.fastdeploy.lower_tiers import host_slots
 from kvactors.integrations.fastdeploy.settings import read_settings
 from kvactors.integrations.fastdeploy.tensor_names import CacheKvsLayout
+from kvactors.integrations.fastdeploy.weights import WeightsVersion
 from kvactors.layout import MLALayout
 from kvactors.sdk_settings import complete
-from tests.integrations.fastdeploy.config import Request, make_config
+from tests.integrations.fastdeploy.config import make_config
 from tests.integrations.fastdeploy.conftest import RESERVE
 
 GIB = 1 << 30
@@ -268,29 +268,14 @@ def test_swap_space_that_holds_no_block_is_refused():
 def test_the_first_two_parts_of_a_version_name_the_weights(tmp_path, text, version):
     if text is not None:
         (tmp_path / "version.yaml").write_text(text, "utf-8")
-    assert weights_version(tmp_path) == version
+    assert WeightsVersion(tmp_path).now() == version
 
 
 @pytest.mark.parametrize("text", ["", "name: x\n", "version:\n", "  version: nested\n"])
 def test_a_version_file_without_a_version_is_refused(tmp_path, text):
     (tmp_path / "version.yaml").write_text(text, "utf-8")
     with pytest.raises(ConfigError, match="has no line 'version: NAME'"):
-        weights_version(tmp_path)
-
-
-def test_new_weights_do_not_find_stored_blocks_of_old_ones(engine, tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    version = model / "version.yaml"
-    version.write_text("version: RL-STEP01-1-a\n", "utf-8")
-    one = engine(gpu=4, file=True, model=str(model))
-    one.serve("a", list(range(8)))
-    version.write_text("version: RL-STEP02-2-b\n", "utf-8")
-    one.manager.reset()
-    assert one.match(Request("b", list(range(8))))[1] == 0
-    version.write_text("version: RL-STEP01-1-a\n", "utf-8")
-    one.manager.reset()
-    assert one.match(Request("c", list(range(8))))[1] == 8
+        WeightsVersion(tmp_path).now()
 
 
 # -- tensors

@@ -8,7 +8,7 @@ from threading import Timer
 
 import pytest
 
-from kvactors.integrations.fastdeploy.signals import CLEARED, CLEARING, NORMAL, UPDATING
+from kvactors.integrations.fastdeploy.engine_signals import CLEARED, CLEARING, NORMAL, UPDATING
 from kvactors.testing import attentionstore_sdk as stand_in
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.test_indexes import as_storage, only_flush, settled
@@ -30,7 +30,7 @@ def process():
 # -- the status
 
 
-@pytest.mark.parametrize("status", [CLEARING, UPDATING, CLEARED])
+@pytest.mark.parametrize("status", [NORMAL, CLEARING, UPDATING, CLEARED])
 def test_requests_of_before_a_reset_end_without_an_error(engine, process, status):
     one = engine(gpu=6, cpu=2, attach=False)
     process.launch(one)
@@ -44,7 +44,6 @@ def test_requests_of_before_a_reset_end_without_an_error(engine, process, status
     one.free(request)
     assert one.free_blocks == list(range(6))
     one.manager.check()
-    process.signals["prefix_tree_status"].value[0] = NORMAL
     for call in (
         lambda: one.manager.update_cache_blocks(request, BLOCK_SIZE, 12),
         lambda: one.manager.cache_output_blocks(request, BLOCK_SIZE),

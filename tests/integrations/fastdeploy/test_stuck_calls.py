@@ -15,8 +15,8 @@ import pytest
 
 from kvactors.errors import ConfigError, DeviceError
 from kvactors.integrations.fastdeploy import direct_storage
+from kvactors.integrations.fastdeploy.engine_signals import CLEARED, CLEARING
 from kvactors.integrations.fastdeploy.rank_copies import RankCopies
-from kvactors.integrations.fastdeploy.signals import CLEARED, CLEARING
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
 from kvactors.testing import attentionstore_sdk as stand_in
 from tests.integrations.fastdeploy.config import Request

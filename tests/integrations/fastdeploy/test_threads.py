@@ -1,5 +1,5 @@
-"""Threads as FastDeploy uses them: calls under the scheduler's lock, and a finish thread that writes
-without it."""
+"""Threads as FastDeploy uses them: calls under the scheduler's lock, a finish thread that writes
+without it, and a control thread that resets without it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import anyio
 import pytest
 
-from kvactors.errors import DeadlineExceeded, DeviceError, WrongThread
+from kvactors.errors import DeadlineExceeded, DeviceError
 from kvactors.integrations.fastdeploy.rank_copies import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.test_scheduler import faults as faults  # a fixture
@@ -69,25 +69,82 @@ def test_finish_threads_write_while_the_scheduler_goes_on(engine, pool, seed):
     assert found.written_blocks > 0
 
 
-def test_calls_of_several_threads_need_the_lock_and_no_more(engine, pool):
-    one = engine(gpu=4, cpu=2)
-    one.serve("a", A)
-    pool.submit(one.manager.free_block_ids, 2).result(LIMIT)
-    assert pool.submit(one.match, Request("b", A)).result(LIMIT)[1] == 8
-    one.free(Request("b", A))
-
-
-def test_calls_that_overlap_are_refused(engine, pool, monkeypatch):
+def test_calls_of_several_threads_take_turns(engine, pool, monkeypatch):
     one = engine(gpu=4, cpu=2)
     one.serve("a", A)
     held = HeldCopies(monkeypatch)
     eviction = pool.submit(one.manager.free_block_ids, 1)
     held.begun.get(timeout=LIMIT)
-    with pytest.raises(WrongThread, match="need the scheduler's lock"):
+    allocation = pool.submit(one.manager.allocate_gpu_blocks, 3, "b")
+    assert not allocation.done()
+    held.go.put(None)
+    eviction.result(LIMIT)
+    assert allocation.result(LIMIT) == [1, 2, 3]
+    monkeypatch.undo()
+    one.manager.recycle_gpu_blocks([1, 2, 3], "b")
+    assert pool.submit(one.match, Request("c", A)).result(LIMIT)[1] == 8
+    one.free(Request("c", A))
+    one.manager.check()
+
+
+def test_a_call_waits_for_another_one_no_longer_than_it_may_take(engine, pool, monkeypatch):
+    times = {"timeout_s": 0.01, "open_timeout_s": 0.01, "close_timeout_s": 0.01}
+    one = engine(gpu=4, cpu=2, attach=False, file=True)
+    one.manager._turn_s = sum(times.values())
+    one.manager.attach()
+    one.serve("a", A)
+    held = HeldCopies(monkeypatch)
+    eviction = pool.submit(one.manager.free_block_ids, 1)
+    held.begun.get(timeout=LIMIT)
+    with pytest.raises(DeadlineExceeded, match=r"has not ended after 0\.03 s"):
         one.manager.allocate_gpu_blocks(1, "b")
     held.go.put(None)
     eviction.result(LIMIT)
     assert one.manager.allocate_gpu_blocks(3, "b") == [1, 2, 3]
+
+
+def test_a_pause_resets_without_the_lock_while_a_request_finishes(engine, pool, monkeypatch):
+    """FastDeploy's `_control_pause` does. Its scheduler and its finish thread go on during the reset."""
+    one = engine(gpu=6, cpu=2, file=True)
+    held = HeldCopies(monkeypatch)
+    request, running = Request("a", A), Request("b", [7] * 8)
+    one.prefill(request)
+    one.prefill(running)
+    write = pool.submit(one.manager.write_cache_to_storage, request)
+    held.begun.get(timeout=LIMIT)
+    pool.submit(one.manager.reset).result(LIMIT)
+    one.manager.write_cache_to_storage(running)
+    assert one.free_blocks == [2, 3, 4, 5], "blocks 0 and 1 are still written to storage"
+    assert not one.manager.can_allocate_gpu_blocks(5)
+    one.manager.update_cache_blocks(running, BLOCK_SIZE, 8)  # of before: not cached
+    one.free(running)
+    held.go.put(None)
+    write.result(LIMIT)
+    pool.submit(one.free, request).result(LIMIT)
+    assert one.manager.can_allocate_gpu_blocks(6)
+    monkeypatch.undo()
+    again = Request("c", A)
+    assert one.match(again)[1] in (4, 8), "no batch begins after a reset"
+    assert not one.wrong(again, 4)
+    one.manager.check()
+
+
+def test_two_resets_during_the_writes_of_one_prefix(engine, pool, monkeypatch):
+    """The blocks of both writes are free once, after the last of the two."""
+    one = engine(gpu=6, file=True, options={"staging_slots": 1})
+    held = HeldCopies(monkeypatch)
+    requests = [Request(name, A) for name in "ab"]
+    for request in requests:
+        one.prefill(request)
+    writes = [pool.submit(one.manager.write_cache_to_storage, request) for request in requests]
+    held.begun.get(timeout=LIMIT)
+    for _ in range(2):
+        one.manager.reset()
+    held.go.put(None)
+    held.go.put(None)
+    for write in writes:
+        write.result(LIMIT)
+    assert one.manager.can_allocate_gpu_blocks(6)
     one.manager.check()
 
 
@@ -118,39 +175,6 @@ def test_a_write_that_begins_after_the_release_writes_nothing(engine, monkeypatc
     one.free(request)
     one.manager.write_cache_to_storage(request)
     assert one.manager.statistics().written_blocks == 0
-
-
-def test_a_reset_waits_for_writes(engine, pool, monkeypatch):
-    one = engine(gpu=2, file=True, options={"staging_slots": 1})
-    held = HeldCopies(monkeypatch)
-    request = Request("a", A)
-    one.prefill(request)
-    write = pool.submit(one.manager.write_cache_to_storage, request)
-    held.begun.get(timeout=LIMIT)
-    reset = pool.submit(one.manager.reset)
-    assert not reset.done()
-    held.go.put(None)
-    write.result(LIMIT)
-    reset.result(LIMIT)
-    assert one.free_blocks == [0, 1]
-    assert one.manager.statistics().written_blocks <= 1, "no batch begins after a reset"
-
-
-def test_a_reset_gives_up_on_a_write_that_does_not_end(engine, pool, monkeypatch):
-    options = {"storage": {"timeout_s": 0.02}}
-    one = engine(gpu=2, file=True, options=options)
-    held = HeldCopies(monkeypatch)
-    request = Request("a", A)
-    one.prefill(request)
-    write = pool.submit(one.manager.write_cache_to_storage, request)
-    held.begun.get(timeout=LIMIT)
-    with pytest.raises(DeadlineExceeded, match="writes of finished requests"):
-        one.manager.reset()
-    assert one.free_blocks == [], "the blocks are still being copied"
-    held.go.put(None)
-    write.result(LIMIT)
-    one.manager.reset()
-    assert one.free_blocks == [0, 1]
 
 
 def test_writes_of_two_threads_take_turns(engine, pool, monkeypatch):

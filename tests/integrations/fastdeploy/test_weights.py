@@ -1,0 +1,163 @@
+"""New weights: the file that names them is looked at whenever a request is matched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvactors.errors import ConfigError, SinkError
+from kvactors.integrations.fastdeploy import weights
+from kvactors.integrations.fastdeploy.index_reports import IndexReports
+from kvactors.integrations.fastdeploy.weights import WeightsVersion
+from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
+
+A = list(range(8))
+
+
+class Model:
+    """The folder of a model."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.file = folder / "version.yaml"
+        self.load(1)
+
+    def load(self, step: int) -> None:
+        """New weights."""
+        self.file.write_text(f"version: RL-STEP{step:02}-20260101-x\n", "utf-8")
+
+
+@pytest.fixture
+def model(tmp_path):
+    return Model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("cpu", [0, 4])
+def test_blocks_of_earlier_weights_are_not_found_in_fastdeploys_order(engine, model, cpu):
+    """It pauses and resets, loads new weights, and serves. There is no second reset."""
+    one = engine(gpu=4, cpu=cpu, file=True, model=str(model.file.parent))
+    one.serve("a", A)
+    for step, cached in ((2, 0), (1, 8)):
+        one.manager.reset()
+        model.load(step)
+        one.memory.lose(0 if step == 1 else step)
+        request = Request(f"r{step}", A)
+        assert one.match(request)[1] == cached
+        assert not one.wrong(request, cached)
+        one.free(request)
+
+
+def test_new_weights_without_a_reset_are_one(engine, model):
+    """Requests that were matched before go on, and are not cached."""
+    one = engine(gpu=8, cpu=2, file=True, model=str(model.file.parent))
+    running = Request("a", A)
+    one.prefill(running)
+    model.load(2)
+    one.memory.lose(1)
+    assert one.match(Request("b", A))[1] == 0
+    one.manager.update_cache_blocks(running, BLOCK_SIZE, 8)
+    one.manager.write_cache_to_storage(running)
+    one.free(running)
+    one.free(Request("b", A))
+    one.serve("c", A)
+    assert one.available == 8
+    one.manager.check()
+
+
+STEPS = ("serve", "reset", "new weights", "evict", "free all")
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.integers(2, 16),
+    st.sampled_from([0, 2, 16]),
+    st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 2)), max_size=25),
+)
+def test_no_order_of_resets_and_weights_gives_other_bytes(engine, model, gpu, cpu, steps):
+    model.load(0)
+    one = engine(gpu=gpu, cpu=cpu, file=True, model=str(model.file.parent))
+    one.memory.lose(0)
+    try:
+        for number, (step, seed) in enumerate(steps):
+            if step == "serve":
+                request = Request(f"r{number}", [seed] * 6 + [9])
+                _, cached, _ = one.match(request)
+                assert one.wrong(request, cached) == []
+                one.manager.release_block_ids(request)
+                one.serve(f"s{number}", [seed] * 6 + [9])
+            elif step == "evict":
+                one.manager.free_block_ids(seed + 1)
+            elif step == "free all":
+                assert one.manager.can_allocate_gpu_blocks(gpu)
+            else:
+                one.manager.reset()
+                if step == "new weights":
+                    model.load(seed)
+                    one.memory.lose(seed)
+            one.manager.check()
+    finally:
+        one.manager.close()
+
+
+def test_no_request_is_matched_under_weights_without_a_known_version(engine, model):
+    """Under the earlier version it would be given stored blocks of other weights."""
+    one = engine(gpu=4, file=True, model=str(model.file.parent))
+    one.serve("a", A)
+    model.file.write_text("unreadable", "utf-8")
+    one.manager.reset()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="has no line 'version: NAME'"):
+            one.match(Request("b", A))
+    one.manager.check()
+    model.load(2)
+    assert one.match(Request("b", A))[1] == 0
+
+
+def test_a_file_that_has_not_changed_is_read_once(model, monkeypatch):
+    monkeypatch.setattr(weights, "SETTLED_S", -1.0)
+    reads = []
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda *args: reads.append(1) or read(*args))
+    version = WeightsVersion(model.file.parent)
+    assert [version.now() for _ in range(3)] == ["RL-STEP01"] * 3
+    model.file.write_text("version: RL-STEP002-x\n", "utf-8")
+    assert [version.now() for _ in range(3)] == ["RL-STEP002"] * 3
+    assert len(reads) == 2
+    model.file.unlink()
+    assert version.now() == "default"
+
+
+def test_a_file_that_is_written_twice_in_a_tick_of_its_clock_is_read_again(model, monkeypatch):
+    monkeypatch.setattr(weights, "SETTLED_S", 3600.0)
+    version = WeightsVersion(model.file.parent)
+    assert version.now() == "RL-STEP01"
+    stat = model.file.stat()
+    model.load(2)
+    monkeypatch.setattr(Path, "stat", lambda *_: stat)
+    assert version.now() == "RL-STEP02"
+
+
+def test_an_index_that_does_not_open_for_new_weights_is_opened_by_the_next_reset(
+    engine, model, tmp_path, monkeypatch
+):
+    path = tmp_path / "events.jsonl"
+    sink = {"kind": "jsonl", "path": str(path), "name": "router"}
+    one = engine(gpu=4, cpu=2, model=str(model.file.parent), options={"sinks": [sink]})
+    model.load(2)
+
+    def fail(*_: object) -> None:
+        raise SinkError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexReports, "open", fail)
+        one.serve("a", A)
+    assert one.serve("b", A)["gpu_match_token_num"] == 8, "the cache works without its index"
+    assert one.manager.troubles == ("AttentionStore and indexes are closed: injected",)
+    one.manager.reset()
+    assert one.manager.troubles == ()
+    one.serve("c", A)
+    one.manager.close()
+    assert '"resident"' in path.read_text("utf-8")
