@@ -40,6 +40,7 @@ from kvactors.setting_types import (
     SmallCount,
     SmallNumber,
     Threads,
+    WritePolicy,
 )
 from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig
 
@@ -323,7 +324,8 @@ class StorageConfig(
         scrub_rate: bytes a second that the file store reads to find damaged objects, 0 for none.
         exclusive: a block loaded from storage leaves it.
         write_policy: none, write_through (at request finish), write_through_selective (at finish,
-            blocks used at least `min_hits` times), write_back (when the host tier evicts).
+            blocks used at least `min_hits` times), write_back (when the host tier evicts). If it is
+            left out, write_through for attention_store and write_back for the others.
         min_hits: uses of a block from which on write_through_selective writes it.
         fetch: whether acquire looks in storage beyond the blocks in the index.
         min_fetch_blocks: blocks at least that a fetch must find. Fewer are not fetched.
@@ -354,9 +356,7 @@ class StorageConfig(
     exclusive: bool = False
     keep_tokens: bool = True
     scrub_rate: ByteSize = 0
-    write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = (
-        "write_back"
-    )
+    write_policy: WritePolicy | None = None
     min_hits: Count = 2
     fetch: bool = True
     min_fetch_blocks: Count = 1
@@ -368,6 +368,13 @@ class StorageConfig(
     mooncake: MooncakeConfig = MooncakeConfig()
 
     timeout = Earlier("timeout_s")
+
+    @property
+    def saves(self) -> WritePolicy:
+        """The write policy in effect."""
+        if self.write_policy is None:
+            return "write_through" if self.backend == "attention_store" else "write_back"
+        return self.write_policy
 
 
 class FlushConfig(

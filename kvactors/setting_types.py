@@ -3,7 +3,7 @@ the settings show them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -47,3 +47,5 @@ BlockSize = Count | Annotated[str, Meta(pattern=SIZE_PATTERN)]
 
 ByteSize = ByteCount | Annotated[str, Meta(pattern=SIZE_PATTERN)]
 """Bytes, or a text such as "8 GiB" (see `sizes`)."""
+
+WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]

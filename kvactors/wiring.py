@@ -146,7 +146,7 @@ class Wiring:
     def _make_index(self, ref: ActorRef) -> PrefixIndex:
         config, host, storage = self.config, self.config.host, self.storage
         stored = self.plane.backend is not None or self.device_store is not None
-        host_tier = host.slots > 0 or (stored and storage.write_policy == "write_back")
+        host_tier = host.slots > 0 or (stored and storage.saves == "write_back")
         exclusive = host.mode == "exclusive" or not host.slots
         blocks, block_size = self.plane.device.num_blocks, config.cache.block_size
         index = BlockIndex(
@@ -172,7 +172,7 @@ class Wiring:
             announce_whole=any(sink.announces_full for sink in self.sinks.values()),
             free_low=free_low,
             free_high=free_high,
-            save=storage.write_policy if stored else "none",
+            save=storage.saves if stored else "none",
             min_hits=storage.min_hits,
             token_root=self.token_root if self.device_store is not None else None,
             host_blocks=host.kept_blocks,

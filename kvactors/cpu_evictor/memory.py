@@ -56,7 +56,7 @@ class HostMemory:
         self.storage = storage
         self.counts = Counts()
         self.exclusive = config.mode == "exclusive" or not config.slots
-        self.write_back = storage.write_policy == "write_back" and bool(requests.peers.writers)
+        self.write_back = storage.saves == "write_back" and bool(requests.peers.writers)
         self.clears = 0
         self._index = requests.peers.index
         self._notifier = requests.peers.notifier

@@ -68,7 +68,7 @@ class OffloadJob:
             elif block_hash not in host.blocks:
                 new.append(position)
         # Under write_through the store has these blocks already: none is worth a wait.
-        wait = memory.may_wait and memory.storage.write_policy != "write_through"
+        wait = memory.may_wait and memory.storage.saves != "write_through"
         actions = self._make_space(new, wait=wait)
         if not self._waiting or not wait:
             return actions + self.take(len(self._waiting))

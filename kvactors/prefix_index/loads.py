@@ -20,7 +20,8 @@ from kvactors.types import Reason
 
 GRACE = 1.0
 """Seconds past the deadline of a load after which its leases continue without it, in other device
-blocks."""
+blocks. The evictor answers at the deadline, with the blocks that have arrived. A store that writes
+device memory itself (AttentionStore) answers when its call returns: loads from it have no grace."""
 
 
 class LoadTable:
@@ -118,8 +119,7 @@ class LoadTable:
 
     def _messages(self, load: LoadState, lease: LeaseState) -> list[Action]:
         path, stop = lease.path, load.stop
-        fetch = stop <= self._settings.fetchable(path)
-        by_tokens = fetch and self._settings.token_root is not None
+        fetch, by_tokens = stop <= self._settings.fetchable(path), self._is_direct(load)
         victims: list[Action] = []
         if fetch and not self._settings.exclusive:  # what comes from storage stays
             victims = self._victims.before_copies(path, load.start, stop)
@@ -138,12 +138,18 @@ class LoadTable:
         )
         return [*victims, request]
 
+    def _is_direct(self, load: LoadState) -> bool:
+        """Whether a store that writes device memory itself is asked for the blocks."""
+        settings = self._settings
+        return settings.token_root is not None and load.stop <= settings.fetchable(load.path)
+
     def _mark(self, load: LoadState, lease: LeaseState) -> Action:
         load.nodes = lease.tree.begin_load(lease.path, load.start, load.stop)
         load.blocks = lease.path.blocks(load.start, load.stop)
         for block in load.blocks:
             self._index.loading[block] = load
-        return StartTimer(load, lease.deadline, LoadDeadline(load.op), GRACE)
+        grace = 0.0 if self._is_direct(load) else GRACE
+        return StartTimer(load, lease.deadline, LoadDeadline(load.op), grace)
 
     # -- end
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kvactors.native import Path
 from kvactors.prefix_index.messages import Stored
-
-WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
+from kvactors.setting_types import WritePolicy
 
 
 class IndexSettings(NamedTuple):

@@ -22,6 +22,7 @@ from kvactors.setting_types import (
     ObjectCount,
     Seconds,
     SecondsOrZero,
+    WritePolicy,
 )
 from kvactors.sizes import human, in_bytes
 from kvactors.tier_cache.slot_memory import PAGE
@@ -79,9 +80,7 @@ class TierStorage(
     free_space_floor: ByteSize = "64MB"
     durability: Literal["written", "synced"] = "written"
     io_depth: Depth = 16
-    write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = (
-        "write_through"
-    )
+    write_policy: WritePolicy = "write_through"
     min_hits: Count = 2
     mooncake: Mapping[str, Any] = {}
     on_full: Literal["wait", "shed"] = "wait"

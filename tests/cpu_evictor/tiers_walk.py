@@ -98,10 +98,10 @@ class TiersWalk:
                 roots=self.roots,
                 settings=IndexSettings(
                     exclusive=exclusive,
-                    host_tier=d.slots > 0 or self.storage.write_policy == "write_back",
+                    host_tier=d.slots > 0 or self.storage.saves == "write_back",
                     fetch=d.stored,
                     announce=True,
-                    save=self.storage.write_policy,
+                    save=self.storage.saves,
                     free_low=d.low,
                     free_high=2 * d.low,
                 ),

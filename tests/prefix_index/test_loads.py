@@ -16,7 +16,7 @@ from kvactors.prefix_index.index import Segment
 from kvactors.prefix_index.loads import GRACE
 from kvactors.prefix_index.messages import Ack, Extend, LoadDeadline, ReadyResult, Truncate
 from kvactors.prefix_index.records import LeaseState
-from kvactors.types import split_hashes
+from kvactors.types import HASH_BYTES, split_hashes
 from tests.prefix_index.objects import BLOCK, Request, answers, core, messages, new_lease, path
 
 
@@ -53,6 +53,16 @@ def test_a_load_has_a_timer_and_every_hash_from_the_root_on():
     ]
     assert load2.hashes == lease.path.hashes(0, 3)
     assert set(state.index.loading) == set(lease.path.blocks())
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_load_that_a_store_writes_to_the_device_has_no_time_past_the_deadline(direct):
+    """Its answer is the return of the store's call, which comes late or not at all."""
+    root = new_lease(core().index, 1, 1).path.root if direct else b"other".ljust(HASH_BYTES)
+    state = core(fetch=True, token_root=root)
+    timer, _ = state.loads.begin(new_lease(state.index, 1, 2), segments(2), placed=True)
+    assert isinstance(timer, StartTimer)
+    assert timer.grace == (0.0 if direct else GRACE)
 
 
 def test_a_result_waits_for_those_of_the_loads_above():

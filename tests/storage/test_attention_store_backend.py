@@ -178,7 +178,7 @@ def config(**tables) -> Config:
             "cache": {"model": "m", "block_size": BLOCK, "default_deadline_s": 5.0},
             "device": {"num_blocks": 12},
             "layout": {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8},
-            "storage": {"backend": "attention_store", "write_policy": "write_through"},
+            "storage": {"backend": "attention_store"},
             "attention_store": {"sdk": STAND_IN},
             "flush": {"sinks": [{"kind": "memory"}, {"kind": "attention_store"}]},
             **tables,

@@ -171,6 +171,15 @@ async def test_without_checksums_an_object_under_another_name_is_corrupt_and_goe
         assert set(pool) == {two}
 
 
+async def test_a_pool_over_tcp_is_logged_once_with_the_setting_for_rdma(pool):
+    for protocol in ("tcp", "rdma"):
+        with structlog.testing.capture_logs() as logs:
+            async with joined(protocol=protocol) as bench:
+                await bench.put(1)
+        told = [one["rdma"] for one in logs if one["event"] == "pool over TCP"]
+        assert told == ["storage.mooncake.protocol = 'rdma'"] * (protocol == "tcp")
+
+
 async def test_a_node_without_checksums_is_logged(pool):
     for off in (False, True):
         with structlog.testing.capture_logs() as logs:

@@ -16,7 +16,7 @@ NEEDED = {"model": "m", "block_bytes": 96, "num_slots": 4}
 
 def test_settings_of_the_same_name_have_the_same_range():
     of_tier, of_cache = hints_of(TierStorage), hints_of(StorageConfig)
-    shared = (of_tier.keys() & of_cache.keys()) - {"mooncake"}
+    shared = (of_tier.keys() & of_cache.keys()) - {"mooncake", "write_policy"}
     assert len(shared) > 10
     different = {name for name in shared if of_tier[name] != of_cache[name]}
     assert different == set()

@@ -56,6 +56,8 @@ class MooncakeBackend(Backend):
         await self.client.open()
         if not self.client.config.payload_checksums:
             log.warning("payload checksums are off", store="mooncake")
+        if self.client.config.protocol == "tcp":
+            log.info("pool over TCP", store="mooncake", rdma="storage.mooncake.protocol = 'rdma'")
 
     async def attach(self, arena: Arena) -> None:
         """See `Backend.attach`. Registers the arena."""
