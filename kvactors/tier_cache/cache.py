@@ -9,6 +9,8 @@ from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from kvactors.cpu_evictor.policy import POLICIES
+from kvactors.cpu_evictor.slots import HostTier
 from kvactors.errors import ConfigError
 from kvactors.fork import SYSTEMS
 from kvactors.tier_cache.answers import (
@@ -27,18 +29,25 @@ from kvactors.tier_cache.checks import (
     checked_keys,
     checked_parents,
 )
+from kvactors.tier_cache.counters import TierCounters
+from kvactors.tier_cache.event_log import EventLog
 from kvactors.tier_cache.owner import CLOSED, Owner
 from kvactors.tier_cache.pace import StepPace
+from kvactors.tier_cache.room_waits import RoomWaits
+from kvactors.tier_cache.save_policy import SaveQueue
 from kvactors.tier_cache.settings import TierConfig, checked_config
 from kvactors.tier_cache.sinks import make_sinks
 from kvactors.tier_cache.slot_memory import SlotMemory
-from kvactors.tier_cache.slot_table import HIT, MISS
+from kvactors.tier_cache.slot_table import HIT, MISS, SlotTable
+from kvactors.tier_cache.storage_moves import StorageMoves
 from kvactors.tier_cache.storage_tier import StorageTier
-from kvactors.tier_cache.tiers import Tiers
-from kvactors.types import Tier
+from kvactors.types import Reason, Tier
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.sinks.base import Sink
+
+LOADS = 3
+"""Quarters of the host slots that stores leave to look-ups that wait for slots."""
 
 
 class TierCache:
@@ -83,8 +92,35 @@ class TierCache:
         made = make_sinks(config, sinks)
         self._background = Background(config, memory, storage, made, clock)
         storage = self._background.storage
-        self._tiers = Tiers(config, memory, storage, clock, made.feed if made else None)
-        self._slots, self._moves = self._tiers.slots, self._tiers.moves
+        self._tier = HostTier(config.num_slots, config.num_slots, policy=POLICIES[config.policy]())
+        self._feed = None if made is None else made.feed
+        self._events = EventLog([Tier[name.upper()] for name in config.events], self._feed)
+        self._counters = TierCounters()
+        self._clock = clock
+        settings = config.storage
+        waits = settings.on_full == "wait"
+        self._full_wait_s = settings.on_full_wait_s if waits else 0.0
+        self._full_since: float | None = None  # no waiting store has got a slot since then
+        self._waits = RoomWaits(settings.timeout_s)
+        self._streams = False  # whether blocks go on to storage
+        self._short = [0, 0]  # stores that found too few slots, in the last step and in this one
+        self._moves: StorageMoves | None = None
+        if storage is None:
+            self._slots = SlotTable(self._tier)
+        else:
+            policy, known = settings.write_policy, storage.contains
+            saves = SaveQueue(policy, settings.min_hits, self._tier, known, waits)
+            self._streams = policy in ("write_through", "write_back")
+            self._slots = SlotTable(self._tier, saves.keeps)
+            self._moves = StorageMoves(
+                self._slots,
+                memory,
+                storage,
+                saves,
+                self._events,
+                self._counters,
+                settings.slot_timeout_s,
+            )
         self._pace = StepPace()
         self._results: deque[Any] = deque() if storage is None else storage.results
         self._owner = Owner(self._open)
@@ -172,7 +208,9 @@ class TierCache:
 
     def source(self, key: bytes) -> Tier:
         """The tier of a key's bytes: STORAGE from a fetch until the first load, then HOST."""
-        return self._tiers.source(checked_key(key))
+        key = checked_key(key)
+        fetched = self._moves is not None and key in self._moves.from_storage
+        return Tier.STORAGE if fetched else Tier.HOST
 
     def end_step(self) -> None:
         """A step of the engine's scheduler has ended: keys answered HIT may be evicted, unless a
@@ -180,9 +218,21 @@ class TierCache:
         if self._owner.hands_over(self.end_step):
             return
         self._enter()
-        self._tiers.end_step()
-        if self._moves is not None and (self._moves.is_fetching or self._tiers.stores_waiting):
+        self._end_step()
+        if self._moves is not None and (self._moves.is_fetching or self._short[0]):
             self._pace.step_ended()
+
+    def _end_step(self) -> None:
+        now = self._clock()
+        self._slots.end_step(now)
+        if not self._short[1]:
+            self._full_since = None
+        self._short = [self._short[1], 0]
+        self._counters.refused_stores += self._waits.forget_before(now)
+        if self._moves is not None:
+            self._moves.submit()
+        if self._feed is not None:
+            self._feed.flush()
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Keys of a path were used, in the order of the path. Keys without a slot are ignored."""
@@ -190,7 +240,9 @@ class TierCache:
         if self._owner.hands_over(partial(self.touch, keys)):
             return
         self._enter()
-        self._tiers.touch(keys)
+        self._slots.touch(keys)
+        if self._moves is not None:
+            self._moves.saves.on_touched(keys)
 
     # -- copies from the device to host slots
 
@@ -216,7 +268,57 @@ class TierCache:
         keys = checked_keys(keys)
         parents = checked_parents(parents, len(keys))
         self._enter()
-        return self._tiers.prepare_store(keys, parents)
+        found = self._take_slots(keys, parents)
+        now = self._clock()
+        if found.keys:
+            self._full_since = None
+        elif found.waiting and self._full_since is None:
+            self._full_since = now
+        since = now if self._full_since is None else self._full_since
+        late = now - since >= self._full_wait_s  # 0 to shed
+        if late and self._moves is not None and self._moves.saves.release():
+            found = self._take_slots(keys, parents)
+        return self._wait(found, now, late) if found.waiting else found
+
+    def _take_slots(
+        self, keys: Sequence[bytes], parents: Sequence[bytes | None] | None
+    ) -> StoreSlots:
+        """The slots that can be had now. `waiting` are all other keys without one."""
+        capacity = self._tier.capacity
+        share = -(-capacity // max(1, self._short[0]))  # each gets as much as the others that wait
+        loads = 0 if self._moves is None else self._moves.loads_waiting
+        spare = min(loads, -(-capacity * LOADS // 4))
+        stay = [] if self._streams or not parents else self._path(parents[0])
+        found = self._slots.prepare_store(keys, parents, share, spare, stay)
+        if self._moves is not None:
+            self._moves.saves.on_offered(keys)
+            self._moves.on_evicted(found.evicted)
+        elif found.evicted:
+            self._counters.evicted += len(found.evicted)
+            self._events.record(Tier.HOST, False, found.evicted, Reason.CPU_EVICTION)
+        for key in found.keys:
+            self._waits.got_slot(key)
+        return found
+
+    def _path(self, key: bytes | None) -> list[bytes]:
+        """A key and the keys before it on its path, as far as they have slots. Where blocks do not
+        go on to storage, they are worth more than the blocks behind them."""
+        found: list[bytes] = []
+        while key and (block := self._tier.blocks.get(key)) is not None:
+            found.append(key)
+            key = block.parent
+        return found
+
+    def _wait(self, found: StoreSlots, now: float, late: bool) -> StoreSlots:
+        """Sort the keys without a slot: those that wait, and those that have waited in vain."""
+        ends = late or not (self._tier.pinned or self._slots.held or self._slots.awaited)
+        waiting, refused = list[bytes](), list[bytes]()
+        for key in found.waiting:
+            waits = not ends and self._waits.may_wait(key, now)
+            (waiting if waits else refused).append(key)
+        self._short[1] += bool(waiting)
+        self._counters.refused_stores += len(refused)
+        return found._replace(waiting=tuple(waiting), refused=tuple(refused))
 
     def complete_store(self, keys: Iterable[bytes], success: bool = True) -> None:
         """Copies to host slots have ended.
@@ -233,7 +335,12 @@ class TierCache:
         if self._owner.hands_over(partial(self.complete_store, keys, success)):
             return
         self._enter()
-        self._tiers.complete_store(keys, success)
+        landed = self._slots.complete_store(keys, success)
+        self._counters.stored += len(landed)
+        self._counters.failed_stores += 0 if success else len(set(keys))
+        self._events.record(Tier.HOST, True, [block.hash for block in landed], Reason.OFFLOAD)
+        if self._moves is not None:
+            self._moves.on_stored(landed)
 
     # -- copies from host slots to the device
 
@@ -250,7 +357,11 @@ class TierCache:
         """
         keys = checked_keys(keys)
         self._enter()
-        return self._tiers.prepare_load(keys)
+        slots = self._slots.prepare_load(keys)
+        new = self._moves.from_storage.intersection(keys) if self._moves is not None else ()
+        self._counters.storage_hits += len(new)
+        self._counters.host_hits += len(keys) - len(new)
+        return slots
 
     def complete_load(self, keys: Iterable[bytes]) -> None:
         """Copies from host slots have ended, well or not.
@@ -262,7 +373,9 @@ class TierCache:
         if self._owner.hands_over(partial(self.complete_load, keys)):
             return
         self._enter()
-        self._tiers.complete_load(keys)
+        self._slots.complete_load(keys)
+        if self._moves is not None:
+            self._moves.from_storage.difference_update(keys)
 
     def copies_in_flight(self) -> CopiesInFlight:
         """The stores and loads that were begun and not completed: at a `reset`, those to complete
@@ -289,17 +402,22 @@ class TierCache:
         if self._owner.hands_over(partial(self.reset, storage=storage)):
             return
         self._enter()
-        self._tiers.reset(storage=storage)
+        self._events.record(Tier.HOST, False, self._slots.reset(), Reason.CLEAR)
+        self._waits.clear()
+        if self._moves is not None:
+            self._moves.reset(storage=storage)
 
     def take_events(self) -> list[TierEvent]:
         """Changes of the tiers in `TierConfig.events` since the last call."""
         self._enter()
-        return self._tiers.events.take()
+        return self._events.take()
 
     def has_pending_work(self) -> bool:
         """Whether copies, fetches or saves are in flight or queued, or calls of other threads
         wait. Calls of `end_step` bring all but the engine's copies to their end."""
-        return self._tiers.pending_work + len(self._owner.handed) > 0
+        messages = 0 if self._feed is None else len(self._feed.outbox) + self._feed.resend
+        storage = 0 if self._moves is None else self._moves.pending_work
+        return self._slots.in_flight + storage + messages + len(self._owner.handed) > 0
 
     @property
     def saving(self) -> int:
@@ -308,7 +426,14 @@ class TierCache:
 
     def statistics(self) -> TierStatistics:
         """Counters and sizes."""
-        return self._tiers.statistics()
+        return TierStatistics(
+            **vars(self._counters),
+            refused_fetches=0 if self._moves is None else self._moves.waits.refused,
+            slots=self._tier.num_slots,
+            resident=self._tier.resident,
+            pinned=self._tier.pinned,
+            stored_objects=0 if self._moves is None else self._moves.storage.objects,
+        )
 
     def health(self) -> TierHealth:
         """Whether every tier and every sink works."""
@@ -326,7 +451,9 @@ class TierCache:
         """
         if get_ident() == self._owner.thread:
             self._enter()
-            self._tiers.end()
+            self._end_step()
+            if self._moves is not None:
+                self._moves.write_all()
         if not self._owner.close():
             return
         self._background.close()

@@ -42,9 +42,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_second_match_holds_twice",
-        "integrations/fastdeploy/request_calls.py",
+        "integrations/fastdeploy/manager.py",
         """\
-        self._cache.release(request)
+            self._cache.release(request)
 """,
         "",
         "a request that is matched again before it is released holds its blocks for good",

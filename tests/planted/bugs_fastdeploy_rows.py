@@ -54,7 +54,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_write_that_raises_keeps_its_hold",
-        "integrations/fastdeploy/request_calls.py",
+        "integrations/fastdeploy/manager.py",
         """\
         finally:
             if late is None:
@@ -105,7 +105,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_late_write_keeps_no_blocks",
-        "integrations/fastdeploy/request_calls.py",
+        "integrations/fastdeploy/manager.py",
         """\
             late = error.answer  # the SDK may read the blocks before it returns
 """,

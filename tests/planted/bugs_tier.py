@@ -156,7 +156,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "store_waits_without_end",
-        "tier_cache/tiers.py",
+        "tier_cache/cache.py",
         "        late = now - since >= self._full_wait_s  # 0 to shed\n",
         "        late = False\n",
         "a disk that hangs keeps the device blocks of finished requests",
@@ -164,7 +164,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "stores_take_the_slots_of_look_ups",
-        "tier_cache/tiers.py",
+        "tier_cache/cache.py",
         "spare = min(loads, -(-capacity * LOADS // 4))",
         "spare = 0",
         "requests wait for slots that each go to a save",
@@ -172,7 +172,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "long_store_takes_every_slot",
-        "tier_cache/tiers.py",
+        "tier_cache/cache.py",
         "share = -(-capacity // max(1, self._short[0]))",
         "share = capacity",
         "a long prompt is stored, and short ones are not",

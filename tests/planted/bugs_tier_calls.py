@@ -34,7 +34,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "tier_failed_keys_counted_twice",
-        "tier_cache/tiers.py",
+        "tier_cache/cache.py",
         "0 if success else len(set(keys))",
         "0 if success else len(keys)",
         "failed stores are counted more than once",

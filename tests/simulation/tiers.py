@@ -341,7 +341,7 @@ class SimEngine:
         self.run_loop(60.0)
         self.check()
         require(self.cache.statistics().pinned == 0, "slots stay pinned")
-        feed: Any = self.cache._tiers.feed
+        feed: Any = self.cache._feed
         held = set(feed._held[Tier.STORAGE])
         due: set[bytes] = set()
         for i, key in enumerate(self.keys):

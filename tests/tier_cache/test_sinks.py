@@ -259,7 +259,7 @@ def test_what_sinks_are_sent_is_a_tree_and_exact(monkeypatch, num_slots, capacit
     while deadline:
         deadline -= 1
         flushed(cache)
-        feed = cache._tiers.feed
+        feed = cache._feed
         assert feed is not None
         on = {tier: set(held) for tier, held in feed._held.items()}
         held = set().union(*on.values())

@@ -209,7 +209,7 @@ class StorageMachine(RuleBasedStateMachine):
                 assert time.monotonic() < until, "a look-up is pending without end"
                 time.sleep(0.001)
                 self.cache.end_step()
-        moves = self.cache._tiers.moves
+        moves = self.cache._moves
         while moves is not None and moves.pending_work:
             assert time.monotonic() < until, "saves and fetches do not end"
             time.sleep(0.001)

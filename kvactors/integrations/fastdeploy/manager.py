@@ -8,11 +8,13 @@ that scheduler (tests/integrations/fastdeploy).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from kvactors.errors import ConfigError, DeadlineExceeded
+from kvactors.actor.log import get_logger
+from kvactors.errors import ConfigError, DeadlineExceeded, KVActorsError
 from kvactors.integrations.fastdeploy.arguments import (
     name_of,
     required_blocks,
@@ -22,6 +24,7 @@ from kvactors.integrations.fastdeploy.arguments import (
 )
 from kvactors.integrations.fastdeploy.device_blocks import FreeBlockList
 from kvactors.integrations.fastdeploy.device_cache import DeviceCache
+from kvactors.integrations.fastdeploy.direct_storage import CallInFlight
 from kvactors.integrations.fastdeploy.engine_signals import (
     CLEARED,
     CLEARING,
@@ -31,8 +34,9 @@ from kvactors.integrations.fastdeploy.engine_signals import (
     EngineSignals,
 )
 from kvactors.integrations.fastdeploy.engine_tiers import EngineTiers, NamedTensors
-from kvactors.integrations.fastdeploy.hit_rates import HitRates
-from kvactors.integrations.fastdeploy.request_calls import RequestCalls
+from kvactors.integrations.fastdeploy.hit_rates import HitRates, HitTokens
+from kvactors.integrations.fastdeploy.matching import Match, Matcher
+from kvactors.integrations.fastdeploy.requests import RequestRecord
 from kvactors.integrations.fastdeploy.settings import (
     FastDeployOptions,
     ManagerSettings,
@@ -45,6 +49,8 @@ from kvactors.integrations.fastdeploy.statistics import (
     ManagerStatistics,
     statistics_of,
 )
+
+log = get_logger()
 
 
 class PrefixCacheManager:
@@ -111,7 +117,7 @@ class PrefixCacheManager:
         self._gauges = EngineGauges(gauges)
         self._cache = DeviceCache(self.num_gpu_blocks)
         self._tiers = EngineTiers(settings, self._cache, tensors, stream)
-        self._calls = RequestCalls(self._cache, self._tiers, self.metrics)
+        self._matcher = Matcher(self._cache)
         self._changed()
 
     @property
@@ -168,7 +174,7 @@ class PrefixCacheManager:
         count = rounded_up("num_blocks", num_blocks)
         with self._turn():
             self._cache.settle()
-            evicts = try_free_gpu_blocks and self.settings.prefix_caching
+            evicts = try_free_gpu_blocks and self._caches
             return self._cache.make_room(count) if evicts else count <= self._cache.blocks.free
 
     def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[int]:
@@ -233,8 +239,19 @@ class PrefixCacheManager:
             DeviceError: a copy does not end.
         """
         with self._turn():
-            blocks, found = self._calls.match(task, block_size)
+            request, root = name_of(task), self._tiers.root()
+            block_size = self._checked_size(block_size)
+            record = RequestRecord(task, block_size, root)
+            self._cache.release(request)
+            found = self._matcher.match(request, record) if self._caches else Match()
+            self._cache.requests.open(request, record)
+            gpu, cpu, storage = (
+                len(some) * block_size for some in (found.gpu, found.cpu, found.storage)
+            )
+            self.metrics.matched(HitTokens(gpu, cpu, storage, record.path.num_tokens))
+            task.num_cached_blocks = len(record.nodes)
             self._gauges.matched(self.metrics)
+            blocks = [node.block for node in record.nodes]
             return blocks, len(blocks) * block_size, found.metrics(block_size)
 
     def update_cache_blocks(self, task: Any, block_size: int, num_computed_tokens: int) -> None:
@@ -256,8 +273,35 @@ class PrefixCacheManager:
         self._commit(task, block_size, lambda tokens: tokens - last)
 
     def _commit(self, task: Any, block_size: int, computed: Callable[[int], int]) -> None:
+        """Index the full blocks of a request. computed: the tokens that are computed, by the
+        number of its tokens."""
         with self._turn():
-            self._calls.commit(task, block_size, computed)
+            request = name_of(task)
+            block_size = self._checked_size(block_size)
+            self._cache.settle()
+            record = self._cache.requests.named(request)
+            if record is None:
+                log.warning("request of before a reset not cached", request=request)
+                return
+            full = computed(record.tokens_of(task)) // block_size if self._caches else 0
+            # before the tokens: a refused call changes nothing
+            own = self._cache.requests.uncommitted(
+                record, sequence_of(task, "block_tables"), full, request
+            )
+            record.extend(task)
+            self._cache.commit(record, own)
+            task.num_cached_blocks = len(record.nodes)
+
+    @property
+    def _caches(self) -> bool:
+        """Whether prefix caching is on. Otherwise requests hold nothing: nothing evicts blocks."""
+        return self.settings.prefix_caching
+
+    def _checked_size(self, block_size: int) -> int:
+        size, expected = whole("block_size", block_size), self.settings.block_size
+        if size != expected:
+            raise ValueError(f"block_size is {expected} in the config, and {size} here")
+        return size
 
     def release_block_ids(self, task: Any) -> None:
         """A request ends, is preempted or was not admitted: it holds its cached blocks no more.
@@ -268,7 +312,34 @@ class PrefixCacheManager:
     def write_cache_to_storage(self, request: Any) -> None:
         """A request has finished: save its cached blocks, and report them to indexes. Returns after
         the last write. Failures are logged and counted. To be called before `release_block_ids`."""
-        self._calls.write(name_of(request))
+        request, requests = name_of(request), self._cache.requests
+        record = requests.begin_write(request)
+        if record is None:
+            return
+        late: Future[int] | None = None
+        try:
+            record.finished = True
+            self._save(request, record)
+        except CallInFlight as error:
+            late = error.answer  # the SDK may read the blocks before it returns
+            log.error("request not written to storage", request=request, error=str(error))
+        except (KVActorsError, TimeoutError) as error:
+            log.error("request not written to storage", request=request, error=str(error))
+        finally:
+            if late is None:
+                requests.end_write(record)
+            else:
+                late.add_done_callback(lambda _: requests.end_write(record))
+
+    def _save(self, request: str, record: RequestRecord) -> None:
+        lower, direct, nodes = self._cache.lower, self._cache.direct, list(record.nodes)
+        blocks = [node.block for node in nodes]
+        if lower is not None and lower.writes is not None and nodes:
+            requests = self._cache.requests
+            keys = [node.hash for node in nodes]
+            lower.writes.write(keys, blocks, lambda: requests.holds(request, record))
+        if direct is not None and nodes and not record.has_media:
+            direct.save(record.path.tokens(0, len(nodes)), 0, blocks)
 
     # -- engine
 
