@@ -21,7 +21,6 @@ from kvactors.tier_cache.answers import (
     TierHealth,
     TierStatistics,
 )
-from kvactors.tier_cache.background import Background
 from kvactors.tier_cache.cache_sinks import CacheSinks
 from kvactors.tier_cache.checks import (
     checked_flag,
@@ -36,15 +35,17 @@ from kvactors.tier_cache.pace import StepPace
 from kvactors.tier_cache.room_waits import RoomWaits
 from kvactors.tier_cache.save_policy import SaveQueue
 from kvactors.tier_cache.settings import TierConfig, checked_config
-from kvactors.tier_cache.sinks import make_sinks
+from kvactors.tier_cache.sinks import TierSinks, make_sinks
 from kvactors.tier_cache.slot_memory import SlotMemory
 from kvactors.tier_cache.slot_table import HIT, MISS, SlotTable
 from kvactors.tier_cache.storage_moves import StorageMoves
 from kvactors.tier_cache.storage_tier import StorageTier
+from kvactors.tier_cache.stores import make_storage
 from kvactors.types import Reason, Tier
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.sinks.base import Sink
+    from kvactors.tier_cache.loop_thread import LoopThread
 
 LOADS = 3
 """Quarters of the host slots that stores leave to look-ups that wait for slots."""
@@ -90,8 +91,11 @@ class TierCache:
         _check_parts(config, memory, storage)
         self.memory = memory
         made = make_sinks(config, sinks)
-        self._background = Background(config, memory, storage, made, clock)
-        storage = self._background.storage
+        if storage is None and config.storage.backend != "none":
+            storage = make_storage(config, memory=memory, clock=clock)
+        self._background = background = _background(storage, made)
+        self._storage = storage
+        self._service = None if made is None else made.service
         self._tier = HostTier(config.num_slots, config.num_slots, policy=POLICIES[config.policy]())
         self._feed = None if made is None else made.feed
         self._events = EventLog([Tier[name.upper()] for name in config.events], self._feed)
@@ -124,7 +128,9 @@ class TierCache:
         self._pace = StepPace()
         self._results: deque[Any] = deque() if storage is None else storage.results
         self._owner = Owner(self._open)
-        self.sinks = None if made is None else CacheSinks(made, self._background, self._call)
+        self.sinks = None
+        if made is not None and background is not None:
+            self.sinks = CacheSinks(made, background.call, self._call)
 
     # -- threads
 
@@ -142,7 +148,8 @@ class TierCache:
     def _open(self) -> None:
         SYSTEMS.add(self)
         try:
-            self._background.open()
+            if self._background is not None:
+                self._background.open(self.config.storage.open_timeout_s)
         except BaseException:
             self.shutdown()
             raise
@@ -439,7 +446,12 @@ class TierCache:
         """Whether every tier and every sink works."""
         if self._owner.thread == CLOSED:
             return TierHealth("closed", ())
-        troubles = self._background.troubles
+        tier = self._storage
+        stored = (
+            () if tier is None else dict.fromkeys((tier.trouble, *tier.failing, tier.condition))
+        )
+        sinks = () if self._service is None else self._service.troubles
+        troubles = (*(f"storage: {one}" for one in stored if one), *sinks)
         return TierHealth("degraded", troubles) if troubles else OK
 
     def shutdown(self) -> None:
@@ -456,15 +468,19 @@ class TierCache:
                 self._moves.write_all()
         if not self._owner.close():
             return
-        self._background.close()
-        if self._background.stuck:
-            self.memory.keep()
+        if self._background is not None:
+            self._background.close(self.config.storage.close_timeout_s)
+        if self._storage is not None:
+            self._storage.poll()
+            if self._storage.stuck:
+                self.memory.keep()
         self.memory.close()
 
     def close_in_child(self) -> None:
         """See `kvactors.fork.Forked`."""
         self._owner.close("this cache was used before a fork: open another one in the child")
-        self._background.abandon()
+        if self._background is not None:
+            self._background.abandon()
 
     def check(self) -> None:
         """AssertionError if the cache's own facts disagree, for tests."""
@@ -472,6 +488,24 @@ class TierCache:
 
 
 OK = TierHealth("ok", ())
+
+
+def _background(
+    storage: StorageTier | None, sinks: TierSinks | None
+) -> StorageTier | LoopThread | None:
+    """Runs storage and sinks on an event loop in another thread. None without them."""
+    if sinks is None:
+        return storage
+    found: StorageTier | LoopThread
+    if storage is not None:
+        found = storage
+        storage.beside.append(sinks.service)
+    else:
+        from kvactors.tier_cache.loop_thread import LoopThread
+
+        found = LoopThread([sinks.service])
+    sinks.feed.wake = lambda: found.call(sinks.service.take)
+    return found
 
 
 def _check_parts(config: TierConfig, memory: Any, storage: Any) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from kvactors.tier_cache.background import Background
 from kvactors.tier_cache.checks import checked_keys, checked_limit
 from kvactors.tier_cache.paths import checked_path
 from kvactors.tier_cache.sinks import TierSinks
@@ -21,18 +21,19 @@ class CacheSinks:
 
     Args:
         sinks: the sinks.
-        background: where they run.
+        run: calls a function on the event loop of the sinks. False if there is none.
         call: does something in the thread that owns the cache.
     """
 
     def __init__(
         self,
         sinks: TierSinks,
-        background: Background,
+        run: Callable[..., bool],
         call: Callable[[Callable[[], object]], None],
     ) -> None:
         self._feed = sinks.feed
-        self._background = background
+        self._service = sinks.service
+        self._run = run
         self._call = call
 
     def describe(
@@ -83,10 +84,18 @@ class CacheSinks:
         limit = checked_limit("limit", limit)
         until = time.monotonic() + limit
         while True:
-            done = self._background.flushed(max(0.0, until - time.monotonic()))
+            done = self._flushed(max(0.0, until - time.monotonic()))
             if done is not None:
                 return done
             self._call(self._feed.flush)
             if time.monotonic() >= until:
                 return False
             time.sleep(min(PAUSE, max(0.0, until - time.monotonic())))
+
+    def _flushed(self, limit: float) -> bool | None:
+        """See `SinkService.flushed`."""
+        answer: Future[bool | None] = Future()
+        try:
+            return self._run(self._service.ask, limit, answer) and answer.result(limit + 1.0)
+        except TimeoutError:
+            return False

@@ -215,7 +215,7 @@ def test_a_page_that_cannot_be_read_is_not_found(faulty: Any) -> None:
     assert engine.store(keys(0, 1, 2), [0, 1, 2])
     engine.drain()
     engine.moves.reset()
-    FaultyStore.unreadable = {engine.tiers._background.storage.name_of(keys(1)[0])}
+    FaultyStore.unreadable = {engine.tiers._storage.name_of(keys(1)[0])}
     assert engine.moves.find(keys(0, 1, 2)) == 1
     engine.moves.close()
 
