@@ -10,9 +10,8 @@ from kvactors.device.tensors import rows_of
 from kvactors.errors import ConfigError, LayoutError
 from kvactors.integrations.fastdeploy.finish_writes import FinishWrites, Staging
 from kvactors.integrations.fastdeploy.host_tiers import HostTiers
-from kvactors.integrations.fastdeploy.option_uses import check_tensor_uses
 from kvactors.integrations.fastdeploy.rank_copies import RankCopies
-from kvactors.integrations.fastdeploy.settings import ManagerSettings
+from kvactors.integrations.fastdeploy.settings import ManagerSettings, check_tensor_uses
 from kvactors.integrations.fastdeploy.tensor_names import (
     CacheKvsLayout,
     RankTensors,

@@ -34,7 +34,6 @@ from kvactors.integrations.fastdeploy.engine_signals import (
     EngineSignals,
 )
 from kvactors.integrations.fastdeploy.engine_tiers import EngineTiers, NamedTensors
-from kvactors.integrations.fastdeploy.hit_rates import HitRates, HitTokens
 from kvactors.integrations.fastdeploy.matching import Match, Matcher
 from kvactors.integrations.fastdeploy.requests import RequestRecord
 from kvactors.integrations.fastdeploy.settings import (
@@ -46,6 +45,8 @@ from kvactors.integrations.fastdeploy.settings import (
 )
 from kvactors.integrations.fastdeploy.statistics import (
     EngineGauges,
+    HitRates,
+    HitTokens,
     ManagerStatistics,
     statistics_of,
 )
@@ -142,11 +143,9 @@ class PrefixCacheManager:
 
     def _changed(self) -> None:
         """A call ends that may have changed blocks."""
-        cache = self._cache
-        self._gauges.sized(self.num_gpu_blocks, self.num_cpu_blocks)
-        self._gauges.moved(cache.blocks.free, cache.index.unreferenced, self.num_gpu_blocks)
-        if cache.reports is not None:
-            cache.reports.flush()
+        self._gauges.set(self.statistics)
+        if self._cache.reports is not None:
+            self._cache.reports.flush()
 
     # -- device blocks
 
@@ -250,7 +249,6 @@ class PrefixCacheManager:
             )
             self.metrics.matched(HitTokens(gpu, cpu, storage, record.path.num_tokens))
             task.num_cached_blocks = len(record.nodes)
-            self._gauges.matched(self.metrics)
             blocks = [node.block for node in record.nodes]
             return blocks, len(blocks) * block_size, found.metrics(block_size)
 
@@ -440,7 +438,7 @@ class PrefixCacheManager:
 
     def statistics(self) -> ManagerStatistics:
         """Sizes, counters and rates."""
-        return statistics_of(self._cache, self.metrics, self.num_cpu_blocks, self.cache_config)
+        return statistics_of(self._cache, self.metrics, self.num_cpu_blocks)
 
     @property
     def troubles(self) -> tuple[str, ...]:

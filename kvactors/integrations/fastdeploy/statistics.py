@@ -1,16 +1,86 @@
-"""Numbers of a manager, and FastDeploy's gauges."""
+"""Numbers of a manager, as FastDeploy counts them, and its gauges."""
 
 from __future__ import annotations
 
-from numbers import Real
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvactors.integrations.fastdeploy.device_cache import DeviceCache
 from kvactors.integrations.fastdeploy.finish_writes import WriteCounters
-from kvactors.integrations.fastdeploy.hit_rates import HitRates
 
-PLAIN = Real | str | None
-"""Types of fields that are labels of `cache_config_info`."""
+WINDOW = 10_000
+"""Requests after which the rates start from zero."""
+
+
+class HitTokens(NamedTuple):
+    """Tokens of a request, by the tier that had them.
+
+    Attributes:
+        total: tokens of the request.
+    """
+
+    gpu: int
+    cpu: int
+    storage: int
+    total: int
+
+
+class HitRates:
+    """Counters of matches. Rates are over the requests since the last multiple of `WINDOW`, sums of
+    tokens over all.
+
+    Attributes:
+        req_count, hit_req_count: requests, and those with a hit.
+        gpu_tokens, cpu_tokens, storage_tokens: tokens matched since the start.
+    """
+
+    def __init__(self) -> None:
+        self.gpu_tokens = self.cpu_tokens = self.storage_tokens = 0
+        self.reset_metrics()
+
+    def reset_metrics(self) -> None:
+        """Rates start from zero."""
+        self.req_count = self.hit_req_count = 0
+        self._hits = HitTokens(0, 0, 0, 0)
+
+    def matched(self, hit: HitTokens) -> None:
+        """A request was matched."""
+        self.req_count += 1
+        self.hit_req_count += bool(hit.gpu + hit.cpu + hit.storage)
+        self.gpu_tokens += hit.gpu
+        self.cpu_tokens += hit.cpu
+        self.storage_tokens += hit.storage
+        self._hits = HitTokens(*(a + b for a, b in zip(self._hits, hit, strict=True)))
+        if self.req_count % WINDOW == 0:
+            self.reset_metrics()
+
+    @property
+    def hit_req_ratio(self) -> float:
+        """Requests with a hit, of all."""
+        return self.hit_req_count / self.req_count if self.req_count else 0.0
+
+    @property
+    def hit_token_ratio(self) -> float:
+        """Matched tokens, of all."""
+        return self._share(self._hits.gpu + self._hits.cpu + self._hits.storage)
+
+    @property
+    def gpu_hit_token_ratio(self) -> float:
+        """Tokens matched on the device, of all."""
+        return self._share(self._hits.gpu)
+
+    @property
+    def cpu_hit_token_ratio(self) -> float:
+        """Tokens matched in host memory, of all."""
+        return self._share(self._hits.cpu)
+
+    @property
+    def storage_hit_token_ratio(self) -> float:
+        """Tokens matched in storage, of all."""
+        return self._share(self._hits.storage)
+
+    def _share(self, tokens: int) -> float:
+        return tokens / self._hits.total if self._hits.total else 0.0
 
 
 class ManagerStatistics(NamedTuple):
@@ -26,7 +96,6 @@ class ManagerStatistics(NamedTuple):
         gpu_tokens, cpu_tokens, storage_tokens: matched tokens.
         written_blocks, present_blocks, failed_blocks: of finished requests: written to storage,
             stored before, not taken.
-        config: labels of `cache_config_info`.
     """
 
     gpu_blocks: int
@@ -45,7 +114,6 @@ class ManagerStatistics(NamedTuple):
     written_blocks: int
     present_blocks: int
     failed_blocks: int
-    config: dict[str, str]
 
     @property
     def free_share(self) -> float:
@@ -53,9 +121,27 @@ class ManagerStatistics(NamedTuple):
         return self.free_gpu_blocks / self.gpu_blocks if self.gpu_blocks else 0.0
 
 
-def statistics_of(
-    cache: DeviceCache, rates: HitRates, cpu_blocks: int, cache_config: Any
-) -> ManagerStatistics:
+GAUGES: dict[str, tuple[Callable[[ManagerStatistics], float], str]] = {
+    "hit_req_rate": (lambda s: s.hit_req_ratio, "Requests with cached blocks, of all requests."),
+    "hit_token_rate": (lambda s: s.hit_token_ratio, "Cached tokens, of all."),
+    "gpu_hit_token_rate": (lambda s: s.gpu_hit_token_ratio, "Tokens cached on the device, of all."),
+    "cpu_hit_token_rate": (
+        lambda s: s.cpu_hit_token_ratio,
+        "Tokens cached in host memory, of all.",
+    ),
+    "available_gpu_block_num": (
+        lambda s: s.free_gpu_blocks + s.evictable_gpu_blocks,
+        "Device blocks that are free or evictable.",
+    ),
+    "free_gpu_block_num": (lambda s: s.free_gpu_blocks, "Free device blocks."),
+    "max_gpu_block_num": (lambda s: s.gpu_blocks, "Device blocks."),
+    "max_cpu_block_num": (lambda s: s.cpu_blocks, "Blocks of the host tier."),
+    "available_gpu_resource": (lambda s: s.free_share, "Free device blocks, of all."),
+}
+"""FastDeploy's gauges that its manager sets, by name: value and explanation."""
+
+
+def statistics_of(cache: DeviceCache, rates: HitRates, cpu_blocks: int) -> ManagerStatistics:
     """Statistics of a manager. Any thread may ask."""
     writes = None if cache.lower is None else cache.lower.writes
     counters = WriteCounters() if writes is None else writes.counters
@@ -76,18 +162,7 @@ def statistics_of(
         written_blocks=counters.written,
         present_blocks=counters.present,
         failed_blocks=counters.failed,
-        config=_labels(cache_config),
     )
-
-
-def _labels(cache_config: Any) -> dict[str, str]:
-    """The plain fields of FastDeploy's cache config."""
-    fields = vars(cache_config) if hasattr(cache_config, "__dict__") else {}
-    return {
-        name: str(value)
-        for name, value in sorted(fields.items())
-        if name.isidentifier() and isinstance(value, PLAIN)
-    }
 
 
 class EngineGauges:
@@ -100,42 +175,14 @@ class EngineGauges:
         AttributeError: a gauge is missing.
     """
 
-    NAMES = (
-        "max_gpu_block_num",
-        "max_cpu_block_num",
-        "available_gpu_block_num",
-        "free_gpu_block_num",
-        "available_gpu_resource",
-        "hit_req_rate",
-        "hit_token_rate",
-        "gpu_hit_token_rate",
-        "cpu_hit_token_rate",
-    )
-
     def __init__(self, gauges: Any) -> None:
-        found = {} if gauges is None else {name: getattr(gauges, name) for name in self.NAMES}
-        self._gauges: dict[str, Any] = found
+        self._gauges: dict[str, Any] = (
+            {} if gauges is None else {name: getattr(gauges, name) for name in GAUGES}
+        )
 
-    def _set(self, name: str, value: float) -> None:
+    def set(self, statistics: Callable[[], ManagerStatistics]) -> None:
+        """A call of the manager has ended."""
         if self._gauges:
-            self._gauges[name].set(value)
-
-    def sized(self, gpu_blocks: int, cpu_blocks: int) -> None:
-        """The tiers have these sizes."""
-        self._set("max_gpu_block_num", gpu_blocks)
-        self._set("max_cpu_block_num", cpu_blocks)
-
-    def moved(self, free: int, evictable: int, total: int) -> None:
-        """The free list has changed."""
-        if self._gauges:
-            self._set("free_gpu_block_num", free)
-            self._set("available_gpu_block_num", free + evictable)
-            self._set("available_gpu_resource", free / total if total else 0.0)
-
-    def matched(self, rates: HitRates) -> None:
-        """A request was matched."""
-        if self._gauges:
-            self._set("hit_req_rate", rates.hit_req_ratio)
-            self._set("hit_token_rate", rates.hit_token_ratio)
-            self._set("gpu_hit_token_rate", rates.gpu_hit_token_ratio)
-            self._set("cpu_hit_token_rate", rates.cpu_hit_token_ratio)
+            now = statistics()
+            for name, gauge in self._gauges.items():
+                gauge.set(GAUGES[name][0](now))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvactors.errors import ConfigError, NoRoom
-from kvactors.integrations.fastdeploy.hit_rates import WINDOW
 from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.integrations.fastdeploy.statistics import WINDOW
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 
 A, B, C = list(range(8)), list(range(100, 108)), list(range(200, 208))
