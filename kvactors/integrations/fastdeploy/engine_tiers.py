@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import CacheClosed, ConfigError, KVActorsError, LayoutError
@@ -26,32 +26,6 @@ NO_TENSORS = b"kvactors.fastdeploy.v1"
 """The layout's fingerprint, with the block size, of a manager that has no tensors."""
 
 NamedTensors = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
-
-
-class EngineDevice(NamedTuple):
-    """The device memory, as AttentionStore's adapter uses it.
-
-    Attributes:
-        layout: of a block.
-        regions: address of each tensor.
-        kind: cuda or tensors.
-        ordinal: the GPU's number.
-    """
-
-    layout: Any
-    regions: list[int]
-    kind: str
-    ordinal: int
-
-    @classmethod
-    def of(cls, tensors: EngineTensors, rank: int = 0) -> EngineDevice:
-        """The tensors of a rank."""
-        from kvactors.device.tensors import rows_of
-
-        rows = [rows_of(tensor) for tensor in tensors.ordered[rank]]
-        first = rows[0]
-        kind = "cuda" if tensors.on_gpu else "tensors"
-        return cls(tensors.layout, [one.address for one in rows], kind, first.ordinal or 0)
 
 
 class EngineTiers:
@@ -172,14 +146,14 @@ class EngineTiers:
         from kvactors.flush_notifier.sinks import make_sinks
         from kvactors.sdk_settings import sdk_settings
 
-        device: Any = EngineDevice.of(tensors)
+        device: Any = tensors.device(0)
         limit = settings.storage.open_timeout_s
         if direct:
             from kvactors.storage.backends.attention_store import AttentionStoreBackend
 
             stores = []
             for rank in range(settings.ranks):
-                part: Any = EngineDevice.of(tensors, rank)
+                part: Any = tensors.device(rank)
                 sdk = sdk_settings(config, tensors.layout, part, (rank, settings.ranks))
                 stores.append(AttentionStoreBackend(sdk, part))
             store = DirectStorage(stores, settings.storage.timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from kvactors.device.tensors import rows_of
@@ -71,6 +72,17 @@ class EngineTensors(NamedTuple):
         """Whether copies pass through the driver of a GPU."""
         first = rows_of(self.ordered[0][0])
         return first.gpu and not first.host
+
+    def device(self, rank: int) -> SimpleNamespace:
+        """The device memory of a rank, as AttentionStore's adapter uses it: layout, addresses of
+        the tensors, kind, and number of the GPU."""
+        rows = [rows_of(tensor) for tensor in self.ordered[rank]]
+        return SimpleNamespace(
+            layout=self.layout,
+            regions=[one.address for one in rows],
+            kind="cuda" if self.on_gpu else "tensors",
+            ordinal=rows[0].ordinal or 0,
+        )
 
     @property
     def ordered(self) -> list[list[Any]]:
