@@ -20,7 +20,6 @@ from kvactors.arguments import (
     request_path,
     request_scope,
 )
-from kvactors.deprecated import renamed, warn
 from kvactors.errors import (
     ActorFailed,
     NoRoom,
@@ -65,7 +64,6 @@ class CacheCalls(OpenCache):
         wait_for_room: bool = False,
         chunk_tokens: int | None = None,
         hints: Hints | None = None,
-        wait: bool | None = None,
     ) -> Lease:
         """Match a prompt against the cache and take device blocks for all of it, or for a chunk.
 
@@ -104,7 +102,6 @@ class CacheCalls(OpenCache):
                 With a store whose contents only a query can tell, every block that it may have gets
                 a device block.
             hints: about the reuse of the request's blocks.
-            wait: deprecated name of `wait_for_evictions`.
 
         Returns:
             The lease. Finish it, or use it as an async context manager.
@@ -121,9 +118,6 @@ class CacheCalls(OpenCache):
             ActorFailed: PrefixIndex failed during the call.
         """
         at = self._client.deadline(deadline)
-        if wait is not None:
-            warn("acquire(wait=) is deprecated: use wait_for_evictions=", stacklevel=2)
-            wait_for_evictions = check_flag("wait", wait)
         check_text("request_id", request_id)
         scope = PLAIN
         if salt is not None or lora is not None or lora_id is not None:
@@ -241,8 +235,6 @@ class CacheCalls(OpenCache):
 
     wait_idle = waits.wait_idle
     wait_flushed = waits.wait_flushed
-    settled = renamed("settled", wait_idle)
-    flush_settled = renamed("flush_settled", wait_flushed)
 
     async def resync(self, sink: str, *, deadline: float | None = None) -> None:
         """Send a sink the complete state again, for an index that lost its own. Without
@@ -303,9 +295,6 @@ class CacheCalls(OpenCache):
         self._client.check_thread()
         tiers, names = residency(self.system), self._sink_names(sinks)
         return self.system.notifier_actor.sinks.divergence(tiers, names)
-
-    divergence = renamed("divergence", count_divergent_blocks)
-    divergence_slices = renamed("divergence_slices", count_divergent_blocks_slices)
 
     def close(self) -> None:
         """Refuse new work. `open` calls it at the end of its block. No effect in a forked child."""

@@ -57,11 +57,6 @@ app.command(config_app)
 app.command(size)
 app.command(top)
 app.command(record)
-MOVED = {
-    ("simulate",): "python -m tests.simulation",
-    ("chaos",): "python -m tests.chaos",
-}
-"""Former commands, and the command that replaces each in a clone of the repository."""
 
 
 @app.command
@@ -152,7 +147,7 @@ def replay_command(
     timed
         Send the requests at the times of the trace.
     speed
-        Factor on the trace's clock, with --timed. Without --timed it selects that too (deprecated).
+        Factor on the trace's clock, with --timed.
     prefill_tokens_per_s
         Tokens of prompts that the modelled engine computes in a second, with --timed.
     decode_tokens_per_s
@@ -173,8 +168,6 @@ def replay_command(
     metrics_host
         The address to serve them on.
     """
-    if speed is not None and not timed:
-        print("--speed without --timed is deprecated: add --timed", file=sys.stderr)
     check_distinct((trace, config), json=json, html=html, trace_out=trace_out)
     recorder = make_recorder(html)
     trace = find_file(trace, "trace")
@@ -188,7 +181,7 @@ def replay_command(
         settings = ReplayConfig.from_mapping(
             with_temporary(read_toml(find_file(config, "settings")) if config else {}, folder)
         )
-        changes: dict[str, Any] = {"mode": "timed"} if timed or speed is not None else {}
+        changes: dict[str, Any] = {"mode": "timed"} if timed else {}
         given = {
             "speed": speed,
             "prefill_tokens_per_s": prefill_tokens_per_s,
@@ -202,6 +195,8 @@ def replay_command(
             "replay": {**msgspec.to_builtins(settings.replay), **changes},
         }
         config_ = ReplayConfig.from_mapping(mapping)
+        if speed is not None and config_.replay.mode != "timed":
+            raise ConfigError("--speed needs --timed")
         bounds = {"coarse": config_.replay.coarse, "limit": config_.replay.limit}
         with live_line(count_requests(trace, **bounds) if shows_progress() else None) as show:
             report = run_terminable(
@@ -376,22 +371,6 @@ def store_prune(
     return 1 if any(one.refused for one in done) else 0
 
 
-@app.command(name="inspect")
-def inspect_command(directory: Path, *, verify: bool = False, json: Output | None = None) -> int:
-    """Another name of `store list`, and with --verify of `store verify`.
-
-    Parameters
-    ----------
-    directory
-        As in storage.directory, or any folder below it.
-    verify
-        Read and check every object.
-    json
-        Where to write what was found.
-    """
-    return show_stores(directory, json, verify=verify)
-
-
 def show_stores(directory: Path, json: Path | None, *, verify: bool) -> int:
     """Print the stores found. Returns exit status 1 if any of them is bad."""
     from kvactors.storage.inspect import inspect, lines
@@ -478,12 +457,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def carry_out(words: list[str], *, closed_stdout: bool = False) -> int:
     """Carry out the command of some arguments. Returns the exit status."""
-    for command, replacement in MOVED.items():
-        if tuple(words[: len(command)]) == command:
-            raise ConfigError(
-                f"the command {' '.join(command)} is not in the installed package. In a clone "
-                f"of the repository run: {replacement}"
-            )
     words = joined_outputs(words)
     if closed_stdout and (options := [word[:-1] for word in words if word.endswith("=-")]):
         raise ConfigError(f"{options[0]}-: standard output is closed")

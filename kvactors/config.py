@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvactors.config_faults import check_keys, convert, modern_tables
+from kvactors.config_faults import check_keys, convert
 from kvactors.config_tables import (
     ActorsConfig,
     CacheConfig,
@@ -66,7 +66,6 @@ class Config(ConfigTables, frozen=True, omit_defaults=True, forbid_unknown_field
         Raises:
             ConfigError: names the fault in the mapping.
         """
-        data = modern_tables(data, cls)
         config = convert(data, cls)
         validate(config, data)
         return config

@@ -10,13 +10,13 @@ import msgspec
 
 from kvactors.errors import ConfigError
 from kvactors.ranges import hints_of, unknown, value_fault
-from kvactors.renamed_settings import CLASS_KIND, modern_names
+from kvactors.sink_config import CLASS_KIND
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 def faults(data: Any, kind: Any, where: str = "") -> Iterator[str]:
-    """The faults of settings, which have their names of today.
+    """The faults of settings.
 
     Args:
         data: the settings.
@@ -44,15 +44,11 @@ def structs_of(kind: Any) -> Iterator[type[msgspec.Struct]]:
         yield from structs_of(inner)
 
 
-def modern_tables(data: Any, kind: Any, where: str = "") -> Any:
-    """Data for `kind` with the names that its settings have today. Each earlier name warns.
-
-    Raises:
-        ConfigError: a setting is given under both names.
-    """
+def with_class_paths(data: Any, kind: Any) -> Any:
+    """Data for `kind` with `with_class_path` applied to every table."""
     kinds = list(structs_of(kind))
     if isinstance(data, list | tuple):
-        return [modern_tables(item, kind, where) for item in data]
+        return [with_class_paths(item, kind) for item in data]
     if isinstance(data, Mapping):
         data = with_class_path(data, kinds)
     struct = struct_of(data, kinds) if isinstance(data, Mapping) else None
@@ -60,10 +56,8 @@ def modern_tables(data: Any, kind: Any, where: str = "") -> Any:
         return data
     hints = hints_of(struct)
     return {
-        key: modern_tables(value, hints[key], f"{where}.{key}" if where else key)
-        if key in hints
-        else value
-        for key, value in modern_names(data, struct, where, stacklevel=2).items()
+        key: with_class_paths(value, hints[key]) if key in hints else value
+        for key, value in data.items()
     }
 
 
@@ -133,7 +127,7 @@ def convert(data: Mapping[str, Any], kind: type[S]) -> S:
     Raises:
         ConfigError: names the first fault, with the choices or the range, or the nearest name.
     """
-    data = modern_tables(data, kind)
+    data = with_class_paths(data, kind)
     check_keys(data, kind, "")
     try:
         return msgspec.convert(data, kind)

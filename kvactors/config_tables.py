@@ -13,13 +13,6 @@ import msgspec
 
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.ranks_config import RanksConfig
-from kvactors.renamed_settings import (
-    Earlier,
-    SettingsMeta,
-    flush_mode,
-    is_flush_only,
-    used_share,
-)
 from kvactors.setting_types import (
     BlockSize,
     BlockTokens,
@@ -92,13 +85,7 @@ class HintsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     pin_share: Share = 0.25
 
 
-class CacheConfig(
-    msgspec.Struct,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    metaclass=SettingsMeta,
-):
+class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The scope of the cache, and defaults of its operations.
 
     Attributes:
@@ -121,16 +108,8 @@ class CacheConfig(
     split_media: bool = False
     default_deadline_s: Seconds = 30.0
 
-    deadline = Earlier("default_deadline_s")
 
-
-class DeviceConfig(
-    msgspec.Struct,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    metaclass=SettingsMeta,
-):
+class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The device memory.
 
     Attributes:
@@ -158,9 +137,6 @@ class DeviceConfig(
     high_watermark: Share = 0.0
     layerwise: bool = False
     policy: Literal["lru", "retain"] = "retain"
-
-    free_low = Earlier("high_watermark", used_share, used_share)
-    free_high = Earlier("low_watermark", used_share, used_share)
 
     def free_blocks(self, blocks: int) -> tuple[int, int]:
         """The watermarks as numbers of free blocks: below the first, evict until there are the
@@ -218,13 +194,7 @@ class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class HostConfig(
-    msgspec.Struct,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    metaclass=SettingsMeta,
-):
+class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The host tier.
 
     Attributes:
@@ -269,8 +239,6 @@ class HostConfig(
     staging_min_bytes: ByteCount | None = None
     merge_min_blocks: Several | None = None
 
-    batch_from = Earlier("dma_min_bytes")
-
     def policy_below(self, device: DeviceConfig) -> Literal["lru", "retain"]:
         """The order of eviction under this device tier."""
         return device.policy if self.policy is None else self.policy
@@ -293,13 +261,7 @@ class HostConfig(
         return self.slots + self.transit_slots if self.slots or stored else 0
 
 
-class StorageConfig(
-    msgspec.Struct,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    metaclass=SettingsMeta,
-):
+class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The storage tier. Sizes may be written "4GB".
 
     Attributes:
@@ -367,8 +329,6 @@ class StorageConfig(
     on_full_wait_s: Seconds = 1.0
     mooncake: MooncakeConfig = MooncakeConfig()
 
-    timeout = Earlier("timeout_s")
-
     @property
     def saves(self) -> WritePolicy:
         """The write policy in effect."""
@@ -377,13 +337,7 @@ class StorageConfig(
         return self.write_policy
 
 
-class FlushConfig(
-    msgspec.Struct,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    metaclass=SettingsMeta,
-):
+class FlushConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The flush notifier.
 
     Attributes:
@@ -403,24 +357,13 @@ class FlushConfig(
     retry_max_s: Seconds = 5.0
     batch: SmallCount = 512
 
-    only = Earlier("mode", flush_mode, is_flush_only)
-    timeout = Earlier("timeout_s")
-    retry_min = Earlier("retry_min_s")
-    retry_max = Earlier("retry_max_s")
-
     @property
     def flush_only(self) -> bool:
         """Whether storage is neither read nor written."""
         return self.mode == "flush_only"
 
 
-class ActorsConfig(
-    msgspec.Struct,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    metaclass=SettingsMeta,
-):
+class ActorsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The runtime.
 
     Attributes:
@@ -434,10 +377,6 @@ class ActorsConfig(
     open_timeout_s: Seconds = 120.0
     drain_timeout_s: Seconds = 10.0
     max_restarts_per_minute: SmallNumber = 5
-
-    start = Earlier("open_timeout_s")
-    drain = Earlier("drain_timeout_s")
-    restarts = Earlier("max_restarts_per_minute")
 
 
 class ConfigTables(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -20,7 +20,6 @@ from kvactors.config_tables import ConfigTables
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import VARIABLES, resolve
 from kvactors.ranks_config import SECRET_VARIABLE
-from kvactors.renamed_settings import flush_mode
 from kvactors.sink_config import (
     MODEL_VERSION,
     NAMESPACE,
@@ -114,7 +113,7 @@ def from_environment(config: C, environ: Mapping[str, str]) -> C:
     mode = _fill(
         "flush.mode",
         config.flush.mode,
-        flush_mode(_switch(environ, "FD_AS_ONLY_FLUSH")),
+        {None: None, False: "normal", True: "flush_only"}[_switch(environ, "FD_AS_ONLY_FLUSH")],
         "FD_AS_ONLY_FLUSH",
     )
     config = replace(config, flush=replace(config.flush, mode=mode))

@@ -14,7 +14,6 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from kvactors.arguments import Media, check_seconds
 from kvactors.calls import CacheCalls
 from kvactors.config import Config
-from kvactors.deprecated import renamed
 from kvactors.device_events import Completion, Stream
 from kvactors.errors import CacheClosed, DeadlineExceeded, WrongLoop
 from kvactors.flush_notifier.sinks.base import Sink
@@ -226,8 +225,6 @@ class FromThread:
     resync = _blocking(CacheCalls.resync)
     wait_idle = _blocking(CacheCalls.wait_idle)
     wait_flushed = _blocking(CacheCalls.wait_flushed)
-    settled = renamed("settled", wait_idle)
-    flush_settled = renamed("flush_settled", wait_flushed)
 
     @property
     def block_size(self) -> int:
@@ -330,9 +327,6 @@ class FromThread:
             partial(self._now, partial(self._cache.count_divergent_blocks, sinks)), deadline
         )
 
-    divergence = renamed("divergence", count_divergent_blocks)
-    divergence_slices = renamed("divergence_slices", count_divergent_blocks_slices)
-
 
 class ThreadLease:
     """`Lease` for threads other than the loop's, with the same methods. A context manager."""
@@ -392,16 +386,12 @@ class ThreadLease:
     commit = _blocking_lease(Lease.commit, ends_lease=True)
     finish = _blocking_lease(Lease.finish)
     preempt = _blocking_lease(Lease.preempt)
-    ready = renamed("ready", wait_ready)
-    layer_ready = renamed("layer_ready", wait_layer)
 
     def hashes(self, start: int, stop: int, *, deadline: float | None = None) -> bytes:
         """See `Lease.hashes`."""
         return self._owner._call(
             partial(self._owner._now, partial(self._lease.hashes, start, stop)), deadline
         )
-
-    keys = renamed("keys", hashes)
 
     def abandon(self) -> None:
         """See `Lease.abandon`. Does not wait."""

@@ -17,7 +17,6 @@ from typing import NamedTuple, Self
 from kvactors import forking, growth, lease_loads
 from kvactors.arguments import Media, added_media, check_int, extend_path
 from kvactors.client import Client
-from kvactors.deprecated import renamed
 from kvactors.device_events import Completion, Stream
 from kvactors.hints import Hints, check_hints
 from kvactors.lease_hold import LeaseHold
@@ -87,8 +86,6 @@ class Lease:
 
     wait_ready = lease_loads.wait_ready
     wait_layer = lease_loads.wait_layer
-    ready = renamed("ready", wait_ready)
-    layer_ready = renamed("layer_ready", wait_layer)
 
     async def extend(
         self,
@@ -274,8 +271,6 @@ class Lease:
         self._hold.client.check_thread()
         last = check_int("stop", stop, 0, self._path.num_full_blocks)
         return self._path.hashes(check_int("start", start, 0, last), last)
-
-    keys = renamed("keys", hashes)
 
     def abandon(self) -> None:
         """Release the blocks without waiting for an answer. Committed blocks stay cached. No

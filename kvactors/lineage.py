@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvactors.deprecated import warn
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.messages import PLAIN, RequestScope
 
@@ -41,11 +40,6 @@ class Lineage(msgspec.Struct, frozen=True, gc=False):
         return hashlib.sha256(
             self.parent + len(extra).to_bytes(4, "little") + extra + self.tokens
         ).digest()
-
-    def key(self) -> bytes:
-        """Deprecated: call `block_hash`."""
-        warn("Lineage.key() is deprecated: call block_hash()", stacklevel=2)
-        return self.block_hash()
 
 
 class Lineages(NamedTuple):

@@ -14,7 +14,6 @@ from kvactors.config_faults import faults
 from kvactors.errors import ConfigError
 from kvactors.mooncake_address import endpoints, metadata_endpoints
 from kvactors.ranges import check_values
-from kvactors.renamed_settings import Earlier, SettingsMeta, modern_names
 from kvactors.setting_types import ByteSize, Seconds
 from kvactors.sizes import in_bytes
 
@@ -34,13 +33,7 @@ SYNONYMS = {"device_name": "rdma_devices", "master_server_addr": "master_server_
 """Names that sample files of Mooncake and FastDeploy use."""
 
 
-class MooncakeConfig(
-    msgspec.Struct,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    metaclass=SettingsMeta,
-):
+class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How a Mooncake pool is joined.
 
     Attributes:
@@ -70,9 +63,6 @@ class MooncakeConfig(
     timeout_s: Seconds = 5.0
     connect_timeout_s: Seconds = 15.0
     payload_checksums: bool = True
-
-    timeout = Earlier("timeout_s")
-    connect_timeout = Earlier("connect_timeout_s")
 
     def devices_of(self, rank: int) -> str:
         """The RDMA device of a rank."""
@@ -161,12 +151,7 @@ def _from_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path}: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path} must hold an object")
-    named = modern_names(
-        {SYNONYMS.get(str(name), str(name)): value for name, value in data.items()},
-        MooncakeConfig,
-        path,
-        stacklevel=1,
-    )
+    named = {SYNONYMS.get(str(name), str(name)): value for name, value in data.items()}
     strange = sorted(set(named) - set(MooncakeConfig.__struct_fields__))
     if strange:
         log.warning("settings of a Mooncake file that mean nothing here", path=path, names=strange)

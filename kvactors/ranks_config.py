@@ -8,7 +8,6 @@ import msgspec
 
 from kvactors.endpoint import split_endpoint
 from kvactors.errors import ConfigError
-from kvactors.renamed_settings import Earlier, SettingsMeta
 from kvactors.setting_types import RankCount, Seconds
 
 SECRET_VARIABLE = "KVACTORS_RANKS_SECRET"  # noqa: S105  (the name of a variable)
@@ -37,13 +36,7 @@ class Secret:
         return self._text.encode()
 
 
-class RanksConfig(
-    msgspec.Struct,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    metaclass=SettingsMeta,
-):
+class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Settings of tensor-parallel ranks.
 
     Attributes:
@@ -62,9 +55,6 @@ class RanksConfig(
     timeout_s: Seconds = 2.0
     startup_timeout_s: Seconds = 30.0
     secret: str = ""
-
-    start = Earlier("startup_timeout_s")
-    timeout = Earlier("timeout_s")
 
     def __repr__(self) -> str:
         shown = (

@@ -12,7 +12,6 @@ import msgspec
 from kvactors.config import Config
 from kvactors.config_faults import structs_of
 from kvactors.ranges import hints_of
-from kvactors.renamed_settings import earlier_names
 from kvactors.sink_config import ClassSinkConfig
 
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -44,7 +43,7 @@ def summary(struct: type) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a file of settings, with the descriptions and the earlier names."""
+    """The JSON schema of a file of settings, with the descriptions."""
     schema = msgspec.json.schema(Config)
     for struct in _tables():
         table = schema["$defs"][struct.__name__]
@@ -53,12 +52,6 @@ def json_schema() -> dict[str, Any]:
         for name, prop in table["properties"].items():
             if docs.get(name):
                 prop["description"] = docs[name]
-        for earlier, setting in earlier_names(struct):
-            if setting.name in struct.__struct_fields__:
-                table["properties"].setdefault(
-                    earlier,
-                    {"deprecated": True, "description": f"Earlier name of {setting.name}."},
-                )
     kind = schema["$defs"][ClassSinkConfig.__name__]["properties"]["kind"]
     kind["anyOf"] = [{"enum": kind.pop("enum")}, {"type": "string", "pattern": CLASS_PATTERN}]
     return {"$schema": SCHEMA_DIALECT, "title": "Settings of kvactors", **schema}

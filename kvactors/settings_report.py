@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ import msgspec
 from kvactors.applicable import contradictions, unused
 from kvactors.capacity import block_bytes, in_blocks
 from kvactors.config import Config, StorageConfig, read_toml
-from kvactors.config_faults import faults, modern_tables
+from kvactors.config_faults import faults, with_class_paths
 from kvactors.environment import variables_of
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.flush_notifier.sinks import class_of_sink
@@ -39,7 +38,7 @@ class FileReport(msgspec.Struct):
         file: its path.
         kind: settings, scenario or replay.
         faults: everything that is wrong.
-        notes: remarks: earlier names, sizes in blocks.
+        notes: the sizes in blocks.
     """
 
     file: str
@@ -72,31 +71,23 @@ def check_file(path: Path, environ: Mapping[str, str]) -> FileReport:
     except ConfigError as error:
         return FileReport(str(path), "settings", [str(error)], [])
     name, kind = kind_of(data)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found, notes = check_mapping(data, kind, environ)
-    notes += dict.fromkeys(str(one.message) for one in caught)
+    found, notes = check_mapping(data, kind, environ)
     return FileReport(str(path), name, found, notes)
 
 
 def check_mapping(
     data: Mapping[str, Any], kind: type[Config], environ: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Everything that is wrong with settings, and remarks."""
-    try:
-        modern = modern_tables(data, kind)
-    except ConfigError as error:
-        return [str(error)], []
-    if found := list(faults(modern, kind)):
+    """Everything that is wrong with settings, and the sizes in blocks."""
+    tables = with_class_paths(data, kind)
+    if found := list(faults(tables, kind)):
         return found, []
-    config = msgspec.convert(modern, kind)
-    found = [*contradictions(config, modern), *disagreements(config)]
+    config = msgspec.convert(tables, kind)
+    found = [*contradictions(config, tables), *disagreements(config)]
     if found:
         return found, []
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of earlier names: known already
-            kind.from_mapping(data)
+        kind.from_mapping(data)
         config = Config.from_env(environ, config) if kind is Config else config
         for sink in config.flush.sinks:
             if isinstance(sink, ClassSinkConfig):
@@ -167,11 +158,10 @@ def effective(data: Mapping[str, Any], environ: Mapping[str, str]) -> list[Shown
     """
     base = Config.from_mapping(data)
     config = Config.from_env(environ, base)
-    written = modern_tables(data, Config)
     found: list[Shown] = []
     for table in CONFIG_TABLES:
         values = (getattr(config, table), getattr(base, table))
-        found += _shown(*values, written.get(table, {}), table, environ)
+        found += _shown(*values, data.get(table, {}), table, environ)
     without_use = unused(config)
     for one in found:
         table = one.name.rpartition(".")[0]

@@ -12,7 +12,6 @@ from msgspec import Meta
 
 from kvactors.errors import ConfigError
 from kvactors.ranges import check_values
-from kvactors.renamed_settings import CLASS_KIND, Earlier, SettingsMeta
 from kvactors.setting_types import (
     ByteCount,
     Count,
@@ -24,6 +23,9 @@ from kvactors.setting_types import (
     SmallCount,
 )
 from kvactors.zmq_endpoint import Endpoint, of_rank
+
+CLASS_KIND = "class"
+"""Tag of the struct whose `class_path` names a class of another package."""
 
 TOPIC_FIELDS = ("model", "host", "dp_rank")
 """Names that a topic may contain in braces."""
@@ -39,12 +41,7 @@ TierName = Literal["device", "host", "storage"]
 
 
 class SinkConfig(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag_field="kind",
-    metaclass=SettingsMeta,
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"
 ):
     """Settings of every sink.
 
@@ -63,10 +60,6 @@ class SinkConfig(
     granularity: Literal["per_tier", "node"] = "per_tier"
     report_gains_at: Literal["commit", "request_finish"] = "commit"
     resync_interval_s: SecondsOrZero = 0.0
-
-    view = Earlier("granularity")
-    gains = Earlier("report_gains_at")
-    resync_interval = Earlier("resync_interval_s")
 
     @property
     def kind(self) -> str:
@@ -230,9 +223,6 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     detail_endpoint: str = ""
     snapshot_interval_s: SecondsOrZero = 0.0
 
-    heartbeat = Earlier("heartbeat_s")
-    snapshot_interval = Earlier("snapshot_interval_s")
-
     def check(self) -> None:
         """See `SinkConfig.check`."""
         super().check()
@@ -347,11 +337,7 @@ NAMESPACE, POD_NAME, MODEL_VERSION = "default_ns", "default_pod", "v0"
 
 
 class AttentionStoreConfig(
-    msgspec.Struct,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    metaclass=SettingsMeta,
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
     """Settings of AttentionStore's SDK. The sink and the storage back end share one SDK object. An
     unset value is taken from a variable, or else derived (see docs/attention_store.md).
@@ -395,11 +381,6 @@ class AttentionStoreConfig(
     write_slice_blocks: Count | None = None
     write_slice_timeout_s: Seconds | None = None
     write_total_timeout_s: SecondsOrZero | None = None
-
-    ready_timeout = Earlier("ready_timeout_s")
-    ready_interval = Earlier("ready_interval_s")
-    write_slice_timeout = Earlier("write_slice_timeout_s")
-    write_total_timeout = Earlier("write_total_timeout_s")
 
     def check(self, tensor_parallel: int, ranks: int) -> None:
         """Check the values, alone and with the ranks.

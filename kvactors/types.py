@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from enum import Enum, IntFlag
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvactors.moved import moved
-
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -98,14 +96,3 @@ def indices_of(report: Any, pairs: int) -> frozenset[int]:
     except TypeError:
         return frozenset(range(pairs))
     return indices if all(0 <= index < pairs for index in indices) else frozenset(range(pairs))
-
-
-__getattr__ = moved(
-    __name__,
-    __name__,
-    KEY_BYTES="HASH_BYTES",
-    split_keys="split_hashes",
-    join_keys="join_hashes",
-    key_at="hash_at",
-    count_keys="count_hashes",
-)

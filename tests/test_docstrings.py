@@ -78,7 +78,7 @@ def named(text, parameter):
 def undescribed(owner, function):
     """Parameters of several that neither the docstring nor the class's or module's describes."""
     text = function.__doc__ or ""
-    if re.match(r"(?:See|Deprecated)\b", text):
+    if re.match(r"See\b", text):
         return []
     names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
     module = sys.modules[function.__module__]

@@ -8,7 +8,6 @@ running actor receives `PeerRestarted` and writes off its work in flight with th
 from __future__ import annotations
 
 import asyncio
-import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -51,23 +50,6 @@ class SupervisorStatistics(NamedTuple):
     failures: int
     restarts: int
     last_failure: str
-
-    @property
-    def deaths(self) -> int:
-        """Deprecated: read `failures`."""
-        _deprecated("deaths", "failures")
-        return self.failures
-
-    @property
-    def last_death(self) -> str:
-        """Deprecated: read `last_failure`."""
-        _deprecated("last_death", "last_failure")
-        return self.last_failure
-
-
-def _deprecated(earlier: str, name: str) -> None:
-    text = f"SupervisorStatistics.{earlier} is deprecated: read {name}"
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 class Supervisor:

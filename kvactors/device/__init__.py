@@ -8,7 +8,6 @@ from kvactors.device.host import HostDevice
 from kvactors.device.tensors import TensorDevice
 from kvactors.errors import ConfigError, LayoutError
 from kvactors.layout import Layout, make_layout
-from kvactors.moved import moved
 from kvactors.sizes import in_bytes
 
 __all__ = ["Device", "HostDevice", "TensorDevice", "config_for", "layout_for"]
@@ -64,6 +63,3 @@ def config_for(config: Config, device: Device | None) -> Config:
             f"{device.num_blocks}: leave it out, or make them agree"
         )
     return replace(config, device=replace(config.device, num_blocks=device.num_blocks))
-
-
-__getattr__ = moved(__name__, "kvactors.data_plane.devices")

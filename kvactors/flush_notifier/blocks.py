@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvactors.deprecated import warn
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.messages import RequestScope
@@ -146,12 +145,6 @@ class HeldBlock(NamedTuple):
 
     def __repr__(self) -> str:
         return discreet(self)
-
-    @property
-    def key(self) -> bytes:
-        """Deprecated: read `hash`."""
-        warn("HeldBlock.key is deprecated: read HeldBlock.hash", stacklevel=2)
-        return self.hash
 
 
 class BlockOrder:

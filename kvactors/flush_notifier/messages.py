@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from kvactors.actor import Ask, Control
 from kvactors.actor.message import Message
-from kvactors.deprecated import warn
 from kvactors.discreet import discreet
 from kvactors.types import HASH_BYTES, Reason, Residency, Tier
 
@@ -205,18 +204,6 @@ class FlushTask(Message, frozen=True, eq=False):
     epoch: int
     scope: RequestScope = PLAIN
     extra_keys: ExtraKeys = ()
-
-    @property
-    def origin(self) -> RequestScope:
-        """Deprecated: read `scope`."""
-        warn("FlushTask.origin is deprecated: read FlushTask.scope", stacklevel=2)
-        return self.scope
-
-    @property
-    def keys(self) -> bytes:
-        """Deprecated: read `hashes`."""
-        warn("FlushTask.keys is deprecated: read FlushTask.hashes", stacklevel=2)
-        return self.hashes
 
 
 class Deliver(Control, frozen=True, eq=False):

@@ -16,7 +16,6 @@ import numpy as np
 
 from kvactors.cache import open_cache
 from kvactors.config import Config, convert
-from kvactors.deprecated import warn
 from kvactors.errors import ConfigError, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
 from kvactors.report import in_unicode
@@ -30,8 +29,6 @@ from kvactors.scenario.serving import Serving, ThreadModel
 from kvactors.scenario.trace import TraceRequest, check_range, read_trace, tokens_of
 from kvactors.threads import in_thread
 from kvactors.validation import validate
-
-RETRY = 0.05
 
 Progress = Callable[[Totals], None]
 
@@ -52,7 +49,6 @@ class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         baselines: caches that the same requests are served on, as models, for comparison: none
             (every prompt is computed) and lru (an exact LRU of the same sizes whose loads take no
             time).
-        retry: deprecated, without effect: a request waits for blocks, and does not try again.
     """
 
     mode: Literal["sequential", "timed"] = "sequential"
@@ -65,7 +61,6 @@ class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     most_running: int = 256
     patience: float = 120.0
     baselines: tuple[Baseline, ...] = ("none", "lru")
-    retry: float = RETRY
 
 
 class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
@@ -78,7 +73,7 @@ class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
         """Check a mapping. Raises ConfigError with the reason."""
         config = convert(data, cls)
         validate(config, data)
-        for name in ("speed", "prefill_tokens_per_s", "decode_tokens_per_s", "retry", "patience"):
+        for name in ("speed", "prefill_tokens_per_s", "decode_tokens_per_s", "patience"):
             if not 0 < getattr(config.replay, name) < math.inf:
                 raise ConfigError(
                     f"replay.{name} must be positive and finite, not {getattr(config.replay, name)}"
@@ -88,8 +83,6 @@ class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(
                     f"replay.{name} must be at least 1, not {getattr(config.replay, name)}"
                 )
-        if config.replay.retry != RETRY:
-            warn("replay.retry is deprecated, and has no effect", stacklevel=3)
         if not config.device.num_blocks:
             raise ConfigError("device.num_blocks must be at least 1: a replay sets it nowhere else")
         check_range(config.replay.coarse, config.replay.limit)

@@ -9,7 +9,6 @@ import msgspec
 
 from kvactors.config import Config, convert
 from kvactors.errors import ConfigError
-from kvactors.renamed_settings import Earlier
 from kvactors.scenario.fleet.spec import FleetSpec, check_fleet
 from kvactors.scenario.report import Report, lookup
 from kvactors.sink_config import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
@@ -222,8 +221,6 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     mooncake: Pool = Pool()
     fleet: FleetSpec = FleetSpec()
     expect: dict[str, float | Bound] = msgspec.field(default_factory=dict)
-
-    lives = Earlier("process")
 
     @classmethod
     def from_mapping(cls, data: Any) -> Scenario:

@@ -12,7 +12,6 @@ import msgspec
 from kvactors.config_faults import convert
 from kvactors.cpu_evictor.policy import ALONE
 from kvactors.errors import ConfigError
-from kvactors.renamed_settings import Earlier, SettingsMeta
 from kvactors.setting_types import (
     ByteSize,
     Count,
@@ -37,13 +36,7 @@ UNSUPPORTED = {
 """Back ends of `StorageConfig` that a `TierCache` does not take, and why."""
 
 
-class TierStorage(
-    msgspec.Struct,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    metaclass=SettingsMeta,
-):
+class TierStorage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Storage below the host tier. Sizes may be written "4GB".
 
     Attributes:
@@ -89,11 +82,6 @@ class TierStorage(
     slot_timeout_s: SecondsOrZero = 1.0
     open_timeout_s: Seconds = 60.0
     close_timeout_s: Seconds = 5.0
-
-    timeout = Earlier("timeout_s")
-    slot_timeout = Earlier("slot_timeout_s")
-    open_timeout = Earlier("open_timeout_s")
-    close_timeout = Earlier("close_timeout_s")
 
 
 class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from kvactors.config_faults import modern_tables
+from kvactors.config_faults import with_class_paths
 from kvactors.errors import ConfigError
 from kvactors.identity import CacheScope
 from kvactors.tier_cache.sink_feed import SinkFeed
@@ -79,7 +79,7 @@ def _from_table(table: Mapping[str, Any], config: TierConfig) -> Sink:
     )
 
     try:
-        data = modern_tables({"tiers": BELOW, **table}, AnySinkConfig, "sinks")
+        data = with_class_paths({"tiers": BELOW, **table}, AnySinkConfig)
         settings = msgspec.convert(data, AnySinkConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"sinks: {error}") from error

@@ -11,7 +11,6 @@ import msgspec
 
 from kvactors.errors import ConfigError
 from kvactors.identity import StoreIdentity
-from kvactors.renamed_settings import modern_names
 from kvactors.tier_cache.settings import TierConfig, checked_config
 from kvactors.tier_cache.storage_tier import StorageTier
 
@@ -101,8 +100,7 @@ def _mooncake(table: Mapping[str, Any], environ: Mapping[str, str]) -> MooncakeC
     from kvactors.mooncake_config import MooncakeConfig, resolve
 
     try:
-        data = modern_names(table, MooncakeConfig, "storage.mooncake", stacklevel=1)
-        config = msgspec.convert(data, MooncakeConfig)
+        config = msgspec.convert(table, MooncakeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"storage.mooncake: {error}") from error
     found = resolve(config, environ)

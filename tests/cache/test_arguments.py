@@ -299,16 +299,6 @@ for (owner, method), (valid, arguments) in list(CALLS.items()):
 for method in ("free_blocks", "statistics", "tenants", "health", "check", "check_slices"):
     CALLS[FromThread, method] = {}, {"deadline": "seconds"}
 NOT_CHECKED = {"self", "kind", "error", "trace"}
-EARLIER = {
-    "settled",
-    "flush_settled",
-    "ready",
-    "layer_ready",
-    "divergence",
-    "divergence_slices",
-    "keys",
-}
-"""Deprecated names of methods in the table. `acquire(wait=)` is one of an argument."""
 
 
 def wrong_calls():
@@ -335,9 +325,9 @@ WRONG = wrong_calls()
 def test_every_public_method_is_in_the_table():
     for owner in (KVCache, Lease, FromThread, ThreadLease):
         for name, member in inspect.getmembers(owner, inspect.isfunction):
-            if name.startswith("_") or name in EARLIER:
+            if name.startswith("_"):
                 continue
-            parameters = set(inspect.signature(member).parameters) - NOT_CHECKED - {"wait"}
+            parameters = set(inspect.signature(member).parameters) - NOT_CHECKED
             assert parameters == set(CALLS.get((owner, name), ({}, {}))[1]), (
                 f"{owner.__name__}.{name}"
             )

@@ -18,7 +18,6 @@ import pytest
 
 import kvactors as kvactors_package
 from kvactors import cli
-from kvactors.cli import main
 from kvactors.config import Config
 from kvactors.layout import make_layout
 from kvactors.observe.lag import SCHEDSTAT
@@ -162,13 +161,12 @@ def test_replay_honours_its_options(kvactors, tmp_path):
         6,
         round(2 / 6, 6),
     )
-    timed = ("replay", trace, "--config", config, "--speed", 20, "--json", out)
-    for also, told in ((("--timed",), ""), ((), "--speed without --timed is deprecated")):
-        status, _, errors = kvactors(*timed, *also)
-        assert (status, told in errors, "deprecated" in errors) == (0, True, bool(told))
-        report = json.loads(out.read_text())
-        assert report["requests"] == 5
-        assert report["wall_s"] >= 0.2  # four seconds of the trace
+    fast = ("replay", trace, "--config", config, "--speed", 20, "--json", out)
+    assert kvactors(*fast)[0::2] == (2, "kvactors: --speed needs --timed\n")
+    assert kvactors(*fast, "--timed")[0] == 0
+    report = json.loads(out.read_text())
+    assert report["requests"] == 5
+    assert report["wall_s"] >= 0.2  # four seconds of the trace
 
 
 def test_a_report_on_standard_output_is_alone_there(kvactors, tmp_path):
@@ -313,22 +311,6 @@ def test_a_signal_leaves_no_temporary_files(tmp_path, number, status, interrupts
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [
-        (["simulate", "--seeds", "3"], "python -m tests.simulation"),
-        (["chaos"], "python -m tests.chaos"),
-    ],
-)
-def test_a_former_command_names_the_tool_that_replaces_it(words, command, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert command in said
 
 
 MODULE = (sys.executable, "-m", "kvactors")

@@ -1,4 +1,4 @@
-"""`kvactors inspect`: the contents of a file store, read from outside."""
+"""`kvactors store list` and `verify`: the contents of a file store, read from outside."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(*arguments) -> int:
 
 
 def test_list_shows_the_objects_while_the_store_is_in_use(store, tmp_path, capsys):
-    assert run("inspect", tmp_path, "--verify", "--json", tmp_path / "o.json") == 0
+    assert run("store", "verify", tmp_path, "--json", tmp_path / "o.json") == 0
     out = capsys.readouterr().out
     assert "3 objects, 15,000 bytes" in out
     assert "3 checked: 3 good, 0 bad" in out
@@ -43,15 +43,15 @@ def test_list_shows_the_objects_while_the_store_is_in_use(store, tmp_path, capsy
 
 def test_a_bad_object_is_named_and_the_exit_status_1(store, tmp_path, capsys):
     corrupt_objects(store, 2)
-    assert run("inspect", tmp_path) == 0, "without --verify nothing is read"
-    assert run("inspect", tmp_path, "--verify") == 1
+    assert run("store", "list", tmp_path) == 0, "a list reads nothing"
+    assert run("store", "verify", tmp_path) == 1
     out = capsys.readouterr().out
     assert "2 bad" in out
     assert key(1).hex() in out
 
 
 def test_a_folder_without_a_store_is_an_error(tmp_path, capsys):
-    assert run("inspect", tmp_path) == 2
+    assert run("store", "list", tmp_path) == 2
     assert "no file store here" in capsys.readouterr().err
 
 

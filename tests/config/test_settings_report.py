@@ -31,7 +31,7 @@ low_watermark = 2
 [host]
 slots = "8 GiB"
 [flush]
-sinks = [{ kind = "memory", view = "node" }, { kind = "kvevents" }, { kind = "jsonl", path = 5 }]
+sinks = [{ kind = "memory", granularity = "node" }, { kind = "kvevents" }, { kind = "jsonl", path = 5 }]
 """
 CONTRADICTING = """
 [device]
@@ -68,9 +68,7 @@ def test_every_fault_of_a_file_is_found(tmp_path):
     assert len(found.faults) == len(expected)
     for fault, text in zip(sorted(found.faults), sorted(expected), strict=True):
         assert fault.startswith(text)
-    assert found.notes == [
-        "the setting flush.sinks.view is deprecated: it is called flush.sinks.granularity now"
-    ]
+    assert found.notes == []
 
 
 def test_every_contradiction_of_a_file_is_found(tmp_path):
@@ -94,7 +92,6 @@ def test_every_contradiction_of_a_file_is_found(tmp_path):
         ("[layout]\nnum_kv_heads = 3\ntensor_parallel = 2", {}, "3 KV heads cannot be shared"),
         ("[device]\ncapacity_bytes = 5", {}, "device.capacity_bytes is 5 B"),
         ("[cache", {}, "at end of document"),
-        ("[cache]\ndeadline = 3\ndefault_deadline_s = 3", {}, "is given twice"),
         ("[scenario]\nname = 's'\n[workload]\nturns = 0", {}, "turns"),
         ("[workload]\nturns = 2", {}, "scenario is missing"),
         ("[replay]\nspeed = -1.0", {}, "replay.speed"),
@@ -177,7 +174,6 @@ def test_the_schema_has_every_setting_with_its_description_and_range():
             assert bool(bounds(hints[name])) == ("aximum" in plain), name
             assert all(f'"{choice}"' in plain for choice in choices(hints[name]))
         assert schema["$defs"][struct.__name__]["additionalProperties"] is False
-    assert schema["$defs"]["CacheConfig"]["properties"]["deadline"]["deprecated"] is True
 
 
 def test_the_schema_is_one_that_validators_take():
@@ -249,14 +245,3 @@ def test_a_class_that_is_not_there_is_a_fault(tmp_path, table, setting):
     assert "no_such_package.x:" in found
     assert "cannot be imported" in found
     assert found.endswith("Install its package, or name its folder in PYTHONPATH")
-
-
-def test_a_note_of_an_earlier_name_has_the_value_of_today(tmp_path):
-    text = "[device]\nfree_low = 0.1\nfree_high = 0.2\n[flush]\nonly = false"
-    starts = "the setting device.free_low", "the setting device.free_high", "the setting flush.only"
-    ends = "value 0.9 in place of 0.1", "value 0.8 in place of 0.2", '"normal" in place of false'
-    notes = [one for one in check_file(write(tmp_path, text), {}).notes if "deprecated" in one]
-    assert len(notes) == 3
-    for note, start, end in zip(notes, starts, ends, strict=True):
-        assert note.startswith(start)
-        assert note.endswith(end)

@@ -254,12 +254,4 @@ BUGS: tuple[Mutation, ...] = (
         "a cache that is closed and opened again at once cannot listen at its own endpoint",
         ("tests/flush_notifier/test_kv_exposure.py::test_an_endpoint_that_becomes_free_is_taken",),
     ),
-    Mutation(
-        "sinks_by_the_old_names_are_not_called",
-        "flush_notifier/sinks/base.py",
-        "            setattr(cls, new, own[old])\n",
-        "            setattr(cls, new, lambda sink, value: None)\n",
-        "an embedder's sink that defines begin or attach is never sent an epoch",
-        ("tests/flush_notifier/test_renamed_sinks.py",),
-    ),
 )

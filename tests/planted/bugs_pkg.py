@@ -55,8 +55,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "check_stops_at_the_first_fault",
         "settings_report.py",
-        "    if found := list(faults(modern, kind)):\n",
-        "    if found := list(faults(modern, kind))[:1]:\n",
+        "    if found := list(faults(tables, kind)):\n",
+        "    if found := list(faults(tables, kind))[:1]:\n",
         "config check shows one fault of a file at a time",
         (REPORT + "test_every_fault_of_a_file_is_found",),
     ),

@@ -9,19 +9,6 @@ CHECKS = "tests/config/test_settings_report.py::"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
-        "warning_of_an_earlier_name_without_the_value_of_today",
-        "renamed_settings.py",
-        """\
-    if now == earlier:
-""",
-        """\
-    if True:
-""",
-        "the user renames device.free_low to device.high_watermark and keeps the value, which is the "
-        "opposite fraction",
-        (f"{CHECKS}test_a_note_of_an_earlier_name_has_the_value_of_today",),
-    ),
-    Mutation(
         "check_of_settings_without_the_classes_of_sinks",
         "settings_report.py",
         """\

@@ -17,16 +17,6 @@ ATTEMPTS = "tests/storage/test_attempts.py"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
-        "old_contract_names_ignored",
-        "storage/backends/old_names.py",
-        "            _warn(cls, old, new)\n            setattr(cls, new, own[old])\n",
-        "            _warn(cls, old, new)\n",
-        "methods of a back end of another package, under the names before a rename, are not called",
-        (
-            "tests/storage/test_old_names.py::test_the_package_calls_old_methods_under_their_new_names",
-        ),
-    ),
-    Mutation(
         "queued_batches_written_after_a_clear",
         "storage/writer.py",
         "            if sent < self.backend.fence:\n",

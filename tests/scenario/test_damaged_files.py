@@ -161,10 +161,9 @@ def test_a_trace_line_that_cannot_be_is_named(tmp_path, line):
         list(read_trace(path))
 
 
-REPLAY = b'[cache]\nmodel = "m"\nblock_size = 4\n[replay]\nmode = "timed"\nspeed = 2.0\ncoarse = 2\nlimit = 3\nretry = 0.1\n'
+REPLAY = b'[cache]\nmodel = "m"\nblock_size = 4\n[replay]\nmode = "timed"\nspeed = 2.0\ncoarse = 2\nlimit = 3\n'
 
 
-@pytest.mark.filterwarnings("ignore:replay.retry is deprecated")
 @given(data=damaged(REPLAY))
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_replay_config_is_named_or_read(tmp_path_factory, data):
@@ -176,7 +175,7 @@ def test_a_damaged_replay_config_is_named_or_read(tmp_path_factory, data):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [(key, value) for key in ("speed", "retry", "patience") for value in ("inf", "nan", "0", "-1")]
+    [(key, value) for key in ("speed", "patience") for value in ("inf", "nan", "0", "-1")]
     + [("coarse", "0"), ("limit", "-1")],
 )
 def test_replay_settings_that_cannot_be_are_named(key, value):

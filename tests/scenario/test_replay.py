@@ -143,7 +143,7 @@ def test_complaints_are_bounded():
 
 
 @pytest.mark.parametrize(
-    "name", ["speed", "prefill_tokens_per_s", "decode_tokens_per_s", "retry", "patience"]
+    "name", ["speed", "prefill_tokens_per_s", "decode_tokens_per_s", "patience"]
 )
 def test_settings_must_be_positive(name):
     with pytest.raises(ConfigError, match=rf"replay\.{name}"):

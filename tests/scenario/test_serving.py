@@ -298,8 +298,3 @@ def test_counts_must_be_positive(name):
 def test_a_replay_without_device_blocks_is_refused():
     with pytest.raises(ValueError, match=r"device\.num_blocks"):
         config(device=0)
-
-
-def test_the_time_between_attempts_is_deprecated():
-    with pytest.warns(DeprecationWarning, match="retry"):
-        config(replay={"retry": 0.5})

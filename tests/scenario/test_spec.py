@@ -161,9 +161,3 @@ def test_lookup_by_dotted_name():
     assert lookup(report(), "flush.delivered") == 4
     with pytest.raises(KeyError):
         lookup(report(), "flush.nothing")
-
-
-def test_the_table_of_processes_under_its_earlier_name():
-    with pytest.warns(DeprecationWarning, match="lives .* process"):
-        scenario = Scenario.from_mapping({**BASE, "lives": {"restarts": 2}})
-    assert scenario.process.restarts == 2

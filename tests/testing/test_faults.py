@@ -8,32 +8,23 @@ import pytest
 
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreUnavailable
-from kvactors.flush_notifier.sinks.base import RENAMED, Sink
+from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.lineage import Lineage
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.backends import FileBackend, MemoryBackend
 from kvactors.storage.backends.base import Backend
-from kvactors.storage.backends.old_names import OldAttribute
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fault import Fault
 from kvactors.testing.faults import FAULT_MODES, FaultyBackend, FaultySink
 from kvactors.types import Tier
 
-ALIASES = ("told", "saw", "lost", "names", "taken", "view_of", *RENAMED)
-
 
 def members(contract: type) -> set[str]:
-    """Public methods and attributes that a contract has, without earlier names."""
+    """Public methods and attributes that a contract has."""
     found = {name for one in contract.__mro__[:-1] for name in vars(one)}
     found |= {name for one in contract.__mro__[:-1] for name in inspect.get_annotations(one)}
-    return {
-        name
-        for name in found
-        if not name.startswith("_")
-        and name not in ALIASES
-        and not isinstance(inspect.getattr_static(contract, name, None), OldAttribute)
-    }
+    return {name for name in found if not name.startswith("_")}
 
 
 def test_every_member_of_a_store_is_passed_on():

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.sink_config import SinkConfig
 from kvactors.types import Tier
-
-RENAMED = {"begin": "begin_epoch", "attach": "set_snapshot_source"}
-"""Methods by their names up to version 0.1."""
 
 
 class SnapshotSource(Protocol):
@@ -101,10 +96,6 @@ class Sink(ABC):
             self.by_tokens,
         )
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        _rename(cls)
-
     async def open(self) -> None:
         """Connect. Called once, before anything else, and cancelled after `actors.open_timeout_s`
         seconds. `close` follows in any case.
@@ -131,61 +122,3 @@ class Sink(ABC):
 
     async def close(self) -> None:
         """Release everything. No call follows. Must end soon even if the index does not answer."""
-
-    # -- names up to version 0.1
-
-    @property
-    def taken(self) -> int:
-        """Deprecated name of `num_acknowledged`."""
-        _warn("Sink.taken", "num_acknowledged")
-        return self.num_acknowledged
-
-    @taken.setter
-    def taken(self, count: int) -> None:
-        _warn("Sink.taken", "num_acknowledged")
-        self.num_acknowledged = count
-
-    @property
-    def view_of(self) -> SinkFilter:
-        """Deprecated name of `filter`."""
-        _warn("Sink.view_of", "filter")
-        return self.filter
-
-    @view_of.setter
-    def view_of(self, sink_filter: SinkFilter) -> None:
-        _warn("Sink.view_of", "filter")
-        self.filter = sink_filter
-
-
-def _warn(old: str, new: str, stacklevel: int = 3) -> None:
-    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=stacklevel)
-
-
-def _rename(cls: type[Sink]) -> None:
-    """Give each method that a class defines both its names, so that a class written against either
-    name works, and `super()` calls reach the same method under both."""
-    own = vars(cls)
-    for old, new in RENAMED.items():
-        if new in own:
-            setattr(cls, old, _deprecated(own[new], old, new))
-        elif old in own:
-            _warn(f"{cls.__name__}.{old}", new, 4)
-            setattr(cls, new, own[old])
-    if "taken" in own and "num_acknowledged" not in own:
-        _warn(f"{cls.__name__}.taken", "num_acknowledged", 4)
-        counter = property(
-            lambda sink: sink.taken, lambda sink, count: setattr(sink, "taken", count)
-        )
-        setattr(cls, "num_acknowledged", counter)  # noqa: B010  (a class attribute's new name)
-
-
-def _deprecated(method: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(*args: Any, **options: Any) -> Any:
-        _warn(f"Sink.{old}", new)
-        return method(*args, **options)
-
-    return call
-
-
-_rename(Sink)  # type: ignore[type-abstract]

@@ -9,7 +9,6 @@ import msgspec
 
 from kvactors.config_faults import convert
 from kvactors.errors import ConfigError
-from kvactors.renamed_settings import Earlier, SettingsMeta
 from kvactors.setting_types import DeviceNumber
 from kvactors.sizes import in_bytes
 from kvactors.tier_cache import SlotMemory, TierConfig, TierStorage
@@ -21,9 +20,7 @@ MODEL = "lmcache"
 LEAST_PAGE = 4096
 
 
-class L2Settings(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, metaclass=SettingsMeta
-):
+class L2Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The keys of `adapter_params`. Sizes may be written "4GB".
 
     Attributes:
@@ -53,10 +50,6 @@ class L2Settings(
     timeout_s: float = 10.0
     open_timeout_s: float = 60.0
     close_timeout_s: float = 5.0
-
-    timeout = Earlier("timeout_s")
-    open_timeout = Earlier("open_timeout_s")
-    close_timeout = Earlier("close_timeout_s")
 
     @property
     def page(self) -> int:

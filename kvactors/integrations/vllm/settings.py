@@ -10,7 +10,6 @@ import msgspec
 from kvactors.config_faults import convert
 from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.errors import ConfigError
-from kvactors.renamed_settings import Earlier, SettingsMeta
 from kvactors.setting_types import DeviceNumber
 from kvactors.tier_cache import TierStorage
 
@@ -54,9 +53,7 @@ class OffloadingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     sync_load_budget_bytes: int | None = None
 
 
-class TierSettings(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, metaclass=SettingsMeta
-):
+class TierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The keys of an entry of `secondary_tiers`, beside those that vLLM reads.
 
     Attributes:
@@ -85,8 +82,6 @@ class TierSettings(
     model: str | None = None
     enable_kv_events: bool = False
     locality: str | None = None
-
-    timeout = Earlier("timeout_s")
 
 
 STORE_FIELDS = set(TierStorage.__struct_fields__)

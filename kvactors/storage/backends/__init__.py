@@ -1,13 +1,10 @@
 """Storage back ends behind one contract."""
 
-from typing import Any
-
 from kvactors.class_path import class_at
 from kvactors.config import Config, StorageConfig
 from kvactors.device.base import Device, DeviceBlocks
 from kvactors.errors import ConfigError
 from kvactors.identity import StoreIdentity
-from kvactors.moved import moved
 from kvactors.sizes import in_bytes
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.backends.device_store import DeviceStore
@@ -150,12 +147,3 @@ def capacity_of(config: StorageConfig, block_bytes: int) -> int:
     if nbytes < block_bytes:
         raise ConfigError(f"storage.capacity_bytes holds no block of {block_bytes} bytes")
     return min(nbytes // block_bytes, blocks or nbytes)
-
-
-_renamed = moved(__name__, "kvactors.storage.backends.device_store", DirectBackend="DeviceStore")
-
-
-def __getattr__(name: str) -> Any:
-    if name != "DirectBackend":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _renamed(name)

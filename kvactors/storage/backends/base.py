@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
-from kvactors.storage.backends.old_names import OldAttribute, adopt_old_names
 from kvactors.storage.backends.path_source import PathSource
 from kvactors.storage.counters import StoreCounters, StoreStatistics
 from kvactors.storage.inventory import Inventory, batch_salts
@@ -83,10 +82,6 @@ class Backend(ABC):
         self.inventory = Inventory() if inventory is None else inventory
         self.paths = PathSource()
         self.counters = StoreCounters()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        adopt_old_names(cls)
 
     @abstractmethod
     async def open(self) -> None:
@@ -222,11 +217,3 @@ class Backend(ABC):
     def statistics(self) -> StoreStatistics:
         """Sizes and counters."""
         return self.counters.statistics(self.count(), self.block_bytes, self.inventory.capacity)
-
-    # Parts of `counters`, and names before a rename.
-    counts = OldAttribute("counters.outcomes")
-    reads, writes = OldAttribute("counters.reads"), OldAttribute("counters.writes")
-    trailer, uncleared = OldAttribute("slot_trailer_bytes"), OldAttribute("clear_pending")
-    fingerprint, evicted = OldAttribute("digest"), OldAttribute("counters.evicted")
-    told = acknowledge_removed
-    lost, names = take_removed, iter_keys

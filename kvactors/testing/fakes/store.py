@@ -4,6 +4,7 @@ that rot. It outlives its process: `close` leaves the objects, and the next `ope
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
 import anyio
 import xxhash
@@ -13,7 +14,6 @@ from kvactors.errors import StoreUnavailable
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
-from kvactors.storage.backends.old_names import OldAttribute as Part
 from kvactors.storage.backends.owned_batches import OwnedBatches
 from kvactors.storage.backends.path_source import PathSource
 from kvactors.storage.catalog import Catalog
@@ -182,6 +182,19 @@ def part_of(key: bytes, lineage: Lineage) -> PathPart:
     return PathPart(lineage.parent, key, lineage.tokens, lineage.scope, extra_keys)
 
 
+class DiskAttribute:
+    """An attribute of a store's disk, under the same name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, store: SimBackend, owner: type) -> Any:
+        return getattr(store.disk, self._name)
+
+    def __set__(self, store: SimBackend, value: Any) -> None:
+        setattr(store.disk, self._name, value)
+
+
 class SimBackend(Backend):
     """A store of one process over a `SimDisk`. Lineages are kept.
 
@@ -253,13 +266,13 @@ class SimBackend(Backend):
         self.generation = max(self.generation + 1, generation)
         await self._batches.clear()
 
-    # Parts of `disk`, for short.
-    objects, latency, gate = Part("disk.objects"), Part("disk.latency"), Part("disk.gate")
-    down, full, slower = Part("disk.down"), Part("disk.full"), Part("disk.slower")
-    tearing, troubled = Part("disk.tearing"), Part("disk.troubled")
-    torn, flipped, vanished = Part("disk.torn"), Part("disk.flipped"), Part("disk.vanished")
-    flip, lose = Part("disk.flip"), Part("disk.lose")
-    inject, recover, heal = Part("disk.inject"), Part("disk.recover"), Part("disk.heal")
+    # Attributes of the disk, for short.
+    objects, latency, gate = DiskAttribute(), DiskAttribute(), DiskAttribute()
+    down, full, slower = DiskAttribute(), DiskAttribute(), DiskAttribute()
+    tearing, troubled = DiskAttribute(), DiskAttribute()
+    torn, flipped, vanished = DiskAttribute(), DiskAttribute(), DiskAttribute()
+    flip, lose = DiskAttribute(), DiskAttribute()
+    inject, recover, heal = DiskAttribute(), DiskAttribute(), DiskAttribute()
 
 
 class SimPool(SimBackend):

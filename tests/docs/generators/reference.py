@@ -13,12 +13,11 @@ from cyclopts import App
 
 import kvactors
 from kvactors import errors
-from kvactors.cli import MOVED, app
+from kvactors.cli import app
 from kvactors.config import Config
 from kvactors.config_faults import structs_of
 from kvactors.environment import variables_of
 from kvactors.ranges import describe, hints_of
-from kvactors.renamed_settings import earlier_names
 from kvactors.settings_docs import field_docs, summary
 from kvactors.settings_report import toml_value
 
@@ -75,13 +74,6 @@ def _table(title: str, struct: type[msgspec.Struct]) -> Iterator[str]:
             docs[field.name] + _variables(f"{prefix}.{field.name}"),
         )
         yield _row(cells)
-    earlier = sorted(earlier_names(struct), key=lambda one: one[0])
-    if earlier:
-        names = ", ".join(
-            f"`{old}` (now `{one.name}`{', with another value' if one.changes_value else ''})"
-            for old, one in earlier
-        )
-        yield from ("", f"Earlier names, deprecated: {names}.")
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
@@ -135,14 +127,6 @@ def cli_page() -> str:
         rows = list(_arguments(function, described))
         if rows:
             lines += ["| argument | values | default | meaning |", "|---|---|---|---|", *rows]
-    lines += [
-        "",
-        "## Former commands",
-        "",
-        "| command | in a clone of the repository |",
-        "|---|---|",
-    ]
-    lines += [_row((f"`kvactors {' '.join(old)}`", f"`{new}`")) for old, new in MOVED.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -1,1 +1,0 @@
-"""Deprecated path of `kvactors.data_plane.ranks`."""

@@ -1,5 +1,0 @@
-"""Deprecated path of `kvactors.data_plane.ranks.leader`."""
-
-from kvactors.moved import moved
-
-__getattr__ = moved(__name__, "kvactors.data_plane.ranks.leader")
