@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -23,8 +23,10 @@ from prometheus_client.registry import Collector
 
 from kvactors.calls import CacheCalls
 from kvactors.errors import KVActorsError
+from kvactors.flush_notifier.steps import Steps, finish
 from kvactors.histogram import Histogram
 from kvactors.observe.families import FAMILIES, FASTDEPLOY, FASTDEPLOY_FAMILIES, PREFIX, Family
+from kvactors.observe.invariants import in_slices
 from kvactors.observe.lag import LagTimer
 from kvactors.observe.metrics import Snapshot, take_snapshot, watch_of
 from kvactors.observe.tier_families import TIER_FAMILIES, TierSnapshot
@@ -46,8 +48,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class CacheMetrics(Collector):
     """A collector over one open cache, for any registry.
 
-    `collect` may be called in any thread: the values are read on the cache's loop. If the loop does
-    not respond within WAIT seconds, and once the cache is closed, there is only `kvactors:up 0`.
+    `collect` may be called in any thread: the values are read on the cache's loop, in slices unless
+    it is called there. If the loop does not respond within WAIT seconds, and once the cache is
+    closed, there is only `kvactors:up 0`.
 
     Args:
         cache: an open cache.
@@ -90,29 +93,29 @@ class CacheMetrics(Collector):
         return generate_latest(registry)
 
     def _snapshot(self) -> Snapshot | None:
+        if threading.get_ident() == self._thread:
+            return finish(self._read())
+        reading: Coroutine[Any, Any, Snapshot | None] = in_slices(self._read())
         try:
-            if threading.get_ident() == self._thread:
-                return self._read()
-            answer: Future[Snapshot | None] = Future()
-            self._loop.call_soon_threadsafe(self._answer, answer)
-            return answer.result(WAIT)
-        except (KVActorsError, RuntimeError, TimeoutError):
+            answer = asyncio.run_coroutine_threadsafe(reading, self._loop)
+        except RuntimeError:  # the loop is closed
+            reading.close()
             return None
-
-    def _answer(self, answer: Future[Snapshot | None]) -> None:
-        if answer.set_running_or_notify_cancel():
-            try:
-                answer.set_result(self._read())
-            except Exception as error:
-                answer.set_exception(error)
+        try:
+            return answer.result(WAIT)
+        except (KVActorsError, RuntimeError, CancelledError, TimeoutError):
+            answer.cancel()
+            return None
 
     def _is_open(self) -> bool:
         return self._cache._client.is_open and not self._cache.system.forked
 
-    def _read(self) -> Snapshot | None:
+    def _read(self) -> Steps[Snapshot | None]:
         if not self._is_open():
             return None
-        return take_snapshot(self._cache.system, self._watch, self._cache._client.leaked)
+        return (
+            yield from take_snapshot(self._cache.system, self._watch, self._cache._client.leaked)
+        )
 
 
 class TierMetrics(Collector):

@@ -2,14 +2,15 @@
 `/statistics` as JSON.
 
 The endpoint runs on the cache's event loop. Everything that a client can make it do is bounded:
-connections, bytes and seconds of a request, seconds of the answer, and renderings a second.
+connections, bytes and seconds of a request, seconds of the answer, and the share of the time in
+which it renders. A thread makes the text of the metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,8 @@ from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.calls import CacheCalls
 from kvactors.errors import ConfigError, KVActorsError
+from kvactors.threads import DaemonExecutor
+from kvactors.unclaimed import Unclaimed
 
 if TYPE_CHECKING:
     from kvactors.metrics import CacheMetrics
@@ -29,7 +32,8 @@ log = get_logger()
 LOOPBACK = "127.0.0.1"
 
 MOST_CONNECTIONS = 32
-"""Connections at a time. Further ones are closed at once."""
+"""Connections whose request has not arrived, and as many that are answered. The oldest is closed
+for a new one."""
 
 MOST_BYTES = 8192
 """Bytes of a request's head."""
@@ -37,10 +41,13 @@ MOST_BYTES = 8192
 MOST_PORT = 65535
 
 SECONDS = 5.0
-"""Seconds in which a request must arrive, and in which its answer must be taken."""
+"""Seconds in which a request must arrive, in which its answer must be made, and taken."""
 
 FRESH = 0.25
-"""Seconds for which one rendering of the metrics answers every request."""
+"""Seconds for which one rendering answers every request for it, at least."""
+
+RENDER_SHARE = 0.25
+"""Share of the time that may be spent on renderings, at most."""
 
 REASONS = {
     200: "OK",
@@ -69,6 +76,39 @@ class Answer(NamedTuple):
         ).encode()
 
 
+class Rendering:
+    """An answer that many requests share, while it is made and while it is fresh.
+
+    Args:
+        make: makes it.
+    """
+
+    def __init__(self, make: Callable[[], Awaitable[Answer]]) -> None:
+        self._make = make
+        self._stale_at = 0.0
+        self._task: asyncio.Task[Answer] | None = None
+
+    async def get(self) -> Answer:
+        """The answer."""
+        if self._task is None or (self._task.done() and now() >= self._stale_at):
+            self._task = asyncio.create_task(self._made())
+        return await asyncio.shield(self._task)
+
+    async def _made(self) -> Answer:
+        began = now()
+        try:
+            return await self._make()
+        finally:
+            self._stale_at = max(began + FRESH, began + (now() - began) / RENDER_SHARE)
+
+    async def drop(self) -> None:
+        """Forget the answer: the cache that it is about is another one now."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+
 class Endpoint:
     """Answers for the cache that was opened last, of those that are open.
 
@@ -84,8 +124,12 @@ class Endpoint:
         self._fastdeploy = fastdeploy_names
         self._caches: list[tuple[CacheCalls, CacheMetrics]] = []
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
-        self._rendered: tuple[float, bytes] | None = None
+        self._asking = Unclaimed[asyncio.Task[None]](MOST_CONNECTIONS, asyncio.Task.cancel)
+        self._answered = Unclaimed[asyncio.Task[None]](MOST_CONNECTIONS, asyncio.Task.cancel)
+        self._renderings = {
+            b"/metrics": Rendering(self._metrics),
+            b"/statistics": Rendering(self._statistics),
+        }
 
     # -- which cache
 
@@ -97,13 +141,17 @@ class Endpoint:
         metrics = CacheMetrics(cache, fastdeploy_names=self._fastdeploy)
         entry = (cache, metrics)
         self._caches.append(entry)
-        self._rendered = None
+        await self._drop_renderings()
         try:
             yield
         finally:
             self._caches.remove(entry)
-            self._rendered = None
+            await self._drop_renderings()
             metrics.close()
+
+    async def _drop_renderings(self) -> None:
+        for rendering in self._renderings.values():
+            await rendering.drop()
 
     # -- the server
 
@@ -130,31 +178,37 @@ class Endpoint:
             yield self
         finally:
             self._server.close()
-            for task in list(self._connections):
+            tasks = [*self._asking, *self._answered]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._connections, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             with suppress(Exception):
                 await self._server.wait_closed()
             self._server = None
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        if task is None or len(self._connections) >= MOST_CONNECTIONS:
-            writer.transport.abort()
+        if task is None:
             return
-        self._connections.add(task)
+        self._asking.add(task)
         try:
             with suppress(OSError, EOFError):
-                await self._exchange(reader, writer)
+                await self._exchange(task, reader, writer)
         except asyncio.CancelledError:
-            pass  # the endpoint closes: asyncio would log the cancellation of this callback
+            pass  # closed for a newer one, or with the endpoint. asyncio would log it
         except Exception as error:
             log.error("metrics endpoint failed", error=type(error).__name__)
         finally:
-            self._connections.discard(task)
+            self._asking.discard(task)
+            self._answered.discard(task)
             writer.transport.abort()  # everything that is sent was taken, or is late
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _exchange(
+        self,
+        connection: asyncio.Task[None],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         """One request and its answer."""
         head = b""
         answer: Answer | None = None
@@ -165,7 +219,13 @@ class Endpoint:
                 answer = Answer(431, b"the request is too large\n")
         if scope.cancelled_caught:
             answer = Answer(408, b"the request did not arrive in time\n")
-        only_head, answer = (False, answer) if answer is not None else self.answer(head)
+        self._asking.discard(connection)
+        self._answered.add(connection)
+        only_head = head.startswith(b"HEAD ")
+        if answer is None:
+            answer = Answer(503, b"no answer was made in time\n")
+            with anyio.move_on_after(SECONDS):
+                answer = await self.answer(head)
         writer.write(answer.head() if only_head else answer.head() + answer.body)
         with anyio.move_on_after(SECONDS):
             writer.transport.set_write_buffer_limits(high=0)
@@ -186,35 +246,31 @@ class Endpoint:
 
     # -- answers
 
-    def answer(self, head: bytes) -> tuple[bool, Answer]:
-        """The answer to a request, and whether only its head is wanted."""
+    async def answer(self, head: bytes) -> Answer:
+        """The answer to a request."""
         words = head.split(b"\r\n", 1)[0].split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
-            return False, Answer(400, b"not an HTTP/1 request\n")
+            return Answer(400, b"not an HTTP/1 request\n")
         method, target = words[0], words[1].split(b"?", 1)[0]
         if method not in (b"GET", b"HEAD"):
-            return False, Answer(405, b"only GET and HEAD\n")
-        only_head = method == b"HEAD"
-        if target == b"/metrics":
-            return only_head, self.metrics()
+            return Answer(405, b"only GET and HEAD\n")
         if target == b"/health":
-            return only_head, self.health()
-        if target == b"/statistics":
-            return only_head, self.statistics()
-        return only_head, Answer(404, b"/metrics, /health or /statistics\n")
+            return self._health()
+        if target in self._renderings:
+            return await self._renderings[target].get()
+        return Answer(404, b"/metrics, /health or /statistics\n")
 
-    def metrics(self) -> Answer:
-        """The metrics, at most FRESH seconds old."""
+    async def _metrics(self) -> Answer:
+        """The metrics, made by a thread."""
         from kvactors.metrics import CONTENT_TYPE, NO_CACHE
 
         if not self._caches:
             return Answer(200, NO_CACHE, CONTENT_TYPE)
-        if self._rendered is None or now() - self._rendered[0] >= FRESH:
-            body = self._caches[-1][1].render()
-            self._rendered = now(), body
-        return Answer(200, self._rendered[1], CONTENT_TYPE)
+        render = self._caches[-1][1].render
+        body = await asyncio.wrap_future(DaemonExecutor("kvactors-metrics").submit(render))
+        return Answer(200, body, CONTENT_TYPE)
 
-    def health(self) -> Answer:
+    def _health(self) -> Answer:
         """200 while requests are served, also without some parts; 503 otherwise."""
         status = 503
         found: dict[str, object] = {"status": "closed", "reasons": []}
@@ -224,17 +280,18 @@ class Endpoint:
                 found, status = health.as_dict(), 503 if health.status == "failed" else 200
         return Answer(status, json.dumps(found).encode() + b"\n", "application/json")
 
-    def statistics(self) -> Answer:
+    async def _statistics(self) -> Answer:
         """`KVCache.statistics` as JSON, with `tenants`: those of the salts with a named
         quota. 503 without an open cache."""
-        from kvactors.observe.tenants import named_tenants
+        from kvactors.observe.invariants import in_slices
+        from kvactors.observe.tenants import TenantStatistics, named_tenants
 
         with suppress(KVActorsError):
             if self._caches:
                 cache = self._caches[-1][0]
-                found = cache.statistics().as_dict()
-                found["tenants"] = msgspec.to_builtins(named_tenants(cache.system))
-                return Answer(200, json.dumps(found).encode() + b"\n", "application/json")
+                tenants: dict[str, TenantStatistics] = await in_slices(named_tenants(cache.system))
+                found = cache.statistics().as_dict() | {"tenants": tenants}
+                return Answer(200, msgspec.json.encode(found) + b"\n", "application/json")
         return Answer(503, b"no cache is open\n")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvactors.flush_notifier.steps import Steps
 from kvactors.histogram import AGES, BYTES, SECONDS, Histogram
 from kvactors.observe.health import Health, health
 from kvactors.observe.operations import Operation, OperationWatch
@@ -129,8 +130,10 @@ class Snapshot(NamedTuple):
     tenants: dict[str, TenantStatistics]
 
 
-def take_snapshot(system: System, watch: MetricsWatch, leaked: int) -> Snapshot:
-    """The values as of now. From the loop's thread."""
+def take_snapshot(system: System, watch: MetricsWatch, leaked: int) -> Steps[Snapshot]:
+    """Read the values, in the loop's thread: those of the salts in steps, all others at the end in
+    one."""
+    tenants = yield from named_tenants(system)
     ranks = () if system.ranks is None else system.ranks.statistics()
     return Snapshot(
         collect(system),
@@ -140,7 +143,7 @@ def take_snapshot(system: System, watch: MetricsWatch, leaked: int) -> Snapshot:
         leaked,
         tuple((one.rank, one.health, one.operations, one.losses, one.silences) for one in ranks),
         system.opened_at,
-        named_tenants(system),
+        tenants,
     )
 
 

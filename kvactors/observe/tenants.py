@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvactors.flush_notifier.steps import Steps
 from kvactors.observe.statistics import collect
 from kvactors.quotas import SaltCount
 
@@ -91,14 +92,15 @@ def collect_tenants(system: System) -> Tenants:
     return Tenants(named, unnamed, _others(system, [*named.values(), *unnamed.values()]))
 
 
-def named_tenants(system: System) -> dict[str, TenantStatistics]:
-    """The statistics of the salts with a named quota, which may be shown to others: any
+def named_tenants(system: System) -> Steps[dict[str, TenantStatistics]]:
+    """The statistics of the salts with a named quota, one a step. They may be shown to others: any
     other salt may be a secret of its tenant."""
-    return {
-        row.salt: _of_salt(system, number, row)
-        for number, row in system.quotas.counts.rows.items()
-        if system.quotas.get(row.salt) is not None
-    }
+    found: dict[str, TenantStatistics] = {}
+    for number, row in list(system.quotas.counts.rows.items()):
+        if system.quotas.get(row.salt) is not None:
+            found[row.salt] = _of_salt(system, number, row)
+        yield
+    return found
 
 
 def _of_salt(system: System, number: int, row: SaltCount) -> TenantStatistics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -60,7 +61,7 @@ async def test_statistics_as_json_have_the_names_of_the_records():
         assert found["tenants"] == {}
         assert found["prefix"] == wanted["prefix"]
         assert found["requests"] == 2
-    _, answer = endpoint.answer(get("/statistics"))
+    answer = await endpoint.answer(get("/statistics"))
     assert (answer.status, answer.body) == (503, b"no cache is open\n")
 
 
@@ -97,9 +98,9 @@ async def test_health_is_503_when_the_cache_has_failed_and_when_it_is_closed():
             status, _, body = await call(endpoint.port, get("/health"))
             assert (status, json.loads(body)["status"]) == (503, "failed")
             assert b"kvactors:up 0.0" in (await call(endpoint.port, get("/metrics")))[2]
-    _, answer = endpoint.answer(get("/health"))
+    answer = await endpoint.answer(get("/health"))
     assert (answer.status, json.loads(answer.body)["status"]) == (503, "closed")
-    assert b"kvactors:up 0.0" in endpoint.answer(get("/metrics"))[1].body
+    assert b"kvactors:up 0.0" in (await endpoint.answer(get("/metrics"))).body
 
 
 async def test_half_open_and_slow_clients_end_after_their_time_and_block_nothing(monkeypatch):
@@ -113,52 +114,106 @@ async def test_half_open_and_slow_clients_end_after_their_time_and_block_nothing
         for reader, writer in silent:
             assert b" 408 " in await reader.read()
             writer.close()
-        assert not endpoint._connections
+        assert not len(endpoint._asking)
 
 
 async def test_a_client_that_never_reads_its_answer_is_dropped(monkeypatch):
     monkeypatch.setattr(monitoring, "SECONDS", 0.2)
-    monkeypatch.setattr(Endpoint, "metrics", lambda self: monitoring.Answer(200, b"x" * 50_000_000))
+
+    async def large(self):
+        return monitoring.Answer(200, b"x" * 50_000_000)
+
+    monkeypatch.setattr(Endpoint, "_metrics", large)
     async with opened(host=HOST) as cache, serve_metrics(cache, 0) as endpoint:
         with socket.create_connection(("127.0.0.1", endpoint.port)) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.sendall(get("/metrics"))
-            while not endpoint._connections:
+            while not len(endpoint._answered):
                 await asyncio.sleep(0.001)
             await requests(cache, 1)
-            while endpoint._connections:
+            while len(endpoint._answered):
                 await asyncio.sleep(0.001)
 
 
-async def test_more_connections_than_allowed_are_closed_at_once(monkeypatch):
+async def test_the_oldest_silent_connection_is_closed_for_a_new_one(monkeypatch):
     monkeypatch.setattr(monitoring, "MOST_CONNECTIONS", 4)
     async with opened() as cache, serve_metrics(cache, 0) as endpoint:
-        held = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(4)]
-        while len(endpoint._connections) < 4:
-            await asyncio.sleep(0.001)
-        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
-        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-            await reader.readexactly(1)
-        writer.close()
-        assert len(endpoint._connections) == 4
-        held[0][1].close()
-        while len(endpoint._connections) == 4:
-            await asyncio.sleep(0.001)
+        held = []
+        for _ in range(4):
+            held.append(await asyncio.open_connection("127.0.0.1", endpoint.port))
+            while len(endpoint._asking) < len(held):
+                await asyncio.sleep(0.001)
         assert (await call(endpoint.port, get("/health")))[0] == 200
+        assert await held[0][0].read() == b""
+        assert len(endpoint._asking) == 3
         for _, writer in held:
             writer.close()
 
 
-async def test_many_scrapes_render_once(monkeypatch):
-    monkeypatch.setattr(monitoring, "FRESH", 3600.0)
-    from kvactors.metrics import CacheMetrics
-
-    rendered = []
-    real = CacheMetrics.render
-    monkeypatch.setattr(CacheMetrics, "render", lambda self: rendered.append(1) or real(self))
+async def test_clients_that_take_no_answer_leave_connections_to_others(monkeypatch):
+    monkeypatch.setattr(monitoring, "MOST_CONNECTIONS", 2)
     async with opened() as cache, serve_metrics(cache, 0) as endpoint:
+        held = []
         for _ in range(5):
-            assert (await call(endpoint.port, get("/metrics")))[0] == 200
+            held.append(await asyncio.open_connection("127.0.0.1", endpoint.port))
+            held[-1][1].write(get("/health"))
+            assert await held[-1][0].readexactly(1)  # it is answered, and leaves the rest
+        assert (await call(endpoint.port, get("/health")))[0] == 200
+        assert len(endpoint._answered) <= 2
+        for _, writer in held:
+            writer.close()
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/statistics"])
+async def test_an_answer_about_many_quotas_does_not_hold_the_loop(path, monkeypatch):
+    """One salt is read in a pass of the loop, and the text of the metrics is made elsewhere."""
+    from kvactors import metrics
+    from kvactors.observe import invariants, tenants
+
+    passes, read, threads = 0, list[int](), set[int]()
+
+    async def others():
+        nonlocal passes
+        while True:
+            passes += 1
+            await asyncio.sleep(0)
+
+    def read_salt(*arguments, real=tenants._of_salt):
+        read.append(passes)
+        return real(*arguments)
+
+    def text(registry, real=metrics.generate_latest):
+        threads.add(threading.get_ident())
+        return real(registry)
+
+    monkeypatch.setattr(invariants, "SLICE", 0.0)
+    monkeypatch.setattr(tenants, "_of_salt", read_salt)
+    monkeypatch.setattr(metrics, "generate_latest", text)
+    salts = {f"tenant-{number}": {"device": 3} for number in range(40)}
+    async with opened(quota={"salts": salts}) as cache, serve_metrics(cache, 0) as endpoint:
+        task = asyncio.create_task(others())
+        assert b"tenant-39" in (await call(endpoint.port, get(path)))[2]
+        task.cancel()
+    assert len(read) == len(set(read)) == 40
+    assert threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("/metrics", "_metrics"), ("/statistics", "_statistics")]
+)
+async def test_many_requests_render_once(path, name, monkeypatch):
+    monkeypatch.setattr(monitoring, "FRESH", 3600.0)
+    rendered, real = [], getattr(Endpoint, name)
+
+    def render(self):
+        rendered.append(1)
+        return real(self)
+
+    monkeypatch.setattr(Endpoint, name, render)
+    async with opened() as cache, serve_metrics(cache, 0) as endpoint:
+        together = await asyncio.gather(*(call(endpoint.port, get(path)) for _ in range(3)))
+        one = await call(endpoint.port, get(path))
+    assert [answer[0] for answer in (*together, one)] == [200] * 4
     assert len(rendered) == 1
 
 

@@ -58,8 +58,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "strangers_without_limit",
         "data_plane/ranks/entrance.py",
-        "while len(self._unclaimed) >= UNCLAIMED + 2 * self._leader.config.count:",
-        "while len(self._unclaimed) >= UNCLAIMED * 1000:",
+        "Unclaimed(UNCLAIMED + 2 * leader.config.count, self._displace)",
+        "Unclaimed(UNCLAIMED * 1000, self._displace)",
         "unauthenticated clients hold any number of connections",
         (
             "tests/ranks/test_rank_security.py::test_unauthenticated_clients_hold_no_more_connections_than_the_limit_and_displace_no_rank",

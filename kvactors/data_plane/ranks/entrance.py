@@ -14,6 +14,7 @@ from kvactors.data_plane.ranks.protocol import FROM_RANK_BYTES, Identity
 from kvactors.data_plane.ranks.refusals import Wanted, misfit
 from kvactors.data_plane.ranks.strangers import Strangers
 from kvactors.ranks_config import Secret
+from kvactors.unclaimed import Unclaimed
 
 UNCLAIMED = 32
 """Connections without a rank's place at most, and two more for each rank. The oldest is closed for
@@ -37,7 +38,7 @@ class Entrance:
     def __init__(self, leader: Leader, secret: Secret) -> None:
         self._leader = leader
         self._secret = secret
-        self._unclaimed: dict[Connection, None] = {}
+        self._unclaimed = Unclaimed(UNCLAIMED + 2 * leader.config.count, self._displace)
 
     async def admit(
         self, connection: Connection, claim: Callable[[Identity], Awaitable[str]]
@@ -52,12 +53,7 @@ class Entrance:
             The identity of a rank that fits; None if the connection was refused or lost.
         """
         strangers = self._leader.strangers
-        while len(self._unclaimed) >= UNCLAIMED + 2 * self._leader.config.count:
-            oldest = next(iter(self._unclaimed))
-            del self._unclaimed[oldest]
-            oldest.close()
-            strangers.refused(oldest.source, "too many connections", "closed for a newer one")
-        self._unclaimed[connection] = None
+        self._unclaimed.add(connection)
         reason, answer = await check_rank(connection, self._secret)
         if connection not in self._unclaimed:
             return None  # closed for a newer connection
@@ -85,4 +81,10 @@ class Entrance:
 
     def leave(self, connection: Connection) -> None:
         """A connection has a rank's place now, or is lost."""
-        self._unclaimed.pop(connection, None)
+        self._unclaimed.discard(connection)
+
+    def _displace(self, oldest: Connection) -> None:
+        oldest.close()
+        self._leader.strangers.refused(
+            oldest.source, "too many connections", "closed for a newer one"
+        )
