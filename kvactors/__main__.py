@@ -9,6 +9,8 @@ try:
 except ImportError as error:
     print(explain(error), file=sys.stderr)
     sys.exit(2)
+except KeyboardInterrupt:  # Ctrl-C during the imports
+    sys.exit(130)
 
 if __name__ == "__main__":
     main()

@@ -62,6 +62,7 @@ app.command(record)
 @app.command
 def run(
     scenario: Path,
+    /,
     *,
     json: Output | None = None,
     html: Output | None = None,
@@ -120,6 +121,7 @@ def run(
 @app.command(name="replay")
 def replay_command(
     trace: Path,
+    /,
     *,
     config: Path | None = None,
     timed: Annotated[bool, Parameter(negative="")] = False,
@@ -224,6 +226,7 @@ SWEEP_STEPS = 1000
 @app.command(name="sweep")
 def sweep_command(
     trace: Path,
+    /,
     *,
     config: Path | None = None,
     device: Annotated[list[str] | None, Parameter(negative="")] = None,
@@ -311,7 +314,7 @@ app.command(store)
 
 
 @store.command(name="list")
-def store_list(directory: Path, *, json: Output | None = None) -> int:
+def store_list(directory: Path, /, *, json: Output | None = None) -> int:
     """List the file stores under a directory. Nothing is changed.
 
     Parameters
@@ -325,7 +328,7 @@ def store_list(directory: Path, *, json: Output | None = None) -> int:
 
 
 @store.command(name="verify")
-def store_verify(directory: Path, *, json: Output | None = None) -> int:
+def store_verify(directory: Path, /, *, json: Output | None = None) -> int:
     """Read and check every object of the file stores under a directory. The exit status is 1 if any
     object or table is bad.
 
@@ -342,6 +345,7 @@ def store_verify(directory: Path, *, json: Output | None = None) -> int:
 @store.command(name="prune")
 def store_prune(
     directory: Path,
+    /,
     *,
     keep: int = 1,
     dry_run: Annotated[bool, Parameter(negative="")] = False,
@@ -416,7 +420,7 @@ def joined_outputs(words: list[str]) -> list[str]:
     """The arguments with `--json -` as `--json=-`: a lone `-` is no value for the parser. `--json`
     without a value is standard output too."""
     joined: list[str] = []
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
         if word == "--json" and following.startswith("--"):
             joined.append("--json=-")
         elif word == "-" and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
@@ -449,7 +453,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if isinstance(error, BrokenPipeError) and reader_gone():
                 status = GONE
             else:
-                print("kvactors:", " ".join(str(error).split()), file=sys.stderr)
+                text = str(error)
+                if isinstance(error, OSError) and error.filename is not None:
+                    text = f"{error.filename}: {error.strerror}"
+                print("kvactors:", " ".join(text.split()), file=sys.stderr)
             with suppress(OSError):
                 flush_stdout()
     sys.exit(status)

@@ -4,7 +4,6 @@ and suggests the nearest valid one."""
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +22,8 @@ from kvactors.config_tables import (
     StorageConfig,
 )
 from kvactors.environment import from_environment
-from kvactors.errors import ConfigError
 from kvactors.ranks_config import RanksConfig
+from kvactors.settings_file import read_toml
 from kvactors.validation import validate
 
 __all__ = [
@@ -92,11 +91,3 @@ class Config(ConfigTables, frozen=True, omit_defaults=True, forbid_unknown_field
             ConfigError: names an invalid value, or the fault in the base.
         """
         return from_environment(base or Config(), os.environ if environ is None else environ)
-
-
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """A TOML file as a mapping. ConfigError if it is not TOML in UTF-8."""
-    try:
-        return tomllib.loads(Path(path).read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from error

@@ -14,6 +14,7 @@ import msgspec
 
 from kvactors.config import LayoutConfig
 from kvactors.errors import ConfigError
+from kvactors.settings_file import read_settings
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -30,9 +31,6 @@ STATE_LAYERS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm
 
 STATE_FIELDS = ("ssm_cfg", "mamba_d_state", "mamba_num_heads", "ssm_state_size", "state_size")
 """Fields of models with such layers."""
-
-MAX_BYTES = 16 << 20
-"""Bytes of a config.json at most."""
 
 
 class ModelLayout(NamedTuple):
@@ -65,11 +63,9 @@ def read_model(
         OSError: the file cannot be read.
     """
     file = path / "config.json" if path.is_dir() else path
-    if file.stat().st_size > MAX_BYTES:
-        raise ConfigError(f"{file} is too large for a model's config.json")
     try:
-        data = msgspec.json.decode(file.read_bytes())
-    except msgspec.DecodeError as error:
+        data = msgspec.json.decode(read_settings(file))
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is no JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{file} must hold an object, not {type(data).__name__}")

@@ -4,7 +4,6 @@ from MOONCAKE_* variables, in this order of precedence."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +14,7 @@ from kvactors.errors import ConfigError
 from kvactors.mooncake_address import endpoints, metadata_endpoints
 from kvactors.ranges import check_values
 from kvactors.setting_types import ByteSize, Seconds
+from kvactors.settings_file import read_settings
 from kvactors.sizes import in_bytes
 
 log = get_logger()
@@ -34,7 +34,7 @@ SYNONYMS = {"device_name": "rdma_devices", "master_server_addr": "master_server_
 
 
 class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How a Mooncake pool is joined.
+    """How a Mooncake pool is joined. Sizes may be written "4gb".
 
     Attributes:
         master_server_address: host:port of mooncake_master, or etcd://host:port;host:port where
@@ -45,7 +45,6 @@ class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         local_buffer_size: bytes of staging.
         protocol: tcp or rdma.
         rdma_devices: names, comma-separated. With several, rank r takes the r-th (round robin).
-            Sizes may be written "4gb".
         timeout_s: seconds a call may take before the client gives it up.
         connect_timeout_s: seconds to join.
         payload_checksums: whether objects are written with a checksum of their payload, and every
@@ -146,8 +145,8 @@ def _from_file(path: str) -> dict[str, Any]:
     if not path:
         return {}
     try:
-        data = msgspec.json.decode(Path(path).read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+        data = msgspec.json.decode(read_settings(path))
+    except (OSError, ConfigError, msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path}: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path} must hold an object")

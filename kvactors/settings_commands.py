@@ -83,6 +83,7 @@ def config_schema() -> int:
 
 def size(
     source: Path,
+    /,
     *,
     block_size: int | None = None,
     dtype: CacheDtype | None = None,

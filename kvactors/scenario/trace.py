@@ -43,6 +43,9 @@ Length = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 MAX_BLOCKS = 1 << 24
 """Blocks of one request at most: more is a damaged line, and no memory is taken for it."""
 
+MAX_LINE = 64 << 20
+"""Bytes of a line at most, also of one that is packed."""
+
 
 class _Header(msgspec.Struct):
     block_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -154,11 +157,14 @@ def check_range(coarse: int, limit: int) -> None:
 
 
 def read_lines(path: str | Path) -> Iterator[bytes]:
-    """The lines of a file, plain or gzip. ConfigError if it is damaged."""
+    """The lines of a file, plain or gzip. ConfigError if it is damaged, or a line too long."""
     opener = gzip.open if str(path).endswith(".gz") else open
     try:
         with opener(path, "rb") as file:
-            yield from file
+            while line := file.readline(MAX_LINE + 1):
+                if len(line) > MAX_LINE:
+                    raise ConfigError(f"{path}: a line has more than {MAX_LINE >> 20} MiB")
+                yield line
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ConfigError(f"{path}: {error}") from error
 

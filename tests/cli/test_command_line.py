@@ -169,6 +169,25 @@ def test_replay_honours_its_options(kvactors, tmp_path):
     assert report["wall_s"] >= 0.2  # four seconds of the trace
 
 
+@pytest.mark.parametrize("arguments", [(), ("config",), ("store",)])
+def test_without_a_command_the_help_is_printed(kvactors, arguments):
+    status, out, errors = kvactors(*arguments)
+    assert (status, errors) == (0, "")
+    assert f"Usage: {' '.join(('kvactors', *arguments))} COMMAND" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("run",), 'Command "run" parameter SCENARIO requires an argument.'),
+        (("config", "check", "nosuch.toml"), "nosuch.toml: No such file or directory"),
+        (("size", "meta-llama/nosuch"), "meta-llama/nosuch: No such file or directory"),
+    ],
+)
+def test_a_missing_file_is_named(kvactors, arguments, text):
+    assert kvactors(*arguments) == (2, "", f"kvactors: {text}\n")
+
+
 def test_a_report_on_standard_output_is_alone_there(kvactors, tmp_path):
     path = write(tmp_path / "s.toml", SCENARIO.format(4))
     for words in (("--json", "-"), ("--json=-",), ("--json",), ("--json", "--seed", 3)):

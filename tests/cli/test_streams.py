@@ -81,7 +81,7 @@ def test_a_name_that_is_not_utf_8_is_replaced_in_json_and_on_a_page(kvactors, tr
 def test_an_error_names_the_file_that_cannot_be_written(kvactors, trace):
     for option in ("--json", "--html", "--png"):
         status, _, err = kvactors("sweep", trace, option, "/dev/full")
-        assert (status, err) == (2, "kvactors: [Errno 28] No space left on device: '/dev/full'\n")
+        assert (status, err) == (2, "kvactors: /dev/full: No space left on device\n")
 
 
 def test_names_with_brackets_are_no_markup(kvactors, trace):

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from kvactors.errors import ConfigError, SinkError
 from kvactors.flush_notifier.sinks.journal import Journal, line_of
 from kvactors.flush_notifier.sinks.published import PublishedBlocks
+from kvactors.scenario import trace
 from kvactors.scenario.replay import ReplayConfig
-from kvactors.scenario.trace import MAX_BLOCKS, read_trace
+from kvactors.scenario.trace import MAX_BLOCKS, read_lines, read_trace
 
 BLOCK = 2
 NESTED = "[" * 200_000
@@ -183,7 +184,33 @@ def test_replay_settings_that_cannot_be_are_named(key, value):
         ReplayConfig.from_mapping(tomllib.loads(f"[replay]\n{key} = {value}"))
 
 
-@pytest.mark.parametrize("data", [b"\xff", b"x = " + NESTED.encode()], ids=["not UTF-8", "nested"])
+def test_a_trace_with_a_line_too_long_is_named(tmp_path, monkeypatch):
+    """A packed file of 2 MB may have a line of 2 GB: it is never in memory as a whole."""
+    path = tmp_path / "t.jsonl.gz"
+    monkeypatch.setattr(trace, "MAX_LINE", 30)
+    path.write_bytes(gzip.compress(b'{"hash_ids": [1], "header": null}'[:29] + b"\n" + b" " * 31))
+    lines = read_lines(path)
+    assert len(next(lines)) == 30
+    with pytest.raises(ConfigError, match=r"t\.jsonl\.gz: a line has more than"):
+        next(lines)
+
+
+def test_settings_in_a_file_without_end_are_refused():
+    with pytest.raises(ConfigError, match="/dev/zero has more than 16 MiB"):
+        ReplayConfig.from_toml("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff",
+        b"x = " + NESTED.encode(),
+        b"x = " + b"9" * 5000,
+        b"[" + b".".join([b"a"] * 20_000) + b"]",
+        b"x = " + b"[" * 40 + b"]" * 40,
+    ],
+    ids=["not UTF-8", "nested", "a number of 5,000 digits", "deep", "lists"],
+)
 def test_a_config_that_is_no_toml_is_named(tmp_path, data):
     path = tmp_path / "c.toml"
     path.write_bytes(data)

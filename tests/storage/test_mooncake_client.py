@@ -195,6 +195,7 @@ def test_toml_comes_before_the_file_and_the_file_before_variables(tmp_path):
             "local_buffer_size must be a size",
         ),
         ({}, {"MOONCAKE_CONFIG_PATH": "/no/such/file"}, "MOONCAKE_CONFIG_PATH: /no/such/file"),
+        ({}, {"MOONCAKE_CONFIG_PATH": "/dev/zero"}, "/dev/zero has more than 16 MiB"),
     ],
 )
 def test_settings_that_cannot_be_are_named(changes, environ, complaint):
