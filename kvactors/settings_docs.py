@@ -18,7 +18,7 @@ SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 SECTIONS = r"\n(?:Attributes|Args|Returns|Raises):\n"
 
-ENTRY = re.compile(r"    ([a-z_, ]+): (.*)")
+ENTRY = re.compile(r"    ([a-z_][a-z_, ]*): (.*)")
 """The first line of an entry of a docstring's section, as `inspect.cleandoc` gives it."""
 
 

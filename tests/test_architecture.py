@@ -92,6 +92,15 @@ def test_the_channel_graph_is_sound():
     }
 
 
+def test_architecture_page_names_every_package_and_every_module_beside_them():
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    beside = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    packages = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")} - {"scenarios/"}
+    assert {name for name in beside | packages if f"`{name}`" not in page} == set()
+    exist = {path.name for folder in (PACKAGE, ROOT / "tests") for path in folder.rglob("*.py")}
+    assert set(re.findall(r"`(?:[\w.]+/)*(\w+\.py)`", page)) <= exist
+
+
 def test_run_and_replay_import_only_fault_injectors_of_the_test_harness():
     script = (
         "import sys, kvactors.cli; "

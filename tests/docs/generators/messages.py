@@ -10,8 +10,11 @@ import msgspec
 from kvactors.actor import Actor, Ask, Control, Message, PeerRestarted
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.messages import SetIdleLimit
 from kvactors.gpu_swapper.actor import GpuSwapper
+from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.prefix_index.messages import Abandon, SetNumBlocks, Withdrawn
 from kvactors.storage.device_store import StorageDirect
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
@@ -25,6 +28,15 @@ ACTORS: tuple[type[Actor], ...] = (
     StorageDirect,
     FlushNotifier,
 )
+
+OUTSIDE: dict[type[Message], str] = {
+    Abandon: "the public API",
+    Withdrawn: "the public API",
+    SetNumBlocks: "the wiring",
+    SetIdleLimit: "the wiring",
+    DataPlaneStatus: "the data plane",
+}
+"""Senders of messages that no actor sends."""
 
 
 def render() -> str:
@@ -72,10 +84,12 @@ def senders(actor: type[Actor], message: type[Message]) -> Iterator[str]:
         yield from found
     elif message is PeerRestarted:
         yield "supervisor"
-    elif issubclass(message, Ask) or message.__name__ == "Abandon":
+    elif issubclass(message, Ask):
         yield "the public API"
-    else:
+    elif first_line(message).startswith("To itself:"):
         yield "itself"
+    else:
+        yield OUTSIDE[message]
 
 
 def reply_of(message: type[Message]) -> str:
