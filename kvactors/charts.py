@@ -118,4 +118,4 @@ def _draw(chart: Chart, axes: Axes) -> None:
     else:
         axes.set_ylim(0, chart.top)
     if len(chart.lines) > 1:
-        axes.legend(loc="best")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))

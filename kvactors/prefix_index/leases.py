@@ -33,7 +33,8 @@ class LeaseTable:
         restarted: leases of an earlier incarnation were lost.
 
     Attributes:
-        requests, looked_up: leases granted, and their full blocks.
+        requests: leases granted.
+        looked_up: full blocks of the prompts of leases whose loads have ended.
         resumed: leases of requests that were preempted before, which the other counts do not
             include.
         device_hits, host_hits, storage_hits: blocks found, by tier.
@@ -96,21 +97,22 @@ class LeaseTable:
             self.resumed += 1
             lease.counted = False
             return
-        blocks = tokens // self._index.block_size
         self.requests += 1
-        self.looked_up += blocks
         if self._salts and (row := self._salts.get(lease.path.salt)) is not None:
             row.requests += 1
-            row.looked_up += blocks
 
     def _count_hits(self, lease: LeaseState) -> None:
-        """No load of the lease is in flight any more."""
+        """No load of the lease is in flight any more. Its look-ups count now, with their hits: the
+        share of hits is at most 1 at any time."""
         if not lease.counted:
             return
+        blocks = lease.prompt_tokens // self._index.block_size
+        self.looked_up += blocks
         self.device_hits += lease.device_hits
         self.host_hits += lease.host_hits
         self.storage_hits += lease.storage_hits
         if self._salts and (row := self._salts.get(lease.path.salt)) is not None:
+            row.looked_up += blocks
             row.device_hits += lease.device_hits
             row.host_hits += lease.host_hits
             row.storage_hits += lease.storage_hits
@@ -315,8 +317,10 @@ class LeaseTable:
 
 
 def check_leases(leases: LeaseTable) -> Iterator[None]:
-    """AssertionError if a lease would compute into a block that other requests hit. In steps of
-    some leases."""
+    """AssertionError if there are more hits than look-ups, or if a lease would compute into a block
+    that other requests hit. In steps of some leases."""
+    hits = leases.device_hits + leases.host_hits + leases.storage_hits
+    ensure(hits <= leases.looked_up, f"{hits} hits of {leases.looked_up} blocks looked up")
     for number, lease in enumerate(list(leases), 1):
         path = lease.path
         if leases.get(lease.id) is lease and not (lease.loads or lease.fault):

@@ -151,7 +151,8 @@ class IndexStatistics(NamedTuple):
 
     Attributes:
         requests: requests that got their device blocks, each counted once.
-        blocks_looked_up: full blocks of their prompts.
+        blocks_looked_up: full blocks of their prompts, counted with their hits when the loads of a
+            request have ended.
         device_hits: blocks found on the device.
         host_hits: blocks found in host memory.
         storage_hits: blocks found in storage.

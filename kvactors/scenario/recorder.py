@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.cache import KVCache
+from kvactors.cpu_evictor.statistics import NOT_FETCHED, NOT_STORED
 from kvactors.observe.lag import LagMonitor
 from kvactors.observe.metrics import Histograms, watch_of
 from kvactors.observe.statistics import CacheStatistics
@@ -39,6 +40,8 @@ COUNTERS = (
     "bytes_read",
     "messages",
     "tasks",
+    *NOT_FETCHED,
+    *NOT_STORED,
 )
 """Series that only rise."""
 
@@ -207,4 +210,5 @@ def counters_of(statistics: CacheStatistics) -> dict[str, float]:
         "bytes_read": store.reads * size if store is not None else 0,
         "messages": statistics.messages,
         "tasks": sum(sink.delivered for sink in statistics.flush),
+        **{name: getattr(statistics.host, name) for name in (*NOT_FETCHED, *NOT_STORED)},
     }

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from kvactors.charts import Chart
+from kvactors.cpu_evictor.statistics import NOT_FETCHED, NOT_STORED
 from kvactors.histogram import Histogram
 from kvactors.page import Section, Tile, make_page
 from kvactors.scenario.recorder import Recording
@@ -91,11 +92,17 @@ def course(recording: Recording) -> list[Chart]:
         "device": (time, shares_of(series["device_used"], recording.device_blocks)),
         "host": (time, shares_of(series["host_used"], recording.host_slots)),
     }
+    missed = {name: name for name in (*NOT_FETCHED, *NOT_STORED) if series[name][-1]}
     seconds = "seconds"
     return [
         Chart("Hit rate by tier", seconds, "share of blocks", hits, stacked=True, top=1.0),
         Chart("Occupancy", seconds, "share of the tier", full, top=1.05),
         Chart("Objects in the store", seconds, "blocks", at(store="stored")),
+        *(
+            [Chart("Blocks not fetched and not stored", seconds, "blocks", at(**missed))]
+            if missed
+            else []
+        ),
         Chart("Requests", seconds, "requests", at(running="leases", waiting="waiting"), steps=True),
         Chart(
             "Bandwidth",

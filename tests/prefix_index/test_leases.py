@@ -62,12 +62,13 @@ def test_a_pending_lease_is_answered_after_its_load():
     table, [lease], load = loading()
     request = Request()
     assert table.wait_ready(1, request) == []
+    assert (table.requests, table.looked_up) == (1, 0), "look-ups count with the hits"
     load.tree.finish_load(load.nodes, 1)
     actions = table.load_ended(lease, load, 1, 1, owner=True)
     [landed] = answers(actions)
     assert isinstance(landed, ReadyResult)
     assert (landed.host_hits, landed.storage_hits, landed.cached_tokens) == (1, 0, BLOCK)
-    assert table.host_hits == 1
+    assert (table.looked_up, table.host_hits) == (2, 1)
 
 
 def test_hits_beyond_the_host_tier_are_of_the_store():

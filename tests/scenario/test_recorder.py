@@ -113,6 +113,15 @@ def test_nothing_looked_up_has_no_shares():
     assert recording.shares("a", "b") == ([], [])
 
 
+def test_blocks_that_were_not_fetched_and_not_stored_have_a_chart():
+    recording, _ = recorded(20)
+    recording.series["not_fetched_late"][-1] = 3.0
+    [chart] = [one for one in course(recording) if one.title.startswith("Blocks not fetched")]
+    assert chart.lines == {
+        "not fetched late": (recording.seconds, recording.series["not_fetched_late"])
+    }
+
+
 def test_a_page_has_the_figures_the_charts_and_the_settings():
     recording, _ = recorded(20)
     page = run_page(report(), recording, {"device": {"num_blocks": 77}})
