@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable
 from types import CoroutineType
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvactors.actor import Ask
+from kvactors.actor.uncancelled import CANCELLED
 from kvactors.client import Client
 from kvactors.device_events import Completion, Stream
 from kvactors.errors import ActorFailed, LeaseBusy, LeaseEnded, NotReady
@@ -119,7 +119,7 @@ class LeaseHold(msgspec.Struct, eq=False):
         self.begin_change(call)
         try:
             granted: AcquireResult = await self.ask(message, at, has_effect=True)
-        except asyncio.CancelledError:
+        except CANCELLED:
             if not self.ended:
                 self.client.tell(
                     Withdrawn(self.id)
@@ -144,7 +144,7 @@ class LeaseHold(msgspec.Struct, eq=False):
                 raise LeaseEnded(f"lease of {self.request_id!r}: {error}") from None
             if isinstance(error, ActorFailed):
                 self.client.refine(error)
-            elif isinstance(error, asyncio.CancelledError) and not self.ended:
+            elif isinstance(error, CANCELLED) and not self.ended:
                 self.client.tell(Withdrawn(self.id))  # as in `grow`
             raise
         finally:
@@ -208,7 +208,7 @@ class LeaseHold(msgspec.Struct, eq=False):
                 last = Commit(self.id, computed)
                 return int((await self.ask(last, at, has_effect=True)).count)
             return path.num_committed  # another request loads the next block
-        except asyncio.CancelledError:
+        except CANCELLED:
             if path.num_committed > before:
                 self.give_up()  # some of it has happened
             raise

@@ -24,6 +24,7 @@ from kvactors.actor.message import (
     Message,
     fail_with_deadline,
 )
+from kvactors.actor.uncancelled import CANCELLED
 from kvactors.errors import ActorFailed, DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -235,13 +236,9 @@ class ActorRef(Generic[M_contra]):
             if asks.timer is None:
                 asks.start_timer()
             return await reply
-        except asyncio.CancelledError:
-            if (
-                lost is not None
-                and reply.done()
-                and not reply.cancelled()
-                and reply.exception() is None
-            ):
+        except CANCELLED:
+            reply.cancel()  # a closed coroutine, other than a cancelled one, leaves it as it is
+            if lost is not None and not reply.cancelled() and reply.exception() is None:
                 lost(reply.result())
             raise
         finally:

@@ -18,6 +18,9 @@ import anyio
 
 T = TypeVar("T")
 
+CANCELLED = (asyncio.CancelledError, GeneratorExit)
+"""Raised in a call whose caller has gone: its task was cancelled, or its coroutine was closed."""
+
 
 class ThreadWaits:
     """The waits of one system for its threads. `abandon` ends those that remain when the time of a

@@ -4,6 +4,7 @@ and index never disagree."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import time
@@ -12,6 +13,7 @@ import anyio
 import pytest
 
 import kvactors.from_thread
+from kvactors import Step
 from kvactors.errors import CacheClosed, DeadlineExceeded, LeaseBusy, LeaseEnded, NoRoom, WrongLoop
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import Commit
@@ -97,6 +99,29 @@ async def test_a_call_cancelled_at_every_step_did_not_happen_or_ended_the_lease(
     assert True in outcomes or name in ("finish", "preempt"), (
         "no cancellation came before the call had an effect"
     )
+
+
+@pytest.mark.parametrize("name", [*CALLS, "acquire", "fork", "step"])
+async def test_a_call_whose_coroutine_is_closed_did_not_happen_or_ended_the_lease(name):
+    async with opened(device=16) as cache:
+        lease, index = await cache.acquire("a", prompt(1, 3)), cache.system.index
+        await lease.wait_ready()
+        begin = {
+            **CALLS,
+            "acquire": lambda lease: cache.acquire("b", prompt(2, 2)),
+            "fork": lambda lease: lease.fork("f"),
+            "step": lambda lease: cache.step([Step(lease, [1])]),
+        }[name]
+        index.direct = None  # the call waits, as while the index is in another turn
+        call = begin(lease)
+        with contextlib.suppress(StopIteration):
+            call.send(None)
+        call.close()
+        await cache.wait_idle()
+        if agree(cache, lease):
+            await lease.extend([6])
+            await lease.finish()
+        assert cache.statistics().prefix.leases == 0
 
 
 async def test_a_cancelled_and_repeated_extend_never_serves_wrong_bytes():
