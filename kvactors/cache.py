@@ -120,9 +120,12 @@ async def _opened(
         clock=clock,
     )
     del device  # a sleep releases it
-    async with system.running():
-        cache = KVCache(system)
-        try:
-            yield cache
-        finally:
-            cache.close()
+    cache = KVCache(system)
+    try:
+        async with system.running():
+            try:
+                yield cache
+            finally:
+                cache.close()
+    finally:
+        cache._client.stop()

@@ -17,9 +17,11 @@ from kvactors.arguments import (
     check_flag,
     check_int,
     check_text,
+    kind,
     request_path,
     request_scope,
 )
+from kvactors.device_events import Completion, Stream
 from kvactors.errors import (
     ActorFailed,
     NoRoom,
@@ -42,6 +44,7 @@ from kvactors.prefix_index.messages import (
     Resume,
     SetNamespace,
 )
+from kvactors.steps import SteppedLease
 from kvactors.types import Tokens
 
 
@@ -162,6 +165,45 @@ class CacheCalls(OpenCache):
                 self._client.refine(error)
             raise
         return Lease(self._client, lease, request_id, path, granted, at, media)
+
+    def record_pass(
+        self,
+        leases: Sequence[SteppedLease],
+        *,
+        event: Completion | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        """Record that the device computes a forward pass: it uses the blocks of `leases` until an
+        event completes. A lease that ends before keeps its blocks until then, however it ends:
+        `finish`, `preempt` and a `truncate` that drops blocks wait for the event, and after
+        `abandon`, a cancellation or a garbage collection the blocks are released with it.
+
+        Call it in the step of the loop that starts the pass. Passes may overlap. A pass whose event
+        fails is over. While an event is overdue its blocks stay in use, which is logged each time
+        that `cache.default_deadline_s` has passed.
+
+        Args:
+            leases: the leases whose blocks the pass reads or writes.
+            event: completes with the pass: a GPU event with `query()`, as PyTorch's and Paddle's,
+                or an awaitable, such as the task or future of the pass.
+            stream: the engine's CUDA stream, in place of an event (see `Lease.commit`).
+
+        Raises:
+            LeaseEnded: a lease has ended. Nothing was recorded.
+            DeviceError: the device has no CUDA streams.
+        """
+        client, numbers = self._client, []
+        client.check_call()
+        for lease in leases:
+            if not isinstance(lease, Lease):
+                raise TypeError(f"leases must be leases, not {kind(lease)}")
+            hold = lease._hold
+            if hold.client is not client:
+                raise ValueError(f"the lease of {hold.request_id!r} is of another cache")
+            if hold.ended:
+                hold.check_ended()
+            numbers.append(hold.id)
+        client.record_pass(frozenset(numbers), event, stream)
 
     set_num_blocks = sizing.set_num_blocks
     sleep = sleeping.sleep

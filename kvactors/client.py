@@ -15,8 +15,15 @@ from kvactors.actor import ActorRef, Ask
 from kvactors.actor.clock import clock_of
 from kvactors.actor.log import get_logger
 from kvactors.arguments import check_seconds
-from kvactors.device_events import Completion, DeviceEvents, Stream, stream_handle
-from kvactors.errors import ActorFailed, CacheClosed, DeviceError, KVActorsError, WrongLoop
+from kvactors.device_events import Completion, DeviceEvents, Stream, StreamEvent, stream_handle
+from kvactors.errors import (
+    ActorFailed,
+    CacheClosed,
+    DeadlineExceeded,
+    DeviceError,
+    KVActorsError,
+    WrongLoop,
+)
 from kvactors.prefix_index.messages import (
     Abandon,
     Acquire,
@@ -66,6 +73,7 @@ class Client:
         self.lease_numbers = count(1)
         self.leaked = 0
         self.on_forgotten: Callable[[int], None] | None = None
+        self._giving_back: set[asyncio.Task[None]] = set()
         self._supervisor = system.supervisor
         self._thread = threading.get_ident()
         self._default_deadline = system.config.cache.default_deadline_s
@@ -158,20 +166,32 @@ class Client:
         call begins. Neither is given: return at once. at: the absolute deadline."""
         if event is None and stream is None:
             return
-        recorded = None
-        if stream is not None:
-            if event is not None:
-                raise ValueError("event and stream are given: give one of them")
-            recorded = self.system.plane.streams.record_event(stream_handle(stream))
+        given = self._event(event, stream)
         try:
-            await self.events.wait(event if recorded is None else recorded, at)
+            await self.events.wait(given, at)
         except DeviceError:
             self.check()  # the event of a cache that was closed
             raise
         finally:
-            if recorded is not None:
-                recorded.release()
+            if isinstance(given, StreamEvent):
+                given.release()
         self.check()
+
+    def record_pass(
+        self, leases: frozenset[int], event: Completion | None, stream: Stream | None
+    ) -> None:
+        """The device uses the blocks of these leases until an event completes, or has completed the
+        work that a stream has got so far."""
+        self.events.record_pass(leases, self._event(event, stream))
+
+    def _event(self, event: Completion | None, stream: Stream | None) -> Completion:
+        if stream is None:
+            if event is None:
+                raise ValueError("neither event nor stream is given")
+            return event
+        if event is not None:
+            raise ValueError("event and stream are given: give one of them")
+        return StreamEvent(self.system.plane.streams.record_event(stream_handle(stream)))
 
     def refine(self, error: ActorFailed) -> None:
         """CacheClosed if an ask has failed because the cache was closed."""
@@ -190,15 +210,42 @@ class Client:
         """Log and give back a lease that was garbage-collected before its end."""
         self.leaked += 1
         log.warning("lease leaked", lease=lease)
-        self.tell(Abandon(lease))
+        self._give_back(lease)
 
     def abandon(self, lease: int) -> None:
-        """Give a lease back, from any thread."""
+        """Give a lease back, from any thread. Its blocks stay in use until the passes that use them
+        are over."""
         if threading.get_ident() == self._thread:
-            self.tell(Abandon(lease))
+            self._give_back(lease)
         elif self.is_open and not self.loop.is_closed() and not self.system.forked:
             with suppress(RuntimeError):  # the loop was closed by its own thread since
-                self.loop.call_soon_threadsafe(self.tell, Abandon(lease))
+                self.loop.call_soon_threadsafe(self._give_back, lease)
+
+    def _give_back(self, lease: int) -> None:
+        if not (self.is_open and self.events.passes_of(lease)):
+            self.tell(Abandon(lease))
+            return
+        self.system.in_flight.begin()
+        task = self.loop.create_task(self._give_back_later(lease))
+        self._giving_back.add(task)
+        task.add_done_callback(self._giving_back.discard)
+
+    async def _give_back_later(self, lease: int) -> None:
+        """Give a lease back when the passes that use its blocks are over."""
+        try:
+            while self.events.passes_of(lease):
+                try:
+                    await self.events.wait_passes(lease, self._clock() + self._default_deadline)
+                except DeadlineExceeded:
+                    log.warning("forward pass overdue: blocks stay in use", lease=lease)
+            self.tell(Abandon(lease))
+        finally:
+            self.system.in_flight.end()
+
+    def stop(self) -> None:
+        """The cache has ended: wait for no pass any more."""
+        for task in self._giving_back:
+            task.cancel()
 
     def abandon_unused(self, lease: int) -> bool:
         """Give a lease back from a finaliser, which may run in any thread and at any point; False

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable
-from typing import Any, Protocol, TypeAlias
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import anyio
 
@@ -54,11 +55,62 @@ def stream_handle(stream: Stream) -> int:
     return check_int("stream.cuda_stream", getattr(stream, "cuda_stream", None))
 
 
+class StreamEvent:
+    """An event recorded on a stream, which is released once it has completed or failed."""
+
+    def __init__(self, event: RecordedEvent) -> None:
+        self._event: RecordedEvent | None = event
+
+    def query(self) -> bool:
+        """See `DeviceEvent`."""
+        if self._event is None:
+            return True
+        completed = True
+        try:
+            completed = self._event.query()
+        finally:
+            if completed:
+                self.release()
+        return completed
+
+    def release(self) -> None:
+        """See `RecordedEvent`."""
+        event, self._event = self._event, None
+        if event is not None:
+            event.release()
+
+
+class Pass(NamedTuple):
+    """A forward pass that the device computes.
+
+    Attributes:
+        leases: the numbers of the leases whose blocks it uses.
+        event: completes with the pass.
+    """
+
+    leases: frozenset[int]
+    event: DeviceEvent | asyncio.Future[Any]
+
+    def is_over(self) -> bool:
+        """Whether it has completed or failed."""
+        if isinstance(self.event, asyncio.Future):
+            return self.event.done()
+        try:
+            return _query(self.event)
+        except DeviceError:
+            return True
+
+
 class DeviceEvents:
     """The events that calls of one cache wait for. While there are any, one timer of the loop
-    queries them, each once for all its waiters: no call blocks the loop or a thread."""
+    queries them, each once for all its waiters: no call blocks the loop or a thread.
+
+    Attributes:
+        passes: recorded passes, in the order of their records. Some of them may be over.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.passes: list[Pass] = []
         self._loop = loop
         self._waiting: dict[int, tuple[DeviceEvent, list[asyncio.Future[None]]]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -83,9 +135,39 @@ class DeviceEvents:
         elif inspect.isawaitable(event):
             completed = await self._wait_awaitable(event, at)
         else:
-            raise TypeError(f"event must have query() or be awaitable, not {kind(event)}")
+            raise _not_an_event(event)
         if not completed:
             raise DeadlineExceeded("the device event has not completed in time")
+
+    def record_pass(self, leases: frozenset[int], event: Completion) -> None:
+        """The device uses the blocks of these leases until an event completes.
+
+        Raises:
+            TypeError: `event` is not one.
+        """
+        if not callable(getattr(event, "query", None)):
+            if not inspect.isawaitable(event):
+                raise _not_an_event(event)
+            task = asyncio.ensure_future(event, loop=self._loop)
+            if task is not event:
+                task.add_done_callback(retrieve)
+            event = task
+        self.passes = [one for one in self.passes if not one.is_over()]
+        self.passes.append(Pass(leases, event))  # type: ignore[arg-type]
+
+    def passes_of(self, lease: int) -> list[Pass]:
+        """Passes in progress that use the blocks of a lease."""
+        return [one for one in self.passes if lease in one.leases and not one.is_over()]
+
+    async def wait_passes(self, lease: int, at: float) -> None:
+        """Return when no pass uses the blocks of a lease. A pass that fails is over.
+
+        Raises:
+            DeadlineExceeded: one has not completed by `at`.
+        """
+        for one in self.passes_of(lease):
+            with suppress(DeviceError):
+                await self.wait(one.event, at)
 
     async def _wait_event(self, event: DeviceEvent, at: float) -> bool:
         if _query(event):
@@ -161,6 +243,10 @@ def _query(event: DeviceEvent) -> bool:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise _failed(error) from as_exception(error)
+
+
+def _not_an_event(given: object) -> TypeError:
+    return TypeError(f"event must have query() or be awaitable, not {kind(given)}")
 
 
 def _failed(error: BaseException) -> DeviceError:

@@ -23,7 +23,7 @@ from kvactors.lookup import FreeBlocks, PromptHits
 from kvactors.observe.health import Health
 from kvactors.observe.statistics import CacheStatistics
 from kvactors.observe.tenants import Tenants
-from kvactors.steps import Step, Stepped
+from kvactors.steps import Step, Stepped, SteppedLease
 from kvactors.types import Tokens
 
 P = ParamSpec("P")
@@ -289,6 +289,19 @@ class FromThread:
             lost,
         )
 
+    def record_pass(
+        self,
+        leases: Sequence[SteppedLease],
+        *,
+        event: Completion | None = None,
+        stream: Stream | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        """See `KVCache.record_pass`. The leases are those of `FromThread.acquire`."""
+        own = [lease._lease if isinstance(lease, ThreadLease) else lease for lease in leases]
+        call = partial(self._cache.record_pass, own, event=event, stream=stream)
+        self._call(partial(self._now, call), deadline)
+
     def free_blocks(self, *, deadline: float | None = None) -> FreeBlocks:
         """See `KVCache.free_blocks`."""
         return self._call(partial(self._now, self._cache.free_blocks), deadline)
@@ -393,10 +406,15 @@ class ThreadLease:
             partial(self._owner._now, partial(self._lease.hashes, start, stop)), deadline
         )
 
-    def abandon(self) -> None:
-        """See `Lease.abandon`. Does not wait."""
+
+    def abandon(self, *, event: Completion | None = None, stream: Stream | None = None) -> None:
+        """See `Lease.abandon`. Does not wait without an event or a stream."""
         self._owner._check_thread()
-        self._owner._schedule(self._lease.abandon)
+        if event is None and stream is None:
+            self._owner._schedule(self._lease.abandon)
+        else:
+            call = partial(self._lease.abandon, event=event, stream=stream)
+            self._owner._call(partial(self._owner._now, call), None)
 
     def _lost(self, reply: object) -> None:
         self._lease.abandon()

@@ -116,7 +116,9 @@ async def truncate(  # noqa: D417  (a method of Lease)
         raise NotReady(
             f"lease of {self.request_id!r} waits for loads: await wait_ready() before truncate()"
         )
-    left = await hold.truncate(Truncate(hold.id, self.num_tokens, kept), at)
+    drops_blocks = len(self._table) * hold.client.block_size - kept >= hold.client.block_size
+    message = Truncate(hold.id, self.num_tokens, kept)
+    left = await hold.truncate(message, at, drops_blocks=drops_blocks)
     self.num_tokens = kept
     self._media = tuple(item for item in self._media if item[0] < kept)
     dropped = tuple(self._table[left:])

@@ -216,7 +216,8 @@ class Lease:
         output_tokens: int | None = None,
         hints: Hints | None = None,
     ) -> None:
-        """End the request and release its blocks, also after an error or a cancellation.
+        """End the request and release its blocks, also after an error or a cancellation. Waits for
+        the passes of `KVCache.record_pass` that the lease takes part in.
 
         Args:
             computed_tokens: commit that many tokens first (see `commit`). None: only the blocks
@@ -272,11 +273,27 @@ class Lease:
         last = check_int("stop", stop, 0, self._path.num_full_blocks)
         return self._path.hashes(check_int("start", start, 0, last), last)
 
-    def abandon(self) -> None:
-        """Release the blocks without waiting for an answer. Committed blocks stay cached. No
-        effect on a lease that has ended."""
-        self._hold.client.check_thread()
-        self._hold.give_up()
+
+    def abandon(self, *, event: Completion | None = None, stream: Stream | None = None) -> None:
+        """End the lease without waiting for an answer. Committed blocks stay cached. No effect on a
+        lease that has ended.
+
+        The blocks are released when every pass of `KVCache.record_pass` that the lease takes part
+        in is over.
+
+        Args:
+            event: completes when the device uses no block of the lease any more, as an event of
+                `record_pass`.
+            stream: in place of an event (see `commit`).
+
+        Raises:
+            DeviceError: the device has no CUDA streams. The lease is as before.
+        """
+        hold = self._hold
+        hold.client.check_thread()
+        if not hold.ended and (event is not None or stream is not None):
+            hold.client.record_pass(frozenset((hold.id,)), event, stream)
+        hold.give_up()
 
     async def __aenter__(self) -> Self:
         self._hold.deadline(None)
@@ -285,9 +302,10 @@ class Lease:
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         if self._hold.ended:
             return
-        if error is None:
-            await self.finish()
-        else:
+        try:
+            if error is None:
+                await self.finish()
+        finally:
             self._hold.give_up()
 
     def __del__(self) -> None:

@@ -150,12 +150,16 @@ class LeaseHold(msgspec.Struct, eq=False):
         finally:
             self.changing = ""
 
-    async def truncate(self, message: Truncate, at: float) -> int:
-        """Send a message that removes blocks from the end of the table. Returns those left."""
+    async def truncate(self, message: Truncate, at: float, *, drops_blocks: bool) -> int:
+        """Send a message that removes tokens, and the blocks that only they need, which no pass may
+        use any more. Returns the blocks left."""
         if any(message.num_tokens < computed for computed in self.committing):
             raise LeaseBusy(f"a commit of the lease of {self.request_id!r} has not returned yet")
         self.begin_change("truncate")
         try:
+            if drops_blocks and self.client.events.passes:
+                await self.client.events.wait_passes(self.id, at)
+                self.check_ended()
             left = int((await self.ask(message, at, has_effect=True)).count)
         finally:
             self.changing = ""
@@ -177,9 +181,11 @@ class LeaseHold(msgspec.Struct, eq=False):
         computed: int,
         num_tokens: int,
         at: float,
+        *,
+        ends: bool = False,
     ) -> None:
         """Wait until the device has computed tokens that are going to be committed, by an event or
-        by one that is recorded now."""
+        by one that is recorded now. ends: until it has completed every pass of the lease, too."""
         if computed > num_tokens:
             raise ValueError(f"computed_tokens is {computed}, the lease has {num_tokens} tokens")
         if self.changing == "truncate":
@@ -187,6 +193,8 @@ class LeaseHold(msgspec.Struct, eq=False):
         self.committing.append(computed)
         try:
             await self.client.wait_device(event, stream, at)
+            if ends:
+                await self.client.events.wait_passes(self.id, at)
         finally:
             self.committing.remove(computed)
         self.check_ended()
@@ -250,8 +258,8 @@ class LeaseHold(msgspec.Struct, eq=False):
             self.check_ended()
         if self.unread:
             self.check_read(computed)
-        if event is not None or stream is not None:
-            await self.wait_event(event, stream, computed, num_tokens, at)
+        if event is not None or stream is not None or self.client.events.passes:
+            await self.wait_event(event, stream, computed, num_tokens, at, ends=True)
         try:
             reply: Ack | None = None
             if computed > self.client.part_tokens:

@@ -55,7 +55,7 @@ async def test_a_call_cancelled_at_every_step_did_not_happen_or_ended_the_lease(
     blocks are loaded from the host."""
     outcomes, finished = set(), False
     for step in range(200):
-        async with opened(host=HOST, storage=STORE) as cache:
+        async with opened(host=HOST, storage=STORE, inline=True) as cache:
             await serve(cache, "victim before", prompt(1, 2, tail=1))
             for other in (2, 3):
                 await serve(cache, "other", prompt(other, 8))

@@ -145,12 +145,19 @@ async def test_blocks_are_shared_when_their_stream_has_come_so_far(fake, form):
 
 async def test_the_blocks_of_a_lease_are_free_when_its_stream_has_come_so_far(fake):
     async with standing(fake) as stand:
-        for end in ("finish", "preempt"):
+        for end in ("finish", "preempt", "abandon", "record_pass"):
             lease = await stand.cache.acquire("a", [1] * 81)
             free = stand.cache.free_blocks()
             fake.gate(0)
             stand.work(stand.stream)
-            task = asyncio.ensure_future(getattr(lease, end)(stream=stand.stream))
+            if end == "abandon":
+                lease.abandon(stream=stand.stream)
+                task = asyncio.ensure_future(stand.cache.wait_idle())
+            elif end == "record_pass":
+                stand.cache.record_pass([lease], stream=stand.stream)
+                task = asyncio.ensure_future(lease.finish())
+            else:
+                task = asyncio.ensure_future(getattr(lease, end)(stream=stand.stream))
             await asyncio.sleep(HELD)
             assert not task.done()
             assert stand.cache.free_blocks() == free

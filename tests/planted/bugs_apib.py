@@ -9,6 +9,7 @@ CACHE = "tests/cache/test_block_tables.py::"
 STEPS = "tests/cache/test_steps.py::"
 STREAMS = "tests/data_plane/test_stream_waits.py::"
 EVENTS = "tests/cache/test_device_events.py::"
+PASSES = "tests/cache/test_passes.py::"
 
 BUGS = (
     Mutation(
@@ -101,6 +102,30 @@ BUGS = (
         "            await self.client.wait_device",
         "a commit that waits for its event shares tokens that came in place of the computed ones",
         (EVENTS + "test_tokens_of_a_commit_that_waits_are_not_dropped",),
+    ),
+    Mutation(
+        "abandoned_blocks_are_free_during_a_pass",
+        "client.py",
+        "        if not (self.is_open and self.events.passes_of(lease)):\n",
+        "        if True:\n",
+        "a request gets blocks that the pass of a cancelled request still writes",
+        (PASSES + "test_blocks_of_a_pass_are_not_given_to_others_before_its_end",),
+    ),
+    Mutation(
+        "a_lease_finishes_during_its_pass",
+        "lease_hold.py",
+        "            if ends:\n",
+        "            if False:\n",
+        "a request gets blocks that the pass of a finished request still writes",
+        (PASSES + "test_blocks_of_a_pass_are_not_given_to_others_before_its_end",),
+    ),
+    Mutation(
+        "a_truncate_drops_blocks_during_a_pass",
+        "lease_hold.py",
+        "            if drops_blocks and self.client.events.passes:\n",
+        "            if False:\n",
+        "a request gets blocks that a pass still writes rejected drafts to",
+        (PASSES + "test_blocks_of_a_pass_are_not_given_to_others_before_its_end",),
     ),
     Mutation(
         "a_failed_event_counts_as_completed",
