@@ -21,7 +21,7 @@ from kvactors.arguments import (
     request_path,
     request_scope,
 )
-from kvactors.device_events import Completion, Stream
+from kvactors.device_events import Completion, Pass, Stream
 from kvactors.errors import (
     ActorFailed,
     NoRoom,
@@ -172,7 +172,7 @@ class CacheCalls(OpenCache):
         *,
         event: Completion | None = None,
         stream: Stream | None = None,
-    ) -> None:
+    ) -> Pass:
         """Record that the device computes a forward pass: it uses the blocks of `leases` until an
         event completes. A lease that ends before keeps its blocks until then, however it ends:
         `finish`, `preempt` and a `truncate` that drops blocks wait for the event, and after
@@ -185,8 +185,12 @@ class CacheCalls(OpenCache):
         Args:
             leases: the leases whose blocks the pass reads or writes.
             event: completes with the pass: a GPU event with `query()`, as PyTorch's and Paddle's,
-                or an awaitable, such as the task or future of the pass.
+                or an awaitable, such as the coroutine, task or future of the pass.
             stream: the engine's CUDA stream, in place of an event (see `Lease.commit`).
+
+        Returns:
+            The pass, an awaitable, which other calls take as their `event`. Await it, and not the
+            future that was given: the cancellation of that wait would cancel the future.
 
         Raises:
             LeaseEnded: a lease has ended. Nothing was recorded.
@@ -203,7 +207,7 @@ class CacheCalls(OpenCache):
             if hold.ended:
                 hold.check_ended()
             numbers.append(hold.id)
-        client.record_pass(frozenset(numbers), event, stream)
+        return client.record_pass(frozenset(numbers), event, stream)
 
     set_num_blocks = sizing.set_num_blocks
     sleep = sleeping.sleep

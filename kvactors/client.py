@@ -15,7 +15,14 @@ from kvactors.actor import ActorRef, Ask
 from kvactors.actor.clock import clock_of
 from kvactors.actor.log import get_logger
 from kvactors.arguments import check_seconds
-from kvactors.device_events import Completion, DeviceEvents, Stream, StreamEvent, stream_handle
+from kvactors.device_events import (
+    Completion,
+    DeviceEvents,
+    Pass,
+    Stream,
+    StreamEvent,
+    stream_handle,
+)
 from kvactors.errors import (
     ActorFailed,
     CacheClosed,
@@ -179,10 +186,10 @@ class Client:
 
     def record_pass(
         self, leases: frozenset[int], event: Completion | None, stream: Stream | None
-    ) -> None:
+    ) -> Pass:
         """The device uses the blocks of these leases until an event completes, or has completed the
         work that a stream has got so far."""
-        self.events.record_pass(leases, self._event(event, stream))
+        return self.events.record_pass(leases, self._event(event, stream))
 
     def _event(self, event: Completion | None, stream: Stream | None) -> Completion:
         if stream is None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Generator
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from math import inf
+from typing import Any, Protocol, TypeAlias
 
 import anyio
 
@@ -80,16 +81,29 @@ class StreamEvent:
             event.release()
 
 
-class Pass(NamedTuple):
-    """A forward pass that the device computes.
+class Pass:
+    """A forward pass that the device computes. Await it for its end and the result of its
+    awaitable: a wait that is cancelled leaves the awaitable as it is.
 
     Attributes:
         leases: the numbers of the leases whose blocks it uses.
         event: completes with the pass.
     """
 
-    leases: frozenset[int]
-    event: DeviceEvent | asyncio.Future[Any]
+    def __init__(
+        self,
+        leases: frozenset[int],
+        event: DeviceEvent | asyncio.Future[Any],
+        events: DeviceEvents,
+    ) -> None:
+        self.leases = leases
+        self.event = event
+        self._events = events
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if isinstance(self.event, asyncio.Future):
+            return asyncio.shield(self.event).__await__()
+        return self._events.wait(self.event, inf).__await__()
 
     def is_over(self) -> bool:
         """Whether it has completed or failed."""
@@ -139,7 +153,7 @@ class DeviceEvents:
         if not completed:
             raise DeadlineExceeded("the device event has not completed in time")
 
-    def record_pass(self, leases: frozenset[int], event: Completion) -> None:
+    def record_pass(self, leases: frozenset[int], event: Completion) -> Pass:
         """The device uses the blocks of these leases until an event completes.
 
         Raises:
@@ -148,12 +162,10 @@ class DeviceEvents:
         if not callable(getattr(event, "query", None)):
             if not inspect.isawaitable(event):
                 raise _not_an_event(event)
-            task = asyncio.ensure_future(event, loop=self._loop)
-            if task is not event:
-                task.add_done_callback(retrieve)
-            event = task
-        self.passes = [one for one in self.passes if not one.is_over()]
-        self.passes.append(Pass(leases, event))  # type: ignore[arg-type]
+            event = asyncio.ensure_future(event, loop=self._loop)
+        begun = Pass(leases, event, self)  # type: ignore[arg-type]
+        self.passes = [*(one for one in self.passes if not one.is_over()), begun]
+        return begun
 
     def passes_of(self, lease: int) -> list[Pass]:
         """Passes in progress that use the blocks of a lease."""

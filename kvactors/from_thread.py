@@ -406,7 +406,6 @@ class ThreadLease:
             partial(self._owner._now, partial(self._lease.hashes, start, stop)), deadline
         )
 
-
     def abandon(self, *, event: Completion | None = None, stream: Stream | None = None) -> None:
         """See `Lease.abandon`. Does not wait without an event or a stream."""
         self._owner._check_thread()

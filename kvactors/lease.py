@@ -273,7 +273,6 @@ class Lease:
         last = check_int("stop", stop, 0, self._path.num_full_blocks)
         return self._path.hashes(check_int("start", start, 0, last), last)
 
-
     def abandon(self, *, event: Completion | None = None, stream: Stream | None = None) -> None:
         """End the lease without waiting for an answer. Committed blocks stay cached. No effect on a
         lease that has ended.

@@ -249,12 +249,40 @@ async def test_bad_passes_are_refused_and_nothing_is_recorded():
 async def test_a_step_commits_when_the_pass_is_over():
     async with opened(device=DEVICE) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
         event, complete = new_event("future")
-        cache.record_pass([lease], event=event)
-        step = asyncio.ensure_future(cache.step([Step(lease, [1], 2 * BLOCK)], event=event))
+        begun = cache.record_pass([lease], event=event)
+        step = asyncio.ensure_future(cache.step([Step(lease, [1], 2 * BLOCK)], event=begun))
         await turns()
         assert not step.done()
         complete()
         assert (await step)[0].committed_blocks == 2
+
+
+@pytest.mark.parametrize("form", ["event", "future", "coroutine"])
+async def test_a_cancelled_wait_leaves_the_pass_as_it_is(form):
+    async with opened(device=DEVICE) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
+        event, complete = new_event(form)
+        begun = cache.record_pass([lease], event=event)
+
+        async def wait():
+            await begun
+
+        client = asyncio.create_task(wait())
+        await turns()
+        client.cancel()
+        await asyncio.gather(client, return_exceptions=True)
+        assert not begun.is_over()
+        complete()
+        await begun
+
+
+async def test_the_error_of_a_pass_is_raised_where_it_is_awaited():
+    async with opened(device=DEVICE) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
+
+        async def forward():
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await cache.record_pass([lease], event=forward())
 
 
 async def test_threads_record_passes():
