@@ -40,11 +40,12 @@ Kind = Literal[
     "process_stop",
     "link_cut",
     "link_silent",
+    "client_leave",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-STEPPED: frozenset[Kind] = frozenset({"actor_crash", "cancel"})
-"""Kinds whose moment is a count: of an actor's turns, of a client's awaits."""
+STEPPED: frozenset[Kind] = frozenset({"actor_crash", "cancel", "client_leave"})
+"""Kinds whose moment is a count: of an actor's turns, of a client's awaits, of requests."""
 
 LASTING: frozenset[Kind] = frozenset(KINDS) - {
     "copy_fail",
@@ -55,6 +56,7 @@ LASTING: frozenset[Kind] = frozenset(KINDS) - {
     "actor_crash",
     "sink_lose_state",
     "link_cut",
+    "client_leave",
 }
 """Kinds for which `duration` means something: how long it lasts, by how much the clock jumps, how
 long an await goes on before its cancellation."""
@@ -65,8 +67,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         kind: the seam and what happens there.
-        at: seconds since the work began, or, of an actor_crash or cancel, which turn or await (from
-            1 on).
+        at: seconds since the work began, or, of an actor_crash, cancel or client_leave, which turn,
+            await or request (from 1 on).
         target: an actor's or sink's name, the number of a rank or client, the first if empty.
         duration: seconds.
         amount: pairs, writes or objects concerned. Of store_small the blocks that a store has space
@@ -74,7 +76,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         every: of sink_fail_every which calls fail, of a file store's bit_flip which slots: every
             n-th.
         delay: seconds more that a call takes while its sink or store is slow. None for a store: in
-            proportion to `amount`. Of an SDK's store_hang: seconds until a call goes on.
+            proportion to `amount`. Of an SDK's store_hang: seconds until a call goes on. Of a
+            client_leave: seconds from the acquire until the task is cancelled.
     """
 
     kind: Kind

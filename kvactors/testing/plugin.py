@@ -2,7 +2,7 @@
 
 Fixtures: `kv_seed` and `kv_sim`, once for each seed. `kv_faults`, the faults of `kv_sim`.
 `kv_cache`, a small cache on the running loop. `kv_config`, to be overridden: settings in place of
-the small ones.
+the small ones. `kv_device`, too: the device of `kv_cache`.
 A failed test of a simulated run reports its seed, the messages that concern the request that
 failed, and the command that replays it.
 """
@@ -21,6 +21,7 @@ import pytest
 
 if TYPE_CHECKING:
     from kvactors.cache import KVCache
+    from kvactors.device import Device
     from kvactors.testing.sim import Sim
     from kvactors.testing.sim_faults import SimFaults
 
@@ -86,6 +87,13 @@ def kv_config() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture
+def kv_device() -> Device | None:
+    """The device of `kv_cache`, as of `kvactors.open`: override it for an engine with tensors. Its
+    layout, block size and number of blocks replace the small ones."""
+    return None
+
+
+@pytest.fixture
 def kv_sim(kv_seed: int, kv_config: dict[str, dict[str, Any]]) -> Sim:
     """A simulated run, see `kvactors.testing.Sim`."""
     from kvactors.testing.sim import Sim
@@ -110,14 +118,17 @@ def _async_fixture() -> Callable[[Any], Any]:
 
 
 @_async_fixture()
-async def kv_cache(kv_config: dict[str, dict[str, Any]]) -> AsyncIterator[KVCache]:
+async def kv_cache(
+    kv_config: dict[str, dict[str, Any]], kv_device: Device | None
+) -> AsyncIterator[KVCache]:
     """A small cache with real copies on the running loop. At the end of the test it must become
     idle (see `kvactors.testing.Sim.open`)."""
     from kvactors.cache import open_cache
     from kvactors.testing.sim import check_at_rest, small_config, watch_leases
 
     sinks = {"flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]}}
-    async with open_cache(small_config(**{**sinks, **kv_config})) as cache:
+    config = small_config(kv_device, **{**sinks, **kv_config})
+    async with open_cache(config, kv_device) as cache:
         forgotten = watch_leases(cache)
         yield cache
         await check_at_rest(cache, forgotten)

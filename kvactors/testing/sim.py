@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from kvactors.cache import KVCache
 from kvactors.config import Config
 from kvactors.data_plane.local import LocalPlane
-from kvactors.device.base import Device
+from kvactors.device import Device, layout_for
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.layout import make_layout
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.system import System
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink, latency
+from kvactors.testing.held_blocks import HeldBlocks
 from kvactors.testing.loop import SimLoop, simulate
 from kvactors.testing.rest import problems_at_rest
 from kvactors.testing.sim_faults import SimFaults
@@ -56,28 +56,40 @@ class Unclean(AssertionError):
         self.requests = requests
 
 
-def small_config(**tables: Mapping[str, Any]) -> Config:
+def small_config(given: Device | None = None, /, **tables: Mapping[str, Any]) -> Config:
     """The small settings, with tables of settings that replace their values:
     `small_config(device={"num_blocks": 8})`.
+
+    Args:
+        given: the device, whose layout, block size and number of blocks replace the small ones.
+        tables: the tables.
 
     Raises:
         ConfigError: names the fault in the tables.
     """
-    small = (
-        {**SMALL, "storage": {}}
-        if tables.get("storage", {}).get("backend", "memory") != "memory"
-        else SMALL
-    )
+    small: dict[str, dict[str, Any]] = dict(SMALL)
+    if given is not None:
+        small["cache"] = {**SMALL["cache"], "block_size": given.layout.block_size}
+        small["device"], small["layout"] = {}, {}
+    if tables.get("storage", {}).get("backend", "memory") != "memory":
+        small["storage"] = {}
     data = {name: {**small.get(name, {}), **tables.get(name, {})} for name in {**small, **tables}}
     return Config.from_mapping(data)
 
 
-async def check_at_rest(cache: KVCache, forgotten: list[str], *, deadline: float = 30.0) -> None:
+async def check_at_rest(
+    cache: KVCache,
+    forgotten: list[str],
+    held: HeldBlocks | None = None,
+    *,
+    deadline: float = 30.0,
+) -> None:
     """Check a cache that is no longer used.
 
     Args:
         cache: the cache.
         forgotten: requests whose leases were dropped, as `watch_leases` recorded them.
+        held: finds writes to blocks that no lease held.
         deadline: seconds within which all work must end.
 
     Raises:
@@ -89,9 +101,13 @@ async def check_at_rest(cache: KVCache, forgotten: list[str], *, deadline: float
         problems += await problems_at_rest(cache, deadline)
     except KVActorsError as error:
         raise Unclean([*problems, f"the cache does not become idle: {error}"], []) from error
+    requests = [*forgotten, *(lease.request_id for lease in cache.system.index_actor.core.leases)]
+    if held is not None:
+        held.check()
+        problems += held.problems
+        requests += held.requests
     if problems:
-        kept = [lease.request_id for lease in cache.system.index_actor.core.leases]
-        raise Unclean(problems, forgotten + kept)
+        raise Unclean(problems, requests)
 
 
 def watch_leases(cache: KVCache) -> list[str]:
@@ -139,41 +155,59 @@ class Sim:
         self.loop = SimLoop(self.seed, limit=STEPS)
         return simulate(lambda: main(*args), loop=self.loop)
 
-    def config(self, **tables: Mapping[str, Any]) -> Config:
-        """The run's settings, with these in place of theirs. ConfigError."""
+    def config(self, given: Device | None = None, /, **tables: Mapping[str, Any]) -> Config:
+        """The run's settings, with these in place of theirs (see `small_config`). ConfigError."""
         merged = {
             name: {**self.tables.get(name, {}), **tables.get(name, {})}
             for name in {**self.tables, **tables}
         }
-        return small_config(**merged)
+        return small_config(given, **merged)
 
     @asynccontextmanager
     async def open(
-        self, config: Config | None = None, *, checked: bool = True, **tables: Mapping[str, Any]
+        self,
+        config: Config | None = None,
+        device: Device | Mapping[str, Any] | None = None,
+        *,
+        checked: bool = True,
+        **tables: Mapping[str, Any],
     ) -> AsyncIterator[KVCache]:
         """A cache whose copies, store and sink are simulated: they take virtual time drawn from the
-        seed. config: in place of the run's settings. The next cache of a run finds the blocks
-        that the one before stored.
+        seed. The next cache of a run finds the blocks that the one before stored.
 
-        checked: at the end of a block that raised nothing, faults are healed and the cache must
-        become idle with no lease left, no violated invariant, and a sink whose view matches the
-        tiers. Unclean lists the violations.
+        Args:
+            config: in place of the run's settings.
+            device: the engine's device, as of `kvactors.open`, in host memory. Or the table of
+                settings.
+            checked: at the end of a block that raised nothing, faults are healed and the cache must
+                become idle with no lease left, no violated invariant, and a sink whose view matches
+                the tiers. No device block may have been written while no lease held it.
+            tables: settings in place of the run's.
+
+        Raises:
+            Unclean: lists the violations.
         """
-        cache = KVCache(system := self._system(config or self.config(**tables)))
-        forgotten = watch_leases(cache)
+        if isinstance(device, Mapping):
+            device, tables = None, {**tables, "device": device}
+        cache = KVCache(system := self._system(config or self.config(device, **tables), device))
+        forgotten, held = watch_leases(cache), HeldBlocks(system, self.faults.acquired)
         async with system.running():
             self.faults.begin(cache)
             try:
                 yield cache
                 await self.faults.heal()
                 if checked:
-                    await check_at_rest(cache, forgotten)
+                    await check_at_rest(cache, forgotten, held)
+            except Exception as error:
+                for problem in held.problems:
+                    error.add_note(problem)
+                raise
             finally:
                 cache.close()
                 await self.faults.heal()
 
-    def _system(self, config: Config) -> System:
-        layout = make_layout(config.layout, config.cache.block_size)
+    def _system(self, config: Config, device: Device | None) -> System:
+        layout = layout_for(config, device)
         faults = self.faults
         stored = config.storage.backend != "none" and not config.flush.flush_only
         kept = faults.store
@@ -191,7 +225,7 @@ class Sim:
         faults.sink = SimSink(
             MemorySink(tiers, config.cache.block_size), latency(self._lags, LAGS["sink"])
         )
-        system = System(config, None, [faults.sink], faults.store, inline_copies=True)
+        system = System(config, device, [faults.sink], faults.store, inline_copies=True)
         system.wiring.epoch = 1  # not the time of day
         plane = system.plane
         if not isinstance(plane, LocalPlane):

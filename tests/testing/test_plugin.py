@@ -302,7 +302,8 @@ FAULTS = """
 
     def test_drawn(kv_sim, kv_faults):
         plan = kv_faults.draw(5)
-        assert len(plan.fault) == 5
+        assert sum(fault.at < 0.1 for fault in plan.fault) == 5
+        assert sum(fault.at < 0.3 for fault in plan.fault) == 10
         assert plan == kv_faults.draw(5)
         async def main():
             async with kv_sim.open() as cache:
@@ -311,7 +312,10 @@ FAULTS = """
                     await serve(cache, f"r{number}")
                     await anyio.sleep(0.03)
             return [fault.kind for fault in kv_faults.befallen]
-        assert kv_sim.run(main) == [fault.kind for fault in plan.fault]
+        begun = kv_sim.run(main)
+        assert len(begun) >= 5
+        planned = [fault.kind for fault in plan.fault][:len(begun)]
+        assert sorted(begun) == sorted(planned)
 
     def test_once(kv_sim, kv_faults):
         async def main():
@@ -429,3 +433,114 @@ def test_the_harness_needs_no_pytest():
         check=False,
     )
     assert done.stdout == "module 'kvactors.testing' has no attribute 'nothing'\n", done.stderr
+
+
+TENSORS = """
+    import anyio, numpy, pytest
+    from kvactors import GQALayout
+    from kvactors.device import TensorDevice
+
+    def tensor_device():
+        layout = GQALayout(1, 1, 8, 4, dtype="uint8")
+        return TensorDevice(layout, [numpy.zeros((12, 1, 4, 8), numpy.uint8) for _ in range(2)])
+
+    @pytest.fixture
+    def kv_device():
+        return tensor_device()
+
+    def test_simulated(kv_sim):
+        async def main():
+            device = tensor_device()
+            async with kv_sim.open(device=device) as cache:
+                assert cache.device is device
+                async with await cache.acquire("a", list(range(48))) as lease:
+                    for tensor in device.tensors:
+                        tensor[list(lease.block_table)] = 7
+                    await lease.commit(48)
+            return cache.config.device.num_blocks, cache.block_size
+        assert kv_sim.run(main) == (12, 4)
+
+    @pytest.mark.asyncio
+    async def test_real(kv_cache, kv_device):
+        assert kv_cache.device is kv_device
+        assert kv_cache.config.device.num_blocks == 12
+"""
+
+
+def test_an_engine_gives_the_device(pytester):
+    pytester.makepyfile(TENSORS)
+    run(pytester, "--kv-seeds", "2").assert_outcomes(passed=3)
+
+
+LEAVING = """
+    import asyncio, anyio
+    from kvactors.testing import Fault, FaultPlan
+
+    async def forward(cache, lease):
+        table = lease.block_table
+        await anyio.sleep(0.002)
+        cache.device.fill(table, lease.hashes(0, len(table)))
+
+    def test_it(kv_sim, kv_faults):
+        async def main():
+            async with kv_sim.open() as cache:
+
+                async def serve(number):
+                    tokens = list(range(100 * number, 100 * number + 40))
+                    async with await cache.acquire(f"r{number}", tokens, wait_for_room=True) as lease:
+                        await lease.wait_ready()
+                        WAIT
+                        await lease.commit(40)
+
+                kv_faults.plan(kv_faults.draw(0, leaves=0.5))
+                for turn in range(4):
+                    tasks = [asyncio.create_task(serve(10 * turn + n)) for n in range(6)]
+                    await asyncio.gather(*tasks, return_exceptions=True)
+                    await anyio.sleep(0.02)
+
+        kv_sim.run(main)
+"""
+
+
+def test_a_pass_that_goes_on_after_its_lease_is_found_and_named(pytester):
+    gone = "await asyncio.shield(asyncio.create_task(forward(cache, lease)))"
+    pytester.makepyfile(LEAVING.replace("WAIT", gone))
+    result = run(pytester, "--kv-seeds", "5")
+    assert result.parseoutcomes()["failed"] >= 2
+    result.stdout.fnmatch_lines(["*device block * was written while no lease held it (that of 'r*"])
+
+
+def test_a_recorded_pass_is_right_when_clients_leave(pytester):
+    recorded = "await cache.record_pass([lease], event=forward(cache, lease))"
+    pytester.makepyfile(LEAVING.replace("WAIT", recorded))
+    run(pytester, "--kv-seeds", "10").assert_outcomes(passed=10)
+
+
+def test_the_client_of_a_request_leaves(pytester):
+    pytester.makepyfile("""
+        import asyncio, anyio
+        from kvactors.testing import Fault, FaultPlan
+
+        def test_it(kv_sim, kv_faults):
+            async def main():
+                async with kv_sim.open() as cache:
+                    left = []
+
+                    async def serve(name):
+                        try:
+                            async with await cache.acquire(name, [1, 2, 3]):
+                                await anyio.sleep(1)
+                        except asyncio.CancelledError:
+                            left.append(name)
+                            raise
+
+                    kv_faults.plan(FaultPlan((Fault("client_leave", 2, delay=0.5),)))
+                    async with asyncio.TaskGroup() as tasks:
+                        for name in "abc":
+                            tasks.create_task(serve(name))
+                    return left
+
+            assert len(kv_sim.run(main)) == 1
+            assert [fault.kind for fault in kv_faults.befallen] == ["client_leave"]
+    """)
+    run(pytester, "--kv-seeds", "3").assert_outcomes(passed=3)
