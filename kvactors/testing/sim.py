@@ -188,7 +188,7 @@ class Sim:
             Unclean: lists the violations.
         """
         if isinstance(device, Mapping):
-            device, tables = None, {**tables, "device": device}
+            tables["device"], device = device, None
         cache = KVCache(system := self._system(config or self.config(device, **tables), device))
         forgotten, held = watch_leases(cache), HeldBlocks(system, self.faults.acquired)
         async with system.running():
