@@ -198,9 +198,11 @@ class CacheCalls(OpenCache):
         """
         client, numbers = self._client, []
         client.check_call()
+        if not isinstance(leases, list | tuple):
+            raise TypeError(f"leases must be a list or tuple of Lease, not {kind(leases)}")
         for lease in leases:
             if not isinstance(lease, Lease):
-                raise TypeError(f"leases must be leases, not {kind(lease)}")
+                raise TypeError(f"leases must be a list or tuple of Lease, not of {kind(lease)}")
             hold = lease._hold
             if hold.client is not client:
                 raise ValueError(f"the lease of {hold.request_id!r} is of another cache")

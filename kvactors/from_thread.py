@@ -298,7 +298,9 @@ class FromThread:
         deadline: float | None = None,
     ) -> None:
         """See `KVCache.record_pass`. The leases are those of `FromThread.acquire`."""
-        own = [lease._lease if isinstance(lease, ThreadLease) else lease for lease in leases]
+        own: Any = leases
+        if isinstance(leases, list | tuple):
+            own = [one._lease if isinstance(one, ThreadLease) else one for one in leases]
         call = partial(self._cache.record_pass, own, event=event, stream=stream)
         self._call(partial(self._now, call), deadline)
 

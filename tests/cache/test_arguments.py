@@ -170,6 +170,7 @@ def kinds():
         "event": [5, 0.5, True, "event", b"event", [], {}, object(), Odd()],
         "device": [5, "cuda", b"cuda", [], {}, object(), Odd()],
         "steps": [None, 5, "x", b"x", [5], [None], {1}, (x for x in "a"), [Step(5)], Step(5)],
+        "leases": [None, 5, "x", b"x", [5], [None], {1}, (x for x in "a"), range(1), Odd()],
         "hints": [5, "pin", b"pin", {"pin": True}, ("pin",), object(), True, Odd()],
         "size": [0, -1, 2**40, 1.5, True, b"8 GiB", [8], "many", "1 B", "-8 GiB", object(), Odd()],
         "sink": [None, 5, b"memory", ["memory"], "nope", "", "\ud800", object()],
@@ -189,7 +190,7 @@ def kinds():
     }
 
 
-SYNCHRONOUS = ("lookup", "count_divergent_blocks", "hashes")
+SYNCHRONOUS = ("lookup", "count_divergent_blocks", "hashes", "record_pass")
 """Methods that take a deadline in other threads only."""
 TOKENS = {"tokens": "tokens"}
 REQUEST = {"extra_keys": "media", "salt": "text", "lora": "text"}
@@ -221,6 +222,10 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "step"): (
         {"steps": []},
         {"steps": "steps", "event": "event", "stream": "stream", "deadline": "seconds"},
+    ),
+    (KVCache, "record_pass"): (
+        {"leases": []},
+        {"leases": "leases", "event": "event", "stream": "stream"},
     ),
     (KVCache, "set_num_blocks"): (
         {"num_blocks": 8},
@@ -284,6 +289,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (Lease, "commit"): ({"computed_tokens": 0}, COMPUTED),
     (Lease, "finish"): ({}, {**COMPUTED, "output_tokens": "int", "hints": "hints"}),
     (Lease, "preempt"): ({}, COMPUTED),
+    (Lease, "abandon"): ({}, {"event": "event", "stream": "stream"}),
     (Lease, "hashes"): ({"start": 0, "stop": 0}, {"start": "int", "stop": "int"}),
 }
 for (owner, method), (valid, arguments) in list(CALLS.items()):

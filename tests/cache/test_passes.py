@@ -231,7 +231,7 @@ async def test_bad_passes_are_refused_and_nothing_is_recorded():
         for leases, given, error, text in (
             ([lease, ended], {"event": event}, LeaseEnded, "'b' has ended"),
             ([lease, foreign], {"event": event}, ValueError, "'c' is of another cache"),
-            ([lease, 5], {"event": event}, TypeError, "leases must be leases, not int"),
+            ([lease, 5], {"event": event}, TypeError, "leases must be .* Lease, not of int"),
             ([lease], {}, ValueError, "neither event nor stream"),
             ([lease], {"event": event, "stream": 7}, ValueError, "give one of them"),
             ([lease], {"event": 5}, TypeError, "event must have"),
