@@ -244,7 +244,7 @@ class Client:
                 try:
                     await self.events.wait_passes(lease, self._clock() + self._default_deadline)
                 except DeadlineExceeded:
-                    log.warning("forward pass overdue: blocks stay in use", lease=lease)
+                    log.warning("forward pass overdue", lease=lease)
             self.tell(Abandon(lease))
         finally:
             self.system.in_flight.end()

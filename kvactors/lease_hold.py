@@ -258,7 +258,9 @@ class LeaseHold(msgspec.Struct, eq=False):
             self.check_ended()
         if self.unread:
             self.check_read(computed)
-        if event is not None or stream is not None or self.client.events.passes:
+        events = self.client.events
+        in_pass = events.passes and events.passes_of(self.id)
+        if in_pass or event is not None or stream is not None:
             await self.wait_event(event, stream, computed, num_tokens, at, ends=True)
         try:
             reply: Ack | None = None
