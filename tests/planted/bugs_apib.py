@@ -71,7 +71,7 @@ BUGS = (
     ),
     Mutation(
         "reserve_counts_from_the_table",
-        "growth.py",
+        "lease.py",
         "Reserve(self._hold.id, self.num_tokens, self.num_tokens + count)",
         "Reserve(self._hold.id, self.num_tokens, len(self._table) * 4 + count)",
         "reserved blocks pile up with every step of a speculation",

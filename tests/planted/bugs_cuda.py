@@ -159,9 +159,10 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fork_ignores_the_stream",
-        "forking.py",
-        "if event is not None or stream is not None:",
-        "if event is not None:",
+        "lease.py",
+        "if event is not None or stream is not None:\n"
+        "            await hold.wait_event(event, stream, self.num_tokens",
+        "if event is not None:\n            await hold.wait_event(event, stream, self.num_tokens",
         "the last block is copied before the engine's stream has computed it",
         (STREAMS + "test_a_fork_copies_the_last_block_when_its_stream_has_come_so_far", COMMAND),
     ),
@@ -216,33 +217,33 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "result_of_loads_under_a_stream_is_not_needed",
-        "lease_loads.py",
+        "lease.py",
         """\
-        hold.unread = True
-        return
+            hold.unread = True
+            return
 """,
         """\
-        return
+            return
 """,
         "blocks computed on top of a failed load are shared",
         (STREAMS + "test_a_stream_waits_for_all_layers_in_place_of_the_caller", COMMAND),
     ),
     Mutation(
         "result_of_loads_under_a_layers_stream_is_not_needed",
-        "lease_loads.py",
+        "lease.py",
         """\
-        hold.unread = True
-        return self.cached_tokens
+            hold.unread = True
+            return self.cached_tokens
 """,
         """\
-        return self.cached_tokens
+            return self.cached_tokens
 """,
         "blocks computed on top of a failed load are shared after a wait for a layer",
         (STREAMS + "test_a_layers_wait_needs_the_result_of_the_load_as_well",),
     ),
     Mutation(
         "result_of_loads_is_never_read",
-        "lease_loads.py",
+        "lease.py",
         "self.pending, hold.unread = landed.cached_tokens, False, False",
         "self.pending = landed.cached_tokens, False",
         "a lease whose stream waited for its loads cannot commit",

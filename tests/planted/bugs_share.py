@@ -79,9 +79,9 @@ BUGS = (
     ),
     Mutation(
         "fork_does_not_wait_for_the_event",
-        "forking.py",
-        "        await hold.wait_event(event, stream, self.num_tokens, self.num_tokens, at)\n",
-        "        pass\n",
+        "lease.py",
+        "            await hold.wait_event(event, stream, self.num_tokens, self.num_tokens, at)\n",
+        "            pass\n",
         "the last block is copied before the device has computed it",
         (FORK + "test_the_copy_waits_for_the_event_and_a_failed_one_changes_nothing",),
     ),
