@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from kvactors.config import convert, read_toml
 from kvactors.errors import ConfigError
 from kvactors.testing.fault import LASTING, STEPPED, Fault, Kind
-
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
 
 DRAWN: tuple[Kind, ...] = (
     "copy_fail",
@@ -162,26 +159,3 @@ def aims(kind: Kind, targets: Targets) -> tuple[str, ...]:
     if kind == "cancel":
         return tuple(str(number) for number in range(targets.clients))
     return tuple(str(number) for number in range(targets.ranks))
-
-
-def plans(targets: Targets, most: int = 6) -> SearchStrategy[FaultPlan]:
-    """A Hypothesis strategy: plans of at most `most` faults, simplest first."""
-    from hypothesis import strategies as st
-
-    def fault(kind: Kind) -> SearchStrategy[Fault]:
-        counted = st.integers(1, targets.steps).map(float)
-        timed = st.floats(0, targets.span, allow_nan=False).map(lambda at: round(at, 4))
-        lasting = st.floats(0, 3.0, allow_nan=False).map(lambda length: round(length, 4))
-        return st.builds(
-            Fault,
-            st.just(kind),
-            counted if kind in STEPPED else timed,
-            st.sampled_from(aims(kind, targets)),
-            lasting if kind in LASTING else st.just(0.0),
-            st.integers(1, 8),
-        )
-
-    one = st.sampled_from(possible(targets)).flatmap(fault)
-    return st.lists(one, max_size=most).map(
-        lambda faults: FaultPlan(tuple(sorted(faults, key=lambda f: f.at)))
-    )

@@ -7,22 +7,45 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from kvactors.errors import ConfigError
 from kvactors.testing.plan import (
     DRAWN,
+    LASTING,
     STEPPED,
     Fault,
     FaultPlan,
     Targets,
     aims,
     draw,
-    plans,
     possible,
 )
 
 ALL = Targets(("prefix_index", "cpu_evictor"), ("sink-0", "sink-1"), ranks=2, clients=3, store=True)
 LOCAL = ALL._replace(ranks=1)
+
+
+def plans(targets, most=6):
+    """A Hypothesis strategy: plans of at most `most` faults, simplest first."""
+
+    def fault(kind):
+        counted = st.integers(1, targets.steps).map(float)
+        timed = st.floats(0, targets.span, allow_nan=False).map(lambda at: round(at, 4))
+        lasting = st.floats(0, 3.0, allow_nan=False).map(lambda length: round(length, 4))
+        return st.builds(
+            Fault,
+            st.just(kind),
+            counted if kind in STEPPED else timed,
+            st.sampled_from(aims(kind, targets)),
+            lasting if kind in LASTING else st.just(0.0),
+            st.integers(1, 8),
+        )
+
+    one = st.sampled_from(possible(targets)).flatmap(fault)
+    return st.lists(one, max_size=most).map(
+        lambda faults: FaultPlan(tuple(sorted(faults, key=lambda f: f.at)))
+    )
 
 
 def test_a_plan_is_read_from_toml(tmp_path):
