@@ -8,7 +8,7 @@ from kvactors.native import HOST, LOADING, BlockTree
 from kvactors.prefix_index.actions import Action, Refusal, Work
 from kvactors.prefix_index.admission import Admission, Waiter
 from kvactors.prefix_index.grants import Grants
-from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.index import BlockIndex, is_past
 from kvactors.prefix_index.messages import Acquire, AcquireResult
 from kvactors.prefix_index.parts import next_part
 from kvactors.prefix_index.records import LeaseState
@@ -119,10 +119,11 @@ class LongRequests:
     def _is_current(
         self, message: Acquire, tree: BlockTree, envelope: Envelope[AcquireResult]
     ) -> bool:
-        """Whether the caller still waits, and the request is of the present tree and namespace."""
+        """Whether the caller still waits, no clear or loss of memory has reached the blocks that the
+        request holds, and the namespace is the same."""
         return (
             not envelope.abandoned
-            and tree is self._index.tree
+            and not is_past(tree, message.path)
             and message.path.root == self._roots.root(message.scope)
         )
 

@@ -109,7 +109,7 @@ BUGS: tuple[Mutation, ...] = (
         """\
         return (
             not envelope.abandoned
-            and tree is self._index.tree
+            and not is_past(tree, message.path)
             and message.path.root == self._roots.root(message.scope)
         )
 """,
@@ -128,12 +128,12 @@ BUGS: tuple[Mutation, ...] = (
         """\
         return (
             not envelope.abandoned
-            and tree is self._index.tree
+            and not is_past(tree, message.path)
             and message.path.root == self._roots.root(message.scope)
         )
 """,
         """\
-        return not envelope.abandoned and tree is self._index.tree
+        return not envelope.abandoned and not is_past(tree, message.path)
 """,
         "a long request that was being admitted hits blocks computed with other weights",
         (

@@ -208,7 +208,7 @@ class IndexMachine(RuleBasedStateMachine):
                 if error is None:
                     self.leases[answered.message.lease] = tokens
                     self.judge_table(answered.message, answered.value, tokens)
-                    assert answered.message.path.root == self.roots.root(PLAIN), (
+                    assert answered.message.path.root == self.roots.root(answered.message.scope), (
                         "admitted under an earlier namespace"
                     )
             if isinstance(answered.message, Extend) and error is None:

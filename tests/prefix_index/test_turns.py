@@ -9,7 +9,13 @@ import pytest
 
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import HostBlocksAdded, Loaded, Save, Saved
-from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathCached
+from kvactors.flush_notifier.messages import (
+    PLAIN,
+    BlocksAdded,
+    BlocksRemoved,
+    PathCached,
+    RequestScope,
+)
 from kvactors.native import Path
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
@@ -62,13 +68,13 @@ class Counted(IndexMachine):
             effects = effects.then(self.turn(self.works.pop(0)))
         return effects
 
-    def request(self, blocks: int, first: int = 0) -> int:
+    def request(self, blocks: int, first: int = 0, scope: RequestScope = PLAIN) -> int:
         self.number += 1
         path = Path(BLOCK, bytes(32))
         path.extend(range(first, first + blocks * BLOCK))
         self.open[self.number] = blocks * BLOCK
         effects = self.whole(
-            Acquire(self.number, f"r{self.number}", path, self.stepper.now + 5.0),
+            Acquire(self.number, f"r{self.number}", path, self.stepper.now + 5.0, scope=scope),
             self.stepper.now + 5.0,
         )
         assert isinstance(effects.answered[0].value, AcquireResult), effects.answered
@@ -197,15 +203,15 @@ def test_a_long_request_is_admitted_in_parts_whether_it_hits_or_must_evict(machi
     machine.whole(Finish(other))
 
 
-def begun(machine: Counted, blocks: int, turns: int) -> Acquire:
+def begun(machine: Counted, blocks: int, turns: int, scope: RequestScope = PLAIN) -> Acquire:
     """A request that the device has a half of, after so many turns."""
-    first = machine.request(blocks // 2)
+    first = machine.request(blocks // 2, scope=scope)
     machine.commit_all(first, blocks // 2)
     machine.whole(Finish(first))
     machine.number += 1
     path = Path(BLOCK, bytes(32))
     path.extend(range(blocks * BLOCK))
-    message = Acquire(machine.number, "second", path, machine.stepper.now + 5.0)
+    message = Acquire(machine.number, "second", path, machine.stepper.now + 5.0, scope=scope)
     machine.open[machine.number] = path.num_tokens
     machine.turn(message, message.deadline)
     for _ in range(turns):
@@ -238,12 +244,12 @@ def test_a_request_cancelled_between_two_parts_leaves_nothing(machine, turns):
 
 
 @pytest.mark.parametrize("turns", range(0, STEPS, 3))
-@pytest.mark.parametrize("change", [Clear(), SetNamespace("b")])
+@pytest.mark.parametrize("change", [Clear(), Clear(salt="s"), SetNamespace("b")])
 def test_a_request_between_two_parts_does_not_hit_cleared_blocks_or_those_of_another_namespace(
     machine, turns, change
 ):
     machine.begin()
-    message = begun(machine, MANY, turns)
+    message = begun(machine, MANY, turns, RequestScope(salt="s"))
     granted = message.lease in machine.leases
     machine.turn(change)
     machine.finish_works()
