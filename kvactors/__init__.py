@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvactors.observe.statistics import CacheStatistics
     from kvactors.scenario.trace_recording import record
     from kvactors.steps import Step, Stepped
+    from kvactors.tenants import Cleared
     from kvactors.tier_cache import TierCache, TierConfig, open_tiers
     from kvactors.types import Reason, Residency, Tier, Tokens
 
@@ -55,6 +56,7 @@ __all__ = [
     "CacheClosed",
     "CacheFailed",
     "CacheStatistics",
+    "Cleared",
     "Config",
     "ConfigError",
     "DeadlineExceeded",
@@ -105,6 +107,7 @@ HOMES = {
     "CacheClosed": "kvactors.errors",
     "CacheFailed": "kvactors.errors",
     "CacheStatistics": "kvactors.observe.statistics",
+    "Cleared": "kvactors.tenants",
     "Config": "kvactors.config",
     "ConfigError": "kvactors.errors",
     "DeadlineExceeded": "kvactors.errors",

@@ -32,16 +32,16 @@ class StorageQuotas:
     """The most objects of each salt in the store. Read by the store, which is on the same loop.
 
     Attributes:
-        active: whether there is one, or was since the process began. Objects are written with
-            their salts from then on.
         changed: called with the number of a salt whose quota has changed.
     """
 
     def __init__(self, default: int | None = None) -> None:
-        self.active = default is not None
         self.changed: Callable[[int], None] | None = None
         self._default = default
         self._named: dict[int, int | None] = {}
+
+    def __bool__(self) -> bool:
+        return self._default is not None or any(one is not None for one in self._named.values())
 
     def get(self, number: int) -> int | None:
         """The quota of a salt, None for no limit."""
@@ -57,7 +57,6 @@ class StorageQuotas:
             self._named.pop(number, None)
         else:
             self._named[number] = quota.storage
-            self.active = self.active or quota.storage is not None
         if self.changed is not None:
             self.changed(number)
 
@@ -92,8 +91,7 @@ class SaltCount:
 
 
 class SaltCounts:
-    """Counters by salt: of every salt that has had a named quota, and of the first
-    UNNAMED_SALTS others.
+    """Counters by salt: of every salt with a named quota, and of the first UNNAMED_SALTS others.
 
     Attributes:
         rows: by the number of the salt. Empty without salts and named quotas.
@@ -109,6 +107,11 @@ class SaltCounts:
         if not row.named:
             row.named = True
             self._unnamed -= 1
+
+    def forget(self, salt: str) -> None:
+        """Drop the counters of a salt."""
+        row = self.rows.pop(salt_id(salt), None)
+        self._unnamed -= row is not None and not row.named
 
     def see(self, number: int, salt: str) -> None:
         """A request has this salt."""
@@ -159,10 +162,16 @@ class Quotas:
         """Change the quota of a salt. None: the default applies again."""
         if quota is None:
             self._named.pop(salt, None)
+            self.counts.forget(salt)
         else:
             self._named[salt] = quota
             self.counts.name(salt)
         self.storage.set(salt_id(salt), quota)
+
+    def forget(self, salt: str) -> None:
+        """The blocks of a salt were cleared. A named quota and its counters stay."""
+        if salt not in self._named:
+            self.counts.forget(salt)
 
     def get(self, salt: str) -> Quota | None:
         """The quota of a named salt."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from kvactors.actor.clock import now
 from kvactors.arguments import (
     Media,
     check_flag,
@@ -13,26 +15,42 @@ from kvactors.arguments import (
     request_path,
     request_scope,
 )
-from kvactors.errors import ConfigError, StoreUnsupported
+from kvactors.errors import ConfigError, StoreError, StoreUnsupported
 from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.messages import ChangeShares, Clear, SetQuota, Unpin
 from kvactors.quota_settings import quota_in_blocks
 from kvactors.types import Tokens
 
 
+class Cleared(NamedTuple):
+    """What a clear has done.
+
+    Attributes:
+        device_blocks: device blocks that it has freed. 0 with `lora`.
+        unknown_objects: objects that a clear of a salt has left in the store, because they were
+            written before stores kept the salt of each object.
+    """
+
+    device_blocks: int
+    unknown_objects: int
+
+
 async def clear(
     self: OpenCache,
     *,
     storage: bool = False,
+    erase: bool = False,
     salt: str | None = None,
     lora: str | None = None,
     deadline: float | None = None,
-) -> int:
+) -> Cleared:
     """Drop every cached block. Leases in use keep theirs, which cannot be hit any more.
 
     Args:
         self: the cache.
-        storage: empty the store as well.
+        storage: clear the store as well.
+        erase: overwrite the bytes of every object that has left the store, with `storage` (see
+            docs/how-to/erase_a_tenant.md).
         salt: drop only the blocks of requests with this salt, under every namespace and adapter.
             None: all blocks.
         lora: drop only the blocks of requests with this adapter, under every namespace and salt,
@@ -42,33 +60,64 @@ async def clear(
         deadline: seconds from now.
 
     Returns:
-        Device blocks that the call has freed. 0 with `lora`.
+        What the call has freed and left.
 
     Raises:
-        ValueError: salt and lora are both given.
-        StoreUnsupported: the store has no such operation (AttentionStore), or stored blocks of one
-            salt or adapter were to be removed, which no store can tell from others. No tier was
-            cleared. Use
-            `set_namespace` or another `attention_store.model_version`.
+        ValueError: salt and lora are both given, or erase without storage.
+        StoreUnsupported: the store cannot do it. No tier was cleared.
+        StoreError: objects from before may still be found, or bytes were not overwritten. Call it
+            again.
     """
     at = self._client.deadline(deadline)
     check_optional_text("salt", salt)
     if check_optional_text("lora", lora) is not None and salt is not None:
         raise ValueError("salt and lora are given: clear one after the other")
-    if check_flag("storage", storage) and self.system.device_store is not None:
+    check_flag("storage", storage)
+    if check_flag("erase", erase) and not storage:
+        raise ValueError("erase=True overwrites objects of the store: give storage=True as well")
+    if storage:
+        _check_clears(self, salt, lora, erase=erase)
+    done = await self._client.ask(Clear(storage, salt, lora), at)
+    store = self.system.store
+    if erase and store is not None:
+        left = await store.wipe(lambda: now() >= at or not self._client.is_open)
+        if left:
+            self._client.check_call()
+            raise StoreError(
+                f"the store was cleared, and bytes of objects that have left it remain: {left}. "
+                "Call it again"
+            )
+    return Cleared(done.count, done.unknown)
+
+
+def _check_clears(self: OpenCache, salt: str | None, lora: str | None, *, erase: bool) -> None:
+    """StoreUnsupported if the store cannot carry out such a clear."""
+    backend, store = self.config.storage.backend, self.system.store
+    if self.system.device_store is not None:
         raise StoreUnsupported(
-            f"storage.backend {self.config.storage.backend!r} has no call that removes blocks, "
+            f"storage.backend {backend!r} has no call that removes blocks, "
             "so nothing was cleared: clear without "
             "storage=True, and set_namespace() or another attention_store.model_version keeps "
             "what it holds from being hit"
         )
-    if storage and (salt, lora) != (None, None) and self.system.store is not None:
+    if lora is not None and store is not None:
         raise StoreUnsupported(
-            f"storage.backend {self.config.storage.backend!r} does not have the salts and adapters "
-            "of all its blocks, so it cannot remove those of one, and nothing was cleared: clear "
-            "without storage=True, or the whole store without salt and lora"
+            f"storage.backend {backend!r} does not have the adapters of its objects, so it cannot "
+            "remove those of one, and nothing was cleared: clear without storage=True, or the "
+            "whole store without lora"
         )
-    return int((await self._client.ask(Clear(storage, salt, lora), at)).count)
+    if salt is not None and store is not None and store.shares is None:
+        raise StoreUnsupported(
+            f"storage.backend {backend!r} does not have the salts of its objects here (a file "
+            "store of one process that may write has them), so nothing was cleared. Its objects of "
+            "this salt stay, and only requests with this salt hit them: clear without storage=True "
+            "and give the tenant another salt, or clear the whole store without salt"
+        )
+    if erase and store is not None and not getattr(store.inner, "wipes", False):
+        raise StoreUnsupported(
+            f"storage.backend {backend!r} does not overwrite objects that have left it, so nothing "
+            "was cleared: clear without erase=True"
+        )
 
 
 async def set_quota(
@@ -86,10 +135,11 @@ async def set_quota(
     Args:
         self: the cache.
         salt: as in `acquire`.
-        device: device blocks, or bytes such as "8 GiB". None: no limit.
+        device: device blocks, or bytes such as "8 GiB". None: no limit. A quota without limits
+            ends, with the counters of the salt, unless the settings have limits for all salts.
         host: as `device`, in the host tier.
-        storage: as `device`, in the store. Blocks that were written while there was no quota of the
-            store count to no salt.
+        storage: as `device`, in the store. Objects that were written before stores kept the salt
+            of each object count to no salt.
         deadline: seconds from now.
 
     Raises:

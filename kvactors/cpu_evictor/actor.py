@@ -17,7 +17,6 @@ from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import (
     Cancel,
     ClearHost,
-    ClearHostSalt,
     DropHostCopies,
     EmptyHost,
     EvictFirst,
@@ -211,8 +210,7 @@ class CpuEvictor(Actor):
         self._perform((drop if isinstance(message, DropHostCopies) else keep)(message.hashes))
 
     @on(ClearHost)
-    @on(ClearHostSalt)
-    def clear(self, message: ClearHost | ClearHostSalt) -> None:
+    def clear(self, message: ClearHost) -> None:
         """Drop every block, or those of a salt, on request those in storage too."""
         self._perform(self.memory.on_clear(message))
 

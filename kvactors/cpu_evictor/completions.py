@@ -86,7 +86,7 @@ class Completions:
             match request:
                 case ClearRequest():
                     self._requests.take(op, ClearRequest)
-                    actions.append(self._memory.clear_store(request.op))
+                    actions.append(self._memory.clear_store(request.op, request.salt))
                 case ProbeRequest():
                     actions += self._probed(Probed(op, 0))
                 case ReadRequest():
@@ -152,7 +152,8 @@ class Completions:
         request = self._requests.take(message.op, ClearRequest)
         if request is None:
             return []
-        return [send(self._requests.peers.index, HostCleared(request.op, message.error))]
+        cleared = HostCleared(request.op, message.error, message.unknown)
+        return [send(self._requests.peers.index, cleared)]
 
     def _fetched(self, message: DeviceFetched) -> list[Action]:
         request = self._requests.take(message.op, FetchRequest)

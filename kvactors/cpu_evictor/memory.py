@@ -9,7 +9,6 @@ from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actions import Action, send
 from kvactors.cpu_evictor.messages import (
     ClearHost,
-    ClearHostSalt,
     HostBlocksAdded,
     HostBlocksRemoved,
     HostCleared,
@@ -228,12 +227,11 @@ class HostMemory:
             self.host.mark_not_on_device(block)
         return self.keep_if_space([block for block in found if not block.pins])
 
-    def on_clear(self, message: ClearHost | ClearHostSalt) -> list[Action]:
+    def on_clear(self, message: ClearHost) -> list[Action]:
         """Drop every block, or those of a salt, on request those in storage too."""
-        if isinstance(message, ClearHostSalt):
-            return self.clear_salt(message.salt)
-        actions = self.clear()
-        return [*actions, self.clear_store(message.op)] if message.storage else actions
+        salt = message.salt
+        actions = self.clear() if salt is None else self.clear_salt(salt)
+        return [*actions, self.clear_store(message.op, salt)] if message.storage else actions
 
     def clear(self) -> list[Action]:
         """Drop every block. Copies in flight end on blocks that are not found any longer."""
@@ -257,11 +255,12 @@ class HostMemory:
         """No block of before is in the host tier."""
         return send(self._notifier, TierCleared(Tier.HOST, Reason.RESTART))
 
-    def clear_store(self, op: int) -> Action:
-        """Empty the store. `HostCleared` with this op is sent when it is empty."""
+    def clear_store(self, op: int, salt: int | None) -> Action:
+        """Clear the store, or remove the objects of a salt. `HostCleared` with this op is sent when
+        that is done."""
         if not self.requests.peers.writers:
             return send(self._index, HostCleared(op, ""))
-        return self.requests.clear_store(op)
+        return self.requests.clear_store(op, salt)
 
     def _report_gone(self, blocks: Sequence[HostBlock], reason: Reason) -> list[Action]:
         announced = [block for block in blocks if block.announced]

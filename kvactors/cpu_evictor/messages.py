@@ -215,14 +215,16 @@ class UnpinHostBlocks(Message, frozen=True, eq=False):
 
 
 class ClearHost(Message, frozen=True, eq=False):
-    """Drop every block, those being copied when their copy ends.
+    """Drop every block, or those of a salt, those being copied when their copy ends.
 
     Attributes:
-        storage: whether to empty the store as well, and to answer with HostCleared.
+        storage: whether to clear the store as well, and to answer with HostCleared.
+        salt: see `kvactors.quotas.salt_id`. None: every block.
     """
 
     storage: bool
     op: int = 0
+    salt: int | None = None
 
 
 class EmptyHost(Ask[int], frozen=True, eq=False):
@@ -250,25 +252,17 @@ class SetHostQuota(Message, frozen=True, eq=False):
     named: bool
 
 
-class ClearHostSalt(Message, frozen=True, eq=False):
-    """Drop every block of one salt, those being copied when their copy ends.
-
-    Attributes:
-        salt: see `kvactors.quotas.salt_id`.
-    """
-
-    salt: int
-
-
 class HostCleared(Control, frozen=True, eq=False):
     """Answer to a ClearHost that includes the store.
 
     Attributes:
         error: why objects from before may still be found, empty if none can.
+        unknown: see `StoreCleared`.
     """
 
     op: int
     error: str
+    unknown: int = 0
 
 
 class HostBlocksRemoved(Control, frozen=True, eq=False):
@@ -322,7 +316,6 @@ HostRequest = (
     | KeepHostCopies
     | EvictFirst
     | ClearHost
-    | ClearHostSalt
     | SetHostQuota
     | PinHostBlocks
     | UnpinHostBlocks

@@ -139,6 +139,7 @@ class ClearRequest(Request, frozen=True, eq=False):
 
     Attributes:
         op: of the `ClearHost` that is answered when it ends.
+        salt: see `ClearHost`.
     """
 
     ORDER: ClassVar[int] = 3
@@ -146,6 +147,7 @@ class ClearRequest(Request, frozen=True, eq=False):
     STOPS_READS: ClassVar[bool] = True
 
     op: int
+    salt: int | None
 
 
 class ProbeRequest(Request, frozen=True, eq=False):
@@ -304,16 +306,17 @@ class RequestTable:
         )
         return send(writer, message)
 
-    def clear_store(self, asked: int) -> Send[ClearStore]:
-        """Empty the store.
+    def clear_store(self, asked: int, salt: int | None) -> Send[ClearStore]:
+        """Clear the store, or remove the objects of a salt.
 
         Args:
             asked: op of the `ClearHost` that is answered when it ends.
+            salt: see `ClearHost`.
         """
         op, writer = next(self._ops), self.peers.writers[0]
-        self._table[op] = ClearRequest(writer, 0, asked)
+        self._table[op] = ClearRequest(writer, 0, asked, salt)
         self._clears += 1
-        return send(writer, ClearStore(op))
+        return send(writer, ClearStore(op, salt))
 
     def fetch(
         self,

@@ -127,9 +127,8 @@ def _of_salt(system: System, number: int, row: SaltCount) -> TenantStatistics:
 
 
 def _stored(system: System) -> StoreShares | None:
-    """The objects of the store by salt, None while it does not follow them."""
-    shares = None if system.store is None else system.store.shares
-    return shares if shares is not None and shares.quotas.active else None
+    """The objects of the store by salt, None if it does not follow them."""
+    return None if system.store is None else system.store.shares
 
 
 def _others(system: System, listed: list[TenantStatistics]) -> TenantStatistics:

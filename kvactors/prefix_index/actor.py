@@ -222,7 +222,7 @@ class PrefixIndex(Actor):
     @on(HostCleared)
     def host_cleared(self, message: HostCleared) -> None:
         """Host tier and store are empty, or the store could not be emptied."""
-        self._perform(self.core.clears.finish(message.op, message.error))
+        self._perform(self.core.clears.finish(message))
 
     @on(HostBlocksRemoved)
     @on(HostBlocksAdded)

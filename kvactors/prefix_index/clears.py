@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 from kvactors.actor import Envelope
-from kvactors.cpu_evictor.messages import ClearHost, ClearHostSalt
+from kvactors.cpu_evictor.messages import ClearHost, HostCleared
 from kvactors.errors import StoreError
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.messages import Ack
@@ -17,8 +18,25 @@ from kvactors.prefix_index.messages import Ack
 _RECENT = 64
 
 
+@dataclass(slots=True)
+class StoreClear:
+    """A clear that includes the store.
+
+    Attributes:
+        message: to the host tier.
+        envelope: answered when both parts are done.
+        freed: device blocks, None until the device is done.
+        cleared: the answer of the host tier and the store, None until it comes.
+    """
+
+    message: ClearHost
+    envelope: Envelope[Ack]
+    freed: int | None = None
+    cleared: HostCleared | None = None
+
+
 class Clears:
-    """Clears that are answered when the store is empty, by operation.
+    """Clears of the host tier and the store, by operation.
 
     Attributes:
         sent: clears that the present incarnation of the host tier was sent.
@@ -27,7 +45,7 @@ class Clears:
     def __init__(self, ops: Iterator[int]) -> None:
         self.sent = 0
         self._ops = ops
-        self._waiting: dict[int, tuple[Envelope[Ack], int]] = {}
+        self._waiting: dict[int, StoreClear] = {}
         self._recent: deque[int | None] = deque(maxlen=_RECENT)  # salts, None for all, newest first
 
     def reaches(self, salt: int, handled: int) -> bool:
@@ -41,39 +59,48 @@ class Clears:
         newest = islice(self._recent, max(0, pending))
         return pending > _RECENT or any(one is None or one == salt for one in newest)
 
-    def start(self, envelope: Envelope[Ack], freed: int, *, storage: bool) -> list[Action]:
+    def start(self, envelope: Envelope[Ack], salt: int | None, *, storage: bool) -> ClearHost:
         """Clear the host tier, and the store if `storage`.
 
         Args:
-            envelope: answered when that is done.
-            freed: device blocks, for the answer.
-            storage: whether the store is emptied.
+            envelope: of the clear.
+            salt: whose blocks are cleared, None for all.
+            storage: whether the store is cleared.
         """
-        self._send(None)
-        op = next(self._ops)
-        clear = ClearHost(storage, op)
+        message = ClearHost(storage, next(self._ops), salt)
         if storage:
-            self._waiting[op] = (envelope, freed)
-            return [clear]
-        return [clear, Reply(envelope, Ack(freed))]
+            self._waiting[message.op] = StoreClear(message, envelope)
+        return self._send(message)
 
-    def start_salt(self, salt: int) -> Action:
-        """Clear the host tier's blocks of a salt."""
-        self._send(salt)
-        return ClearHostSalt(salt)
-
-    def _send(self, salt: int | None) -> None:
+    def _send(self, message: ClearHost) -> ClearHost:
         self.sent += 1
-        self._recent.appendleft(salt)
+        self._recent.appendleft(message.salt)
+        return message
 
-    def finish(self, op: int, error: str) -> list[Action]:
-        """The store is empty, or it could not be emptied for the reason `error`."""
-        envelope, freed = self._waiting.pop(op, (None, 0))
-        if envelope is None:
+    def device_cleared(self, op: int, envelope: Envelope[Ack], freed: int) -> list[Action]:
+        """The device part of a clear is done. freed: device blocks, for the answer."""
+        waiting = self._waiting.get(op)
+        if waiting is None:
+            return [Reply(envelope, Ack(freed))]
+        waiting.freed = freed
+        return self._answer(waiting)
+
+    def finish(self, message: HostCleared) -> list[Action]:
+        """The store is cleared, or it could not be."""
+        waiting = self._waiting.get(message.op)
+        if waiting is None:
             return []
-        if error:
-            return [Refusal(envelope, StoreError(error))]
-        return [Reply(envelope, Ack(freed))]
+        waiting.cleared = message
+        return self._answer(waiting)
+
+    def _answer(self, waiting: StoreClear) -> list[Action]:
+        freed, cleared = waiting.freed, waiting.cleared
+        if freed is None or cleared is None:
+            return []
+        del self._waiting[cleared.op]
+        if cleared.error:
+            return [Refusal(waiting.envelope, StoreError(cleared.error))]
+        return [Reply(waiting.envelope, Ack(freed, unknown=cleared.unknown))]
 
     def host_lost(self) -> None:
         """The host tier has restarted."""
@@ -81,6 +108,5 @@ class Clears:
 
     def again(self) -> list[Action]:
         """Send the clears without an answer to a restarted host tier."""
-        for _ in self._waiting:
-            self._send(None)
-        return [ClearHost(True, op) for op in self._waiting]
+        unanswered = [one.message for one in self._waiting.values() if one.cleared is None]
+        return [self._send(message) for message in unanswered]

@@ -237,19 +237,21 @@ class IndexCore:
         if self.held.asleep:
             return [Refusal(envelope, CacheAsleep())]
         if message.salt is not None:
-            return self._clear_salt(salt_id(message.salt), envelope)
+            return self._clear_salt(message.salt, envelope, storage=message.storage)
         if message.lora is not None:
             return self._clear_lora(message.lora, envelope)
         actions = self.pins.end_all()
         freed = self.index.retire()
         actions += self.announcements.cleared(Reason.CLEAR)
-        actions += self.clears.start(envelope, freed, storage=message.storage)
+        clear = self.clears.start(envelope, None, storage=message.storage)
+        actions += [clear, *self.clears.device_cleared(clear.op, envelope, freed)]
         return actions + self.admission.serve_waiting()
 
-    def _clear_salt(self, salt: int, envelope: Envelope[Ack]) -> list[Action]:
+    def _clear_salt(self, name: str, envelope: Envelope[Ack], *, storage: bool) -> list[Action]:
         """Forget the blocks of a salt. Leases keep theirs, which nothing else finds."""
-        tree = self.index.tree
+        tree, salt = self.index.tree, salt_id(name)
         actions = self.pins.end_all(lambda pin: pin.salt == salt)
+        self.index.policy.quotas.forget(name)
         tree.begin_forget(salt)
         used = [lease.path for lease in self.leases]
         used += self.loads.paths()
@@ -257,8 +259,8 @@ class IndexCore:
         for path in used:
             if path.salt == salt:
                 path.forgotten = True
-        actions.append(self.clears.start_salt(salt))
-        return actions + next_part(self._forget(tree, envelope))
+        clear = self.clears.start(envelope, salt, storage=storage)
+        return [*actions, clear, *next_part(self._forget(tree, clear.op, envelope))]
 
     def _clear_lora(self, lora: str, envelope: Envelope[Ack]) -> list[Action]:
         """Let requests with an adapter start from another root hash. Blocks below the previous one
@@ -269,7 +271,7 @@ class IndexCore:
         actions += self.announcements.namespace_changed(self.roots.namespace)
         return [*actions, Reply(envelope, Ack()), *self.admission.serve_waiting()]
 
-    def _forget(self, tree: BlockTree, envelope: Envelope[Ack]) -> Work:
+    def _forget(self, tree: BlockTree, op: int, envelope: Envelope[Ack]) -> Work:
         """Free and report the blocks that are not found any more, a part of them a turn."""
         index, count, over = self.index, 0, False
         self.admission.closing += 1
@@ -282,7 +284,8 @@ class IndexCore:
                 break
             yield actions + self.admission.serve_waiting()
         self.admission.closing -= 1
-        return [*actions, Reply(envelope, Ack(count)), *self.admission.serve_waiting()]
+        actions += self.clears.device_cleared(op, envelope, count)
+        return actions + self.admission.serve_waiting()
 
     def _unpin(self, message: Unpin, envelope: Envelope[Ack]) -> list[Action]:
         """End the pin of a path."""

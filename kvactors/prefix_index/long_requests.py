@@ -119,8 +119,8 @@ class LongRequests:
     def _is_current(
         self, message: Acquire, tree: BlockTree, envelope: Envelope[AcquireResult]
     ) -> bool:
-        """Whether the caller still waits, no clear or loss of memory has reached the blocks that the
-        request holds, and the namespace is the same."""
+        """Whether the caller still waits, the blocks that the request holds were not cleared, and
+        the namespace is the same."""
         return (
             not envelope.abandoned
             and not is_past(tree, message.path)

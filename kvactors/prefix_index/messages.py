@@ -60,10 +60,12 @@ class Ack(Message, frozen=True, eq=False):
     Attributes:
         count: blocks concerned, where that applies.
         pinned: blocks that the end of a request has pinned.
+        unknown: stored objects that a clear of a salt has left, because their salt is not known.
     """
 
     count: int = 0
     pinned: int = 0
+    unknown: int = 0
 
 
 class Stored(NamedTuple):
@@ -290,9 +292,9 @@ class Clear(Ask[Ack], frozen=True, eq=False):
     """Empty the cache: nothing cached before can be hit afterwards. Leases keep their blocks.
 
     Attributes:
-        storage: also empty the store. Ack counts the device blocks that are free by it: those that
+        storage: also clear the store. Ack counts the device blocks that are free by it: those that
             no lease and no copy uses.
-        salt: of the blocks that are dropped, None for all blocks.
+        salt: of the blocks that are dropped, in the store too, None for all blocks.
         lora: the adapter whose blocks later requests do not find, None for all blocks.
     """
 

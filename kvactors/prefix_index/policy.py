@@ -79,7 +79,10 @@ class TierPolicies:
             self.quotas.counts.device_ended(lambda salt: tree.owner(salt)[2])
 
     def set_quota(self, tree: BlockTree, salt: str, quota: Quota | None) -> SetHostQuota:
-        """Change the quota of a salt, None for the default. Returns the host tier's message."""
+        """Change the quota of a salt, None for the default. One without limits beside a default
+        without limits is none. Returns the host tier's message."""
+        if quota == self.quotas.default == Quota():
+            quota = None
         number, named = salt_id(salt), quota is not None
         self.quotas.set(salt, quota)
         tree.set_quota(number, -1 if quota is None else blocks_of(quota), named)

@@ -7,7 +7,6 @@ from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import (
     Cancel,
     ClearHost,
-    ClearHostSalt,
     DropHostCopies,
     EvictFirst,
     HostRequest,
@@ -44,7 +43,6 @@ TO_EVICTOR = (
     KeepHostCopies,
     ClearHost,
     EvictFirst,
-    ClearHostSalt,
     PinHostBlocks,
     UnpinHostBlocks,
     SetHostQuota,

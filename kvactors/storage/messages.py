@@ -87,10 +87,15 @@ class Written(Control, frozen=True, eq=False):
 
 
 class ClearStore(Message, frozen=True, eq=False):
-    """Remove every object of this store, and drop the batches that were sent before this, to any
-    writer. Answered with StoreCleared."""
+    """Remove every object of this store, or those of a salt, and drop the batches that were sent
+    before this, to any writer. Answered with StoreCleared.
+
+    Attributes:
+        salt: see `quotas.salt_id`. None: every object.
+    """
 
     op: int
+    salt: int | None = None
 
 
 class StoreCleared(Control, frozen=True, eq=False):
@@ -98,10 +103,14 @@ class StoreCleared(Control, frozen=True, eq=False):
 
     Attributes:
         error: why objects from before may still be found. Empty if none can.
+        salt: of the ClearStore.
+        unknown: objects whose salt is not known, which a clear of a salt leaves.
     """
 
     op: int
     error: str = ""
+    salt: int | None = None
+    unknown: int = 0
 
 
 class ReportLost(Message, frozen=True, eq=False):

@@ -158,7 +158,9 @@ class StoreReporter:
                 self._notifier, BlocksAdded(changes.stored, Tier.STORAGE, Reason.STORED)
             )
         self._recheck_if_delayed(changes.stored, b"".join(keys for keys, _ in changes.removed))
-        if isinstance(done.answer, StoreCleared):
+        if isinstance(done.answer, StoreCleared) and done.answer.salt is not None:
+            self.report_lost()
+        elif isinstance(done.answer, StoreCleared):
             self._actor.tell(self._notifier, TierCleared(Tier.STORAGE, Reason.CLEAR))
             self.report_all()  # objects written since the clear
 

@@ -71,6 +71,10 @@ class StoreShares:
         """A key was used."""
         self._orders[salt].move_to_end(key)
 
+    def first(self, salt: int, most: int) -> list[bytes]:
+        """The least recently used keys of a salt, at most `most`."""
+        return list(islice(self._orders.get(salt, ()), most))
+
     def clear(self) -> None:
         """Every key has left."""
         self._orders.clear()
@@ -138,7 +142,7 @@ def keep_quotas(quotas: StorageQuotas, shares: StoreShares | None, backend: str)
     """
     if shares is not None:
         shares.follow(quotas)
-    elif quotas.active:
+    elif quotas:
         raise ConfigError(
             f"storage.backend = {backend!r} keeps no quota of a salt: leave out quota.storage, or "
             "set storage.backend = 'file'"

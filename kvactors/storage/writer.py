@@ -59,10 +59,10 @@ class StoreOwner(StorageWorker):
 
     @on(ClearStore)
     def clear(self, message: ClearStore) -> None:
-        """Empty the store. Batches that were sent earlier, to any writer, are not written any
-        more."""
+        """Clear the store, or remove the objects of a salt. Batches that were sent earlier, to any
+        writer, are not written any more."""
         self.backend.fence = max(self.backend.fence, (self.evictor.incarnation, message.op))
-        self.run_now(clear_batch(self.backend, message.op))
+        self.run_now(clear_batch(self.backend, message.op, message.salt))
 
     @on(PathsRead)
     def paths_read(self, message: PathsRead) -> None:
@@ -125,14 +125,19 @@ def is_first(writer: ActorRef) -> bool:
     return writer.name.endswith("-0")
 
 
-def clear_batch(store: CheckedBackend, op: int) -> Batch:
-    """The batch that empties the store. op: of the ClearStore, 0 for a repetition."""
+def clear_batch(store: CheckedBackend, op: int, salt: int | None = None) -> Batch:
+    """The batch that clears the store, or removes the objects of a salt. op: of the ClearStore, 0
+    for a repetition."""
 
     async def work() -> BatchDone:
+        unknown = 0
         try:
-            await store.clear()
+            if salt is None:
+                await store.clear()
+            else:
+                unknown = await store.forget(salt)
         except StoreError as error:
             return BatchDone(StoreCleared(op, str(error)))
-        return BatchDone(StoreCleared(op))
+        return BatchDone(StoreCleared(op, salt=salt, unknown=unknown))
 
     return Batch(work, BatchDone(StoreCleared(op, "the store's writer failed")))

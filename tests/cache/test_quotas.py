@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvactors import Hints, Step
-from kvactors.errors import StoreUnsupported
 from tests.support.cache import opened
 
 BLOCK = 4
@@ -190,12 +189,6 @@ async def test_a_clear_of_one_salt_forgets_it_in_device_and_host():
         await use(cache, 3, salt="a", blocks=4)
         assert held(cache, 3, salt="a", blocks=4) == 4
         await settle(cache)
-
-
-async def test_stored_blocks_of_one_salt_cannot_be_removed():
-    async with opened(storage={"backend": "memory", "write_policy": "write_through"}) as cache:
-        with pytest.raises(StoreUnsupported, match="does not have the salts"):
-            await cache.clear(salt="a", storage=True)
 
 
 async def test_a_lease_of_before_a_clear_of_its_salt_caches_nothing():

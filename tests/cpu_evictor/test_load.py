@@ -172,7 +172,7 @@ def test_storage_is_not_asked(fields):
 
 def test_storage_that_is_being_cleared_is_not_asked():
     host = Host()
-    host.memory.clear_store(1)
+    host.memory.clear_store(1, None)
     assert names(host.load(path(2)).begin()) == ["Loaded"]
 
 

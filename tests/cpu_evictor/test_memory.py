@@ -179,7 +179,7 @@ def test_a_clear_is_counted_for_hints_of_before():
 
 
 def test_without_a_store_a_clear_of_it_is_done():
-    (answer,) = sent([Host(stored=False).memory.clear_store(4)])
+    (answer,) = sent([Host(stored=False).memory.clear_store(4, None)])
     assert (answer.op, answer.error) == (4, "")
 
 

@@ -94,7 +94,7 @@ class RequestsMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self):
-        self.entered(self.requests.clear_store(1), ClearRequest, 0)
+        self.entered(self.requests.clear_store(1, None), ClearRequest, 0)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -155,12 +155,13 @@ def test_a_writer_that_fails_ends_its_writes_and_is_sent_clears_again():
     host, keys = Host(writers=2), path(2)
     host.fill(keys, SlotState.TRANSIT)
     (write,) = host.memory.write([host.tier.blocks[key] for key in keys])
-    clear = host.memory.clear_store(9)
+    clear = host.memory.clear_store(9, 7)
     assert (write.to.name, clear.to.name) == ("storage_writer-0", "storage_writer-0")
     actions = host.completions.peer_failed("storage_writer-0")
     assert names(actions) == ["ClearStore", "BlocksRemoved"]
     again = sent(actions, ClearStore)[0]
     assert again.op != clear.message.op
+    assert again.salt == clear.message.salt == 7
     assert host.requests.take(again.op, ClearRequest).op == 9
     assert host.memory.counts.write_failures == 2
     host.idle()

@@ -134,7 +134,7 @@ class Worker:
 
     async def clear(self) -> dict[str, Any]:
         """Clear device and host."""
-        return {"cleared": await self.cache.clear()}
+        return {"cleared": (await self.cache.clear()).device_blocks}
 
 
 async def main(answers: Any) -> None:

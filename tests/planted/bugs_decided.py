@@ -104,13 +104,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "clear_leaves_the_host",
-        "prefix_index/clears.py",
-        """\
-        return [clear, Reply(envelope, Ack(freed))]
-""",
-        """\
-        return [Reply(envelope, Ack(freed))]
-""",
+        "prefix_index/core.py",
+        "        actions += [clear, *self.clears.device_cleared(clear.op, envelope, freed)]\n",
+        "        actions += self.clears.device_cleared(clear.op, envelope, freed)\n",
         "clear() without the storage leaves the host tier as it was",
         ("tests/planted/test_gaps.py::test_clear_takes_the_host_too",),
     ),

@@ -44,7 +44,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "clear_is_forgotten_with_its_writer",
         "cpu_evictor/completions.py",
-        "                    actions.append(self._memory.clear_store(request.op))\n",
+        "                    actions.append(self._memory.clear_store(request.op, request.salt))\n",
         "                    pass\n",
         "a clear of the store is never answered if its writer fails",
         (f"{REQUESTS}::test_a_writer_that_fails_ends_its_writes_and_is_sent_clears_again",),

@@ -180,14 +180,6 @@ BUGS = (
         (STORED + "test_a_file_store_that_is_opened_again_has_the_salts",),
     ),
     Mutation(
-        "salts_are_written_without_a_quota",
-        "storage/backends/owned_batches.py",
-        "salts = salts_of_batch() if self._catalog.shares.quotas.active else {}",
-        "salts = salts_of_batch()",
-        "numbers of salts are on disk although there is no quota of the store",
-        (SHARES + "test_without_a_quota_no_salt_is_kept",),
-    ),
-    Mutation(
         "changed_quota_waits_for_the_next_object_of_the_salt",
         "quotas.py",
         "            self.changed(number)\n",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvactors.device.arena import Arena
+from kvactors.errors import StoreUnsupported
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.path_source import PathSource
@@ -63,6 +64,7 @@ class Backend(ABC):
         clear_pending: whether a `clear` did not reach the whole store and must be repeated.
         generation: number of clears, durable in a store that outlives its process.
         stuck: whether calls still run after `close`. The arena's memory then stays mapped.
+        wipes: whether `wipe` is supported.
         keeps_lineages: whether it keeps the inputs of its keys, for the paths of its blocks.
         paths: answers the calls that read paths.
         counters: outcomes of batches, counted by the storage actors.
@@ -74,6 +76,7 @@ class Backend(ABC):
     removed_outside: bool = False
     generation: int = 0
     stuck: bool = False
+    wipes: bool = False
     keeps_lineages: bool = False
 
     def __init__(self, digest: bytes, block_bytes: int, inventory: Inventory | None = None) -> None:
@@ -166,6 +169,23 @@ class Backend(ABC):
         Raises:
             StoreError: the store cannot ensure it.
         """
+
+    async def forget(self, salt: int) -> int:
+        """Delete every object of a salt (`quotas.salt_id`), in a store of `OwnedBatches`. No write
+        is in flight. When it returns, no process can read any of them, even after a kill.
+
+        Returns:
+            Objects whose salt is not known, which stay.
+
+        Raises:
+            StoreError: the store cannot ensure it.
+        """
+        raise StoreUnsupported("this store does not keep the salts of its objects")
+
+    async def wipe(self, expired: Expired) -> str:
+        """Overwrite the bytes of every object that has left the store (only with `wipes`), until
+        `expired`. Returns why bytes may remain, empty if none do."""
+        raise StoreUnsupported("this store does not overwrite objects that have left it")
 
     def keys(self) -> list[bytes]:
         """The keys that this process answers for, least recently used first."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from kvactors.actor.log import get_logger
@@ -208,7 +210,7 @@ class CheckedBackend:
         more: dict[str, Any] = {}
         if lineages and self.keeps_lineages:
             more["lineages"] = lineages
-        if salts and self.shares is not None and self.shares.quotas.active:
+        if salts and self.shares is not None:
             more["salts"] = salts
         return await self._write(
             keys, lambda: self.inner.write_slots(keys, arena, slots, expired, **more)
@@ -252,20 +254,37 @@ class CheckedBackend:
     async def clear(self, generation: int = 0) -> None:
         """See `Backend.clear`. Writes in flight end first. During the clear new writes are LATE and
         reads MISS."""
+        async with self._clearing("clear"):
+            await self._clear(generation)
+            found = self._calls.call("generation", lambda: operator.index(self.inner.generation), 0)
+            self.generation = max(self.generation + 1, generation, found)
+
+    async def forget(self, salt: int) -> int:
+        """See `Backend.forget`. Reads and writes are treated as in `clear`. The whole store is
+        cleared in its place while a clear is pending, as it is after a failure of this one."""
+        if self.clear_pending:
+            await self.clear()
+            return 0
+        async with self._clearing("forget", whole=False):
+            return self._calls.number("forget", await self._backend().forget(salt), sys.maxsize)
+
+    @asynccontextmanager
+    async def _clearing(self, what: str, *, whole: bool = True) -> AsyncIterator[None]:
+        """A clear is in progress. StoreError if the back end raises."""
         try:
-            async with self.clears.clearing():
-                await self._clear(generation)
-                found = self._calls.call(
-                    "generation", lambda: operator.index(self.inner.generation), 0
-                )
-                self.generation = max(self.generation + 1, generation, found)
+            async with self.clears.clearing(whole=whole):
+                yield
         except BaseException as error:
             if isinstance(error, StoreError):
-                self._calls.last_fault = f"clear raised {error}"
+                self._calls.last_fault = f"{what} raised {error}"
                 raise
-            if not self._calls.contains("clear", error):
+            if not self._calls.contains(what, error):
                 raise
             raise StoreError(f"the store could not be cleared: {self.last_fault}") from error
+
+    async def wipe(self, expired: Expired) -> str:
+        """See `Backend.wipe`."""
+        return await self._backend().wipe(expired)
 
     async def _clear(self, generation: int) -> None:
         """Back ends of other packages may have a `clear` without an argument."""

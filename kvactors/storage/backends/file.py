@@ -55,6 +55,7 @@ class FileBackend(Backend):
     """
 
     exclusive = True
+    wipes = True
 
     def __init__(
         self,
@@ -219,6 +220,18 @@ class FileBackend(Backend):
         """See `Backend.clear`. Advances the generation and removes no file."""
         with self._in_use():
             await self.medium.clear(generation)
+
+    async def forget(self, salt: int) -> int:
+        """See `Backend.forget`."""
+        with self._in_use():
+            unknown = await self._batches.forget(salt)
+            await self.medium.sync_table()
+        return unknown
+
+    async def wipe(self, expired: Expired) -> str:
+        """See `Backend.wipe`."""
+        with self._in_use():
+            return await self.medium.wipe(expired)
 
     def trouble(self) -> str:
         """See `Backend.trouble`."""

@@ -3,16 +3,21 @@ medium that keeps single objects."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+from kvactors.errors import StoreError
 from kvactors.storage.backends.base import Expired, ReadReport, WriteReport
 from kvactors.storage.backends.views import unfit_views
 from kvactors.storage.catalog import BatchAdmission
 from kvactors.storage.counters import StoreCounters
 from kvactors.storage.inventory import OwnedInventory, salts_of_batch
 from kvactors.storage.messages import Outcome
+
+FORGOTTEN_PART = 1024
+"""Objects of a salt that are deleted before other tasks may run."""
 
 
 class Medium(Protocol):
@@ -33,8 +38,9 @@ class Medium(Protocol):
     def abandon(self, keys: Iterable[bytes]) -> None:
         """Give up payloads that were saved and will not be sealed (a batch was cancelled)."""
 
-    async def erase(self, keys: Sequence[bytes]) -> None:
-        """Delete objects that the catalog does not have any more."""
+    async def erase(self, keys: Sequence[bytes]) -> Outcome | None:
+        """Delete objects that the catalog does not have any more. UNAVAILABLE or NO_SPACE if a
+        later process may find them."""
 
     def take_evicted(self) -> list[bytes]:
         """Keys that the medium evicted because it ran out of space, since the last call."""
@@ -126,12 +132,11 @@ class OwnedBatches:
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
-        """See `Backend.write`. Salts count once there is a quota."""
+        """See `Backend.write`."""
         pending = self._inventory.pending
         unfit = unfit_views(views, len(keys), self._block_bytes, writable=False)
         fitting = [key for i, key in enumerate(keys) if i not in unfit and key not in pending]
-        salts = salts_of_batch() if self._catalog.shares.quotas.active else {}
-        admission = self._catalog.admit(fitting, salts)
+        admission = self._catalog.admit(fitting, salts_of_batch())
         self._counters.evicted += len(admission.evicted)
         outcomes = bytearray([Outcome.LATE]) * len(keys)
         fresh = set(admission.fresh)
@@ -205,6 +210,15 @@ class OwnedBatches:
         pending = self._inventory.pending
         self._catalog.remove(key for key in keys if key not in pending)
         await self._medium.erase([key for key in keys if key not in self._catalog])
+
+    async def forget(self, salt: int) -> int:
+        """See `Backend.forget`."""
+        catalog = self._catalog
+        while keys := catalog.remove(catalog.shares.first(salt, FORGOTTEN_PART)):
+            if await self._medium.erase(keys) in (Outcome.NO_SPACE, Outcome.UNAVAILABLE):
+                raise StoreError("the objects of a salt could not be deleted")
+            await asyncio.sleep(0)
+        return len(catalog) - catalog.shares.counted
 
     async def clear(self) -> None:
         """Delete every object. For media that do not outlive the process, where erasing cannot

@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,7 +25,7 @@ import msgspec
 from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
 from kvactors.files import FOLDER_MODE, open_folder, open_private, private_folder, read_all
-from kvactors.linux import fcntl, register_at_fork
+from kvactors.linux import fcntl, register_at_fork, zero_range
 from kvactors.native import SlabQueue
 from kvactors.storage.backends.slab_lock import state_of, take_lock
 from kvactors.storage.backends.slab_table import PAGE, Damaged, Meta, meta_of
@@ -330,6 +330,29 @@ class SlabFiles:
     def entry(self, slot: int) -> bytes:
         """A slot's entry as it is in the table now, shorter if the table is. Raises OSError."""
         return os.pread(self._table, self.meta.entry_bytes, PAGE + self.meta.entry_bytes * slot)
+
+    def sync_table(self) -> None:
+        """Wait until the device has the table. OSError."""
+        if not self.lost:
+            os.fdatasync(self._table)
+
+    def wipe(self, slots: Sequence[int]) -> None:
+        """Overwrite the payloads and the entries of slots with zeros. OSError."""
+        size, stride = self.meta.entry_bytes, self.meta.stride
+        for slot in slots:
+            with self._place(slot) as (fd, at):
+                zero_range(fd, at, stride)
+            os.pwrite(self._table, bytes(size), PAGE + slot * size)
+
+    def wiped(self) -> None:
+        """Wait until the device has the zeros of `wipe`, and delete a table that was set aside.
+        OSError."""
+        for slab in range(len(self.slabs)):
+            with self._place(slab * self.meta.slots_per_slab) as (fd, _):
+                os.fsync(fd)
+        self.sync_table()
+        with suppress(FileNotFoundError):
+            os.unlink("table.damaged", dir_fd=self._folder)
 
     def in_place(self) -> bool:
         """Whether the table is still in its folder: data written to deleted files is lost.

@@ -176,14 +176,14 @@ class SlabIo:
         codes, _ = await wait_uncancelled(self._future(queue, number))
         return self._outcome(codes[0])
 
-    async def erase(self, slots: Sequence[int]) -> None:
+    async def erase(self, slots: Sequence[int]) -> Outcome:
         """Free slots before new payloads are written there. If the disk refuses, their payloads
         must still match the old entries to be served."""
         if not slots:
-            return
+            return Outcome.OK
         queue = self._current()
         codes, _ = await wait_uncancelled(self._future(queue, queue.erase(sorted(slots))))
-        self._outcome(codes[0])
+        return self._outcome(codes[0])
 
     def _current(self) -> SlabQueue:
         """The queue, with the slabs that the store has now."""

@@ -39,6 +39,12 @@ LOSS_SHOWN_S = 600.0
 """Seconds for which the loss of the store's files is a fault, although it works again."""
 
 
+WIPE_BYTES = 64 << 20
+"""Bytes of freed slots that are overwritten between two looks at the deadline."""
+
+WIPE_LATE = "the deadline has passed"
+
+
 def _no_deadline() -> bool:
     return False
 
@@ -407,12 +413,52 @@ class SlabMedium:
 
     # -- removing
 
-    async def erase(self, keys: Sequence[bytes]) -> None:
+    async def erase(self, keys: Sequence[bytes]) -> Outcome:
         """See `Medium.erase`."""
         slots = [self.objects.pop(key)[0] for key in keys if key in self.objects]
         with self._slots.erasing(slots):
-            if slots and not self._files.read_only:
-                await self._threads.io.erase(slots)
+            if not slots or self._files.read_only:
+                return Outcome.OK
+            return await self._threads.io.erase(slots)
+
+    async def sync_table(self) -> None:
+        """Wait until the device has every entry that was written or erased.
+
+        Raises:
+            StoreError: the disk refused.
+        """
+        try:
+            await self._threads.run(self._files.sync_table)
+        except OSError as error:
+            self._files.failed(error)
+            raise StoreError(self._files.trouble) from error
+
+    async def wipe(self, expired: Expired) -> str:
+        """See `Backend.wipe`. The slots without an object, a part of them at a time. Those of a
+        part are not handed out meanwhile. A read in flight finds a wrong checksum, and the object
+        is not in the store any more."""
+        slots, part = self._slots, max(1, WIPE_BYTES // self._files.meta.stride)
+        try:
+            with slots.reading(retired := slots.retired()):
+                for start in range(0, len(retired), part):
+                    if expired():
+                        return WIPE_LATE
+                    await self._threads.run(self._files.wipe, retired[start : start + part])
+            # Those that writes have taken are free again, with old bytes, if the writes fail.
+            meta = self._files.meta
+            left = len(self._files.slabs) * meta.slots_per_slab - len(self.objects) - len(retired)
+            while not expired():
+                some = slots.take(min(part, left))
+                left -= len(some)
+                if not some:
+                    await self._threads.run(self._files.wiped)
+                    return ""
+                with slots.erasing(some):
+                    await self._threads.run(self._files.wipe, some)
+        except OSError as error:
+            self._files.failed(error)
+            return self._files.trouble
+        return WIPE_LATE
 
     async def clear(self, generation: int) -> None:
         """Drop every object: the store gets another generation, in memory immediately, on the

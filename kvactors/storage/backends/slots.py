@@ -96,6 +96,10 @@ class Slots:
         erasure of the entry has not ended."""
         return self._erasing + len(self._leaving)
 
+    def retired(self) -> list[int]:
+        """Slots that hold no object and are not free yet: read still, or in quarantine."""
+        return [*self._leaving, *self._until]
+
     def first(self, slot: int | None) -> None:
         """If it is free, it is the next one to be taken."""
         if slot is not None and slot in self.free:

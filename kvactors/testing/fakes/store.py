@@ -261,6 +261,10 @@ class SimBackend(Backend):
         """See `Backend.remove`."""
         await self._batches.remove(keys)
 
+    async def forget(self, salt: int) -> int:
+        """See `Backend.forget`."""
+        return await self._batches.forget(salt)
+
     async def clear(self, generation: int = 0) -> None:
         """See `Backend.clear`."""
         self.generation = max(self.generation + 1, generation)
