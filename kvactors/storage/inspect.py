@@ -158,7 +158,7 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection:
     except OSError as error:
         raise StoreError(f"{table}: {error}") from error
     written_at = max(
-        (int.from_bytes(one.metadata.get(WRITTEN_AT, b""), "little") / 1e6 for one in found),
+        (int.from_bytes(one.metadata.get(WRITTEN_AT, b"")[:8], "little") / 1e6 for one in found),
         default=0.0,
     )
     return Inspection(

@@ -50,6 +50,13 @@ def test_an_entry_with_a_flipped_bit_is_none(at):
     assert entry_in(bytes(raw), 0, META) is None
 
 
+@pytest.mark.parametrize(
+    ("sequence", "good"), [(2**63 - 1, True), (2**63, False), (2**64 - 1, False)]
+)
+def test_an_entry_whose_sequence_number_has_no_successor_is_none(sequence, good):
+    assert (entry_in(entry(sequence), 0, META) is not None) == good
+
+
 def test_fields_that_do_not_fit_are_left_out():
     long = {1: b"12345678", 9: bytes(ENTRY_BYTES)}
     assert fields_of(entry(fields=long)) == {1: b"12345678"}

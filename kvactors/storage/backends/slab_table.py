@@ -55,6 +55,8 @@ MOST_SLOTS = 1 << 22
 """Slots of a slab at most."""
 
 MOST_BLOCK = 1 << 40
+MOST_SEQUENCE = 1 << 63
+"""Sequence numbers are below it: an entry without a successor would end all writes."""
 SLOTS = "slots"
 """How a slab is laid out: payload i at i * stride. The only arrangement of this version."""
 
@@ -312,7 +314,8 @@ def entry_in(raw: bytes, slot: int, meta: Meta) -> Found | None:
         return None
     magic, version, area, owner, key, length, checksum, sequence, generation = HEAD.unpack_from(raw)
     good = (magic, version, owner.hex(), length) == (MAGIC, VERSION, meta.digest, meta.block_bytes)
-    if not good or area > size - HEAD.size - 8 or generation != meta.generation:
+    good &= area <= size - HEAD.size - 8 and sequence < MOST_SEQUENCE
+    if not good or generation != meta.generation:
         return None
     return Found(slot, key, sequence, checksum, raw)
 
