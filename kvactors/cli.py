@@ -348,11 +348,12 @@ def store_prune(
     /,
     *,
     keep: int = 1,
+    namespace: str | None = None,
     dry_run: Annotated[bool, Parameter(negative="")] = False,
     json: Output | None = None,
 ) -> int:
-    """Remove file stores of other layouts, of other format versions, and damaged ones. The exit
-    status is 1 if one was refused.
+    """Remove file stores of other layouts, of other format versions, and damaged ones, or those of
+    a namespace. The exit status is 1 if one was refused.
 
     Parameters
     ----------
@@ -360,6 +361,8 @@ def store_prune(
         As in storage.directory, or any folder below it.
     keep
         Number of stores kept for each model, namespace and rank: those opened last.
+    namespace
+        Remove every store of this namespace, and no other.
     dry_run
         Print the stores that would be removed, and remove nothing.
     json
@@ -367,7 +370,7 @@ def store_prune(
     """
     from kvactors.storage.prune import lines, prune
 
-    done = prune(directory, keep=keep, dry_run=dry_run)
+    done = prune(directory, keep=keep, namespace=namespace, dry_run=dry_run)
     for line in lines(done, dry_run=dry_run):
         print(line, file=sys.stderr if to_stdout(json) else None)
     if json is not None:

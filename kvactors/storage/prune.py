@@ -1,5 +1,5 @@
-"""Removing file stores that no process needs any more: other layouts' and other format
-versions'."""
+"""Removing file stores that no process needs any more: of other layouts, of other format versions,
+and of a namespace."""
 
 from __future__ import annotations
 
@@ -32,19 +32,30 @@ class Pruned(msgspec.Struct, frozen=True):
     refused: str = ""
 
 
-def prune(folder: str | Path, *, keep: int = 1, dry_run: bool = False) -> list[Pruned]:
+def prune(
+    folder: str | Path, *, keep: int = 1, namespace: str | None = None, dry_run: bool = False
+) -> list[Pruned]:
     """Remove stores under a folder that are not needed.
 
     Those are, of each model, namespace and rank, all but the `keep` that were opened last, and in
-    addition those with another format version and those whose table is damaged. One that a process
-    has open to write is refused. StoreError if there is no store at all.
+    addition those with another format version and those whose table is damaged. With a namespace
+    they are all of its stores, and no others. One that a process has open to write is refused.
+    StoreError if there is no store at all, or none of the namespace.
     """
     if keep < 0:
         raise StoreError(f"keep must be at least 0, not {keep}")
-    return [
-        remove(Path(folder), one, why, dry_run=dry_run)
-        for one, why in unneeded(inspect(folder), keep)
-    ]
+    found = inspect(folder)
+    chosen = unneeded(found, keep) if namespace is None else of_namespace(found, namespace)
+    return [remove(Path(folder), one, why, dry_run=dry_run) for one, why in chosen]
+
+
+def of_namespace(found: list[Inspection], namespace: str) -> list[tuple[Inspection, str]]:
+    """Those of a namespace, and why they are removed."""
+    chosen = [one for one in found if one.state == "ok" and one.namespace == namespace]
+    if not chosen:
+        names = sorted({one.namespace for one in found if one.state == "ok"})
+        raise StoreError(f"there is no store of namespace {namespace!r}, only of {names}")
+    return [(one, f"namespace {namespace}") for one in chosen]
 
 
 def unneeded(found: list[Inspection], keep: int) -> Iterator[tuple[Inspection, str]]:

@@ -228,3 +228,18 @@ async def test_only_objects_in_the_table_can_be_bad(tmp_path, monkeypatch, how):
     assert (len(one.bad), one.left) == ((3, 0) if how == "rotten" else (0, 3))
     await backend.close()
     arena.close()
+
+
+async def test_prune_removes_the_stores_of_a_namespace(directory, capsys):
+    gone = [await made(directory, one._replace(namespace="gone")) for one in (A, B, OTHER)]
+    assert run("prune", directory, "--namespace", "gone") == 1, "they are in use"
+    for backend in gone:
+        await backend.close()
+    size = sum(one["slab_bytes"] for one in listed(directory) if one["namespace"] == "gone")
+    capsys.readouterr()
+    assert run("prune", directory, "--namespace", "gone", "--dry-run") == 0
+    assert run("prune", directory, "--namespace", "gone") == 0
+    assert f"{size:,} bytes freed" in capsys.readouterr().out
+    assert [one["namespace"] for one in listed(directory)] == ["default"] * 3
+    assert run("prune", directory, "--namespace", "gone") == 2
+    assert "no store of namespace 'gone', only of ['default']" in capsys.readouterr().err
