@@ -9,6 +9,7 @@ its event loop.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from os import PathLike
@@ -22,6 +23,7 @@ from kvactors.arguments import (
 from kvactors.calls import CacheCalls
 from kvactors.config import Config
 from kvactors.device.base import Device
+from kvactors.errors import WrongLoop
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.from_thread import FromThread
 from kvactors.given_clock import GivenClock
@@ -74,6 +76,7 @@ def open_cache(
         StoreError: at entry, the store cannot be opened.
         SinkError: at entry, a sink cannot be opened.
         RankError: at entry, not all ranks joined in time.
+        WrongLoop: at entry, no asyncio event loop is running.
         CacheFailed: at the end of the block, the cache has failed. An exception out of the block
             passes instead, with a note.
     """
@@ -107,6 +110,13 @@ async def _opened(
     inline_copies: bool,
     clock: Callable[[], float] | None,
 ) -> AsyncIterator[KVCache]:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        raise WrongLoop(
+            "a cache is opened on a running asyncio event loop, and there is none here (trio has "
+            "its own): run the block with asyncio.run()"
+        ) from None
     if isinstance(config, str | PathLike):
         config = Config.from_toml(Path(config))
     elif isinstance(config, Mapping):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvactors
+from kvactors.errors import WrongLoop
 from kvactors.testing.loop import simulate
 from tests.support.cache import BLOCK, opened, prompt, serve
 
@@ -234,6 +235,12 @@ async def test_clear_with_a_lease_in_use():
         assert lease.block_table[0] not in (await serve(cache, "c", prompt(1, 4))).block_table
         await lease.finish()
         assert (await serve(cache, "b again", prompt(2, 2, tail=1))).hits == (0, 0, 0)
+
+
+def test_a_cache_needs_a_running_asyncio_loop():
+    """Under trio too there is none."""
+    with pytest.raises(WrongLoop, match="asyncio"):
+        kvactors.open().__aenter__().send(None)
 
 
 async def test_pause_holds_acquires_until_resume():

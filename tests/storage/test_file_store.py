@@ -408,6 +408,20 @@ async def test_a_second_process_is_refused_with_the_holders_id_or_only_reads(tmp
         assert await bench.get(2) == [OK], "the lock went with its holder"
 
 
+def test_a_store_whose_loop_was_closed_before_it_gives_its_folder_up(tmp_path):
+    dropped, loop = FileBackend(tmp_path, PRINT, SIZE), asyncio.new_event_loop()
+    loop.run_until_complete(dropped.open())
+    loop.close()
+
+    async def reopen():
+        async with opened(tmp_path) as bench:
+            assert await bench.put(1) == [OK]
+            with pytest.raises(StoreError, match="in use by process"):
+                await FileBackend(tmp_path, PRINT, SIZE).open()
+
+    asyncio.run(reopen())
+
+
 async def find(view: Bench, *numbers: int) -> int:
     """The leading run that a view finds when it looks at the table now."""
     assert view.store.probe([key(numbers[0])]) is None

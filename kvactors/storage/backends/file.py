@@ -122,6 +122,7 @@ class FileBackend(Backend):
 
     async def open(self) -> None:
         """See `Backend.open`. If the capacity has shrunk, the objects written last stay."""
+        self.files.loop = asyncio.get_running_loop()
         try:
             await (self.medium.open() if self.view is None else self.view.open())
         except BaseException:

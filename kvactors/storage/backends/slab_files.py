@@ -13,6 +13,7 @@ allows it, straight from and to memory that is aligned.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import weakref
@@ -66,6 +67,7 @@ class SlabFiles:
         self.slabs: list[int] = []  # file descriptors; -1 beyond the first HELD
         self.trouble = ""  # the last thing that the file system refused, and the remedy
         self.lost = False  # the table is not in its folder any more
+        self.loop: asyncio.AbstractEventLoop | None = None  # of the store
         self._slots_per_slab = meta.slots_per_slab  # of a new store on a disk with space
         self._folder = self._table = self._lock = -1
         self.transfers = Transfers()
@@ -82,6 +84,7 @@ class SlabFiles:
             self._folder = open_folder(self.folder)
             if not self.read_only:
                 os.fchmod(self._folder, FOLDER_MODE)
+                self._unlock_abandoned()
                 self._lock = take_lock(self.folder, self._folder)
             return self._open_table()
         except OSError as error:
@@ -96,6 +99,13 @@ class SlabFiles:
         except BaseException:
             self.close()
             raise
+
+    def _unlock_abandoned(self) -> None:
+        """A store of this process whose loop was closed before the store will not write any more,
+        and is never closed: it may not be collected either."""
+        for files in list(OPEN):
+            if files.folder == self.folder and files.loop is not None and files.loop.is_closed():
+                files.unlock()
 
     def _open(self, name: str, flags: int) -> int:
         return open_private(name, flags, dir_fd=self._folder)
