@@ -23,7 +23,7 @@ from kvactors.types import Tokens
 
 
 class Cleared(NamedTuple):
-    """What a clear has done.
+    """The result of a clear.
 
     Attributes:
         device_blocks: device blocks that it has freed. 0 with `lora`.
@@ -60,7 +60,7 @@ async def clear(
         deadline: seconds from now.
 
     Returns:
-        What the call has freed and left.
+        The blocks that the call has freed, and the objects that it has left.
 
     Raises:
         ValueError: salt and lora are both given, or erase without storage.
@@ -93,7 +93,7 @@ async def clear(
 def _check_clears(self: OpenCache, salt: str | None, lora: str | None, *, erase: bool) -> None:
     """StoreUnsupported if the store cannot carry out such a clear."""
     backend, store = self.config.storage.backend, self.system.store
-    if self.system.device_store is not None:
+    if self.system.device_store is not None and salt is None:  # it has no blocks under a salt
         raise StoreUnsupported(
             f"storage.backend {backend!r} has no call that removes blocks, "
             "so nothing was cleared: clear without "

@@ -191,6 +191,24 @@ class StoreContract(ABC):
             async with self.opened(folder) as bench:
                 assert Outcome.OK not in await bench.get(2, *numbers)
 
+    async def test_a_clear_of_a_salt_leaves_the_other_objects(self, tmp_path: Path) -> None:
+        """In a store that keeps salts, in this process and after a reopen. An object whose salt is
+        not known is counted."""
+        async with self.opened(tmp_path) as bench:
+            store = CheckedBackend(bench.store, CALL_LIMIT)
+            if store.shares is None:
+                return
+            for view, number in zip(bench.views(3), range(3), strict=True):
+                view[:] = bench.pattern(number)
+            await bench.store.write_slots(
+                [key(n) for n in range(3)], bench.arena, range(3), never, (), [7, 8, None]
+            )
+            assert await store.forget(7) == 1
+            assert await bench.found(0) == 0
+            assert await bench.get(0, 1, 2) == [Outcome.MISS, Outcome.OK, Outcome.OK]
+        async with self.opened(tmp_path) as bench:
+            assert await bench.get(0) == [Outcome.MISS]
+
     async def test_a_clear_that_fails_is_an_error_and_nothing_is_found_until_one_succeeds(
         self, tmp_path: Path
     ) -> None:

@@ -90,7 +90,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "clear_of_a_store_that_cannot_be_cleared",
         "tenants.py",
-        "if self.system.device_store is not None:",
+        "if self.system.device_store is not None and salt is None:",
         "if False:",
         "clear(storage=True) returns although nothing was removed from AttentionStore",
         (

@@ -9,6 +9,7 @@ TENANTS = "tests/cache/test_tenants.py::"
 CLEAR = "tests/cache/test_clear_salt.py::"
 SHARES = "tests/storage/test_store_shares.py::"
 STORED = "tests/cache/test_storage_quotas.py::"
+TENANT = "tests/cache/test_erase_tenant.py::"
 ORDER = "tests/cpu_evictor/test_share_order.py::"
 BUGS = (
     Mutation(
@@ -178,6 +179,38 @@ BUGS = (
         "catalog.admit([key])",
         "a quota of the store begins from zero with each start",
         (STORED + "test_a_file_store_that_is_opened_again_has_the_salts",),
+    ),
+    Mutation(
+        "clear_of_a_salt_leaves_the_store",
+        "storage/writer.py",
+        "                unknown = await store.forget(salt)\n",
+        "                unknown = 0\n",
+        "a tenant that was cleared with the store is hit in the store",
+        (TENANT + "test_a_tenant_is_not_hit_in_any_tier_afterwards_and_others_are",),
+    ),
+    Mutation(
+        "failed_clear_of_a_salt_leaves_its_entries",
+        "storage/clears.py",
+        """\
+        except BaseException:
+            self._await_clear()
+            raise
+""",
+        """\
+        except BaseException:
+            raise
+""",
+        "after a disk that refused, a second clear of the salt returns, and the next process finds "
+        "its objects",
+        (TENANT + "test_after_a_failure_the_whole_store_is_cleared",),
+    ),
+    Mutation(
+        "erasure_leaves_the_table",
+        "storage/backends/slab_files.py",
+        "            os.pwrite(self._table, bytes((1 + len(more)) * size), PAGE + slot * size)\n",
+        "",
+        "tokens of cleared blocks stay in the table of a store that was erased",
+        (TENANT + "test_bytes_of_an_erased_tenant_are_not_in_the_files",),
     ),
     Mutation(
         "changed_quota_waits_for_the_next_object_of_the_salt",

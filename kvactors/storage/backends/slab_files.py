@@ -19,6 +19,7 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -348,11 +349,14 @@ class SlabFiles:
 
     def wipe(self, slots: Sequence[int]) -> None:
         """Overwrite the payloads and the entries of slots with zeros. OSError."""
-        size, stride = self.meta.entry_bytes, self.meta.stride
-        for slot in slots:
+        size, stride, per_slab = self.meta.entry_bytes, self.meta.stride, self.meta.slots_per_slab
+        # Neighbours in one slab are overwritten together.
+        runs = groupby(enumerate(sorted(slots)), lambda one: (one[1] - one[0], one[1] // per_slab))
+        for _, run in runs:
+            (_, slot), *more = run
             with self._place(slot) as (fd, at):
-                zero_range(fd, at, stride)
-            os.pwrite(self._table, bytes(size), PAGE + slot * size)
+                zero_range(fd, at, (1 + len(more)) * stride)
+            os.pwrite(self._table, bytes((1 + len(more)) * size), PAGE + slot * size)
 
     def wiped(self) -> None:
         """Wait until the device has the zeros of `wipe`, and delete a table that was set aside.

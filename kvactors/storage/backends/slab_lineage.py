@@ -18,11 +18,18 @@ from contextlib import contextmanager
 
 from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.lineage import Lineage
-from kvactors.storage.backends.slab_table import ENTRY_BYTES, FIELD, HEAD, MOST_ENTRY, Meta
+from kvactors.storage.backends.slab_table import (
+    ENTRY_BYTES,
+    FIELD,
+    HEAD,
+    MOST_ENTRY,
+    PARENT,
+    Meta,
+)
 from kvactors.storage.inventory import OwnedInventory
 from kvactors.types import HASH_BYTES
 
-PARENT, TOKENS, EXTRA, LORA, LORA_ID = 2, 3, 4, 5, 6
+TOKENS, EXTRA, LORA, LORA_ID = 3, 4, 5, 6
 
 TIME_FIELD = FIELD.size + 8
 SPARE = 128

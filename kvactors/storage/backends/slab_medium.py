@@ -434,8 +434,8 @@ class SlabMedium:
             raise StoreError(self._files.trouble) from error
 
     async def wipe(self, expired: Expired) -> str:
-        """See `Backend.wipe`. The slots without an object, a part of them at a time. Those of a
-        part are not handed out meanwhile. A read in flight finds a wrong checksum, and the object
+        """See `Backend.wipe`. The slots without an object, a part of them at a time, which is not
+        handed out until it is overwritten. A read in flight finds a wrong checksum, and its object
         is not in the store any more."""
         slots, part = self._slots, max(1, WIPE_BYTES // self._files.meta.stride)
         try:

@@ -22,8 +22,8 @@ from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.path_source import PathSource
 from kvactors.storage.backends.slab_files import SlabFiles
-from kvactors.storage.backends.slab_lineage import PARENT, TIME_FIELD, lineage_in
-from kvactors.storage.backends.slab_table import FIELD, HEAD, MAGIC, entry_in, fields_of
+from kvactors.storage.backends.slab_lineage import TIME_FIELD, lineage_in
+from kvactors.storage.backends.slab_table import FIELD, HEAD, MAGIC, PARENT, entry_in, fields_of
 from kvactors.storage.backends.slab_threads import SlabThreads
 from kvactors.types import HASH_BYTES
 

@@ -63,8 +63,13 @@ SLOTS = "slots"
 WRITTEN_AT = 1
 """Tag of the metadata field with the time of the write."""
 
+PARENT = 2
+"""Tag of the metadata field with the hash of the parent block, see `slab_lineage`. No object under
+a salt has it."""
+
 SALT = 7
-"""Tag of the metadata field with the number of the object's salt (`quotas.salt_id`)."""
+"""Tag of the metadata field with the number of the object's salt (`quotas.salt_id`), left out
+beside PARENT."""
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -280,8 +285,10 @@ def fields_of(entry: bytes) -> dict[int, bytes]:
 
 
 def salt_in(entry: bytes) -> int | None:
-    """The number of the salt in an entry. None if it has none that can be read."""
-    value = fields_of(entry).get(SALT, b"")
+    """The number of the salt in an entry, 0 for one with the inputs of the key. None if it has
+    none that can be read."""
+    fields = fields_of(entry)
+    value = bytes(8) if PARENT in fields else fields.get(SALT, b"")
     return int.from_bytes(value, "little") if len(value) == 8 else None
 
 

@@ -93,10 +93,8 @@ class SlabWrites:
             return blank_entries(meta, keys, sequence, generation, fields)
         found = []
         for n, (key, lineage) in enumerate(zip(keys, lineages, strict=True)):
-            fields = _with_salt(moment, salts[n])
-            if lineage is not None:
-                space = room_beside(meta, fields)
-                fields = {**fields, **fields_of_lineage(lineage, space)}
+            inputs = fields_of_lineage(lineage, room_beside(meta, moment))
+            fields = {**moment, **inputs} if inputs else _with_salt(moment, salts[n])
             found.append(blank_entry(meta, key, sequence + n, generation, fields))
         return found
 
