@@ -7,7 +7,6 @@ one has succeeded.
 
 from __future__ import annotations
 
-import inspect
 import operator
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
@@ -255,7 +254,7 @@ class CheckedBackend:
         """See `Backend.clear`. Writes in flight end first. During the clear new writes are LATE and
         reads MISS."""
         async with self._clearing("clear"):
-            await self._clear(generation)
+            await self.inner.clear(generation)
             found = self._calls.call("generation", lambda: operator.index(self.inner.generation), 0)
             self.generation = max(self.generation + 1, generation, found)
 
@@ -285,13 +284,6 @@ class CheckedBackend:
     async def wipe(self, expired: Expired) -> str:
         """See `Backend.wipe`."""
         return await self._backend().wipe(expired)
-
-    async def _clear(self, generation: int) -> None:
-        """Back ends of other packages may have a `clear` without an argument."""
-        if inspect.signature(self.inner.clear).parameters:
-            await self.inner.clear(generation)
-        else:
-            await self.inner.clear()
 
     def needs_clear(self) -> bool:
         """Whether a clear is to be repeated: it failed, or did not reach all of the store."""
