@@ -72,7 +72,7 @@ def test_a_full_store_is_a_reason_of_health_until_a_write_finds_space(caplog):
             store = cache.system.backend
             real = store.write_slots
 
-            async def full(keys, *rest):
+            async def full(keys, *rest, **more):
                 return WriteReport(bytes([Outcome.NO_SPACE]) * len(keys), [])
 
             store.write_slots = full
@@ -187,9 +187,9 @@ def test_a_call_of_the_store_that_does_not_return(caplog):
             store, released = cache.system.backend, asyncio.Event()
             real = store.write_slots
 
-            async def hangs(keys, *rest):
+            async def hangs(keys, *rest, **more):
                 await released.wait()
-                return await real(keys, *rest)
+                return await real(keys, *rest, **more)
 
             store.write_slots = hangs
             await requests(cache, 1)
