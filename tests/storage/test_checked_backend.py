@@ -292,18 +292,6 @@ async def test_a_read_that_a_clear_overtakes_finds_nothing():
     assert list((await reading).outcomes) == [MISS]
 
 
-async def test_a_back_end_of_another_package_whose_clear_takes_no_argument():
-    inner, store = checked()
-    cleared = []
-
-    async def clear():
-        cleared.append(1)
-
-    inner.clear = clear
-    await store.clear(7)
-    assert (cleared, store.generation) == ([1], 7)
-
-
 # -- in a whole cache
 
 
