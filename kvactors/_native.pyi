@@ -208,6 +208,51 @@ class LifeTables:
 
     requests: int
 
+class StepTokens:
+    """The tokens that a decode step appends to many paths: a copy."""
+
+    counts: list[int]
+    """Tokens of each row."""
+
+    def __init__(self, rows: list[Tokens]) -> None:
+        """Errors as of `Path.extend`."""
+
+    def row(self, row: int) -> bytes:
+        """Tokens of a row, little-endian uint32."""
+
+    def find_beyond(self, positions: list[int], computed: list[int | None], first: int) -> int:
+        """The first row from `first` on whose computed tokens are not an int, or not among those of
+        the position and the row. -1 if there is none."""
+
+    def step(
+        self,
+        first: int,
+        paths: list[Path | None],
+        trees: list[BlockTree | None],
+        positions: list[int],
+        computed: list[int | None],
+        free: int,
+        most: int,
+        take: Callable[[int], list[int]],
+    ) -> tuple[
+        list[int],
+        list[tuple[int, tuple[int, ...]]],
+        list[tuple[Path, int, int, list[int]]],
+        list[int],
+    ]:
+        """Append a row to each path, row `first` to the first path, with device blocks where a
+        boundary is crossed, and `commit` the full blocks of its computed tokens.
+
+        A path is left as it is if it is None, differs in tokens from its position, lacks
+        blocks for the tokens that it has, needs more than the `free` blocks that the paths before
+        it leave, or cannot commit. All paths together enter `most` blocks at most. `take` is called
+        once, with the number of blocks that they need. It may return fewer: paths that lack blocks
+        then are left.
+
+        Returns the committed blocks of each path, -1 for one that was left, (row, blocks) of paths
+        that got blocks, (path, start, stop, adopted) of commits, and blocks that no path got.
+        """
+
 class BlockTree:
     """Blocks tracked on this node, found by tokens, identified by hash. It has a
     least-recently-used list of evictable device blocks."""

@@ -11,6 +11,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+import msgspec
+
 from kvactors.arguments import Media, check_seconds
 from kvactors.calls import CacheCalls
 from kvactors.config import Config
@@ -124,9 +126,8 @@ def _forks(
 
 def _own_step(step: Step) -> Step:
     """A step with the loop's own lease."""
-    if type(step) is Step and isinstance(getattr(step, "lease", None), ThreadLease):
-        lease: Any = step.lease
-        return step._replace(lease=lease._lease)
+    if type(step) is Step and isinstance(step.lease, ThreadLease):
+        return msgspec.structs.replace(step, lease=step.lease._lease)
     return step
 
 

@@ -76,11 +76,15 @@ class LeaseHold(msgspec.Struct, eq=False):
 
     def begin_change(self, call: str) -> None:
         """A call is going to change the block table. LeaseBusy if another one is."""
+        self.check_change()
+        self.changing = call
+
+    def check_change(self) -> None:
+        """LeaseBusy while a call changes the block table."""
         if self.changing:
             raise LeaseBusy(
                 f"another {self.changing} of the lease of {self.request_id!r} has not returned yet"
             )
-        self.changing = call
 
     async def ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
         """Ask the index, in the same step as the call of `deadline`. has_effect: the call changes
@@ -115,8 +119,15 @@ class LeaseHold(msgspec.Struct, eq=False):
         return LeaseEnded(f"lease of {self.request_id!r}: {error}")
 
     async def grow(self, call: str, message: Extend | Reserve, at: float) -> AcquireResult:
-        """Send a message that adds blocks to the end of the table."""
+        """Send a message that adds blocks to the end of the table, while no other call does."""
         self.begin_change(call)
+        try:
+            return await self.take(message, at)
+        finally:
+            self.changing = ""
+
+    async def take(self, message: Extend | Reserve, at: float) -> AcquireResult:
+        """Send a message of a change that has begun."""
         try:
             granted: AcquireResult = await self.ask(message, at, has_effect=True)
         except CANCELLED:
@@ -125,8 +136,6 @@ class LeaseHold(msgspec.Struct, eq=False):
                     Withdrawn(self.id)
                 )  # blocks that it has collected go to the next in the queue
             raise
-        finally:
-            self.changing = ""
         self.check_ended()
         return granted
 

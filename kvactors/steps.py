@@ -4,137 +4,83 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from itertools import compress
+from typing import Any, Protocol
 
-from kvactors.arguments import Media, added_media, check_int, extend_path, kind
+import msgspec
+import numpy as np
+
+from kvactors.arguments import Media, added_media, check_int, check_media, extend_path, kind
+from kvactors.client import Client
 from kvactors.device_events import Completion, Stream
-from kvactors.errors import ActorFailed, KVActorsError, LeaseEnded
+from kvactors.errors import ActorFailed, KVActorsError
 from kvactors.lease import Lease
-from kvactors.native import Path
+from kvactors.lease_hold import LeaseHold
+from kvactors.native import Path, StepTokens
 from kvactors.open_cache import OpenCache
-from kvactors.prefix_index.messages import StepEntry, StepLeases, StepResult
+from kvactors.prefix_index.messages import Extend, StepLeases, StepResult
 from kvactors.types import Tokens
 
 BATCH = 256
-"""Leases that one message steps at most. Each takes a few microseconds of a turn."""
+"""Leases that one message steps at most. Each takes a fraction of a microsecond of a turn."""
+
+OUTCOMES_KEPT = 8192
+"""Outcomes that are kept for further steps."""
+
+NO_MEDIA: tuple[Media, ...] = ()
 
 
 class SteppedLease(Protocol):
     """A `Lease`, or for `FromThread.step` a `ThreadLease`."""
 
     @property
-    def request_id(self) -> str:
-        """As `KVCache.acquire` was given it."""
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of the request."""
 
 
-class Step(NamedTuple):
+class Step(msgspec.Struct, frozen=True):
     """An extend and a commit of one lease, as a part of a decode step.
 
     Attributes:
         lease: the lease.
-        tokens: appended first, as by `Lease.extend`.
-        computed_tokens: committed then, as by `Lease.commit`. None: nothing is committed.
+        tokens: appended, as by `Lease.extend`.
+        computed_tokens: committed, as by `Lease.commit`. `tokens` may be among them. None: nothing
+            is committed.
         extra_keys: media among `tokens`, as in `Lease.extend`.
     """
 
     lease: SteppedLease
     tokens: Tokens = ()
     computed_tokens: int | None = None
-    extra_keys: Sequence[Media] = ()
+    extra_keys: Sequence[Media] = NO_MEDIA
 
 
-class Stepped(NamedTuple):
+class Stepped(msgspec.Struct, frozen=True):
     """The outcome of a step for one lease.
 
     Attributes:
         blocks: the device blocks added to its table.
         committed_blocks: committed blocks of the lease.
-        error: why the step did not happen for this lease, None if it did.
+        error: why the step did not happen for this lease, None if it did. The lease has the tokens
+            that it had before, or has ended.
     """
 
     blocks: tuple[int, ...] = ()
     committed_blocks: int = 0
-    error: KVActorsError | None = None
+    error: Exception | None = None
 
 
-class _Plan:
-    """A step with checked arguments."""
+class _Outcomes(dict[int, Stepped | None]):
+    """Outcomes without blocks, by the committed blocks: most of a step's. None for -1."""
 
-    def __init__(self, position: int, step: Any, cache: OpenCache) -> None:
-        name = f"steps[{position}]"
-        if not isinstance(step, Step):
-            raise TypeError(f"{name} must be a Step, not {kind(step)}")
-        lease = step.lease
-        if not isinstance(lease, Lease):
-            raise TypeError(f"{name}.lease must be a Lease, not {kind(lease)}")
-        self.lease = lease
-        if lease._hold.client is not cache._client:
-            raise ValueError(f"{name}.lease is of another cache")
-        self.added = added = Path(cache.block_size, lease._path.root)
-        extend_path(added, f"{name}.tokens", step.tokens)
-        self.extras, self.media = added_media(
-            cache.block_size, lease.num_tokens, added.num_tokens, step.extra_keys
-        )
-        self.computed: int | None = None
-        if step.computed_tokens is not None:
-            most = lease.num_tokens + added.num_tokens
-            self.computed = check_int(f"{name}.computed_tokens", step.computed_tokens, 0, most)
-        self.outcome: Stepped | None = None
-        self.happened = False
+    def __missing__(self, committed: int) -> Stepped:
+        found = Stepped((), committed)
+        if committed < OUTCOMES_KEPT:
+            self[committed] = found
+        return found
 
-    def begin(self) -> bool:
-        """Keep other calls from changing the lease. False if the step cannot be done."""
-        try:
-            self.lease._hold.check_ended()
-            self.lease._hold.check_read(self.computed or 0)
-            self.lease._hold.begin_change("step")
-        except KVActorsError as error:
-            self.outcome = Stepped(error=error)
-        return self.outcome is None
 
-    def entry(self) -> StepEntry:
-        """For the message."""
-        added = self.added if self.added.num_tokens else None
-        hold, position = self.lease._hold, self.lease.num_tokens
-        return StepEntry(hold.id, position, added, self.extras, self.computed)
-
-    def apply(self, blocks: Sequence[int], committed: int) -> None:
-        """The step has happened."""
-        self.happened = True
-        self.lease._appended(self.added, self.media, blocks)
-        self.outcome = Stepped(tuple(blocks), committed)
-
-    def fail(self, error: Exception) -> None:
-        """The step has not happened."""
-        if not isinstance(error, KVActorsError):
-            raise error
-        if isinstance(error, LeaseEnded):
-            self.lease._hold.ended = True
-        self.outcome = Stepped(error=error)
-
-    def is_long(self, part_tokens: int) -> bool:
-        """Whether one turn cannot handle it."""
-        committed = self.lease._path.num_committed * self.added.block_size
-        return max(self.added.num_tokens, (self.computed or 0) - committed) > part_tokens
-
-    async def alone(self, at: float) -> None:
-        """Carry out the step by its own messages."""
-        lease = self.lease
-        try:
-            blocks = await lease._extend(self.added, self.extras, self.media, at)
-            self.happened = True
-            committed = lease._path.num_committed
-            if self.computed is not None:
-                committed = await lease._hold.commit_in_parts(
-                    lease._path, self.computed, lease.num_tokens, at
-                )
-            self.outcome = Stepped(blocks, committed)
-        except KVActorsError as error:
-            self.outcome = Stepped(error=error)
+WITHOUT_BLOCKS = _Outcomes({-1: None})
 
 
 async def step(  # noqa: D417  (a method of the cache)
@@ -147,11 +93,13 @@ async def step(  # noqa: D417  (a method of the cache)
 ) -> list[Stepped]:
     """Extend and commit many leases with one message, as one decode step needs it.
 
-    A lease that must wait for device blocks does not hold up the others: its step is carried out
-    by separate messages. After a cancellation the leases whose step happened have ended.
+    Blocks that are free, or whose eviction needs no copy, are taken at once. A lease that needs
+    more does not hold up the others: separate messages commit and extend it. During the call every
+    other change of its leases is LeaseBusy. After a cancellation the leases whose step happened
+    have ended.
 
     Args:
-        steps: one per lease. A lease occurs once.
+        steps: one per lease. A lease occurs once. All arguments are copied at the call.
         event: completes when the device has computed the tokens that are committed. Nothing happens
             before. See `Lease.commit`.
         stream: the engine's CUDA stream, in place of an event. See `Lease.commit`.
@@ -164,86 +112,199 @@ async def step(  # noqa: D417  (a method of the cache)
         DeviceError: the event has failed, or the device has no CUDA streams. Nothing changed.
     """
     at = self._client.deadline(deadline)
-    plans = _plan(self, steps)
+    call = _Call(self._client, _checked(steps))
     if event is not None or stream is not None:
-        await _wait(self, plans, event, stream, at)
-        plans = _plan(self, steps)
-    begun: list[_Plan] = []
+        await call.wait(event, stream, at)
     try:
-        begun += [plan for plan in plans if plan.begin()]
-        await _carry_out(self, plans, at)
+        call.begin()
+        for first in range(0, len(call.leases), BATCH):
+            await call.send(first, at)
+        await call.finish(at)
     except BaseException:
-        for plan in plans:
-            if plan.happened:
-                plan.lease._hold.give_up()  # the caller gets no outcome
+        call.give_up()
         raise
     finally:
-        for plan in begun:
-            if plan.lease._hold.changing == "step":
-                plan.lease._hold.changing = ""
-    return [plan.outcome or Stepped() for plan in plans]
+        call.end()
+    return call.outcomes
 
 
-def _plan(cache: OpenCache, steps: Any) -> list[_Plan]:
-    """Check the arguments of a call."""
+class _Call:
+    """Checked copies of the arguments of a call, and the outcomes.
+
+    Attributes:
+        leases: of the steps, a row each.
+        outcomes: None as long as one is not known.
+    """
+
+    def __init__(self, client: Client, steps: list[Step]) -> None:
+        with_media: list[int] = []
+        for row, step in enumerate(steps):
+            if type(step) is not Step:
+                raise TypeError(f"steps[{row}] must be a Step, not {kind(step)}")
+            lease = step.lease
+            if not isinstance(lease, Lease):
+                raise TypeError(f"steps[{row}].lease must be a Lease, not {kind(lease)}")
+            if lease._hold.client is not client:
+                raise ValueError(f"steps[{row}].lease is of another cache")
+            if step.extra_keys is not NO_MEDIA:
+                with_media.append(row)
+        self._client = client
+        self.leases: list[Any] = [step.lease for step in steps]
+        self._holds = [lease._hold for lease in self.leases]
+        self._numbers = [hold.id for hold in self._holds]
+        if len(set(self._numbers)) < len(steps):
+            raise ValueError("steps has a lease twice")
+        self._tokens = _copy(steps, client.block_size)
+        self._counts = self._tokens.counts
+        self._computed = computed = [step.computed_tokens for step in steps]
+        self._positions = positions = [lease.num_tokens for lease in self.leases]
+        row = -1
+        while (row := self._tokens.find_beyond(positions, computed, row + 1)) >= 0:
+            most = positions[row] + self._counts[row]
+            computed[row] = check_int(f"steps[{row}].computed_tokens", computed[row], 0, most)
+        self._media: dict[int, tuple[Media, ...]] = {}
+        for row in with_media:
+            self._media[row] = items = check_media(steps[row].extra_keys, self._counts[row])
+            added_media(client.block_size, positions[row], self._counts[row], items)
+        self._begun: list[LeaseHold] = []
+        self._refused: dict[int, Stepped] = {}
+        self._left: list[int] = []
+        self.outcomes: list[Any] = [None] * len(steps)
+
+    async def wait(self, event: Completion | None, stream: Stream | None, at: float) -> None:
+        """Wait for an event or a stream. The tokens to be committed stay until then."""
+        waiting = [
+            (hold.committing, computed or 0)
+            for hold, computed in zip(self._holds, self._computed, strict=True)
+        ]
+        for row, hold in enumerate(self._holds):
+            if hold.changing == "truncate":
+                self._check(row)
+        for committing, computed in waiting:
+            committing.append(computed)
+        try:
+            await self._client.wait_device(event, stream, at)
+        finally:
+            for committing, computed in waiting:
+                committing.remove(computed)
+        self._positions = [lease.num_tokens for lease in self.leases]
+
+    def begin(self) -> None:
+        """Keep other calls from changing the leases that can be stepped."""
+        holds = self._holds
+        for row in [
+            row for row, hold in enumerate(holds) if hold.ended or hold.changing or hold.unread
+        ]:
+            self._check(row)
+        for row in self._refused:
+            self._numbers[row] = 0
+        self._begun = list(compress(holds, self._numbers))
+        for hold in self._begun:
+            hold.changing = "step"
+
+    def _check(self, row: int) -> None:
+        """Refuse to step a lease that has ended, or that another call changes."""
+        hold = self._holds[row]
+        try:
+            hold.check_ended()
+            hold.check_read(self._computed[row] or 0)
+            hold.check_change()
+        except KVActorsError as error:
+            self._refused.setdefault(row, Stepped(error=error))
+
+    def end(self) -> None:
+        """Other calls may change the leases again."""
+        for hold in self._begun:
+            hold.changing = ""
+
+    async def send(self, first: int, at: float) -> None:
+        """Step up to BATCH leases by one message, which leaves those that need more than blocks."""
+        last = min(first + BATCH, len(self.leases))
+        leases, numbers = self.leases[first:last], self._numbers[first:last]
+        for row in self._media:
+            if first <= row < last:
+                numbers[row - first] = 0
+
+        def lost(result: StepResult) -> None:
+            for lease, committed in zip(leases, result.committed, strict=True):
+                if committed >= 0:
+                    lease._hold.give_up()
+
+        message = StepLeases(first, numbers, self._tokens, self._positions, self._computed)
+        try:
+            result = await self._client.index.ask(message, deadline=at, lost=lost)
+        except KVActorsError as error:
+            if isinstance(error, ActorFailed):
+                self._client.refine(error)
+            self.outcomes[first:last] = [Stepped(error=error)] * len(leases)
+            return
+        done = result.committed
+        for lease, count, committed in zip(leases, self._counts[first:last], done, strict=True):
+            if committed >= 0:
+                lease.num_tokens += count
+        outcomes = [WITHOUT_BLOCKS[committed] for committed in done]
+        for row, blocks in result.grown:
+            outcomes[row] = Stepped(leases[row]._append_blocks(blocks), done[row])
+        self.outcomes[first:last] = outcomes
+        if min(done) < 0:
+            self._left += [row for row, committed in enumerate(done, first) if committed < 0]
+
+    async def finish(self, at: float) -> None:
+        """Step each lease that was left by a separate commit and extend. Returns after the last
+        one."""
+        for row, outcome in self._refused.items():
+            self.outcomes[row] = outcome
+        left = [row for row in self._left if row not in self._refused]
+        if left:
+            async with asyncio.TaskGroup() as group:
+                for row in left:
+                    group.create_task(self._step_alone(row, at))
+
+    async def _step_alone(self, row: int, at: float) -> None:
+        lease, computed, count = self.leases[row], self._computed[row], self._counts[row]
+        hold, path, position = lease._hold, lease._path, lease.num_tokens
+        committed, blocks = path.num_committed, ()
+        try:
+            if computed is not None:  # first: a commit that is refused leaves the lease as it was
+                await hold.commit_in_parts(path, min(computed, position), position, at)
+            if count:
+                added = Path(path.block_size, path.root)
+                added.extend(np.frombuffer(self._tokens.row(row), np.uint32))
+                media = self._media.get(row, ())
+                extras, items = added_media(path.block_size, position, count, media)
+                granted = await hold.take(Extend(hold.id, position, added, extras), at)
+                blocks = lease._appended(added, items, granted.blocks)
+            if computed is not None and computed > position:
+                await hold.commit_in_parts(path, computed, lease.num_tokens, at)
+            self.outcomes[row] = Stepped(blocks, path.num_committed)
+        except Exception as error:
+            if lease.num_tokens > position:
+                hold.give_up()
+            self.outcomes[row] = Stepped(error=error)
+        except BaseException:
+            if lease.num_tokens > position or path.num_committed > committed:
+                hold.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """The caller gets no outcome: the leases whose step has happened end."""
+        for lease, outcome in zip(self.leases, self.outcomes, strict=True):
+            if outcome is not None and outcome.error is None:
+                lease._hold.give_up()
+
+
+def _checked(steps: Any) -> list[Step]:
+    """A copy of the list of a call."""
     if isinstance(steps, (str, bytes)) or not isinstance(steps, Sequence):
         raise TypeError(f"steps must be a list or tuple of Step, not {kind(steps)}")
-    plans = [_Plan(position, one, cache) for position, one in enumerate(steps)]
-    if len({plan.lease._hold.id for plan in plans}) < len(plans):
-        raise ValueError("steps has a lease twice")
-    return plans
+    return list(steps)
 
 
-async def _carry_out(cache: OpenCache, plans: list[_Plan], at: float) -> None:
-    """Send the messages, and note the outcomes."""
-    part = cache._client.part_tokens
-    short = [plan for plan in plans if plan.outcome is None and not plan.is_long(part)]
-    for start in range(0, len(short), BATCH):
-        await _step_batch(cache, short[start : start + BATCH], at)
-    left = [plan for plan in plans if plan.outcome is None]
-    for plan in left:
-        plan.lease._hold.changing = ""  # each begins its own change, in the same step of the loop
-    if left:
-        await asyncio.gather(*(plan.alone(at) for plan in left))
-
-
-async def _wait(
-    cache: OpenCache,
-    plans: list[_Plan],
-    event: Completion | None,
-    stream: Stream | None,
-    at: float,
-) -> None:
-    """Wait for an event or a stream. The tokens to be committed stay until then."""
-    waiting = [(plan.lease._hold, plan.computed or 0) for plan in plans]
-    for hold, computed in waiting:
-        hold.committing.append(computed)
+def _copy(steps: list[Step], block_size: int) -> StepTokens:
+    """The tokens of the steps."""
     try:
-        await cache._client.wait_device(event, stream, at)
-    finally:
-        for hold, computed in waiting:
-            hold.committing.remove(computed)
-
-
-async def _step_batch(cache: OpenCache, batch: list[_Plan], at: float) -> None:
-    """Send one message, and note its outcomes. Entries that must wait have none."""
-
-    def lost(result: StepResult) -> None:
-        for plan, outcome in zip(batch, result.outcomes, strict=True):
-            if isinstance(outcome, tuple):
-                plan.lease._hold.give_up()
-
-    message = StepLeases(tuple([plan.entry() for plan in batch]))
-    try:
-        result = await cache._client.index.ask(message, deadline=at, lost=lost)
-    except KVActorsError as error:
-        if isinstance(error, ActorFailed):
-            cache._client.refine(error)
-        for plan in batch:
-            plan.fail(error)
-        return
-    for plan, outcome in zip(batch, result.outcomes, strict=True):
-        if isinstance(outcome, tuple):
-            plan.apply(*outcome)
-        elif outcome is not None:
-            plan.fail(outcome)
+        return StepTokens([step.tokens for step in steps])
+    except (TypeError, ValueError):
+        for row, step in enumerate(steps):  # names the step that is wrong
+            extend_path(Path(block_size, bytes(32)), f"steps[{row}].tokens", step.tokens)
+        raise

@@ -15,6 +15,7 @@ void bind_events(nb::module_& m);
 void bind_copy_queue(nb::module_& m);
 void bind_objects(nb::module_& m);
 void bind_slab_queue(nb::module_& m);
+void bind_step(nb::module_& m);
 void bind_tree(nb::module_& m);
 
 // Token arrays of destroyed paths, for reuse. A long prompt's array is large enough for malloc to
@@ -94,6 +95,8 @@ void append_sequence(nb::handle tokens, Raw<u32>& out) {
     }
 }
 
+}  // namespace
+
 void append(nb::handle tokens, Raw<u32>& out) {
     if (PyObject_CheckBuffer(tokens.ptr()) != 0) {
         append_buffer(tokens, out);
@@ -103,6 +106,8 @@ void append(nb::handle tokens, Raw<u32>& out) {
         throw nb::type_error("tokens must be a list or tuple of integers, or a buffer of them");
     }
 }
+
+namespace {
 
 // A path must not change while it is read either.
 template <class Work>
@@ -140,9 +145,7 @@ void bind_path(nb::module_& m) {
             const Busy busy(p.busy);
             if (&p == &other) throw nb::value_error("a path cannot be appended to itself");
             const Busy other_busy(other.busy);
-            const std::size_t before = p.tokens.size();
-            p.tokens.resize(before + other.tokens.size());
-            std::memcpy(p.tokens.data() + before, other.tokens.data(), 4 * other.tokens.size());
+            p.append(other.tokens.data(), other.tokens.size());
         }, "other"_a)
         .def("set_root", [](PyPath& p, const nb::bytes& root) {
             const Busy busy(p.busy);
@@ -236,6 +239,7 @@ NB_MODULE(_native, m) {
     m.def("chain_hashes", &chain_hashes, "parent"_a, "tokens"_a, "block_size"_a);
     bind_path(m);
     bind_tree(m);
+    bind_step(m);
     bind_copy(m);
     bind_events(m);
     bind_copy_queue(m);

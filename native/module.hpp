@@ -53,6 +53,9 @@ private:
 std::vector<Raw<u32>>& spare_arrays();
 constexpr std::size_t kSpares = 16, kSpareTokens = std::size_t(1) << 21;
 
+// Appends a Python list, tuple or buffer of token ids to an array.
+void append(nb::handle tokens, Raw<u32>& out);
+
 struct PyPath : Path {
     PyPath(u32 block_size, const Key& root) : Path(block_size, root) {
         std::vector<Raw<u32>>& spares = spare_arrays();

@@ -55,6 +55,12 @@ void Path::name_to(u32 blocks) {
     }
 }
 
+void Path::append(const u32* more, std::size_t count) {
+    const std::size_t before = tokens.size();
+    tokens.resize(before + count);
+    if (count != 0) std::memcpy(tokens.data() + before, more, 4 * count);
+}
+
 void Path::assign(u32 start, const u32* blocks, std::size_t count) {
     if (start > table.size()) throw std::invalid_argument("gap: start lies beyond the end of the block table");
     for (std::size_t i = start; i < table.size() && i < start + count; ++i)

@@ -38,6 +38,7 @@ public:
     void restart(const Key& new_root);  // the same tokens below another root
     void make_room();
     void name_to(u32 blocks);  // afterwards names has at least `blocks` entries
+    void append(const u32* more, std::size_t count);
     void assign(u32 start, const u32* blocks, std::size_t count);
     void put(u32 position, u32 block, bool is_shared);
     void cut(std::size_t count, std::string extra);  // extra: of the block that ends within

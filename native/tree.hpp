@@ -110,6 +110,11 @@ struct Statistics {
     u64 nodes = 0, device = 0, host = 0, evictable = 0, referenced = 0, loading = 0, offloading = 0, pinned = 0;
 };
 
+// What one step of a path takes: new device blocks, and blocks to be committed at most.
+struct StepWork {
+    u32 blocks, entered;
+};
+
 class Tree {
 public:
     // retain: the statistics of the eviction policy RETAIN. Without them the policy is LRU.
@@ -140,6 +145,7 @@ public:
     // tree_commit.cpp
     Committed commit(Path& path, u32 upto);
     std::optional<u32> commit_tokens(Path& path, long long tokens, bool known);
+    std::optional<StepWork> plan_step(const Path& path, std::size_t added, long long computed) const;
     u32 settle(Path& path);
     void replace(Path& path, u32 position, u32 block);
 
@@ -273,7 +279,7 @@ private:
     u64 key_of(u32 id) const;
     u32 preferred();
     u32 victim(bool& chosen);
-    void require_blocks(const Path& path, u32 upto) const;
+    const char* commit_refusal(const Path& path, u32 upto) const;
     void adopt(Path& path, u32 position, u32 id, Committed& result);
     void freshen_ancestors(u32 id);
 

@@ -6,20 +6,21 @@
 
 namespace kvactors {
 
-void Tree::require_blocks(const Path& path, u32 upto) const {
-    if (upto > path.full_blocks()) throw std::invalid_argument("commit beyond the full blocks of the path");
+// Why the blocks before `upto` cannot be committed, nullptr if they can.
+const char* Tree::commit_refusal(const Path& path, u32 upto) const {
     for (u32 i = path.committed; i < upto; ++i) {
-        if (i >= path.table.size() || path.table[i] == kNil)
-            throw std::invalid_argument("commit of a position without a device block");
+        if (i >= path.table.size() || path.table[i] == kNil) return "commit of a position without a device block";
         // The table still has the target of a failed load, and `settle` must run first.
         if (path.shared[i] != 0 && at(path.nodes[i]).block != path.table[i])
-            throw std::invalid_argument("commit of a position whose load has failed and was not settled");
+            return "commit of a position whose load has failed and was not settled";
     }
+    return nullptr;
 }
 
 Committed Tree::commit(Path& path, u32 upto) {
     require(path);
-    require_blocks(path, upto);
+    if (upto > path.full_blocks()) throw std::invalid_argument("commit beyond the full blocks of the path");
+    if (const char* refusal = commit_refusal(path, upto)) throw std::invalid_argument(refusal);
     Committed result{path.committed, path.committed, {}};
     if (retired_ || is_forgotten(path)) return result;
     path.make_room();
@@ -61,6 +62,21 @@ std::optional<u32> Tree::commit_tokens(Path& path, long long tokens, bool known)
         commit(path, upto);
     }
     return path.committed;
+}
+
+// What a step of a path takes, nothing if only an extend or a commit of its own can tell why it
+// cannot be carried out. computed: tokens to commit, counted with the added ones, below 0 for none.
+std::optional<StepWork> Tree::plan_step(const Path& path, std::size_t added, long long computed) const {
+    const std::size_t tokens = path.tokens.size() + added, covered = path.table.size();
+    if (path.block_size != block_size_ || (!path.nodes.empty() && path.tree != serial_)) return std::nullopt;
+    if (covered * block_size_ < path.tokens.size() || computed > (long long)(tokens)) return std::nullopt;
+    StepWork work{u32((tokens + block_size_ - 1) / block_size_), 0};
+    work.blocks -= std::min(work.blocks, u32(covered));
+    const u32 upto = computed < 0 ? 0 : u32(std::size_t(computed) / block_size_);
+    if (upto <= path.committed || retired_ || is_forgotten(path)) return work;
+    if (commit_refusal(path, std::min(upto, u32(covered))) != nullptr) return std::nullopt;
+    work.entered = upto - path.committed;
+    return work;
 }
 
 // Commits one position. A resident node keeps its own block and the path's stays private. Any other

@@ -5,14 +5,15 @@ from __future__ import annotations
 from kvactors.actor import Envelope
 from kvactors.actor.log import get_logger
 from kvactors.errors import LeaseEnded, NotReady, RankLost
+from kvactors.native import Path
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.evictions import Evictions
-from kvactors.prefix_index.index import BlockIndex, is_past
+from kvactors.prefix_index.index import BlockIndex, pick_hashes
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.messages import Ack
 from kvactors.prefix_index.records import LeaseFault, LeaseState
-from kvactors.types import HASH_BYTES, Reason
+from kvactors.types import Reason
 
 log = get_logger(actor="prefix_index")
 
@@ -65,12 +66,13 @@ class Commits:
                 (f"lease of {lease.request_id!r} has ended: acquire again ({refused})",),
             )
             return lease.fault.error()
-        if stop <= start or is_past(lease.tree, path):
-            return []
+        return self.entered(path, start, stop, adopted) if stop > start else []
+
+    def entered(self, path: Path, start: int, stop: int, adopted: list[int]) -> list[Action]:
+        """Blocks [start, stop) of a path have entered the tree. adopted: see `BlockTree.commit`."""
         actions = self._announcements.cached(path, start, stop, Reason.COMMIT)
         if adopted:
-            hashes = path.hashes(0, stop)
-            on_host = b"".join(hashes[p * HASH_BYTES : (p + 1) * HASH_BYTES] for p in adopted)
+            on_host = pick_hashes(path.hashes(0, stop), adopted)
             actions += self._evictions.drop_host_copies(on_host)
         return actions
 

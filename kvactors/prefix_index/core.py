@@ -123,7 +123,7 @@ class IndexCore:
         )
         self.tables = BlockTables(index, self.leases, self.admission)
         self.forks = Forks(index, self.leases, self.tables, self.admission, self.endings, ops)
-        self.steps = Steps(index, self.leases, self.tables, self.commits, self.admission)
+        self.steps = Steps(index, self.leases, self.commits, self.admission, self.evictions)
         long = LongRequests(index, self.admission, self.grants, roots, settings)
         sleep = Sleep(
             index, self.held, self.leases, self.evictions, news, self.admission, self.pins

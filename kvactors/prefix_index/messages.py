@@ -4,13 +4,13 @@ are defined beside those requests (`cpu_evictor.messages`, `gpu_swapper.messages
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from kvactors.actor import Ask, Control, Later
 from kvactors.actor.message import Message
 from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.hints import Hints
-from kvactors.native import Path
+from kvactors.native import Path, StepTokens
 from kvactors.prefix_index.actions import Work
 from kvactors.quotas import Quota
 
@@ -229,38 +229,36 @@ class Commit(Ask[Ack], frozen=True, eq=False):
     computed_tokens: int
 
 
-class StepEntry(NamedTuple):
-    """An extend and a commit of one lease.
+class StepResult(Message, frozen=True, eq=False):
+    """The outcome of a step.
 
     Attributes:
-        position: as in `Extend`.
-        added: as in `Extend`, None for no tokens.
-        extras: as in `Extend`.
-        computed_tokens: as in `Commit`, None for no commit.
+        committed: committed blocks of each lease, -1 for a lease that is as before: a separate
+            commit and extend carry out its row, or report the error.
+        grown: (row, device blocks added to the table) of each lease that got blocks.
     """
 
-    lease: int
-    position: int
-    added: Path | None
-    extras: tuple[tuple[int, bytes], ...]
-    computed_tokens: int | None
-
-
-StepOutcome: TypeAlias = tuple[Sequence[int], int] | Exception | None
-"""The blocks added to a lease and its committed blocks, the reason why nothing was changed, or None
-if the lease must wait for device blocks: nothing was changed either."""
-
-
-class StepResult(Message, frozen=True, eq=False):
-    """An outcome per entry, in the same order."""
-
-    outcomes: tuple[StepOutcome, ...]
+    committed: list[int]
+    grown: list[tuple[int, tuple[int, ...]]]
 
 
 class StepLeases(Ask[StepResult], frozen=True, eq=False):
-    """Extend, then commit each lease. No entry waits for device blocks or for another one."""
+    """Append the tokens of a row to each lease, and commit its computed tokens, where blocks
+    are free or can be evicted at once.
 
-    entries: tuple[StepEntry, ...]
+    Attributes:
+        first: the row of the first lease. The message is about a part of the rows.
+        leases: one a row, 0 for a row to be left out.
+        tokens: of all rows.
+        positions: as in `Extend`, of all rows.
+        computed: tokens to commit, those of the row included, None for no commit. Of all rows.
+    """
+
+    first: int
+    leases: list[int]
+    tokens: StepTokens
+    positions: list[int]
+    computed: list[int | None]
 
 
 class Finish(Ask[Ack], frozen=True, eq=False):

@@ -4,90 +4,70 @@ from __future__ import annotations
 
 from kvactors.actor import Envelope
 from kvactors.prefix_index.actions import Action, Reply
-from kvactors.prefix_index.admission import Admission, Waiter
+from kvactors.prefix_index.admission import Admission
 from kvactors.prefix_index.commits import Commits
+from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.leases import LeaseTable
-from kvactors.prefix_index.messages import StepEntry, StepLeases, StepOutcome, StepResult
-from kvactors.prefix_index.records import LeaseState
-from kvactors.prefix_index.tables import BlockTables, append
+from kvactors.prefix_index.messages import StepLeases, StepResult
 
 
 class Steps:
-    """Extends and commits many leases. An entry that must wait for device blocks is left to its
-    caller, so that the others need not wait for it."""
+    """Extends and commits many leases, as far as blocks are free or can be evicted at once. A lease
+    that needs more is left to a separate commit and extend, so that a step waits for nothing.
+    Quotas are by lease: with them, blocks are evicted for such an extend alone."""
 
     def __init__(
         self,
         index: BlockIndex,
         leases: LeaseTable,
-        tables: BlockTables,
         commits: Commits,
         admission: Admission,
+        evictions: Evictions,
     ) -> None:
         self._index = index
         self._leases = leases
-        self._tables = tables
         self._commits = commits
         self._admission = admission
+        self._evictions = evictions
 
     def step(self, message: StepLeases, envelope: Envelope[StepResult]) -> list[Action]:
-        """Extend, then commit each lease of a batch. Each entry happens or leaves its lease as it
-        was."""
+        """Carry out the rows of a step that need nothing else."""
+        index, admission, find = self._index, self._admission, self._leases.get
+        leases = list(map(find, message.leases))
+        if admission.waiting or admission.forking.requests:
+            leases = [
+                None if lease is None or admission.call_of(lease.id) else lease for lease in leases
+            ]
+        paths = [
+            None if lease is None or lease.fault is not None or lease.loads else lease.path
+            for lease in leases
+        ]
+        trees = [None if lease is None else lease.tree for lease in leases]
         actions: list[Action] = []
-        outcomes = tuple([self._step(entry, envelope, actions) for entry in message.entries])
-        actions.append(Reply(envelope, StepResult(outcomes)))
-        return actions + self._admission.look_again()
 
-    def _step(
-        self, entry: StepEntry, envelope: Envelope[StepResult], actions: list[Action]
-    ) -> StepOutcome:
-        """Handle one entry, and add what is to be done for it to `actions`."""
-        lease = self._leases.get(entry.lease)
-        if lease is None:
-            return self._leases.refusal(envelope).error
-        begun, error = self._tables.begin(lease, entry.position)
-        actions += begun
-        path, computed = lease.path, entry.computed_tokens
-        if error is None and computed is not None:
-            error = self._commits.refusal(lease, min(computed, path.num_tokens))
-        if error is not None:
-            return error
-        blocks: list[int] = []
-        if entry.added is not None:
-            total = self._index.blocks_for(entry.position + entry.added.num_tokens)
-            if total > path.num_blocks:
-                waiter = StepWaiter(lease, envelope, total - path.num_blocks)
-                accepted, more = self._admission.request(waiter, wait=False, deadline=0.0)
-                actions += more
-                if not accepted:
-                    return None
-                blocks = waiter.blocks
-            append(path, entry.added, entry.extras)
-            if blocks:
-                path.assign(path.num_blocks, blocks)
-        if computed is not None:
-            entered = self._commits.enter(lease, computed)
-            if isinstance(entered, Exception):
-                return entered
-            actions += entered
-        return blocks, path.num_committed
+        def take(count: int) -> list[int]:
+            lacking = count - index.free - admission.unpromised()
+            if lacking > 0:
+                actions.extend(self._evictions.evict(lacking)[1])
+            return index.take(min(count, index.free))
 
-
-class StepWaiter(Waiter):
-    """A lease that takes blocks at once or not at all."""
-
-    __slots__ = ("blocks",)
-
-    def __init__(self, lease: LeaseState, envelope: Envelope[StepResult], needed: int) -> None:
-        super().__init__(lease.id, envelope, needed, lease.path.salt)
-        self.blocks: list[int] = []
-
-    def complete(self, blocks: list[int]) -> list[Action]:
-        """See `Waiter.complete`."""
-        self.blocks = blocks
-        return []
-
-    def give_up(self) -> list[Action]:
-        """See `Waiter.give_up`."""
-        return []
+        free = 0 if admission.waiting else index.free  # the requests that wait get them first
+        if free < len(paths) and not (admission.waiting or index.tree.sharing):
+            free += index.evictable()
+        committed, grown, commits, unused = message.tokens.step(
+            message.first,
+            paths,
+            trees,
+            message.positions,
+            message.computed,
+            free,
+            index.part,
+            take,
+        )
+        if unused:
+            index.pool.give(unused)
+        for path, start, stop, adopted in commits:
+            actions += self._commits.entered(path, start, stop, adopted)
+        actions.append(Reply(envelope, StepResult(committed, grown)))
+        return actions + admission.look_again()

@@ -308,8 +308,10 @@ class Serving:
                     job.covered += self._size
                 elif isinstance(stepped.error, NoRoom):
                     without.append(job)
-                else:
+                elif isinstance(stepped.error, KVActorsError):
                     self._drop(job, stepped.error)
+                else:
+                    raise stepped.error
             full = without
             if full:
                 await self._preempt(self._scheduler.victim())

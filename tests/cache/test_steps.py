@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+import numpy as np
 import pytest
 
 from kvactors import steps as steps_module
@@ -58,10 +59,12 @@ async def test_a_step_is_an_extend_and_a_commit_of_each_lease(batch, monkeypatch
             await lease.finish()
 
 
-async def test_one_message_steps_many_leases(monkeypatch):
+@pytest.mark.parametrize("device", [64, 40], ids=["free", "evicted"])
+async def test_one_message_steps_many_leases(device, monkeypatch):
     sent = []
-    async with opened(device=64) as cache:
+    async with opened(device=device) as cache:
         leases = await acquired(cache, 20)
+        await serve(cache, "other", prompt(2, 20))
         ask = type(cache.system.index).ask
 
         async def counted(self, message, **options):
@@ -76,27 +79,164 @@ async def test_one_message_steps_many_leases(monkeypatch):
             await lease.finish()
 
 
-async def test_an_error_concerns_its_lease_alone():
-    async with opened(device=8, host=HOST) as cache:
-        await serve(cache, "stored", stored := prompt(7, 2, tail=1))
-        await serve(cache, "other", prompt(2, 8))
-        ended, fine, full = await acquired(cache, 3)
-        await ended.finish()
-        loading = await cache.acquire("stored", stored)
-        assert loading.pending
-        outcomes = await cache.step(
-            [
-                Step(ended, [1]),
-                Step(full, [1] * (BLOCK * 7)),
-                Step(fine, [1], BLOCK),
-                Step(loading, [1], BLOCK),
-            ]
+async def ended(cache):
+    lease = await cache.acquire("ended", [1])
+    await lease.finish()
+    return Step(lease, [1]), LeaseEnded
+
+
+async def too_large(cache):
+    return Step(await cache.acquire("full", [1]), [1] * (BLOCK * 30), 0), NoRoom
+
+
+async def loading(cache):
+    lease = await cache.acquire("loading", prompt(7, 2, tail=1))
+    assert lease.pending
+    return Step(lease, [1], BLOCK), NotReady
+
+
+async def chunked(cache):
+    lease = await cache.acquire("chunked", prompt(8, 5), chunk_tokens=BLOCK)
+    return Step(lease, (), 2 * BLOCK), ValueError
+
+
+async def chunked_and_extended(cache):
+    step, error = await chunked(cache)
+    return Step(step.lease, [1], 2 * BLOCK), error
+
+
+async def busy(cache):
+    lease = await cache.acquire("busy", [1])
+    lease._hold.begin_change("fork")
+    return Step(lease, [1]), LeaseBusy
+
+
+@pytest.mark.parametrize("at", [0, 2, 5])
+@pytest.mark.parametrize("batch", [2, 256])
+@pytest.mark.parametrize("bad", [ended, too_large, loading, chunked, chunked_and_extended, busy])
+async def test_an_error_concerns_its_lease_alone(bad, batch, at, monkeypatch):
+    monkeypatch.setattr(steps_module, "BATCH", batch)
+    async with opened(device=24, host=HOST) as cache:
+        await serve(cache, "stored", prompt(7, 2, tail=1))
+        await serve(cache, "other", prompt(2, 24))
+        leases = await acquired(cache, 5)
+        step, error = await bad(cache)
+        before = step.lease.num_tokens
+        steps = [Step(one, [1], BLOCK) for one in leases]
+        steps.insert(at, step)
+        outcomes = await cache.step(steps)
+        assert isinstance(outcomes.pop(at).error, error)
+        for lease, outcome in zip(leases, outcomes, strict=True):
+            assert outcome == Stepped(lease.block_table[1:], 1)
+        step.lease._hold.changing = ""
+        assert step.lease.num_tokens == before
+        for lease in [*leases, step.lease]:
+            if not lease._hold.ended:
+                await lease.wait_ready()
+                assert agree(cache, lease)
+                await lease.truncate(lease.num_tokens)
+                await lease.finish()
+
+
+async def test_a_step_of_a_chunked_lease_takes_no_blocks(monkeypatch):
+    """However long it is: the commit of tokens without blocks is refused in the same way."""
+    monkeypatch.setattr("kvactors.prefix_index.parts.BLOCKS", 2)
+    async with opened(device=16) as cache:
+        lease = await cache.acquire("chunked", prompt(1, 9), chunk_tokens=BLOCK)
+        for computed in (2 * BLOCK, 8 * BLOCK):
+            [outcome] = await cache.step([Step(lease, (), computed)])
+            assert isinstance(outcome.error, ValueError)
+            assert "next_chunk" in str(outcome.error)
+            assert lease.covered_tokens == BLOCK
+            assert agree(cache, lease)
+        assert await cache.step([Step(lease, (), BLOCK)]) == [Stepped((), 1)]
+        await lease.finish()
+
+
+async def test_steps_of_leases_from_before_a_clear_are_not_shared():
+    async with opened(device=16) as cache:
+        old, new = await acquired(cache, 2)
+        await old.commit(BLOCK)
+        await cache.clear()
+        fresh = await cache.acquire("fresh", prompt(9, 1))
+        steps = [Step(one, [1] * BLOCK, 2 * BLOCK) for one in (old, fresh, new)]
+        assert [one.committed_blocks for one in await cache.step(steps)] == [1, 2, 0]
+        for seed, hit in ((100, 0), (9, 2 * BLOCK), (101, 0)):
+            again = await cache.acquire("again", [*prompt(seed, 1), *[1] * BLOCK, 5])
+            assert again.cached_tokens == hit
+            await again.finish()
+        for lease in (old, fresh, new):
+            assert agree(cache, lease)
+            await lease.finish()
+
+
+@pytest.mark.parametrize("kind", ["list", "numpy", "steps", "media"])
+async def test_arguments_are_copied_at_the_call(kind):
+    """The caller prepares its next step while this one waits for its event."""
+    async with opened(device=32) as cache:
+        lease, other = await acquired(cache, 2)
+        tokens = np.array([5] * BLOCK) if kind == "numpy" else [5] * BLOCK
+        media = [(0, 2, b"image")] if kind == "media" else ()
+        steps, event = (
+            [Step(lease, tokens, None, media)],
+            asyncio.get_running_loop().create_future(),
         )
-        assert [type(one.error) for one in outcomes] == [LeaseEnded, NoRoom, type(None), NotReady]
-        assert outcomes[2] == Stepped(fine.block_table[1:], 1)
-        assert (full.num_tokens, loading.num_tokens) == (BLOCK, len(stored))
-        for lease in (fine, full, loading):
-            await lease.wait_ready()
+        task = asyncio.ensure_future(cache.step(steps, event=event))
+        await asyncio.sleep(0)
+        if kind == "steps":
+            steps[0] = Step(other, [6])
+            steps.append(Step(lease, [6]))
+        elif kind == "media":
+            media[0] = (1, 3, b"another")
+        else:
+            tokens[0] = 6
+        await lease.extend([4] * BLOCK)  # positions are of the time after the event
+        event.set_result(None)
+        assert await task == [Stepped(lease.block_table[2:], 0)]
+        whole = [*prompt(100, 1), *[4] * BLOCK, *[5] * BLOCK]
+        items = ((2 * BLOCK, 2, b"image"),) if kind == "media" else ()
+        twin = await cache.acquire("twin", whole, extra_keys=items)
+        assert lease.hashes(0, 3) == twin.hashes(0, 3)
+        for one in (lease, other, twin):
+            assert agree(cache, one)
+            await one.finish()
+
+
+@pytest.mark.parametrize("call", ["extend", "reserve", "truncate", "fork", "step"])
+async def test_no_call_slips_in_during_a_step(call, queued):
+    """Leases that wait for an eviction, and one whose step has happened already."""
+    calls = {
+        "extend": lambda lease: lease.extend([7]),
+        "reserve": lambda lease: lease.reserve(1),
+        "truncate": lambda lease: lease.truncate(0),
+        "fork": lambda lease: lease.fork("fork"),
+    }
+    async with opened(device=8, host=HOST) as cache:
+        leases = await acquired(cache, 3)
+        await serve(cache, "other", prompt(2, 5))
+        tokens = [[1], [2] * (2 * BLOCK), [3] * (2 * BLOCK)]
+        media = [(), ((0, 2, b"image"),), ()]
+        steps = [Step(*one) for one in zip(leases, tokens, [None] * 3, media, strict=True)]
+        task = asyncio.ensure_future(cache.step(steps))
+        await asyncio.sleep(0)
+        refused = 0
+        while not task.done():
+            for lease in leases:
+                if task.done():
+                    break
+                if call == "step":
+                    [found] = await cache.step([Step(lease, [7])])
+                    error = found.error
+                else:
+                    with pytest.raises(LeaseBusy) as raised:
+                        await calls[call](lease)
+                    error = raised.value
+                assert isinstance(error, LeaseBusy)
+                refused += 1
+            await asyncio.sleep(0)
+        assert refused > len(leases)
+        assert [one.error for one in await task] == [None] * 3
+        for lease in leases:
             assert agree(cache, lease)
             await lease.finish()
 
@@ -213,7 +353,9 @@ async def test_a_step_cancelled_anywhere_did_not_happen_or_ended_each_lease():
             done = task.done()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            counts = [lease.num_tokens for lease in leases]
             await cache.wait_idle()
+            assert counts == [lease.num_tokens for lease in leases]
             for n, lease in enumerate(leases):
                 alive = agree(cache, lease)
                 outcomes.add(alive)

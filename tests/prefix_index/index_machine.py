@@ -25,7 +25,7 @@ from kvactors.cpu_evictor.messages import (
     Saved,
     SetTargets,
 )
-from kvactors.errors import KVActorsError, LeaseEnded, NeverFits, NoRoom, NotReady, Paused
+from kvactors.errors import KVActorsError, LeaseEnded, NeverFits, NoRoom, Paused
 from kvactors.flush_notifier.messages import (
     PLAIN,
     BlocksAdded,
@@ -35,7 +35,7 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
 )
 from kvactors.gpu_swapper.messages import CopiedWithin, CopyWithin, DataPlaneStatus
-from kvactors.native import Path
+from kvactors.native import Path, StepTokens
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
@@ -57,7 +57,6 @@ from kvactors.prefix_index.messages import (
     Reserve,
     Resume,
     SetNamespace,
-    StepEntry,
     StepLeases,
     Sweep,
     Truncate,
@@ -433,35 +432,28 @@ class IndexMachine(RuleBasedStateMachine):
     def step(self, which: int, count: int, less: int | None) -> None:
         """One message extends and commits up to two leases. None of them waits."""
         chosen = sorted({self.lease(which), self.lease(which + 1)})
-        entries, before = [], {}
-        for lease in chosen:
-            added = Path(BLOCK, bytes(32))
-            added.extend(list(range(count)))
-            tokens = self.leases[lease]
-            computed = None if less is None else max(0, tokens + count - less)
-            entries.append(StepEntry(lease, tokens, added if count else None, (), computed))
-            before[lease] = self.lease_state(lease).path.num_blocks
-        waiting, loading = dict(self.actor.core.admission.waiting), self.pending_leases()
-        message = StepLeases(tuple(entries))
+        positions = [self.leases[lease] for lease in chosen]
+        computed = [None if less is None else max(0, at + count - less) for at in positions]
+        before = [self.lease_state(lease).path.num_blocks for lease in chosen]
+        tokens = StepTokens([list(range(count))] * len(chosen))
+        can_wait = bool(self.actor.core.admission.waiting)
+        message = StepLeases(0, chosen, tokens, positions, computed)
         [answered] = [one for one in self.turn(message).answered if one.message is message]
         assert answered.error is None
-        for entry, outcome in zip(entries, answered.value.outcomes, strict=True):
-            path = self.lease_state(entry.lease).path
-            if isinstance(outcome, tuple):
-                blocks, committed = outcome
-                assert entry.lease not in waiting
-                self.leases[entry.lease] += count
-                assert path.blocks()[before[entry.lease] :] == list(blocks)
-                assert committed == path.num_committed
+        grown = dict(answered.value.grown)
+        for row, lease in enumerate(chosen):
+            state, done = self.lease_state(lease), answered.value.committed[row]
+            assert state.path.blocks()[before[row] :] == list(grown.get(row, ()))
+            if done < 0:
+                assert state.path.num_tokens == positions[row]
+                assert row not in grown
                 continue
-            assert path.num_tokens == entry.position
-            assert path.num_blocks == before[entry.lease]
-            assert outcome is not None or count, "a step without tokens needs no blocks"
-            assert not isinstance(outcome, NotReady) or entry.lease in loading
-
-    def pending_leases(self) -> set[int]:
-        """Leases with loads in flight."""
-        return {lease.id for lease in self.actor.core.leases if lease.loads}
+            self.leases[lease] += count
+            assert done == state.path.num_committed
+            assert not (grown.get(row) and can_wait), "blocks of a request that waits"
+            assert not state.loads
+            assert state.fault is None
+            assert not self.changes(lease)
 
     def changes(self, lease: int) -> bool:
         """Whether an extend, a reserve or a fork of a lease waits for blocks."""

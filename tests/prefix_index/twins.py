@@ -28,7 +28,7 @@ from kvactors.cpu_evictor.messages import (
 from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.gpu_swapper.messages import CopiedWithin, CopyWithin, DataPlaneStatus
 from kvactors.hints import Hints
-from kvactors.native import BlockTree, Path
+from kvactors.native import BlockTree, Path, StepTokens
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
@@ -50,7 +50,6 @@ from kvactors.prefix_index.messages import (
     Resume,
     SetNamespace,
     SetQuota,
-    StepEntry,
     StepLeases,
     Stored,
     Sweep,
@@ -351,9 +350,11 @@ class Twins:
             elif isinstance(message, Fork) and error is None:
                 self.leases.update(dict.fromkeys(message.leases, message.position))
             elif isinstance(message, StepLeases) and error is None:
-                for entry, outcome in zip(message.entries, value.outcomes, strict=True):
-                    if isinstance(outcome, tuple) and entry.added and entry.lease in self.leases:
-                        self.leases[entry.lease] += entry.added.num_tokens
+                for row, (lease, done) in enumerate(
+                    zip(message.leases, value.committed, strict=True)
+                ):
+                    if done >= 0 and lease in self.leases:
+                        self.leases[lease] += message.tokens.counts[row]
 
     # -- moves
 
@@ -458,7 +459,8 @@ class Twins:
         if kind == 0:
             self.both(lambda _: Reserve(lease, at, at + count))
         elif kind == 1:
-            self.both(lambda _: StepLeases((StepEntry(lease, at, self.added(count), (), at),)))
+            tokens = StepTokens([list(range(count))])
+            self.both(lambda _: StepLeases(0, [lease], tokens, [at], [at]))
         else:
             self.both(lambda _: Extend(lease, at, self.added(count)))
 
