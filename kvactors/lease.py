@@ -243,7 +243,9 @@ class Lease:
         added = Path(self._path.block_size, self._path.root)
         extend_path(added, "tokens", tokens)
         extras, media = added_media(added.block_size, self.num_tokens, added.num_tokens, extra_keys)
-        return await self._extend(added, extras, media, at)
+        message = Extend(self._hold.id, self.num_tokens, added, extras)
+        granted = await self._hold.grow("extend", message, at)
+        return self._appended(added, media, granted.blocks)
 
     @property
     def covered_tokens(self) -> int:
@@ -464,17 +466,6 @@ class Lease:
         )
         lease._hits = (ready.device_hits, ready.host_hits, ready.storage_hits)
         return lease
-
-    async def _extend(
-        self,
-        added: Path,
-        extras: tuple[tuple[int, bytes], ...],
-        media: tuple[tuple[int, int], ...],
-        at: float,
-    ) -> tuple[int, ...]:
-        message = Extend(self._hold.id, self.num_tokens, added, extras)
-        granted: AcquireResult = await self._hold.grow("extend", message, at)
-        return self._appended(added, media, granted.blocks)
 
     def _appended(
         self, added: Path, media: tuple[tuple[int, int], ...], blocks: Sequence[int]

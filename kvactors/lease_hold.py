@@ -122,7 +122,10 @@ class LeaseHold(msgspec.Struct, eq=False):
         """Send a message that adds blocks to the end of the table, while no other call does."""
         self.begin_change(call)
         try:
-            return await self.take(message, at)
+            direct, granted = self.client.index.direct, None
+            if direct is not None:
+                granted = direct.answer(message)
+            return await self.take(message, at) if granted is None else granted
         finally:
             self.changing = ""
 

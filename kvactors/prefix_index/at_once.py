@@ -13,10 +13,19 @@ from kvactors.prefix_index.grants import Grants
 from kvactors.prefix_index.held import HeldRequests
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.leases import LeaseTable
-from kvactors.prefix_index.messages import Ack, Acquire, AcquireResult, Commit, Finish
+from kvactors.prefix_index.messages import (
+    Ack,
+    Acquire,
+    AcquireResult,
+    Commit,
+    Extend,
+    Finish,
+    Reserve,
+)
 from kvactors.prefix_index.records import LeaseState
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
+from kvactors.prefix_index.tables import BlockTables
 
 
 class AtOnce:
@@ -40,6 +49,7 @@ class AtOnce:
         admission: Admission,
         roots: Roots,
         settings: IndexSettings,
+        tables: BlockTables,
     ) -> None:
         self.calm = False
         self._index = index
@@ -56,6 +66,8 @@ class AtOnce:
             Acquire: self.acquire,
             Commit: self.commit,
             Finish: self.finish,
+            Extend: tables.grow_at_once,
+            Reserve: tables.grow_at_once,
         }
 
     def acquire(self, message: Acquire) -> AcquireResult | None:

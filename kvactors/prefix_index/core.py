@@ -142,7 +142,14 @@ class IndexCore:
         )
 
         self.at_once = AtOnce(
-            index, self.held, self.leases, self.grants, self.admission, roots, settings
+            index,
+            self.held,
+            self.leases,
+            self.grants,
+            self.admission,
+            roots,
+            settings,
+            self.tables,
         )
 
     def commit(self, message: Commit, envelope: Envelope[Ack]) -> list[Action]:

@@ -33,24 +33,38 @@ class BlockTables:
     def grow(self, message: Extend | Reserve, envelope: Envelope[AcquireResult]) -> list[Action]:
         """Append tokens to a lease, and blocks when a boundary is crossed, or give it blocks for
         tokens that it does not have yet."""
+        granted = self.grow_at_once(message)
+        if granted is not None:
+            return [Reply(envelope, granted)]
         lease = self._leases.get(message.lease)
         if lease is None:
             return [self._leases.refusal(envelope)]
         actions, error = self.begin(lease, message.position)
         if error is not None:
             return [*actions, Refusal(envelope, error)]
-        upto = (
-            message.position + message.added.num_tokens
-            if isinstance(message, Extend)
-            else message.num_tokens
-        )
-        total = self._index.blocks_for(upto)
+        total = self._index.blocks_for(tokens_after(message))
         needed = max(0, total - lease.path.num_blocks)
         error = self._admission.unreachable(lease.path, total, lease.deadline) if needed else None
         if error is not None:
             return [*actions, self._admission.count_refusal(envelope, error)]
         waiter = GrowthWaiter(lease, envelope, needed, message)
         return actions + self.take(waiter, lease.deadline)
+
+    def grow_at_once(self, message: Extend | Reserve) -> AcquireResult | None:
+        """`grow` of a lease that needs free blocks alone. None, and nothing has changed, for
+        another."""
+        lease, index, admission = self._leases.get(message.lease), self._index, self._admission
+        if lease is None or lease.fault is not None or admission.call_of(lease.id) is not None:
+            return None
+        path = lease.path
+        if message.position != path.num_tokens:
+            return None
+        needed = -(-tokens_after(message) // index.block_size) - path.num_blocks
+        if needed <= 0:
+            return grown(path, message, [])
+        if admission.waiting or needed > index.free:
+            return None
+        return grown(path, message, index.take(needed))
 
     def truncate(self, message: Truncate, envelope: Envelope[Ack]) -> list[Action]:
         """Drop the tokens of a lease beyond a number, and the blocks that the rest does not
@@ -163,11 +177,7 @@ class GrowthWaiter(Waiter):
 
     def complete(self, blocks: list[int]) -> list[Action]:
         """See `Waiter.complete`."""
-        if isinstance(self._message, Extend):
-            append(self._path, self._message.added, self._message.extras)
-        if blocks:
-            self._path.assign(self._path.num_blocks, blocks)
-        return [Reply(self.envelope, AcquireResult(tuple(blocks), 0, False, 0))]
+        return [Reply(self.envelope, grown(self._path, self._message, blocks))]
 
     def give_up(self) -> list[Action]:
         """See `Waiter.give_up`."""
@@ -183,8 +193,19 @@ def copy_of(path: Path, blocks: int) -> Path:
     return copy
 
 
-def append(path: Path, added: Path, extras: tuple[tuple[int, bytes], ...]) -> None:
-    """Append tokens to the path of a lease. extras: see `Extend`."""
-    path.append(added)
-    for block, extra in extras:
-        path.set_extra(block, path.extra_key(block) + extra)
+def tokens_after(message: Extend | Reserve) -> int:
+    """Leading tokens that the block table covers after a message."""
+    if isinstance(message, Extend):
+        return message.position + message.added.num_tokens
+    return message.num_tokens
+
+
+def grown(path: Path, message: Extend | Reserve, blocks: list[int]) -> AcquireResult:
+    """Enter the tokens and the new blocks of a message. Returns its answer."""
+    if isinstance(message, Extend):
+        path.append(message.added)
+        for block, extra in message.extras:
+            path.set_extra(block, path.extra_key(block) + extra)
+    if blocks:
+        path.assign(path.num_blocks, blocks)
+    return AcquireResult(tuple(blocks), 0, False, 0)

@@ -54,10 +54,10 @@ BUGS: tuple[Mutation, ...] = (
         "buffer_read_after_the_call",
         "prefix_index/tables.py",
         """\
-    path.append(added)
+        path.append(message.added)
 """,
         """\
-    path.extend([7] * added.num_tokens)
+        path.extend([7] * message.added.num_tokens)
 """,
         "the index has other tokens than were given to extend",
         (ARGUMENTS + "test_a_buffer_is_copied_before_the_call_returns_to_the_loop",),
