@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
-from kvactors.steps import Step
 from kvactors.terminable import run_terminable
 from tests.benchmarks.report import Row, bench_report, rate_row, time_row
 
@@ -29,8 +28,6 @@ PROMPT = 8192 + 8
 token."""
 CLIENTS = 8
 ROUNDS = 7
-LEASES = 64
-"""Of a decode step."""
 ALONE_PER_S, TOGETHER_PER_S = 40_000.0, 60_000.0
 ASK_US = 20.0
 ASKS = 3
@@ -123,7 +120,6 @@ async def measure(requests: int) -> tuple[list[Row], int]:
         together = rows[2].ours
         acquire, ask = await latencies(cache, prompts[0], requests)
         bare = await bare_loop(requests)
-        steps = await decode_steps(cache, max(requests // 200, 10))
         missed = (
             cache.statistics().blocks_looked_up
             - cache.statistics().device_hits
@@ -136,13 +132,6 @@ async def measure(requests: int) -> tuple[list[Row], int]:
         time_row("acquire, p99", acquire[1], ASK_US, "us", bar),
         time_row("commit of nothing new (a bare ask), p50", ask[0], ASK_US, "us", bar),
         time_row("commit of nothing new (a bare ask), p99", ask[1], ASK_US, "us", bar),
-        rate_row(
-            f"decode steps of {LEASES} leases in one message, leases",
-            steps[0],
-            steps[1],
-            "leases/s",
-            "extend and commit one by one",
-        ),
         rate_row(
             f"{CLIENTS} clients, against the bare loop",
             together,
@@ -176,27 +165,6 @@ async def throughput(cache: KVCache, prompts: list[NDArray[np.int64]], requests:
         for prompt in prompts:
             tasks.create_task(client(prompt))
     return requests // len(prompts) * len(prompts) / (time.perf_counter() - began)
-
-
-async def decode_steps(cache: KVCache, steps: int) -> tuple[float, float]:
-    """Leases a second that are extended by a token and committed: by `KVCache.step`, and one by
-    one."""
-    rates = []
-    for batched in (True, False):
-        leases = [await cache.acquire(f"{number}", [number]) for number in range(LEASES)]
-        began = time.perf_counter()
-        for token in range(steps):
-            if batched:
-                await cache.step([Step(lease, [token], lease.num_tokens) for lease in leases])
-            else:
-                for lease in leases:
-                    computed = lease.num_tokens
-                    await lease.extend([token])
-                    await lease.commit(computed)
-        rates.append(steps * LEASES / (time.perf_counter() - began))
-        for lease in leases:
-            await lease.finish()
-    return rates[0], rates[1]
 
 
 async def latencies(

@@ -53,6 +53,7 @@ RUNS = (
         memory_gib=15.0,
     ),
     Run("acquire", "acquire"),
+    Run("decode", "decode", ("--vllm-python", "--sglang-python"), (*VLLM, *SGLANG)),
     Run("copy", "copy"),
     Run("lag", "lag"),
     Run("tiers", "tiers"),
