@@ -30,6 +30,7 @@ def test_every_package_is_pinned() -> None:
         "vllm_pool",
         "sglang_cpu",
         "lmcache",
+        "lmcache_next",
     }
 
 

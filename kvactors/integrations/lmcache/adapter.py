@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed import api
 from lmcache.v1.distributed.api import KeyEntry, KeyListPage, ObjectKey
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
@@ -251,6 +252,10 @@ class KVActorsL2(L2AdapterInterface):
         )
         end = start + page_size
         return KeyListPage(page, str(end) if end < len(entries) else None)
+
+    def get_memory_tags(self) -> Any:
+        """The medium of the objects, which LMCache asks for from 0.5.7 on."""
+        return api.MemoryTags(api.MemorySegment.STORAGE, api.MemoryResidency.LOCAL)
 
     def report_status(self) -> dict[str, Any]:
         """Health and sizes."""

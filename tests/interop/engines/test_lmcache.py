@@ -19,7 +19,8 @@ from tests.interop.processes import Child
 pytestmark = pytest.mark.engines
 
 CHILD = Path(__file__).with_name("lmcache_child.py")
-ENVIRONMENT = "lmcache"
+BOTH = pytest.mark.parametrize("python", ["lmcache", "lmcache_next"], indirect=True)
+"""Under the release of LMCache, and the pre-release of the next one."""
 VARIABLES = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
 LIMIT = 1200.0
 """Seconds of a call. Only a hang takes as long."""
@@ -50,8 +51,7 @@ def adapter(directory: Path, **more: Any) -> dict[str, Any]:
 class Manager:
     """A process with a storage manager."""
 
-    def __init__(self, environments: Environments, log: Path, l2: dict[str, Any]) -> None:
-        python = environments.program(ENVIRONMENT)
+    def __init__(self, python: str, log: Path, l2: dict[str, Any]) -> None:
         self._child = Child("LMCache", [python, "-P", str(CHILD)], log, lines=True, env=VARIABLES)
         self.opened = self.ask("open", l2=l2)
 
@@ -90,7 +90,14 @@ Start = Callable[..., Manager]
 
 
 @pytest.fixture
-def start(environments: Environments, tmp_path: Path) -> Iterator[Start | None]:
+def python(request: pytest.FixtureRequest, environments: Environments) -> str:
+    """The Python of an environment, that of the release unless a test names one."""
+    name = getattr(request, "param", "lmcache")
+    return environments.program(name) if INSIDE_NETWORK else ""
+
+
+@pytest.fixture
+def start(python: str, tmp_path: Path) -> Iterator[Start | None]:
     """Starts storage managers over a store in `tmp_path`. The arguments are those of `adapter`."""
     if not INSIDE_NETWORK:
         yield None
@@ -100,7 +107,7 @@ def start(environments: Environments, tmp_path: Path) -> Iterator[Start | None]:
 
     def start_one(directory: Path = tmp_path / "store", **more: Any) -> Manager:
         log = tmp_path / f"lmcache-{len(made)}.log"
-        made.append(Manager(environments, log, adapter(directory, **more)))
+        made.append(Manager(python, log, adapter(directory, **more)))
         return made[-1]
 
     try:
@@ -117,6 +124,7 @@ def slabs(directory: Path) -> list[Path]:
     return found
 
 
+@BOTH
 def test_every_chunk_comes_back_at_once_after_a_restart_and_after_kill_9(start: Start) -> None:
     manager = start()
     assert manager.opened["stored"] == 0
@@ -138,6 +146,7 @@ def test_every_chunk_comes_back_at_once_after_a_restart_and_after_kill_9(start: 
     after_kill.close()
 
 
+@BOTH
 def test_damaged_stores_serve_no_wrong_byte(start: Start, tmp_path: Path) -> None:
     damages = ("flip", "cut", "delete", "keys")
     manager = start(tmp_path / damages[0])
@@ -203,6 +212,7 @@ def test_a_store_that_is_too_small_alone_and_under_concurrent_requests(
     manager.close()
 
 
+@BOTH
 def test_identity_listing_and_serializers(start: Start, tmp_path: Path) -> None:
     manager = start()
     manager.ask("store", numbers=ALL[:8], salt="one")
@@ -268,12 +278,12 @@ def test_bad_settings_and_a_folder_in_use_are_named_at_the_start(
     first.close()
 
 
-def test_the_checks_of_lmcache(environments: Environments, tmp_path: Path) -> None:
+def test_the_checks_of_lmcache(python: str, tmp_path: Path) -> None:
     raise_loopback()
     line = ["-m", "lmcache.v1.basic_check", "--mode", "test_l2_adapter", "--num-keys", "50"]
     line += ["--l2-adapter", json.dumps(adapter(tmp_path / "store")), "--obj-size", "40000"]
     done = subprocess.run(
-        [environments.program(ENVIRONMENT), *line],
+        [python, *line],
         env=os.environ | VARIABLES | {"PYTHONHASHSEED": "0"},
         capture_output=True,
         text=True,
