@@ -84,7 +84,11 @@ def test_the_keys_that_sglang_reads_are_accepted() -> None:
 
 
 def config_of(
-    config: Config | None = None, extra: Any = None, facts: Any = None, replica: int = 0
+    config: Config | None = None,
+    extra: Any = None,
+    facts: Any = None,
+    replica: int = 0,
+    weights: str = "w",
 ) -> Any:
     return tier_config(
         read_settings({"storage": FILE} | (extra or {})),
@@ -93,6 +97,7 @@ def config_of(
         page_bytes=PAGE,
         pages=None,
         replica=replica,
+        weights=weights,
     )
 
 
@@ -114,6 +119,7 @@ def test_every_fact_of_a_page_is_part_of_its_identity() -> None:
         config_of(Config(should_split_heads=True)),
         config_of(Config(model_name="other")),
         config_of(extra={"model": "named"}),
+        config_of(weights="other"),
         config_of(extra={"interface_v1": 1}),
         config_of(extra={"storage": FILE | {"namespace": "n"}}),
         *(config_of(facts={name: "other"}) for name in FACTS),

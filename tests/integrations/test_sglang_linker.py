@@ -61,7 +61,8 @@ def test_the_host_memory_must_hold_a_page() -> None:
         settings = read_linker_settings({"host_bytes": host_bytes, "storage": FILE, **more})
         facts = {"name": "kv", "kind": "MHATokenToKVPool"}
         described = Config(model_name=model)
-        return linker_tier_config(settings, described, facts, page_bytes=PAGE, replica=replica)
+        sizes = {"page_bytes": PAGE, "replica": replica}
+        return linker_tier_config(settings, described, facts, weights="w", **sizes)
 
     assert config(5 * PAGE + 3).num_slots == 5
     assert config(PAGE, numa_node=3).numa_node == 3

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
 from kvactors.identity import field
+from kvactors.integrations.model_files import model_digest
+from kvactors.threads import Workers
 
 OBJECT_DOMAIN = b"kvactors.lmcache.v1"
 HASH, MODEL, RANK, GROUP, SALT, LAYOUT, SIZE = range(1, 8)
 DIGEST_BYTES = 32
+MODEL_TIMEOUT_S = 10.0
+"""Seconds that the files of a model may take to be read, once in a process."""
 
 
 class Key(Protocol):
@@ -71,7 +76,7 @@ def stored_object(key: Key, shape: ObjectShape, page_bytes: int) -> StoredObject
     """The object of a key."""
     parts = (
         (HASH, key.chunk_hash),
-        (MODEL, key.model_name.encode("utf-8", "surrogatepass")),
+        (MODEL, _stored_model(key.model_name).encode("utf-8", "surrogatepass")),
         (RANK, str(key.kv_rank).encode()),
         (GROUP, str(key.object_group_id).encode()),
         (SALT, key.cache_salt.encode("utf-8", "surrogatepass")),
@@ -80,6 +85,19 @@ def stored_object(key: Key, shape: ObjectShape, page_bytes: int) -> StoredObject
     )
     text = OBJECT_DOMAIN + b"".join(field(tag, value) for tag, value in parts)
     return StoredObject(shape, sha256(text).digest(), -(-shape.size // page_bytes))
+
+
+@lru_cache(maxsize=256)
+def _stored_model(name: str) -> str:
+    """The name of a model with the digest of its files, which LMCache names by their path."""
+    disk = Workers(1, "kvactors-lmcache-model")
+    try:
+        digest = disk.submit(partial(model_digest, name, {})).result(MODEL_TIMEOUT_S)
+    except TimeoutError:
+        digest = secrets.token_hex()  # weights that are not known: no later process finds them
+    finally:
+        disk.close()
+    return f"{name}@{digest}"
 
 
 def layout_of(shapes: Iterable[Sequence[int]], dtypes: Iterable[Any]) -> str:

@@ -19,7 +19,7 @@ from kvactors.errors import ConfigError
 from kvactors.integrations.sglang.host_pages import HostPages, Region
 from kvactors.integrations.sglang.page_store import PageCounters, PageStore
 from kvactors.integrations.sglang.prefixes import Need, PoolNeed, find_prefixes, leading
-from kvactors.integrations.sglang.replicas import replica_of
+from kvactors.integrations.sglang.runtime import digest_of_models, replica_of
 from kvactors.integrations.sglang.settings import (
     KV,
     check_shared,
@@ -62,6 +62,7 @@ class KVActorsHiCache(HiCacheStorage):
         self.settings = read_settings(storage_config.extra_config)
         check_shared(self.settings.storage, storage_config)
         self._config = storage_config
+        self._weights = digest_of_models()
         self._registered: dict[str, HostPages] = {}
         self._pools: dict[str, Pool] = {}
         self._capacity: int | None = None
@@ -130,6 +131,7 @@ class KVActorsHiCache(HiCacheStorage):
             page_bytes=pages.page_bytes,
             pages=self._capacity,
             replica=replica_of(self._config.dp_rank),
+            weights=self._weights,
         )
         tier = open_storage(config)
         self._pools[name] = Pool(pages, PageStore(tier, pages.page_bytes, config.storage.timeout_s))

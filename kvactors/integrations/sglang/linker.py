@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_model
 from kvactors.errors import ConfigError
 from kvactors.integrations.sglang.device_pages import DevicePages
 from kvactors.integrations.sglang.page_moves import PageMoves
-from kvactors.integrations.sglang.replicas import replica_of
+from kvactors.integrations.sglang.runtime import digest_of_models, replica_of
 from kvactors.integrations.sglang.settings import (
     LINKER_WHERE,
     linker_tier_config,
@@ -99,6 +99,7 @@ class KVActorsLinker(UnifiedCacheLinker):
                 self._pages.facts,
                 page_bytes=self._pages.page_bytes,
                 replica=replica_of(0),
+                weights=digest_of_models(),
             )
         )
         try:

@@ -213,6 +213,7 @@ def tier_config(
     page_bytes: int,
     pages: int | None,
     replica: int,
+    weights: str,
 ) -> TierConfig:
     """Settings of the store of one pool.
 
@@ -223,6 +224,7 @@ def tier_config(
         page_bytes: bytes of a page.
         pages: that the store may hold. None: as configured.
         replica: number of the data parallel replica. Each has its own folder.
+        weights: digest of the model's files.
 
     Raises:
         ConfigError: the model has no name.
@@ -241,7 +243,7 @@ def tier_config(
     if storage.directory:
         storage = msgspec.structs.replace(storage, directory="/".join(parts))
     return TierConfig(
-        model=model,
+        model=f"{model}@{weights}",
         block_bytes=page_bytes,
         num_slots=1,
         identity=identity(config, pool, direct=bool(settings.interface_v1), replicated=replicated),
@@ -256,6 +258,7 @@ def linker_tier_config(
     *,
     page_bytes: int,
     replica: int,
+    weights: str,
 ) -> TierConfig:
     """Settings of the host tier and the storage below SGLang's device pool.
 
@@ -265,6 +268,7 @@ def linker_tier_config(
         pool: description of the device pool (`DevicePages.facts`).
         page_bytes: bytes of a page.
         replica: number of the data parallel replica. Each has its own folder.
+        weights: digest of the model's files.
 
     Raises:
         ConfigError: the model has no name, or the host memory holds no page.
@@ -286,7 +290,7 @@ def linker_tier_config(
             storage, directory=f"{storage.directory}/replica-{replica}"
         )
     return TierConfig(
-        model=model,
+        model=f"{model}@{weights}",
         block_bytes=page_bytes,
         num_slots=num_slots,
         identity=identity(config, pool, direct=True, replicated=False),

@@ -34,6 +34,10 @@ from sglang.test.kits.unified_radix_cache.storage import (  # noqa: E402
     UnifiedRadixCacheStorageFixtures,
 )
 
+from kvactors.integrations.sglang import hicache  # noqa: E402
+
+hicache.digest_of_models = lambda: "tiny"
+"""The kit publishes no model."""
 pool_host.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 """SGLang leaves 10 GiB to others, and these pools have a few MB each."""
 PAGES = 4

@@ -1,0 +1,106 @@
+"""Identity of a model by the content of its files.
+
+Engines name a model by its path or by a name of a hub, which stay the same when the weights change.
+The digest is part of the model's name in a store. It must be the same for copies of a model on
+several machines, so it has no paths and no times: names and sizes of the files, the whole of small
+ones, and samples of the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from kvactors.actor.log import described, get_logger
+
+CONFIGURATION = ("config.json", "params.json", "*quant*.json", "*.py")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""Samples of a file of weights, the first and the last bytes among them. The ends alone are not
+enough: weights that were merged with an adapter differ in some layers only."""
+DIGEST_CHARACTERS = 16
+
+log = get_logger(component="integrations")
+
+
+def model_digest(
+    model: str,
+    settings: Mapping[str, Any],
+    *,
+    revision: str | None = None,
+    cache: str | None = None,
+) -> str:
+    """Identifies the files of a model, and the settings that change its keys and values.
+
+    Args:
+        model: a folder, a file, or a name of the Hugging Face hub.
+        settings: of the engine, such as overrides of the configuration. Values that are not JSON
+            count by their qualified names.
+        revision: of a model of the hub.
+        cache: folder of downloads from the hub, None for the hub's own.
+    """
+    digest = sha256(json.dumps(dict(settings), sort_keys=True, default=_name_of).encode())
+    error = "not found"
+    try:
+        contents = [_content(file) for file in _files(model, revision, cache)]
+    except OSError as caught:
+        contents, error = [], described(caught)
+    if not contents:
+        contents = [str(revision).encode()]
+        log.warning(
+            "files of a model cannot be read: other weights under its name need another namespace",
+            model=model,
+            revision=revision,
+            error=error,
+        )
+    for content in contents:
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()[:DIGEST_CHARACTERS]
+
+
+def _files(model: str, revision: str | None, cache: str | None) -> list[Path]:
+    """The files that decide a model's keys and values, by name. Empty if there are none here."""
+    path = Path(model)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        found = _snapshot(model, revision, cache)
+        if found is None:
+            return []
+        path = found
+    patterns = (*CONFIGURATION, *WEIGHTS)
+    return sorted({file for each in patterns for file in path.glob(each) if file.is_file()})
+
+
+def _snapshot(model: str, revision: str | None, cache: str | None) -> Path | None:
+    """The folder of a model of the hub, as it was downloaded. None if there is none."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    try:
+        found = try_to_load_from_cache(model, "config.json", cache_dir=cache, revision=revision)
+    except ValueError:  # no name of a model of the hub
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _content(file: Path) -> bytes:
+    """Name, size, and the content of a small file or samples of a large one at equal distances."""
+    size = file.stat().st_size
+    parts = [f"{file.name}\0{size}\0".encode()]
+    with file.open("rb") as opened:
+        if size <= SAMPLES * SAMPLE_BYTES:
+            parts.append(opened.read())
+        else:
+            for number in range(SAMPLES):
+                opened.seek(number * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+                parts.append(opened.read(SAMPLE_BYTES))
+    return b"".join(parts)
+
+
+def _name_of(value: Any) -> str:
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
