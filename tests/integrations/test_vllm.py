@@ -14,15 +14,17 @@ import pytest
 from kvactors import ConfigError
 from kvactors.device.numa import bound_node
 from kvactors.integrations.vllm.settings import (
+    check_engine,
     check_groups,
     chosen_worker,
     identity,
     read_settings,
     read_tier_settings,
     storage_of_replica,
+    stored_model,
 )
 from kvactors.tier_cache import TierStorage
-from tests.integrations.vllm_stand_in import Platform, Region, stand_in
+from tests.integrations.vllm_stand_in import Platform, Region, engine_config, stand_in
 
 ROW = mmap.PAGESIZE
 
@@ -34,10 +36,10 @@ ROW = mmap.PAGESIZE
     ("extra", "error"),
     [
         ({}, "cpu_bytes_to_use is missing"),
-        ({"cpu_bytes_to_use": "8GB"}, "cpu_bytes_to_use must be a whole number"),
+        ({"cpu_bytes_to_use": "8 pages"}, "cpu_bytes_to_use"),
         ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use must be at least 1, not 0"),
         ({"cpu_bytes_to_use": 1, "cpu_bytes": 1}, "unknown key 'cpu_bytes'"),
-        ({"cpu_bytes_to_use": 1, "eviction_policy": "arc"}, "unknown eviction_policy 'arc'"),
+        ({"cpu_bytes_to_use": 1, "eviction_policy": "retain"}, "'retain', known are lru$"),
         ({"cpu_bytes_to_use": 1, "storage": {"dir": "/x"}}, "unknown key 'storage.dir'"),
         ({"cpu_bytes_to_use": 1, "storage": {"ranks": 2}}, "vLLM's data parallel replicas"),
         ({"cpu_bytes_to_use": 1, "copy_worker": "ours"}, "copy_worker"),
@@ -50,6 +52,11 @@ def test_a_bad_setting_is_named(extra: dict[str, Any], error: str) -> None:
         read_settings(extra)
     assert isinstance(found.value, ValueError)
     assert "kv_connector_extra_config" in str(found.value)
+
+
+def test_a_size_has_a_unit_or_none() -> None:
+    assert read_settings({"cpu_bytes_to_use": "8GB"}).cpu_bytes_to_use == 8 << 30
+    assert read_settings({"cpu_bytes_to_use": 8 << 30}).cpu_bytes_to_use == 8 << 30
 
 
 @pytest.mark.parametrize(
@@ -148,7 +155,8 @@ class Config(SimpleNamespace):
 def test_a_hybrid_model_is_refused_by_its_groups() -> None:
     check_groups(Config())
     two = [Config.group("full.0"), Config.group("mamba.0", number=1, tokens=64)]
-    with pytest.raises(ConfigError, match=r"tiny is a hybrid model with 2 .*full.0.*mamba.0"):
+    text = r"tiny is a hybrid model with 2 .*full.0.*mamba.0.*KVActorsTier"
+    with pytest.raises(ConfigError, match=text):
         check_groups(Config(groups=two))
     with pytest.raises(ConfigError, match="canonical_layout"):
         check_groups(Config(canonical_layout=True))
@@ -183,6 +191,52 @@ def test_each_replica_has_its_part_of_the_folder() -> None:
     storage = TierStorage(backend="file", directory="x")
     found = storage_of_replica(storage, Config(data_parallel_index=1, data_parallel_size=3))
     assert (found.rank, found.ranks, found.directory) == (1, 3, "x")
+
+
+# -- the engine
+
+
+def test_an_engine_that_cannot_compute_behind_cached_blocks_is_refused() -> None:
+    """Without AMX, vLLM switches prefix caching off for latent attention on a CPU."""
+    latent = engine_config(use_mla=True, caching=False)
+    with pytest.raises(ConfigError, match=r"tiny has multi-head latent .* without AMX"):
+        check_engine(latent, Platform("cpu"))
+    check_engine(latent, Platform("cuda"))
+    check_engine(engine_config(use_mla=True), Platform("cpu"))
+    check_engine(engine_config(caching=False), Platform("cpu"))
+
+
+def test_a_store_under_hashes_of_a_drawn_seed_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    stored = engine_config(extra={"storage": {}}, hashed_by="xxhash_cbor")
+    check_engine(stored, Platform("cpu"))
+    assert "nothing that is stored will be found after a restart" in caplog.text
+    caplog.clear()
+    check_engine(engine_config(hashed_by="xxhash_cbor"), Platform("cpu"))
+    check_engine(engine_config(extra={"storage": {}}), Platform("cpu"))
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    check_engine(stored, Platform("cpu"))
+    assert not caplog.text
+
+
+def test_models_that_compute_other_blocks_have_other_names_in_a_store() -> None:
+    draft = engine_config("draft")
+    others = [
+        engine_config(hf_overrides={"rope_theta": 5.0}),
+        engine_config(hf_overrides=engine_config),
+        engine_config(quantization="fp8"),
+        engine_config(dtype="bfloat16"),
+        engine_config(revision="other"),
+        engine_config(draft=draft),
+        engine_config(draft=engine_config("draft", revision="other")),
+    ]
+    names = [stored_model("tiny", one) for one in [engine_config(), *others]]
+    assert len(set(names)) == len(names)
+    assert stored_model("tiny", engine_config(draft=engine_config())) == names[0]
+    with pytest.raises(ConfigError, match="kv_connector must be KVActorsConnector"):
+        stored_model("tiny", None)
 
 
 # -- the files of the host tier

@@ -19,11 +19,13 @@ BASE = "vllm.v1.kv_offload.base"
 REGION = "vllm.v1.kv_offload.cpu.shared_offload_region"
 WORKER = "vllm.v1.kv_offload.cpu.gpu_worker"
 PLATFORMS = "vllm.platforms"
+CONFIG = "vllm.config"
 MODULES = (
     BASE,
     REGION,
     WORKER,
     PLATFORMS,
+    CONFIG,
     "vllm.v1.kv_offload.cpu.common",
     "vllm.v1.kv_offload.tiering.base",
     "vllm.v1.metrics.cache_hit_source",
@@ -118,6 +120,31 @@ class Platform:
         return SimpleNamespace(cuda_stream=self.stream)
 
 
+def engine_config(
+    model: str = "tiny", *, use_mla: bool = False, caching: bool = True, **changes: Any
+) -> Any:
+    """vLLM's `VllmConfig`, as far as it is read.
+
+    Args:
+        model: name or folder.
+        use_mla: whether the model has multi-head latent attention.
+        caching: whether vLLM caches prefixes.
+        changes: of the model's config, and `draft`, `extra` and `hashed_by`.
+    """
+    extra, hashed_by = changes.pop("extra", {}), changes.pop("hashed_by", "sha256")
+    draft = changes.pop("draft", None)
+    facts = {"quantization": None, "dtype": "float32", "hf_overrides": {}, "revision": None}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**facts | changes, model=model, use_mla=use_mla),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=caching, prefix_caching_hash_algo=hashed_by
+        ),
+        speculative_config=draft and SimpleNamespace(draft_model_config=draft.model_config),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+    )
+
+
 @contextmanager
 def stand_in(folder: Path, platform: Platform) -> Iterator[Any]:
     """The adapter's modules over stand-ins for vLLM's, with files of regions in a folder. Yields a
@@ -133,6 +160,7 @@ def stand_in(folder: Path, platform: Platform) -> Iterator[Any]:
     base: Any = sys.modules[BASE]
     base.OffloadingSpec, base.TransferResult = Spec, TransferResult
     Region.folder, Region.nodes = folder, []
+    sys.modules[CONFIG].get_current_vllm_config_or_none = engine_config  # type: ignore[attr-defined]
     sys.modules[REGION].SharedOffloadRegion = Region  # type: ignore[attr-defined]
     sys.modules[PLATFORMS].current_platform = platform  # type: ignore[attr-defined]
 

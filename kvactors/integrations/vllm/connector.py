@@ -1,16 +1,22 @@
-"""vLLM's connector for `KVActorsOffloadingSpec`: chunks without a host slot are stored later."""
+"""vLLM's connector for `KVActorsOffloadingSpec` and `KVActorsTier`: chunks without a host slot are
+stored later, and the tiers get the model's configuration."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
+
+from kvactors.integrations.vllm.settings import check_engine
 
 
 @dataclass
@@ -35,10 +41,17 @@ class KVActorsConnector(OffloadingConnector):
         vllm_config: vLLM's.
         role: of this side.
         kv_cache_config: vLLM's.
+
+    Raises:
+        ConfigError: the engine computes wrong tokens behind blocks that are loaded.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
+        log_to_vllm()
+        check_engine(vllm_config, current_platform)
+        # vLLM's own configuration for specs and tiers has the model's path only
+        with set_current_vllm_config(vllm_config):
+            super().__init__(vllm_config, role, kv_cache_config)
         self._kept: dict[str, Any] = {}  # vLLM's states of finished requests, by request
         self._stored: set[str] = set()  # requests that the workers are to report
         self._waiting: dict[str, bytes] = {}  # the first chunk that waits, by request
@@ -110,3 +123,15 @@ class KVActorsConnector(OffloadingConnector):
         """Requests whose blocks are free, and those whose chunks are loaded."""
         sent, received = super().get_finished(finished_req_ids)
         return sent | self._connector_metadata.stored, received
+
+
+def log_to_vllm() -> None:
+    """Write kvactors' log lines to the handlers of vLLM's logger, unless the application has a
+    handler that they reach."""
+    ours, theirs = logging.getLogger("kvactors"), logging.getLogger("vllm")
+    reached = [*ours.handlers, *(logging.root.handlers if ours.propagate else ())]
+    if all(isinstance(handler, logging.NullHandler) for handler in reached):
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        if ours.level == logging.NOTSET:
+            ours.setLevel(theirs.getEffectiveLevel())

@@ -15,14 +15,13 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics as Cpu
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics as Tiering
 
 from kvactors.tier_cache import TierCache, TierStatistics
-from kvactors.tier_cache.metrics import PREFIX
 
 HOST, STORAGE = ("kvactors_host",), ("kvactors_storage",)
 """Values of the label `tier`."""
 
-HEALTHY = f"{PREFIX}healthy"
-REFUSED, UNSAVED = f"{PREFIX}refused_stores", f"{PREFIX}unsaved_chunks"
-"""vLLM's tiers have no such metrics."""
+HEALTHY = "vllm:kv_offload_healthy"
+REFUSED, UNSAVED = "vllm:kv_offload_refused_stores", "vllm:kv_offload_unsaved_chunks"
+"""vLLM's tiers have no such metrics. `LLM.get_metrics` lists names that begin with `vllm:` only."""
 
 PIECES = {
     Cpu.CPU_CACHE_USAGE_PERC: "copies, reads and writes",

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from kvactors.actor.log import get_logger
 from kvactors.config_faults import convert
-from kvactors.cpu_evictor.policy import POLICIES
+from kvactors.cpu_evictor.policy import ALONE
 from kvactors.errors import ConfigError
-from kvactors.setting_types import DeviceNumber
+from kvactors.integrations.model_files import model_digest
+from kvactors.setting_types import ByteSize, DeviceNumber
+from kvactors.sizes import in_bytes
 from kvactors.tier_cache import TierStorage
 
 WHERE = "kv_connector_extra_config"
 TIER = "secondary_tiers: KVActorsTier"
+
+log = get_logger(component="integrations")
 
 
 class OffloadingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The keys of `kv_connector_extra_config`.
 
     Attributes:
-        cpu_bytes_to_use: bytes of the host tier, for all workers of the engine together.
+        cpu_bytes_to_use: of the host tier, for all workers of the engine together. A number of
+            bytes, or "8GB".
         eviction_policy: order of eviction from the host tier.
         storage: the tier below the host tier. Its `rank` and `ranks` are those of vLLM's data
             parallel replicas.
@@ -38,7 +45,7 @@ class OffloadingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         sync_load_budget_bytes: read by vLLM from 0.33 on.
     """
 
-    cpu_bytes_to_use: int
+    cpu_bytes_to_use: ByteSize
     eviction_policy: str = "lru"
     storage: TierStorage = TierStorage()
     model: str | None = None
@@ -97,17 +104,16 @@ def read_settings(extra_config: Mapping[str, Any]) -> OffloadingSettings:
         settings = convert(extra_config, OffloadingSettings)
     except ConfigError as error:
         raise ConfigError(f"{WHERE}: {error}") from error
-    if settings.cpu_bytes_to_use < 1:
-        raise ConfigError(
-            f"{WHERE}: cpu_bytes_to_use must be at least 1, not {settings.cpu_bytes_to_use}"
-        )
-    if settings.eviction_policy not in POLICIES:
+    size = in_bytes(settings.cpu_bytes_to_use, f"{WHERE}: cpu_bytes_to_use")
+    if size < 1:
+        raise ConfigError(f"{WHERE}: cpu_bytes_to_use must be at least 1, not {size}")
+    if settings.eviction_policy not in ALONE:
         raise ConfigError(
             f"{WHERE}: unknown eviction_policy {settings.eviction_policy!r}, known are "
-            f"{', '.join(POLICIES)}"
+            f"{', '.join(ALONE)}"
         )
     check_ranks(settings.storage)
-    return settings
+    return msgspec.structs.replace(settings, cpu_bytes_to_use=size)
 
 
 def chosen_worker(settings: OffloadingSettings, platform: Any) -> Literal["vllm", "kvactors"]:
@@ -202,12 +208,75 @@ def check_groups(config: Any) -> None:
         )
         raise ConfigError(
             f"kvactors holds models with one group of KV cache layers, and {config.model.name} is "
-            f"a hybrid model with {len(config.groups)} ({groups})"
+            f"a hybrid model with {len(config.groups)} ({groups}): use KVActorsTier below vLLM's "
+            "host tier, or disable_hybrid_kv_cache_manager where vLLM supports it for the model"
         )
     if config.canonical_layout:
         raise ConfigError(f"{WHERE}: canonical_layout is not supported")
     if config.worker_kv_bytes_per_block < 1:
         raise ConfigError("vLLM gives no size for a block of the KV cache")
+
+
+def check_engine(vllm_config: Any, platform: Any) -> None:
+    """Refuse engines that compute wrong tokens behind blocks that are loaded, and warn of block
+    hashes that no other process finds.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        platform: vLLM's `current_platform`.
+
+    Raises:
+        ConfigError: vLLM has switched prefix caching off for a model with multi-head latent
+            attention on a CPU.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if platform.is_cpu() and model.use_mla and not cache.enable_prefix_caching:
+        raise ConfigError(
+            f"{model.model} has multi-head latent attention, and prefix caching is off: on a CPU "
+            "without AMX vLLM cannot compute a prompt behind blocks that are cached, and its "
+            "answers would be wrong. Run the model without kvactors, or on a CPU with AMX"
+        )
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    hashed_by = str(cache.prefix_caching_hash_algo)
+    stores = "storage" in extra or "secondary_tiers" in extra
+    if stores and hashed_by.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
+        log.warning(
+            "nothing that is stored will be found after a restart: block hashes begin with a seed "
+            "that each process draws. Set PYTHONHASHSEED, or take sha256",
+            prefix_caching_hash_algo=hashed_by,
+        )
+
+
+def stored_model(name: str, vllm_config: Any) -> str:
+    """The name of a model in a store, with the digest of its files.
+
+    Args:
+        name: as configured, or vLLM's.
+        vllm_config: vLLM's `VllmConfig`, None if the connector is not `KVActorsConnector`.
+
+    Raises:
+        ConfigError: another connector is configured.
+    """
+    if vllm_config is None:
+        raise ConfigError(
+            "kv_connector must be KVActorsConnector, with kv_connector_module_path "
+            "kvactors.integrations.vllm: another connector does not tell which weights and "
+            "overrides the model has"
+        )
+    load, model = vllm_config.load_config, vllm_config.model_config
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    models = [model] if draft is None or draft.model == model.model else [model, draft]
+    return "@".join([name, *(_digest(each, load) for each in models)])
+
+
+def _digest(model: Any, load: Any) -> str:
+    settings = {
+        "hf_overrides": model.hf_overrides,
+        "quantization": model.quantization,
+        "dtype": str(model.dtype),
+        "load_format": str(load.load_format),
+    }
+    return model_digest(model.model, settings, revision=model.revision, cache=load.download_dir)
 
 
 def identity(config: Any, *, copied_by: str) -> dict[str, str | int | float | bool | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
@@ -21,6 +22,7 @@ from kvactors.integrations.vllm.settings import (
     identity,
     read_settings,
     storage_of_replica,
+    stored_model,
 )
 from kvactors.integrations.vllm.worker import KVActorsWorker
 from kvactors.tier_cache import CopyWorker, TierConfig, open_tiers
@@ -36,7 +38,8 @@ class KVActorsOffloadingSpec(OffloadingSpec):
         config: vLLM's `OffloadingConfig`. Its `extra_config` is described by `OffloadingSettings`.
 
     Raises:
-        ConfigError: a setting is unknown, missing or out of range, or the model is a hybrid one.
+        ConfigError: a setting is unknown, missing or out of range, the model is a hybrid one, or
+            the connector is not `KVActorsConnector`.
     """
 
     def __init__(self, config: Any) -> None:
@@ -47,7 +50,7 @@ class KVActorsOffloadingSpec(OffloadingSpec):
         self._worker_bytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
         row = self._worker_bytes * config.parallel.world_size
         self._row_bytes = -(-row // PAGE) * PAGE
-        self.num_chunks = self.settings.cpu_bytes_to_use // self._row_bytes
+        self.num_chunks = int(self.settings.cpu_bytes_to_use) // self._row_bytes
         if self.num_chunks < 1:
             raise ConfigError(
                 f"{WHERE}: cpu_bytes_to_use = {self.settings.cpu_bytes_to_use} holds no chunk of "
@@ -83,7 +86,9 @@ class KVActorsOffloadingSpec(OffloadingSpec):
 
     def _tiers_of(self, config: Any) -> TierConfig:
         return TierConfig(
-            model=self.settings.model or config.model.name,
+            model=stored_model(
+                self.settings.model or config.model.name, get_current_vllm_config_or_none()
+            ),
             block_bytes=self._row_bytes,
             num_slots=self.num_chunks,
             identity=identity(config, copied_by=self._copied_by),

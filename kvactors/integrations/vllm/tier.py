@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -18,6 +19,7 @@ from kvactors.integrations.vllm.settings import (
     identity,
     read_tier_settings,
     storage_of_replica,
+    stored_model,
 )
 from kvactors.tier_cache import TierConfig, open_storage
 
@@ -40,7 +42,8 @@ class KVActorsTier(SecondaryTierManager):
         settings: see `settings.TierSettings`.
 
     Raises:
-        ConfigError: a setting is unknown, missing or out of range.
+        ConfigError: a setting is unknown, missing or out of range, or the connector is not
+            `KVActorsConnector`.
         StoreError: the store cannot be used (an OSError).
     """
 
@@ -61,7 +64,9 @@ class KVActorsTier(SecondaryTierManager):
         self._rows = primary_kv_view.cast("B")
         self._store = open_storage(
             TierConfig(
-                model=found.model or config.model.name,
+                model=stored_model(
+                    found.model or config.model.name, get_current_vllm_config_or_none()
+                ),
                 block_bytes=self.block_size_bytes,
                 num_slots=1,
                 identity=identity(config, copied_by="vllm"),

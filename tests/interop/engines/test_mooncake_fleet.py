@@ -33,7 +33,7 @@ CACHED = 256
 """Tokens of a prompt that must come from the pool at least."""
 CHUNKS = LENGTH // 32 - 1
 """Objects that the pool has of a prompt at least."""
-HEALTHY = "kvactors:kv_offload_healthy"
+HEALTHY = "vllm:kv_offload_healthy"
 CLIENTS = 2
 """Of the router, each with one request at a time."""
 OUTER, INNER = "10.79.0.1", "10.79.0.2"

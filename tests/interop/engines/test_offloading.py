@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.interop.consumers.base import wait_until
 from tests.interop.engines import stores
-from tests.interop.engines.stores import offloading
-from tests.interop.engines.vllm_engine import SERVE, Tokens, VllmEngine, prompts
+from tests.interop.engines.stores import ADAPTERS, offloading
+from tests.interop.engines.tiny_llama import write_model
+from tests.interop.engines.vllm_engine import SERVE, Served, Tokens, VllmEngine, prompts
 
 pytestmark = pytest.mark.engines
 
@@ -25,6 +28,9 @@ SMALL, LARGE = 32, 256
 """Chunks of host tiers."""
 READ, WRITTEN = "vllm:kv_offload_tiering_read_bytes", "vllm:kv_offload_tiering_write_bytes"
 FAILED = "vllm:kv_offload_tiering_promotion_job_failures"
+HEALTHY = "vllm:kv_offload_healthy"
+NEWER = os.environ.get("INTEROP_VLLM", "0.33.0")
+"""Version of vLLM's Python, over the compiled modules of the installed one."""
 
 
 def test_hits_from_the_host_give_the_tokens_of_the_engine_alone(start: Start, alone: Alone) -> None:
@@ -55,7 +61,7 @@ def test_hits_from_the_host_give_the_tokens_of_the_engine_alone(start: Start, al
     assert stores.regions() == []
 
 
-@pytest.mark.parametrize(("one_process", "version"), [(True, "0.33.0"), (False, None)])
+@pytest.mark.parametrize(("one_process", "version"), [(True, NEWER), (False, None)])
 def test_more_prompts_at_once_than_the_host_holds_are_stored_whole(
     start: Start, tmp_path: Path, version: str | None, one_process: bool
 ) -> None:
@@ -93,6 +99,7 @@ def test_hits_from_storage_after_an_orderly_end_and_after_kill_9(
     metrics = engine.metrics()
     assert metrics[READ] > 0
     assert metrics[WRITTEN] >= 40 * stores.CHUNK_BYTES
+    assert metrics[HEALTHY] == 1
     engine.close()
     after_close = start(extra)
     first = after_close.serve(PROMPTS, at_once=2)
@@ -107,3 +114,29 @@ def test_hits_from_storage_after_an_orderly_end_and_after_kill_9(
     assert min(first.cached) >= WHOLE
     after_kill.close()
     assert stores.regions() == []
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_new_weights_or_overrides_under_the_same_path_find_nothing(
+    start: Start, tmp_path: Path, name: str
+) -> None:
+    adapter = ADAPTERS[name]
+    extra = adapter.make(adapter.small, tmp_path / "store")
+
+    def serve(extra: dict[str, Any] | None = extra, **settings: Any) -> Served:
+        engine = start(extra, **settings)
+        served = engine.serve(PROMPTS, at_once=2)
+        engine.close()
+        return served
+
+    first = serve()
+    write_model(tmp_path / "model", seed=6)
+    other, right = serve(), serve(None)
+    assert other.tokens == right.tokens != first.tokens
+    assert max(other.cached) <= 64
+    assert max(serve(hf_overrides={"rope_theta": 500.0}).cached) <= 64
+    # the files of a model that is copied again have other times
+    write_model(tmp_path / "model")
+    again = serve()
+    assert again.tokens == first.tokens
+    assert min(again.cached) >= WHOLE

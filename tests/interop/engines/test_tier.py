@@ -39,6 +39,7 @@ def test_hits_after_a_restart_and_misses_after_flipped_bits(
     assert flipped.tokens == wanted
     assert max(flipped.cached) <= 64
     assert engine.metrics()[FAILED] > 0
+    assert "corrupt object" in engine.log.read_text(), "kvactors is silent in vLLM's log"
     assert engine.reset()
     again = serve(engine)
     assert again.tokens == wanted

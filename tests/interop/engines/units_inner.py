@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -38,6 +40,14 @@ ROW = 4096
 CONTEXT = ReqContext("request")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def engine() -> Iterator[None]:
+    """The configuration that `KVActorsConnector` gives to specs and tiers."""
+    model = ModelConfig(os.environ["ENGINE_TEST_MODEL"])
+    with set_current_vllm_config(VllmConfig(model_config=model)):
+        yield
+
+
 def config(**extra) -> OffloadingConfig:
     """vLLM's config of a model with blocks of 4096 bytes."""
     return OffloadingConfig(
@@ -60,10 +70,9 @@ def keys(count: int, first: int = 0) -> list[bytes]:
     ("extra", "error"),
     [
         ({"cpu_byte": 1}, "unknown key 'cpu_byte'"),
-        ({"cpu_bytes_to_use": "8GB"}, "cpu_bytes_to_use must be a whole number"),
         ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use must be at least 1, not 0"),
         ({"cpu_bytes_to_use": ROW - 1}, "holds no chunk of 4096 bytes"),
-        ({"eviction_policy": "arc"}, "unknown eviction_policy 'arc'"),
+        ({"eviction_policy": "retain"}, "unknown eviction_policy 'retain', known are lru"),
         ({"store_threshold": 2}, "unknown key 'store_threshold'"),
         ({"storage": {"dir": "/x"}}, "unknown key 'storage.dir'"),
         ({"storage": {"backend": "file", "directory": "/x", "rank": 1}}, "storage.rank"),

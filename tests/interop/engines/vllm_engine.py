@@ -67,14 +67,6 @@ def prompts(count: int, length: int = 320, shared: int = 64, seed: int = 1) -> l
     return [start + [draw.randrange(3, 1000) for _ in range(length - shared)] for _ in range(count)]
 
 
-def connector(extra: dict[str, Any]) -> dict[str, str]:
-    """The connector of an extra config: vLLM's for vLLM's host tier, else kvactors'."""
-    if "secondary_tiers" in extra:
-        return {"kv_connector": "OffloadingConnector"}
-    module = "kvactors.integrations.vllm"
-    return {"kv_connector": "KVActorsConnector", "kv_connector_module_path": module}
-
-
 def descendants(process: int) -> list[int]:
     """The processes that a process has started, and those that they have started."""
     found = [process]
@@ -199,7 +191,8 @@ class VllmEngine:
     ) -> None:
         if extra is not None:
             settings["kv_transfer_config"] = {
-                **connector(extra),
+                "kv_connector": "KVActorsConnector",
+                "kv_connector_module_path": "kvactors.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": extra,
             }
