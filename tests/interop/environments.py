@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import tomllib
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PINS = Path(__file__).with_name("pins.toml")
+PINS = Path(os.environ.get("INTEROP_PINS") or Path(__file__).with_name("pins.toml"))
 ROOT = Path(__file__).parents[2]
 STAMP = "kvactors-interop.json"
 """Name of the file that describes how a finished environment was made."""

@@ -20,6 +20,7 @@ import time
 import venv
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from ctypes.util import find_library
 from pathlib import Path
 
 from tests.interop.environments import (
@@ -39,6 +40,15 @@ BUDGET = 900.0
 """Seconds that all environments together may take."""
 AT_ONCE = 2
 """Environments made at once."""
+PROGRAMS = {"unshare": "util-linux", "ip": "iproute2", "etcd": "etcd-server"}
+LIBRARIES = {"ibverbs": "libibverbs1", "numa": "libnuma1"}
+"""Programs and libraries that the tests need beside the environments, with their Debian packages."""
+
+
+def missing_packages() -> list[str]:
+    """The Debian packages that the tests need and this machine lacks."""
+    programs = [PROGRAMS[name] for name in PROGRAMS if shutil.which(name) is None]
+    return programs + [LIBRARIES[name] for name in LIBRARIES if find_library(name) is None]
 
 
 def make(directory: Path, one: Pins, until: float) -> str:
@@ -76,7 +86,7 @@ def _make_packages(folder: Path, one: Pins, until: float) -> None:
     if one.bare:
         run(one, [*install, "--no-deps", *one.bare], until)
     for requirement in one.sources:
-        _unpack_source(folder, one, requirement, until)
+        unpack_source(folder, one, requirement, until)
     if one.check:
         run(one, [str(folder / "bin" / "python"), "-c", one.check], until)
     (folder / STAMP).write_text(json.dumps(one.stamp, indent=1))
@@ -90,7 +100,7 @@ def _see_packages(folder: Path, base: Path) -> None:
     (packages / "base.pth").write_text(f"import site; site.addsitedir({str(seen)!r})\n")
 
 
-def _unpack_source(folder: Path, one: Pins, requirement: str, until: float) -> None:
+def unpack_source(folder: Path, one: Pins, requirement: str, until: float) -> None:
     """Keep parts of a source distribution, with the compiled modules of the installed package of
     that name beside its Python files."""
     target = source_folder(folder, requirement)
@@ -209,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for line in setup(given.directory.resolve(), given.groups or list(pins()), given.budget):
             print(line)
+        if missing_packages():
+            print(f"the tests need: apt-get install {' '.join(missing_packages())}")
     except InteropError as error:
         print(error, file=sys.stderr)
         return 1
