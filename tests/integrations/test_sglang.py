@@ -28,7 +28,7 @@ from kvactors.integrations.sglang.settings import (
     read_settings,
     tier_config,
 )
-from kvactors.tier_cache import open_storage
+from kvactors.tier_cache import TierStorage, open_storage
 from tests.tier_cache.stores import FaultyStore, SharedStore
 
 FILE = {"backend": "file", "directory": "pages"}
@@ -61,6 +61,7 @@ class Config(msgspec.Struct):
     [
         (None, "storage is missing"),
         ({"storage": FILE, "directory": "x"}, "unknown key 'directory'"),
+        ({"storage": FILE, "interface_v1": 0}, "interface_v1 must be 1, not 0"),
         ({"storage": FILE | {"path": "x"}}, "unknown key 'storage.path'"),
         ({"storage": {}}, "storage.backend is needed"),
         ({"storage": {"backend": "file"}}, "storage.directory is needed"),
@@ -91,7 +92,7 @@ def config_of(
     weights: str = "w",
 ) -> Any:
     return tier_config(
-        read_settings({"storage": FILE} | (extra or {})),
+        read_settings({"storage": FILE, "interface_v1": 1} | (extra or {})),
         config or Config(),
         FACTS | (facts or {}),
         page_bytes=PAGE,
@@ -120,7 +121,6 @@ def test_every_fact_of_a_page_is_part_of_its_identity() -> None:
         config_of(Config(model_name="other")),
         config_of(extra={"model": "named"}),
         config_of(weights="other"),
-        config_of(extra={"interface_v1": 1}),
         config_of(extra={"storage": FILE | {"namespace": "n"}}),
         *(config_of(facts={name: "other"}) for name in FACTS),
     ]
@@ -165,7 +165,7 @@ def test_ranks_are_distinct_and_replicated_pages_have_one_writer() -> None:
 
 
 def test_ranks_that_share_pages_need_a_shared_store() -> None:
-    storage = read_settings({"storage": FILE}).storage
+    storage = TierStorage(**FILE)
     check_shared(storage, Config(tp_size=2))
     check_shared(storage, Config(is_mla_model=True))
     with pytest.raises(ConfigError, match="belongs to one process"):
@@ -174,7 +174,7 @@ def test_ranks_that_share_pages_need_a_shared_store() -> None:
 
 def test_pools_share_a_capacity() -> None:
     def pages(sizes: dict[str, int], **capacity: Any) -> int | None:
-        return pages_of_each(read_settings({"storage": FILE | capacity}).storage, sizes)
+        return pages_of_each(TierStorage(**FILE, **capacity), sizes)
 
     both = {"kv": 100, "mamba": 300}
     assert pages({"kv": 100}) is None

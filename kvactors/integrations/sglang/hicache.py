@@ -15,7 +15,6 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from kvactors.errors import ConfigError
 from kvactors.integrations.sglang.host_pages import HostPages, Region
 from kvactors.integrations.sglang.page_store import PageCounters, PageStore
 from kvactors.integrations.sglang.prefixes import Need, PoolNeed, find_prefixes, leading
@@ -196,52 +195,13 @@ class KVActorsHiCache(HiCacheStorage):
         trailing = max(1, len(transfer.keys or ()))
         return PoolNeed(found, NEEDS[transfer.hit_policy], trailing)
 
-    # -- calls that SGLang makes without `interface_v1`
+    # -- calls that SGLang makes without `interface_v1`, which the settings refuse
 
-    def exists(self, key: str) -> bool:
-        """Whether a page can be read."""
-        return self.batch_exists([key]) == 1
+    def get(self, *arguments: Any, **more: Any) -> Any:
+        """SGLang would make a tensor of each page."""
+        raise NotImplementedError("KVActorsHiCache needs interface_v1")
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """Read a page into a tensor. Returns the tensor, None if there is no such page."""
-        return self.batch_get([key], [target_location])[0]
-
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[Any]:
-        """Read pages into tensors. Returns the tensor of each page that was read."""
-        tensors = target_locations or [None] * len(keys)
-        ok = self._guarded(lambda: self._load_tensors(keys, tensors), [False] * len(keys))
-        return [tensor if good else None for tensor, good in zip(tensors, ok, strict=True)]
-
-    def set(
-        self,
-        key: str,
-        value: Any = None,
-        target_location: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        """Write a page from a tensor."""
-        return self.batch_set([key], [value])
-
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        """Write pages from tensors. Returns whether the store has all of them now."""
-        return self._guarded(lambda: self._save_tensors(keys, values), False)
-
-    def _load_tensors(self, keys: Sequence[str], tensors: Sequence[Any]) -> list[bool]:
-        regions = [_region(tensor, self._pools[KV].pages.page_bytes) for tensor in tensors]
-        return self._measured(self._pools[KV].store.load, keys, regions, loads=True)
-
-    def _save_tensors(self, keys: Sequence[str], tensors: Sequence[Any]) -> bool:
-        packed = [tensor.contiguous() for tensor in tensors]
-        regions = [_region(tensor, self._pools[KV].pages.page_bytes) for tensor in packed]
-        return all(self._measured(self._pools[KV].store.save, keys, regions, loads=False))
+    exists = batch_get = set = batch_set = get
 
     # -- work
 
@@ -314,16 +274,3 @@ class KVActorsHiCache(HiCacheStorage):
         pools, self._pools = self._pools, {}
         for pool in pools.values():
             pool.store.close(self.settings.storage.close_timeout_s)
-
-
-def _region(tensor: Any, page_bytes: int) -> list[Region]:
-    """The memory of a tensor that holds one page.
-
-    Raises:
-        ConfigError: the tensor is not a page in contiguous host memory.
-    """
-    if tensor is None or not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise ConfigError("a page needs a contiguous tensor in host memory")
-    if tensor.nbytes != page_bytes:
-        raise ConfigError(f"a tensor of {tensor.nbytes} bytes for a page of {page_bytes}")
-    return [Region(tensor.data_ptr(), tensor.nbytes)]

@@ -34,8 +34,7 @@ class HiCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         backend_name: read by SGLang.
         module_path: read by SGLang.
         class_name: read by SGLang.
-        interface_v1: read by SGLang. Whether pages move between the host pool and kvactors
-            directly. Without it SGLang makes a tensor of each page.
+        interface_v1: read by SGLang, 1: pages move between the host pool and kvactors directly.
     """
 
     storage: TierStorage
@@ -128,6 +127,8 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> HiCacheSettings:
                 f"{WHERE}: storage.{name} has no effect: SGLang has the host pool, and its "
                 "--hicache-write-policy decides which pages are saved"
             )
+    if not settings.interface_v1:
+        raise ConfigError(f"{WHERE}: interface_v1 must be 1, not {settings.interface_v1!r}")
     return settings
 
 
@@ -180,7 +181,6 @@ def identity(
     config: Any,
     pool: Mapping[str, str | int | None],
     *,
-    direct: bool,
     replicated: bool,
 ) -> dict[str, str | int | float | bool | None]:
     """The facts that two engines must share for their pages to be interchangeable.
@@ -188,12 +188,10 @@ def identity(
     Args:
         config: SGLang's `HiCacheStorageConfig`.
         pool: description of the host pool (`HostPages.facts`).
-        direct: whether pages move without a tensor for each. The order of a page's bytes differs.
         replicated: whether tensor parallel ranks share the pages.
     """
     return {
         "engine": "sglang",
-        "direct": direct,
         "replicated": replicated,
         "tp_size": 1 if replicated else config.tp_size,
         "pp_size": config.pp_size,
@@ -246,7 +244,7 @@ def tier_config(
         model=f"{model}@{weights}",
         block_bytes=page_bytes,
         num_slots=1,
-        identity=identity(config, pool, direct=bool(settings.interface_v1), replicated=replicated),
+        identity=identity(config, pool, replicated=replicated),
         storage=storage,
     )
 
@@ -293,7 +291,7 @@ def linker_tier_config(
         model=f"{model}@{weights}",
         block_bytes=page_bytes,
         num_slots=num_slots,
-        identity=identity(config, pool, direct=True, replicated=False),
+        identity=identity(config, pool, replicated=False),
         policy=settings.eviction_policy,
         storage=storage,
         numa_node=settings.numa_node,

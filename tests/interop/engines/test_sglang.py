@@ -432,17 +432,17 @@ RETRACTION = {
 
 
 @pytest.mark.engines_full
-@pytest.mark.parametrize("interface", [1, 0, "linker"])
+@pytest.mark.parametrize("adapter", ["hicache", "linker"])
 def test_random_conversations_with_retraction_and_cancelled_requests(
-    start_sglang: Start, tmp_path: Path, interface: int | str
+    start_sglang: Start, tmp_path: Path, adapter: str
 ) -> None:
     wanted = [turn for one in conversations(40, 5, seed=4) for turn in one]
     random.Random(5).shuffle(wanted)
     plain = computed(start_sglang, None, wanted, PRESSURE, at_once=4, max_tokens=16)
-    more = linker(60, tmp_path / "store") if interface == "linker" else {}
+    more = linker(60, tmp_path / "store") if adapter == "linker" else {}
     engine = start_sglang(variables=RETRACTION, **PRESSURE, **more)
-    if interface != "linker":
-        engine.attach(kvactors(tmp_path / "store") | {"interface_v1": interface})
+    if adapter != "linker":
+        engine.attach(kvactors(tmp_path / "store"))
     draw = random.Random(6)
     sources = {"host": 0, "storage": 0}
     for _ in range(2):
@@ -455,6 +455,6 @@ def test_random_conversations_with_retraction_and_cancelled_requests(
             sources[source] += found.total(source)
         assert engine.flush()
     assert sources["host"] > 0
-    assert interface == "linker" or sources["storage"] > 0
+    assert adapter == "linker" or sources["storage"] > 0
     assert engine.logged(RETRACTED) > 0
     engine.close()
