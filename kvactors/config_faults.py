@@ -4,6 +4,7 @@ out of range or none of the choices."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
@@ -133,6 +134,15 @@ def convert(data: Mapping[str, Any], kind: type[S]) -> S:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from error
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Begin the text of a ConfigError with the place of the settings."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def check_keys(data: Any, kind: Any, where: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvactors.config_faults import convert
+from kvactors.config_faults import convert, located
 from kvactors.errors import ConfigError
 from kvactors.setting_types import DeviceNumber
 from kvactors.sizes import in_bytes
@@ -54,17 +54,17 @@ class L2Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     @property
     def page(self) -> int:
         """Bytes of a page."""
-        return in_bytes(self.page_bytes, f"{WHERE}: page_bytes")
+        return in_bytes(self.page_bytes, "page_bytes")
 
     @property
     def pages(self) -> int:
         """Pages that the objects may have together."""
-        return in_bytes(self.capacity_bytes, f"{WHERE}: capacity_bytes") // self.page
+        return in_bytes(self.capacity_bytes, "capacity_bytes") // self.page
 
     @property
     def staging_pages(self) -> int:
         """Pages of the staging memory."""
-        return in_bytes(self.staging_bytes, f"{WHERE}: staging_bytes") // self.page
+        return in_bytes(self.staging_bytes, "staging_bytes") // self.page
 
 
 def read_settings(adapter_params: Mapping[str, Any]) -> L2Settings:
@@ -73,26 +73,16 @@ def read_settings(adapter_params: Mapping[str, Any]) -> L2Settings:
     Raises:
         ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
-    try:
+    with located(WHERE):
         settings = convert(adapter_params, L2Settings)
-    except ConfigError as error:
-        raise ConfigError(f"{WHERE}: {error}") from error
-    if not settings.directory:
-        raise ConfigError(f"{WHERE}: directory is empty")
-    if settings.page < LEAST_PAGE or settings.page % LEAST_PAGE:
-        raise ConfigError(
-            f"{WHERE}: page_bytes must be a multiple of {LEAST_PAGE}, not {settings.page}"
-        )
-    if settings.pages < 1:
-        raise ConfigError(
-            f"{WHERE}: capacity_bytes = {settings.capacity_bytes!r} holds no page of "
-            f"{settings.page} bytes"
-        )
-    if settings.staging_pages < 2:
-        raise ConfigError(
-            f"{WHERE}: staging_bytes = {settings.staging_bytes!r} holds no two pages of "
-            f"{settings.page} bytes"
-        )
+        if not settings.directory:
+            raise ConfigError("directory is empty")
+        if settings.page < LEAST_PAGE or settings.page % LEAST_PAGE:
+            raise ConfigError(f"page_bytes must be a multiple of {LEAST_PAGE}, not {settings.page}")
+        for name, pages in (("capacity_bytes", 1), ("staging_bytes", 2)):
+            size = getattr(settings, name)
+            if in_bytes(size, name) < pages * settings.page:
+                raise ConfigError(f"{name} must be at least {pages} x page_bytes, not {size!r}")
     return settings
 
 
@@ -102,10 +92,8 @@ def staging_memory(settings: L2Settings) -> SlotMemory:
     Raises:
         ConfigError: this machine has no such NUMA node.
     """
-    try:
+    with located(WHERE):
         return SlotMemory(settings.staging_pages, settings.page, numa_node=settings.numa_node)
-    except ConfigError as error:
-        raise ConfigError(f"{WHERE}: {error}") from error
 
 
 def store_config(settings: L2Settings) -> TierConfig:

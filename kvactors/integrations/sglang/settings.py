@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from kvactors.config_faults import convert
+from kvactors.config_faults import convert, located
 from kvactors.errors import ConfigError
 from kvactors.setting_types import DeviceNumber
+from kvactors.sizes import in_bytes
 from kvactors.tier_cache import TierConfig, TierStorage
 from kvactors.tier_cache.settings import checked_config
 
@@ -72,31 +73,14 @@ def read_linker_settings(extra_config: Mapping[str, Any] | None) -> LinkerSettin
     Raises:
         ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
-    from kvactors.sizes import in_bytes
-
-    try:
+    with located(LINKER_WHERE):
         settings = convert(extra_config or {}, LinkerSettings)
-        checked_config(
-            TierConfig(
-                model="any",
-                block_bytes=1,
-                num_slots=1,
-                policy=settings.eviction_policy,
-                storage=settings.storage,
-            )
-        )
+        _check_storage(settings.storage, settings.eviction_policy)
         in_bytes(settings.host_bytes, "host_bytes")
-    except ConfigError as error:
-        raise ConfigError(f"{LINKER_WHERE}: {error}") from error
-    if (settings.storage.rank, settings.storage.ranks) != (0, 1):
-        raise ConfigError(
-            f"{LINKER_WHERE}: storage.rank and storage.ranks are those of SGLang's workers"
-        )
-    if not 0 <= settings.fetch_wait_s < float("inf"):
-        raise ConfigError(
-            f"{LINKER_WHERE}: fetch_wait_s must be at least 0 and finite, not "
-            f"{settings.fetch_wait_s}"
-        )
+        if not 0 <= settings.fetch_wait_s < float("inf"):
+            raise ConfigError(
+                f"fetch_wait_s must be at least 0 and finite, not {settings.fetch_wait_s}"
+            )
     return settings
 
 
@@ -106,30 +90,33 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> HiCacheSettings:
     Raises:
         ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
-    try:
+    with located(WHERE):
         settings = convert(extra_config or {}, HiCacheSettings)
-    except ConfigError as error:
-        raise ConfigError(f"{WHERE}: {error}") from error
-    storage = settings.storage
-    try:
-        checked_config(TierConfig(model="any", block_bytes=1, num_slots=1, storage=storage))
-    except ConfigError as error:
-        raise ConfigError(f"{WHERE}: {error}") from error
-    if storage.backend == "none":
-        raise ConfigError(
-            f"{WHERE}: storage.backend is needed: file, memory, or package.module:Class"
-        )
-    if (storage.rank, storage.ranks) != (0, 1):
-        raise ConfigError(f"{WHERE}: storage.rank and storage.ranks are those of SGLang's workers")
-    for name in NO_EFFECT:
-        if getattr(storage, name) != getattr(TierStorage(), name):
-            raise ConfigError(
-                f"{WHERE}: storage.{name} has no effect: SGLang has the host pool, and its "
-                "--hicache-write-policy decides which pages are saved"
-            )
-    if not settings.interface_v1:
-        raise ConfigError(f"{WHERE}: interface_v1 must be 1, not {settings.interface_v1!r}")
+        storage = settings.storage
+        _check_storage(storage)
+        if storage.backend == "none":
+            raise ConfigError("storage.backend is needed: file, memory, or package.module:Class")
+        for name in NO_EFFECT:
+            if getattr(storage, name) != getattr(TierStorage(), name):
+                raise ConfigError(
+                    f"storage.{name} has no effect: SGLang has the host pool, and its "
+                    "--hicache-write-policy decides which pages are saved"
+                )
+        if not settings.interface_v1:
+            raise ConfigError(f"interface_v1 must be 1, not {settings.interface_v1!r}")
     return settings
+
+
+def _check_storage(storage: TierStorage, policy: str = "lru") -> None:
+    """
+    Raises:
+        ConfigError: a setting is out of range, or rank or ranks is set.
+    """
+    checked_config(
+        TierConfig(model="any", block_bytes=1, num_slots=1, policy=policy, storage=storage)
+    )
+    if (storage.rank, storage.ranks) != (0, 1):
+        raise ConfigError("storage.rank and storage.ranks are those of SGLang's workers")
 
 
 def check_shared(storage: TierStorage, config: Any) -> None:
@@ -203,6 +190,12 @@ def identity(
     }
 
 
+def _stored_model(name: str | None, weights: str) -> str:
+    if not name:
+        raise ConfigError("the setting model is needed: SGLang gives the model no name")
+    return f"{name}@{weights}"
+
+
 def tier_config(
     settings: HiCacheSettings,
     config: Any,
@@ -227,9 +220,6 @@ def tier_config(
     Raises:
         ConfigError: the model has no name.
     """
-    model = settings.model or config.model_name
-    if not model:
-        raise ConfigError(f"{WHERE}: model is needed: SGLang gives the model no name")
     replicated = is_replicated(config, str(pool["kind"]))
     rank, ranks = place(config, replicated=replicated)
     storage = msgspec.structs.replace(settings.storage, rank=rank, ranks=ranks)
@@ -241,7 +231,7 @@ def tier_config(
     if storage.directory:
         storage = msgspec.structs.replace(storage, directory="/".join(parts))
     return TierConfig(
-        model=f"{model}@{weights}",
+        model=_stored_model(settings.model or config.model_name, weights),
         block_bytes=page_bytes,
         num_slots=1,
         identity=identity(config, pool, replicated=replicated),
@@ -271,11 +261,6 @@ def linker_tier_config(
     Raises:
         ConfigError: the model has no name, or the host memory holds no page.
     """
-    from kvactors.sizes import in_bytes
-
-    model = settings.model or config.model_name
-    if not model:
-        raise ConfigError(f"{LINKER_WHERE}: model is needed: SGLang gives the model no name")
     num_slots = in_bytes(settings.host_bytes, "host_bytes") // page_bytes
     if num_slots < 1:
         raise ConfigError(
@@ -288,7 +273,7 @@ def linker_tier_config(
             storage, directory=f"{storage.directory}/replica-{replica}"
         )
     return TierConfig(
-        model=f"{model}@{weights}",
+        model=_stored_model(settings.model or config.model_name, weights),
         block_bytes=page_bytes,
         num_slots=num_slots,
         identity=identity(config, pool, replicated=False),
@@ -308,8 +293,6 @@ def pages_of_each(storage: TierStorage, page_bytes: Mapping[str, int]) -> int | 
     Raises:
         ConfigError: several pools share a capacity that is not given, or is less than a page.
     """
-    from kvactors.sizes import in_bytes
-
     if len(page_bytes) == 1:
         return None
     pools = ", ".join(page_bytes)

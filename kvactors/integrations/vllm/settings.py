@@ -9,8 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvactors.actor.log import get_logger
-from kvactors.config_faults import convert
-from kvactors.cpu_evictor.policy import ALONE
+from kvactors.config_faults import convert, located
 from kvactors.errors import ConfigError
 from kvactors.integrations.model_files import model_digest
 from kvactors.setting_types import ByteSize, DeviceNumber
@@ -46,7 +45,7 @@ class OffloadingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """
 
     cpu_bytes_to_use: ByteSize
-    eviction_policy: str = "lru"
+    eviction_policy: Literal["lru"] = "lru"
     storage: TierStorage = TierStorage()
     model: str | None = None
     numa_node: DeviceNumber | None = None
@@ -88,7 +87,7 @@ class TierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     timeout_s: float = 10.0
     model: str | None = None
     enable_kv_events: bool = False
-    locality: str | None = None
+    locality: Literal["LOCAL", "REMOTE"] | None = None
 
 
 STORE_FIELDS = set(TierStorage.__struct_fields__)
@@ -100,19 +99,15 @@ def read_settings(extra_config: Mapping[str, Any]) -> OffloadingSettings:
     Raises:
         ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
-    try:
+    with located(WHERE):
         settings = convert(extra_config, OffloadingSettings)
-    except ConfigError as error:
-        raise ConfigError(f"{WHERE}: {error}") from error
-    size = in_bytes(settings.cpu_bytes_to_use, f"{WHERE}: cpu_bytes_to_use")
-    if size < 1:
-        raise ConfigError(f"{WHERE}: cpu_bytes_to_use must be at least 1, not {size}")
-    if settings.eviction_policy not in ALONE:
-        raise ConfigError(
-            f"{WHERE}: unknown eviction_policy {settings.eviction_policy!r}, known are "
-            f"{', '.join(ALONE)}"
-        )
-    check_ranks(settings.storage)
+        size = in_bytes(settings.cpu_bytes_to_use, "cpu_bytes_to_use")
+        if size < 1:
+            raise ConfigError(f"cpu_bytes_to_use must be at least 1, not {size}")
+        if (settings.storage.rank, settings.storage.ranks) != (0, 1):
+            raise ConfigError(
+                "storage.rank and storage.ranks are those of vLLM's data parallel replicas"
+            )
     return msgspec.structs.replace(settings, cpu_bytes_to_use=size)
 
 
@@ -150,32 +145,14 @@ def read_tier_settings(settings: Mapping[str, Any]) -> tuple[TierSettings, TierS
     Raises:
         ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
-    try:
+    with located(TIER):
         found = convert(dict(settings), TierSettings)
         fields = msgspec.structs.asdict(found)
         given = {name: value for name, value in fields.items() if name in STORE_FIELDS}
         storage = convert(given | {"backend": "file"}, TierStorage)
-    except ConfigError as error:
-        raise ConfigError(f"{TIER}: {error}") from error
-    if found.locality not in (None, "LOCAL", "REMOTE"):
-        raise ConfigError(
-            f"{TIER}: locality {found.locality!r} is unknown: use LOCAL or REMOTE, vLLM's Locality"
-        )
-    if not found.directory:
-        raise ConfigError(f"{TIER}: directory is empty")
+        if not found.directory:
+            raise ConfigError("directory is empty")
     return found, storage
-
-
-def check_ranks(storage: TierStorage) -> None:
-    """Refuse ranks: those of vLLM are used.
-
-    Raises:
-        ConfigError: rank or ranks is set.
-    """
-    if (storage.rank, storage.ranks) != (0, 1):
-        raise ConfigError(
-            f"{WHERE}: storage.rank and storage.ranks are those of vLLM's data parallel replicas"
-        )
 
 
 def storage_of_replica(storage: TierStorage, config: Any) -> TierStorage:
@@ -287,7 +264,7 @@ def identity(config: Any, *, copied_by: str) -> dict[str, str | int | float | bo
         copied_by: the worker that orders the bytes of a chunk.
     """
     parallel = config.parallel
-    facts: dict[str, str | int | float | bool | None] = {
+    return {
         "engine": "vllm",
         "copied_by": copied_by,
         "dtype": config.model.dtype,
@@ -297,18 +274,11 @@ def identity(config: Any, *, copied_by: str) -> dict[str, str | int | float | bo
         "blocks_per_chunk": config.cache.blocks_per_chunk,
         "worker_kv_bytes_per_block": config.worker_kv_bytes_per_block,
         "layers": ";".join(",".join(group.layer_names) for group in config.groups),
+        "canonical_layout": config.canonical_layout,
+        "replicated_layout": config.replicated_layout,
         "world_size": parallel.world_size,
         "tp_size": parallel.tp_size,
         "pp_size": parallel.pp_size,
         "pcp_size": parallel.pcp_size,
         "dcp_size": parallel.dcp_size,
     }
-    if len(config.groups) == 1:
-        facts["tokens_per_block"] = config.groups[0].tokens_per_block
-    # Absent unless set, so that stores made before they were facts are still found.
-    facts.update(
-        (name, True)
-        for name in ("canonical_layout", "replicated_layout")
-        if getattr(config, name, False)
-    )
-    return facts

@@ -72,7 +72,7 @@ def keys(count: int, first: int = 0) -> list[bytes]:
         ({"cpu_byte": 1}, "unknown key 'cpu_byte'"),
         ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use must be at least 1, not 0"),
         ({"cpu_bytes_to_use": ROW - 1}, "holds no chunk of 4096 bytes"),
-        ({"eviction_policy": "retain"}, "unknown eviction_policy 'retain', known are lru"),
+        ({"eviction_policy": "retain"}, "eviction_policy 'retain': there are lru"),
         ({"store_threshold": 2}, "unknown key 'store_threshold'"),
         ({"storage": {"dir": "/x"}}, "unknown key 'storage.dir'"),
         ({"storage": {"backend": "file", "directory": "/x", "rank": 1}}, "storage.rank"),
@@ -298,7 +298,7 @@ def rows() -> Rows:
     [
         ({"root_dir": "/x"}, "unknown key 'root_dir'"),
         ({"directory": ""}, "directory is empty"),
-        ({"locality": "NEAR"}, "locality 'NEAR' is unknown: use LOCAL or REMOTE"),
+        ({"locality": "NEAR"}, "locality 'NEAR': there are LOCAL, REMOTE"),
         ({"io_depth": 0}, "io_depth must be at least 1"),
         ({"durability": "maybe"}, "durability"),
     ],
