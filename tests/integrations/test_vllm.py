@@ -97,7 +97,7 @@ def test_a_worker_that_does_not_run_there_is_refused(
         ({}, "directory is missing"),
         ({"directory": ""}, "directory is empty"),
         ({"directory": "x", "root_dir": "y"}, "unknown key 'root_dir'"),
-        ({"directory": "x", "locality": "NEAR"}, "locality 'NEAR': there are LOCAL, REMOTE"),
+        ({"directory": "x", "locality": "NEAR"}, "Locality 'NEAR': there are LOCAL, REMOTE"),
         ({"directory": "x", "io_depth": 0}, "io_depth"),
         ({"directory": "x", "io_depth": 1_000_000}, "io_depth"),
         ({"directory": "x", "timeout_s": float("nan")}, "timeout_s"),

@@ -298,7 +298,7 @@ def rows() -> Rows:
     [
         ({"root_dir": "/x"}, "unknown key 'root_dir'"),
         ({"directory": ""}, "directory is empty"),
-        ({"locality": "NEAR"}, "locality 'NEAR': there are LOCAL, REMOTE"),
+        ({"locality": "NEAR"}, "Locality 'NEAR': there are LOCAL, REMOTE"),
         ({"io_depth": 0}, "io_depth must be at least 1"),
         ({"durability": "maybe"}, "durability"),
     ],
