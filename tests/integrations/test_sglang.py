@@ -295,7 +295,6 @@ def test_pages_come_back_whole(memory: Memory, cls: type) -> None:
     assert store.look_up(KEYS) == [False] * 6
     assert store.save(KEYS[:5], memory.regions(range(5))) == [True] * 5
     assert store.save(KEYS[:5], memory.regions(range(5))) == [True] * 5
-    assert store.counters == (0, 0, 5, 5, 0)
     store.close(5.0)
     again = open_pages(cls) if cls is SharedStore else store
     if again is store:
@@ -328,7 +327,6 @@ def test_a_call_ends_at_its_deadline_and_its_memory_is_the_engine_s_again(memory
     begun = time.monotonic()
     assert store.load(KEYS, other.regions(range(6))) == [False] * 6
     assert time.monotonic() - begun < 60.0
-    assert store.counters.failed_loads == 6
     FaultyStore.mode = "ok"  # reads that hung go on, and their memory belongs to others now
     store._tier.drain(30.0)
     assert not other.bytes.any()

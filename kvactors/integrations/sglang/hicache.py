@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvactors.integrations.sglang.host_pages import HostPages, Region
-from kvactors.integrations.sglang.page_store import PageCounters, PageStore
+from kvactors.integrations.sglang.page_store import PageStore
 from kvactors.integrations.sglang.prefixes import Need, PoolNeed, find_prefixes, leading
 from kvactors.integrations.sglang.runtime import digest_of_models, replica_of
 from kvactors.integrations.sglang.settings import (
@@ -257,10 +257,6 @@ class KVActorsHiCache(HiCacheStorage):
         """Pages and GB/s of each call since the last time, for SGLang's metrics."""
         metrics, self._metrics = self._metrics, StorageMetrics()
         return metrics
-
-    def counters(self) -> dict[str, PageCounters]:
-        """Pages since the start, by pool."""
-        return {name: pool.store.counters for name, pool in self._pools.items()}
 
     def clear(self) -> bool:
         """Forget every page, and delete the stored objects."""

@@ -25,24 +25,6 @@ KEPT = 4
 """Buffers kept for later calls."""
 
 
-class PageCounters(NamedTuple):
-    """Pages since the start.
-
-    Attributes:
-        loaded: pages read from storage, verified.
-        failed_loads: pages that the store listed and did not return: corrupt, missing or late.
-        saved: pages written to storage.
-        known: pages that were to be saved, and that the store held already.
-        failed_saves: pages that the store did not take.
-    """
-
-    loaded: int
-    failed_loads: int
-    saved: int
-    known: int
-    failed_saves: int
-
-
 class _Batch(NamedTuple):
     """Pages in a buffer, in flight.
 
@@ -77,25 +59,11 @@ class PageStore:
         self._batch_pages = max(1, BUFFER_BYTES // page_bytes)
         self._buffers: deque[np.ndarray] = deque()
         self._jobs = count()
-        self._saves = [0, 0, 0]  # ok, failed, known: changed by the thread that saves
-        self._loads = [0, 0]  # ok, failed: changed by the thread that loads
-
-    @property
-    def counters(self) -> PageCounters:
-        """Pages since the start."""
-        saved, failed_saves, known = self._saves
-        loaded, failed_loads = self._loads
-        return PageCounters(loaded, failed_loads, saved, known, failed_saves)
 
     @property
     def trouble(self) -> str:
         """Why the store gets no work now, empty if it does."""
         return self._tier.trouble
-
-    @property
-    def stored(self) -> int:
-        """Pages that can be read."""
-        return self._tier.objects
 
     def look_up(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each page can be read. A store that lists its objects answers from memory, any
@@ -125,19 +93,13 @@ class PageStore:
         tier = self._tier
         wanted = [i for i, key in enumerate(keys) if not tier.lists or tier.contains(key)]
         self._move(wanted, keys, pages, ok, save=False)
-        self._loads[0] += sum(ok)
-        self._loads[1] += len(wanted) - sum(ok)
         return ok
 
     def save(self, keys: Sequence[bytes], pages: Sequence[Sequence[Region]]) -> list[bool]:
         """Write pages from the engine's memory. Returns whether the store has each now."""
         ok = [self._tier.contains(key) for key in keys]
-        known = sum(ok)
         wanted = [i for i, found in enumerate(ok) if not found]
         self._move(wanted, keys, pages, ok, save=True)
-        self._saves[0] += sum(ok) - known
-        self._saves[1] += len(ok) - sum(ok)
-        self._saves[2] += known
         return ok
 
     def _move(
