@@ -99,4 +99,20 @@ BUGS: tuple[Mutation, ...] = (
         "the linker's host memory comes from any NUMA node",
         ("tests/integrations/test_sglang_linker.py::test_the_host_memory_must_hold_a_page",),
     ),
+    Mutation(
+        "weights_are_no_part_of_the_name",
+        "integrations/model_files.py",
+        "[_content(file) for file in _files(model, revision, cache)]",
+        '[b""]',
+        "new weights under the same path read the KV of earlier ones",
+        ("tests/integrations/test_model_files.py::test_a_copy_has_the_digest_until_it_changes",),
+    ),
+    Mutation(
+        "vllm_latent_attention_on_a_cpu",
+        "integrations/vllm/settings.py",
+        "if platform.is_cpu() and model.use_mla and not cache.enable_prefix_caching:",
+        "if False:",
+        "vLLM computes other tokens behind blocks that were loaded",
+        (TESTS + "test_an_engine_that_cannot_compute_behind_cached_blocks_is_refused",),
+    ),
 )

@@ -76,7 +76,7 @@ def stored_object(key: Key, shape: ObjectShape, page_bytes: int) -> StoredObject
     """The object of a key."""
     parts = (
         (HASH, key.chunk_hash),
-        (MODEL, _stored_model(key.model_name).encode("utf-8", "surrogatepass")),
+        (MODEL, stored_model(key.model_name).encode("utf-8", "surrogatepass")),
         (RANK, str(key.kv_rank).encode()),
         (GROUP, str(key.object_group_id).encode()),
         (SALT, key.cache_salt.encode("utf-8", "surrogatepass")),
@@ -88,7 +88,7 @@ def stored_object(key: Key, shape: ObjectShape, page_bytes: int) -> StoredObject
 
 
 @lru_cache(maxsize=256)
-def _stored_model(name: str) -> str:
+def stored_model(name: str) -> str:
     """The name of a model with the digest of its files, which LMCache names by their path."""
     disk = Workers(1, "kvactors-lmcache-model")
     try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvactors import ConfigError
 from kvactors.device.numa import bound_node
+from kvactors.integrations.lmcache import objects
 from kvactors.integrations.lmcache.key_log import KeyLog
 from kvactors.integrations.lmcache.objects import (
     ObjectShape,
@@ -90,6 +92,27 @@ def test_fields_do_not_run_into_one_another() -> None:
 def test_layouts_are_part_of_the_digest() -> None:
     shapes = [ObjectShape(layout, 10_000) for layout in (LAYOUT, "bfloat16[2,50,50]", "uint8[1]")]
     assert len({stored_object(KEYS[0], shape, 4096).digest for shape in shapes}) == 3
+
+
+def test_a_model_in_a_folder_is_that_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = KEYS[0]._replace(model_name=str(tmp_path))
+    digests = []
+    for weights in ("one", "two", "one"):
+        (tmp_path / "model.safetensors").write_text(weights)
+        objects.stored_model.cache_clear()  # as in a new process
+        digests.append(stored_object(key, SHAPE, 4096).digest)
+    assert digests[0] == digests[2] != digests[1]
+    # a file system that hangs: no later process finds the objects
+    hangs = threading.Event()
+    monkeypatch.setattr(objects, "MODEL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(objects, "model_digest", lambda *_: hangs.wait(60.0))
+    for _ in range(2):
+        objects.stored_model.cache_clear()
+        digests.append(stored_object(key, SHAPE, 4096).digest)
+    hangs.set()
+    assert len(set(digests)) == 4
 
 
 def test_layouts_as_text() -> None:

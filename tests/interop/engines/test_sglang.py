@@ -164,6 +164,13 @@ def test_hits_from_every_tier_after_kill_9_and_a_store_without_checksums(
     again = engine.serve(PROMPTS)
     assert (again.digest, min(again.cached)) == (wanted, WHOLE)
     assert again.total("storage") >= 5 * (WHOLE - 64)
+    # the pages of other weights under the same path
+    for seed, found in ((6, False), (5, True)):
+        write_model(tmp_path / "model", seed)
+        assert engine.flush()
+        engine.detach()
+        engine.attach(extra)
+        assert bool(engine.serve(PROMPTS).total("storage")) is found
     assert engine.clear_storage()
     assert engine.flush()
     cleared = engine.serve(PROMPTS)
