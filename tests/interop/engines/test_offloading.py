@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.interop.engines import stores
 from tests.interop.engines.stores import ADAPTERS, offloading
 from tests.interop.engines.tiny_llama import write_model
 from tests.interop.engines.vllm_engine import SERVE, Served, Tokens, VllmEngine, prompts
+from tests.interop.environments import InteropError
 
 pytestmark = pytest.mark.engines
 
@@ -29,6 +31,19 @@ SMALL, LARGE = 32, 256
 READ, WRITTEN = "vllm:kv_offload_tiering_read_bytes", "vllm:kv_offload_tiering_write_bytes"
 FAILED = "vllm:kv_offload_tiering_promotion_job_failures"
 HEALTHY = "vllm:kv_offload_healthy"
+LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 4,
+}
+"""The configuration of a model with multi-head latent attention, beside that of the tiny model."""
 NEWER = os.environ.get("INTEROP_VLLM", "0.33.0")
 """Version of vLLM's Python, over the compiled modules of the installed one."""
 
@@ -140,3 +155,13 @@ def test_new_weights_or_overrides_under_the_same_path_find_nothing(
     again = serve()
     assert again.tokens == first.tokens
     assert min(again.cached) >= WHOLE
+
+
+@pytest.mark.skipif("amx_tile" in Path("/proc/cpuinfo").read_text(), reason="AMX: vLLM computes it")
+def test_latent_attention_that_cannot_compute_behind_cached_blocks_is_refused(
+    start: Start, tmp_path: Path
+) -> None:
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | LATENT))
+    with pytest.raises(InteropError, match="multi-head latent attention, and prefix caching is"):
+        start(offloading(SMALL), load_format="dummy", block_size=16, num_gpu_blocks_override=64)

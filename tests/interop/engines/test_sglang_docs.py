@@ -147,7 +147,7 @@ def terminal(environments: Environments, tmp_path: Path) -> Iterator[Terminal | 
 
 def test_the_commands_for_hicache(terminal: Terminal) -> None:
     hicache, _ = terminal.blocks("python -m sglang.launch_server")
-    attach, clear, detach = terminal.blocks("curl")
+    attach, clear, detach, metrics = terminal.blocks("curl")
     terminal.serve(hicache)
     computed = [tokens for tokens, _ in terminal.generate()]
 
@@ -159,6 +159,9 @@ def test_the_commands_for_hicache(terminal: Terminal) -> None:
         return [count for _, count in found]
 
     assert max(cached()) == WHOLE
+    shown = terminal.run(metrics)
+    for name in ("backup_pgs_count", "prefetch_pgs_count", 'cache_source="storage"'):
+        assert re.search(rf"sglang:.*{name}.* [1-9]", shown), shown
     terminal.run(detach)
     assert max(cached()) <= 64
     terminal.run(attach)
