@@ -18,9 +18,10 @@ from kvactors.actor.log import described, get_logger
 
 CONFIGURATION = ("config.json", "params.json", "*quant*.json", "*.py")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Samples of a file of weights, the first and the last bytes among them. The ends alone are not
-enough: weights that were merged with an adapter differ in some layers only."""
+SAMPLES, SAMPLE_BYTES, SAMPLE_EVERY_BYTES = 64, 4096, 16 << 20
+"""Samples of a file of weights: at least so many, one in so many bytes, the first and last bytes
+among them. The ends alone are not enough: weights that were merged with an adapter differ in some
+layers only."""
 DIGEST_CHARACTERS = 16
 
 log = get_logger(component="integrations")
@@ -96,8 +97,9 @@ def _content(file: Path) -> bytes:
         if size <= SAMPLES * SAMPLE_BYTES:
             parts.append(opened.read())
         else:
-            for number in range(SAMPLES):
-                opened.seek(number * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+            samples = max(SAMPLES, size // SAMPLE_EVERY_BYTES + 2)
+            for number in range(samples):
+                opened.seek(number * (size - SAMPLE_BYTES) // (samples - 1))
                 parts.append(opened.read(SAMPLE_BYTES))
     return b"".join(parts)
 

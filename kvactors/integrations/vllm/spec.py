@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec, OffloadingWorker
@@ -38,8 +39,7 @@ class KVActorsOffloadingSpec(OffloadingSpec):
         config: vLLM's `OffloadingConfig`. Its `extra_config` is described by `OffloadingSettings`.
 
     Raises:
-        ConfigError: a setting is unknown, missing or out of range, the model is a hybrid one, or
-            the connector is not `KVActorsConnector`.
+        ConfigError: a setting is unknown, missing or out of range, or the model is a hybrid one.
     """
 
     def __init__(self, config: Any) -> None:
@@ -79,16 +79,18 @@ class KVActorsOffloadingSpec(OffloadingSpec):
         )
 
     def get_manager(self) -> KVActorsManager:
-        """The scheduler's side."""
+        """The scheduler's side.
+
+        Raises:
+            ConfigError: the connector is not `KVActorsConnector`.
+        """
         if self._manager is None:
             self._manager = self._make_manager()
         return self._manager
 
     def _tiers_of(self, config: Any) -> TierConfig:
         return TierConfig(
-            model=stored_model(
-                self.settings.model or config.model.name, get_current_vllm_config_or_none()
-            ),
+            model=self.settings.model or config.model.name,
             block_bytes=self._row_bytes,
             num_slots=self.num_chunks,
             identity=identity(config, copied_by=self._copied_by),
@@ -98,9 +100,11 @@ class KVActorsOffloadingSpec(OffloadingSpec):
         )
 
     def _make_manager(self) -> KVActorsManager:
+        model = stored_model(self._tier_config.model, get_current_vllm_config_or_none())
+        config = msgspec.structs.replace(self._tier_config, model=model)
         region = self._region(None)
         try:
-            tiers = open_tiers(self._tier_config, memory=region.view(), stride=self._row_bytes)
+            tiers = open_tiers(config, memory=region.view(), stride=self._row_bytes)
             tiers.start()
         except BaseException:
             region.close()
