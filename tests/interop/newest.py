@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.interop.environments import PINS, ROOT, InteropError, pins
+from tests.interop.environments import PINS, ROOT, InteropError, pins, source_folder
 from tests.interop.setup import make, unpack_source
 
 INDEX_S, MAKE_S, TEST_S = 60.0, 300.0, 300.0
@@ -71,10 +71,11 @@ def run(directory: Path, engine: Engine, version: str) -> None:
         path = PINS if engine.environment == BASE else changed
         (one,) = (one for one in pins(path)["engines"] if one.name == engine.environment)
         (Path(folder) / BASE).symlink_to(directory / BASE)
-        if engine.environment == BASE:  # its Python, over the compiled modules of the installed one
-            unpack_source(directory / BASE, one, f"vllm=={version}", until)
-        else:
+        if engine.environment != BASE:
             make(Path(folder), one, until)
+        elif not source_folder(directory / BASE, f"vllm=={version}").is_dir():
+            # its Python runs over the compiled modules of the installed version
+            unpack_source(directory / BASE, one, f"vllm=={version}", until)
         command = ["-m", "pytest", "-q", "-m", "engines", f"--interop={folder}"]
         command += [f"tests/interop/engines/{file}", "-k", f"{test} and not next and not False"]
         variables = {"INTEROP_PINS": str(path), "INTEROP_VLLM": version}

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
 from lmcache.v1.distributed import api
 from lmcache.v1.distributed.api import KeyEntry, KeyListPage, ObjectKey
 from lmcache.v1.distributed.internal_api import L2StoreResult
@@ -19,6 +20,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
+from kvactors.integrations.engine_log import log_to
 from kvactors.integrations.lmcache.catalog import Catalog
 from kvactors.integrations.lmcache.key_log import KeyLog
 from kvactors.integrations.lmcache.objects import (
@@ -61,6 +63,7 @@ class KVActorsL2(L2AdapterInterface):
     """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
+        log_to(init_logger("lmcache.kvactors"))
         settings = read_settings(params)
         config = store_config(settings)
         super().__init__(max_capacity_bytes=settings.pages * settings.page)

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
+from kvactors.integrations.engine_log import log_to
 from kvactors.integrations.vllm.settings import check_engine
 
 
@@ -47,7 +48,7 @@ class KVActorsConnector(OffloadingConnector):
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        log_to_vllm()
+        log_to(logging.getLogger("vllm"))
         check_engine(vllm_config, current_platform)
         # vLLM's own configuration for specs and tiers has the model's path only
         with set_current_vllm_config(vllm_config):
@@ -123,15 +124,3 @@ class KVActorsConnector(OffloadingConnector):
         """Requests whose blocks are free, and those whose chunks are loaded."""
         sent, received = super().get_finished(finished_req_ids)
         return sent | self._connector_metadata.stored, received
-
-
-def log_to_vllm() -> None:
-    """Write kvactors' log lines to the handlers of vLLM's logger, unless the application has a
-    handler that they reach."""
-    ours, theirs = logging.getLogger("kvactors"), logging.getLogger("vllm")
-    reached = [*ours.handlers, *(logging.root.handlers if ours.propagate else ())]
-    if all(isinstance(handler, logging.NullHandler) for handler in reached):
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        if ours.level == logging.NOTSET:
-            ours.setLevel(theirs.getEffectiveLevel())
