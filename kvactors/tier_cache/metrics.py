@@ -37,8 +37,13 @@ COUNTERS: tuple[tuple[str, tuple[tuple[str, str], ...], str, str], ...] = (
     ("tiering_chunk_hits", STORAGE, "storage_hits", HITS),
     ("tiering_read_bytes", STORAGE, "fetched_bytes", "Bytes read from a tier into host slots."),
     ("tiering_write_bytes", STORAGE, "saved_bytes", "Bytes written from host slots to a tier."),
-    ("tiering_promotion_failures", STORAGE, "failed_fetches", "Blocks that a tier did not return."),
-    ("tiering_cascade_failures", STORAGE, "failed_saves", "Blocks that a tier did not take."),
+    (
+        "tiering_promotion_job_failures",
+        STORAGE,
+        "failed_fetches",
+        "Blocks that a tier did not return.",
+    ),
+    ("tiering_cascade_job_failures", STORAGE, "failed_saves", "Blocks that a tier did not take."),
     (
         "tiering_promotion_allocation_failures",
         (),
