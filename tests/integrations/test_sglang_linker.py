@@ -17,7 +17,6 @@ from kvactors.integrations.sglang.device_pages import DevicePages
 from kvactors.integrations.sglang.page_moves import NOTHING, PageMoves
 from kvactors.integrations.sglang.settings import linker_tier_config, read_linker_settings
 from kvactors.tier_cache import CopyWorker, open_tiers
-from tests.integrations.test_sglang import Config
 from tests.tier_cache.stores import FaultyStore
 
 PAGE = 16
@@ -60,9 +59,8 @@ def test_the_host_memory_must_hold_a_page() -> None:
     def config(host_bytes: int, replica: int = 0, model: str | None = "m", **more: Any) -> Any:
         settings = read_linker_settings({"host_bytes": host_bytes, "storage": FILE, **more})
         facts = {"name": "kv", "kind": "MHATokenToKVPool"}
-        described = Config(model_name=model)
         sizes = {"page_bytes": PAGE, "replica": replica}
-        return linker_tier_config(settings, described, facts, weights="w", **sizes)
+        return linker_tier_config(settings, model, facts, weights="w", **sizes)
 
     assert config(5 * PAGE + 3).num_slots == 5
     assert config(PAGE, numa_node=3).numa_node == 3

@@ -102,23 +102,15 @@ def store_config(settings: L2Settings) -> TierConfig:
     Raises:
         ConfigError: a setting is out of range.
     """
+    shared = set(TierStorage.__struct_fields__) - {"capacity_bytes"}
+    fields = msgspec.structs.asdict(settings)
+    given = {name: value for name, value in fields.items() if name in shared}
     return checked_config(
         TierConfig(
             model=MODEL,
             block_bytes=settings.page,
             num_slots=1,
             identity={"engine": "lmcache"},
-            storage=TierStorage(
-                backend="file",
-                directory=settings.directory,
-                namespace=settings.namespace,
-                capacity_blocks=settings.pages,
-                free_space_floor=settings.free_space_floor,
-                durability=settings.durability,
-                io_depth=settings.io_depth,
-                timeout_s=settings.timeout_s,
-                open_timeout_s=settings.open_timeout_s,
-                close_timeout_s=settings.close_timeout_s,
-            ),
+            storage=TierStorage(backend="file", capacity_blocks=settings.pages, **given),
         )
     )

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 from sglang.srt.runtime_context import get_model
 
@@ -80,22 +80,10 @@ class KVActorsLinker(UnifiedCacheLinker):
         self.forward_stream = forward_stream
         self._pages = DevicePages(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
         self.pools = {PoolName.KV: self._pages}
-        config = HiCacheStorageConfig(
-            tp_rank=0,
-            tp_size=1,
-            pp_rank=0,
-            pp_size=1,
-            attn_cp_rank=0,
-            attn_cp_size=1,
-            is_mla_model=False,
-            enable_storage_metrics=False,
-            is_page_first_layout=False,
-            model_name=get_model().model_path,
-        )
         tiers = open_tiers(
             linker_tier_config(
                 settings,
-                config,
+                get_model().model_path,
                 self._pages.facts,
                 page_bytes=self._pages.page_bytes,
                 replica=replica_of(0),

@@ -241,7 +241,7 @@ def tier_config(
 
 def linker_tier_config(
     settings: LinkerSettings,
-    config: Any,
+    model: str | None,
     pool: Mapping[str, str | int | None],
     *,
     page_bytes: int,
@@ -252,7 +252,7 @@ def linker_tier_config(
 
     Args:
         settings: as configured.
-        config: a `HiCacheStorageConfig` of SGLang for this worker.
+        model: SGLang's name of the model.
         pool: description of the device pool (`DevicePages.facts`).
         page_bytes: bytes of a page.
         replica: number of the data parallel replica. Each has its own folder.
@@ -273,10 +273,10 @@ def linker_tier_config(
             storage, directory=f"{storage.directory}/replica-{replica}"
         )
     return TierConfig(
-        model=_stored_model(settings.model or config.model_name, weights),
+        model=_stored_model(settings.model or model, weights),
         block_bytes=page_bytes,
         num_slots=num_slots,
-        identity=identity(config, pool, replicated=False),
+        identity={"engine": "sglang", **{f"pool_{name}": value for name, value in pool.items()}},
         policy=settings.eviction_policy,
         storage=storage,
         numa_node=settings.numa_node,
