@@ -45,7 +45,7 @@ def newest(python: Path, package: str, *options: str) -> str:
     Raises:
         InteropError: the index does not answer.
     """
-    command = [str(python), "-m", "pip", "index", "versions", package, *options]
+    command = [str(python), "-m", "pip", "index", "versions", "--retries=1", package, *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=INDEX_S, check=False)
     except subprocess.TimeoutExpired:
