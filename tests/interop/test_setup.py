@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.interop import setup as setup_module
 from tests.interop.environments import (
     CLONE_STAMP,
     STAMP,
@@ -154,3 +155,14 @@ def test_the_origin_of_an_environment_is_readable(tmp_path: Path) -> None:
     (tmp_path / "dynamo" / STAMP).write_text(json.dumps({"packages": ["ai-dynamo-runtime==0.1"]}))
     with pytest.raises(InteropError, match="other pins"):
         Environments(tmp_path).program("dynamo")
+
+
+def test_missing_debian_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup_module.shutil, "which", lambda _: None)
+    monkeypatch.setattr(setup_module, "find_library", lambda name: name if name == "numa" else None)
+    assert setup_module.missing_packages() == [
+        "util-linux",
+        "iproute2",
+        "etcd-server",
+        "libibverbs1",
+    ]
