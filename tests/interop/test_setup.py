@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interop import setup as setup_module
+from tests.interop import setup as making
 from tests.interop.environments import (
     CLONE_STAMP,
     STAMP,
@@ -158,9 +158,9 @@ def test_the_origin_of_an_environment_is_readable(tmp_path: Path) -> None:
 
 
 def test_missing_debian_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup_module.shutil, "which", lambda _: None)
-    monkeypatch.setattr(setup_module, "find_library", lambda name: name if name == "numa" else None)
-    assert setup_module.missing_packages() == [
+    monkeypatch.setattr(making.shutil, "which", lambda _: None)
+    monkeypatch.setattr(making, "find_library", lambda name: name if name == "numa" else None)
+    assert making.missing_packages() == [
         "util-linux",
         "iproute2",
         "etcd-server",
