@@ -17,7 +17,7 @@ from typing import Any
 from kvactors.actor.log import described, get_logger
 
 CONFIGURATION = ("config.json", "params.json", "*quant*.json", "*.py")
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SAMPLES, SAMPLE_BYTES, SAMPLE_EVERY_BYTES = 64, 4096, 16 << 20
 """Samples of a file of weights: at least so many, one in so many bytes, the first and last bytes
 among them. The ends alone are not enough: weights that were merged with an adapter differ in some
@@ -46,19 +46,18 @@ def model_digest(
     digest = sha256(json.dumps(dict(settings), sort_keys=True, default=_name_of).encode())
     error = "not found"
     try:
-        contents = [_content(file) for file in _files(model, revision, cache)]
+        files = _files(model, revision, cache)
+        digest.update(b"".join(map(_digest_of, files)))
     except OSError as caught:
-        contents, error = [], described(caught)
-    if not contents:
-        contents = [str(revision).encode()]
+        files, error = [], described(caught)
+    if not any(file.suffix in WEIGHTS for file in files):
+        digest.update(str(revision).encode())
         log.warning(
-            "files of a model cannot be read: other weights under its name need another namespace",
+            "weights of a model cannot be read: others under its name need another namespace",
             model=model,
             revision=revision,
             error=error,
         )
-    for content in contents:
-        digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()[:DIGEST_CHARACTERS]
 
 
@@ -72,7 +71,7 @@ def _files(model: str, revision: str | None, cache: str | None) -> list[Path]:
         if found is None:
             return []
         path = found
-    patterns = (*CONFIGURATION, *WEIGHTS)
+    patterns = (*CONFIGURATION, *(f"*{suffix}" for suffix in WEIGHTS))
     return sorted({file for each in patterns for file in path.glob(each) if file.is_file()})
 
 
@@ -89,19 +88,20 @@ def _snapshot(model: str, revision: str | None, cache: str | None) -> Path | Non
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _content(file: Path) -> bytes:
-    """Name, size, and the content of a small file or samples of a large one at equal distances."""
+def _digest_of(file: Path) -> bytes:
+    """Identifies the name, the size, and the content of a small file or samples of a large one at
+    equal distances."""
     size = file.stat().st_size
-    parts = [f"{file.name}\0{size}\0".encode()]
+    digest = sha256(f"{file.name}\0{size}\0".encode())
     with file.open("rb") as opened:
         if size <= SAMPLES * SAMPLE_BYTES:
-            parts.append(opened.read())
+            digest.update(opened.read())
         else:
             samples = max(SAMPLES, size // SAMPLE_EVERY_BYTES + 2)
             for number in range(samples):
                 opened.seek(number * (size - SAMPLE_BYTES) // (samples - 1))
-                parts.append(opened.read(SAMPLE_BYTES))
-    return b"".join(parts)
+                digest.update(opened.read(SAMPLE_BYTES))
+    return digest.digest()
 
 
 def _name_of(value: Any) -> str:

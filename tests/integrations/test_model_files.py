@@ -69,4 +69,4 @@ def test_without_files_name_and_revision_alone_count_and_there_is_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert model_digest("owner/none", {}, revision="a") != model_digest("owner/none", {})
-    assert "other weights under its name need another namespace" in caplog.text
+    assert "others under its name need another namespace" in caplog.text
