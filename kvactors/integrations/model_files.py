@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,16 @@ def model_digest(
             error=error,
         )
     return digest.hexdigest()[:DIGEST_CHARACTERS]
+
+
+def configuration(model: str) -> Mapping[str, Any]:
+    """The `config.json` of a model, empty if it cannot be read."""
+    for file in _files(model, None, None):
+        if file.name == "config.json":
+            with suppress(OSError, ValueError):
+                found = json.loads(file.read_bytes())
+                return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _files(model: str, revision: str | None, cache: str | None) -> list[Path]:

@@ -235,11 +235,24 @@ def test_models_that_compute_other_blocks_have_other_names_in_a_store() -> None:
         engine_config(draft=draft),
         engine_config(draft=engine_config("draft", revision="other")),
     ]
-    names = [stored_model("tiny", one) for one in [engine_config(), *others]]
+    cpu = Platform("cpu")
+    names = [stored_model("tiny", "m", one, cpu) for one in [engine_config(), *others]]
     assert len(set(names)) == len(names)
-    assert stored_model("tiny", engine_config(draft=engine_config())) == names[0]
-    with pytest.raises(ConfigError, match="kv_connector must be KVActorsConnector"):
-        stored_model("tiny", None)
+    assert stored_model("tiny", "m", engine_config(draft=engine_config()), cpu) == names[0]
+
+
+def test_with_vllms_own_connector_the_files_alone_tell_models_apart(tmp_path, caplog) -> None:
+    cpu = Platform("cpu")
+    names = set()
+    for weights in (b"1", b"2"):
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        names.add(stored_model("tiny", str(tmp_path), None, cpu))
+    assert len(names) == 2
+    assert "set kv_connector to KVActorsConnector" in caplog.text
+    (tmp_path / "config.json").write_text('{"kv_lora_rank": 512}')
+    assert stored_model("tiny", str(tmp_path), None, Platform("cuda"))
+    with pytest.raises(ConfigError, match="latent attention"):
+        stored_model("tiny", str(tmp_path), None, cpu)
 
 
 # -- the files of the host tier

@@ -11,7 +11,7 @@ import msgspec
 from kvactors.actor.log import get_logger
 from kvactors.config_faults import convert, located
 from kvactors.errors import ConfigError
-from kvactors.integrations.model_files import model_digest
+from kvactors.integrations.model_files import configuration, model_digest
 from kvactors.setting_types import ByteSize, DeviceNumber
 from kvactors.sizes import in_bytes
 from kvactors.tier_cache import TierStorage
@@ -226,22 +226,32 @@ def check_engine(vllm_config: Any, platform: Any) -> None:
         )
 
 
-def stored_model(name: str, vllm_config: Any) -> str:
+def stored_model(name: str | None, model_path: str, vllm_config: Any, platform: Any) -> str:
     """The name of a model in a store, with the digest of its files.
 
     Args:
-        name: as configured, or vLLM's.
-        vllm_config: vLLM's `VllmConfig`, None if the connector is not `KVActorsConnector`.
+        name: as configured. None: the path.
+        model_path: folder, or name of the hub.
+        vllm_config: vLLM's `VllmConfig`, None with vLLM's own connector, which does not tell it.
+        platform: vLLM's `current_platform`.
 
     Raises:
-        ConfigError: another connector is configured.
+        ConfigError: the model has multi-head latent attention, and whether the engine computes
+            right tokens behind blocks that are loaded is not known.
     """
+    name = name or model_path
     if vllm_config is None:
-        raise ConfigError(
-            "kv_connector must be KVActorsConnector, with kv_connector_module_path "
-            "kvactors.integrations.vllm: another connector does not tell which weights and "
-            "overrides the model has"
+        if platform.is_cpu() and "kv_lora_rank" in configuration(model_path):
+            raise ConfigError(
+                f"{model_path} has multi-head latent attention, which vLLM computes wrong behind "
+                "cached blocks on some CPUs: set kv_connector to KVActorsConnector, which checks it"
+            )
+        log.warning(
+            "overrides of the configuration are no part of the name of a model in the store: set "
+            "kv_connector to KVActorsConnector",
+            model=name,
         )
+        return f"{name}@{model_digest(model_path, {})}"
     load, model = vllm_config.load_config, vllm_config.model_config
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     models = [model] if draft is None or draft.model == model.model else [model, draft]

@@ -82,7 +82,7 @@ class KVActorsOffloadingSpec(OffloadingSpec):
         """The scheduler's side.
 
         Raises:
-            ConfigError: the connector is not `KVActorsConnector`.
+            ConfigError: see `stored_model`.
         """
         if self._manager is None:
             self._manager = self._make_manager()
@@ -100,7 +100,12 @@ class KVActorsOffloadingSpec(OffloadingSpec):
         )
 
     def _make_manager(self) -> KVActorsManager:
-        model = stored_model(self._tier_config.model, get_current_vllm_config_or_none())
+        model = stored_model(
+            self.settings.model,
+            self.config.model.name,
+            get_current_vllm_config_or_none(),
+            current_platform,
+        )
         config = msgspec.structs.replace(self._tier_config, model=model)
         region = self._region(None)
         try:

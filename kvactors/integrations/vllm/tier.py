@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -42,8 +43,7 @@ class KVActorsTier(SecondaryTierManager):
         settings: see `settings.TierSettings`.
 
     Raises:
-        ConfigError: a setting is unknown, missing or out of range, or the connector is not
-            `KVActorsConnector`.
+        ConfigError: a setting is unknown, missing or out of range. See also `stored_model`.
         StoreError: the store cannot be used (an OSError).
     """
 
@@ -65,7 +65,10 @@ class KVActorsTier(SecondaryTierManager):
         self._store = open_storage(
             TierConfig(
                 model=stored_model(
-                    found.model or config.model.name, get_current_vllm_config_or_none()
+                    found.model,
+                    config.model.name,
+                    get_current_vllm_config_or_none(),
+                    current_platform,
                 ),
                 block_bytes=self.block_size_bytes,
                 num_slots=1,
