@@ -106,6 +106,7 @@ async def test_a_cleared_adapter_is_found_in_no_tier_and_others_are():
         await cache.wait_idle()
         assert await held(cache) == 20
         assert (await cache.clear(lora="a")).device_blocks == 0
+        assert cache.check() == []  # before the notifier is sent the clear
         assert await held(cache) == 12
         for scope in scopes:
             left = 0 if scope.get("lora") == "a" else 4
