@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import numpy as np
 
 from kvactors import CacheAsleep, KVActorsError, Lease, LeaseEnded, NoRoom
+from tests.support.batch import spoil, started
 
+from .batched import Batched
 from .model import Prompt, Scope
 from .sharing import branch, draw_hints
 from .world import World
@@ -37,6 +39,8 @@ class Client:
         self.world = world
         self.rng = random.Random(f"client {world.drawn.seed} {number}")
         self.sharing_rng = random.Random(f"sharing {world.drawn.seed} {number}")
+        self.batch_rng = random.Random(f"batch {world.drawn.seed} {number}")
+        self.left: list[list[int]] = []  # tokens of batches that have ended
         self.requests = requests
         self.story: list[int] = []
         self.suspect: list[
@@ -48,10 +52,12 @@ class Client:
         rng, world = self.rng, self.world
         while self.requests[0] > 0:
             self.requests[0] -= 1
+            batched = self.batch_rng.random() < world.drawn.batches
+            serve = Batched(self).serve if batched else self.serve_one
             if rng.random() >= world.drawn.cancelled:
-                await self.serve_one()
+                await serve()
                 continue
-            task = asyncio.get_running_loop().create_task(self.serve_one())
+            task = asyncio.get_running_loop().create_task(serve())
             if rng.random() < 0.7:
                 for _ in range(rng.randrange(60)):
                     await asyncio.sleep(0)
@@ -139,36 +145,6 @@ class Client:
             raise Cut from None
 
 
-def spoil(buffer: Any) -> None:
-    """The caller uses its buffer for other data."""
-    for i in range(len(buffer)):
-        buffer[i] = 7
-
-
-async def started(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """A task of a call that has taken its first step. A loop of virtual time runs new tasks in a
-    drawn order."""
-    loop = asyncio.get_running_loop()
-    begun: list[bool] = []
-    waiter: asyncio.Future[None] = loop.create_future()
-
-    async def work() -> T:
-        begun.append(True)
-        if not waiter.done():
-            waiter.set_result(None)  # its task runs after this step, which begins the call
-        return await call
-
-    task = loop.create_task(work())
-    try:
-        await waiter
-    except BaseException:
-        task.cancel()
-        if not begun:
-            call.close()
-        raise
-    return task
-
-
 class Request:
     """One request, from its prompt to its end."""
 
@@ -186,6 +162,7 @@ class Request:
         self.lease: Lease
         rng, drawn = self.rng, self.world.drawn
         self.tokens = client.tokens()
+        self.chunk: int | None = None
         self.salt, self.lora = (None, None)
         if drawn.scopes:
             self.salt, self.lora = rng.choice(
@@ -249,6 +226,7 @@ class Request:
             salt=self.salt,
             lora=self.lora,
             hints=self.hints,
+            chunk_tokens=self.chunk,
             deadline=rng.choice((0.05, 2.0, 2.0)),
         )
         if rng.random() < 0.2:
@@ -261,6 +239,7 @@ class Request:
         else:
             self.lease = await work
         self.held = True
+        self.until = max(self.until, world.history.settled)  # also of a request in several turns
         world.leases += (
             1  # in the step in which the grant arrives: the weights are those of the admission
         )

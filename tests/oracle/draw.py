@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvactors.config import CacheConfig
+from kvactors.prefix_index.parts import BLOCKS
 
 MODEL = "model-a"
 
@@ -25,7 +26,8 @@ def limit(rng: random.Random, low: int = 1, high: int = 64) -> int:
 class Draw:
     """tables: the config in TOML's types. work: the actions of clients and the controller.
     recorded: a sink records what is announced. Without any sink a request that hits the device
-    ends in one step. turns: direct turns in a pass of the loop.
+    ends in one step. turns: direct turns in a pass of the loop. batches: share of the requests that
+    are batches. part: blocks that one turn handles.
     """
 
     seed: int
@@ -53,6 +55,8 @@ class Draw:
     quotas: bool = False
     recorded: bool = True
     turns: int = 128
+    batches: float = 0.0
+    part: int = BLOCKS
     seen: list[str] = field(default_factory=list)
 
     @property
@@ -134,9 +138,23 @@ def draw(
     )
     _share(random.Random(f"sharing {seed}"), made)
     made.recorded, made.turns = recorded, steps.choice((1, 3, 128))
+    _batches(random.Random(f"batches {seed}"), made)
     if not recorded and steps.random() < 0.7:
         share_nothing(made)
     return made
+
+
+def _batches(rng: random.Random, made: Draw) -> None:
+    """Draw the share of batches and the blocks of a turn. Some devices have place for many leases,
+    or for prompts that are admitted in many turns."""
+    made.batches, made.part = (
+        rng.choice((0.05, 0.2, 0.5)),
+        rng.choice((1, limit(rng), BLOCKS, BLOCKS)),
+    )
+    if rng.random() < 0.25:
+        made.tables["device"]["num_blocks"] += 160
+        if rng.random() < 0.5:
+            made.longest, made.part = 64, 1
 
 
 def share_nothing(made: Draw) -> None:

@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,10 @@ STAMP = DIGEST + 8
 
 Media = tuple[int, int, bytes | str | int]
 
+Part = Mapping[str, str]
+"""The part of a cache that a clear removes, by the arguments of the call: a salt, an adapter, or
+everything."""
+
 
 class Scope(NamedTuple):
     """The parts of a request's identity beside tokens and media."""
@@ -26,6 +30,10 @@ class Scope(NamedTuple):
     namespace: str
     lora: str | None = None
     salt: str | None = None
+
+    def is_in(self, part: Part) -> bool:
+        """Whether a clear of that part removes it."""
+        return part.items() <= self._asdict().items()
 
 
 class Prompt:

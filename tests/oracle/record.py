@@ -28,6 +28,8 @@ SHARING = (
     "store evictions by a quota",
     "clear salt",
     "clear salt compared",
+    "clear lora",
+    "clear lora compared",
     "slept 1",
     "slept 2",
     "sleep cut",

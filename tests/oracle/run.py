@@ -14,6 +14,7 @@ from typing import Any
 
 import kvactors
 from kvactors.actor import direct
+from kvactors.prefix_index import parts
 from tests.support.share_watch import ShareWatch
 
 from .client import Client
@@ -45,11 +46,11 @@ async def serve_round(
     recorder = Recorder(drawn.block_size, record)
     config = kvactors.Config.from_mapping(drawn.tables)
     sinks = [recorder] if drawn.recorded else []
-    async with (
-        kvactors.open(config, sinks=sinks, inline_copies=inline) as cache,
-        AsyncExitStack() as stack,
-    ):
-        stack.enter_context(_turns(drawn.turns))
+    async with AsyncExitStack() as stack:
+        stack.enter_context(_limited(drawn))
+        cache = await stack.enter_async_context(
+            kvactors.open(config, sinks=sinks, inline_copies=inline)
+        )
         world = World(cache, drawn, history, record, rng)
         stack.enter_context(ShareWatch(world.fail, world.seen).installed())
         if readers is not None:
@@ -83,13 +84,15 @@ async def serve_round(
 
 
 @contextmanager
-def _turns(number: int) -> Iterator[None]:
-    """So many direct turns in a pass. With few of them asks wait for the next one."""
-    before, direct.TURNS = direct.TURNS, number
+def _limited(drawn: Draw) -> Iterator[None]:
+    """Set the direct turns of a pass and the blocks of a turn. With few direct turns asks wait for
+    the next pass, with few blocks requests take several turns."""
+    before = direct.TURNS, parts.BLOCKS
+    direct.TURNS, parts.BLOCKS = drawn.turns, drawn.part
     try:
         yield
     finally:
-        direct.TURNS = before
+        direct.TURNS, parts.BLOCKS = before
 
 
 def run_seed(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from kvactors import CacheAsleep, Hints, KVActorsError, Lease, LeaseEnded, LeasesOpen
 from kvactors.errors import SleepUnsupported
 
-from .model import Prompt
+from .history import EVERYTHING
+from .model import Part, Prompt
 
 if TYPE_CHECKING:
     from .client import Request
@@ -51,15 +52,15 @@ class Pins:
         self._held: dict[bytes, Prompt] = {}
 
     @contextmanager
-    def ending(self, salt: str | None = None, *, only: bytes | None = None) -> Iterator[None]:
-        """Within the block pins may end: all of them, those of a salt, or one."""
+    def ending(self, part: Part = EVERYTHING, *, only: bytes | None = None) -> Iterator[None]:
+        """Within the block pins may end: all of them, those of a part, or one."""
         self.epoch += 1
         self._changes += 1
         if only is not None:
             self._held.pop(only, None)
         else:
             for key, one in list(self._held.items()):
-                if salt is None or one.scope.salt == salt:
+                if one.scope.is_in(part):
                     del self._held[key]
         try:
             yield
@@ -127,16 +128,24 @@ async def set_quota(world: World, rng: random.Random) -> None:
     )
 
 
-async def clear_salt(world: World, rng: random.Random) -> None:
-    """Clear one salt. From its return on none of its blocks computed before may be hit, unless a
-    store kept them."""
-    salt, history = rng.choice(SALTS), world.history
+def draw_part(rng: random.Random) -> dict[str, str]:
+    """A salt, or the adapter."""
+    return rng.choice((*({"salt": salt} for salt in SALTS), {"lora": "lora"}))
+
+
+async def clear_part(world: World, rng: random.Random) -> None:
+    """Clear a salt or an adapter. From its return on none of its blocks computed before may be hit,
+    unless a store kept them: those of a salt, and in a later process those of an adapter."""
+    part, history = draw_part(rng), world.history
+    world.seen[f"clear {min(part)}"] += 1
     open_at = history.open_now()
-    number = history.clear() if world.drawn.store == "none" else 0
-    with world.pins.ending(salt):
-        await world.cache.clear(salt=salt, deadline=30.0)
+    complete = world.drawn.store == "none" or ("lora" in part and world.drawn.store != "file")
+    number = history.clear() if complete else 0
+    with world.pins.ending(part):
+        await world.cache.clear(**part, deadline=30.0)
     if number:
-        history.cleared(number, open_at, salt)
+        history.cleared(number, open_at, part)
+        await history.settle()
 
 
 async def sleep(world: World, rng: random.Random) -> None:
@@ -275,7 +284,7 @@ async def _end(one: Request) -> None:
 
 
 async def compare_clears(world: World) -> None:
-    """At rest: after the clear of a salt none of its blocks is found, and all others are."""
+    """At rest: after the clear of a part none of its blocks is found, and all others are."""
     cache, rng = world.cache, world.rng
 
     def found() -> list[tuple[int, int]]:
@@ -287,16 +296,16 @@ async def compare_clears(world: World) -> None:
 
     namespace = cache.system.roots.namespace
     prompts = [one for one in world.prompts if one.scope.namespace == namespace]
-    before, salt = found(), rng.choice(SALTS)
-    with world.pins.ending(salt):
-        await cache.clear(salt=salt, deadline=30.0)
+    before, part = found(), draw_part(rng)
+    with world.pins.ending(part):
+        await cache.clear(**part, deadline=30.0)
     for one, was, now in zip(prompts, before, found(), strict=True):
-        if one.scope.salt == salt:
-            world.seen["clear salt compared"] += 1
+        if one.scope.is_in(part):
+            world.seen[f"clear {min(part)} compared"] += 1
             if any(now):
-                world.fail(f"{now} blocks of a salt are found after its clear")
+                world.fail(f"{now} blocks of {part} are found after its clear")
         elif was != now:
-            world.fail(f"a clear of another salt changed {was} blocks to {now}")
+            world.fail(f"the clear of {part} changed {was} blocks to {now}")
 
 
 def count_statistics(world: World) -> None:

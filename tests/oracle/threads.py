@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from kvactors import KVActorsError
+from kvactors import KVActorsError, Step
 
 from .client import Client
 from .model import Prompt
@@ -46,7 +46,13 @@ def _serve(world: World, client: Client, rng: random.Random, request: int) -> No
         lease.commit(len(tokens), deadline=5.0)
         if rng.random() < 0.5:
             more, first = [rng.randrange(5) for _ in range(rng.randint(1, 2 * size))], prompt.full
-            lease.extend(more, deadline=5.0)
+            if rng.random() < 0.5:
+                lease.extend(more, deadline=5.0)
+            else:
+                step = Step(lease, client.buffer(more), len(tokens))
+                (outcome,) = world.cache.from_thread.step([step], deadline=5.0)
+                if outcome.error is not None:
+                    raise outcome.error
             prompt.extend(more)
             table = lease.block_table
             world.memory.write(

@@ -25,7 +25,7 @@ from .draw import MODEL, Draw
 from .history import History
 from .model import Memory, Prompt, Scope
 from .record import Record
-from .sharing import Pins, clear_salt, compare_clears, count_statistics, set_quota, sleep
+from .sharing import Pins, clear_part, compare_clears, count_statistics, set_quota, sleep
 
 REST = 60.0
 """Seconds within which a cache without work must be idle. Only a hang takes as long."""
@@ -86,7 +86,7 @@ class World:
             if stamp is None:
                 self.record.wrong += 1
                 self.fail(f"{what}: a block holds other bytes (block {position} of {len(found)})")
-            elif self.history.stale(stamp, until, prompt.scope.salt):
+            elif self.history.stale(stamp, until, prompt.scope):
                 self.record.wrong += 1
                 self.fail(
                     f"{what}: a block computed before a clear (block {position} of {len(found)})"
@@ -122,7 +122,7 @@ class World:
             + ["clear storage"] * drawn.clears
             + ["pause"] * drawn.pauses
             + ["weights"] * drawn.weights
-            + ["clear salt"] * drawn.salt_clears
+            + ["clear part"] * drawn.salt_clears
             + ["quota"] * drawn.quotas
             + ["unpin"] * (drawn.pins > 0 and drawn.hints > 0)
             + ["sleep"] * drawn.sleeps
@@ -149,8 +149,8 @@ class World:
             await self.clear(storage=kind == "clear storage")
         elif kind == "pause":
             await self.pause(None)
-        elif kind == "clear salt":
-            await clear_salt(self, self._sharing_rng)
+        elif kind == "clear part":
+            await clear_part(self, self._sharing_rng)
         elif kind == "quota":
             await set_quota(self, self._sharing_rng)
         elif kind == "unpin":
@@ -170,6 +170,7 @@ class World:
             await self.cache.clear(storage=storage, deadline=30.0)
         if everything:
             self.history.cleared(number, open_at)
+            await self.history.settle()
 
     async def pause(self, weights: str | None) -> None:
         """Pause, change the weights unless None, and resume."""

@@ -71,7 +71,7 @@ class CacheClient:
             raise
         except KVActorsError as error:
             outcome = type(error).__name__
-            self._judge_error(what, error)
+            self.judge_error(what, error)
             # `ProgressWatch` compares refusals with the pins.
             if (
                 isinstance(error, NoRoom)
@@ -89,7 +89,7 @@ class CacheClient:
                     f"{what} took {took:.3f} s of {seconds:.3f} and ended with {outcome}"
                 )
 
-    def _judge_error(self, what: str, error: KVActorsError) -> None:
+    def judge_error(self, what: str, error: KVActorsError) -> None:
         """Some errors need a reason."""
         world = self.world
         if world.closing:

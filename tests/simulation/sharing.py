@@ -28,7 +28,7 @@ SALTS = ("salt", "other", "")
 class Extra(NamedTuple):
     """Shares of requests that are forked and that have hints, of hints that are pins, of orders
     that are sleeps and that are about salts and pins. cut: of forks and sleeps that are
-    cancelled. waits: of requests with `wait_for_room`."""
+    cancelled. waits: of requests with `wait_for_room`. batches: of requests that are batches."""
 
     forks: float = 0.0
     sleeps: float = 0.0
@@ -37,6 +37,7 @@ class Extra(NamedTuple):
     orders: float = 0.0
     cut: float = 0.0
     waits: float = 0.35
+    batches: float = 0.1
 
 
 def with_sharing(drawn: Draw) -> Draw:
@@ -49,6 +50,7 @@ def with_sharing(drawn: Draw) -> Draw:
         pins=rng.choice((0.0, 0.3, 0.8)),
         orders=rng.choice((0.2, 0.5)),
         cut=rng.choice((0.0, 0.2)),
+        batches=rng.choice((0.05, 0.2, 0.5)),
     )
     salts = {salt: SaltQuota(_size(rng), _size(rng)) for salt in SALTS if rng.random() < 0.4}
     quota = QuotaConfig(_size(rng), _size(rng), salts)

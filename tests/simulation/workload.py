@@ -29,7 +29,7 @@ from kvactors.prefix_index.loads import GRACE
 from kvactors.prefix_index.parts import part_of
 from kvactors.scenario.engine import Request
 from kvactors.sleeping import AWAKE_LIMIT
-from kvactors.steps import Step
+from tests.simulation.batched import Batched
 from tests.simulation.client import CacheClient
 from tests.simulation.draw import BLOCK
 from tests.simulation.sharing import SALTS, draw_hints
@@ -60,12 +60,17 @@ class Client(CacheClient):
         # Apart from `rng`, so that new operations leave the other draws of a seed as they are.
         self.api_rng = random.Random(world.drawn.seed * 2003 + number)
         self.extra_rng = random.Random(world.drawn.seed * 3001 + number)
+        self.batch_rng = random.Random(world.drawn.seed * 6007 + number)
+        self.left: list[list[int]] = []  # tokens of batches that have ended
         self.requests = self.answered = 0
 
     async def run(self) -> None:
         """All of this client's work."""
         for _ in range(self.world.drawn.requests):
-            work = self.request() if self.rng.random() < 0.85 else self.order()
+            if self.batch_rng.random() < self.world.drawn.extra.batches:
+                work = Batched(self).run()
+            else:
+                work = self.request() if self.rng.random() < 0.85 else self.order()
             self.task = asyncio.get_running_loop().create_task(work, name=f"client {self.number}")
             results = await asyncio.gather(self.task, return_exceptions=True)
             self.task = None
@@ -153,9 +158,10 @@ class Client(CacheClient):
             asyncio.get_running_loop().call_later(rng.random() * 0.02, self.task.cancel)
 
     async def _share(self) -> None:
-        """A quota, the end of a pin, or the clear of a salt."""
+        """A quota, the end of a pin, or the clear of a salt or an adapter."""
         cache, rng = self.world.cache, self.extra_rng
-        kind, salt = rng.choice(("unpin", "set_quota", "clear salt")), rng.choice(SALTS)
+        kind = rng.choice(("unpin", "set_quota", "clear salt", "clear lora"))
+        salt = rng.choice(SALTS)
         if kind == "unpin":
             pins = list(self.world.pinned)
             if not pins:
@@ -176,8 +182,10 @@ class Client(CacheClient):
                 ),
                 2.0,
             )
-        else:
+        elif kind == "clear salt":
             await self.ask(kind, lambda: cache.clear(salt=salt, deadline=2.0), 2.0)
+        else:
+            await self.ask(kind, lambda: cache.clear(lora="lora", deadline=2.0), 2.0)
 
     async def _pause(self) -> None:
         cache = self.world.cache
@@ -216,6 +224,22 @@ class Client(CacheClient):
             else ()
         )
         return Prompt(tokens, salt, lora, media)
+
+    async def judge_wrong(self, lease: Lease, what: str) -> None:
+        """Wrong bytes are a violation, unless a rank lost its memory and the cache reports it
+        before the lease is used."""
+        world = self.world
+        gone = any(rank.serving is None or rank.starts > 1 for rank in world.ranks)
+        for _ in range(int(DOUBT / 0.1) if gone else 0):
+            await asyncio.sleep(0.1)
+            try:
+                await lease.commit(0, deadline=2.0)
+            except RankLost:
+                world.seen["lease ready to lost"] += 1
+                raise
+            except NoRoom:
+                break
+        world.violated(f"wrong bytes: {what}")
 
     async def request(self) -> None:
         """Serve a prompt until its request has ended, and resume it after each preemption."""
@@ -284,7 +308,7 @@ class Client(CacheClient):
             if forks and self.extra_rng.random() < forks:
                 await served.fork()
             for _ in range(rng.choice((0, 0, 1, 2))):
-                await rng.choice((served.decode, served.speculate, served.step))()
+                await rng.choice((served.decode, served.speculate))()
             return await served.end()
 
 
@@ -406,7 +430,7 @@ class Served:
             blocks = tokens // BLOCK
             self.world.seen["lease layer checked"] += blocks > 0
             if self.world.model.check_layer(layer, table[:blocks], lease.hashes(0, blocks)):
-                await self._judge(f"layer {layer} was said to be there")
+                await self.client.judge_wrong(lease, f"layer {layer} was said to be there")
 
     async def _compute(self) -> None:
         """Run the model: it writes its blocks, also the last one that is not full, and reports
@@ -430,36 +454,6 @@ class Served:
         tokens = [rng.randrange(4) for _ in range(rng.randint(1, 2 * BLOCK))]
         deadline = rng.choice((0.05, 1.0))
         await self.client.ask("extend", lambda: lease.extend(tokens, deadline=deadline), deadline)
-        await self._compute()
-
-    async def step(self) -> None:
-        """Some more tokens, in one message with another lease, after an event."""
-        lease, rng, loop = self.lease, self.rng, asyncio.get_running_loop()
-        cache, ask = self.world.cache, self.client.ask
-        deadline = rng.choice((0.05, 1.0))
-        tokens = [rng.randrange(4) for _ in range(rng.randint(0, 2 * BLOCK))]
-        steps = [Step(lease, tokens, rng.choice((None, lease.num_tokens)))]
-        event: asyncio.Future[None] | None = None
-        if rng.random() < 0.4:
-            event = loop.create_future()
-            handle = loop.call_later(rng.choice((0.0, 0.001)), event.set_result, None)
-        beside = None
-        with suppress(NoRoom):
-            beside = await ask(
-                "acquire", lambda: cache.acquire("beside", [1, 2, 3], deadline=deadline), deadline
-            )
-            steps.append(Step(beside, [rng.randrange(4)], 3))
-        try:
-            outcomes = await ask(
-                "step", lambda: cache.step(steps, event=event, deadline=deadline), deadline
-            )
-        finally:
-            if event is not None:
-                handle.cancel()
-            if beside is not None:
-                beside.abandon()
-        if outcomes[0].error is not None:
-            raise outcomes[0].error
         await self._compute()
 
     async def speculate(self) -> None:
@@ -516,25 +510,10 @@ class Served:
         await self._still_ours()
         wrong = await self.request.verify()
         if wrong:
-            await self._judge(
-                f"{what}, and {len(wrong)} of {self.request.known} blocks do not hold their bytes"
+            await self.client.judge_wrong(
+                self.lease,
+                f"{what}, and {len(wrong)} of {self.request.known} blocks do not hold their bytes",
             )
-
-    async def _judge(self, what: str) -> None:
-        """Wrong bytes are a violation, unless a rank lost its memory and the cache reports it
-        before the lease is used."""
-        world, lease = self.world, self.lease
-        gone = any(rank.serving is None or rank.starts > 1 for rank in world.ranks)
-        for _ in range(int(DOUBT / 0.1) if gone else 0):
-            await asyncio.sleep(0.1)
-            try:
-                await lease.commit(0, deadline=2.0)
-            except RankLost:
-                world.seen["lease ready to lost"] += 1
-                raise
-            except NoRoom:
-                break
-        world.violated(f"wrong bytes: {what}")
 
     async def end(self) -> bool:
         """Finish, preempt, fail or abandon. Returns whether the request is over."""

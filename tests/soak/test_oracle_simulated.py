@@ -16,6 +16,7 @@ from kvactors import LeaseEnded
 from kvactors.actor.direct import DirectTurns
 from kvactors.actor.mailbox_loop import MailboxLoop
 from kvactors.prefix_index.at_once import AtOnce
+from kvactors.prefix_index.parts import BLOCKS
 from kvactors.testing.loop import SimLoop, simulate
 from tests.oracle.client import Client, Cut, Request
 from tests.oracle.draw import draw, share_nothing
@@ -71,7 +72,7 @@ def test_rounds_with_answers_in_one_step_find_nothing(monkeypatch, direct):
     for seed in range(8):
         drawn = draw(seed, "", store=("none", "memory")[seed % 4 == 3], threads=False, sinks=False)
         drawn.forgotten, drawn.recorded, drawn.turns = 0.0, False, 1 + seed % 2
-        drawn.clients = max(drawn.clients, 4)
+        drawn.clients, drawn.part = max(drawn.clients, 4), BLOCKS
         if seed % 4:
             share_nothing(drawn)
         record = run(

@@ -1,5 +1,5 @@
-"""A watch of every choice of victims: the rules of quotas, times to live, priorities and pins, stated
-apart from the code that keeps them."""
+"""A watch of every choice of victims and of every grant: the rules of quotas, times to live,
+priorities, pins and clears of a salt, stated apart from the code that keeps them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 from kvactors.cpu_evictor import slots
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
 from kvactors.prefix_index import index as device
+from kvactors.prefix_index.grants import Grants
+from kvactors.prefix_index.records import LeaseState
 from kvactors.quotas import salt_id
 from kvactors.storage.catalog import NONE, BatchAdmission, Catalog
 
@@ -19,7 +21,7 @@ Fail = Callable[[str], None]
 
 
 class ShareWatch:
-    """Looks at the blocks before and after each choice.
+    """Looks at the blocks before and after each choice, and at those that are granted.
 
     Args:
         fail: called with a text for each broken rule.
@@ -63,13 +65,21 @@ class ShareWatch:
             self._store(catalog, held, found)
             return found
 
+        granted = Grants.granted
+
+        def on_granted(grants: Grants, lease: LeaseState, *arguments: Any) -> Any:
+            if lease.device_hits and lease.tree.is_forgotten(lease.path):
+                self._fail("a request was granted blocks of a salt that were cleared before")
+            return granted(grants, lease, *arguments)
+
+        Grants.granted = on_granted  # type: ignore[method-assign]
         of_device["choose_victims"], of_host["choose_victims"] = on_device, on_host
         Catalog.admit = on_store  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
             of_device["choose_victims"], of_host["choose_victims"] = before
-            Catalog.admit = admit  # type: ignore[method-assign]
+            Catalog.admit, Grants.granted = admit, granted  # type: ignore[method-assign]
 
     def _store(
         self, catalog: Catalog, salts: Mapping[bytes, int | None], found: BatchAdmission
