@@ -236,7 +236,7 @@ class LeaseHold(msgspec.Struct, eq=False):
     async def _commit_parts(self, path: Path, computed: int, num_tokens: int, at: float) -> bool:
         """Commit until at most one turn's part is left. False if that stopped at a block that
         another request loads. A call that will be refused commits nothing: it goes as a whole."""
-        if computed > num_tokens:
+        if computed > min(num_tokens, path.num_blocks * path.block_size):
             return True
         if self.changing == "truncate":
             raise LeaseBusy(f"a truncate of the lease of {self.request_id!r} has not returned yet")

@@ -50,6 +50,11 @@ async def test_no_message_commits_more_blocks_than_a_turn_may_take(monkeypatch):
 
 async def test_a_commit_that_is_refused_changes_nothing(monkeypatch):
     async with opened() as cache:
+        chunked = await cache.acquire("b", prompt(2, 7), chunk_tokens=3 * BLOCK)
+        with pytest.raises(ValueError, match="call next_chunk"):
+            await chunked.commit(7 * BLOCK)
+        assert cache.statistics().prefix.nodes == 0
+        await chunked.finish()
         lease = await cache.acquire("a", prompt(1, 7))
         for wrong in (7 * BLOCK + 1, -1):
             with pytest.raises(ValueError):

@@ -70,7 +70,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "commit_beyond_the_tokens_happens_in_part",
         "lease_hold.py",
-        "        if computed > num_tokens:\n            return True\n",
+        "        if computed > min(num_tokens, path.num_blocks * path.block_size):\n"
+        "            return True\n",
         "",
         "a commit that is refused has committed its first parts",
         (f"{COMMIT}::test_a_commit_that_is_refused_changes_nothing",),
