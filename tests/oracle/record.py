@@ -27,6 +27,7 @@ SHARING = (
     "store evictions watched",
     "store evictions by a quota",
     "clear salt",
+    "clear salt and storage",
     "clear salt compared",
     "clear lora",
     "clear lora compared",

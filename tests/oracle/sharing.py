@@ -134,15 +134,18 @@ def draw_part(rng: random.Random) -> dict[str, str]:
 
 
 async def clear_part(world: World, rng: random.Random) -> None:
-    """Clear a salt or an adapter. From its return on none of its blocks computed before may be hit,
-    unless a store kept them: those of a salt, and in a later process those of an adapter."""
+    """Clear a salt, in some stores too, or an adapter. From its return on none of its blocks computed
+    before may be hit, unless a store kept them: in a later process those of an adapter."""
     part, history = draw_part(rng), world.history
     world.seen[f"clear {min(part)}"] += 1
     open_at = history.open_now()
-    complete = world.drawn.store == "none" or ("lora" in part and world.drawn.store != "file")
+    storage = "salt" in part and world.drawn.keeps_quotas and rng.random() < 0.5
+    world.seen["clear salt and storage"] += storage
+    kept = world.drawn.store == "file" if "lora" in part else world.drawn.store != "none"
+    complete = storage or not kept
     number = history.clear() if complete else 0
     with world.pins.ending(part):
-        await world.cache.clear(**part, deadline=30.0)
+        await world.cache.clear(**part, storage=storage, deadline=30.0)
     if number:
         history.cleared(number, open_at, part)
         await history.settle()
