@@ -129,6 +129,7 @@ STATES = (
     "unpinned",
     "pins compared",
     "batch fork",
+    "ended in a pass",
     "entry ended",
     "entry uncovered ValueError",
     "steps cancelled",

@@ -202,6 +202,8 @@ class Batch(ABC):
                     break
                 for row in tuple(self.rows):
                     await self._before(row)
+                if self.rows and rng.random() < 0.3:
+                    await self._pass()
                 if self.rows:
                     await self._step()
             while self.rows:
@@ -231,6 +233,30 @@ class Batch(ABC):
         except KVActorsError as error:
             self.judge(kind, error)
             self._drop(row)
+
+    async def _pass(self) -> None:
+        """A pass of the device. Some of its requests end before it is over."""
+        rng, loop = self.rng, asyncio.get_running_loop()
+        rows = rng.sample(self.rows, rng.randint(1, len(self.rows)))
+        event: asyncio.Future[None] = loop.create_future()
+        over = self.cache.record_pass([row.lease for row in rows], event=event)
+        self._writing = loop.create_task(self._write(rows, event))
+        await asyncio.sleep(0)
+        for row in rng.sample(rows, rng.choice((0, 0, 1, len(rows)))):
+            self.seen["ended in a pass"] += 1
+            self._drop(row)
+        await over
+
+    async def _write(self, rows: list[Row], event: asyncio.Future[None]) -> None:
+        """The device writes the blocks of a pass, those of ended requests too."""
+        await asyncio.sleep(self.rng.choice((0.0, 0.002, 0.02)))
+        try:
+            for row in rows:
+                stop = row.computed // self.cache.block_size
+                await self.fill(row, row.content, row.solid, stop)
+        except KVActorsError as error:  # the index or a rank has failed
+            self.seen[f"pass {type(error).__name__}"] += 1
+        event.set_result(None)
 
     async def _end(self, row: Row) -> None:
         lease, kind = row.lease, draw(self.rng, ENDS)
