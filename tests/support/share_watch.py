@@ -72,7 +72,7 @@ class ShareWatch:
                 self._fail("a request was granted blocks of a salt that were cleared before")
             return granted(grants, lease, *arguments)
 
-        Grants.granted = on_granted  # type: ignore[method-assign]
+        Grants.granted = on_granted  # type: ignore[assignment, method-assign]
         of_device["choose_victims"], of_host["choose_victims"] = on_device, on_host
         Catalog.admit = on_store  # type: ignore[assignment, method-assign]
         try:
