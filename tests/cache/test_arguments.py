@@ -235,7 +235,13 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "wake"): ({}, {"device": "device", "deadline": "seconds"}),
     (KVCache, "clear"): (
         {},
-        {"storage": "flag", "salt": "text", "lora": "text", "deadline": "seconds"},
+        {
+            "storage": "flag",
+            "erase": "flag",
+            "salt": "text",
+            "lora": "text",
+            "deadline": "seconds",
+        },
     ),
     (KVCache, "set_quota"): (
         {"salt": "s"},

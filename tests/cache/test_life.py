@@ -290,9 +290,9 @@ def test_a_cleared_store_is_not_hit_even_before_it_is_empty():
             await cache.wait_idle()
             inner = cache.system.backend.clear
 
-            async def slow():
+            async def slow(*arguments):
                 await asyncio.sleep(1.0)
-                await inner()
+                return await inner(*arguments)
 
             cache.system.backend.clear = slow
             await cache.clear(storage=True)

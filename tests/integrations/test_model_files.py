@@ -56,7 +56,6 @@ def test_a_copy_has_the_digest_until_it_changes(
 
 
 def test_a_model_of_the_hub_has_the_digest_of_its_snapshot(tmp_path: Path) -> None:
-    pytest.importorskip("huggingface_hub")
     folder = tmp_path / "models--owner--name"
     snapshot = write_model(folder / "snapshots" / ("0" * 40))
     (folder / "refs").mkdir()
