@@ -112,7 +112,10 @@ def extend_path(path: Path, name: str, tokens: Any) -> None:
         raise TypeError(
             f"{name} must be a list, a tuple or a buffer of integers, not {kind(tokens)}"
         )
-    path.extend(tokens)
+    try:
+        path.extend(tokens)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def check_media(extra_keys: Any, num_tokens: int) -> tuple[Media, ...]:

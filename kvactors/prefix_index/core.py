@@ -88,7 +88,9 @@ class IndexCore:
             index, self.leases, self.evictions, news, lineages, ops, victims, settings
         )
         self.saves = SaveTable(index, lineages, ops, victims, settings)
-        self.pins = Pins(index, settings.pin_share, host=settings.host_tier)
+        self.pins = Pins(
+            index, settings.pin_share, news.scopes, roots.root, host=settings.host_tier
+        )
         self.admission = Admission(
             index,
             self.loads,

@@ -245,14 +245,15 @@ class LoadTable:
         if load.owner is None:
             self._index.pool.give(unused)
         actions: list[Action] = []
-        if not is_past(load.tree, load.path):
-            path, start = load.path, load.start
-            if resident:
-                actions += self._announcements.cached(path, start, start + resident, Reason.LOAD)
-            actions += self._evictions.drop_host_copies(path.hashes(start, start + resident))
-            # Loaded below blocks that were not: without their parents they are not resident.
-            kept = path.hashes(start + resident, start + max(resident, num_loaded))
-            actions += self._evictions.keep_host_copies(kept)
+        path, start = load.path, load.start
+        taken = start if is_past(load.tree, path) else start + resident
+        if taken > start:
+            actions += self._announcements.cached(path, start, taken, Reason.LOAD)
+        actions += self._evictions.drop_host_copies(path.hashes(start, taken))
+        # Loaded below blocks that were not: without their parents they are not resident. Or loaded
+        # for a path that was cleared: the host may have the same blocks, computed since.
+        kept = path.hashes(taken, max(taken, start + num_loaded))
+        actions += self._evictions.keep_host_copies(kept)
         for lease in load.leases():
             owner = lease is load.owner
             used = 0 if load.is_below_a_gap(lease) else resident

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from math import inf
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import PinHostBlocks, UnpinHostBlocks
+from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action, StartTimer, Timed
 from kvactors.prefix_index.index import BlockIndex
@@ -57,16 +58,28 @@ class Pins:
 
     Args:
         share: of the device blocks, at most.
+        scopes: the inputs of root hashes.
+        root: the root hash of requests that are admitted now, by their scope.
         host: whether there is a host tier, whose copies of the blocks are pinned as well.
 
     Attributes:
         refused, expired: pins so far that were beyond the share, and that ended with their time.
     """
 
-    def __init__(self, index: BlockIndex, share: float, *, host: bool) -> None:
+    def __init__(
+        self,
+        index: BlockIndex,
+        share: float,
+        scopes: Mapping[bytes, RequestScope],
+        root: Callable[[RequestScope], bytes],
+        *,
+        host: bool,
+    ) -> None:
         self.refused = self.expired = 0
         self._index = index
         self._share = share
+        self._scopes = scopes
+        self._root = root
         self._host = host
         self._numbers = count(1)
         self._pins: dict[bytes, Pin] = {}  # by the hash of the last block
@@ -120,6 +133,8 @@ class Pins:
             blocks = min(blocks, lease.prompt_tokens // self._index.block_size)
         if not blocks or lease.tree.is_forgotten(path):
             return 0, []
+        if self._root(self._scopes.get(path.root, PLAIN)) != path.root:
+            return 0, []  # the adapter was cleared: no request would find the blocks, or unpin them
         hashes = path.hashes(0, blocks)
         last = hashes[-32:]
         nodes = lease.tree.pin_blocks(path, blocks, self.limit)

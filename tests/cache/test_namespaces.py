@@ -136,6 +136,10 @@ async def test_a_clear_of_an_adapter_ends_its_pins():
         await cache.clear(lora="a")
         assert await cache.unpin(prompt(1, 2), lora="b") == 2
         assert cache.statistics().prefix.pinned == 0
+        lease = await cache.acquire("pinned", prompt(1, 2), lora="a", hints=Hints(pin=True))
+        await cache.clear(lora="a")
+        await lease.finish(lease.num_tokens)  # no request finds what it has computed
+        assert lease.pinned_blocks == cache.statistics().prefix.pinned == 0
 
 
 async def test_what_one_adapter_has_stored_cannot_be_removed():

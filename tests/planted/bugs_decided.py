@@ -59,7 +59,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "device_forgets_to_discard",
         "prefix_index/loads.py",
-        "            actions += self._evictions.drop_host_copies(path.hashes(start, start + resident))\n",
+        "        actions += self._evictions.drop_host_copies(path.hashes(start, taken))\n",
         "",
         "an exclusive host tier is not informed that the device holds a loaded block: slots leak",
         ("tests/cache/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),

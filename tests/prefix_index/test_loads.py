@@ -150,6 +150,17 @@ def test_the_host_keeps_blocks_that_the_device_did_not_take(overdue):
     assert kept == [lease.path.hashes(2, 4)]
 
 
+def test_the_host_keeps_the_loaded_blocks_of_a_path_that_was_cleared():
+    """The host may have them by another request, computed since. They would wait for an answer."""
+    state = core()
+    lease, (op,) = begun(state, 2)
+    state.index.retire()
+    actions = state.loads.finish(op, 2, 2)
+    assert not [one for one in messages(actions) if isinstance(one, DropHostCopies)]
+    kept = [one.hashes for one in messages(actions) if isinstance(one, KeepHostCopies)]
+    assert kept == [lease.path.hashes(0, 2)]
+
+
 def test_loads_sent_ahead_are_placed_once_the_lease_has_its_blocks():
     state = core()
     lease = new_lease(state.index, 1, 2)
