@@ -21,9 +21,9 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "host_drops_its_copy_before_the_device_is_announced",
         "prefix_index/loads.py",
-        "            actions += self._evictions.drop_host_copies(path.hashes(start, start + resident))\n",
-        "            discard = self._evictions.drop_host_copies(path.hashes(start, start + resident))\n"
-        "            actions = discard + actions\n",
+        "        actions += self._evictions.drop_host_copies(path.hashes(start, taken))\n",
+        "        discard = self._evictions.drop_host_copies(path.hashes(start, taken))\n"
+        "        actions = discard + actions\n",
         "for a moment an index is sent that a loaded block is nowhere",
         (
             "tests/prefix_index/test_loads.py::test_a_result_waits_for_those_of_the_loads_above",
@@ -190,8 +190,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "blocks_that_the_device_did_not_take_are_discarded",
         "prefix_index/loads.py",
-        "            actions += self._evictions.drop_host_copies(path.hashes(start, start + resident))\n",
-        "            actions += self._evictions.drop_host_copies(path.hashes(start, start + num_loaded))\n",
+        "        actions += self._evictions.drop_host_copies(path.hashes(start, taken))\n",
+        "        actions += self._evictions.drop_host_copies(path.hashes(start, start + num_loaded))\n",
         "below a load that did not complete the host drops its copies and the device has none",
         (
             "tests/prefix_index/test_loads.py::test_the_host_keeps_blocks_that_the_device_did_not_take",
@@ -201,7 +201,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "host_waits_for_what_the_device_did_not_take",
         "prefix_index/loads.py",
-        "            actions += self._evictions.keep_host_copies(kept)\n",
+        "        actions += self._evictions.keep_host_copies(kept)\n",
         "",
         "host slots of loaded blocks that the device did not take are never used again",
         (
