@@ -15,11 +15,11 @@ from msgspec.structs import replace
 from kvactors.actor.uncancelled import ended, retrieve, uncancelled
 from kvactors.arguments import check_int, kind
 from kvactors.config import Config
-from kvactors.data_plane.devices import make_device
 from kvactors.data_plane.engine import CopyEngine
+from kvactors.data_plane.local import make_device
 from kvactors.data_plane.ranks.plane import RanksPlane
+from kvactors.device.arena import bring_in
 from kvactors.device.base import Device
-from kvactors.device.fresh import bring_in
 from kvactors.errors import CacheClosed, ConfigError, DeadlineExceeded, DeviceError, LayoutError
 from kvactors.open_cache import OpenCache
 from kvactors.opening import Opening

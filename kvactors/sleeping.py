@@ -9,11 +9,10 @@ from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.arguments import check_int, kind
 from kvactors.cpu_evictor.messages import EmptyHost
-from kvactors.data_plane.devices import make_device
 from kvactors.data_plane.engine import NoCopies
-from kvactors.data_plane.local import LocalPlane
+from kvactors.data_plane.local import LocalPlane, make_device
+from kvactors.device.arena import bring_in
 from kvactors.device.base import Device, DeviceBlocks
-from kvactors.device.fresh import bring_in
 from kvactors.errors import (
     CacheAsleep,
     ConfigError,

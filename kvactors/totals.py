@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvactors.actor import Actor, ActorStatistics
 from kvactors.cpu_evictor.actor import CpuEvictor
-from kvactors.cpu_evictor.statistics import NOT_FETCHED, NOT_STORED, HostStatistics
+from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED, HostStatistics
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.deliveries import SinkStatistics
 from kvactors.gpu_swapper.actor import GpuSwapper, SwapperStatistics

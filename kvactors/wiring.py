@@ -14,7 +14,7 @@ from kvactors.actor.clock import clock_of
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.messages import EmptyHost, HostReply, HostRequest
-from kvactors.cpu_evictor.shares import HostShares
+from kvactors.cpu_evictor.slots import HostShares
 from kvactors.data_plane.local import LocalPlane
 from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.flush_notifier.actor import FlushNotifier

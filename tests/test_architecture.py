@@ -60,16 +60,6 @@ def test_no_locks_and_no_native_timeouts():
     assert found == []
 
 
-def test_files_are_small():
-    """A class is in one file, however long: `Lease` is the longest."""
-    large = {
-        f.name: n
-        for f in [*SOURCES, *(ROOT / "native").glob("*.[ch]pp")]
-        if (n := len(f.read_text("utf-8").splitlines())) > 720
-    }
-    assert large == {}
-
-
 def test_actors_import_only_messages_and_only_downstream():
     wrong = []
     for (part, other), where in imports().items():

@@ -2,27 +2,306 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from typing import TYPE_CHECKING
+import operator
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+import msgspec
+
+from kvactors.actor import Envelope
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actions import Action, send
 from kvactors.cpu_evictor.messages import (
     ClearHost,
+    EmptyHost,
     HostBlocksAdded,
     HostBlocksRemoved,
     HostCleared,
 )
-from kvactors.cpu_evictor.movements import WINDOW, Movements
 from kvactors.cpu_evictor.requests import RequestTable
-from kvactors.cpu_evictor.slots import NOTHING, HostBlock, HostTier, SlotState
-from kvactors.cpu_evictor.statistics import Counts
-from kvactors.cpu_evictor.victims import clear_salt
+from kvactors.cpu_evictor.slots import NOTHING, HostBlock, HostTier, SlotState, clear_salt
+from kvactors.device.arena import HostSlots
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
+from kvactors.storage.messages import Outcome
 from kvactors.types import Reason, Tier, join_hashes, split_hashes
 
 if TYPE_CHECKING:
     from kvactors.cpu_evictor.load import LoadJob
+
+
+# -- Statistics of the host tier.
+
+
+class Counts(msgspec.Struct, eq=False):
+    """Blocks since this incarnation began."""
+
+    evicted: int = 0
+    offloaded: int = 0
+    loaded: int = 0
+    fetched: int = 0  # from storage
+    written: int = 0
+    shed: int = 0  # not written to storage although due, for lack of slots
+    copy_failures: int = 0
+    write_failures: int = 0
+    not_stored_refused: int = 0  # the reasons of `write_failures`
+    not_stored_no_space: int = 0
+    not_stored_unavailable: int = 0
+    not_stored_late: int = 0
+    not_fetched_late: int = 0  # stored when a request asked for them, and it did not get them
+    not_fetched_gone: int = 0
+    not_fetched_failed: int = 0
+    not_fetched_few: int = 0
+    not_fetched_cleared: int = 0
+    not_fetched_no_slot: int = 0
+
+    def count_written(self, outcome: int) -> None:
+        """The store answered for a block."""
+        if outcome in (Outcome.OK, Outcome.EXISTS):
+            self.written += 1
+            return
+        self.write_failures += 1
+        if outcome == Outcome.REFUSED:
+            self.not_stored_refused += 1
+        elif outcome == Outcome.NO_SPACE:
+            self.not_stored_no_space += 1
+        elif outcome == Outcome.LATE:
+            self.not_stored_late += 1
+        else:
+            self.not_stored_unavailable += 1
+
+    def count_not_fetched(self, reason: str, blocks: int) -> None:
+        """Stored blocks of a load did not come."""
+        name = f"not_fetched_{reason}"
+        setattr(self, name, getattr(self, name) + blocks)
+
+
+class HostStatistics(NamedTuple):
+    """The host tier at one moment. The fields from `evicted` on count blocks, see `Counts`.
+
+    Attributes:
+        slots: slots of the arena, those for blocks in transit included.
+        resident: blocks that count against the capacity.
+        free_slots: slots without a block.
+        pinned: slots that a transfer uses.
+        capacity: resident blocks at most.
+        small_pages: why the slots are in pages of 4 KiB, which makes direct I/O and the device's
+            copies slower. Empty if they are in huge pages.
+        evicted: blocks that left the tier for others.
+        offloaded: blocks that arrived from the device.
+        loaded: blocks that were copied to the device.
+        fetched: blocks that were read from storage.
+        written: blocks that were written to storage.
+        shed: blocks that were due and not written to storage, for lack of slots.
+        not_stored_refused: blocks of `write_failures` that a quota or the capacity of the store
+            refused.
+        not_stored_no_space: such blocks that found no space.
+        not_stored_unavailable: such blocks whose write failed, or was not made during a pause.
+        not_stored_late: such blocks whose write did not begin before its deadline or a clear.
+        not_fetched_late: blocks that storage had when a request asked for them, and that did not
+            come before its deadline.
+        not_fetched_gone: such blocks that the store had evicted since, or that were damaged.
+        not_fetched_failed: such blocks whose read or copy failed.
+        not_fetched_few: such blocks that were fewer than `storage.min_fetch_blocks`.
+        not_fetched_cleared: such blocks of a cache that was cleared.
+        not_fetched_no_slot: such blocks while every slot was in use and none about to come back.
+        copy_failures: blocks whose copy between device and host failed.
+        write_failures: blocks that the store did not take.
+        quota_evictions: evicted blocks that were chosen because their salt was above its quota.
+        pins_refused: pinned paths beyond the share of pinned blocks.
+        pinned_blocks: blocks that are pinned, resident or not.
+    """
+
+    slots: int
+    resident: int
+    free_slots: int
+    pinned: int
+    capacity: int
+    small_pages: str
+    evicted: int
+    offloaded: int
+    loaded: int
+    fetched: int
+    written: int
+    shed: int
+    copy_failures: int
+    write_failures: int
+    not_stored_refused: int
+    not_stored_no_space: int
+    not_stored_unavailable: int
+    not_stored_late: int
+    not_fetched_late: int
+    not_fetched_gone: int
+    not_fetched_failed: int
+    not_fetched_few: int
+    not_fetched_cleared: int
+    not_fetched_no_slot: int
+    quota_evictions: int
+    pins_refused: int
+    pinned_blocks: int
+
+
+NOT_STORED = tuple(name for name in HostStatistics._fields if name.startswith("not_stored_"))
+"""Counts of blocks that the store did not take, by reason. Blocks for which no slot was free are
+`shed`."""
+
+NOT_FETCHED = tuple(name for name in HostStatistics._fields if name.startswith("not_fetched_"))
+"""Counts of stored blocks that requests did not get, by reason."""
+
+
+def host_statistics(host: HostTier, counts: Counts, arena: HostSlots) -> HostStatistics:
+    """Statistics of a host tier, of the blocks moved through it, and of its memory."""
+    return HostStatistics(
+        slots=host.num_slots,
+        resident=host.resident,
+        free_slots=host.free,
+        pinned=host.pinned,
+        capacity=host.capacity,
+        quota_evictions=host.shares.quota_evictions,
+        pins_refused=host.shares.pins_refused,
+        pinned_blocks=host.shares.pinned,
+        small_pages=arena.small_pages,
+        **msgspec.structs.asdict(counts),
+    )
+
+
+# -- Movements through host memory that wait for slots: who gets the next ones.
+
+
+WINDOW = 64
+"""Blocks that a movement takes in its turn, at most: one read, copy or write. Several windows of a
+movement can be in flight."""
+
+URGENT_TURNS = 4
+"""Of so many turns one is for the movements that no request waits for."""
+
+
+class Movement(Protocol):
+    """A job that needs slots, and goes on with those that are free.
+
+    Attributes:
+        URGENT: whether a request waits for it.
+    """
+
+    URGENT: ClassVar[bool]
+
+    @property
+    def op(self) -> int:
+        """Number in its `SlotDeadline`, 0 for a movement without one."""
+
+    @property
+    def lacking(self) -> int:
+        """Blocks that still need a slot."""
+
+    def take(self, most: int) -> list[Action]:
+        """Take up to `most` slots, as far as there are free ones, and fill them."""
+
+    def give_up(self) -> list[Action]:
+        """No slot will come: end without the blocks that lack one."""
+
+
+class Movements:
+    """Shares slots among movements. Each takes a window in its turn, and waits for its next turn at
+    the end of its queue, so a long one does not stop short ones. Those that requests wait for come
+    first, in most turns.
+
+    Movements wait only while slots are to come back (`HostMemory.slots_come_back`). Otherwise the
+    tier evicts for them, and loads without device blocks let go of slots. If none is found, they
+    end.
+
+    Attributes:
+        behind: a movement has waited in vain for slots that the store's writes hold. Until half of
+            the slots that are not for residents are free, movements to the store do not wait.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        *,
+        evict: Callable[[Sequence[HostBlock]], list[Action]],
+        slots_come_back: Callable[[], bool],
+        let_go: Callable[[], list[Action]],
+    ) -> None:
+        """
+        Args:
+            host: the slots.
+            evict: evicts blocks.
+            slots_come_back: whether an event is to come that returns slots.
+            let_go: takes back slots that were taken ahead of their use.
+        """
+        self.behind = False
+        self._evict = evict
+        self._slots_come_back = slots_come_back
+        self._let_go = let_go
+        self._host = host
+        self._urgent: deque[Movement] = deque()
+        self._others: deque[Movement] = deque()
+        self._turns = 0
+
+    def __len__(self) -> int:
+        return len(self._urgent) + len(self._others)
+
+    def enter(self, movement: Movement) -> list[Action]:
+        """A movement takes the slots that are free, and waits for more."""
+        self._queue_of(movement).append(movement)
+        return self.serve()
+
+    def leave(self, movement: Movement) -> None:
+        """A movement needs no more slots."""
+        queue = self._queue_of(movement)
+        if movement in queue:
+            queue.remove(movement)
+
+    def overdue(self, op: int) -> list[Action]:
+        """A movement to the store has waited long enough for slots."""
+        for movement in (*self._urgent, *self._others):
+            if movement.op == op:
+                self.behind = True
+                self.leave(movement)
+                return movement.give_up()
+        return []
+
+    def serve(self) -> list[Action]:
+        """Hand out free slots. Called at the end of each turn."""
+        actions = self._hand_out()
+        if len(self) and not self._slots_come_back():
+            actions += self._evict(self._host.victims(WINDOW))
+            actions += self._hand_out()
+        if len(self) and not self._slots_come_back():
+            actions += self._let_go()
+            actions += self._hand_out()
+        if len(self) and not self._slots_come_back():
+            for movement in (*self._urgent, *self._others):
+                self.leave(movement)
+                actions += movement.give_up()
+        return actions
+
+    def _hand_out(self) -> list[Action]:
+        actions: list[Action] = []
+        failed = 0  # turns since slots were taken
+        while len(self) > failed:
+            others_turn = not self._urgent or not (self._turns + 1) % URGENT_TURNS
+            queue = self._others if self._others and others_turn else self._urgent
+            movement = queue[0]
+            before = movement.lacking
+            actions += movement.take(WINDOW)
+            if movement.lacking < before:
+                failed = 0
+                self._turns += 1
+            elif not self._host.free:
+                return actions  # the turn stays with this one
+            else:
+                failed += 1  # it waits for blocks that another movement brings
+                self._turns += 1
+            if queue and queue[0] is movement:
+                queue.popleft()
+                if movement.lacking:
+                    queue.append(movement)
+        return actions
+
+    def _queue_of(self, movement: Movement) -> deque[Movement]:
+        return self._urgent if movement.URGENT else self._others
+
 
 WRITE_BATCH = WINDOW
 """Blocks of one write message, at most: their slots come back together."""
@@ -288,3 +567,66 @@ class HostMemory:
         hashes = [block.hash for block in blocks]
         hint = HostBlocksAdded(join_hashes(hashes), self.clears, self.requests.generation)
         return [*self.announce(hashes), send(self._index, hint)]
+
+
+# -- The host tier before a sleep: its blocks are evicted, a part a turn.
+
+
+class Emptying:
+    """Evicts for `EmptyHost`, and answers it once no request is in flight.
+
+    Args:
+        memory: of the host tier.
+        answer: answers a request.
+
+    Attributes:
+        envelope: of the request that waits, None without one.
+    """
+
+    def __init__(self, memory: HostMemory, answer: Callable[[Envelope[Any], Any], object]) -> None:
+        self.envelope: Envelope[int] | None = None
+        self._memory = memory
+        self._answer = answer
+
+    def begin(self, message: EmptyHost, envelope: Envelope[int]) -> list[Action]:
+        """Evict the next blocks, written back if that is the policy."""
+        host, self.envelope = self._memory.host, envelope
+        if message.count:
+            return self._memory.evict(host.victims(message.count))
+        return self._memory.remove([b for b in reversed(host.blocks.values()) if not b.pins])
+
+    def answer(self) -> None:
+        """Answer the request that waits, if nothing is in flight."""
+        if self.envelope is not None and self._memory.requests.idle:
+            envelope, self.envelope = self.envelope, None
+            self._answer(envelope, len(self._memory.host.blocks))
+
+
+# -- Checks of reports on a batch: a store or a copy engine supplied by the user may return invalid
+# values.
+#
+# A report that does not fit its batch counts as a failure of all of it. So wrong lengths, types and
+# values cost a miss or a write, never a wrong byte.
+
+
+KNOWN = frozenset(int(outcome) for outcome in Outcome)
+
+
+def outcomes_of(report: Any, keys: int) -> bytes:
+    """One `Outcome` for each key: UNAVAILABLE for an unknown value, and for every key if the report
+    has another type or length."""
+    if not isinstance(report, bytes | bytearray | memoryview):
+        return bytes([Outcome.UNAVAILABLE]) * keys
+    outcomes = bytes(report)
+    if len(outcomes) != keys:
+        return bytes([Outcome.UNAVAILABLE]) * keys
+    return bytes(value if value in KNOWN else Outcome.UNAVAILABLE for value in outcomes)
+
+
+def count_of(report: Any, most: int) -> int:
+    """A number of leading blocks, from 0 to `most`, or 0 for any other report."""
+    try:
+        count = operator.index(report)
+    except TypeError:
+        return 0
+    return count if 0 <= count <= most else 0

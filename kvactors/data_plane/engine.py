@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvactors.actor.uncancelled import wait_uncancelled
-from kvactors.data_plane.base import CLOSE_LIMIT, Direction, Progress
-from kvactors.data_plane.streams import NO_STREAMS
+from kvactors.data_plane.base import CLOSE_LIMIT, NO_STREAMS, Direction, Progress
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.device_events import RecordedEvent

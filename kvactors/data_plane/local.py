@@ -8,19 +8,49 @@ from functools import partial
 from typing import Any
 
 from kvactors.applicable import given_in
-from kvactors.config import Config, HostConfig, StorageConfig
-from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChanged
-from kvactors.data_plane.devices import make_device
+from kvactors.config import Config, DeviceConfig, HostConfig, StorageConfig
+from kvactors.data_plane.base import DataPlane, Direction, EngineStreams, Progress, StatusChanged
 from kvactors.data_plane.engine import CopyEngine, InlineCopies, NoCopies, ThreadedCopies
-from kvactors.data_plane.streams import EngineStreams
-from kvactors.device.arena import Arena
+from kvactors.device.arena import Arena, bring_in
 from kvactors.device.base import Device, DeviceBlocks
-from kvactors.device.fresh import bring_in
+from kvactors.device.host import HostDevice
 from kvactors.errors import ConfigError, DeviceError, StoreError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
 from kvactors.sdk_settings import gpu_of
 from kvactors.storage.backends import Backend, DeviceStore, make_backend, make_device_store
+
+# -- The device that a config describes.
+
+
+def make_device(config: DeviceConfig, layout: Layout) -> Device:
+    """Make the device that `[device]` describes.
+
+    Raises:
+        LayoutError: the layout's dtypes cannot be held by tensors of this kind.
+        DeviceError: there is no such device, or the framework is not installed.
+    """
+    if config.kind == "paddle":
+        return _paddle_device(layout, config.num_blocks, config.place)
+    if config.kind == "cuda":
+        from kvactors.data_plane.cuda.device import CudaDevice
+
+        return CudaDevice.allocate(layout, config.num_blocks, ordinal=config.ordinal)
+    return HostDevice(layout, config.num_blocks)
+
+
+def _paddle_device(layout: Layout, num_blocks: int, place: str) -> Device:
+    from kvactors.device.paddle import PaddleDevice, allocator
+
+    kind, _, number = place.partition(":")
+    if kind == "cpu":
+        return PaddleDevice.allocate(layout, num_blocks, place)
+    from kvactors.data_plane.cuda.device import CudaDevice
+
+    return CudaDevice(
+        layout, layout.allocate(allocator(place), num_blocks), ordinal=int(number or 0)
+    )
+
 
 HOST_ONLY = {"copy_threads"}
 CUDA_ONLY = {"dma_min_bytes", "merge_min_blocks", "staging_bytes", "staging_min_bytes"}

@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.device.arena import Arena
-from kvactors.device.bounce import copy_by_host
 from kvactors.layout.base import Layout
+from kvactors.native import gather, scatter
+
+# -- Copies from one device block to another by way of host memory.
+
+
+class Copying(Protocol):
+    """The parts of a `Device` that copy."""
+
+    layout: Layout
+
+    def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
+        """See `Device`."""
+
+    def copy_to_device(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
+        """See `Device`."""
+
+
+def copy_by_host(  # noqa: D417  (a method of Device)
+    self: Copying, sources: Sequence[int], targets: Sequence[int]
+) -> None:
+    """Copy blocks to other blocks. A device that can copy within its memory overrides this.
+
+    Args:
+        sources: device blocks.
+        targets: as many others, none of which is a source.
+
+    Raises:
+        ValueError: a number is out of range, or the lengths differ.
+    """
+    if len(sources) != len(targets):
+        raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
+    arena = Arena(1, self.layout.block_bytes)
+    try:
+        for source, target in zip(sources, targets, strict=True):
+            self.copy_to_host((source,), arena, (0,))
+            self.copy_to_device((target,), arena, (0,))
+    finally:
+        arena.close()
 
 
 class DeviceBlocks:
@@ -95,3 +134,63 @@ class Device(DeviceBlocks, ABC):
         roles = len(self.layout.roles)
         pieces = slice(layers.start * roles, layers.stop * roles)
         return pieces, int(self.piece_bytes[: pieces.start].sum())
+
+
+# -- Copies between the regions of a device in host memory and host slots, and within the regions.
+
+
+def regions_to_host(
+    device: Device, blocks: Sequence[int], arena: Arena, slots: Sequence[int]
+) -> None:
+    """See `Device.copy_to_host`."""
+    ids, to = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
+    gather(
+        device.regions,
+        device.piece_bytes,
+        device.num_blocks,
+        ids,
+        arena.address,
+        arena.stride,
+        arena.num_slots,
+        to,
+    )
+
+
+def regions_to_device(
+    device: Device,
+    blocks: Sequence[int],
+    arena: Arena,
+    slots: Sequence[int],
+    layers: range | None = None,
+) -> None:
+    """See `Device.copy_to_device`."""
+    ids, source = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
+    pieces, offset = device.share(layers)
+    scatter(
+        device.regions[pieces],
+        device.piece_bytes[pieces],
+        device.num_blocks,
+        ids,
+        arena.address + offset,
+        arena.stride,
+        arena.num_slots,
+        source,
+    )
+
+
+def check_pairs(device: Device, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """ValueError unless there is a target for every source and all are blocks of the device."""
+    if len(sources) != len(targets):
+        raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
+    for block in (*sources, *targets):
+        if not 0 <= block < device.num_blocks:
+            raise ValueError(f"block {block} is out of range: there are {device.num_blocks}")
+
+
+def copy_regions(device: Device, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """See `Device.copy_blocks`."""
+    check_pairs(device, sources, targets)
+    pieces = list(zip(device.regions.tolist(), device.piece_bytes.tolist(), strict=True))
+    for source, target in zip(sources, targets, strict=True):
+        for address, size in pieces:
+            ctypes.memmove(address + target * size, address + source * size, size)

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.device.arena import Arena
-from kvactors.device.base import Device
-from kvactors.device.fresh import FreshMemory
-from kvactors.device.regions import copy_regions, regions_to_device, regions_to_host
+from kvactors.device.arena import Arena, FreshMemory
+from kvactors.device.base import Device, copy_regions, regions_to_device, regions_to_host
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
 from kvactors.native import check_blocks, fill_blocks, touch

@@ -3,24 +3,261 @@ other that supports DLPack.
 
 The device accesses the memory by address and copies nothing through the framework. It keeps
 references to the tensors. Before every batch of copies it checks that their addresses are
-unchanged.
-"""
+unchanged."""
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvactors.device.arena import Arena
-from kvactors.device.base import Device
-from kvactors.device.regions import copy_regions, regions_to_device, regions_to_host
-from kvactors.device.tensor_memory import describe, ensure_in_place, is_contiguous
+from kvactors.device.base import Device, copy_regions, regions_to_device, regions_to_host
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
 from kvactors.native import check_blocks, fill_blocks
+
+# -- Address, shape and type of a framework's tensor, by DLPack, the CUDA array interface or the
+# tensor's own methods.
+#
+# No framework is imported. Paddle before 3.0 has no `__dlpack__`, and frameworks refuse DLPack for
+# some tensors (eight-bit floats, tensors with autograd): such tensors are described by
+# `data_ptr()`, `shape`, `element_size()` and their place, which torch and Paddle both have.
+
+
+HOST_DEVICES = {1, 3, 11}
+"""DLPack's device types whose memory the host can address: CPU, pinned for CUDA, pinned for
+ROCm."""
+
+CUDA_DEVICES = {2, 13}
+"""DLPack's device types of CUDA: a GPU's memory, and managed memory."""
+
+DTYPES = {
+    (2, 32): "float32",
+    (2, 16): "float16",
+    (4, 16): "bfloat16",
+    (1, 8): "uint8",
+    (0, 8): "int8",
+}
+"""Dtypes by DLPack's type code and bits. Eight-bit floats count as bytes."""
+FIRST_FLOAT8, LAST_FLOAT8 = 7, 14
+
+TYPESTRS = {
+    "<f4": "float32",
+    "<f2": "float16",
+    "<V2": "bfloat16",
+    "|u1": "uint8",
+    "|i1": "int8",
+    "<u1": "uint8",
+    "<i1": "int8",
+    "|V1": "uint8",
+}
+"""The CUDA array interface's types. It has none for bfloat16, nor for eight-bit floats: they come
+as opaque bytes."""
+
+
+class _DLTensor(ctypes.Structure):
+    """`DLTensor` of dlpack.h, which is the same in v0.8 and v1."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype = ctypes.c_void_p
+_get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+class TensorMemory(NamedTuple):
+    """The memory of a tensor.
+
+    Attributes:
+        address: of the first element.
+        shape: as the framework has it.
+        strides: elements from one index to the next, by axis. None: contiguous.
+        item_bytes: bytes of an element.
+        dtype: its name in layouts, empty if no layout has it.
+        type_text: its type for error messages.
+        host: whether the host can address the memory.
+        ordinal: the GPU's number, None if the memory is not a GPU's or the number is unknown.
+        gpu: whether the memory is that of a CUDA device.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    item_bytes: int
+    dtype: str
+    type_text: str
+    host: bool
+    ordinal: int | None = None
+    gpu: bool = False
+
+
+def describe(tensor: Any) -> TensorMemory:
+    """The memory of a tensor, by the first interface that it has.
+
+    Raises:
+        DeviceError: the object is no tensor, is read-only, or cannot be described.
+    """
+    refused: Exception | None = None
+    if hasattr(tensor, "__dlpack__"):
+        try:
+            capsule = tensor.__dlpack__()
+        except Exception as error:
+            refused = error
+        else:
+            return _by_dlpack(capsule)
+    interface = getattr(tensor, "__cuda_array_interface__", None)
+    if interface is not None:
+        return _by_cuda_array(interface)
+    if hasattr(tensor, "data_ptr"):
+        return _by_methods(tensor)
+    name = type(tensor).__name__
+    if refused is not None:
+        raise DeviceError(f"{name} cannot be taken by DLPack: {refused}") from refused
+    raise DeviceError(
+        f"{name} is no tensor: it has neither DLPack nor the CUDA array interface nor data_ptr()"
+    )
+
+
+def address_of(tensor: Any) -> int:
+    """A tensor's current address, fast enough for a check before every batch of copies.
+
+    Raises:
+        DeviceError: the tensor cannot be described any more.
+    """
+    if hasattr(tensor, "data_ptr"):
+        return int(tensor.data_ptr())
+    if isinstance(tensor, np.ndarray):
+        return int(tensor.ctypes.data)
+    return describe(tensor).address
+
+
+def ensure_in_place(layout: Layout, tensors: Sequence[Any], addresses: Iterable[int]) -> None:
+    """Check that no tensor of a device has moved since it was registered.
+
+    Raises:
+        DeviceError: a tensor has moved, so its framework may have reused the memory.
+    """
+    for piece, tensor, address in zip(layout.pieces, tensors, addresses, strict=True):
+        if address_of(tensor) != address:
+            raise DeviceError(
+                f"the tensor of layer {piece.layer}, {piece.role}, has moved since it was "
+                "registered"
+            )
+
+
+def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
+    """Whether elements follow one another without gaps. Strides are counted in elements."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides or ()), strict=False):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _by_dlpack(capsule: Any) -> TensorMemory:
+    """The capsule keeps the record alive."""
+    found = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
+    float8 = found.bits == 8 and FIRST_FLOAT8 <= found.code <= LAST_FLOAT8
+    name = "uint8" if float8 else DTYPES.get((found.code, found.bits), "")
+    gpu = found.device_type in CUDA_DEVICES
+    return TensorMemory(
+        (found.data or 0) + found.byte_offset,
+        tuple(found.shape[i] for i in range(found.ndim)),
+        tuple(found.strides[i] for i in range(found.ndim)) if found.strides else None,
+        found.bits * found.lanes // 8,
+        name if found.lanes == 1 else "",
+        f"DLPack type {found.code}, {found.bits} bits, {found.lanes} lanes",
+        found.device_type in HOST_DEVICES,
+        found.device_id if gpu else None,
+        gpu,
+    )
+
+
+def _by_cuda_array(interface: Mapping[str, Any]) -> TensorMemory:
+    shape, typestr = tuple(interface["shape"]), interface["typestr"]
+    address, read_only = interface["data"]
+    if interface.get("version", 0) < 2:
+        raise DeviceError(
+            f"version {interface.get('version')} of the CUDA array interface is too old"
+        )
+    if read_only:
+        raise DeviceError(f"a tensor of shape {list(shape)} is read-only")
+    if interface.get("mask") is not None:
+        raise DeviceError(f"a tensor of shape {list(shape)} is masked")
+    item = int(typestr[2:])
+    steps = interface.get("strides")
+    if steps is not None and any(
+        step % item for size, step in zip(shape, steps, strict=True) if size != 1
+    ):
+        raise DeviceError(f"a tensor of shape {list(shape)} has strides of parts of an element")
+    return TensorMemory(
+        int(address or 0),
+        shape,
+        None if steps is None else tuple(step // item for step in steps),
+        item,
+        TYPESTRS.get(typestr, ""),
+        f"type {typestr!r}",
+        host=False,
+        gpu=True,
+    )
+
+
+def _by_methods(tensor: Any) -> TensorMemory:
+    """A torch or Paddle tensor, by its methods."""
+    try:
+        shape = tuple(int(size) for size in tensor.shape)
+        item = int(tensor.element_size())
+        host, gpu, ordinal = _place(tensor)
+        strides = _strides(tensor)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DeviceError(
+            f"{type(tensor).__name__} has data_ptr(), but cannot be described: {error}"
+        ) from error
+    name = str(tensor.dtype).rpartition(".")[2]
+    known = "uint8" if name.startswith("float8") else name
+    dtype = known if known in DTYPES.values() else ""
+    return TensorMemory(
+        int(tensor.data_ptr()), shape, strides, item, dtype, f"type {name}", host, ordinal, gpu
+    )
+
+
+def _strides(tensor: Any) -> tuple[int, ...] | None:
+    """Torch has `stride()`, Paddle `strides`. A tensor without either must be contiguous."""
+    found = tensor.stride() if hasattr(tensor, "stride") else getattr(tensor, "strides", None)
+    if found is not None:
+        return tuple(int(step) for step in found)
+    if not tensor.is_contiguous():
+        raise ValueError("it is not contiguous, and its strides are unknown")
+    return None
+
+
+def _place(tensor: Any) -> tuple[bool, bool, int | None]:
+    """Whether the memory is the host's, whether it is a CUDA device's, and which one's."""
+    place = getattr(tensor, "place", None)
+    if place is not None:  # Paddle
+        if place.is_gpu_place():
+            return False, True, int(place.gpu_device_id())
+        return bool(place.is_cpu_place() or place.is_cuda_pinned_place()), False, None
+    device = tensor.device
+    gpu = device.type == "cuda"
+    return device.type == "cpu", gpu, device.index if gpu else None
 
 
 class Region(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from kvactors.cpu_evictor.statistics import NOT_FETCHED, NOT_STORED
+from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED
 from kvactors.histogram import Histogram
 from kvactors.observe.metrics import ROUTES, Snapshot
 from kvactors.observe.tenants import TenantStatistics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from kvactors.actor import ActorStatistics, SupervisorStatistics
-from kvactors.cpu_evictor.statistics import HostStatistics
+from kvactors.cpu_evictor.memory import HostStatistics
 from kvactors.data_plane.ranks.state import RankStatistics
 from kvactors.flush_notifier.checks import due_of
 from kvactors.flush_notifier.deliveries import SinkStatistics
@@ -18,7 +18,7 @@ from kvactors.system import System
 from kvactors.types import ALL_TIERS, Tier, split_hashes
 
 if TYPE_CHECKING:  # a cache without CUDA does not load it
-    from kvactors.data_plane.cuda.statistics import CudaStatistics
+    from kvactors.data_plane.cuda.engine import CudaStatistics
 
 PER_TIER = SinkFilter(int(ALL_TIERS), node=False, at_finish=False)
 """Filter of a sink that receives every event immediately, with each tier separate."""

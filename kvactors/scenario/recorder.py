@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.cache import KVCache
-from kvactors.cpu_evictor.statistics import NOT_FETCHED, NOT_STORED
+from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED
 from kvactors.observe.lag import LagMonitor
 from kvactors.observe.metrics import Histograms, watch_of
 from kvactors.observe.statistics import CacheStatistics

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 
 from kvactors.cache import KVCache
-from kvactors.cpu_evictor.statistics import NOT_FETCHED
+from kvactors.cpu_evictor.memory import NOT_FETCHED
 from kvactors.observe.lag import Lags
 from kvactors.report import print_fields, print_rows
 from kvactors.types import Residency

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from kvactors.charts import Chart
-from kvactors.cpu_evictor.statistics import NOT_FETCHED, NOT_STORED
+from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED
 from kvactors.histogram import Histogram
 from kvactors.page import Section, Tile, make_page
 from kvactors.scenario.recorder import Recording

@@ -13,13 +13,11 @@ from kvactors.tier_cache.answers import (
 from kvactors.tier_cache.cache import TierCache, open_tiers
 from kvactors.tier_cache.metrics import TierMetric, tier_metrics
 from kvactors.tier_cache.settings import TierConfig, TierStorage
-from kvactors.tier_cache.slot_memory import SlotMemory, shared_memory
-from kvactors.tier_cache.storage_jobs import StorageResult
-from kvactors.tier_cache.storage_tier import StorageTier
-from kvactors.tier_cache.stores import open_storage
+from kvactors.tier_cache.slots import SlotMemory, shared_memory
+from kvactors.tier_cache.storage import StorageResult, StorageTier, open_storage
 
 if TYPE_CHECKING:
-    from kvactors.tier_cache.copy_worker import CopyResult, CopyWorker
+    from kvactors.tier_cache.copies import CopyResult, CopyWorker
 
 __all__ = [
     "CopiesInFlight",
@@ -47,6 +45,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in ("CopyResult", "CopyWorker"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvactors.tier_cache import copy_worker  # the scheduler's process copies nothing
+    from kvactors.tier_cache import copies
 
-    return getattr(copy_worker, name)
+    return getattr(copies, name)

@@ -9,43 +9,36 @@ from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from kvactors.cpu_evictor.policy import POLICIES
-from kvactors.cpu_evictor.slots import HostTier
+from kvactors.cpu_evictor.slots import POLICIES, HostTier
 from kvactors.errors import ConfigError
 from kvactors.fork import SYSTEMS
 from kvactors.tier_cache.answers import (
     CopiesInFlight,
     Lookup,
     StoreSlots,
+    TierCounters,
     TierEvent,
     TierHealth,
     TierStatistics,
 )
-from kvactors.tier_cache.cache_sinks import CacheSinks
 from kvactors.tier_cache.checks import (
     checked_flag,
     checked_key,
     checked_keys,
     checked_parents,
 )
-from kvactors.tier_cache.counters import TierCounters
-from kvactors.tier_cache.event_log import EventLog
-from kvactors.tier_cache.owner import CLOSED, Owner
-from kvactors.tier_cache.pace import StepPace
-from kvactors.tier_cache.room_waits import RoomWaits
-from kvactors.tier_cache.save_policy import SaveQueue
+from kvactors.tier_cache.owner import CLOSED, Owner, RoomWaits, StepPace
+from kvactors.tier_cache.paths import EventLog
 from kvactors.tier_cache.settings import TierConfig, checked_config
-from kvactors.tier_cache.sinks import TierSinks, make_sinks
-from kvactors.tier_cache.slot_memory import SlotMemory
-from kvactors.tier_cache.slot_table import HIT, MISS, SlotTable
+from kvactors.tier_cache.sinks import CacheSinks, TierSinks, make_sinks
+from kvactors.tier_cache.slots import HIT, MISS, SaveQueue, SlotMemory, SlotTable
+from kvactors.tier_cache.storage import StorageTier, make_storage
 from kvactors.tier_cache.storage_moves import StorageMoves
-from kvactors.tier_cache.storage_tier import StorageTier
-from kvactors.tier_cache.stores import make_storage
 from kvactors.types import Reason, Tier
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.sinks.base import Sink
-    from kvactors.tier_cache.loop_thread import LoopThread
+    from kvactors.tier_cache.copies import LoopThread
 
 LOADS = 3
 """Quarters of the host slots that stores leave to look-ups that wait for slots."""
@@ -501,7 +494,7 @@ def _background(
         found = storage
         storage.beside.append(sinks.service)
     else:
-        from kvactors.tier_cache.loop_thread import LoopThread
+        from kvactors.tier_cache.copies import LoopThread
 
         found = LoopThread([sinks.service])
     sinks.feed.wake = lambda: found.call(sinks.service.take)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvactors.config_faults import convert
-from kvactors.cpu_evictor.policy import ALONE
+from kvactors.cpu_evictor.slots import ALONE
 from kvactors.errors import ConfigError
 from kvactors.setting_types import (
     ByteSize,
@@ -24,7 +24,7 @@ from kvactors.setting_types import (
     WritePolicy,
 )
 from kvactors.sizes import human, in_bytes
-from kvactors.tier_cache.slot_memory import PAGE
+from kvactors.tier_cache.slots import PAGE
 
 FINGERPRINT_DOMAIN = b"kvactors.tiers.v1"
 

@@ -20,7 +20,7 @@ from kvactors.flush_notifier.messages import Report, WaitFlushed
 from kvactors.flush_notifier.sink_calls import close_sink, open_sink
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.substitutes import NoNotifier
-from kvactors.tier_cache.sink_feed import SinkFeed, StateSent
+from kvactors.tier_cache.paths import SinkFeed, StateSent
 
 BOUND = 1024
 """Messages in FlushNotifier's channel."""

@@ -13,9 +13,7 @@ from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.storage.presence import lists_keys
 from kvactors.storage.slot_store import SlotStore
-from kvactors.tier_cache.known_objects import KnownObjects
-from kvactors.tier_cache.storage_jobs import JobKind, StorageJob
-from kvactors.tier_cache.views import ObjectMemory
+from kvactors.tier_cache.storage import JobKind, KnownObjects, ObjectMemory, StorageJob
 
 MOST: dict[JobKind, int] = {"load": 4, "store": 2, "lookup": 2}
 """Jobs of each kind that the store works on at a time."""

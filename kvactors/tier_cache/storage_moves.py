@@ -10,16 +10,11 @@ from contextlib import suppress
 
 from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.errors import CacheClosed
-from kvactors.tier_cache.answers import Lookup
-from kvactors.tier_cache.counters import TierCounters
-from kvactors.tier_cache.event_log import EventLog
-from kvactors.tier_cache.room_waits import RoomWaits
-from kvactors.tier_cache.save_policy import SaveQueue
-from kvactors.tier_cache.slot_memory import SlotMemory
-from kvactors.tier_cache.slot_table import MISS, PENDING, SlotTable
-from kvactors.tier_cache.storage_jobs import StorageResult
-from kvactors.tier_cache.storage_tier import StorageTier
-from kvactors.tier_cache.store_queries import StoreQueries
+from kvactors.tier_cache.answers import Lookup, TierCounters
+from kvactors.tier_cache.owner import RoomWaits
+from kvactors.tier_cache.paths import EventLog
+from kvactors.tier_cache.slots import MISS, PENDING, SaveQueue, SlotMemory, SlotTable
+from kvactors.tier_cache.storage import StorageResult, StorageTier, StoreQueries
 from kvactors.types import Reason, Tier
 
 BATCH = 32

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from kvactors.data_plane.base import Direction
-from kvactors.data_plane.cuda.context import quietly
+from kvactors.data_plane.cuda.driver import quietly
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.threads import in_thread
 from tests.benchmarks.report import Row, rate_row, time_row

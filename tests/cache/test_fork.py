@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 import kvactors
-from kvactors.data_plane.ranks.listening import Listener, connect
+from kvactors.data_plane.ranks.connection import Listener, connect
 from tests.support.cache import BLOCK, prompt, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -6,7 +6,7 @@ import pytest
 
 import kvactors
 from kvactors.config import CacheConfig, DeviceConfig, HostConfig
-from kvactors.cpu_evictor.policy import POLICIES
+from kvactors.cpu_evictor.slots import POLICIES
 from kvactors.prefix_index.policy import FIRST
 
 

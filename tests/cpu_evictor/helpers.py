@@ -10,7 +10,7 @@ from typing import Any
 from kvactors.actor import Message
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actions import Action, Send, StartTimer
-from kvactors.cpu_evictor.completions import Completions
+from kvactors.cpu_evictor.actor import Completions
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import Load

@@ -18,7 +18,7 @@ from kvactors.cpu_evictor.messages import (
     PrefetchToHost,
 )
 from kvactors.cpu_evictor.offload import OffloadJob
-from kvactors.cpu_evictor.prefetch import PrefetchJob
+from kvactors.cpu_evictor.save import PrefetchJob
 from kvactors.flush_notifier.messages import BlocksAdded
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, Direction
 from kvactors.storage.messages import (

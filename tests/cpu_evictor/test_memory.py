@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvactors.cpu_evictor import memory as memory_module
+from kvactors.cpu_evictor.memory import NOT_STORED, Counts
 from kvactors.cpu_evictor.messages import HostBlocksAdded, PrefetchToHost
-from kvactors.cpu_evictor.prefetch import PrefetchJob
+from kvactors.cpu_evictor.save import PrefetchJob
 from kvactors.cpu_evictor.slots import SlotState
-from kvactors.cpu_evictor.statistics import NOT_STORED, Counts
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.gpu_swapper.messages import Copied
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.cpu_evictor.policy import POLICIES
-from kvactors.cpu_evictor.slots import HostTier, SlotState
+from kvactors.cpu_evictor.slots import POLICIES, HostTier, SlotState
 
 
 def name(number: int) -> bytes:

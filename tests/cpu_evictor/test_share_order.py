@@ -9,8 +9,7 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.cpu_evictor.shares import HostShares
-from kvactors.cpu_evictor.slots import HostTier, SlotState
+from kvactors.cpu_evictor.slots import HostShares, HostTier, SlotState
 from kvactors.native import BlockTree, Path
 
 SALTS = (1, 2, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.cpu_evictor.reports import count_of, outcomes_of
+from kvactors.cpu_evictor.memory import count_of, outcomes_of
 from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Commit, Finish, Prefetch, Ready
 from kvactors.storage.messages import Outcome, Write
 from kvactors.types import indices_of

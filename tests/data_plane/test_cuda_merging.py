@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvactors.data_plane.cuda.choice import (
+from kvactors.data_plane.cuda.copies import (
     BATCH_FROM,
     MERGE_FROM,
     NEVER,
@@ -15,7 +15,7 @@ from kvactors.data_plane.cuda.choice import (
     Timing,
     choose,
 )
-from kvactors.data_plane.cuda.merging import Columns, CopyPlan, join_columns, plan_copies, runs
+from kvactors.data_plane.cuda.copy_plan import Columns, CopyPlan, join_columns, plan_copies, runs
 
 PITCH = (1 << 31) - 1
 

@@ -12,7 +12,8 @@ import structlog
 
 import kvactors
 import kvactors.device.arena as module
-from kvactors.device import fresh, host
+from kvactors.device import arena as arenas
+from kvactors.device import host
 from kvactors.device.arena import Arena
 from tests.support.cache import opened, settings
 
@@ -47,7 +48,7 @@ def test_memory_that_a_thread_touches_stays_mapped(monkeypatch):
 
 
 def test_touching_stops_at_the_next_piece(monkeypatch):
-    monkeypatch.setattr(fresh, "PIECE", 4096)
+    monkeypatch.setattr(arenas, "PIECE", 4096)
     arena = Arena(8, 4096)
     thread, go_on, pieces = touching(arena, monkeypatch)
     arena.stop_touching()
@@ -60,8 +61,8 @@ def test_touching_stops_at_the_next_piece(monkeypatch):
 
 async def test_threads_share_the_pieces_of_fresh_memory(monkeypatch):
     """Each piece is touched once, and no thread waits while another is in a piece."""
-    monkeypatch.setattr(fresh, "PIECE", 4096)
-    monkeypatch.setattr(fresh.os, "sched_getaffinity", lambda _: range(3))
+    monkeypatch.setattr(arenas, "PIECE", 4096)
+    monkeypatch.setattr(arenas.os, "sched_getaffinity", lambda _: range(3))
     together, pieces, threads = threading.Barrier(3), [], set()
 
     def touch(address, size):
@@ -70,8 +71,8 @@ async def test_threads_share_the_pieces_of_fresh_memory(monkeypatch):
             threads.add(threading.get_ident())
             together.wait(60)
 
-    memory = fresh.FreshMemory([(0, 5 * 4096), (1 << 20, 4096 + 7)], touch)
-    await fresh.bring_in(memory, inline=False)
+    memory = arenas.FreshMemory([(0, 5 * 4096), (1 << 20, 4096 + 7)], touch)
+    await arenas.bring_in(memory, inline=False)
     whole = [(n * 4096, 4096) for n in range(5)] + [(1 << 20, 4096), ((1 << 20) + 4096, 7)]
     assert sorted(pieces) == whole
     assert len(threads) == 3

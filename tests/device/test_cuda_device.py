@@ -15,7 +15,7 @@ from kvactors.data_plane.cuda.device import (
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
-from kvactors.device.tensor_memory import address_of
+from kvactors.device.tensors import address_of
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 from tests.support.cuda import GpuTensor, PointerTensor, context_again, stand_in

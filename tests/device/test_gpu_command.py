@@ -9,8 +9,7 @@ import pytest
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
-from kvactors.data_plane.cuda.lane import Lane
-from kvactors.data_plane.cuda.stream_events import StreamEvent, StreamWait
+from kvactors.data_plane.cuda.operations import Lane, StreamEvent, StreamWait
 from kvactors.lease_hold import LeaseHold
 from tests.benchmarks import copy_gpu
 from tests.benchmarks.copy_gpu import gpu_rows

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvactors
-from kvactors.device.arena import Arena
-from kvactors.device.numa import bound_node
+from kvactors.device.arena import Arena, bound_node
 from tests.support.cache import opened, prompt, serve, settings
 
 HOST = {"slots": 4, "transit_slots": 4}

@@ -16,7 +16,7 @@ from kvactors.config import DeviceConfig
 from kvactors.data_plane.cuda import device as cuda_device
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
-from kvactors.data_plane.devices import make_device
+from kvactors.data_plane.local import make_device
 from kvactors.device import paddle as paddle_device
 from kvactors.device.arena import Arena
 from kvactors.device.tensors import TensorDevice

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from kvactors.data_plane.cuda.copies import KERNELS
+from kvactors.data_plane.cuda.copy_plan import Rectangle
 from kvactors.data_plane.cuda.driver import CudaError
-from kvactors.data_plane.cuda.merging import Rectangle
 from tests.support.cuda import opened_gpu
 
 INVALID, CONTEXT, HANDLE, MISALIGNED = 1, 201, 400, 716

@@ -13,12 +13,11 @@ import pytest
 
 import kvactors
 from kvactors.config import Config, DeviceConfig
-from kvactors.data_plane.devices import make_device
+from kvactors.data_plane.local import make_device
 from kvactors.device import HostDevice, TensorDevice, paddle
 from kvactors.device.arena import Arena
 from kvactors.device.paddle import PaddleDevice, allocator, gpus, import_paddle
-from kvactors.device.tensor_memory import address_of
-from kvactors.device.tensors import region_of
+from kvactors.device.tensors import address_of, region_of
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 

@@ -15,7 +15,7 @@ import numpy as np
 import kvactors
 from kvactors.config import Config
 from kvactors.data_plane.base import Direction
-from kvactors.data_plane.cuda.choice import NEVER
+from kvactors.data_plane.cuda.copies import NEVER
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.data_plane.cuda.engine import CudaCopyEngine

@@ -13,11 +13,11 @@ from kvactors.data_plane import local
 from kvactors.data_plane.cuda import copies as cuda_copies
 from kvactors.data_plane.cuda import engine as cuda_executor
 from kvactors.data_plane.cuda.calibrate import PIECES
-from kvactors.data_plane.cuda.choice import BATCH_FROM, NEVER, Timing, choose
+from kvactors.data_plane.cuda.copies import BATCH_FROM, NEVER, Timing, choose
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
-from kvactors.data_plane.cuda.gather import STAGING_BYTES
+from kvactors.data_plane.cuda.host_pin import STAGING_BYTES
 from kvactors.device.arena import Arena
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import DSALayout, GQALayout, MLALayout

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 from kvactors import ConfigError
-from kvactors.integrations.sglang import page_store as page_store_module
-from kvactors.integrations.sglang.host_pages import HostPages, Region
-from kvactors.integrations.sglang.page_store import PageStore
-from kvactors.integrations.sglang.prefixes import PoolNeed, find_prefixes
+from kvactors.integrations.sglang import pages as page_store_module
+from kvactors.integrations.sglang.linker import PoolNeed, find_prefixes
+from kvactors.integrations.sglang.pages import HostPages, PageStore, Region
 from kvactors.integrations.sglang.settings import (
     check_shared,
     is_replicated,

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from kvactors import ConfigError, DeviceError
-from kvactors.integrations.sglang import page_moves as page_moves_module
-from kvactors.integrations.sglang.device_pages import DevicePages
-from kvactors.integrations.sglang.page_moves import NOTHING, PageMoves
+from kvactors.integrations.sglang import pages as page_moves_module
+from kvactors.integrations.sglang.pages import NOTHING, DevicePages, PageMoves
 from kvactors.integrations.sglang.settings import linker_tier_config, read_linker_settings
 from kvactors.tier_cache import CopyWorker, open_tiers
 from tests.tier_cache.stores import FaultyStore

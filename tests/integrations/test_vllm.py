@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvactors import ConfigError
-from kvactors.device.numa import bound_node
+from kvactors.device.arena import bound_node
 from kvactors.integrations.vllm.settings import (
     check_engine,
     check_groups,

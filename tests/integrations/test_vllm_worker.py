@@ -16,7 +16,7 @@ import pytest
 from kvactors import ConfigError, DeviceError
 from kvactors.data_plane.cuda import copy_queue
 from kvactors.data_plane.cuda import driver as cuda_driver
-from kvactors.tier_cache import copy_worker
+from kvactors.tier_cache import copies
 from tests.integrations.test_vllm import ROW, Config
 from tests.integrations.vllm_stand_in import Platform, stand_in
 from tests.support.cuda import Gpu, PointerTensor, opened_gpu
@@ -170,7 +170,7 @@ def test_memory_of_a_copy_that_does_not_end_stays_mapped(
         worker.shutdown()
         engine.manager.shutdown()
     assert list(tmp_path.iterdir()) == []
-    (_, memory), rows = copy_worker.KEPT.pop(), CHUNK * ROW
+    (_, memory), rows = copies.KEPT.pop(), CHUNK * ROW
     assert bytes(memory[:rows]) == bytes(rows)
     gpu.fake.gate(-1)
     (undo, *_) = copy_queue.ABANDONED.pop()

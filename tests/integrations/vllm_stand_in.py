@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from kvactors.device.numa import bound_node
+from kvactors.device.arena import bound_node
 
 ADAPTER = "kvactors.integrations.vllm"
 BASE = "vllm.v1.kv_offload.base"
@@ -173,5 +173,5 @@ def stand_in(folder: Path, platform: Platform) -> Iterator[Any]:
         yield module
     finally:
         needed = [f"{ADAPTER}.{name}" for name in ("region", "manager", "metrics", "spec")]
-        for name in [*added, *needed, f"{ADAPTER}.worker", f"{ADAPTER}.tier"]:
+        for name in [*added, *needed, f"{ADAPTER}.tier"]:
             sys.modules.pop(name, None)

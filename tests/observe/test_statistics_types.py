@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator
 
-from kvactors.data_plane.cuda.statistics import CudaStatistics
+from kvactors.data_plane.cuda.engine import CudaStatistics
 from kvactors.observe.statistics import CacheStatistics
 
 NAMES = {"CudaStatistics": CudaStatistics}

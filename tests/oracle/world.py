@@ -17,7 +17,7 @@ from kvactors import (
     NoRoom,
     Paused,
 )
-from kvactors.cpu_evictor.statistics import NOT_FETCHED
+from kvactors.cpu_evictor.memory import NOT_FETCHED
 from kvactors.errors import StoreUnsupported
 from kvactors.testing.rest import problems_at_rest
 

@@ -68,7 +68,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "one_rank_is_enough",
-        "data_plane/ranks/device_store.py",
+        "data_plane/ranks/store.py",
         "        good = min(counts, default=0)\n",
         "        good = max(counts, default=0)\n",
         "blocks that one rank's shard lacks are served as if all ranks had read them",

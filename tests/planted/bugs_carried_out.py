@@ -60,7 +60,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "silence_taken_for_the_end",
-        "data_plane/ranks/silence.py",
+        "data_plane/ranks/state.py",
         "                self._report(rank, RankState.SILENT, f",
         "                rank.settle()\n                self._report(rank, RankState.SILENT, f",
         "blocks that a stopped rank may still write to are handed out again",

@@ -13,7 +13,7 @@ COMMAND = "tests/device/test_gpu_command.py::test_every_check_is_right_on_the_st
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "half_of_a_buffer_is_filled_before_it_is_empty",
-        "data_plane/cuda/gather.py",
+        "data_plane/cuda/host_pin.py",
         """\
         if half.used:
 """,
@@ -25,7 +25,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "copy_of_gathered_pieces_overtakes_the_kernel",
-        "data_plane/cuda/gather.py",
+        "data_plane/cuda/host_pin.py",
         """\
         self._driver.call("cuStreamWaitEvent", last, half.filled, 0)
 """,
@@ -35,7 +35,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "layer_is_reported_before_its_kernel_has_run",
-        "data_plane/cuda/gpu_stream.py",
+        "data_plane/cuda/copies.py",
         """\
         self._launched |= self.to_device
 """,
@@ -48,7 +48,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "kernel_overtakes_an_earlier_copy_to_the_same_slot",
-        "data_plane/cuda/gpu_stream.py",
+        "data_plane/cuda/copies.py",
         """\
             self._order(self.stream, self.kernels)
             self._staged = False
@@ -61,7 +61,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "kernels_do_not_wait_for_the_engine",
-        "data_plane/cuda/gpu_stream.py",
+        "data_plane/cuda/copies.py",
         """\
         if self.kernels != self.stream:
             self.driver.call("cuStreamWaitEvent", self.kernels, event, 0)
@@ -72,7 +72,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "failed_batch_is_settled_on_one_stream",
-        "data_plane/cuda/gpu_stream.py",
+        "data_plane/cuda/copies.py",
         "dict.fromkeys((self.stream, self.kernels))",
         "(self.stream,)",
         "blocks of a failed batch are given out while a kernel still uses them",
@@ -80,7 +80,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "pieces_are_joined_across_allocations",
-        "data_plane/cuda/merging.py",
+        "data_plane/cuda/copy_plan.py",
         """\
         & (allocations[:-1] == allocations[1:])
 """,
@@ -91,7 +91,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "blocks_whose_slots_are_apart_are_one_run",
-        "data_plane/cuda/merging.py",
+        "data_plane/cuda/copy_plan.py",
         "(np.diff(rows) != 1) | (np.diff(places) != step)",
         "np.diff(rows) != 1",
         "blocks that follow one another are copied into the slots of others",
@@ -99,7 +99,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rows_beyond_the_drivers_pitch_are_a_rectangle",
-        "data_plane/cuda/merging.py",
+        "data_plane/cuda/copy_plan.py",
         "~dense & (strides <= max_pitch) & (step <= max_pitch)",
         "~dense",
         "the driver refuses a rectangle, and nothing is copied any more",
@@ -136,7 +136,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "event_is_recorded_again_before_it_was_reached",
-        "data_plane/cuda/stream_events.py",
+        "data_plane/cuda/operations.py",
         """\
             if self._device.driver.status("cuEventQuery", event) == 0:
 """,
@@ -184,7 +184,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "stream_waits_for_the_first_layer_alone",
-        "data_plane/cuda/stream_events.py",
+        "data_plane/cuda/operations.py",
         "for event in op.events:",
         "for event in op.events[:1]:",
         "the engine computes with layers that have not arrived",

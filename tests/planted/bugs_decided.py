@@ -198,7 +198,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "youngest_evicted_first",
-        "cpu_evictor/policy/lru.py",
+        "cpu_evictor/slots.py",
         "return self._order.values()",
         "return reversed(self._order.values())",
         "the host evicts the most recently used blocks",

@@ -10,7 +10,7 @@ MEMORY = "tests/cpu_evictor/test_memory.py"
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "movement_ends_with_its_first_window",
-        "cpu_evictor/movements.py",
+        "cpu_evictor/memory.py",
         "                    queue.append(movement)\n",
         "                    actions += movement.give_up()\n",
         "a movement takes the slots that are free at one moment, and stored blocks are computed again",
@@ -18,7 +18,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "long_load_keeps_its_turn",
-        "cpu_evictor/movements.py",
+        "cpu_evictor/memory.py",
         "                    queue.append(movement)\n",
         "                    queue.appendleft(movement)\n",
         "a short prompt waits for all of a long one",
@@ -26,7 +26,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "writes_are_sent_before_the_reads_of_a_probe",
-        "cpu_evictor/completions.py",
+        "cpu_evictor/actor.py",
         "        return actions + self._memory.write_held()\n",
         "        return self._memory.write_held() + actions\n",
         "a store of limited size evicts for write-backs what a request is about to read",
@@ -43,7 +43,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "clear_is_forgotten_with_its_writer",
-        "cpu_evictor/completions.py",
+        "cpu_evictor/actor.py",
         "                    actions.append(self._memory.clear_store(request.op, request.salt))\n",
         "                    pass\n",
         "a clear of the store is never answered if its writer fails",
@@ -51,7 +51,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "use_of_a_host_block_does_not_count",
-        "cpu_evictor/policy/lru.py",
+        "cpu_evictor/slots.py",
         "                order.move_to_end(block_hash)\n",
         "                pass\n",
         "the host evicts the oldest blocks, however often they are used",
@@ -117,7 +117,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "eviction_for_a_read_is_written_before_it",
-        "cpu_evictor/completions.py",
+        "cpu_evictor/actor.py",
         "        self._requests.hold_writes()\n"
         "        # During a clear, blocks from before it may have been found.\n"
         "        actions = request.job.on_probed(found if self._requests.may_read else 0)\n"

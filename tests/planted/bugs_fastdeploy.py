@@ -93,7 +93,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_takes_a_block_twice",
-        "integrations/fastdeploy/device_blocks.py",
+        "integrations/fastdeploy/requests.py",
         """\
         self.check_held(returned, request)
         for block in blocks:
@@ -106,7 +106,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_highest_block_first",
-        "integrations/fastdeploy/device_blocks.py",
+        "integrations/fastdeploy/requests.py",
         """\
         taken = [heappop(self._free) for _ in range(count)]
 """,
@@ -118,7 +118,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_parent_never_becomes_evictable",
-        "integrations/fastdeploy/block_index.py",
+        "integrations/fastdeploy/requests.py",
         """\
                 parent.children -= 1
                 if not parent.refs:
@@ -134,7 +134,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_evicts_blocks_in_use",
-        "integrations/fastdeploy/block_index.py",
+        "integrations/fastdeploy/requests.py",
         """\
         if block.refs or block.children or block.used != used:
             return False
@@ -163,7 +163,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_failed_offload_counts_as_kept",
-        "integrations/fastdeploy/host_tiers.py",
+        "integrations/fastdeploy/lower_tiers.py",
         """\
                 self.tiers.complete_store(found.keys, success=not error)
 """,
@@ -212,7 +212,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_writes_every_block_again",
-        "integrations/fastdeploy/finish_writes.py",
+        "integrations/fastdeploy/lower_tiers.py",
         """\
             return {key for key in keys if self._storage.contains(key)}
 """,
@@ -291,7 +291,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_ranks_share_their_part_of_a_slot",
-        "integrations/fastdeploy/rank_copies.py",
+        "integrations/fastdeploy/lower_tiers.py",
         """\
                 self.block_bytes += one.block_bytes
 """,
@@ -303,7 +303,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_pool_counts_stale_returns",
-        "integrations/fastdeploy/device_blocks.py",
+        "integrations/fastdeploy/requests.py",
         """\
             self._earlier.setdefault(block, set()).add(request)
 """,
@@ -327,7 +327,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_match_waits_on_through_a_reset",
-        "integrations/fastdeploy/host_tiers.py",
+        "integrations/fastdeploy/lower_tiers.py",
         """\
             if not waits or late or interrupted():
 """,
@@ -339,7 +339,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_host_eviction_takes_all",
-        "integrations/fastdeploy/host_tiers.py",
+        "integrations/fastdeploy/lower_tiers.py",
         """\
             found = self.tiers.prepare_store(keys, parents)
 """,

@@ -36,7 +36,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_scales_are_not_stored",
-        "integrations/fastdeploy/tensor_names.py",
+        "integrations/fastdeploy/lower_tiers.py",
         """\
         return [tensors[piece.layer, piece.role] for piece in self.pieces]
 """,
@@ -68,7 +68,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_tail_is_written_from_other_slots",
-        "integrations/fastdeploy/finish_writes.py",
+        "integrations/fastdeploy/lower_tiers.py",
         """\
             views = [staging.memory.view(slot) for slot in slots]
 """,
@@ -80,7 +80,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_draft_layers_are_not_moved",
-        "integrations/fastdeploy/tensor_names.py",
+        "integrations/fastdeploy/lower_tiers.py",
         """\
         return [tensors[piece.layer, piece.role] for piece in self.pieces]
 """,
@@ -92,7 +92,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fastdeploy_reset_frees_lost_blocks",
-        "integrations/fastdeploy/device_blocks.py",
+        "integrations/fastdeploy/requests.py",
         """\
         self._free[:] = [block for block in range(self.total) if block not in self.lost]
 """,

@@ -120,7 +120,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "short_report_of_a_read_is_taken_for_good",
-        "cpu_evictor/reports.py",
+        "cpu_evictor/memory.py",
         "    if len(outcomes) != keys:\n",
         "    if not keys:\n",
         "keys without an outcome count as read: their slots hold other bytes",
@@ -128,7 +128,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "count_of_a_probe_is_not_checked",
-        "cpu_evictor/reports.py",
+        "cpu_evictor/memory.py",
         "    return count if 0 <= count <= most else 0\n",
         "    return count\n",
         "a probe's answer beyond its keys or below 0 is not refused",
@@ -144,7 +144,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "store_that_does_not_answer_holds_device_blocks",
-        "cpu_evictor/completions.py",
+        "cpu_evictor/actor.py",
         "return [] if request is None else request.job.on_probed(request.size)",
         "return []",
         "the device blocks of a finished request stay in use until a hung store answers",

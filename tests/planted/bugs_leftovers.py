@@ -28,7 +28,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "slow_store_silences_a_rank",
-        "data_plane/ranks/silence.py",
+        "data_plane/ranks/state.py",
         "if self.closing or operation is None or not operation.stored or rank.link is None:",
         "if True:",
         "a slow disk of one rank stops every copy of all ranks",

@@ -28,7 +28,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "lmcache_layout_is_not_in_the_identity",
-        "integrations/lmcache/objects.py",
+        "integrations/lmcache/object_store.py",
         "        (LAYOUT, shape.layout.encode()),\n",
         "",
         "an object of one dtype has the pages of the same key with another dtype",
@@ -44,7 +44,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "lmcache_torn_line_takes_the_next_one",
-        "integrations/lmcache/key_log.py",
+        "integrations/lmcache/catalog.py",
         'begin, self._torn = b"\\n" if self._torn else b"", True',
         'begin, self._torn = b"", True',
         "after a write that failed half-way the next key is lost at a restart",
@@ -52,7 +52,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "lmcache_beginning_of_a_prefix_is_evicted_first",
-        "integrations/lmcache/key_writer.py",
+        "integrations/lmcache/catalog.py",
         "key for key in reversed(keys) if key in self._unwritten",
         "key for key in keys if key in self._unwritten",
         "after a restart the beginning of a prefix is evicted, and its other chunks are useless",
@@ -60,7 +60,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "removed_objects_return_after_a_restart",
-        "tier_cache/storage_tier.py",
+        "tier_cache/storage.py",
         "            self.call(self._loop.remove, names)\n",
         "            pass\n",
         "objects that were removed are found again by the next process",

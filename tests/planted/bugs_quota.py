@@ -38,7 +38,7 @@ BUGS = (
     ),
     Mutation(
         "host_ignores_quotas",
-        "cpu_evictor/shares.py",
+        "cpu_evictor/slots.py",
         "        if over <= 0 or not self.limited:\n",
         "        if True:\n",
         "offloaded blocks of a salt beyond its quota evict those of another salt",
@@ -86,7 +86,7 @@ BUGS = (
     ),
     Mutation(
         "clear_of_a_salt_leaves_the_host",
-        "cpu_evictor/victims.py",
+        "cpu_evictor/slots.py",
         "    for block in found:\n        tier.drop(block)\n",
         "",
         "blocks of a tenant that was forgotten are still in host memory",
@@ -102,7 +102,7 @@ BUGS = (
     ),
     Mutation(
         "quota_evicts_beyond_its_excess",
-        "cpu_evictor/victims.py",
+        "cpu_evictor/slots.py",
         "            follows = len(chosen) < end or passed.get(block.parent) == inf\n",
         "            follows = True\n",
         "a salt at its quota loses a block before other salts' blocks of a lower priority",
@@ -110,7 +110,7 @@ BUGS = (
     ),
     Mutation(
         "pinned_host_blocks_leave",
-        "cpu_evictor/victims.py",
+        "cpu_evictor/slots.py",
         "            or shares.is_pinned(block.hash)\n",
         "",
         "pinned blocks are evicted from the host tier",
@@ -118,7 +118,7 @@ BUGS = (
     ),
     Mutation(
         "host_pins_are_not_bounded",
-        "cpu_evictor/shares.py",
+        "cpu_evictor/slots.py",
         "        if self.pinned + fresh > self._pin_limit:\n",
         "        if False:\n",
         "pins take the whole host tier",
@@ -126,7 +126,7 @@ BUGS = (
     ),
     Mutation(
         "expired_host_blocks_stay",
-        "cpu_evictor/shares.py",
+        "cpu_evictor/slots.py",
         "        yield from ((block, inf) for block in self._expired())\n",
         "",
         "host blocks whose time to live is over stay as long as others",

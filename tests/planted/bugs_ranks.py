@@ -11,7 +11,7 @@ POOL = "tests/ranks/test_ranks_shared_pool.py::"
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "a_rank_tells_of_every_miss_again",
-        "data_plane/ranks/store_operations.py",
+        "data_plane/ranks/store.py",
         "        return self._without_checksum - before\n",
         "        return self._without_checksum\n",
         "the leader counts each object without a checksum once more with every answer",
@@ -27,7 +27,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "proof_of_a_rank_not_compared",
-        "data_plane/ranks/handshake.py",
+        "data_plane/ranks/entrance.py",
         'if not hmac.compare_digest(proof.mac, mac(secret, b"rank", hello.nonce, nonce)):',
         'if not hmac.compare_digest(proof.mac, proof.mac) and mac(secret, b"rank", hello.nonce, nonce):',
         "every process that can connect joins as a rank",
@@ -37,7 +37,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "proof_of_a_leader_not_compared",
-        "data_plane/ranks/handshake.py",
+        "data_plane/ranks/entrance.py",
         'if not hmac.compare_digest(proof.mac, mac(secret, b"leader", nonce, challenge.nonce)):',
         "if not hmac.compare_digest(proof.mac, proof.mac):",
         "a rank hands its store to any process that listens at the endpoint",
@@ -45,7 +45,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "large_messages_before_the_proof",
-        "data_plane/ranks/handshake.py",
+        "data_plane/ranks/entrance.py",
         '    the other end (`refuse`). The reason is empty if the other end has the secret."""\n'
         "    connection.limit = UNPROVEN_BYTES\n",
         '    the other end (`refuse`). The reason is empty if the other end has the secret."""\n'
@@ -87,7 +87,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "another_model_joins",
-        "data_plane/ranks/refusals.py",
+        "data_plane/ranks/entrance.py",
         '        ("model", identity.model, ours.model),\n',
         "",
         "a rank with the objects of another model joins",
@@ -108,7 +108,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "pages_without_flow_control",
-        "data_plane/ranks/link.py",
+        "data_plane/ranks/state.py",
         "        more = WINDOW - self._asked - len(self._pages)\n",
         "        more = WINDOW\n",
         "more pages than the window are in flight",
@@ -137,7 +137,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "socket_for_everybody",
-        "data_plane/ranks/listening.py",
+        "data_plane/ranks/connection.py",
         "    os.fchmod(sock.fileno(), 0o600)  # Linux takes the mode of the path from it\n    "
         "sock.bind(path)\n    Path(path).chmod(0o600)",
         "    sock.bind(path)\n    Path(path).chmod(0o666)",
@@ -146,7 +146,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "other_users_accepted",
-        "data_plane/ranks/listening.py",
+        "data_plane/ranks/connection.py",
         "            if not is_trusted(uid):\n                self.foreign(",
         "            if uid < 0:\n                self.foreign(",
         "processes of other users connect to the rank endpoint",

@@ -108,7 +108,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "named_victims_evicted_though_used",
-        "cpu_evictor/policy/retain.py",
+        "cpu_evictor/slots.py",
         "        if self._chosen:\n",
         "        if not self._chosen:\n",
         "a block that was named as a victim is evicted first although it was used since",
@@ -116,7 +116,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "victims_that_stay_are_candidates_twice",
-        "cpu_evictor/policy/retain.py",
+        "cpu_evictor/slots.py",
         "            if block.hash not in tried:\n",
         "            if True:\n",
         "one block is evicted twice by one eviction",
@@ -124,7 +124,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "chosen_victims_tried_again",
-        "cpu_evictor/policy/retain.py",
+        "cpu_evictor/slots.py",
         "chosen.popitem(last=False)",
         "next(item for item in chosen.items() if item[0] not in tried)",
         "victims that cannot be evicted are tried again by every eviction",

@@ -9,7 +9,7 @@ TESTS = "tests/integrations/test_sglang.py::"
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "sglang_page_that_failed_is_served",
-        "integrations/sglang/page_store.py",
+        "integrations/sglang/pages.py",
         "good = [i for i, found in enumerate(result.ok) if found]",
         "good = list(range(len(result.ok)))",
         "a page with flipped bits enters the host pool, and other tokens come out",
@@ -25,7 +25,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "sglang_window_of_one_page",
-        "integrations/sglang/prefixes.py",
+        "integrations/sglang/linker.py",
         "if run >= min(pool.trailing, i + 1):",
         "if run >= 1:",
         "a prefix is restored whose sliding window is not whole",
@@ -33,7 +33,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "sglang_call_without_a_deadline",
-        "integrations/sglang/page_store.py",
+        "integrations/sglang/pages.py",
         "        try:\n            result = batch.done.result(max(0.0, until - time.monotonic()))\n",
         "        try:\n            result = batch.done.result()\n",
         "a store that hangs holds SGLang's prefetch thread, and with it every rank",

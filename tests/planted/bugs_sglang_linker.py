@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutation import Mutation
 
 TESTS = "tests/integrations/test_sglang_linker.py::"
-MOVES = "integrations/sglang/page_moves.py"
+MOVES = "integrations/sglang/pages.py"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
@@ -59,7 +59,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "linker_takes_scattered_tokens_for_a_page",
-        "integrations/sglang/device_pages.py",
+        "integrations/sglang/pages.py",
         "        whole = (tokens == starts[:, None] + np.arange(self.page_tokens)).all(axis=1)\n",
         "        whole = np.ones(count, np.bool_)\n",
         "the bytes of other tokens are stored under a page's hash",

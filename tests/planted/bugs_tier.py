@@ -16,7 +16,7 @@ SHARED = "tests/tier_cache/test_shared_store.py::"
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "hit_evicted_within_its_step",
-        "tier_cache/slot_table.py",
+        "tier_cache/slots.py",
         "        self.held.add(key)\n",
         "",
         "a key that was answered HIT is evicted before the engine can pin it, and the engine dies",
@@ -24,7 +24,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "reset_frees_a_key_in_flight",
-        "tier_cache/slot_table.py",
+        "tier_cache/slots.py",
         "return key in self._blocks or key in self._stores or key in self._loads",
         "return key in self._blocks",
         "after a reset a completion of the old copy is taken for the new one of the same key",
@@ -32,7 +32,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "parents_in_a_circle",
-        "tier_cache/slot_table.py",
+        "tier_cache/slots.py",
         "        if key in self._named:\n",
         "        if False:\n",
         "keys that name each other as parents keep their slots for good",
@@ -40,7 +40,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "older_parent_is_never_a_victim",
-        "cpu_evictor/victims.py",
+        "cpu_evictor/slots.py",
         "block = tier.blocks[block.parent] if follows and block.parent in passed else None",
         "block = None",
         "a block that is older than its children is evicted only by chance",
@@ -105,7 +105,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "tensor_that_moved_is_copied",
-        "tier_cache/copy_worker.py",
+        "tier_cache/copies.py",
         "            if address_of(tensor) != address:\n",
         "            if address_of(tensor) == 0:\n",
         "a tensor that its framework has moved is copied from its old memory",
@@ -124,7 +124,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "reset_leaves_stored_objects",
-        "tier_cache/storage_tier.py",
+        "tier_cache/storage.py",
         "            self.call(self._loop.clear)\n",
         "            pass\n",
         "keys of before a reset are found again after a restart",
@@ -140,7 +140,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "wait_for_a_slot_without_end",
-        "tier_cache/room_waits.py",
+        "tier_cache/owner.py",
         "        self._until[key] = now + AGAIN\n",
         "        self._until[key] = now\n",
         "a request that asks in every step is held up again and again by a full host tier",
@@ -148,7 +148,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "block_is_evicted_before_its_save",
-        "tier_cache/save_policy.py",
+        "tier_cache/slots.py",
         "            if pins and key not in self._failed:\n",
         "            if False:\n",
         "of prompts that come at once, storage gets a part",
@@ -180,7 +180,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "full_host_tier_is_not_searched_again",
-        "tier_cache/slot_table.py",
+        "tier_cache/slots.py",
         "        self._steps += 1\n",
         "",
         "slots that the end of a step releases are not found, and the key waits in vain",
@@ -204,7 +204,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "query_that_hangs_is_pending",
-        "tier_cache/store_queries.py",
+        "tier_cache/storage.py",
         "return Lookup.PENDING if now - asked < self._timeout + 1.0 else Lookup.MISS",
         "return Lookup.PENDING",
         "a request waits as long as a pool that does not answer",
@@ -228,7 +228,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "path_of_a_late_block_is_forgotten",
-        "tier_cache/sink_feed.py",
+        "tier_cache/paths.py",
         "            self._name(names)\n            return\n",
         "            return\n",
         "a block whose path was described before it was stored is never announced",
@@ -244,7 +244,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "dropped_messages_are_not_made_up_for",
-        "tier_cache/sink_feed.py",
+        "tier_cache/paths.py",
         "            self.resend = True\n        if not self.resend:\n",
         "            return\n        if not self.resend:\n",
         "changes that the event loop was too slow for are lost to every sink",
@@ -294,7 +294,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "engine_that_waits_starves_its_fetches",
-        "tier_cache/pace.py",
+        "tier_cache/owner.py",
         "            time.sleep(PAUSE)\n",
         "            pass\n",
         "a prompt from storage takes four times as long in an engine that has nothing else to do",
@@ -336,7 +336,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "memory_of_another_gpu_is_taken",
-        "data_plane/cuda/context.py",
+        "data_plane/cuda/driver.py",
         "        if kind != ON_DEVICE or found != ordinal:\n",
         "        if kind != ON_DEVICE:\n",
         "blocks are copied from a GPU by the streams of another one",
@@ -356,7 +356,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "tier_slots_ignore_their_node",
-        "tier_cache/slot_memory.py",
+        "tier_cache/slots.py",
         "            self._bind(numa_node)\n",
         "            pass\n",
         "host slots come from the memory of the wrong socket",
@@ -404,7 +404,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "tensors_without_dlpack_are_refused",
-        "device/tensor_memory.py",
+        "device/tensors.py",
         '    if hasattr(tensor, "data_ptr"):\n        return _by_methods(tensor)\n',
         "",
         "Paddle 2.6, the newest GPU build on PyPI, cannot be used",

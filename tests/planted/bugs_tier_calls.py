@@ -42,7 +42,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "tier_copies_into_unmapped_memory",
-        "tier_cache/slot_memory.py",
+        "tier_cache/slots.py",
         "        return self._view[:]\n",
         "        return memoryview(b'')\n",
         "a copy after the shutdown of the cache writes to unmapped memory and ends the process",
@@ -53,7 +53,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "tier_views_of_closed_memory",
-        "tier_cache/slot_memory.py",
+        "tier_cache/slots.py",
         '        if self._closed:\n            raise CacheClosed("the memory of the host slots is '
         'closed")\n        if not 0',
         "        if not 0",
@@ -62,7 +62,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "worker_waits_for_the_letters_of_a_name",
-        "tier_cache/copy_worker.py",
+        "tier_cache/copies.py",
         "        if isinstance(jobs, str | bytes) or not isinstance(jobs, Iterable):\n",
         "        if not isinstance(jobs, Iterable):\n",
         "a wait for a copy ends at once, and its blocks are used while it runs",
@@ -78,7 +78,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "storage_job_is_cancelled_by_its_caller",
-        "tier_cache/storage_jobs.py",
+        "tier_cache/storage.py",
         "        self.done.set_running_or_notify_cancel()  # the caller cannot cancel it\n",
         "",
         "a caller that cancels its future breaks the end of the job in the store's thread",
@@ -94,7 +94,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "tier_searches_all_held_keys_for_each_victim",
-        "tier_cache/slot_table.py",
+        "tier_cache/slots.py",
         "            self._ahead = min(2 * self._ahead, self.tier.capacity)\n",
         "",
         "a step that looks many stored keys up takes seconds",
@@ -102,7 +102,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "tier_evicts_a_planned_victim_that_is_held",
-        "tier_cache/slot_table.py",
+        "tier_cache/slots.py",
         " or not last or last in self.held:",
         " or not last:",
         "a key that was answered HIT is evicted in the same step",
@@ -110,7 +110,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "tier_evicts_in_the_order_of_before_a_touch",
-        "tier_cache/slot_table.py",
+        "tier_cache/slots.py",
         "        self._touches += 1\n",
         "",
         "a key that was used a moment ago is evicted before older ones",

@@ -53,7 +53,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "vllm_engine_stays_bound_to_the_node",
-        "device/numa.py",
+        "device/arena.py",
         "        _set_policy(mode.value, mask)\n",
         "        pass\n",
         "all later memory of the engine's process comes from one NUMA node",
@@ -69,7 +69,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "vllm_failed_copy_of_a_gpu_is_a_success",
-        "integrations/vllm/worker.py",
+        "integrations/vllm/region.py",
         "            if ended.error:\n",
         "            if not ended.job:\n",
         "blocks whose copy failed are used: the model computes with other bytes",

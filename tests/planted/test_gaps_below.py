@@ -11,7 +11,7 @@ import pytest
 
 from kvactors.data_plane.engine import _report
 from kvactors.data_plane.ranks.connection import MemoryConnection
-from kvactors.data_plane.ranks.handshake import check_leader
+from kvactors.data_plane.ranks.entrance import check_leader
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.data_plane.ranks.protocol import Answer, Identity, StoreObjects

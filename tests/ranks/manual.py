@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
-from kvactors.data_plane.ranks.handshake import check_leader
+from kvactors.data_plane.ranks.connection import connect
+from kvactors.data_plane.ranks.entrance import check_leader
 from kvactors.data_plane.ranks.leader import RankGroup
-from kvactors.data_plane.ranks.listening import connect
 from kvactors.data_plane.ranks.protocol import CopyBlocks, Identity, Names, SendNames, Welcome
 from kvactors.data_plane.ranks.store import RankStore
 from kvactors.identity import StoreIdentity

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kvactors.data_plane.ranks.connection import MemoryConnection, _encoder
 from kvactors.data_plane.ranks.leader import RankGroup
-from kvactors.data_plane.ranks.link import Link, Violation
 from kvactors.data_plane.ranks.names import SHARDS, NameSet, RankNames, in_slices, pages
 from kvactors.data_plane.ranks.protocol import (
     FROM_RANK_BYTES,
@@ -24,6 +23,7 @@ from kvactors.data_plane.ranks.protocol import (
     SendNames,
     Welcome,
 )
+from kvactors.data_plane.ranks.state import Link, Violation
 from kvactors.data_plane.ranks.store import RankStore
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.testing.loop import simulate

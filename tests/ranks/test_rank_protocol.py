@@ -8,8 +8,7 @@ import asyncio
 import msgspec
 import pytest
 
-from kvactors.data_plane.ranks.connection import StreamConnection
-from kvactors.data_plane.ranks.listening import connect
+from kvactors.data_plane.ranks.connection import StreamConnection, connect
 from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.data_plane.ranks.protocol import (
     FROM_RANK_BYTES,

@@ -15,10 +15,9 @@ import structlog
 
 import kvactors
 from kvactors.config import Config, LayoutConfig
-from kvactors.data_plane.ranks import listening
-from kvactors.data_plane.ranks.entrance import UNCLAIMED
-from kvactors.data_plane.ranks.handshake import check_leader, mac
-from kvactors.data_plane.ranks.listening import Listener, connect
+from kvactors.data_plane.ranks import connection
+from kvactors.data_plane.ranks.connection import Listener, connect
+from kvactors.data_plane.ranks.entrance import SOURCES, UNCLAIMED, Strangers, check_leader, mac
 from kvactors.data_plane.ranks.protocol import (
     NONCE_BYTES,
     UNPROVEN_BYTES,
@@ -28,7 +27,6 @@ from kvactors.data_plane.ranks.protocol import (
     Proof,
     Refused,
 )
-from kvactors.data_plane.ranks.strangers import SOURCES, Strangers
 from kvactors.device.host import HostDevice
 from kvactors.endpoint import split_endpoint
 from kvactors.layout import make_layout
@@ -312,7 +310,7 @@ async def test_other_users_are_refused_on_both_sides(tmp_path, monkeypatch):
 
     listener = Listener(met, lambda source, reason: seen.append((source, reason)))
     await listener.start(f"unix://{path}")
-    monkeypatch.setattr(listening, "is_trusted", lambda uid: False)
+    monkeypatch.setattr(connection, "is_trusted", lambda uid: False)
     with pytest.raises(PermissionError, match="listens at"):
         await connect(f"unix://{path}")
     while not seen:
@@ -324,7 +322,7 @@ async def test_other_users_are_refused_on_both_sides(tmp_path, monkeypatch):
 
 def test_this_user_and_root_are_trusted(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert [listening.is_trusted(uid) for uid in (1000, 0, 1001, 65534)] == [
+    assert [connection.is_trusted(uid) for uid in (1000, 0, 1001, 65534)] == [
         True,
         True,
         False,

@@ -11,8 +11,8 @@ import pytest
 
 import kvactors
 from kvactors.config import DeviceConfig, HostConfig
-from kvactors.data_plane.ranks.moving import cannot_copy
 from kvactors.data_plane.ranks.protocol import CopyWithin
+from kvactors.data_plane.ranks.store import cannot_copy
 from kvactors.device.base import DeviceBlocks
 from kvactors.ranks_config import RanksConfig
 from kvactors.testing.loop import simulate

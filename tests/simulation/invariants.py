@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from kvactors.cache import KVCache
-from kvactors.cpu_evictor.statistics import NOT_FETCHED
+from kvactors.cpu_evictor.memory import NOT_FETCHED
 from kvactors.errors import KVActorsError, NoRoom
 from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.observe.statistics import announceable

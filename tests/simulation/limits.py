@@ -23,7 +23,7 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "scopes remembered": ("kvactors.prefix_index.announcements", "MOST_SCOPES"),
     "blocks of a turn": ("kvactors.prefix_index.parts", "BLOCKS"),
     "requests observed first": ("kvactors.prefix_index.policy", "FIRST"),
-    "blocks of a window": ("kvactors.cpu_evictor.movements", "WINDOW"),
+    "blocks of a window": ("kvactors.cpu_evictor.memory", "WINDOW"),
     OVERTAKINGS: ("kvactors.prefix_index.admission", "OVERTAKEN"),
 }
 """By name: the module and the constant. The constant is read when it is used, so that replacing it

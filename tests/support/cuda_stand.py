@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvactors.data_plane.cuda.choice import NEVER
+from kvactors.data_plane.cuda.copies import NEVER
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.data_plane.cuda.engine import CudaCopyEngine

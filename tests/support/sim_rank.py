@@ -8,8 +8,7 @@ import asyncio
 import anyio
 
 from kvactors.config import Config
-from kvactors.data_plane.ranks.connection import Connection
-from kvactors.data_plane.ranks.listening import Listener, connect
+from kvactors.data_plane.ranks.connection import Connection, Listener, connect
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.layout import make_layout
 from kvactors.storage.backends.base import Backend

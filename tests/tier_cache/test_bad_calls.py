@@ -17,9 +17,9 @@ import pytest
 from kvactors import CacheClosed, ConfigError, LayoutError, TierCache, open_tiers
 from kvactors.cpu_evictor.slots import HostTier
 from kvactors.tier_cache import CopyWorker, Lookup, SlotMemory, open_storage, shared_memory
-from kvactors.tier_cache.loop_thread import LoopThread
+from kvactors.tier_cache.copies import LoopThread
 from kvactors.tier_cache.settings import TierConfig, TierStorage
-from kvactors.tier_cache.slot_table import SlotTable
+from kvactors.tier_cache.slots import SlotTable
 from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, make, payload, settle, store
 
 MEMORY = {"backend": "memory", "capacity_blocks": 64}

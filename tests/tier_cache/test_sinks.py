@@ -16,7 +16,7 @@ from kvactors.flush_notifier.sink_set import SinkSet
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.tree_reader import TreeReader
-from kvactors.tier_cache import SlotMemory, sink_feed, sink_service
+from kvactors.tier_cache import SlotMemory, paths, sinks
 from kvactors.tier_cache.paths import block_name
 from kvactors.tier_cache.settings import checked_config
 from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, settle, store
@@ -154,7 +154,7 @@ def test_a_wait_ends_only_when_the_state_was_sent_after_a_restart(
     monkeypatch, waiter, where, limit
 ):
     """A new incarnation of FlushNotifier has nothing that could be due, so it answers at once."""
-    monkeypatch.setattr(sink_service, "WATCH", 600.0)  # only the wait notices the restart
+    monkeypatch.setattr(sinks, "WATCH", 600.0)  # only the wait notices the restart
     sink = TreeSink()
     cache = open_with(sink)
     describe(cache, 0)
@@ -163,7 +163,7 @@ def test_a_wait_ends_only_when_the_state_was_sent_after_a_restart(
     assert sink.view()[Tier.HOST] == named([0])
     fail_once(monkeypatch, *((SinkSet, "wait") if where == "wait" else (Ledger, "apply")))
     if limit == "overflow":
-        monkeypatch.setattr(sink_feed, "OUTBOX", 1)
+        monkeypatch.setattr(paths, "OUTBOX", 1)
     describe(cache, 1)
     store(cache, [TREE[1]], [TREE[0]])
     if waiter == "owner":
@@ -188,7 +188,7 @@ def test_a_wait_ends_only_when_the_state_was_sent_after_a_restart(
 
 
 def test_a_wait_of_another_thread_ends_unflushed_while_the_owner_does_nothing(monkeypatch):
-    monkeypatch.setattr(sink_service, "WATCH", 600.0)
+    monkeypatch.setattr(sinks, "WATCH", 600.0)
     sink = TreeSink()
     cache = open_with(sink)
     describe(cache, 0)
@@ -223,8 +223,8 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
 @pytest.mark.parametrize("trouble", ["none", "overflow", "restarts"])
 def test_what_sinks_are_sent_is_a_tree_and_exact(monkeypatch, num_slots, capacity, trouble):
     if trouble == "overflow":
-        monkeypatch.setattr(sink_feed, "OUTBOX", 2)
-    monkeypatch.setattr(sink_service, "WATCH", 0.01)
+        monkeypatch.setattr(paths, "OUTBOX", 2)
+    monkeypatch.setattr(sinks, "WATCH", 0.01)
     noise = random.Random(num_slots * 100 + capacity)
     if trouble == "restarts":
         whole, left = Ledger.apply, [3]
@@ -365,7 +365,7 @@ def test_wrong_paths_are_refused_in_the_thread_that_calls(arguments):
 
 
 def test_a_sink_that_fails_degrades_the_health_and_nothing_else(monkeypatch):
-    monkeypatch.setattr(sink_service, "WATCH", 0.01)
+    monkeypatch.setattr(sinks, "WATCH", 0.01)
 
     class Failing(TreeSink):
         ok = False

@@ -9,13 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvactors.data_plane.cuda.choice import Choice, RunTiming, Timing, choose
-from kvactors.data_plane.cuda.context import quietly
-from kvactors.data_plane.cuda.copies import Copies
-from kvactors.data_plane.cuda.driver import DEVICE_MAP, NOT_SUPPORTED, PORTABLE, TIMED, CudaError
-from kvactors.data_plane.cuda.gpu_stream import GpuStream
-from kvactors.data_plane.cuda.merging import Rectangle
-from kvactors.data_plane.cuda.scratch import Scratch
+from kvactors.data_plane.cuda.copies import Choice, Copies, GpuStream, RunTiming, Timing, choose
+from kvactors.data_plane.cuda.copy_plan import Rectangle
+from kvactors.data_plane.cuda.driver import (
+    DEVICE_MAP,
+    NOT_SUPPORTED,
+    PORTABLE,
+    TIMED,
+    CudaError,
+    quietly,
+)
+from kvactors.data_plane.cuda.host_pin import Scratch
 
 SIZES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10)
 """Bytes of the pieces tried."""

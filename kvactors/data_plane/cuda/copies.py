@@ -5,27 +5,323 @@ A copy engine takes a few microseconds a copy at any size and leaves the multipr
 model, so neighbours are copied together (`merging`). The kernel is fast at any size, but takes a
 few of the multiprocessors, and over PCIe for as long as the copy takes. Many small pieces are
 therefore gathered on the device first (`gather`). The sizes from which on each way is as fast are
-measured at start (`calibrate`).
-"""
+measured at start (`calibrate`)."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor.log import get_logger
-from kvactors.data_plane.cuda.choice import Choice
-from kvactors.data_plane.cuda.context import quietly
-from kvactors.data_plane.cuda.driver import NO_KERNEL, CudaError
-from kvactors.data_plane.cuda.gather import GatherBuffer
-from kvactors.data_plane.cuda.gpu_stream import GpuStream
-from kvactors.data_plane.cuda.merging import Columns, join_columns, plan_copies
-from kvactors.data_plane.cuda.pieces import GpuPieces, HostRows, allocations_of
-from kvactors.data_plane.cuda.scratch import Scratch
+from kvactors.data_plane.cuda.copy_plan import (
+    Columns,
+    GpuPieces,
+    HostRows,
+    allocations_of,
+    join_columns,
+    plan_copies,
+)
+from kvactors.data_plane.cuda.driver import (
+    HIGH_PRIORITY,
+    NO_KERNEL,
+    NON_BLOCKING,
+    OUT_OF_MEMORY,
+    UNTIMED,
+    CudaDriver,
+    CudaError,
+    quietly,
+)
+from kvactors.data_plane.cuda.host_pin import LEAST, GatherBuffer, Scratch
+
+# -- A direction's streams on a GPU, with the events and the memory of its operations.
+
+
+FIRST_PAIRS = 1024
+"""Pairs for which scratch memory is allocated at start. A larger operation replaces it with a
+larger one."""
+
+log = get_logger()
+
+
+class GpuStream:
+    """The streams of copies in one direction: one for the copy engines, and one for kernels.
+
+    With a buffer for small pieces the kernels have a separate stream of high priority, so that
+    they run while the engine's kernels have all multiprocessors and the copy engine has work.
+    Without one, both are the same stream. Made and closed with the GPU's context current.
+
+    Args:
+        driver: the GPU's.
+        to_device: the direction.
+        event_flags: of the events.
+        staging_bytes: of the buffer, 0 for none. Without memory for it there is none.
+
+    Attributes:
+        stream: of the copy engines, the driver's handle.
+        kernels: of the kernels.
+        buffer: for small pieces, or None.
+
+    Raises:
+        CudaError: a call of the driver failed.
+    """
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        *,
+        to_device: bool,
+        event_flags: int = UNTIMED,
+        staging_bytes: int = 0,
+    ) -> None:
+        self.driver = driver
+        self.to_device = to_device
+        self.buffer: GatherBuffer | None = None
+        self._event_flags = event_flags
+        self._undo = ExitStack()
+        self._events: list[int] = []
+        self._scratches: list[Scratch] = []
+        self._launched = self._staged = False
+        try:
+            self.stream = self.kernels = driver.read("cuStreamCreate", NON_BLOCKING)
+            self._undo.callback(quietly, driver, "cuStreamDestroy", self.stream)
+            self._scratches.append(Scratch(driver, 2 * FIRST_PAIRS))
+            if staging_bytes >= 2 * LEAST:
+                self._add_buffer(staging_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add_buffer(self, nbytes: int) -> None:
+        driver = self.driver
+        try:
+            self.buffer = GatherBuffer(driver, nbytes)
+        except CudaError as error:
+            if (error.function, error.code) != ("cuMemAlloc", OUT_OF_MEMORY):
+                raise
+            log.warning("no memory on the GPU to gather small pieces in", bytes=nbytes)
+            return
+        self._undo.callback(self.buffer.close)
+        self.kernels = driver.read("cuStreamCreateWithPriority", NON_BLOCKING, HIGH_PRIORITY)
+        self._undo.callback(quietly, driver, "cuStreamDestroy", self.kernels)
+        self._joint = driver.read("cuEventCreate", UNTIMED)
+        self._undo.callback(quietly, driver, "cuEventDestroy", self._joint)
+
+    # -- order
+
+    def _order(self, first: int, last: int) -> None:
+        self.driver.call("cuEventRecord", self._joint, first)
+        self.driver.call("cuStreamWaitEvent", last, self._joint, 0)
+
+    def before_launch(self) -> None:
+        """A kernel that reads or writes host slots itself comes next. CudaError."""
+        if self._staged and not self.to_device:  # earlier copies may write the same slots
+            self._order(self.stream, self.kernels)
+            self._staged = False
+        self._launched = True
+
+    def note_staged(self) -> None:
+        """Pieces went through the buffer."""
+        self._staged = True
+        self._launched |= self.to_device
+
+    def record(self, event: int, *, whole: bool = False) -> None:
+        """Record an event after everything that both streams have got. CudaError.
+
+        Args:
+            event: the driver's handle.
+            whole: whether any part of it may be missing, after an error.
+        """
+        last = self.stream
+        if self.kernels != self.stream and (self._launched or whole):
+            # the stream that needs not wait goes on with the next layers
+            first, last = self.stream, self.kernels
+            if not self.to_device:
+                first, last = last, first
+            self._order(first, last)
+            self._launched = False
+        self.driver.call("cuEventRecord", event, last)
+
+    def wait_for(self, event: int) -> None:
+        """Run what comes next after an event. CudaError."""
+        self.driver.call("cuStreamWaitEvent", self.stream, event, 0)
+        if self.kernels != self.stream:
+            self.driver.call("cuStreamWaitEvent", self.kernels, event, 0)
+
+    def settle(self, context: int) -> bool:
+        """Wait without limit until no work on the streams runs any more. Returns whether the
+        context is usable."""
+        return all(
+            self.driver.settle(context, one) for one in dict.fromkeys((self.stream, self.kernels))
+        )
+
+    # -- resources
+
+    def take_event(self) -> int:
+        """An event that no operation uses."""
+        if self._events:
+            return self._events.pop()
+        event = self.driver.read("cuEventCreate", self._event_flags)
+        self._undo.callback(quietly, self.driver, "cuEventDestroy", event)
+        return event
+
+    def take_scratch(self, count: int) -> Scratch:
+        """Scratch memory for `count` numbers that no operation uses."""
+        found = self._scratches.pop() if self._scratches else None
+        if found is not None and found.count >= count:
+            return found
+        if found is not None:
+            found.close()
+        return Scratch(self.driver, max(2 * FIRST_PAIRS, 1 << (count - 1).bit_length()))
+
+    def push_ids(
+        self, scratch: Scratch, blocks: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> None:
+        """Bring the numbers of n pairs to the device, in the order of the kernels: n blocks, then
+        n slots."""
+        n = len(blocks)
+        scratch.host[:n], scratch.host[n : 2 * n] = blocks, slots
+        scratch.push(2 * n, self.kernels)
+
+    def give_back(self, events: Iterable[int], scratch: Scratch | None) -> None:
+        """No part of an operation runs any more: take its resources back."""
+        self._events += events
+        if scratch is not None:
+            self._scratches.append(scratch)
+
+    def close(self) -> None:
+        """Release every resource. No work may be running. Never raises."""
+        while self._scratches:
+            self._scratches.pop().close()
+        self._undo.close()
+
+
+# -- How pieces are copied: by the copy engines, by a kernel, or gathered first, and from which
+# sizes on. The sizes follow from timings on this machine.
+
+
+BATCH_FROM = 32 << 10
+"""Bytes of a piece from which on it goes by the copy engines, unless measured otherwise."""
+
+STAGE_FROM = 256 << 10
+"""Bytes of an operation's small pieces from which on they are gathered, unless measured
+otherwise."""
+
+MERGE_FROM = 4
+"""Blocks of a run from which on a piece of it is one copy, unless measured otherwise."""
+
+NEVER = 1 << 62
+LONGEST = 10.0
+"""Seconds. A longer timing is impossible."""
+
+
+class Choice(NamedTuple):
+    """How pieces go.
+
+    Attributes:
+        batch_from: bytes of a piece from which on it goes by the copy engines.
+        stage_from: bytes of the small pieces of an operation, or of a group of its layers, from
+            which on they are gathered on the device.
+        merge_from: neighbouring blocks from which on a piece of theirs is one copy.
+    """
+
+    batch_from: int = BATCH_FROM
+    stage_from: int = STAGE_FROM
+    merge_from: int = MERGE_FROM
+
+
+class Timing(NamedTuple):
+    """A measurement of 64 pieces there and back, the best of several.
+
+    Attributes:
+        piece: bytes of a piece.
+        batch: seconds by the copy engines.
+        kernel: seconds by a kernel that reads and writes the host's memory.
+        gathered: seconds by a kernel and one copy, 0 if the buffer is too small.
+    """
+
+    piece: int
+    batch: float
+    kernel: float
+    gathered: float = 0.0
+
+
+class RunTiming(NamedTuple):
+    """A measurement of a piece of neighbouring blocks there and back, the best of several.
+
+    Attributes:
+        blocks: how many.
+        batch: seconds with a copy for each.
+        rectangle: seconds with one copy for all.
+    """
+
+    blocks: int
+    batch: float
+    rectangle: float
+
+
+def choose(timings: Sequence[Timing], runs: Sequence[RunTiming], pieces: int) -> Choice:
+    """The choice that follows from timings.
+
+    Args:
+        timings: by ascending size.
+        runs: by ascending length.
+        pieces: pieces of one timing.
+    """
+    kernels = [min(one.kernel, one.gathered or one.kernel) for one in timings]
+    sizes = [one.piece for one in timings]
+    batches = [one.batch for one in timings]
+    gathered = [one for one in timings if one.gathered]
+    return Choice(
+        first_not_slower(
+            sizes, batches, kernels, BATCH_FROM, beyond=2 * sizes[-1] if sizes else BATCH_FROM
+        ),
+        first_not_slower(
+            [pieces * one.piece for one in gathered],
+            [one.gathered for one in gathered],
+            [one.kernel for one in gathered],
+            STAGE_FROM,
+        ),
+        first_not_slower(
+            [one.blocks for one in runs],
+            [one.rectangle for one in runs],
+            [one.batch for one in runs],
+            MERGE_FROM,
+        ),
+    )
+
+
+def first_not_slower(
+    sizes: Sequence[int],
+    seconds: Sequence[float],
+    others: Sequence[float],
+    otherwise: int,
+    *,
+    beyond: int = NEVER,
+) -> int:
+    """The smallest size from which on one way is never slower than the other one.
+
+    Args:
+        sizes: ascending.
+        seconds: of the way, by size.
+        others: of the other way.
+        otherwise: the answer without timings, or if one is impossible.
+        beyond: the answer if the way is slower at the largest size.
+    """
+    if not sizes or not all(0 < one < LONGEST for one in (*seconds, *others)):
+        return otherwise
+    best = beyond
+    for size, one, other in zip(reversed(sizes), reversed(seconds), reversed(others), strict=True):
+        if one > other:
+            break
+        best = size
+    return best
+
 
 BATCH = 4096
 """Copies in one call. The driver holds its locks during the call, and the loop's queries wait for
@@ -43,8 +339,6 @@ BLOCKS_OF_THREADS, THREADS = 8, 256
 KERNELS = Path(__file__).with_name("kernels.ptx")
 NAMES = {False: "kvactors_gather", True: "kvactors_scatter"}
 """By whether they copy to the device."""
-
-log = get_logger()
 
 
 class LaneCounts:

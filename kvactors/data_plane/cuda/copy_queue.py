@@ -21,15 +21,17 @@ from numpy.typing import NDArray
 from kvactors.actor.log import get_logger
 from kvactors.data_plane.base import CLOSE_LIMIT
 from kvactors.data_plane.cuda.calibrate import calibrate
-from kvactors.data_plane.cuda.choice import Choice
-from kvactors.data_plane.cuda.context import quietly
-from kvactors.data_plane.cuda.copies import Copies, LaneCounts
-from kvactors.data_plane.cuda.driver import FATAL, NOT_READY, UNTIMED, CudaDriver, CudaError
-from kvactors.data_plane.cuda.gather import STAGING_BYTES
-from kvactors.data_plane.cuda.gpu_stream import GpuStream
-from kvactors.data_plane.cuda.host_pin import HostPin
-from kvactors.data_plane.cuda.scratch import Scratch
-from kvactors.data_plane.cuda.tensors import CudaTensors
+from kvactors.data_plane.cuda.copies import Choice, Copies, GpuStream, LaneCounts
+from kvactors.data_plane.cuda.device import CudaTensors
+from kvactors.data_plane.cuda.driver import (
+    FATAL,
+    NOT_READY,
+    UNTIMED,
+    CudaDriver,
+    CudaError,
+    quietly,
+)
+from kvactors.data_plane.cuda.host_pin import STAGING_BYTES, HostPin, Scratch
 from kvactors.device.tensors import Rows
 from kvactors.errors import CacheClosed, DeviceError
 from kvactors.threads import Workers

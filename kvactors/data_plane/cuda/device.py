@@ -3,30 +3,84 @@ memory that the device allocates.
 
 No framework takes part in copies, and none is needed: tensors come by DLPack or by the CUDA array
 interface. The device keeps a reference to them, and checks before every batch of copies that their
-addresses have not changed.
-"""
+addresses have not changed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.data_plane.cuda.context import CudaContext, verify_memory
-from kvactors.data_plane.cuda.driver import CudaDriver, CudaError, load_driver
-from kvactors.data_plane.cuda.host_pin import HostPin
-from kvactors.data_plane.cuda.pieces import addresses
-from kvactors.data_plane.cuda.staging import StagedBlocks
-from kvactors.data_plane.cuda.within import copy_blocks
+from kvactors.actor.uncancelled import wait_uncancelled
+from kvactors.data_plane.cuda.copy_plan import addresses
+from kvactors.data_plane.cuda.driver import (
+    CudaContext,
+    CudaDriver,
+    CudaError,
+    load_driver,
+    verify_memory,
+)
+from kvactors.data_plane.cuda.host_pin import HostPin, StagedBlocks
 from kvactors.device.arena import Arena
-from kvactors.device.base import Device
-from kvactors.device.tensor_memory import TYPESTRS, ensure_in_place
-from kvactors.device.tensors import Region, TensorDevice, region_of
+from kvactors.device.base import Device, check_pairs
+from kvactors.device.tensors import TYPESTRS, Region, Rows, TensorDevice, ensure_in_place, region_of
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import ITEM_BYTES, Layout
 from kvactors.native import check_blocks, fill_blocks
+from kvactors.threads import Workers
+
+# -- Copies between blocks of one GPU, within its memory.
+
+
+class CopyLane(Protocol):
+    """The parts of a lane that copies need."""
+
+    device: Any
+    workers: Workers
+
+    def failed(self, error: BaseException) -> bool:
+        """See `lane.Lane`."""
+
+
+def copy_blocks(self: Any, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Copy every piece of block sources[j] to block targets[j], with one driver call per piece, and
+    wait. ValueError, DeviceError, CudaError. self: a `CudaDevice`."""
+    self.ensure_in_place()
+    check_pairs(self, sources, targets)
+    driver = self.driver
+    pieces = list(zip(self.regions.tolist(), self.piece_bytes.tolist(), strict=True))
+    with self.current():
+        try:
+            for source, target in zip(sources, targets, strict=True):
+                for region, size in pieces:
+                    to, of = region + target * size, region + source * size
+                    driver.call("cuMemcpyDtoDAsync", to, of, size, self._stream)
+            driver.call("cuStreamSynchronize", self._stream)
+        except CudaError:  # a copy that was begun ends before the blocks are used again
+            driver.settle(self.context, self._stream)
+            raise
+
+
+async def copied_within(
+    lane: CopyLane,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    broke: Callable[[BaseException], None],
+) -> tuple[int, ...]:
+    """Copy in the thread of a lane, which waits for the GPU for microseconds. Returns the indices
+    of pairs that did not arrive. broke: called with an error of the driver."""
+    copies = lane.workers.submit(partial(lane.device.copy_blocks, sources, targets))
+    try:
+        await wait_uncancelled(asyncio.wrap_future(copies))
+    except Exception as error:
+        if lane.failed(error):
+            broke(error)
+        return tuple(range(len(sources)))
+    return ()
 
 
 def cuda_region_of(tensor: Any) -> Region:
@@ -235,3 +289,44 @@ class CudaDevice(CudaContext, Device):
         staged = StagedBlocks(self.piece_bytes, len(blocks))
         self._transfer(False, *staged.copies(self.regions, blocks, self.num_blocks))
         return check_blocks(staged.regions, self.piece_bytes, len(blocks), staged.numbers, keys)
+
+
+# -- Tensors of a GPU as rows of bytes, without a layout.
+
+
+class CudaTensors(CudaContext):
+    """Tensors of one GPU, whose rows are the pieces of its blocks.
+
+    Args:
+        rows: the tensors, each with a row for every block.
+        driver: the GPU's.
+
+    Attributes:
+        num_blocks: rows of each tensor.
+        regions, piece_bytes, strides, offsets: see `GpuPieces`.
+
+    Raises:
+        DeviceError: the tensors are on several GPUs, or a tensor is not memory of the GPU that it
+            names.
+        CudaError: a call of the driver failed.
+    """
+
+    def __init__(self, rows: Sequence[Rows], driver: CudaDriver) -> None:
+        ordinals = sorted({one.ordinal or 0 for one in rows})
+        if len(ordinals) > 1:
+            raise DeviceError(f"tensors of several GPUs: {ordinals}. A worker copies those of one")
+        super().__init__(ordinals[0], driver)
+        try:
+            with self.current():
+                for i, one in enumerate(rows):
+                    what = f"tensor {i}, of {one.rows} rows of {one.nbytes} bytes,"
+                    size = (one.rows - 1) * one.stride + one.nbytes
+                    verify_memory(driver, one.address, size, self.ordinal, what)
+        except BaseException:
+            self.close()
+            raise
+        self.num_blocks = rows[0].rows
+        self.regions = np.array([one.address for one in rows], np.int64)
+        self.piece_bytes = np.array([one.nbytes for one in rows], np.int64)
+        self.strides = np.array([one.stride for one in rows], np.int64)
+        self.offsets = np.cumsum(self.piece_bytes) - self.piece_bytes

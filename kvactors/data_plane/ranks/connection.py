@@ -4,15 +4,23 @@ simulations, in memory."""
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import stat
+import struct
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
+from kvactors.actor.log import get_logger
 from kvactors.data_plane.ranks.protocol import MOST_BYTES, AnyFrame, Frame
+from kvactors.endpoint import split_endpoint
+from kvactors.errors import RankError
+from kvactors.linux import fcntl
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)
@@ -161,3 +169,240 @@ class MemoryConnection(Connection):
         if other is not None:
             other.other = None
             other._put(None)
+
+
+# -- Sockets of leaders and ranks: where a leader listens, who may connect, and how a rank connects.
+#
+# A unix socket is created with mode 0600, and both ends check the other's user id (the same user,
+# or root). A stale socket is replaced under a lock on its folder, so that of two leaders that start
+# at once one gets an error.
+
+
+log = get_logger()
+
+Met = Callable[[Connection], Awaitable[None]]
+"""Handles one connection, which is closed when this returns."""
+
+BUFFER = 16 << 10
+"""Bytes that a socket's reader holds before it stops reading (it may hold one more read of up to
+256 KiB)."""
+
+LOCK_TRIES, LOCK_PAUSE = 100, 0.05
+
+SETTLE = 5
+"""Steps of the loop in which asyncio finishes connections that it was accepting, and closes the
+sockets of those that were aborted."""
+
+_in_memory: dict[str, Listener] = {}
+"""Listeners at memory:// endpoints of this process."""
+
+
+class Listener:
+    """Accepts connections at one endpoint.
+
+    Attributes:
+        met: awaited for each. Stopping cancels the calls that have not returned.
+        foreign: called with the source and the reason for a connection that is closed because of
+            its user.
+    """
+
+    def __init__(
+        self, met: Met, foreign: Callable[[str, str], None] = lambda _source, _reason: None
+    ) -> None:
+        self.met = met
+        self.foreign = foreign
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._path: tuple[str, int, int] | None = None
+        self._name = ""
+        self._stopped = False
+
+    async def start(self, endpoint: str) -> None:
+        """Listen. ConfigError, RankError if that is impossible."""
+        scheme, host, port = split_endpoint(endpoint)
+        if scheme == "memory":
+            _in_memory[host], self._name = self, host
+            return
+        try:
+            if scheme == "unix":
+                sock = await _bind_unix(host)
+                made = os.lstat(host)
+                self._path = (host, made.st_dev, made.st_ino)
+                self._server = await asyncio.start_unix_server(
+                    self._accept, sock=sock, limit=BUFFER
+                )
+            else:
+                self._server = await asyncio.start_server(self._accept, host, port, limit=BUFFER)
+        except OSError as error:
+            raise RankError(f"cannot listen for ranks at {endpoint}: {error}") from error
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sock = writer.get_extra_info("socket")
+        if sock.family == socket.AF_UNIX:
+            pid, uid = peer_of(sock)
+            source = f"uid {uid}"
+            if not is_trusted(uid):
+                self.foreign(
+                    source,
+                    f"process {pid} of user {uid}; only user {os.geteuid()} and root may connect",
+                )
+                writer.transport.abort()
+                return
+        else:
+            name = writer.get_extra_info("peername")
+            source = str(name[0]) if name else "unknown"
+        self.take(StreamConnection(reader, writer, source))
+
+    def take(self, connection: Connection) -> None:
+        """Handle one connection. One that was accepted while the listener stopped is closed."""
+        if self._stopped:
+            connection.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._handle(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(
+            lambda _: connection.close()
+        )  # a task that is cancelled before its first step runs no `finally`
+
+    async def _handle(self, connection: Connection) -> None:
+        await self.met(connection)
+
+    async def stop(self) -> None:
+        """Accept nothing more, close every connection, and remove the socket's path if it is still
+        this listener's."""
+        self._stopped = True
+        if self._name and _in_memory.get(self._name) is self:
+            del _in_memory[self._name]
+        if self._path is not None:
+            # before the socket is closed: another leader does not take the path of one that listens
+            _remove_own(*self._path)
+        if self._server is not None:
+            await _close_server(self._server)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for _ in range(SETTLE):
+            await asyncio.sleep(0)
+
+
+async def _close_server(server: asyncio.Server) -> None:
+    """Close a server when no connection is being accepted: asyncio would leave the socket of such a
+    connection open (seen in 3.11)."""
+    loop = asyncio.get_running_loop()
+    for sock in server.sockets:
+        # Loops other than asyncio's watch listening sockets in another way, and raise here.
+        with suppress(RuntimeError, NotImplementedError):
+            loop.remove_reader(sock.fileno())
+    for _ in range(SETTLE):
+        await asyncio.sleep(0)
+    server.close()
+
+
+async def _bind_unix(path: str) -> socket.socket:
+    """A socket that listens at the path, which only this user can connect to. OSError."""
+    folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        await _lock(folder, path)
+        _remove_stale(path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _listen_at(sock, path)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    finally:
+        os.close(folder)
+
+
+def _listen_at(sock: socket.socket, path: str) -> None:
+    os.fchmod(sock.fileno(), 0o600)  # Linux takes the mode of the path from it
+    sock.bind(path)
+    Path(path).chmod(0o600)  # other systems. No client can connect before listen()
+    sock.listen(128)
+    sock.setblocking(False)
+
+
+def _remove_own(path: str, device: int, inode: int) -> None:
+    with suppress(OSError):
+        found = os.lstat(path)
+        if (found.st_dev, found.st_ino) == (device, inode):
+            Path(path).unlink()
+
+
+async def _lock(folder: int, path: str) -> None:
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            await asyncio.sleep(LOCK_PAUSE)
+        else:
+            return
+    raise OSError(f"the folder of {path} is locked by another process")
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket that no process listens at. OSError if one does, or if something else is
+    there."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise FileExistsError(f"{path} exists and is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+            return
+        except BlockingIOError:
+            pass  # its queue of connections is full: a process listens
+    raise FileExistsError("another process listens there already")
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Process and user id at the other end of a unix socket."""
+    pid, uid, _ = struct.unpack(
+        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
+    return pid, uid
+
+
+def is_trusted(uid: int) -> bool:
+    """Whether a user may be at the other end: this process's own, or root."""
+    return uid in (os.geteuid(), 0)
+
+
+async def connect(endpoint: str) -> Connection:
+    """A connection to a leader. ConfigError, OSError (PermissionError if a process of another user
+    listens at a unix socket)."""
+    scheme, host, port = split_endpoint(endpoint)
+    if scheme == "memory":
+        return _connect_in_memory(host)
+    if scheme != "unix":
+        return StreamConnection(
+            *await asyncio.open_connection(host, port, limit=BUFFER), f"{host}:{port}"
+        )
+    reader, writer = await asyncio.open_unix_connection(host, limit=BUFFER)
+    pid, uid = peer_of(writer.get_extra_info("socket"))
+    if not is_trusted(uid):
+        writer.transport.abort()
+        raise PermissionError(
+            f"process {pid} of user {uid} listens at {host}, not user {os.geteuid()} or root"
+        )
+    return StreamConnection(reader, writer, host)
+
+
+def _connect_in_memory(name: str) -> Connection:
+    listener = _in_memory.get(name)
+    if listener is None:
+        raise ConnectionRefusedError(f"nothing listens at memory://{name}")
+    mine, theirs = MemoryConnection.pair()
+    mine.source = theirs.source = f"memory://{name}"
+    listener.take(theirs)
+    return mine

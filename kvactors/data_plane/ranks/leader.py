@@ -20,12 +20,9 @@ from itertools import count
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
-from kvactors.data_plane.ranks.connection import Connection
-from kvactors.data_plane.ranks.entrance import Entrance
-from kvactors.data_plane.ranks.joins import Joins
-from kvactors.data_plane.ranks.link import PAGE_LIMIT, Link, Violation
-from kvactors.data_plane.ranks.listening import Listener
-from kvactors.data_plane.ranks.names import RankNames
+from kvactors.data_plane.ranks.connection import Connection, Listener
+from kvactors.data_plane.ranks.entrance import Entrance, Strangers, lacking
+from kvactors.data_plane.ranks.names import Joins, RankNames
 from kvactors.data_plane.ranks.protocol import (
     Answer,
     Arrived,
@@ -37,10 +34,17 @@ from kvactors.data_plane.ranks.protocol import (
     StoreObjects,
     Welcome,
 )
-from kvactors.data_plane.ranks.refusals import lacking
-from kvactors.data_plane.ranks.silence import Silence
-from kvactors.data_plane.ranks.state import Operation, Rank, RankHealth, RankState, RankStatistics
-from kvactors.data_plane.ranks.strangers import Strangers
+from kvactors.data_plane.ranks.state import (
+    PAGE_LIMIT,
+    Link,
+    Operation,
+    Rank,
+    RankHealth,
+    RankState,
+    RankStatistics,
+    Silence,
+    Violation,
+)
 from kvactors.errors import RankError
 from kvactors.identity import StoreIdentity
 from kvactors.ranks_config import RanksConfig, Secret

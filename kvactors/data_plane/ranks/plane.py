@@ -7,11 +7,10 @@ from contextlib import AsyncExitStack
 
 from kvactors.config import Config, StorageConfig
 from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChanged
-from kvactors.data_plane.ranks.device_store import RanksDeviceStore
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.protocol import CopyBlocks, CopyWithin
 from kvactors.data_plane.ranks.state import RankState, RankStatistics
-from kvactors.data_plane.ranks.store import RankStore
+from kvactors.data_plane.ranks.store import RanksDeviceStore, RankStore
 from kvactors.device.arena import HostSlots
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import ConfigError

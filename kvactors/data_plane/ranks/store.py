@@ -6,15 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
+from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
+from kvactors.data_plane.local import LocalPlane
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.names import SHARDS, RankNames, in_slices
-from kvactors.data_plane.ranks.protocol import Answer, StoreObjects
+from kvactors.data_plane.ranks.protocol import Answer, CopyWithin, MoveDevice, StoreObjects
 from kvactors.device.arena import Arena, HostSlots
-from kvactors.errors import StoreUnavailable
+from kvactors.device.base import DeviceBlocks
+from kvactors.errors import StoreError, StoreUnavailable
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.base import Expired, ReadReport, StoreStatistics, WriteReport
+from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.storage.counters import StoreCounters
 from kvactors.storage.messages import Outcome
 from kvactors.types import join_hashes, split_hashes
@@ -321,3 +326,230 @@ def outcomes_of(answer: Answer | None, keys: int) -> bytes:
     """A rank's outcomes, which the group has checked. A rank without an answer was not
     available."""
     return bytes([Outcome.UNAVAILABLE]) * keys if answer is None else answer.outcomes
+
+
+# -- A rank's moves between its device and a store that accesses device memory itself.
+
+
+NOT_MOVED, FAILED = 1, 2
+"""Outcomes of a block that was not moved: it is not stored (or the store is full), or the store
+failed."""
+
+
+def cannot_be(message: MoveDevice, device: DeviceBlocks) -> str:
+    """Why a move is impossible. Empty if it is possible."""
+    block_bytes, blocks = 4 * device.layout.block_size, message.blocks
+    if (
+        min(blocks, default=0) < 0
+        or max(blocks, default=-1) >= device.num_blocks
+        or len(set(blocks)) < len(blocks)
+    ):
+        return (
+            f"blocks {min(blocks)} to {max(blocks)}, {len(set(blocks))} different ones of "
+            f"{device.num_blocks}"
+        )
+    if (
+        message.start < 0
+        or (message.start + len(blocks)) * block_bytes > len(message.tokens)
+        or len(message.tokens) % block_bytes
+    ):
+        return (
+            f"{len(blocks)} blocks from block {message.start} on, of a path of "
+            f"{len(message.tokens)} bytes of tokens"
+        )
+    return ""
+
+
+def cannot_copy(message: CopyWithin, device: DeviceBlocks) -> str:
+    """Why copies within the device are impossible. Empty if they are possible."""
+    sources, targets = message.sources, message.targets
+    blocks = {*sources, *targets}
+    if len(sources) != len(targets) or len(blocks) < len(set(sources)) + len(targets):
+        return f"copies of blocks {sources} to {targets}, which overlap or have other lengths"
+    if min(blocks, default=0) < 0 or max(blocks, default=-1) >= device.num_blocks:
+        return f"blocks {min(blocks)} to {max(blocks)}, there are {device.num_blocks}"
+    return ""
+
+
+async def carried_out(direct: DeviceStore | None, message: MoveDevice, rank: int) -> Answer:
+    """Make a move. The store does not access its blocks after this returns."""
+    count, good, failed = len(message.blocks), 0, True
+    if direct is not None:
+        before = direct.unavailable
+        move = direct.fetch if message.kind == "fetch" else direct.save
+        try:
+            good = await move(message.tokens, message.start, message.blocks, message.seconds)
+            failed = direct.unavailable > before
+        except Exception as error:
+            log.error("device store failed", rank=rank, call=message.kind, error=repr(error))
+    return Answer(
+        message.op, bytes(good) + bytes([FAILED if failed else NOT_MOVED]) * (count - good)
+    )
+
+
+# -- The leader's operations on the store of a rank.
+
+
+class StoreOperations:
+    """Carries operations out.
+
+    Args:
+        plane: the rank's arena and store.
+        rank: the rank's number, for logs.
+    """
+
+    def __init__(self, plane: LocalPlane, rank: int) -> None:
+        self._plane = plane
+        self._rank = rank
+        self._without_checksum = 0  # misses in earlier answers
+        self._new_without_checksum()
+
+    async def answer(self, message: StoreObjects) -> Answer:
+        """Carry an operation out. A failure of the store is an outcome of the answer."""
+        store = self._plane.store
+        if message.kind in ("begin_paths", "paths"):
+            return await _next_paths(store, message)
+        keys = split_hashes(message.keys)
+        try:
+            outcomes, gone = await self._carry_out(store, message, keys)
+        except StoreError as error:
+            log.error("clear failed", rank=self._rank, error=str(error))
+            count = 1 if message.kind == "clear" else len(keys)
+            outcomes, gone = bytes([Outcome.UNAVAILABLE]) * count, []
+        return Answer(
+            message.op,
+            outcomes,
+            join_hashes(gone),
+            without_checksum=self._new_without_checksum(),
+        )
+
+    def _new_without_checksum(self) -> int:
+        counters = getattr(self._plane.backend, "counters", None)  # of other packages: maybe none
+        before = self._without_checksum
+        self._without_checksum = getattr(counters, "without_checksum", before)
+        return self._without_checksum - before
+
+    async def _carry_out(
+        self, store: CheckedBackend | None, message: StoreObjects, keys: list[bytes]
+    ) -> tuple[bytes, list[bytes]]:
+        """Outcomes, and keys that the store does not hold any more."""
+        until = now() + message.seconds
+        if message.kind == "clear":
+            if store is not None:
+                await store.clear(message.generation)
+            return bytes([Outcome.OK]), []
+        if store is None:
+            return bytes([Outcome.UNAVAILABLE]) * len(keys), []
+        if message.kind in ("read", "write"):
+            report: ReadReport | WriteReport
+            slots, arena = message.slots, self._plane.arena
+            if message.kind == "read":
+                report = await store.read_slots(keys, arena, slots, lambda: now() >= until)
+                gone = report.gone
+            else:
+                report = await store.write_slots(
+                    keys, arena, slots, lambda: now() >= until, message.lineages
+                )
+                gone = report.evicted
+            # With keys that left outside of batches, a page at a time.
+            gone = [*gone, *store.inventory.take_removed()]
+            return bytes(report.outcomes), [key for key in gone if not store.holds(key)]
+        if message.kind == "ask":
+            found = store.probe(keys)
+            found = await store.ask(keys, lambda: now() >= until) if found is None else found
+            absent = Outcome.UNAVAILABLE if store.attempts.lookups.failing else Outcome.MISS
+            return bytes([Outcome.OK]) * found + bytes([absent]) * (len(keys) - found), []
+        await store.remove(keys)
+        return bytes(len(keys)), []
+
+
+async def _next_paths(store: CheckedBackend | None, message: StoreObjects) -> Answer:
+    """The next parts of the paths that the objects form; MISS at the end."""
+    if store is None:
+        return Answer(message.op, bytes([Outcome.MISS]))
+    if message.kind == "begin_paths":
+        store.begin_paths()
+    parts = await store.next_paths(message.most)
+    return Answer(
+        message.op, bytes([Outcome.MISS if parts is None else Outcome.OK]), paths=tuple(parts or ())
+    )
+
+
+# -- The stores of ranks that move the ranks' own device memory, as one: a block is there if every
+# rank has its share of it.
+
+
+class RanksDeviceStore(DeviceStore):
+    """Every move is sent to all ranks. The number of blocks that arrived, or are stored, is the
+    smallest of all ranks. A disconnected or silent rank counts as zero."""
+
+    def __init__(self, group: RankGroup, block_bytes: int) -> None:
+        super().__init__(block_bytes)
+        self.group = group
+
+    async def open(self) -> None:
+        """The ranks open their stores themselves."""
+
+    async def fetch(
+        self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
+    ) -> int:
+        """See `DeviceStore.fetch`."""
+        good = await self._all("fetch", tokens, start, blocks, seconds)
+        self.reads += good
+        return good
+
+    async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
+        """See `DeviceStore.save`."""
+        good = await self._all("save", tokens, start, blocks, seconds)
+        self.writes += good
+        return good
+
+    async def _all(
+        self,
+        kind: Literal["fetch", "save"],
+        tokens: bytes,
+        start: int,
+        blocks: tuple[int, ...],
+        seconds: float,
+    ) -> int:
+        attempts = self.attempts.reads if kind == "fetch" else self.attempts.writes
+        if not attempts.allow():
+            return self._unavailable(len(blocks))
+        answers = await self.group.scatter(
+            lambda op: MoveDevice(op, kind, tokens, start, blocks, seconds),
+            outcomes=len(blocks),
+            worst=FAILED,
+        )
+        counts = [0 if answer is None else leading(answer.outcomes) for answer in answers]
+        failed = [
+            rank
+            for rank, answer in enumerate(answers)
+            if answer is None or FAILED in answer.outcomes
+        ]
+        good = min(counts, default=0)
+        if good:
+            attempts.worked()
+        elif failed:
+            attempts.failed(f"device stores of ranks {failed} failed, or did not answer")
+        elif kind == "save":
+            attempts.failed("the ranks stored no block", Outcome.NO_SPACE)
+        if failed:
+            log.warning(
+                "device stores of ranks failed",
+                call=kind,
+                ranks=failed,
+                blocks=len(blocks),
+                moved=good,
+            )
+            self.unavailable += len(blocks) - good
+        elif kind == "fetch":
+            self.misses += len(blocks) - good
+        return good
+
+    async def close(self) -> None:
+        """The ranks close their stores themselves."""
+
+
+def leading(outcomes: bytes) -> int:
+    """How many blocks, from the first on, were moved."""
+    return next((i for i, outcome in enumerate(outcomes) if outcome), len(outcomes))

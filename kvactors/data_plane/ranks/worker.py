@@ -18,10 +18,8 @@ from kvactors.capacity import in_blocks
 from kvactors.config import Config, StorageConfig
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.local import LocalPlane, make_local_plane
-from kvactors.data_plane.ranks.connection import Connection
-from kvactors.data_plane.ranks.handshake import check_leader
-from kvactors.data_plane.ranks.listening import connect
-from kvactors.data_plane.ranks.moving import cannot_be, cannot_copy, carried_out
+from kvactors.data_plane.ranks.connection import Connection, connect
+from kvactors.data_plane.ranks.entrance import check_leader
 from kvactors.data_plane.ranks.names import pages
 from kvactors.data_plane.ranks.protocol import (
     Answer,
@@ -39,7 +37,7 @@ from kvactors.data_plane.ranks.protocol import (
     StoreObjects,
     Welcome,
 )
-from kvactors.data_plane.ranks.store_operations import StoreOperations
+from kvactors.data_plane.ranks.store import StoreOperations, cannot_be, cannot_copy, carried_out
 from kvactors.device.base import Device
 from kvactors.errors import ConfigError, LayoutError, RankError
 from kvactors.identity import StoreIdentity

@@ -4,11 +4,11 @@ FastDeploy's V1 scheduler makes its calls, synchronously. FastDeploy 2 is not on
 been run with it: the tests drive the class with a model of the scheduler.
 """
 
-from kvactors.integrations.fastdeploy.device_blocks import FreeBlockList
+from kvactors.integrations.fastdeploy.lower_tiers import tensors_by_rank
 from kvactors.integrations.fastdeploy.manager import PrefixCacheManager
+from kvactors.integrations.fastdeploy.requests import FreeBlockList
 from kvactors.integrations.fastdeploy.settings import FastDeployOptions
 from kvactors.integrations.fastdeploy.statistics import ManagerStatistics
-from kvactors.integrations.fastdeploy.tensor_names import tensors_by_rank
 
 __all__ = [
     "FastDeployOptions",

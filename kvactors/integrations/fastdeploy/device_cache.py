@@ -2,16 +2,294 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from typing import Any
 
-from kvactors.errors import ConfigError
-from kvactors.integrations.fastdeploy.block_index import BlockIndex
-from kvactors.integrations.fastdeploy.device_blocks import DeviceBlocks
-from kvactors.integrations.fastdeploy.direct_storage import DirectStorage
-from kvactors.integrations.fastdeploy.index_reports import IndexReports
+from kvactors.actor.log import get_logger
+from kvactors.errors import CacheClosed, ConfigError, KVActorsError, StoreError
+from kvactors.flush_notifier.messages import PLAIN, PathCached
+from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.identity import CacheScope
 from kvactors.integrations.fastdeploy.lower_tiers import LowerTiers
-from kvactors.integrations.fastdeploy.requests import RequestRecord, Requests
-from kvactors.types import Reason
+from kvactors.integrations.fastdeploy.requests import (
+    BlockIndex,
+    DeviceBlocks,
+    IndexedBlock,
+    RequestRecord,
+    Requests,
+)
+from kvactors.storage.backends.device_store import DeviceStore
+from kvactors.tier_cache.answers import TierEvent
+from kvactors.tier_cache.copies import LoopThread
+from kvactors.tier_cache.paths import DescribedPath, SinkFeed
+from kvactors.tier_cache.sink_service import SinkService
+from kvactors.types import Reason, Tier
+
+# -- Reports of device and host blocks to indexes: AttentionStore's, and those of routers.
+
+
+REPORTED = (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
+
+
+class IndexReports:
+    """Keeps sinks informed, on an event loop in a separate thread. No call waits for a sink.
+
+    Args:
+        sinks: with different names, not opened yet.
+        scope: of every request.
+        fingerprint: of the blocks' layout. With the scope it gives the root hash of all paths.
+        block_size: tokens of a block.
+        num_blocks: blocks that device and host hold at most.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        scope: CacheScope,
+        fingerprint: bytes,
+        block_size: int,
+        num_blocks: int,
+    ) -> None:
+        feed = self._feed = SinkFeed(REPORTED, block_size, scope, fingerprint, num_blocks)
+        feed.token_root = scope.root(fingerprint)
+        self._service = SinkService(feed, sinks)
+        self._thread = LoopThread([self._service])
+        feed.wake = lambda: self._thread.call(self._service.take)
+
+    def open(self, limit: float) -> None:
+        """Open the sinks.
+
+        Raises:
+            SinkError: a sink cannot work.
+            StoreError: they are not open after `limit` seconds.
+        """
+        self._thread.open(limit)
+
+    def added(self, record: RequestRecord, count: int) -> None:
+        """The last `count` blocks of a request are on the device."""
+        start, stop = len(record.nodes) - count, len(record.nodes)
+        self._announce(record, start, Reason.COMMIT)  # before they are described: not finished yet
+        keys = [node.hash for node in record.nodes[start:]]
+        self._feed.describe(
+            DescribedPath(
+                keys,
+                record.path.tokens(start, stop),
+                record.nodes[start - 1].hash if start else None,
+                None,
+                None,
+                {i - start: extra for i, extra in record.path.extra_keys(start, stop)},
+            )
+        )
+        self._feed.record(Tier.DEVICE, True, keys, Reason.COMMIT)
+
+    def finished(self, record: RequestRecord) -> None:
+        """A request has finished: its path from block 0 on is on this node."""
+        if record.nodes:
+            self._announce(record, 0, Reason.REQUEST_FINISH)
+
+    def _announce(self, record: RequestRecord, start: int, reason: Reason) -> None:
+        stop = len(record.nodes)
+        self._feed.announce(
+            PathCached(
+                root=record.root,
+                tokens=record.path.tokens(start, stop),
+                hashes=record.path.hashes(start, stop),
+                start=start,
+                count=stop - start,
+                tier=Tier.DEVICE,
+                reason=reason,
+                parent=record.nodes[start - 1].hash if start else record.root,
+                scope=PLAIN,
+                extra_keys=record.path.extra_keys(start, stop),
+            )
+        )
+
+    def removed(self, blocks: Sequence[IndexedBlock], reason: Reason) -> None:
+        """Blocks have left the device, children before parents."""
+        self._feed.record(Tier.DEVICE, False, [block.hash for block in blocks], reason)
+
+    def moved(self, events: Sequence[TierEvent]) -> None:
+        """Host memory and storage have changed."""
+        for event in events:
+            self._feed.record(event.tier, event.stored, event.keys, event.reason)
+
+    def flush(self) -> None:
+        """Send the changes."""
+        self._feed.flush()
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """Why sinks do not work."""
+        return self._service.troubles
+
+    def close(self, limit: float) -> None:
+        """Send the remaining changes and close the sinks, in about `limit` seconds."""
+        self._thread.close(limit)
+
+
+# -- AttentionStore as storage: its SDK reads and writes device blocks, found by tokens.
+
+
+log = get_logger()
+
+MARGIN = 5.0
+"""Seconds that a call may take beyond its limit: it ends itself before."""
+
+SLICE = 0.01
+"""Seconds of a wait between two looks at whether it is to end."""
+
+Move = Callable[[DeviceStore], Coroutine[Any, Any, int]]
+"""A call of the store of one rank. Returns the blocks that it has moved."""
+
+
+class CallInFlight(TimeoutError):
+    """A call has not returned in time.
+
+    Attributes:
+        answer: done when the call has ended. Until then it may access the device blocks.
+    """
+
+    def __init__(self, answer: Future[int]) -> None:
+        super().__init__("a call of AttentionStore does not return")
+        self.answer = answer
+
+
+class _StoreService:
+    """The `DeviceStore` of each rank, on the event loop of another thread. See `Service`."""
+
+    def __init__(self, stores: Sequence[DeviceStore]) -> None:
+        self.stores = stores
+        self._calls: set[asyncio.Task[int]] = set()
+
+    async def open(self) -> None:
+        try:
+            for store in self.stores:
+                await store.open()
+        except BaseException:
+            await self.close(0.0)
+            raise
+
+    def begin(self, move: Move, answer: Future[int]) -> None:
+        task = asyncio.ensure_future(self._move(move))
+        self._calls.add(task)
+        task.add_done_callback(lambda done: self._ended(done, answer))
+
+    async def _move(self, move: Move) -> int:
+        """The blocks that every rank has moved, when the calls of all have ended."""
+        moved = await asyncio.gather(*map(move, self.stores), return_exceptions=True)
+        for one in moved:
+            if isinstance(one, BaseException):
+                raise one
+        return min(one for one in moved if isinstance(one, int))
+
+    def _ended(self, task: asyncio.Task[int], answer: Future[int]) -> None:
+        self._calls.discard(task)
+        if task.cancelled():
+            answer.cancel()
+            answer.set_running_or_notify_cancel()
+        elif error := task.exception():
+            answer.set_exception(error)
+        else:
+            answer.set_result(task.result())
+
+    async def close(self, limit: float) -> None:
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=limit)
+        for task in list(self._calls):
+            task.cancel()
+        for store in self.stores:
+            await store.close()
+
+
+class DirectStorage:
+    """Reads and writes device blocks through the `DeviceStore` of each rank, from any thread. A
+    block counts as moved when every rank has moved its part of it.
+
+    Args:
+        stores: by rank, not opened yet.
+        timeout_s: seconds that a call may take.
+    """
+
+    def __init__(self, stores: Sequence[DeviceStore], timeout_s: float) -> None:
+        self._service = _StoreService(stores)
+        self._thread = LoopThread([self._service])
+        self._timeout_s = timeout_s
+        self._late: list[Future[int]] = []
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """Why nothing is read or written now, with reasons."""
+        stuck = any(not answer.done() for answer in self._late)
+        return ("a call of AttentionStore does not return",) if stuck else ()
+
+    def open(self, limit: float) -> None:
+        """Connect.
+
+        Raises:
+            SdkError: the SDK is not installed, or does not work.
+            StoreError: it is not ready after `limit` seconds.
+        """
+        self._thread.open(max(limit, sum(store.ready_timeout for store in self._service.stores)))
+
+    def fetch(
+        self, tokens: bytes, start: int, blocks: list[int], interrupted: Callable[[], bool]
+    ) -> int:
+        """Read blocks of a path into device blocks. See `DeviceStore.fetch`.
+
+        Args:
+            tokens: as there.
+            start: as there.
+            blocks: as there.
+            interrupted: whether to wait no longer.
+
+        Raises:
+            CallInFlight: the call does not return. The blocks must not be used before it does. The
+                next calls move nothing until then.
+        """
+        seconds = self._timeout_s
+        return self._run(
+            lambda store: store.fetch(tokens, start, tuple(blocks), seconds), interrupted
+        )
+
+    def save(self, tokens: bytes, start: int, blocks: list[int]) -> int:
+        """Write blocks of a path that the store lacks. See `DeviceStore.save`.
+
+        Raises:
+            CallInFlight: the call does not return. The blocks must not be used before it does. The
+                next calls move nothing until then.
+        """
+        seconds = self._timeout_s
+        return self._run(
+            lambda store: store.save(tokens, start, tuple(blocks), seconds), lambda: False
+        )
+
+    def _run(self, move: Move, interrupted: Callable[[], bool]) -> int:
+        if self.troubles:  # the next calls would wait for this one
+            return 0
+        answer: Future[int] = Future()
+        if not self._thread.call(self._service.begin, move, answer):
+            raise CacheClosed("AttentionStore is closed")
+        until = time.monotonic() + self._timeout_s + MARGIN
+        while not wait([answer], SLICE).done:
+            if time.monotonic() < until and not interrupted():
+                continue
+            self._late = [*(one for one in self._late if not one.done()), answer]
+            raise CallInFlight(answer)
+        try:
+            return answer.result()
+        except CancelledError:
+            raise CacheClosed("AttentionStore is closed") from None
+        except KVActorsError:
+            raise
+        except Exception as error:
+            raise StoreError(f"AttentionStore: {error!r}") from error
+
+    def close(self, limit: float) -> None:
+        """Let calls in flight end and disconnect, in about `limit` seconds."""
+        self._thread.close(limit)
 
 
 class DeviceCache:

@@ -9,16 +9,13 @@ from typing import Any
 from kvactors.actor.log import get_logger
 from kvactors.errors import CacheClosed, ConfigError, KVActorsError, LayoutError
 from kvactors.identity import CacheScope
-from kvactors.integrations.fastdeploy.device_cache import DeviceCache
-from kvactors.integrations.fastdeploy.direct_storage import DirectStorage
-from kvactors.integrations.fastdeploy.index_reports import IndexReports
+from kvactors.integrations.fastdeploy.device_cache import DeviceCache, DirectStorage, IndexReports
 from kvactors.integrations.fastdeploy.lower_tiers import (
     EngineTensors,
     needs_tensors,
     open_lower_tiers,
 )
-from kvactors.integrations.fastdeploy.settings import ManagerSettings
-from kvactors.integrations.fastdeploy.weights import WeightsVersion
+from kvactors.integrations.fastdeploy.settings import ManagerSettings, WeightsVersion
 
 log = get_logger()
 

@@ -2,25 +2,550 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
+from itertools import count
+from queue import Empty, SimpleQueue
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from kvactors.device.tensors import rows_of
-from kvactors.errors import ConfigError, LayoutError
-from kvactors.integrations.fastdeploy.finish_writes import FinishWrites, Staging
-from kvactors.integrations.fastdeploy.host_tiers import HostTiers
-from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.actor.log import get_logger
+from kvactors.device.tensors import region_of, rows_of
+from kvactors.errors import CacheClosed, ConfigError, DeviceError, LayoutError
+from kvactors.integrations.fastdeploy.requests import IndexedBlock
 from kvactors.integrations.fastdeploy.settings import ManagerSettings, check_tensor_uses
-from kvactors.integrations.fastdeploy.tensor_names import (
-    CacheKvsLayout,
-    RankTensors,
-    tensors_by_rank,
+from kvactors.layout.base import Layout, Role
+from kvactors.tier_cache import (
+    CopyWorker,
+    Lookup,
+    SlotMemory,
+    StorageResult,
+    StorageTier,
+    TierCache,
+    TierConfig,
+    TierEvent,
 )
-from kvactors.tier_cache import SlotMemory, TierCache, TierConfig
 from kvactors.tier_cache.settings import checked_config
-from kvactors.tier_cache.stores import make_storage
+from kvactors.tier_cache.storage import make_storage
+from kvactors.types import Tier
+
+# -- Copies between device blocks and host slots, for the tensors of one rank or of several.
+
+
+WAIT = 600.0
+"""Seconds within which a copy must end. Only a hang takes as long."""
+
+
+class RankCopies:
+    """Copies whole blocks, and returns when they have ended. A slot has the bytes of rank 0, then
+    those of rank 1, and so on. One call at a time.
+
+    Args:
+        ranks: the tensors of each rank, in the order of their bytes.
+        memory: the host slots.
+        threads: copying threads for each rank, for tensors in host memory.
+        stream: gives the handle of the GPU stream that a copy comes after, None for tensors in host
+            memory.
+
+    Attributes:
+        num_blocks: device blocks that every tensor has.
+        block_bytes: bytes of a block, of all ranks together.
+
+    Raises:
+        DeviceError: a tensor cannot be copied.
+        LayoutError: the tensors have different numbers of blocks, or a block does not fit in a
+            slot.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Sequence[Any]],
+        memory: SlotMemory,
+        *,
+        threads: int,
+        stream: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._stream = stream
+        self._jobs = count()
+        self._workers: list[CopyWorker] = []
+        self.block_bytes = 0
+        try:
+            for tensors in ranks:
+                one = CopyWorker(tensors, memory, offset=self.block_bytes, threads=threads)
+                self._workers.append(one)
+                self.block_bytes += one.block_bytes
+        except BaseException:
+            self.close()
+            raise
+        self.num_blocks = min(one.num_blocks for one in self._workers)
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> str:
+        """Copy device blocks to host slots.
+
+        Returns:
+            Why bytes did not arrive, empty if all of them did.
+
+        Raises:
+            DeviceError: a copy does not end. Blocks and slots are still in use.
+        """
+        return self._move(blocks, slots, to_host=True)
+
+    def load(self, blocks: Sequence[int], slots: Sequence[int]) -> str:
+        """Copy host slots to device blocks. See `store`."""
+        return self._move(blocks, slots, to_host=False)
+
+    def _move(self, blocks: Sequence[int], slots: Sequence[int], *, to_host: bool) -> str:
+        job, errors = next(self._jobs), []
+        begun: list[CopyWorker] = []
+        for one in self._workers:
+            submit = one.submit_store if to_host else one.submit_load
+            try:
+                submit(job, blocks, slots, stream=self._stream())
+            except Exception as error:  # of the engine's function too: this copy has not begun
+                errors.append(repr(error))
+                break
+            begun.append(one)
+        for one in begun:
+            if not one.wait([job], WAIT):
+                raise DeviceError(f"a copy of {len(blocks)} blocks has not ended in {WAIT} s")
+            errors += [ended.error for ended in one.get_finished() if ended.error]
+        return "; ".join(errors)
+
+    def close(self) -> bool:
+        """Release tensors and memory. Returns whether all copies have ended."""
+        ended = [one.shutdown() for one in self._workers]
+        return all(ended)
+
+
+# -- Writes of finished requests to storage, in the engine's finish thread.
+
+
+log = get_logger()
+
+MARGIN = 5.0
+"""Seconds that a job may take beyond the storage tier's time-out: it ends itself before."""
+
+
+class Staging(NamedTuple):
+    """Host slots that device blocks pass on their way to storage.
+
+    Attributes:
+        memory: the slots.
+        copies: between device blocks and them.
+    """
+
+    memory: SlotMemory
+    copies: RankCopies
+
+
+class WriteCounters(NamedTuple):
+    """Blocks of finished requests since the start.
+
+    Attributes:
+        written: written to storage.
+        present: stored before.
+        failed: not taken by storage.
+    """
+
+    written: int = 0
+    present: int = 0
+    failed: int = 0
+
+
+class FinishWrites:
+    """Copies the blocks of finished requests to staging slots, and saves them. Calls come from any
+    threads: each takes the staging slots, and the next one waits for them.
+
+    Args:
+        storage: the storage tier.
+        staging: the staging slots.
+        wait_s: seconds that a call waits for the staging slots of others.
+    """
+
+    def __init__(self, storage: StorageTier, staging: Staging, wait_s: float) -> None:
+        self._storage = storage
+        self._staging = staging
+        self._wait_s = wait_s
+        self._ready: SimpleQueue[Staging | None] = SimpleQueue()  # None: writes have stopped
+        self._ready.put(staging)
+        self._jobs = count()
+        self.counters = WriteCounters()
+
+    def write(
+        self, keys: Sequence[bytes], blocks: Sequence[int], wanted: Callable[[], bool]
+    ) -> int:
+        """Save blocks that storage lacks. Returns after the last write has ended.
+
+        Failures are counted and logged, and never raised: the request has its answer.
+
+        Args:
+            keys: block hashes.
+            blocks: as many device blocks, which nothing changes before the call returns.
+            wanted: whether to go on, asked before each batch.
+
+        Returns:
+            Blocks that storage has now.
+        """
+        try:
+            staging = self._ready.get(timeout=self._wait_s)
+        except Empty:
+            self._count(failed=len(keys))
+            log.error("blocks not written: staging slots in use", blocks=len(keys))
+            return 0
+        if staging is None:
+            self._ready.put(None)
+            self._count(failed=len(keys))
+            return 0
+        free = True
+        try:
+            return self._write(keys, blocks, staging, wanted)
+        except (TimeoutError, DeviceError) as error:
+            free = False  # a copy or the store may still access the slots
+            staging.memory.keep()
+            log.error("writes to storage have stopped", error=str(error))
+        except CacheClosed:
+            log.warning("blocks not written: storage is closed", blocks=len(keys))
+        finally:
+            self._ready.put(staging if free else None)
+        self._count(failed=len(keys))
+        return 0
+
+    def _write(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[int],
+        staging: Staging,
+        wanted: Callable[[], bool],
+    ) -> int:
+        stored = self._stored(keys)
+        lacking = [
+            (key, block) for key, block in zip(keys, blocks, strict=True) if key not in stored
+        ]
+        size, written = staging.memory.num_slots, 0
+        for start in range(0, len(lacking), size):
+            if not wanted():
+                break
+            some = lacking[start : start + size]
+            slots = range(len(some))
+            error = staging.copies.store([block for _, block in some], slots)
+            if error:
+                log.error("blocks not copied for storage", blocks=len(some), error=error)
+                break
+            views = [staging.memory.view(slot) for slot in slots]
+            job = ("finish", next(self._jobs))
+            result = self._ended(self._storage.submit_store(job, [key for key, _ in some], views))
+            written += sum(result.ok)
+            if not all(result.ok):
+                break  # a block without those before it cannot be matched
+        self._count(written, len(keys) - len(lacking), len(lacking) - written)
+        return len(keys) - len(lacking) + written
+
+    def _stored(self, keys: Sequence[bytes]) -> set[bytes]:
+        """The keys that storage has."""
+        if self._storage.lists:
+            return {key for key in keys if self._storage.contains(key)}
+        result = self._ended(self._storage.submit_lookup(("find", next(self._jobs)), keys))
+        return {key for key, ok in zip(keys, result.ok, strict=True) if ok}
+
+    def _ended(self, job: Future[StorageResult]) -> StorageResult:
+        return job.result(self._storage.timeout + MARGIN)
+
+    def _count(self, written: int = 0, present: int = 0, failed: int = 0) -> None:
+        now = self.counters
+        self.counters = WriteCounters(
+            now.written + written, now.present + present, now.failed + failed
+        )
+
+    def close(self) -> None:
+        """Release the staging slots, after `write` has returned."""
+        self._staging.copies.close()
+        self._staging.memory.close()
+
+
+# -- Host memory and storage below the device blocks, as the scheduler's thread uses them.
+
+
+class FoundBlocks(NamedTuple):
+    """Blocks that can be loaded.
+
+    Attributes:
+        sources: HOST or STORAGE, for each.
+        seconds: for which storage was waited for.
+    """
+
+    sources: list[Tier]
+    seconds: float
+
+
+class HostTiers:
+    """Moves blocks between the device and a `TierCache`, and returns when they have moved.
+
+    Calls come from different threads, never two at once: the engine's lock sees to it.
+
+    Args:
+        tiers: host slots and storage.
+        copies: copies between device blocks and the slots of `tiers`.
+        keeps: whether evicted device blocks are kept in host slots. If not, the slots are only for
+            blocks on their way from storage.
+        reads: whether blocks are read from storage.
+        fetch_wait_s: seconds that a match waits for blocks from storage.
+    """
+
+    def __init__(
+        self,
+        tiers: TierCache,
+        copies: RankCopies,
+        *,
+        keeps: bool,
+        reads: bool,
+        fetch_wait_s: float,
+    ) -> None:
+        self.tiers = tiers
+        self.dropped = 0
+        self._copies = copies
+        self._keeps = keeps
+        self._reads = reads
+        self._fetch_wait_s = fetch_wait_s
+        self._thread = 0
+
+    def enter(self) -> None:
+        """The calling thread makes the next calls."""
+        if self._thread != get_ident():
+            self.tiers.adopt()
+            self._thread = get_ident()
+
+    # -- eviction from the device
+
+    def keep(self, victims: Sequence[IndexedBlock]) -> None:
+        """Copy evicted blocks to host slots, and go on as saves to storage give slots back. Those
+        nearest to the start of their paths come first: a block without its path cannot be matched.
+
+        Args:
+            victims: children before parents.
+
+        Raises:
+            DeviceError: a copy does not end. The blocks must not be used any more.
+        """
+        wanted = {block.hash: block for block in reversed(victims)} if self._keeps else {}
+        keys, dropped = tuple(wanted), len(victims) - len(wanted)
+        until = time.monotonic() + self.tiers.config.storage.on_full_wait_s
+        while keys:
+            parents = [
+                None if (above := wanted[key].parent) is None else above.hash for key in keys
+            ]
+            found = self.tiers.prepare_store(keys, parents)
+            keys = found.waiting
+            dropped += len(found.refused)
+            if found.keys:
+                error = self._copies.store([wanted[key].block for key in found.keys], found.slots)
+                self.tiers.complete_store(found.keys, success=not error)
+                if error:
+                    log.error("blocks not kept in host memory", blocks=len(found.keys), error=error)
+                    dropped += len(found.keys)
+            if time.monotonic() > until or not self.tiers.saving:  # loads end in other calls
+                break
+            self.tiers.end_step()
+        self.dropped += dropped + len(keys)
+        self.tiers.end_step()
+
+    # -- hits
+
+    def find(
+        self, hashes: Sequence[bytes], waited_s: float, interrupted: Callable[[], bool]
+    ) -> FoundBlocks:
+        """The leading blocks of a path that can be loaded now: no more than there are host slots.
+
+        Waits while blocks are on their way from storage. `end` ends the hold on them.
+
+        Args:
+            hashes: of the path.
+            waited_s: seconds that the match has waited already.
+            interrupted: whether to wait no longer.
+        """
+        hashes = hashes[: self.tiers.config.num_slots]
+        begun = time.monotonic()
+        waited = False
+        while True:
+            found, waits = self._look_up(hashes)
+            now = time.monotonic()
+            late = now - begun >= self._fetch_wait_s - waited_s
+            if not waits or late or interrupted():
+                sources = [self.tiers.source(one) for one in hashes[:found]]
+                return FoundBlocks(sources, now - begun if waited else 0.0)
+            waited = True
+            self.tiers.end_step()  # begins fetches, and pauses
+
+    def _look_up(self, hashes: Sequence[bytes]) -> tuple[int, bool]:
+        """Leading blocks in host slots, and whether a later one is on its way there."""
+        found, waits = 0, False
+        for key in hashes:
+            answer = self.tiers.lookup(key, storage=self._reads)
+            if answer is Lookup.MISS:
+                break
+            waits = waits or answer is Lookup.PENDING
+            found += not waits
+        return found, waits
+
+    def pin(self, hashes: Sequence[bytes]) -> list[int]:
+        """The slots of blocks that `find` has found, until `load` has ended."""
+        self.tiers.touch(hashes)
+        return self.tiers.prepare_load(hashes)
+
+    def load(self, hashes: Sequence[bytes], slots: Sequence[int], blocks: Sequence[int]) -> bool:
+        """Copy pinned blocks to device blocks. Returns whether all bytes have arrived.
+
+        Raises:
+            DeviceError: the copy does not end. The blocks must not be used any more.
+        """
+        error = self._copies.load(blocks, slots)
+        if error:
+            log.error("blocks not loaded from host memory", blocks=len(blocks), error=error)
+        self.unpin(hashes)
+        return not error
+
+    def unpin(self, hashes: Sequence[bytes]) -> None:
+        """Loads have ended, or will not begin."""
+        self.tiers.complete_load(hashes)
+
+    def end(self) -> None:
+        """A call of the engine ends: blocks that `find` has found may be evicted."""
+        self.tiers.end_step()
+
+    # -- the rest
+
+    def events(self) -> list[TierEvent]:
+        """Changes since the last call, for sinks."""
+        return self.tiers.take_events()
+
+    def reset(self) -> None:
+        """Forget every block in host memory. Stored objects stay."""
+        self.tiers.reset()
+
+    def close(self) -> None:
+        """End all moves and close storage, any number of times."""
+        self.tiers.shutdown()
+        self._copies.close()
+
+
+# -- FastDeploy's names of cache tensors, and the layout that the tensors have.
+
+
+ROLES = {
+    "key_caches": "key",
+    "value_caches": "value",
+    "indexer_caches": "indexer",
+    "key_cache_scales": "key_scale",
+    "value_cache_scales": "value_scale",
+}
+"""Roles, by the beginning of FastDeploy's names."""
+
+NAME = re.compile(rf"({'|'.join(ROLES)})_(\d+)_rank(\d+)(?:\.device(\d+))?")
+
+RankTensors = dict[tuple[int, str], Any]
+"""The tensors of one rank, by layer and role."""
+
+
+def tensors_by_rank(named: Mapping[str, Any]) -> list[RankTensors]:
+    """The tensors of `cache_kvs_map`, by rank.
+
+    Args:
+        named: tensors under FastDeploy's names: `key_caches_{layer}_rank{r}.device{d}`, also
+            without the device, and the same with value_caches, key_cache_scales,
+            value_cache_scales and indexer_caches.
+
+    Raises:
+        LayoutError: a name has another form, two names mean one tensor, the ranks are not 0, 1, ..
+            or have different tensors.
+    """
+    if not isinstance(named, Mapping):
+        raise LayoutError(
+            f"the cache tensors must be a mapping of names to tensors, not {type(named).__name__}"
+        )
+    ranks: dict[int, RankTensors] = {}
+    for name, tensor in named.items():
+        found = NAME.fullmatch(str(name))
+        if found is None:
+            raise LayoutError(
+                f"{name!r} is no name of a cache tensor: expected {', '.join(ROLES)} with "
+                "_LAYER_rankR.deviceD"
+            )
+        place = (int(found[2]), ROLES[found[1]])
+        of_rank = ranks.setdefault(int(found[3]), {})
+        if place in of_rank:
+            raise LayoutError(f"{name!r} is a second tensor of layer {place[0]}, {place[1]}")
+        of_rank[place] = tensor
+    if not ranks:
+        raise LayoutError("there are no cache tensors")
+    if sorted(ranks) != list(range(len(ranks))):
+        raise LayoutError(f"cache tensors of ranks {sorted(ranks)}: they must be 0, 1, ..")
+    for rank, tensors in ranks.items():
+        if set(tensors) != set(ranks[0]):
+            odd = min(set(tensors) ^ set(ranks[0]))
+            raise LayoutError(
+                f"ranks 0 and {rank} have different tensors: layer {odd[0]}, {odd[1]}"
+            )
+    return [ranks[rank] for rank in range(len(ranks))]
+
+
+class CacheKvsLayout(Layout):
+    """The layout of FastDeploy's tensors, in the order that its kernels index them by.
+
+    Args:
+        block_size: tokens of a block.
+        tensors: of one rank.
+        extra_layers: layers of drafts (MTP), the last ones.
+
+    Raises:
+        LayoutError: the layers have different roles or shapes, or are not consecutive, or a tensor
+            has no block axis.
+        DeviceError: a tensor cannot be described.
+    """
+
+    kind = "fastdeploy"
+
+    def __init__(self, block_size: int, tensors: RankTensors, extra_layers: int = 0) -> None:
+        self._regions = {place: region_of(tensor) for place, tensor in tensors.items()}
+        layers = sorted({layer for layer, _ in tensors})
+        if layers != list(range(layers[0], layers[0] + len(layers))):
+            raise LayoutError(f"cache tensors of layers {layers}: they must be consecutive")
+        if extra_layers >= len(layers):
+            raise LayoutError(f"{extra_layers} layers of drafts, and {len(layers)} layers in all")
+        super().__init__(
+            block_size,
+            len(layers) - extra_layers,
+            layer_offset=layers[0],
+            extra_layers=extra_layers,
+        )
+        for piece in self.pieces:
+            place = (piece.layer, piece.role)
+            found = self._regions.pop(place, None)
+            if found is None or (found.shape[1:], found.dtype) != (piece.shape, piece.dtype):
+                shape = None if found is None else (*found.shape, found.dtype)
+                raise LayoutError(
+                    f"layer {piece.layer}, {piece.role}: {shape}, and the first layer has "
+                    f"{(*piece.shape, piece.dtype)} after the block axis"
+                )
+        if self._regions:
+            layer, role = min(self._regions)
+            raise LayoutError(f"layer {layer} has {role!r}, and the first layer has not")
+
+    def make_roles(self) -> Sequence[Role]:
+        """See `Layout`."""
+        first = min(layer for layer, _ in self._regions)
+        return [
+            Role(role, tuple(region.shape[1:]), region.dtype)
+            for (layer, role), region in self._regions.items()
+            if layer == first
+        ]
+
+    def ordered(self, tensors: RankTensors) -> list[Any]:
+        """Tensors of a rank in the order of the pieces."""
+        return [tensors[piece.layer, piece.role] for piece in self.pieces]
+
 
 TRANSIT = 64
 """Host slots at most for blocks on their way from storage, without a host tier."""

@@ -15,16 +15,7 @@ from typing import Any
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import ConfigError, DeadlineExceeded, KVActorsError
-from kvactors.integrations.fastdeploy.arguments import (
-    name_of,
-    required_blocks,
-    rounded_up,
-    sequence_of,
-    whole,
-)
-from kvactors.integrations.fastdeploy.device_blocks import FreeBlockList
-from kvactors.integrations.fastdeploy.device_cache import DeviceCache
-from kvactors.integrations.fastdeploy.direct_storage import CallInFlight
+from kvactors.integrations.fastdeploy.device_cache import CallInFlight, DeviceCache
 from kvactors.integrations.fastdeploy.engine_signals import (
     CLEARED,
     CLEARING,
@@ -35,7 +26,15 @@ from kvactors.integrations.fastdeploy.engine_signals import (
 )
 from kvactors.integrations.fastdeploy.engine_tiers import EngineTiers, NamedTensors
 from kvactors.integrations.fastdeploy.matching import Match, Matcher
-from kvactors.integrations.fastdeploy.requests import RequestRecord
+from kvactors.integrations.fastdeploy.requests import (
+    FreeBlockList,
+    RequestRecord,
+    name_of,
+    required_blocks,
+    rounded_up,
+    sequence_of,
+    whole,
+)
 from kvactors.integrations.fastdeploy.settings import (
     FastDeployOptions,
     ManagerSettings,

@@ -9,8 +9,7 @@ from typing import Any
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import KVActorsError, NoRoom
-from kvactors.integrations.fastdeploy.device_cache import DeviceCache
-from kvactors.integrations.fastdeploy.direct_storage import CallInFlight
+from kvactors.integrations.fastdeploy.device_cache import CallInFlight, DeviceCache
 from kvactors.integrations.fastdeploy.requests import RequestRecord
 from kvactors.types import Tier
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvactors.integrations.fastdeploy.device_cache import DeviceCache
-from kvactors.integrations.fastdeploy.finish_writes import WriteCounters
+from kvactors.integrations.fastdeploy.lower_tiers import WriteCounters
 
 WINDOW = 10_000
 """Requests after which the rates start from zero."""

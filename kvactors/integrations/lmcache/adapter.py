@@ -21,9 +21,8 @@ from lmcache.v1.platform import create_event_notifier
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.integrations.engine_log import log_to
-from kvactors.integrations.lmcache.catalog import Catalog
-from kvactors.integrations.lmcache.key_log import KeyLog
-from kvactors.integrations.lmcache.objects import (
+from kvactors.integrations.lmcache.catalog import Catalog, KeyLog
+from kvactors.integrations.lmcache.object_store import (
     ObjectShape,
     StoredObject,
     layout_of,
@@ -35,12 +34,11 @@ from kvactors.integrations.lmcache.settings import (
     staging_memory,
     store_config,
 )
-from kvactors.integrations.lmcache.transfers import Buffer, Task
-from kvactors.integrations.lmcache.worker import Worker
+from kvactors.integrations.lmcache.transfers import Buffer, Task, Worker
 from kvactors.storage.backends.slab_memory import address_of
 from kvactors.threads import Workers
 from kvactors.tier_cache import StorageTier, TierConfig
-from kvactors.tier_cache.stores import make_storage
+from kvactors.tier_cache.storage import make_storage
 
 STOP = 5.0
 """Seconds that the worker's thread may take to end. It never waits for the file system."""

@@ -3,10 +3,19 @@ thread."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter, OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
-from kvactors.integrations.lmcache.objects import Key, StoredObject
+from kvactors.actor.log import described, get_logger
+from kvactors.files import open_private, private_folder, read_all
+from kvactors.integrations.lmcache.object_store import Key, ObjectShape, StoredObject
+from kvactors.threads import Workers
 
 
 class Catalog:
@@ -96,3 +105,196 @@ class Catalog:
                 chosen.append(key)
                 needed -= found.pages
         return chosen if needed <= 0 else None
+
+
+# -- The keys of the stored objects in a file, since the store has their hashes alone.
+
+
+class StoredKey(NamedTuple):
+    """A key as the file has it. Its fields are those of LMCache's `ObjectKey`."""
+
+    chunk_hash: bytes
+    model_name: str
+    kv_rank: int
+    object_group_id: int
+    cache_salt: str
+
+
+Record = tuple[Key, ObjectShape]
+
+
+class KeyLog:
+    """An append-only file with a line for every stored object. Every method blocks.
+
+    The file proves nothing: an object counts when the store has its pages under the hash of the
+    line's fields. A damaged line is skipped.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        lines: lines of the file, as far as they were written by this process or read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines = 0
+        self._fd: int | None = None
+        self._torn = False  # the last line may lack its end
+
+    def read(self) -> list[tuple[StoredKey, ObjectShape]]:
+        """The records of the file, in the order of the lines. OSError."""
+        private_folder(self.path.parent)
+        try:
+            fd = open_private(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return []
+        try:
+            text = read_all(fd, os.fstat(fd).st_size, 0)
+        finally:
+            os.close(fd)
+        return list(_parsed(text))
+
+    def rewrite(self, records: Iterable[Record]) -> None:
+        """Replace the file by one that has these records alone. OSError."""
+        text = b"".join(map(_line, records))
+        other = self.path.with_suffix(".new")
+        fd = open_private(other, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        try:
+            _write(fd, text)
+            os.fsync(fd)
+            other.replace(self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.close()
+        self._fd, self._torn = fd, False
+        self.lines = text.count(b"\n")
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Add records. OSError."""
+        if self._fd is None:
+            raise OSError("the file of the keys is closed")
+        text = b"".join(map(_line, records))
+        begin, self._torn = b"\n" if self._torn else b"", True
+        _write(self._fd, begin + text)
+        self._torn = False
+        self.lines += text.count(b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with suppress(OSError):
+                os.close(fd)
+
+
+def _write(fd: int, text: bytes) -> None:
+    while text:
+        text = text[os.write(fd, text) :]
+
+
+def _line(record: Record) -> bytes:
+    key, shape = record
+    fields = [
+        key.chunk_hash.hex(),
+        key.model_name,
+        key.kv_rank,
+        key.object_group_id,
+        key.cache_salt,
+        shape.layout,
+        shape.size,
+    ]
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def _parsed(text: bytes) -> Iterator[tuple[StoredKey, ObjectShape]]:
+    for line in text.splitlines():
+        with suppress(ValueError, TypeError, RecursionError):
+            chunk_hash, model, rank, group, salt, layout, size = json.loads(line)
+            numbers = all(type(number) is int and number >= 0 for number in (rank, group, size))
+            texts = all(type(part) is str for part in (model, salt, layout))
+            if numbers and texts and size:
+                key = StoredKey(bytes.fromhex(chunk_hash), model, rank, group, salt)
+                yield key, ObjectShape(layout, size)
+
+
+# -- Writes the keys of stored objects to their file, in a thread for that.
+
+
+log = get_logger()
+
+SPARE_LINES = 1024
+"""Lines of the file, beyond twice its objects, at which it is written anew."""
+
+
+class KeyWriter:
+    """The objects whose keys are not in the file yet, and the thread that writes them.
+
+    Args:
+        keys: the file, open.
+
+    Attributes:
+        error: why the file does not take records, empty if it does.
+    """
+
+    def __init__(self, keys: KeyLog) -> None:
+        self.error = ""
+        self._keys = keys
+        self._unwritten: dict[Key, ObjectShape] = {}  # of tasks that have not ended
+        self._disk = Workers(1, "kvactors-lmcache-keys")
+        self._closed = False
+
+    def note(self, records: Iterable[Record]) -> None:
+        """Objects were stored."""
+        self._unwritten.update(records)
+
+    def forget(self, key: Key) -> None:
+        """An object was removed."""
+        self._unwritten.pop(key, None)
+
+    def take(self, keys: Sequence[Key]) -> list[Record]:
+        """The records of a task that has ended, the end of the prefix first: the order of the file
+        is the order of use after a restart."""
+        fresh = dict.fromkeys(key for key in reversed(keys) if key in self._unwritten)
+        return [(key, self._unwritten.pop(key)) for key in fresh]
+
+    def is_long(self, objects: int) -> bool:
+        """Whether the file has many more lines than there are objects."""
+        return self._keys.lines > 2 * objects + SPARE_LINES
+
+    def write(
+        self, records: list[Record], whole: list[Record] | None, written: Callable[[], None]
+    ) -> None:
+        """Write records.
+
+        Args:
+            records: to add.
+            whole: those of all objects, to write the file anew. None: add to it.
+            written: called at the end in any thread, also if it fails.
+        """
+        self._disk.submit(partial(self._write, records, whole)).add_done_callback(
+            lambda _: written()
+        )
+
+    def _write(self, records: list[Record], whole: list[Record] | None) -> None:
+        try:
+            if whole is None:
+                self._keys.append(records)
+            else:
+                self._keys.rewrite(whole)
+        except OSError as error:
+            if not self.error:
+                log.error("keys of LMCache's objects not written", error=described(error))
+            self.error = str(error)
+        else:
+            self.error = ""
+
+    def close(self, whole: list[Record], limit: float) -> None:
+        """Write the records of all objects, in the order of their use, which takes at most `limit`
+        seconds."""
+        if not self._closed:
+            self._closed = True
+            self._disk.submit(partial(self._write, [], whole))
+            self._disk.end(limit)
+            self._disk.close()

@@ -15,10 +15,15 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from kvactors.integrations.sglang.host_pages import HostPages, Region
-from kvactors.integrations.sglang.page_store import PageStore
-from kvactors.integrations.sglang.prefixes import Need, PoolNeed, find_prefixes, leading
-from kvactors.integrations.sglang.runtime import digest_of_models, replica_of
+from kvactors.integrations.sglang.linker import (
+    Need,
+    PoolNeed,
+    digest_of_models,
+    find_prefixes,
+    leading,
+    replica_of,
+)
+from kvactors.integrations.sglang.pages import HostPages, PageStore, Region
 from kvactors.integrations.sglang.settings import (
     KV,
     check_shared,

@@ -6,24 +6,26 @@ that maps a region holds a shared lock on a small file beside it, and the next e
 removes regions whose lock is free.
 
 Two engines with one id would map the same rows and overwrite each other's chunks. So the process of
-an engine's scheduler also holds a lock on the id, which a second engine does not get.
-"""
+an engine's scheduler also holds a lock on the id, which a second engine does not get."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from kvactors.device.numa import pages_from
-from kvactors.errors import ConfigError
+from kvactors.device.arena import pages_from
+from kvactors.errors import ConfigError, DeviceError
 from kvactors.integrations.vllm.settings import WHERE
 from kvactors.linux import fcntl
-from kvactors.tier_cache import SlotMemory
+from kvactors.tier_cache import CopyWorker, SlotMemory
 
 FOLDER = Path("/dev/shm")  # noqa: S108, the folder that vLLM's region uses
 PREFIX = "kvactors_"
@@ -183,3 +185,100 @@ def _remove_unused(lock: int, path: Path) -> bool:
             file.unlink()
     path.unlink()
     return True
+
+
+# -- The worker's side: copies between vLLM's cache tensors and the host tier.
+
+
+WAIT = 600.0
+"""Seconds within which a copy must end. Only a hang takes as long."""
+
+
+class KVActorsWorker(OffloadingWorker):
+    """vLLM's interface of a `CopyWorker`.
+
+    A chunk is `blocks_per_chunk` blocks, one after another, each with the pages of all layers.
+
+    Args:
+        copies: the worker that copies.
+        blocks_per_chunk: device blocks of a chunk.
+        region: closed at `shutdown`.
+        stream: the handle of the stream that a copy comes after, for tensors of a GPU. vLLM's
+            model reads and writes the blocks on it.
+    """
+
+    def __init__(
+        self,
+        copies: CopyWorker,
+        blocks_per_chunk: int,
+        region: Any,
+        stream: Callable[[], int] | None = None,
+    ) -> None:
+        self._copies = copies
+        self._stream = stream
+        self._blocks_per_chunk = blocks_per_chunk
+        self._region = region
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Begin to copy device blocks into chunks."""
+        places = self._places(src_spec, dst_spec.block_ids)
+        stream = None if self._stream is None else self._stream()
+        self._copies.submit_store(job_id, src_spec.block_ids, places, stream=stream)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        """Begin to copy chunks into device blocks."""
+        places = self._places(dst_spec, src_spec.block_ids)
+        stream = None if self._stream is None else self._stream()
+        self._copies.submit_load(job_id, dst_spec.block_ids, places, stream=stream)
+        return True
+
+    def _places(self, device: Any, chunks: Any) -> Any:
+        """The place of each block of a job in the host tier, counted in blocks.
+
+        Args:
+            device: vLLM's `GPULoadStoreSpec`.
+            chunks: indices of the chunks that hold the blocks, in order. The first block may be
+                inside the first chunk.
+        """
+        count = self._blocks_per_chunk
+        blocks = len(device.block_ids)
+        first = int(device.block_indices[0]) % count
+        if len(chunks) != -(-(first + blocks) // count):
+            raise DeviceError(
+                f"{blocks} blocks from block {first} of a chunk are not {len(chunks)} chunks of "
+                f"{count}"
+            )
+        inside = np.arange(first, first + blocks)
+        return np.asarray(chunks, np.int64)[inside // count] * count + inside % count
+
+    def get_finished(self) -> list[TransferResult]:
+        """Jobs that have ended since the last call.
+
+        Raises:
+            DeviceError: a copy of the GPU failed. vLLM has no result for that, and would compute
+                with blocks that hold other bytes.
+        """
+        found = []
+        for ended in self._copies.get_finished():
+            if ended.error:
+                way = "from" if ended.stored else "to"
+                raise DeviceError(f"a copy {way} the GPU failed: {ended.error}")
+            found.append(TransferResult(ended.job, True, ended.nbytes, ended.seconds))  # type: ignore[arg-type, unused-ignore]
+        return found
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return when jobs have ended.
+
+        Raises:
+            DeviceError: a copy hangs. vLLM would reuse its blocks.
+        """
+        if not self._copies.wait(job_ids, WAIT):
+            raise DeviceError(f"a copy has not ended in {WAIT} s")
+
+    def shutdown(self) -> None:
+        """Let the copies end, and let go of the memory."""
+        self._copies.shutdown()
+        self._region.close()

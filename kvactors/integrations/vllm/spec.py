@@ -15,7 +15,7 @@ from kvactors.device.arena import PAGE
 from kvactors.errors import ConfigError
 from kvactors.integrations.vllm.manager import KVActorsManager
 from kvactors.integrations.vllm.metrics import DEFINITIONS
-from kvactors.integrations.vllm.region import TierRegion
+from kvactors.integrations.vllm.region import KVActorsWorker, TierRegion
 from kvactors.integrations.vllm.settings import (
     WHERE,
     check_groups,
@@ -25,7 +25,6 @@ from kvactors.integrations.vllm.settings import (
     storage_of_replica,
     stored_model,
 )
-from kvactors.integrations.vllm.worker import KVActorsWorker
 from kvactors.tier_cache import CopyWorker, TierConfig, open_tiers
 from kvactors.tier_cache.settings import checked_config
 

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvactors.data_plane.cuda.statistics import CudaStatistics
+from kvactors.data_plane.cuda.engine import CudaStatistics
 from kvactors.observe.families import (
     FAMILIES,
     FASTDEPLOY,

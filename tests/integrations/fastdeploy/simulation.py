@@ -23,7 +23,7 @@ import cyclopts
 
 from kvactors.errors import DeviceError, NoRoom
 from kvactors.integrations.fastdeploy import PrefixCacheManager
-from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from kvactors.storage import backends
 from kvactors.storage.backends.base import ReadReport
 from kvactors.storage.messages import Outcome

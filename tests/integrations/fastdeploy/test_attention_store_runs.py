@@ -113,7 +113,7 @@ class Run:
 def test_no_fault_of_attention_store_costs_a_byte_or_a_block(
     engine, service, monkeypatch, tmp_path, seed
 ):
-    monkeypatch.setattr("kvactors.integrations.fastdeploy.direct_storage.MARGIN", 0.01)
+    monkeypatch.setattr("kvactors.integrations.fastdeploy.device_cache.MARGIN", 0.01)
     model = tmp_path / "model"
     model.mkdir()
     Run(engine, random.Random(seed), model).run(25)

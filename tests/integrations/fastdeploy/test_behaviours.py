@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvactors.errors import ConfigError, NoRoom
-from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from kvactors.integrations.fastdeploy.statistics import WINDOW
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 

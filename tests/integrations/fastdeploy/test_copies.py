@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvactors.errors import LayoutError
 from kvactors.integrations.fastdeploy import PrefixCacheManager
-from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from kvactors.storage import backends
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.tier_cache import SlotMemory
@@ -208,7 +208,7 @@ def test_host_memory_is_allocated_once_for_all_layers(pool, monkeypatch, cpu, st
         allocated.append(size)
         return mmap.mmap(-1, size)
 
-    monkeypatch.setattr("kvactors.tier_cache.slot_memory.new_memory", counted)
+    monkeypatch.setattr("kvactors.tier_cache.slots.new_memory", counted)
     tensors = tensors_of(3)
     options = {"staging_slots": 2} if stored else None
     backend = "file" if stored else None

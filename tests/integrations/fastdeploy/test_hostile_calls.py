@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvactors.errors import CacheClosed, ConfigError, DeviceError, LayoutError, NoRoom
 from kvactors.integrations.fastdeploy import PrefixCacheManager
-from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Position, Request, make_config
 from tests.integrations.fastdeploy.oracle import ModelMemory
 

@@ -201,7 +201,7 @@ def test_media_are_not_read_from_a_store_of_tokens(engine, service):
 
 
 def test_blocks_that_an_sdk_may_still_write_are_not_given_out(engine, service, monkeypatch):
-    monkeypatch.setattr("kvactors.integrations.fastdeploy.direct_storage.MARGIN", 0.05)
+    monkeypatch.setattr("kvactors.integrations.fastdeploy.device_cache.MARGIN", 0.05)
     options = {"attention_store": {"sdk": SDK}, "storage": {"timeout_s": 0.05}}
     one = engine(backend="attention_store", options=options, gpu=4)
     one.serve("a", A)

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvactors.device.numa import bound_node
+from kvactors.device.arena import bound_node
 from kvactors.errors import ConfigError
-from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE
 from tests.integrations.fastdeploy.conftest import memory_of_gpu
 from tests.integrations.fastdeploy.oracle import ModelMemory

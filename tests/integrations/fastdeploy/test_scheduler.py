@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from kvactors.storage import backends
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.conftest import RESERVE

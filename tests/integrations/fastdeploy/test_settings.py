@@ -11,10 +11,8 @@ from kvactors.integrations.fastdeploy import (
     PrefixCacheManager,
     tensors_by_rank,
 )
-from kvactors.integrations.fastdeploy.lower_tiers import host_slots
-from kvactors.integrations.fastdeploy.settings import read_settings
-from kvactors.integrations.fastdeploy.tensor_names import CacheKvsLayout
-from kvactors.integrations.fastdeploy.weights import WeightsVersion
+from kvactors.integrations.fastdeploy.lower_tiers import CacheKvsLayout, host_slots
+from kvactors.integrations.fastdeploy.settings import WeightsVersion, read_settings
 from kvactors.layout import MLALayout
 from kvactors.sdk_settings import complete
 from tests.integrations.fastdeploy.config import make_config

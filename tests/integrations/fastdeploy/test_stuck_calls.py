@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 
 from kvactors.errors import ConfigError, DeviceError
-from kvactors.integrations.fastdeploy import direct_storage
+from kvactors.integrations.fastdeploy import device_cache
 from kvactors.integrations.fastdeploy.engine_signals import CLEARED, CLEARING
-from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
 from kvactors.testing import attentionstore_sdk as stand_in
 from tests.integrations.fastdeploy.config import Request
@@ -32,7 +32,7 @@ A, B = list(range(8)), list(range(100, 108))
 @pytest.fixture
 def held(service, monkeypatch):
     """Calls of the SDK take an item from this queue once `hold` is set to it."""
-    monkeypatch.setattr("kvactors.tier_cache.loop_thread.CLOSING", 0.05)
+    monkeypatch.setattr("kvactors.tier_cache.copies.CLOSING", 0.05)
     queue: SimpleQueue[None] = SimpleQueue()
     yield queue
     stand_in.service().hold = None
@@ -48,7 +48,7 @@ def as_storage(engine: Any, gpu: int = 4) -> Any:
 @contextmanager
 def impatient() -> Iterator[None]:
     """Calls are late here after 0.1 s. They have LIMIT themselves, on a busy machine too."""
-    with mock.patch.object(direct_storage, "MARGIN", 0.1 - LIMIT):
+    with mock.patch.object(device_cache, "MARGIN", 0.1 - LIMIT):
         yield
 
 

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from kvactors.errors import DeadlineExceeded, DeviceError
-from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.test_scheduler import faults as faults  # a fixture
 
@@ -190,7 +190,7 @@ def test_writes_of_two_threads_take_turns(engine, pool, monkeypatch):
 
 def test_a_store_that_hangs_does_not_keep_requests(engine, faults, monkeypatch):
     """FastDeploy waits for a write without limit."""
-    monkeypatch.setattr("kvactors.integrations.fastdeploy.finish_writes.MARGIN", 0.05)
+    monkeypatch.setattr("kvactors.integrations.fastdeploy.lower_tiers.MARGIN", 0.05)
     one = engine(gpu=4, file=True, options={"storage": {"timeout_s": 0.05}})
 
     async def hang(self):

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from kvactors.integrations.fastdeploy.engine_signals import CLEARED, CLEARING, NORMAL, UPDATING
-from kvactors.integrations.fastdeploy.finish_writes import FinishWrites
-from kvactors.integrations.fastdeploy.rank_copies import RankCopies
+from kvactors.integrations.fastdeploy.lower_tiers import FinishWrites, RankCopies
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.test_launch import process as process  # a fixture
 from tests.integrations.fastdeploy.test_pools import shared as shared  # a fixture

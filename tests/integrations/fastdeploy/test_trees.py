@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvactors.errors import ConfigError, NoRoom
-from kvactors.integrations.fastdeploy.block_index import BlockIndex, IndexedBlock
-from kvactors.integrations.fastdeploy.device_blocks import DeviceBlocks
+from kvactors.integrations.fastdeploy.requests import BlockIndex, DeviceBlocks, IndexedBlock
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 
 A = list(range(12))

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvactors.errors import ConfigError, SinkError
-from kvactors.integrations.fastdeploy import weights
-from kvactors.integrations.fastdeploy.index_reports import IndexReports
-from kvactors.integrations.fastdeploy.weights import WeightsVersion
+from kvactors.integrations.fastdeploy import settings as fastdeploy_settings
+from kvactors.integrations.fastdeploy.device_cache import IndexReports
+from kvactors.integrations.fastdeploy.settings import WeightsVersion
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 
 A = list(range(8))
@@ -26,7 +26,7 @@ class Model:
         self.load(1)
 
     def load(self, step: int) -> None:
-        """New weights."""
+        """New settings."""
         self.file.write_text(f"version: RL-STEP{step:02}-20260101-x\n", "utf-8")
 
 
@@ -37,7 +37,7 @@ def model(tmp_path):
 
 @pytest.mark.parametrize("cpu", [0, 4])
 def test_blocks_of_earlier_weights_are_not_found_in_fastdeploys_order(engine, model, cpu):
-    """It pauses and resets, loads new weights, and serves. There is no second reset."""
+    """It pauses and resets, loads new settings, and serves. There is no second reset."""
     one = engine(gpu=4, cpu=cpu, file=True, model=str(model.file.parent))
     one.serve("a", A)
     for step, cached in ((2, 0), (1, 8)):
@@ -103,7 +103,7 @@ def test_no_order_of_resets_and_weights_gives_other_bytes(engine, model, gpu, cp
 
 
 def test_no_request_is_matched_under_weights_without_a_known_version(engine, model):
-    """Under the earlier version it would be given stored blocks of other weights."""
+    """Under the earlier version it would be given stored blocks of other settings."""
     one = engine(gpu=4, file=True, model=str(model.file.parent))
     one.serve("a", A)
     model.file.write_text("unreadable", "utf-8")
@@ -117,7 +117,7 @@ def test_no_request_is_matched_under_weights_without_a_known_version(engine, mod
 
 
 def test_a_file_that_has_not_changed_is_read_once(model, monkeypatch):
-    monkeypatch.setattr(weights, "SETTLED_S", -1.0)
+    monkeypatch.setattr(fastdeploy_settings, "SETTLED_S", -1.0)
     reads = []
     read = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda *args: reads.append(1) or read(*args))
@@ -131,7 +131,7 @@ def test_a_file_that_has_not_changed_is_read_once(model, monkeypatch):
 
 
 def test_a_file_that_is_written_twice_in_a_tick_of_its_clock_is_read_again(model, monkeypatch):
-    monkeypatch.setattr(weights, "SETTLED_S", 3600.0)
+    monkeypatch.setattr(fastdeploy_settings, "SETTLED_S", 3600.0)
     version = WeightsVersion(model.file.parent)
     assert version.now() == "RL-STEP01"
     stat = model.file.stat()

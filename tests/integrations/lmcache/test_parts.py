@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvactors import ConfigError
-from kvactors.device.numa import bound_node
-from kvactors.integrations.lmcache import objects
-from kvactors.integrations.lmcache.key_log import KeyLog
-from kvactors.integrations.lmcache.objects import (
+from kvactors.device.arena import bound_node
+from kvactors.integrations.lmcache import object_store
+from kvactors.integrations.lmcache.catalog import KeyLog
+from kvactors.integrations.lmcache.object_store import (
     ObjectShape,
     is_serialized,
     layout_of,
@@ -101,15 +101,15 @@ def test_a_model_in_a_folder_is_that_of_its_files(
     digests = []
     for weights in ("one", "two", "one"):
         (tmp_path / "model.safetensors").write_text(weights)
-        objects.stored_model.cache_clear()  # as in a new process
+        object_store.stored_model.cache_clear()  # as in a new process
         digests.append(stored_object(key, SHAPE, 4096).digest)
     assert digests[0] == digests[2] != digests[1]
     # a file system that hangs: no later process finds the objects
     hangs = threading.Event()
-    monkeypatch.setattr(objects, "MODEL_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(objects, "model_digest", lambda *_: hangs.wait(60.0))
+    monkeypatch.setattr(object_store, "MODEL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(object_store, "model_digest", lambda *_: hangs.wait(60.0))
     for _ in range(2):
-        objects.stored_model.cache_clear()
+        object_store.stored_model.cache_clear()
         digests.append(stored_object(key, SHAPE, 4096).digest)
     hangs.set()
     assert len(set(digests)) == 4

@@ -12,11 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvactors.integrations.lmcache.catalog import Catalog
-from kvactors.integrations.lmcache.key_log import KeyLog, StoredKey
-from kvactors.integrations.lmcache.objects import Key, ObjectShape
-from kvactors.integrations.lmcache.transfers import Buffer, Task
-from kvactors.integrations.lmcache.worker import Worker
+from kvactors.integrations.lmcache.catalog import Catalog, KeyLog, StoredKey
+from kvactors.integrations.lmcache.object_store import Key, ObjectShape
+from kvactors.integrations.lmcache.transfers import Buffer, Task, Worker
 from kvactors.tier_cache import SlotMemory, StorageTier, open_storage
 from tests.tier_cache.stores import FaultyStore
 

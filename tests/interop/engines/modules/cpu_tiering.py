@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvactors.integrations.vllm.worker import KVActorsWorker
+from kvactors.integrations.vllm.region import KVActorsWorker
 from kvactors.tier_cache import CopyWorker, SlotMemory
 
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import operator
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
+from kvactors.errors import CacheClosed, ConfigError, LayoutError
 from kvactors.tier_cache.answers import CopiesInFlight, Lookup, StoreSlots
 
 MISS, PENDING, HIT = Lookup
@@ -327,3 +336,353 @@ def children_first(blocks: Iterable[HostBlock]) -> list[bytes]:
         start = depths.get(above, 0) + 1
         depths.update((below, start + i) for i, below in enumerate(reversed(path)))
     return sorted(parents, key=lambda key: -depths[key])
+
+
+# -- Memory of host slots: new memory, memory of an engine, or a file that several processes map.
+
+
+PAGE = 4096
+
+KEPT: list[memoryview] = []
+"""Memory that threads may access until the process ends."""
+
+
+class SlotMemory:
+    """Rows of host memory, one slot each.
+
+    A slot has `block_bytes` bytes from the start of its row. Rows are `stride` bytes apart.
+
+    Args:
+        num_slots: number of slots.
+        block_bytes: bytes of a slot.
+        buffer: writable, contiguous memory of `num_slots` rows. None: new memory of this process.
+        stride: bytes from one row to the next. None: `block_bytes` in given memory, else
+            `block_bytes` rounded up to whole pages.
+        numa_node: the NUMA node that the pages come from, None for the system's choice. Pages of
+            given memory that were touched before stay where they are.
+
+    Attributes:
+        address: of the first row.
+        trailer: bytes behind each slot that a store may use.
+        nbytes: bytes from the first row to the end of the last.
+        given: whether the memory belongs to the caller.
+
+    Raises:
+        LayoutError: the memory is read-only, not contiguous or smaller than the rows.
+        ConfigError: the memory cannot be bound to this node.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        block_bytes: int,
+        buffer: Any = None,
+        stride: int | None = None,
+        *,
+        numa_node: int | None = None,
+    ) -> None:
+        num_slots = self.num_slots = _count("num_slots", num_slots)
+        block_bytes = self.block_bytes = _count("block_bytes", block_bytes)
+        stride = None if stride is None else _count("stride", stride)
+        self.given = buffer is not None
+        self._closed = False
+        pages = -(-block_bytes // PAGE) * PAGE
+        self.stride = (block_bytes if self.given else pages) if stride is None else stride
+        if self.stride < block_bytes:
+            raise LayoutError(f"rows of {self.stride} bytes hold no block of {block_bytes} bytes")
+        size = num_slots * self.stride
+        self._view = _flat(new_memory(size) if buffer is None else buffer)
+        needed = size - self.stride + block_bytes
+        if self._view.nbytes < needed:
+            raise LayoutError(
+                f"the memory has {self._view.nbytes} bytes, and {num_slots} rows of "
+                f"{self.stride} bytes need {needed}"
+            )
+        self.trailer = 0 if self.given else self.stride - block_bytes
+        self.nbytes = needed if self.given else size
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
+        if numa_node is not None:
+            self._bind(numa_node)
+
+    def _bind(self, node: int) -> None:
+        from kvactors.device.arena import bind  # imports numpy
+
+        if self.address % PAGE:
+            raise ConfigError(
+                f"numa_node is {node}, and the given memory does not begin at a page of {PAGE} "
+                "bytes"
+            )
+        bind(self.address, self.nbytes, node, "numa_node")
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of one slot, writable.
+
+        Raises:
+            IndexError: the slot does not exist.
+            CacheClosed: the memory is closed.
+        """
+        if self._closed:
+            raise CacheClosed("the memory of the host slots is closed")
+        if not 0 <= slot < self.num_slots:
+            raise IndexError(f"slot {slot} of {self.num_slots}")
+        start = slot * self.stride
+        return self._view[start : start + self.block_bytes]
+
+    def holds(self, address: int) -> bool:
+        """Whether an address is the start of a slot."""
+        offset = address - self.address
+        return 0 <= offset < self.num_slots * self.stride and offset % self.stride == 0
+
+    def hold(self) -> memoryview:
+        """All rows. They stay mapped until the view is released, also after `close`.
+
+        Raises:
+            CacheClosed: the memory is closed.
+        """
+        if self._closed:
+            raise CacheClosed("the memory of the host slots is closed")
+        return self._view[:]
+
+    def keep(self) -> None:
+        """Leave the memory mapped until the process ends, because a thread may still access it."""
+        KEPT.append(self._view)
+
+    def close(self) -> None:
+        """Let go of the memory. New memory is freed with its last view."""
+        self._closed = True
+        view, self._view = self._view, memoryview(b"")
+        if not any(kept is view for kept in KEPT):
+            with suppress(BufferError):  # a caller still has a view
+                view.release()
+
+
+def _count(name: str, value: Any) -> int:
+    """A Python or numpy integer from 1 to the greatest size of a mapping, as int."""
+    try:
+        found = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = 0
+    if not 1 <= found < 1 << 63:
+        raise LayoutError(f"{name} must be a whole number from 1 to 2**63 - 1, not {value!r:.80}")
+    return found
+
+
+def new_memory(size: int) -> mmap.mmap:
+    """Memory of this process. A forked child gets a copy.
+
+    Raises:
+        LayoutError: the system does not give so much.
+    """
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise LayoutError(f"{size} bytes of memory for host slots: {error}") from error
+
+
+def _flat(buffer: Any) -> memoryview:
+    try:
+        view = memoryview(buffer)
+        if not view.contiguous or view.readonly:
+            raise LayoutError("the memory of host slots must be writable and contiguous")
+        return view.cast("B")
+    except TypeError as error:
+        raise LayoutError(
+            f"{type(buffer).__name__} is no memory for host slots: {error}"
+        ) from error
+
+
+def shared_memory(path: str | Path, size: int, *, create: bool) -> mmap.mmap:
+    """Map a file (in /dev/shm, for instance) that several processes share.
+
+    Args:
+        path: of the file.
+        size: bytes.
+        create: make the file, of mode 0600. It must not exist yet. Otherwise it must exist and
+            have at least `size` bytes.
+
+    Raises:
+        OSError: the file cannot be made or opened.
+        LayoutError: the file is smaller than `size`, or `size` is no number of bytes.
+    """
+    size = _count("size", size)
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+    try:
+        if create:
+            os.posix_fallocate(fd, 0, size)
+        elif os.fstat(fd).st_size < size:
+            raise LayoutError(f"{path} has {os.fstat(fd).st_size} bytes, not {size}")
+        return mmap.mmap(fd, size)
+    except BaseException:
+        if create:
+            Path(path).unlink()
+        raise
+    finally:
+        os.close(fd)
+
+
+# -- Which blocks of the host tier are written to storage, and when. Pure state.
+
+
+AHEAD = 8
+"""One of so many host slots is saved ahead of its eviction, with write_back."""
+
+
+class SaveQueue:
+    """Blocks that wait to be written to storage.
+
+    A waiting block is pinned until `release`. One that is evicted before its turn is not written.
+
+    Args:
+        policy: `none`, `write_through` (once stored on the host), `write_through_selective` (once
+            touched `min_hits` times), or `write_back` (ahead of eviction).
+        min_hits: touches before a block is written.
+        tier: the host tier.
+        is_saved: whether storage holds a key.
+        pins: whether waiting blocks are pinned.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        min_hits: int,
+        tier: HostTier,
+        is_saved: Callable[[bytes], bool],
+        pins: bool,
+    ) -> None:
+        self.policy = policy
+        self.ahead = -(-tier.capacity // AHEAD)
+        self._min_hits = min_hits
+        self._tier = tier
+        self._is_saved = is_saved
+        self._pins = pins
+        self._behind = False  # pins were released, and the saves of then have not ended
+        self._waiting: dict[bytes, HostBlock] = {}
+        self._pinned: set[bytes] = set()  # waiting blocks
+        self._failed: set[bytes] = set()  # blocks on the host whose write failed
+        self._writing: set[bytes] = set()
+        self._touches: Counter[bytes] = Counter()
+        self._unscanned = 0  # blocks that came since the last look at the next victims
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def on_stored(self, blocks: Sequence[HostBlock]) -> None:
+        """Blocks came from the device."""
+        self._unscanned += len(blocks)
+        if self.policy == "write_through":
+            self._add(blocks)
+
+    def on_offered(self, keys: Iterable[bytes]) -> None:
+        """The engine would store keys: writes of blocks on the host that failed are tried again."""
+        again = self._failed.intersection(keys) if self.policy == "write_through" else ()
+        self._failed.difference_update(again)
+        self._add([self._tier.blocks[key] for key in again])
+
+    def on_touched(self, keys: Iterable[bytes]) -> None:
+        """Keys were used."""
+        if self.policy != "write_through_selective":
+            return
+        for key in keys:
+            block = self._tier.readable(key)
+            if block is None:
+                continue
+            self._touches[key] += 1
+            if self._touches[key] >= self._min_hits:
+                self._add([block])
+
+    def on_evicted(self, keys: Iterable[bytes]) -> int:
+        """Keys left the host tier. Returns how many of them the policy would have saved."""
+        unsaved = 0
+        for key in keys:
+            queued = self._waiting.pop(key, None) is not None
+            unsaved += queued or self._wants(key)
+            self._failed.discard(key)
+            self._touches.pop(key, None)
+        return unsaved
+
+    def on_ended(self, blocks: Iterable[HostBlock], ok: Iterable[bool]) -> None:
+        """Writes have ended: unpin their blocks."""
+        for block, saved in zip(blocks, ok, strict=False):
+            self._tier.unpin(block)
+            if block.dropped:  # by a reset: another block may have its key
+                continue
+            self._writing.discard(block.hash)
+            if not saved:
+                self._failed.add(block.hash)
+
+    def clear(self) -> None:
+        """Every block left the host tier."""
+        self._unpin()
+        self._waiting.clear()
+        self._failed.clear()
+        self._writing.clear()
+        self._touches.clear()
+
+    def _wants(self, key: bytes) -> bool:
+        """Whether a block is to be saved before it is evicted."""
+        if self.policy == "write_back":
+            return not self._is_saved(key)
+        return key in self._failed and not self._is_saved(key)
+
+    def keeps(self, block: HostBlock) -> bool:
+        """Whether a block that is chosen to be evicted is saved first. It is pinned then."""
+        if self.policy != "write_back" or block.hash in self._failed or not self._pins_now():
+            return False
+        self._add([block])
+        return block.hash in self._pinned
+
+    def _add(self, blocks: Iterable[HostBlock]) -> None:
+        pins = self._pins_now()
+        for block in blocks:
+            key = block.hash
+            if key in self._waiting or key in self._writing or self._is_saved(key):
+                continue
+            self._waiting[key] = block
+            if pins and key not in self._failed:
+                self._tier.pin(block)
+                self._pinned.add(key)
+
+    def _pins_now(self) -> bool:
+        self._behind = self._behind and bool(self._waiting or self._writing)
+        return self._pins and not self._behind
+
+    def release(self) -> bool:
+        """Others have waited for slots for too long: unpin the waiting blocks, and pin none until
+        the saves have caught up. Returns whether a block was pinned."""
+        found = bool(self._pinned)
+        self._unpin()
+        self._behind = True
+        return found
+
+    def _unpin(self) -> None:
+        for key in self._pinned:
+            self._tier.unpin(self._waiting[key])
+        self._pinned.clear()
+
+    def _scan(self) -> None:
+        """Queue the next victims, if enough blocks came and there is little space left."""
+        step = max(1, self.ahead // 4)
+        if self.policy != "write_back" or self._unscanned < step:
+            return
+        if self._tier.capacity - self._tier.resident >= self.ahead:
+            return
+        self._unscanned = 0
+        victims = islice(self._tier.policy.candidates(), self.ahead)
+        self._add([block for block in victims if not block.arriving])
+
+    def take(self, most: int) -> list[HostBlock]:
+        """Blocks to write now, at most so many. They are pinned until `on_ended`."""
+        self._scan()
+        taken: list[HostBlock] = []
+        while self._waiting and len(taken) < most:
+            block = self._waiting.pop(next(iter(self._waiting)))
+            if block.hash not in self._pinned:
+                self._tier.pin(block)
+            self._pinned.discard(block.hash)
+            if self._is_saved(block.hash):
+                self._tier.unpin(block)
+                continue
+            self._writing.add(block.hash)
+            taken.append(block)
+        return taken

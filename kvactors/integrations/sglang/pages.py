@@ -1,0 +1,710 @@
+"""Pages of a device pool of SGLang: their bytes, their numbers, and what identifies them."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvactors.errors import CacheClosed, ConfigError, DeviceError
+from kvactors.tier_cache import CopyWorker, Lookup, StorageResult, StorageTier, TierCache
+
+POOL = "MHATokenToKVPool"
+"""The class of pools whose pages are rows of keys and of values in every layer."""
+LAYOUT = "nhd"
+"""SGLang's name of the layout with the heads of one token side by side."""
+
+
+class DevicePages:
+    """The pages of one device pool.
+
+    Args:
+        pool: SGLang's device pool.
+        page_tokens: tokens of a page.
+
+    Attributes:
+        tensors: row p of each is the share of page p: keys of every layer, then values.
+        num_layers: layers.
+        page_tokens: tokens of a page.
+        page_bytes: bytes of a page.
+
+    Raises:
+        ConfigError: the pool has pages of another form.
+    """
+
+    def __init__(self, pool: Any, page_tokens: int) -> None:
+        self._pool = pool
+        self._check()
+        self.page_tokens = page_tokens
+        self.num_layers = len(pool.k_buffer)
+        self.tensors = [self._rows(buffer) for buffer in (*pool.k_buffer, *pool.v_buffer)]
+        self._sizes = [one.stride(0) * one.element_size() for one in self.tensors]
+        self.page_bytes = sum(self._sizes)
+
+    def _check(self) -> None:
+        kind = type(self._pool).__name__
+        layout = getattr(self._pool, "kv_cache_layout", None)
+        scaled = [
+            name
+            for name in ("k_scale_buffer", "native_k_scale_buffer")
+            if getattr(self._pool, name, None) is not None
+        ]
+        if kind != POOL or layout != LAYOUT or scaled or not self._pool.k_buffer:
+            form = f"{kind}, layout {layout!r}{', with scales' if scaled else ''}"
+            raise ConfigError(
+                f"KVActorsLinker moves pages of {POOL} with the layout {LAYOUT!r}, and this "
+                f"model's device pool is {form}: use KVActorsHiCache"
+            )
+
+    def _rows(self, buffer: Any) -> Any:
+        """A layer's keys or values with one row for each whole page."""
+        pages = buffer.shape[0] // self.page_tokens
+        return buffer[: pages * self.page_tokens].view(pages, -1)
+
+    def numbers(self, indices: Any, count: int) -> list[int]:
+        """The pages that indices of tokens stand for.
+
+        Args:
+            indices: of the tokens of all pages, a tensor.
+            count: pages.
+
+        Raises:
+            ValueError: the indices are not those of so many whole pages.
+        """
+        if indices is None or len(indices) != count * self.page_tokens:
+            found = None if indices is None else len(indices)
+            raise ValueError(f"{found} indices of {count} pages with {self.page_tokens} each")
+        tokens = np.array(indices.tolist(), np.int64).reshape(count, self.page_tokens)
+        starts = tokens[:, 0]
+        whole = (tokens == starts[:, None] + np.arange(self.page_tokens)).all(axis=1)
+        whole &= starts % self.page_tokens == 0
+        if not whole.all():
+            wrong = tokens[int(np.argmin(whole))]
+            raise ValueError(
+                f"indices {wrong[0]} to {wrong[-1]} are not a page of {self.page_tokens}"
+            )
+        return [int(page) for page in starts // self.page_tokens]
+
+    @property
+    def facts(self) -> dict[str, str | int | None]:
+        """The facts that two pools must share for their pages to be interchangeable."""
+        pool = self._pool
+        return {
+            "name": "kv",
+            "kind": type(pool).__name__,
+            "layout": str(pool.kv_cache_layout),
+            "dtype": str(pool.dtype),
+            "store_dtype": str(pool.store_dtype),
+            "page_tokens": self.page_tokens,
+            "regions": ",".join(map(str, self._sizes)),
+            "start_layer": int(pool.start_layer or 0),
+            "head_num": int(pool.head_num),
+            "head_dim": int(pool.head_dim),
+            "v_head_dim": int(pool.v_head_dim),
+        }
+
+
+# -- Pages of a host pool of SGLang: their sizes, their addresses, and what identifies their bytes.
+
+
+class Region(NamedTuple):
+    """Contiguous memory.
+
+    Attributes:
+        address: of its first byte.
+        nbytes: its length.
+    """
+
+    address: int
+    nbytes: int
+
+
+class HostPages:
+    """The pages of one host pool.
+
+    Args:
+        name: SGLang's name of the pool.
+        pool: SGLang's host pool.
+
+    Attributes:
+        name: SGLang's name of the pool.
+        page_tokens: indices of a page.
+        page_bytes: bytes of a page.
+
+    Raises:
+        ConfigError: the pool does not give the addresses of its pages.
+    """
+
+    def __init__(self, name: str, pool: Any) -> None:
+        self.name = name
+        self._pool = pool
+        self.page_tokens = int(pool.page_size)
+        self._sizes = self._sizes_of_page()
+        self.page_bytes = sum(self._sizes)
+
+    def _sizes_of_page(self) -> tuple[int, ...]:
+        import torch
+
+        try:
+            first = self._pool.get_page_buffer_meta(torch.arange(self.page_tokens))
+        except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"SGLang's host pool {self.name!r} ({type(self._pool).__name__}, layout "
+                f"{getattr(self._pool, 'layout', None)!r}) gives no addresses of its pages: {error}"
+            ) from error
+        sizes = () if not first else tuple(int(size) for size in first[1])
+        if not sum(sizes):
+            raise ConfigError(
+                f"SGLang's host pool {self.name!r} ({type(self._pool).__name__}) keeps no bytes"
+            )
+        return sizes
+
+    @property
+    def facts(self) -> dict[str, str | int | None]:
+        """The facts that two pools must share for their pages to be interchangeable."""
+        pool = self._pool
+        optional = ("layer_num", "start_layer", "end_layer", "head_num", "head_dim", "v_head_dim")
+        return {
+            "name": self.name,
+            "kind": type(pool).__name__,
+            "layout": str(getattr(pool, "layout", None)),
+            "format": getattr(pool, "storage_format_tag", None),
+            "dtype": str(getattr(pool, "dtype", None)),
+            "page_tokens": self.page_tokens,
+            "regions": ",".join(str(size) for size in self._sizes),
+            **{name: _number(getattr(pool, name, None)) for name in optional},
+        }
+
+    def is_of(self, pool: Any) -> bool:
+        """Whether `pool` is the one described."""
+        return pool is self._pool
+
+    def regions(self, indices: Any, count: int) -> list[list[Region]]:
+        """The memory of pages, in the order of an object's bytes.
+
+        Args:
+            indices: of the tokens of all pages, a tensor.
+            count: pages.
+
+        Raises:
+            ValueError: there are not as many pages, or SGLang describes them otherwise than at the
+                start.
+        """
+        if indices is None or len(indices) != count * self.page_tokens:
+            found = None if indices is None else len(indices)
+            raise ValueError(
+                f"{found} indices of {count} pages with {self.page_tokens} each ({self.name})"
+            )
+        addresses, sizes = self._pool.get_page_buffer_meta(indices)
+        each = len(self._sizes)
+        if len(addresses) != count * each or tuple(sizes) != self._sizes * count:
+            raise ValueError(f"pages of {self.name} are not those of the start")
+        pairs = [Region(int(a), int(n)) for a, n in zip(addresses, sizes, strict=True)]
+        return [pairs[i * each : (i + 1) * each] for i in range(count)]
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+# -- Loads and stores of an engine's device pages, over a `TierCache`, in the scheduler's thread.
+
+
+WAIT = 600.0
+"""Seconds within which a copy must end. Only a hang takes as long."""
+NOTHING = -1
+"""The number of a batch without loads."""
+
+
+class _Load(NamedTuple):
+    """The pages of one request.
+
+    Attributes:
+        keys: of the pages, pinned.
+        pages: their places on the device.
+        slots: their host slots.
+    """
+
+    keys: Sequence[bytes]
+    pages: Sequence[int]
+    slots: Sequence[int]
+
+
+@dataclass
+class _Batch:
+    """Loads that were started together.
+
+    Attributes:
+        jobs: their copies.
+        keys: their pages.
+        ok: whether every copy was submitted.
+        ended: whether every copy has ended.
+    """
+
+    jobs: list[Hashable]
+    keys: list[Sequence[bytes]]
+    ok: bool = True
+    ended: bool = False
+
+
+@dataclass
+class _Store:
+    """A store.
+
+    Attributes:
+        pages: places on the device, by key, in the order of the path.
+        parents: the key before each on the path.
+        waiting: keys that have no slot yet.
+        keys: of the pages that are copied now.
+        whole: whether no page was refused a slot, and no copy has failed.
+    """
+
+    pages: Mapping[bytes, int]
+    parents: Mapping[bytes, bytes | None]
+    waiting: Sequence[bytes]
+    keys: Sequence[bytes] = ()
+    whole: bool = True
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a page is copied, or waits for a slot."""
+        return bool(self.keys or self.waiting)
+
+
+class PageMoves:
+    """Loads and stores of device pages. All calls come from one thread.
+
+    A page is answered as found when its bytes are in host memory, verified. So a load is a copy
+    from memory, which does not fail while the device works.
+
+    Args:
+        tiers: host slots and storage, open.
+        copies: copies between device pages and the slots of `tiers`.
+        fetch_wait_s: seconds that all calls of `find` in a step wait for pages from storage.
+        stream: gives the handle of the stream of a GPU that a copy comes after, None for pages in
+            host memory.
+    """
+
+    def __init__(
+        self,
+        tiers: TierCache,
+        copies: CopyWorker,
+        fetch_wait_s: float,
+        stream: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._tiers = tiers
+        self._copies = copies
+        self._fetch_wait_s = self._wait_left_s = fetch_wait_s
+        self._stream = stream
+        self._queued: dict[str, _Load] = {}
+        self._batches: dict[int, _Batch] = {}
+        self._failed_loads: set[Hashable] = set()
+        self._next_batch = 0
+        self._stores: dict[Hashable, _Store] = {}  # by job, in the order of the calls
+        self._next_store = 0
+        self._closed = False
+
+    # -- look-up
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Pages from the start that can be loaded, until `end_step`.
+
+        Waits while pages are on their way from storage. Those that arrive later serve later
+        look-ups.
+        """
+        if self._closed:
+            return 0
+        keys = keys[: self._tiers.config.num_slots]
+        until = time.monotonic() + self._wait_left_s
+        while True:
+            self._collect()
+            found, waits = self._look_up(keys)
+            now = time.monotonic()
+            if not waits or now >= until:
+                self._wait_left_s = max(0.0, until - now)
+                return found
+            self._tiers.end_step()  # begins fetches, and pauses
+
+    def _look_up(self, keys: Sequence[bytes]) -> tuple[int, bool]:
+        """Pages from the start that are in host memory, and whether the next one is on its way."""
+        found, waits = 0, False
+        for key in keys:
+            answer = self._tiers.lookup(key)
+            if answer is Lookup.MISS:
+                break
+            waits = waits or answer is Lookup.PENDING
+            found += not waits
+        return found, waits
+
+    # -- loads
+
+    def queue_load(self, request: str, keys: Sequence[bytes], pages: Sequence[int]) -> bool:
+        """Have pages loaded by the next `start_loads`.
+
+        Returns:
+            Whether they will be. If not, nothing has changed.
+        """
+        if self._closed or request in self._queued:
+            return False
+        try:
+            slots = self._tiers.prepare_load(keys)
+        except ValueError:  # a page was evicted after its look-up
+            return False
+        self._queued[request] = _Load(keys, pages, slots)
+        return True
+
+    def cancel_load(self, request: str) -> bool:
+        """Forget a queued load. Returns whether there was one."""
+        load = self._queued.pop(request, None)
+        if load is not None:
+            self._tiers.complete_load(load.keys)
+        return load is not None
+
+    def start_loads(self) -> int:
+        """Begin the queued loads. Returns the number of their batch, `NOTHING` without any."""
+        if not self._queued:
+            return NOTHING
+        number, self._next_batch = self._next_batch, self._next_batch + 1
+        loads, self._queued = self._queued, {}
+        batch = _Batch([], [load.keys for load in loads.values()])
+        for request, load in loads.items():
+            job = ("load", number, request)
+            try:
+                self._copies.submit_load(job, load.pages, load.slots, stream=self._stream())
+                batch.jobs.append(job)
+            except (DeviceError, CacheClosed, ValueError):
+                batch.ok = False
+        self._batches[number] = batch
+        return number
+
+    def wait_for_batch(self, number: int) -> None:
+        """Return when the copies of a batch have ended.
+
+        Raises:
+            DeviceError: a copy hangs. The engine would compute with a page that is not there.
+        """
+        batch = self._batches.get(number)
+        if batch is not None and not batch.ended:
+            if not self._copies.wait(batch.jobs, WAIT):
+                raise DeviceError(f"a copy has not ended in {WAIT} s")
+            batch.ended = True
+
+    def finish_loads(self, number: int) -> bool:
+        """Wait for a batch and let go of its pages. Returns whether all of them were loaded."""
+        self.wait_for_batch(number)
+        self._collect()
+        batch = self._batches.pop(number, None)
+        if batch is None:
+            return True
+        for keys in batch.keys:
+            self._tiers.complete_load(keys)
+        failed = self._failed_loads.intersection(batch.jobs)
+        self._failed_loads -= failed
+        return batch.ok and not failed
+
+    # -- stores
+
+    def queue_store(self, keys: Sequence[bytes], pages: Sequence[int]) -> bool:
+        """Copy device pages to the host tier. Pages without a slot wait for one: SGLang keeps them
+        until `stored` counts the store.
+
+        Returns:
+            Whether a store has begun, which `stored` counts when it has ended.
+        """
+        if self._closed:
+            return False
+        job, self._next_store = ("store", self._next_store), self._next_store + 1
+        parents = dict(zip(keys, [None, *keys[:-1]], strict=True))
+        store = _Store(dict(zip(keys, pages, strict=True)), parents, keys)
+        self._go_on(job, store)
+        if not (store.in_flight or store.whole):
+            return False
+        self._stores[job] = store
+        return True
+
+    def _go_on(self, job: Hashable, store: _Store) -> None:
+        """Copy the pages of a store that get slots now."""
+        parents = [store.parents[key] for key in store.waiting]
+        found = self._tiers.prepare_store(store.waiting, parents)
+        store.keys, store.waiting = found.keys, found.waiting
+        store.whole = store.whole and not found.refused
+        if not found.keys:
+            return
+        pages = [store.pages[key] for key in found.keys]
+        try:
+            self._copies.submit_store(job, pages, found.slots, stream=self._stream())
+        except (DeviceError, CacheClosed, ValueError):
+            self._tiers.complete_store(found.keys, success=False)
+            store.keys = store.waiting = ()
+            store.whole = False
+
+    def stored(self) -> int:
+        """Stores that have ended, up to the oldest that has not."""
+        self._collect()
+        return next(
+            (i for i, store in enumerate(self._stores.values()) if store.in_flight),
+            len(self._stores),
+        )
+
+    def take_stored(self) -> bool:
+        """Forget the oldest store, which has ended. Returns whether all of its pages were stored.
+
+        Raises:
+            LookupError: none has ended.
+        """
+        if not self.stored():
+            raise LookupError("no store has ended")
+        return self._stores.pop(next(iter(self._stores))).whole
+
+    # -- the rest
+
+    def end_step(self) -> None:
+        """A step of the scheduler has ended: pages that `find` counted may be evicted, and stores
+        that wait for slots go on."""
+        self._wait_left_s = self._fetch_wait_s
+        if self._closed:
+            return
+        self._collect()
+        self._tiers.end_step()
+        for job, store in self._stores.items():
+            if store.waiting and not store.keys:
+                self._go_on(job, store)
+
+    def _collect(self) -> None:
+        for ended in self._copies.get_finished():
+            if ended.stored:
+                store = self._stores[ended.job]
+                self._tiers.complete_store(store.keys, success=not ended.error)
+                store.whole, store.keys = store.whole and not ended.error, ()
+            elif ended.error:
+                self._failed_loads.add(ended.job)
+
+    def reset(self) -> None:
+        """End all moves and forget the pages of the host tier. Stored objects stay."""
+        self._end_moves()
+        if not self._closed:
+            self._tiers.reset()
+
+    def _end_moves(self) -> None:
+        """Wait for every copy, and let go of its pages.
+
+        Raises:
+            DeviceError: a copy hangs. The engine would reuse its pages.
+        """
+        for request in list(self._queued):
+            self.cancel_load(request)
+        for number in list(self._batches):
+            self.finish_loads(number)
+        for store in self._stores.values():
+            store.waiting = ()
+        if not self._copies.wait(self._stores, WAIT):
+            raise DeviceError(f"a copy has not ended in {WAIT} s")
+        self._collect()
+        self._stores.clear()
+
+    def close(self) -> None:
+        """End all moves and close the tiers, any number of times."""
+        if not self._closed:
+            self._end_moves()
+            self._closed = True
+            self._copies.shutdown()
+            self._tiers.shutdown()
+
+
+# -- Storage of one pool's pages, for threads that wait.
+
+
+BUFFER_BYTES = 32 << 20
+"""Bytes of a buffer, at least one page."""
+AT_ONCE = 2
+"""Buffers that a call fills or empties while the store works on another one."""
+KEPT = 4
+"""Buffers kept for later calls."""
+
+
+class _StoreBatch(NamedTuple):
+    """Pages in a buffer, in flight.
+
+    Attributes:
+        pages: their indices in the call.
+        buffer: their bytes, one page after another.
+        done: the result of the job.
+    """
+
+    pages: Sequence[int]
+    buffer: np.ndarray
+    done: Future[StorageResult]
+
+
+class PageStore:
+    """Saves and loads pages, each within a deadline.
+
+    The store never reads or writes the engine's memory. Pages are copied to and from buffers by the
+    calling thread, so that a call to the disk that outlives its deadline finds no page that the
+    engine has given to another request.
+
+    Args:
+        tier: the store, open.
+        page_bytes: bytes of a page.
+        timeout: seconds that a call of `load` or `save` may take.
+    """
+
+    def __init__(self, tier: StorageTier, page_bytes: int, timeout: float) -> None:
+        self._tier = tier
+        self._page_bytes = page_bytes
+        self._timeout = timeout
+        self._batch_pages = max(1, BUFFER_BYTES // page_bytes)
+        self._buffers: deque[np.ndarray] = deque()
+        self._jobs = count()
+
+    @property
+    def trouble(self) -> str:
+        """Why the store gets no work now, empty if it does."""
+        return self._tier.trouble
+
+    def look_up(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each page can be read. A store that lists its objects answers from memory, any
+        other one is asked."""
+        found = [self._tier.contains(key) for key in keys]
+        unknown = [i for i, known in enumerate(found) if not known]
+        if self._tier.lists or not unknown or self._tier.trouble:
+            return found
+        with suppress(CacheClosed, TimeoutError):
+            asked = self._tier.submit_lookup(next(self._jobs), [keys[i] for i in unknown])
+            for i, known in zip(unknown, asked.result(self._timeout).ok, strict=True):
+                found[i] = known
+        self._tier.poll()  # results are taken from the jobs
+        return found
+
+    def load(self, keys: Sequence[bytes], pages: Sequence[Sequence[Region]]) -> list[bool]:
+        """Read pages into the engine's memory.
+
+        Args:
+            keys: of the pages.
+            pages: the memory of each. That of a page that failed is unchanged.
+
+        Returns:
+            Whether each page was read. After a failure the pages of later buffers are not.
+        """
+        ok = [False] * len(keys)
+        tier = self._tier
+        wanted = [i for i, key in enumerate(keys) if not tier.lists or tier.contains(key)]
+        self._move(wanted, keys, pages, ok, save=False)
+        return ok
+
+    def save(self, keys: Sequence[bytes], pages: Sequence[Sequence[Region]]) -> list[bool]:
+        """Write pages from the engine's memory. Returns whether the store has each now."""
+        ok = [self._tier.contains(key) for key in keys]
+        wanted = [i for i, found in enumerate(ok) if not found]
+        self._move(wanted, keys, pages, ok, save=True)
+        return ok
+
+    def _move(
+        self,
+        wanted: Sequence[int],
+        keys: Sequence[bytes],
+        pages: Sequence[Sequence[Region]],
+        ok: list[bool],
+        *,
+        save: bool,
+    ) -> None:
+        """Fill in `ok` for the wanted pages."""
+        until = time.monotonic() + self._timeout
+        in_flight: deque[_StoreBatch] = deque()
+        for first in range(0, len(wanted), self._batch_pages):
+            if len(in_flight) == AT_ONCE and not self._finish(in_flight, pages, ok, until, save):
+                return
+            if self._tier.trouble or time.monotonic() >= until:
+                break
+            batch = wanted[first : first + self._batch_pages]
+            in_flight.append(self._begin(batch, keys, pages, save))
+        while in_flight and self._finish(in_flight, pages, ok, until, save):
+            pass
+
+    def _begin(
+        self,
+        wanted: Sequence[int],
+        keys: Sequence[bytes],
+        pages: Sequence[Sequence[Region]],
+        save: bool,
+    ) -> _StoreBatch:
+        buffer = self._take_buffer()
+        if save:
+            self._copy(buffer, [pages[i] for i in wanted], range(len(wanted)), to_buffer=True)
+        size, whole = self._page_bytes, buffer.data
+        views = [whole[i * size : (i + 1) * size] for i in range(len(wanted))]
+        submit = self._tier.submit_store if save else self._tier.submit_load
+        try:
+            done = submit(next(self._jobs), [keys[i] for i in wanted], views)
+        except CacheClosed:
+            done = Future()
+            done.cancel()
+        return _StoreBatch(wanted, buffer, done)
+
+    def _finish(
+        self,
+        in_flight: deque[_StoreBatch],
+        pages: Sequence[Sequence[Region]],
+        ok: list[bool],
+        until: float,
+        save: bool,
+    ) -> bool:
+        """Wait for the oldest batch. Returns whether the call goes on."""
+        batch = in_flight.popleft()
+        self._tier.poll()  # results are taken from the jobs
+        if batch.done.cancelled():
+            return False
+        try:
+            result = batch.done.result(max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            return False  # the job keeps its buffer
+        self._tier.poll()
+        good = [i for i, found in enumerate(result.ok) if found]
+        if not save:
+            self._copy(batch.buffer, [pages[batch.pages[i]] for i in good], good, to_buffer=False)
+        for i in good:
+            ok[batch.pages[i]] = True
+        if len(self._buffers) < KEPT:
+            self._buffers.append(batch.buffer)
+        return save or len(good) == len(result.ok)
+
+    def _take_buffer(self) -> np.ndarray:
+        try:
+            return self._buffers.pop()
+        except IndexError:
+            return np.empty(self._batch_pages * self._page_bytes, np.uint8)
+
+    def _copy(
+        self,
+        buffer: np.ndarray,
+        pages: Sequence[Sequence[Region]],
+        places: Sequence[int],
+        *,
+        to_buffer: bool,
+    ) -> None:
+        """Copy pages to or from their places in a buffer. `memmove` lets other threads run."""
+        for place, regions in zip(places, pages, strict=True):
+            at = buffer.ctypes.data + place * self._page_bytes
+            for region in regions:
+                if to_buffer:
+                    ctypes.memmove(at, region.address, region.nbytes)
+                else:
+                    ctypes.memmove(region.address, at, region.nbytes)
+                at += region.nbytes
+
+    def clear(self) -> None:
+        """Forget every page, and delete the stored objects."""
+        self._tier.clear()
+
+    def close(self, limit: float) -> None:
+        """Close the store. Later calls answer that there is nothing."""
+        self._tier.close(limit)
+        self._tier.poll()

@@ -1,0 +1,767 @@
+"""The objects that a store is known to hold, by name."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from kvactors.errors import CacheClosed, ConfigError, StoreError
+from kvactors.identity import StoreIdentity
+from kvactors.tier_cache.answers import Lookup
+from kvactors.tier_cache.checks import checked_key, checked_keys, checked_limit, checked_views
+from kvactors.tier_cache.settings import TierConfig, checked_config
+
+if TYPE_CHECKING:
+    from kvactors.mooncake_config import MooncakeConfig
+    from kvactors.storage.slot_store import SlotStore
+    from kvactors.tier_cache.copies import LoopThread, Service
+    from kvactors.tier_cache.slots import SlotMemory
+    from kvactors.tier_cache.storage_loop import JobEnd, StorageLoop
+
+KNOWN = 65_536
+"""Objects at most that are known to be in a store that lists none. Beyond that the oldest is
+forgotten, and the store is asked again."""
+
+
+class KnownObjects:
+    """Names of the objects between two clears, and the keys of those that this process has used.
+
+    The store's event loop adds names, any thread looks and removes, each by one operation on a
+    dict. A clear puts a new `KnownObjects` in the place of this one, so a job of before the clear
+    adds its names to one that no thread asks any more.
+
+    Args:
+        names: of the objects that the store lists.
+        lists: whether the store lists its objects, so that the names are complete.
+    """
+
+    def __init__(self, names: Iterable[bytes] = (), *, lists: bool = True) -> None:
+        self.lists = lists
+        self._names = dict.fromkeys(names)
+        self._keys: dict[bytes, bytes] = {}
+        self._added: deque[bytes] = deque()  # the loop's, of a store that lists none
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @property
+    def keys_kept(self) -> int:
+        """Names whose keys are kept."""
+        return len(self._keys)
+
+    def names(self) -> Iterable[bytes]:
+        """The names of the objects that are known to be there now."""
+        return self._names.copy()
+
+    def remove(self, names: Iterable[bytes]) -> list[bytes]:
+        """Objects are erased. Returns the keys of those that this process has used."""
+        gone = []
+        for name in names:
+            self._names.pop(name, None)
+            key = self._keys.pop(name, None)
+            if key is not None:
+                gone.append(key)
+        return gone
+
+    def holds(self, name: bytes, key: bytes) -> bool:
+        """Whether an object is known to be there."""
+        if name not in self._names:
+            return False
+        self._keys[name] = key
+        return True
+
+    def ended(self, job: StorageJob, ok: Sequence[bool], removed: Sequence[bytes]) -> list[bytes]:
+        """A job has ended. Called on the event loop.
+
+        Args:
+            job: the job.
+            ok: one bool a key.
+            removed: names that left the store.
+
+        Returns:
+            The keys that left the store, as far as this process has used them.
+        """
+        found = job.kind == "store" or (job.kind == "lookup" and not self.lists)
+        for name, key, good in zip(job.names, job.keys, ok, strict=True):
+            if good and found:
+                self._add(name)
+            elif not (good or self.lists or job.kind == "store"):
+                self._names.pop(name, None)  # it could not be read, and may be gone
+            if name in self._names:
+                self._keys[name] = key
+        while len(self._added) > KNOWN:
+            self.remove([self._added.popleft()])
+        return self.remove(removed)
+
+    def _add(self, name: bytes) -> None:
+        if not self.lists and name not in self._names:
+            self._added.append(name)
+        self._names[name] = None
+
+
+# -- Memory of one object: a view, or several that follow one another (a scatter list).
+
+
+ObjectViews: TypeAlias = "memoryview | Sequence[memoryview]"
+"""A contiguous view of bytes, or several views, in the order of the object's bytes."""
+
+
+class ObjectMemory:
+    """The memory of one object as one contiguous view.
+
+    Args:
+        region: where the object's bytes are.
+        block_bytes: bytes of an object.
+        writable: whether the memory will be written.
+
+    Attributes:
+        view: contiguous bytes. Of a scatter list it is a copy, or new memory if `writable`.
+
+    Raises:
+        ValueError: the region has another size, is not contiguous, or cannot be written.
+    """
+
+    def __init__(self, region: ObjectViews, block_bytes: int, *, writable: bool) -> None:
+        parts = [region] if isinstance(region, memoryview) else list(region)
+        self._parts = [_flat(part, writable) for part in parts]
+        size = sum(part.nbytes for part in self._parts)
+        if size != block_bytes:
+            raise ValueError(f"memory of {size} bytes for an object of {block_bytes}")
+        if len(self._parts) == 1:
+            self.view = self._parts[0]
+        else:
+            self.view = memoryview(bytearray(block_bytes))
+            if not writable:
+                self._copy(to_parts=False)
+
+    def scatter(self) -> None:
+        """The object's bytes are in `view`: copy them to the views of a scatter list."""
+        if len(self._parts) > 1:
+            self._copy(to_parts=True)
+
+    def _copy(self, *, to_parts: bool) -> None:
+        start = 0
+        for part in self._parts:
+            whole = self.view[start : start + part.nbytes]
+            if to_parts:
+                part[:] = whole
+            else:
+                whole[:] = part
+            start += part.nbytes
+
+
+def _flat(part: object, writable: bool) -> memoryview:
+    view = memoryview(part)  # type: ignore[arg-type]
+    if not view.contiguous or (writable and view.readonly):
+        raise ValueError("the memory of an object must be contiguous, and writable for a load")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+# -- Jobs of a storage tier, and their results.
+
+
+JobKind = Literal["store", "load", "lookup"]
+
+
+class StorageResult(NamedTuple):
+    """The end of a job.
+
+    Attributes:
+        job: the name that the caller gave it.
+        kind: whether it was a store, a load or a look-up.
+        keys: of the job.
+        ok: one bool a key: stored now or before, loaded and verified, or found.
+        removed: keys that left the store during the job, of this job or others, as far as this
+            process has used them.
+        nbytes: bytes of the keys that are ok. 0 for a look-up.
+        seconds: from the submission to the end.
+    """
+
+    job: Hashable
+    kind: JobKind
+    keys: tuple[bytes, ...]
+    ok: tuple[bool, ...]
+    removed: tuple[bytes, ...]
+    nbytes: int
+    seconds: float
+
+    @property
+    def saved(self) -> bool:
+        """Whether it was a store."""
+        return self.kind == "store"
+
+
+class StorageJob:
+    """A batch for the store.
+
+    Attributes:
+        name: the caller's.
+        kind: whether objects are written, read, or looked up.
+        keys: the caller's keys.
+        names: of the objects, 32 bytes each.
+        regions: memory of each object. Empty for a look-up.
+        known: the objects known at the submission. A clear has put others in their place.
+        began: time of the submission.
+        deadline: keys that were not begun by then fail.
+        done: receives the result when the job has ended.
+    """
+
+    __slots__ = (
+        "began",
+        "deadline",
+        "done",
+        "keys",
+        "kind",
+        "known",
+        "name",
+        "names",
+        "regions",
+    )
+
+    def __init__(
+        self,
+        name: Hashable,
+        *,
+        kind: JobKind,
+        keys: Sequence[bytes],
+        names: Sequence[bytes],
+        regions: Sequence[ObjectViews],
+        known: KnownObjects,
+        began: float,
+        timeout: float,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.keys = tuple(keys)
+        self.names = tuple(names)
+        self.regions = tuple(regions)
+        self.known = known
+        self.began = began
+        self.deadline = began + timeout
+        self.done: Future[StorageResult] = Future()
+        self.done.set_running_or_notify_cancel()  # the caller cannot cancel it
+
+
+# -- Storage addressed by keys, from any thread.
+
+
+CLOSING = 3.0
+"""Seconds beyond its limit that `close` may take."""
+
+
+def fail_unseen(found: Sequence[StorageJob], jobs: dict[StorageJob, Any], ended: JobEnd) -> None:
+    """Fail jobs that a loop took between its last turn and its end, each once: `close` and the
+    thread that submits may both find one."""
+    for job in found:
+        if jobs.pop(job, job) is None:
+            ended(job, [False] * len(job.keys), [])
+
+
+class StorageTier:
+    """Keeps objects of `block_bytes` bytes under keys of any length.
+
+    `contains`, `submit_store`, `submit_load`, `submit_lookup` and `poll` return at once and may be
+    called in any thread. The memory of a job belongs to the job until its result.
+
+    Args:
+        make: makes the back end. Called by `open`, in the thread that runs the store.
+        digest: the identity that all objects share, 32 bytes. It is part of every object's name.
+        block_bytes: bytes of an object.
+        timeout: seconds a job may take. Keys that were not begun by then fail.
+        event_fd: whether `fd` becomes readable when there are results.
+        memory: where the objects of jobs are, for stores that register it. None if it is unknown.
+        clock: the time of the jobs' deadlines.
+
+    Attributes:
+        known: the objects that it is known to hold since the last clear.
+        beside: other services that run on the same event loop, before `open`.
+        results: ended jobs that `poll` has not returned.
+        fd: file descriptor for `select`, None without `event_fd`. Read its 8 bytes before `poll`.
+        stuck: whether a call to the store still ran when `close` returned. The memory of its job
+            must then stay mapped.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], SlotStore],
+        digest: bytes,
+        block_bytes: int,
+        timeout: float = 10.0,
+        *,
+        event_fd: bool = False,
+        memory: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.block_bytes = block_bytes
+        self.timeout = timeout
+        self.clock = clock
+        self.results: deque[StorageResult] = deque()
+        self.fd: int | None = None
+        self.stuck = False
+        self._make = make
+        self._digest = digest
+        self._event_fd = event_fd
+        self._memory = memory
+        self.beside: list[Service] = []
+        self.known = KnownObjects()
+        self._jobs: dict[StorageJob, Any] = {}  # in flight
+        self._closed = False
+        self._thread: LoopThread | None = None
+        self._loop: StorageLoop | None = None
+
+    # -- opening and closing
+
+    def open(self, limit: float = 60.0) -> None:
+        """Start the thread, open the store and list its objects.
+
+        Raises:
+            StoreError: the store cannot be used, or was not open after `limit` seconds.
+        """
+        limit = checked_limit("limit", limit)
+        from kvactors.threads import end_at_exit
+
+        if self._closed or self._thread is not None:
+            raise StoreError("a storage tier is opened once")
+        thread = self._thread = self._make_thread()
+        try:
+            thread.open(limit)
+        except BaseException:
+            self.close(0.0)
+            raise
+        self.take_in_names()
+        if self._event_fd:
+            self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        end_at_exit(self)
+
+    def _make_thread(self) -> LoopThread:
+        from kvactors.tier_cache.copies import LoopThread
+
+        return LoopThread([self.make_loop(), *self.beside])
+
+    def make_loop(self) -> StorageLoop:
+        """The part that runs on the event loop."""
+        from kvactors.tier_cache.storage_loop import StorageLoop
+
+        self._loop = StorageLoop(
+            self._make,
+            self.timeout,
+            self._ended,
+            lambda: self.known,
+            memory=self._memory,
+            clock=self.clock,
+        )
+        return self._loop
+
+    def take_in_names(self) -> None:
+        """The store is open: learn which objects it holds."""
+        assert self._loop is not None
+        self.known = self._loop.known
+
+    def close(self, limit: float = 5.0) -> None:
+        """Let the jobs in flight end, for `limit` seconds at most, then close the store. Jobs that
+        did not begin by then fail."""
+        limit = checked_limit("limit", limit)
+        thread, self._thread, self._closed = self._thread, None, True
+        if thread is None:
+            return
+        thread.close(limit)
+        fail_unseen([] if thread.alive else list(self._jobs), self._jobs, self._ended)
+        store = None if self._loop is None else self._loop.store
+        self.stuck = thread.alive or (store is not None and store.stuck)
+        fd, self.fd = self.fd, None
+        if fd is not None and not thread.alive:
+            os.close(fd)
+
+    def end(self, limit: float) -> None:
+        """The interpreter exits. See `threads.Ending`."""
+        self.close(max(0.0, limit - CLOSING))
+
+    def abandon(self) -> None:
+        """The process has forked: its child has neither the thread nor the jobs."""
+        self._closed, self._thread = True, None
+        self._jobs.clear()
+
+    def call(self, work: Callable[..., object], *args: object) -> bool:
+        """Run `work(*args)` on the event loop. Returns False if there is none (any more)."""
+        thread = self._thread
+        return not self._closed and thread is not None and thread.call(work, *args)
+
+    # -- calls of any thread
+
+    def name_of(self, key: bytes) -> bytes:
+        """The 32-byte name of a key's object. ValueError for a key that is no bytes, or empty."""
+        if type(key) is not bytes or not key:
+            key = checked_key(key)
+        return sha256(self._digest + key).digest()
+
+    def contains(self, key: bytes) -> bool:
+        """Whether the store holds a key, as far as is known now. Of a store that lists none, those
+        are the keys that this process has stored or looked up."""
+        return self.known.holds(self.name_of(key), key)
+
+    @property
+    def lists(self) -> bool:
+        """Whether the store lists its objects, so that `contains` is exact. If not, `submit_lookup`
+        asks it."""
+        return self.known.lists
+
+    def submit_store(
+        self, job: Hashable, keys: Sequence[bytes], views: Sequence[ObjectViews]
+    ) -> Future[StorageResult]:
+        """Save memory under keys.
+
+        Args:
+            job: a name for the result.
+            keys: of the objects.
+            views: the memory of each: a view of `block_bytes` bytes, or a list of views with as
+                many together. A region of another size is a failure of its key.
+
+        Returns:
+            The end of the job, for a caller that waits for it. `poll` returns it as well.
+
+        Raises:
+            ValueError: there are not as many views as keys, or a key is no bytes.
+            CacheClosed: the tier is not open.
+        """
+        return self._submit(job, "store", keys, views)
+
+    def submit_load(
+        self, job: Hashable, keys: Sequence[bytes], views: Sequence[ObjectViews]
+    ) -> Future[StorageResult]:
+        """Read objects into memory, and verify them. The arguments are those of `submit_store`.
+        The contents of memory whose key failed are undefined."""
+        return self._submit(job, "load", keys, views)
+
+    def submit_lookup(self, job: Hashable, keys: Sequence[bytes]) -> Future[StorageResult]:
+        """Find out which keys the store holds. One that lists its objects answers from memory, any
+        other is asked, and `contains` is true for the keys that it found.
+
+        Args:
+            job: a name for the result.
+            keys: of the objects.
+
+        Returns:
+            The end of the job. See `submit_store`.
+
+        Raises:
+            CacheClosed: the tier is not open.
+        """
+        return self._submit(job, "lookup", keys, ())
+
+    def _submit(
+        self, name: Hashable, kind: JobKind, keys: Sequence[bytes], views: Sequence[ObjectViews]
+    ) -> Future[StorageResult]:
+        keys = checked_keys(keys)
+        if kind != "lookup":
+            views = checked_views(views, len(keys))
+        loop, thread = self._loop, self._thread
+        if self._closed or loop is None or thread is None:
+            raise CacheClosed("the storage tier is not open")
+        job = StorageJob(
+            name,
+            kind=kind,
+            keys=keys,
+            names=[self.name_of(key) for key in keys],
+            regions=views,
+            known=self.known,
+            began=self.clock(),
+            timeout=self.timeout,
+        )
+        self._jobs[job] = None
+        if not thread.call(loop.accept, job):  # the loop has ended
+            fail_unseen([job], self._jobs, self._ended)
+        return job.done
+
+    def poll(self) -> list[StorageResult]:
+        """The jobs that have ended since the last call, in the order of their ends."""
+        found = []
+        with suppress(IndexError):  # other threads poll too
+            while True:
+                found.append(self.results.popleft())
+        return found
+
+    def drain(self, limit: float) -> bool:
+        """Wait for the jobs in flight, at most `limit` seconds. Returns whether all have ended."""
+        limit = checked_limit("limit", limit)
+        return not wait([job.done for job in list(self._jobs)], limit).not_done
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs that have not ended."""
+        return len(self._jobs)
+
+    @property
+    def objects(self) -> int:
+        """Objects that can be read."""
+        return len(self.known)
+
+    @property
+    def trouble(self) -> str:
+        """Why no object can be loaded now, empty if objects can be."""
+        if any(job.began < self.clock() - self.timeout - 1.0 for job in list(self._jobs)):
+            return "a call to the store does not return"
+        return "" if self._loop is None else self._loop.trouble
+
+    @property
+    def failing(self) -> tuple[str, ...]:
+        """Kinds of calls that do not work, with reasons and remedies."""
+        return () if self._loop is None else self._loop.failing
+
+    @property
+    def condition(self) -> str:
+        """See `Backend.condition`."""
+        return "" if self._loop is None else self._loop.condition
+
+    def clear(self) -> list[bytes]:
+        """Delete every object. Jobs that were submitted before bring none back.
+
+        The objects are out of reach at once, and deleted in the background: until `clearing` is
+        false a crash may leave some to be found by the next process.
+
+        Returns:
+            The keys that were stored, as far as this process has used them.
+        """
+        before, self.known = self.known, KnownObjects(lists=self.known.lists)
+        if self._loop is not None:
+            self.call(self._loop.clear)
+        return before.remove(before.names())
+
+    @property
+    def clearing(self) -> bool:
+        """Whether a clear has not ended."""
+        loop = self._loop
+        if loop is None or self._closed:
+            return False
+        return loop.known is not self.known or loop.clearing > 0
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Forget objects. They are erased in the background, before jobs that are submitted later.
+
+        Objects that a job writes at this moment stay: remove them when the job has ended.
+        """
+        self._remove([self.name_of(key) for key in checked_keys(keys)])
+
+    def retain(self, keys: Iterable[bytes]) -> int:
+        """Remove every object whose key is not in `keys`. Returns the number of removed objects."""
+        wanted = {self.name_of(key) for key in checked_keys(keys)}
+        others = [name for name in self.known.names() if name not in wanted]
+        self._remove(others)
+        return len(others)
+
+    def _remove(self, names: Sequence[bytes]) -> None:
+        self.known.remove(names)
+        if names and self._loop is not None:
+            self.call(self._loop.remove, names)
+
+    # -- the store's thread
+
+    def _ended(self, job: StorageJob, ok: Sequence[bool], gone: Sequence[bytes]) -> None:
+        nbytes = 0 if job.kind == "lookup" else sum(ok) * self.block_bytes
+        moved = tuple(ok), tuple(gone), nbytes, self.clock() - job.began
+        result = StorageResult(job.name, job.kind, job.keys, *moved)
+        self.results.append(result)
+        self._jobs.pop(job, None)
+        job.done.set_result(result)
+        if self.fd is not None:
+            os.eventfd_write(self.fd, 1)
+
+
+# -- Storage tiers from settings.
+
+
+OWN = {
+    "write_policy",
+    "min_hits",
+    "on_full",
+    "on_full_wait_s",
+    "slot_timeout_s",
+    "open_timeout_s",
+    "close_timeout_s",
+}
+"""Settings of `TierStorage` that a back end does not need."""
+
+
+def make_storage(
+    config: TierConfig,
+    *,
+    event_fd: bool = False,
+    memory: SlotMemory | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    environ: Mapping[str, str] | None = None,
+) -> StorageTier:
+    """The storage tier of a config. `StorageTier.open` opens it.
+
+    Args:
+        config: checked settings.
+        event_fd: see `open_storage`.
+        memory: the host slots, which a pool over RDMA registers.
+        clock: of time-outs, in seconds.
+        environ: variables that complete the settings of a pool, the process's if None.
+
+    Raises:
+        ConfigError: the config names no back end, or one that cannot be made.
+    """
+    storage = config.storage
+    if storage.backend == "none":
+        raise ConfigError("storage.backend is needed: file, memory, or package.module:Class")
+    identity = StoreIdentity(
+        config.model, storage.namespace, config.fingerprint, storage.rank, storage.ranks
+    )
+
+    variables = os.environ if environ is None else environ
+    is_pool = storage.backend == "mooncake"
+    if is_pool:
+        _mooncake(
+            storage.mooncake, variables
+        )  # a wrong setting is found here, not in the store's thread
+
+    def make() -> SlotStore:
+        from kvactors.config_tables import StorageConfig
+        from kvactors.mooncake_config import MooncakeConfig
+        from kvactors.storage.backends import make_backend
+
+        fields = msgspec.structs.asdict(storage)
+        fields["mooncake"] = _mooncake(storage.mooncake, variables) if is_pool else MooncakeConfig()
+        settings = StorageConfig(
+            **{name: value for name, value in fields.items() if name not in OWN}, keep_tokens=False
+        )
+        made = make_backend(settings, config.model, config.fingerprint, config.block_bytes)
+        if made is None:
+            raise ConfigError(f"storage.backend {storage.backend!r} makes no store")
+        return made
+
+    return StorageTier(
+        make,
+        identity.digest,
+        config.block_bytes,
+        storage.timeout_s,
+        event_fd=event_fd,
+        memory=memory if is_pool else None,
+        clock=clock,
+    )
+
+
+def _mooncake(table: Mapping[str, Any], environ: Mapping[str, str]) -> MooncakeConfig:
+    """Settings of a pool, completed from MOONCAKE_CONFIG_PATH and MOONCAKE_* variables.
+
+    Raises:
+        ConfigError: one is unknown, malformed or missing.
+    """
+    from kvactors.mooncake_config import MooncakeConfig, resolve
+
+    try:
+        config = msgspec.convert(table, MooncakeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"storage.mooncake: {error}") from error
+    found = resolve(config, environ)
+    found.check()
+    return found
+
+
+def whole(memory: Any) -> SlotMemory:
+    """All of an engine's memory as one slot."""
+    from kvactors.tier_cache.slots import SlotMemory
+
+    return SlotMemory(1, memoryview(memory).nbytes, memory)
+
+
+def open_storage(
+    config: TierConfig | Mapping[str, Any], *, event_fd: bool = False, memory: Any = None
+) -> StorageTier:
+    """Open storage for an engine that has host memory and its bookkeeping already.
+
+    Args:
+        config: settings. `num_slots`, `policy`, `events` and `storage.write_policy` are not used.
+        event_fd: whether `StorageTier.fd` becomes readable when there are results.
+        memory: the engine's memory that the views of all jobs are in. A Mooncake pool over RDMA
+            registers it.
+
+    Raises:
+        ConfigError: a setting is unknown, malformed or out of range.
+        StoreError: the store cannot be used (an OSError).
+    """
+    checked = checked_config(config)
+    known = None if memory is None else whole(memory)
+    tier = make_storage(checked, event_fd=event_fd, memory=known)
+    tier.open(checked.storage.open_timeout_s)
+    return tier
+
+
+# -- Keys that a store is asked about, because it does not list what it holds. Pure state.
+
+
+ABSENT = 1.0
+"""Seconds for which the answer that a store lacks a key is used again."""
+
+KEYS = 65_536
+"""Answers kept at most. Beyond that the oldest is forgotten."""
+
+
+class StoreQueries:
+    """Look-ups of a store that several nodes share, or that keeps no list of its objects.
+
+    A key is PENDING while the store is asked. An answer that does not come is a MISS.
+
+    Args:
+        timeout: seconds that an answer may take.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._queued: dict[bytes, None] = {}
+        self._asked: dict[bytes, float] = {}  # in flight, and when they were submitted
+        self._absent: dict[bytes, float] = {}  # up to when the answer is used
+
+    def __len__(self) -> int:
+        return len(self._queued) + len(self._asked)
+
+    def is_queued(self, key: bytes) -> bool:
+        """Whether a key waits to be asked about."""
+        return key in self._queued
+
+    def lookup(self, key: bytes, now: float) -> Lookup:
+        """Where a key is that is not known to be stored."""
+        if key in self._queued:
+            return Lookup.PENDING
+        asked = self._asked.get(key)
+        if asked is not None:
+            return Lookup.PENDING if now - asked < self._timeout + 1.0 else Lookup.MISS
+        if now < self._absent.get(key, now):
+            return Lookup.MISS
+        self._queued[key] = None
+        return Lookup.PENDING
+
+    def take(self, now: float) -> list[bytes]:
+        """The keys to ask about now, in the order of their look-ups."""
+        keys = list(self._queued)
+        self._queued.clear()
+        self._asked.update(dict.fromkeys(keys, now))
+        return keys
+
+    def answered(self, keys: Sequence[bytes], found: Iterable[bool], now: float) -> None:
+        """The store has answered."""
+        for key, present in zip(keys, found, strict=True):
+            self._asked.pop(key, None)
+            self._absent.pop(key, None)
+            if not present:
+                self._absent[key] = now + ABSENT
+        while len(self._absent) > KEYS:
+            del self._absent[next(iter(self._absent))]
+
+    def stored(self, keys: Iterable[bytes]) -> None:
+        """Keys were written."""
+        for key in keys:
+            self._absent.pop(key, None)
+
+    def clear(self) -> None:
+        """Every object was removed."""
+        self._queued.clear()
+        self._absent.clear()
