@@ -16,7 +16,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
     sys.path.insert(0, str(Path(__file__).parent))
     try:
-        from catalogue import MUTATIONS, list_of
+        from catalogue import BUGS, list_of
     finally:
         sys.path.pop(0)
-    return markdown.replace(MARK, list_of(MUTATIONS))
+    return markdown.replace(MARK, list_of(BUGS))

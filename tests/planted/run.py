@@ -1,14 +1,13 @@
-"""Plants each mutation alone in a copy of the tree and runs the tests that must notice it.
+"""Plants each bug alone in a copy of the tree and runs the tests that must notice it.
 
     python tests/planted/run.py [--only NAME ...] [--jobs 2] [--json OUT] [--markdown OUT] [--list]
 
-Exit 0 if every mutation was caught and the same tests pass on the unmutated copy, else 1.
+Exit 0 if every bug was caught and the same tests pass on the unchanged copy, else 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib.util
 import json
 import os
@@ -22,20 +21,17 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from catalogue import MUTATIONS, list_of
-from mutation import Mutation
+from catalogue import BUGS, ROOT, Bug, Stale, list_of, planted
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-ROOT = Path(__file__).resolve().parents[2]
 TREE = ("kvactors", "tests", "docs", "scenarios", "native/cuda", "pyproject.toml", "README.md")
 LIMIT = 200.0
-"""Seconds for a mutation's tests, enough to detect a hang."""
+"""Seconds for a bug's tests, enough to detect a hang."""
 
 TEST_LIMIT = 60
 """Seconds for one of them (pytest-timeout)."""
@@ -46,10 +42,6 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ 
 """
 """`sitecustomize` of a copy: an editable install would redirect imports to the tree that was
 copied."""
-
-
-class Stale(Exception):
-    """A mutation that does not fit the code any more."""
 
 
 class Verdict(NamedTuple):
@@ -63,44 +55,6 @@ class Verdict(NamedTuple):
     seconds: float
     failing: tuple[str, ...]
     output: str
-
-
-@cache
-def dumped(source: str) -> str:
-    """The syntax tree of a source, as text. Many mutations are about the same file."""
-    return ast.dump(ast.parse(source))
-
-
-def planted(mutation: Mutation, source: str) -> str:
-    """The source with the mutation in it. Stale if its old text does not occur exactly once, or
-    nothing but words changes."""
-    count = source.count(mutation.old)
-    if count != 1:
-        raise Stale(
-            f"{mutation.name} is stale: its old text occurs {count} times in "
-            f"{mutation.file}, not once"
-        )
-    mutated = source.replace(mutation.old, mutation.new)
-    try:
-        same = ast.dump(ast.parse(mutated)) == dumped(source)
-    except SyntaxError as error:
-        raise Stale(
-            f"{mutation.name} is stale: {mutation.file} is no Python with it ({error})"
-        ) from error
-    if same:
-        raise Stale(f"{mutation.name} changes nothing in {mutation.file}")
-    return mutated
-
-
-def file_of(mutation: Mutation, tree: Path = ROOT) -> Path:
-    """The file that a mutation changes, in a tree."""
-    inside = tree if mutation.file.startswith("tests/") else tree / "kvactors"
-    return inside / mutation.file
-
-
-def source_of(mutation: Mutation, tree: Path = ROOT) -> str:
-    """The text of the file that a mutation is about."""
-    return file_of(mutation, tree).read_text("utf-8")
 
 
 def copy_tree(to: Path) -> Path:
@@ -192,9 +146,10 @@ def verdict_of(code: int | None, output: str, seconds: float) -> Verdict:
 
 
 @contextmanager
-def mutated(tree: Path, mutation: Mutation, text: str) -> Iterator[None]:
-    """The mutation in a copy while the block runs. text: the mutated file."""
-    file, source = file_of(mutation, tree), source_of(mutation, tree)
+def changed(tree: Path, file: Path, text: str) -> Iterator[None]:
+    """Another text of a file, in a copy, while the block runs."""
+    file = tree / file.relative_to(ROOT)
+    source = file.read_text("utf-8")
     file.write_text(text, "utf-8")
     try:
         yield
@@ -202,11 +157,9 @@ def mutated(tree: Path, mutation: Mutation, text: str) -> Iterator[None]:
         file.write_text(source, "utf-8")
 
 
-def try_all(
-    mutations: Sequence[Mutation], jobs: int, console: Console
-) -> tuple[list[str], list[Verdict]]:
-    """Which catchers fail without any mutation (they prove nothing, and are left out), and how each
-    mutation does under the others."""
+def try_all(bugs: Sequence[Bug], jobs: int, console: Console) -> tuple[list[str], list[Verdict]]:
+    """Which catchers fail without any bug (they prove nothing, and are left out), and how each
+    bug does under the others."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         free = [copy_tree(Path(folder) / f"tree-{i}") for i in range(jobs)]
         broken: list[str] = []
@@ -219,13 +172,11 @@ def try_all(
                 console.print(verdict.output[-3000:], markup=False)
                 broken.extend(verdict.failing or [verdict.how])
 
-        def one(mutation: Mutation, text: str) -> Verdict:
+        def one(bug: Bug, change: tuple[Path, str]) -> Verdict:
             tree = free.pop()
-            with mutated(tree, mutation, text):
+            with changed(tree, *change):
                 options = ["-x", *(f"--deselect={test}" for test in broken if "::" in test)]
-                verdict = run_tests(tree, mutation.catchers, options, LIMIT)._replace(
-                    name=mutation.name
-                )
+                verdict = run_tests(tree, bug.tests, options, LIMIT)._replace(name=bug.name)
             free.append(tree)
             console.print(
                 f"{verdict.name}: {verdict.how} {verdict.by} ({verdict.seconds:.1f} s)",
@@ -234,42 +185,39 @@ def try_all(
             return verdict
 
         # In this thread: `ast.parse` of Python 3.11 fails now and then in several threads at once.
-        texts = [planted(mutation, source_of(mutation)) for mutation in mutations]
-        catchers = [
-            *dict.fromkeys(catcher for mutation in mutations for catcher in mutation.catchers)
-        ]
+        changes = [planted(bug) for bug in bugs]
+        catchers = [*dict.fromkeys(catcher for bug in bugs for catcher in bug.tests)]
         with ThreadPoolExecutor(jobs) as threads:
             list(threads.map(clean, [part for i in range(jobs) if (part := catchers[i::jobs])]))
-            verdicts = list(threads.map(one, mutations, texts))
+            verdicts = list(threads.map(one, bugs, changes))
     return broken, verdicts
 
 
-def markdown_of(mutations: Sequence[Mutation], verdicts: Sequence[Verdict]) -> str:
+def markdown_of(bugs: Sequence[Bug], verdicts: Sequence[Verdict]) -> str:
     """For a page."""
-    rows = ["| mutation | in | breaks | caught by | s |", "|---|---|---|---|---|"]
-    for mutation, verdict in zip(mutations, verdicts, strict=True):
+    rows = ["| bug | in | breaks | caught by | s |", "|---|---|---|---|---|"]
+    for bug, verdict in zip(bugs, verdicts, strict=True):
         by = (
             f"`{verdict.by}`{' (hang)' if verdict.how == 'hang' else ''}"
             if verdict.caught
             else f"nothing: {verdict.how}"
         )
         rows.append(
-            f"| {mutation.name} | `{mutation.file}` | {mutation.breaks} | {by} | "
-            f"{verdict.seconds:.1f} |"
+            f"| {bug.name} | `{bug.symbol}` | {bug.breaks} | {by} | {verdict.seconds:.1f} |"
         )
     return "\n".join(rows) + "\n"
 
 
-def table_of(mutations: Sequence[Mutation], verdicts: Sequence[Verdict]) -> Table:
+def table_of(bugs: Sequence[Bug], verdicts: Sequence[Verdict]) -> Table:
     """For people."""
-    table = Table("mutation", "breaks", Column("caught by", overflow="fold"), "s")
-    for mutation, verdict in zip(mutations, verdicts, strict=True):
+    table = Table("bug", "breaks", Column("caught by", overflow="fold"), "s")
+    for bug, verdict in zip(bugs, verdicts, strict=True):
         by = (
             f"{verdict.by}{' (hang)' if verdict.how == 'hang' else ''}"
             if verdict.caught
             else f"NOT CAUGHT: {verdict.how}"
         )
-        table.add_row(mutation.name, mutation.breaks, escape(by), f"{verdict.seconds:.1f}")
+        table.add_row(bug.name, bug.breaks, escape(by), f"{verdict.seconds:.1f}")
     return table
 
 
@@ -278,27 +226,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--only", action="append", metavar="NAME", choices=[m.name for m in MUTATIONS]
-    )
+    parser.add_argument("--only", action="append", metavar="NAME", choices=[m.name for m in BUGS])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--markdown", type=Path, metavar="OUT")
     parser.add_argument("--list", action="store_true", help="print a table of the bugs and end")
     chosen = parser.parse_args(arguments)
-    mutations = [m for m in MUTATIONS if not chosen.only or m.name in chosen.only]
+    bugs = [m for m in BUGS if not chosen.only or m.name in chosen.only]
     if chosen.list:
-        print(list_of(mutations), end="")
+        print(list_of(bugs), end="")
         return 0
     console = Console(width=None if sys.stdout.isatty() else 200)
     try:
-        for mutation in mutations:
-            planted(mutation, source_of(mutation))
+        for bug in bugs:
+            planted(bug)
     except Stale as error:
         console.print(str(error), markup=False)
         return 1
-    broken, verdicts = try_all(mutations, max(1, min(chosen.jobs, len(mutations))), console)
-    console.print(table_of(mutations, verdicts))
+    broken, verdicts = try_all(bugs, max(1, min(chosen.jobs, len(bugs))), console)
+    console.print(table_of(bugs, verdicts))
     caught = sum(verdict.caught for verdict in verdicts)
     clean = f"fails {len(broken)} of" if broken else "passes"
     console.print(
@@ -306,25 +252,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         markup=False,
     )
     for test in broken:
-        console.print(f"fails without any mutation, and was left out: {test}", markup=False)
+        console.print(f"fails without any bug, and was left out: {test}", markup=False)
     if chosen.json is not None:
         rows = [
             {
                 "name": m.name,
-                "file": m.file,
+                "symbol": m.symbol,
                 "breaks": m.breaks,
                 "caught": v.caught,
                 "how": v.how,
                 "by": v.by,
                 "seconds": v.seconds,
             }
-            for m, v in zip(mutations, verdicts, strict=True)
+            for m, v in zip(bugs, verdicts, strict=True)
         ]
         chosen.json.write_text(
-            json.dumps({"broken": broken, "mutations": rows}, indent=1) + "\n", "utf-8"
+            json.dumps({"broken": broken, "bugs": rows}, indent=1) + "\n", "utf-8"
         )
     if chosen.markdown is not None:
-        chosen.markdown.write_text(markdown_of(mutations, verdicts), "utf-8")
+        chosen.markdown.write_text(markdown_of(bugs, verdicts), "utf-8")
     return 0 if caught == len(verdicts) and not broken else 1
 
 

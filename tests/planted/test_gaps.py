@@ -1,4 +1,4 @@
-"""Tests that the planted bugs asked for: without them one of `bugs_decided.py` went unnoticed."""
+"""Tests that the planted bugs asked for: without them a bug of `bugs/prefix_index.txt` went unnoticed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that the planted bugs asked for, of copies, stores and ranks: without them one of
-`bugs_carried_out.py` went unnoticed."""
+"""Tests that the planted bugs asked for, of copies, stores and ranks: without them a bug of
+`bugs/data_plane.txt` went unnoticed."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import catalogue
 import docs_hook
 import pytest
 import run
-from catalogue import MUTATIONS
-from mutation import Mutation
+from catalogue import BUGS, Bug, Stale, planted
 from rich.console import Console
 
 FEW = ("start_block_off_by_one", "salt_not_in_the_key", "cancelled_get_loses")
@@ -22,11 +22,11 @@ HARMLESS_FOR = (
 )
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_mutation_occurs_once_and_changes_the_code(mutation):
-    run.planted(mutation, run.source_of(mutation))
-    assert mutation.catchers
-    assert [catcher for catcher in mutation.catchers if not is_defined(catcher)] == []
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_bug_occurs_once_and_changes_the_code(bug):
+    planted(bug)
+    assert bug.tests
+    assert [test for test in bug.tests if not is_defined(test)] == []
 
 
 @cache
@@ -61,7 +61,7 @@ def test_a_catcher_that_is_gone_is_found():
     assert is_defined(f"{here}::test_names_are_given_once[of a case]")
     assert is_defined(here)
     assert not is_defined(f"{here}::test_names_were_given_once")
-    assert not is_defined(f"{here}::Mutation")  # imported there
+    assert not is_defined(f"{here}::Bug")  # imported there
     assert not is_defined("tests/planted/test_gone.py")
     assert is_defined("tests/cli/test_terminable.py::TestRunTerminable")
     assert not is_defined("tests/cli/test_terminable.py::TestRunTerminable::test_gone")
@@ -76,15 +76,15 @@ def test_the_cases_of_catchers_exist(request):
     files = {one.partition("::")[0] for one in ids}
     cases = {
         catcher
-        for mutation in MUTATIONS
-        for catcher in mutation.catchers
+        for bug in BUGS
+        for catcher in bug.tests
         if "[" in catcher and catcher.partition("::")[0] in files
     }
     assert sorted(cases - ids) == []
 
 
 def test_names_are_given_once():
-    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 18
+    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 18
 
 
 def test_the_page_gets_every_bug_when_the_site_is_built(capsys):
@@ -93,29 +93,100 @@ def test_the_page_gets_every_bug_when_the_site_is_built(capsys):
     text = (docs / docs_hook.PAGE).read_text("utf-8")
     built = docs_hook.on_page_markdown(text, page, config=None, files=None)
     rows = [line.split(" | ") for line in built.splitlines() if line.startswith("| ")]
-    assert [row[0][2:] for row in rows[1:]] == [mutation.name for mutation in MUTATIONS]
+    assert [row[0][2:] for row in rows[1:]] == [bug.name for bug in BUGS]
     assert all(len(row) == 4 for row in rows)
     hooks = (run.ROOT / "mkdocs.yml").read_text("utf-8")
     assert f"hooks:\n  - tests/planted/{docs_hook.__name__}.py\n" in hooks
-    assert run.main(["--list", "--only", MUTATIONS[0].name]) == 0
-    assert capsys.readouterr().out == run.list_of(MUTATIONS[:1])
+    assert run.main(["--list", "--only", BUGS[0].name]) == 0
+    assert capsys.readouterr().out == run.list_of(BUGS[:1])
     other = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
     assert docs_hook.on_page_markdown(text, other) == text
 
 
+SOURCE = """
+LIMIT = 4
+
+class Store:
+    @property
+    def free(self):
+        return self.size - (
+            self.used  # blocks
+            + self.held
+        )
+
+    def take(self, count):
+        if count > LIMIT:
+            raise ValueError(count)
+        self.used += count
+        self.note(count, at=self.now(),)
+        return self.used
+
+def take(count):
+    return count
+"""
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A package of two modules, whose symbols are searched."""
+    for name, text in {"a/store": SOURCE, "b": "class Store:\n    LIMIT = 4\n"}.items():
+        file = tmp_path / f"kvactors/{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, "utf-8")
+    monkeypatch.setattr(catalogue, "ROOT", tmp_path)
+    catalogue.places.cache_clear()
+    yield tmp_path
+    catalogue.places.cache_clear()
+
+
+def changed(symbol, old, new):
+    """The lines that a bug brings."""
+    file, text = planted(Bug("one", "nothing", symbol, ("tests",), old, new))
+    before = file.read_text("utf-8").splitlines()
+    return [one for one in text.splitlines() if one not in before and one.strip()]
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "why"),
+    ("symbol", "old", "new", "lines"),
     [
-        ("b = 3\n", "b = 4\n", "occurs 0 times"),
-        ("a", "b", "occurs 2 times"),
-        ("a = 1\n", "a = 1  # one\n", "changes nothing"),
-        ("a = 1\n", "a = (\n", "is no Python"),
+        ("LIMIT", "4", "5", ["LIMIT = 5"]),
+        ("Store.free", "return self.size - (self.used + self.held)", "pass", ["        pass"]),
+        (
+            "Store.free",
+            "self.used + self.held",
+            "self.used",
+            ["            self.used"],
+        ),
+        ("Store.take", "note(count, at=self.now())", "note()", ["        self.note()"]),
+        ("Store.take", "if count > LIMIT:\n    raise ValueError(count)", "", []),
+        (
+            "store.Store.take",
+            "    raise ValueError(count)\nself.used += count",
+            "    pass\nif count:\n    return",
+            ["            pass", "        if count:", "            return"],
+        ),
+        ("kvactors/a/store.py", "LIMIT = 4", "LIMIT = 5", ["LIMIT = 5"]),
     ],
 )
-def test_a_mutation_that_does_not_apply_is_stale(old, new, why):
-    mutation = Mutation("one", "types.py", old, new, "nothing", ("tests",))
-    with pytest.raises(run.Stale, match=why):
-        run.planted(mutation, "a = 1\nc = a\n")
+def test_a_bug_is_planted_in_its_symbol(tree, symbol, old, new, lines):
+    assert changed(symbol, old, new) == lines
+
+
+@pytest.mark.parametrize(
+    ("symbol", "old", "new", "why"),
+    [
+        ("Store.take", "self.gone()", "pass", "occurs 0 times in Store.take"),
+        ("Store.gone", "return", "pass", "occurs 0 times in Store.gone"),
+        ("take", "count", "1", "occurs 2 times in take"),
+        ("free", "return", "pass", "occurs 0 times in free"),
+        ("Store.take", "count", "1", "occurs 5 times"),
+        ("Store.take", "return self.used", "return (self.used)  # one", "changes nothing"),
+        ("Store.take", "return self.used", "return (", "is no Python"),
+    ],
+)
+def test_a_bug_that_does_not_apply_is_stale(tree, symbol, old, new, why):
+    with pytest.raises(Stale, match=why):
+        changed(symbol, old, new)
 
 
 FAILED = "FAILED tests/a/test_b.py::test_c[x - y] - assert 1 == 2\n"
@@ -151,19 +222,12 @@ def test_some_are_planted_and_caught(tmp_path, capsys):
     assert "3 of 3 caught" in capsys.readouterr().out
     result = json.loads((tmp_path / "out.json").read_text("utf-8"))
     assert result["broken"] == []
-    assert [one["caught"] for one in result["mutations"]] == [True] * 3
+    assert [one["caught"] for one in result["bugs"]] == [True] * 3
     assert (tmp_path / "out.md").read_text("utf-8").count("\n") == 5
 
 
-def test_a_mutation_that_no_test_notices_is_not_caught():
-    harmless = Mutation(
-        "another_budget",
-        "actor/mailbox_loop.py",
-        "TURN_BUDGET = 64\n",
-        "TURN_BUDGET = 63\n",
-        "nothing",
-        (HARMLESS_FOR,),
-    )
+def test_a_bug_that_no_test_notices_is_not_caught():
+    harmless = Bug("another_budget", "nothing", "TURN_BUDGET", (HARMLESS_FOR,), "64", "63")
     broken, verdicts = run.try_all([harmless], 1, Console(quiet=True))
     assert broken == []
     assert [(verdict.caught, verdict.how) for verdict in verdicts] == [(False, "passes")]
