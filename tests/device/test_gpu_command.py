@@ -9,7 +9,7 @@ import pytest
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
-from kvactors.data_plane.cuda.operations import Lane, StreamEvent, StreamWait
+from kvactors.data_plane.cuda.operations import CopyStream, CudaEvent, StreamWait
 from kvactors.lease_hold import LeaseHold
 from tests.benchmarks import copy_gpu
 from tests.benchmarks.copy_gpu import gpu_rows
@@ -72,7 +72,7 @@ def test_every_check_is_right_on_the_stand_in(fake, capsys, tmp_path, monkeypatc
         ("sleep and wake", (CudaDevice, "check")),
         ("two ranks", (CudaDevice, "check")),
         ("copies without an event loop", (CudaDevice, "check")),
-        ("an engine's stream waits for layers", (Lane, "submit")),
+        ("an engine's stream waits for layers", (CopyStream, "submit")),
     ],
 )
 def test_a_wrong_byte_or_a_failed_copy_is_found(fake, name, broken, monkeypatch):
@@ -95,7 +95,7 @@ def test_a_wrong_byte_or_a_failed_copy_is_found(fake, name, broken, monkeypatch)
     [
         (
             "calls of a lease wait for an engine's stream",
-            (StreamEvent, "query"),
+            (CudaEvent, "query"),
             lambda _: True,
             "commit has not waited",
         ),

@@ -18,7 +18,7 @@ import pytest
 from kvactors import ConfigError
 from kvactors.integrations.sglang import pages as page_store_module
 from kvactors.integrations.sglang.linker import PoolNeed, find_prefixes
-from kvactors.integrations.sglang.pages import HostPages, PageStore, Region
+from kvactors.integrations.sglang.pages import HostPages, PageRegion, PageStore
 from kvactors.integrations.sglang.settings import (
     check_shared,
     is_replicated,
@@ -261,9 +261,10 @@ class Memory:
     def __init__(self, pages: int = 6) -> None:
         self.bytes = np.zeros((2, pages, PAGE // 2), np.uint8)
 
-    def regions(self, wanted: range) -> list[list[Region]]:
+    def regions(self, wanted: range) -> list[list[PageRegion]]:
         return [
-            [Region(part[page].ctypes.data, PAGE // 2) for part in self.bytes] for page in wanted
+            [PageRegion(part[page].ctypes.data, PAGE // 2) for part in self.bytes]
+            for page in wanted
         ]
 
     def fill(self) -> None:

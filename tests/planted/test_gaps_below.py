@@ -14,7 +14,7 @@ from kvactors.data_plane.ranks.connection import MemoryConnection
 from kvactors.data_plane.ranks.entrance import check_leader
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.plane import RanksPlane
-from kvactors.data_plane.ranks.protocol import Answer, Identity, StoreObjects
+from kvactors.data_plane.ranks.protocol import Identity, RankAnswer, StoreObjects
 from kvactors.data_plane.ranks.store import RankStore
 from kvactors.device.arena import Arena
 from kvactors.gpu_swapper.messages import Direction
@@ -169,7 +169,7 @@ class Answers(RankGroup):
     def __init__(self, *answers) -> None:
         super().__init__(RanksConfig(count=len(answers)), SCOPE, 4, 4)
         self.answers = [
-            None if outcomes is None else Answer(1, bytes(outcomes)) for outcomes in answers
+            None if outcomes is None else RankAnswer(1, bytes(outcomes)) for outcomes in answers
         ]
         self.asked = []
 
@@ -228,7 +228,7 @@ def test_requests_to_a_silent_rank_stay_open_until_it_answers():
         assert group.statistics()[0].in_flight == 1
         assert not asked.done()
         assert await group.scatter(lambda op: StoreObjects(op, "clear"), outcomes=1) == [None]
-        theirs.send(Answer(message.op, b""))
+        theirs.send(RankAnswer(message.op, b""))
         assert [answer is None for answer in await asked] == [False]
         assert group.healthy
         theirs.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvactors.data_plane.ranks import protocol
 from kvactors.data_plane.ranks.connection import MemoryConnection, _decoder
 from kvactors.data_plane.ranks.plane import RanksPlane
-from kvactors.data_plane.ranks.protocol import Answer, Frame
+from kvactors.data_plane.ranks.protocol import Frame, RankAnswer
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
@@ -25,7 +25,7 @@ FRAMES = [
     if isinstance(kind, type) and issubclass(kind, Frame) and kind is not Frame
 ]
 ANSWERS = st.builds(
-    Answer,
+    RankAnswer,
     st.integers(0, 4),
     st.binary(max_size=4),
     st.sampled_from([b"", A, B, A + B, b"x" * 31, b"y" * 64]),
@@ -85,12 +85,14 @@ def test_a_deeply_nested_message_ends_the_connection():
 def test_every_message_survives_its_encoding():
     for kind in FRAMES:
         assert kind.__struct_config__.tag == kind.__name__.lower()
-    assert _decoder.decode(msgspec.msgpack.encode(Answer(1, b"\0", A))) == Answer(1, b"\0", A)
+    assert _decoder.decode(msgspec.msgpack.encode(RankAnswer(1, b"\0", A))) == RankAnswer(
+        1, b"\0", A
+    )
 
 
 @pytest.mark.parametrize("count", [-1, (1 << 32) + 1])
 def test_a_count_that_cannot_be_is_no_message(count):
-    sent = msgspec.msgpack.encode(Answer(1, b"\0", without_checksum=count))
+    sent = msgspec.msgpack.encode(RankAnswer(1, b"\0", without_checksum=count))
     with pytest.raises(msgspec.ValidationError):
         _decoder.decode(sent)
 
@@ -118,7 +120,9 @@ def test_random_messages_of_a_rank_harm_only_its_connection(messages):
             for _ in range(3):
                 message = await wires[1].receive()
                 wires[1].send(
-                    Answer(message.op, bytes(2 if isinstance(message, protocol.CopyBlocks) else 1))
+                    RankAnswer(
+                        message.op, bytes(2 if isinstance(message, protocol.CopyBlocks) else 1)
+                    )
                 )
             await come(0, A)
             failed, read, written = await asyncio.gather(*work)

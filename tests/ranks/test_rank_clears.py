@@ -9,7 +9,7 @@ import pytest
 
 import kvactors
 from kvactors.config import HostConfig
-from kvactors.data_plane.ranks.protocol import Answer, StoreObjects
+from kvactors.data_plane.ranks.protocol import RankAnswer, StoreObjects
 from kvactors.data_plane.ranks.store import RankStore
 from kvactors.errors import StoreUnavailable
 from kvactors.storage.messages import Outcome
@@ -22,7 +22,7 @@ async def answer_clear(wire, outcome: int = Outcome.OK) -> int:
     message = await wire.receive()
     assert isinstance(message, StoreObjects)
     assert message.kind == "clear"
-    wire.send(Answer(message.op, bytes([outcome])))
+    wire.send(RankAnswer(message.op, bytes([outcome])))
     return message.generation
 
 
@@ -42,7 +42,7 @@ async def test_ranks_of_different_generations_hold_nothing_until_all_are_cleared
     for wire in wires:
         message = await wire.receive()
         assert message.kind == "write", "it is written after the clear"
-        wire.send(Answer(message.op, bytes([Outcome.OK])))
+        wire.send(RankAnswer(message.op, bytes([Outcome.OK])))
     assert (await writing).outcomes == bytes([Outcome.OK])
     assert not store.clear_pending
     assert store.keys() == [A]

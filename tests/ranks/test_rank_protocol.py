@@ -14,11 +14,11 @@ from kvactors.data_plane.ranks.protocol import (
     FROM_RANK_BYTES,
     UNPROVEN_BYTES,
     VERSION,
-    Answer,
     Arrived,
     Hello,
     Ping,
     Pong,
+    RankAnswer,
     Refused,
     StoreObjects,
     Welcome,
@@ -95,7 +95,7 @@ async def test_another_protocol_version_is_refused_with_both_versions():
 async def test_connections_that_send_nothing_or_something_else_are_closed():
     async with opened() as (group, _, _):
         silent, odd = await connect(ENDPOINT), await connect(ENDPOINT)
-        odd.send(Answer(1))
+        odd.send(RankAnswer(1))
         await asyncio.sleep(20.0)
         assert await odd.receive() is None
         assert await silent.receive() is None
@@ -139,13 +139,13 @@ async def test_a_second_process_of_one_number_replaces_a_first_that_does_not_ans
         group.changed = lambda rank, health: heard.append((rank, health.value))
         asked = asyncio.ensure_future(group.scatter(copy, outcomes=2))
         first = await wires[0].receive()
-        wires[1].send(Answer((await wires[1].receive()).op, bytes(2)))
+        wires[1].send(RankAnswer((await wires[1].receive()).op, bytes(2)))
         await come(0)
         assert isinstance(await wires[0].receive(), Ping)
         assert await wires[0].receive() is None
-        assert await asked == [None, Answer(first.op, bytes(2))]
+        assert await asked == [None, RankAnswer(first.op, bytes(2))]
         assert heard == [(0, "silent"), (0, "away"), (0, "healthy")]
-        wires[0].send(Answer(first.op, bytes(2)))  # on a closed connection
+        wires[0].send(RankAnswer(first.op, bytes(2)))  # on a closed connection
         await settle()
         assert group.healthy
         assert [rank.losses for rank in group.statistics()] == [1, 0]
@@ -164,12 +164,12 @@ async def test_answers_in_any_order():
         ops = sorted([(await wires[0].receive()).op for _ in asked])
         for wire in wires:
             for op in reversed(ops):
-                wire.send(Answer(op, bytes([0, op])))
+                wire.send(RankAnswer(op, bytes([0, op])))
                 await settle()
             wire.send(Arrived(1 << 40, 1))
         answers = [await task for task in asked]
         assert sorted(answers, key=lambda both: both[0].op) == [
-            [Answer(op, bytes([0, op]))] * 2 for op in ops
+            [RankAnswer(op, bytes([0, op]))] * 2 for op in ops
         ]
         assert all(rank.in_flight == 0 and rank.health == "healthy" for rank in group.statistics())
 
@@ -190,7 +190,7 @@ def test_an_answer_that_cannot_be_costs_the_connection_and_no_bytes(answer):
             plane = RanksPlane(group, None, None, store_timeout=1.0)
             run = asyncio.ensure_future(plane.copy_pairs(Direction.TO_DEVICE, [1, 2], [3, 4]))
             for wire, (outcomes, gone) in zip(wires, ((bytes(2), b""), answer), strict=True):
-                wire.send(Answer((await wire.receive()).op, outcomes, gone))
+                wire.send(RankAnswer((await wire.receive()).op, outcomes, gone))
             assert await wires[1].receive() is None
             assert not run.done(), (
                 "the rank may still write: the operation is open until it is back"
@@ -208,7 +208,7 @@ async def test_an_answer_twice_or_to_nothing_costs_the_connection():
     async with opened() as (group, _, wires):
         asked = asyncio.ensure_future(group.scatter(copy, outcomes=2))
         for wire in wires:
-            wire.send(Answer((await wire.receive()).op, bytes(2)))
+            wire.send(RankAnswer((await wire.receive()).op, bytes(2)))
         first, _ = await asked
         wires[0].send(first)
         assert await wires[0].receive() is None
@@ -236,7 +236,7 @@ async def test_copies_count_where_every_rank_made_them():
         for outcomes, failed in ((b"\0\1", (1,)), (b"\1\1", (0, 1)), (bytes(2), ())):
             run = asyncio.ensure_future(plane.copy_pairs(Direction.TO_DEVICE, [1, 2], [3, 4]))
             for wire, sent in zip(wires, (bytes(2), outcomes), strict=True):
-                wire.send(Answer((await wire.receive()).op, sent))
+                wire.send(RankAnswer((await wire.receive()).op, sent))
             assert await run == failed
         assert group.healthy
 
@@ -252,7 +252,7 @@ async def test_layers_count_when_every_rank_has_them_and_never_go_back():
             await settle()
         assert reported == [1, 2, 3, 4]
         for wire, op in zip(wires, ops, strict=True):
-            wire.send(Answer(op, bytes(2)))
+            wire.send(RankAnswer(op, bytes(2)))
             wire.send(Arrived(op, 9))  # too late
         await asked
         await settle()
@@ -266,14 +266,14 @@ async def test_a_rank_is_silent_until_every_pending_answer_has_arrived():
         await settle()
         ops = [(await wires[0].receive()).op for _ in asked]
         for _ in asked:
-            wires[1].send(Answer((await wires[1].receive()).op, bytes(2)))
+            wires[1].send(RankAnswer((await wires[1].receive()).op, bytes(2)))
         await asyncio.sleep(1.0)
         assert [rank.health for rank in group.statistics()] == ["silent", "healthy"]
         assert await group.scatter(copy, outcomes=2) == [None, None]
-        wires[0].send(Answer(ops[0], bytes(2)))
+        wires[0].send(RankAnswer(ops[0], bytes(2)))
         await settle()
         assert not group.healthy
-        wires[0].send(Answer(ops[1], bytes(2)))
+        wires[0].send(RankAnswer(ops[1], bytes(2)))
         await settle()
         assert group.healthy
         answers = [await task for task in asked]
@@ -287,10 +287,10 @@ async def test_a_cancelled_operation_still_waits_for_every_rank():
         asked = asyncio.ensure_future(group.scatter(copy, outcomes=2))
         await settle()
         asked.cancel()
-        wires[0].send(Answer((await wires[0].receive()).op, bytes(2)))
+        wires[0].send(RankAnswer((await wires[0].receive()).op, bytes(2)))
         await asyncio.sleep(5.0)
         assert not asked.done()
-        wires[1].send(Answer((await wires[1].receive()).op, bytes(2)))
+        wires[1].send(RankAnswer((await wires[1].receive()).op, bytes(2)))
         await asyncio.wait((asked,))
         assert asked.cancelled()
         assert group.healthy
@@ -318,9 +318,9 @@ async def test_a_store_of_a_rank_that_is_lost_was_not_available():
     async with opened(A, A) as (group, store, wires):
         reading = asyncio.ensure_future(store.read_slots([A], None, [0], lambda: False))
         assert isinstance(await wires[0].receive(), StoreObjects)
-        wires[0].send(Answer(1 << 40))
+        wires[0].send(RankAnswer(1 << 40))
         message = await wires[1].receive()
-        wires[1].send(Answer(message.op, bytes(1)))
+        wires[1].send(RankAnswer(message.op, bytes(1)))
         await come(0, A)
         assert await reading == (bytes([Outcome.UNAVAILABLE]), [])
         assert store.keys() == [A]

@@ -11,7 +11,7 @@ import pytest
 import kvactors
 from kvactors.config import ActorsConfig, DeviceConfig, HostConfig, LayoutConfig
 from kvactors.data_plane.ranks.connection import MemoryConnection
-from kvactors.data_plane.ranks.protocol import Answer
+from kvactors.data_plane.ranks.protocol import RankAnswer
 from kvactors.ranks_config import RanksConfig
 from kvactors.testing.loop import simulate
 from tests.ranks.simulated import (
@@ -210,7 +210,7 @@ def test_messages_arrive_in_the_order_sent():
     async def main() -> None:
         one, two = MemoryConnection.pair()
         for op in range(20):
-            one.send(Answer(op))
+            one.send(RankAnswer(op))
         assert [(await two.receive()).op for _ in range(20)] == list(range(20))
 
     simulate(main, 1)

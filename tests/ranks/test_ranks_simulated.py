@@ -11,7 +11,7 @@ import pytest
 
 import kvactors
 from kvactors.config import DeviceConfig, HostConfig
-from kvactors.data_plane.ranks.protocol import CopyWithin
+from kvactors.data_plane.ranks.protocol import RankCopyWithin
 from kvactors.data_plane.ranks.store import cannot_copy
 from kvactors.device.base import DeviceBlocks
 from kvactors.ranks_config import RanksConfig
@@ -334,5 +334,5 @@ def test_a_last_block_is_copied_on_every_rank():
 )
 def test_a_rank_refuses_copies_that_overlap_or_are_out_of_range(sources, targets):
     device = DeviceBlocks("host", None, 16)
-    assert cannot_copy(CopyWithin(1, sources, targets), device)
-    assert not cannot_copy(CopyWithin(1, (0, 0), (1, 2)), device)
+    assert cannot_copy(RankCopyWithin(1, sources, targets), device)
+    assert not cannot_copy(RankCopyWithin(1, (0, 0), (1, 2)), device)

@@ -11,7 +11,7 @@ import structlog
 from kvactors import StoreError
 from kvactors.actor.clock import now
 from kvactors.config import ActorsConfig
-from kvactors.data_plane.ranks.protocol import Answer, CopyBlocks, Ping, Pong, StoreObjects
+from kvactors.data_plane.ranks.protocol import CopyBlocks, Ping, Pong, RankAnswer, StoreObjects
 from kvactors.storage.backends.memory import MemoryBackend
 from tests.ranks.manual import A, copy, opened, settle, simulated
 from tests.ranks.simulated import (
@@ -32,7 +32,7 @@ async def store_operation(group, store, wires):
     reading = asyncio.ensure_future(store.read_slots([A], None, [0], lambda: False))
     asked = [await wire.receive() for wire in wires]
     assert all(isinstance(message, StoreObjects) for message in asked)
-    wires[1].send(Answer(asked[1].op, bytes(1)))
+    wires[1].send(RankAnswer(asked[1].op, bytes(1)))
     await settle()
     return reading, asked[0].op
 
@@ -46,7 +46,7 @@ async def copied(group, wires) -> bool:
     for wire in wires:
         message = await wire.receive()
         assert isinstance(message, CopyBlocks)
-        wire.send(Answer(message.op, bytes(2)))
+        wire.send(RankAnswer(message.op, bytes(2)))
     await copying
     return True
 
@@ -61,7 +61,7 @@ async def test_a_rank_whose_store_is_late_is_asked_whether_it_works_and_copies_g
             await settle()
             assert group.healthy
             assert await copied(group, wires)
-        wires[0].send(Answer(op, bytes(1)))
+        wires[0].send(RankAnswer(op, bytes(1)))
         assert (await reading).outcomes == bytes(1)
         await asyncio.sleep(1.0)
         assert group.healthy
@@ -83,7 +83,7 @@ async def test_a_stopped_rank_whose_store_is_late_is_silent_until_it_answers_the
         assert not reading.done()
         await asyncio.sleep(1.0)  # its store is still late, and now it does not answer
         assert not group.healthy
-        wires[0].send(Answer(op, bytes(1)))
+        wires[0].send(RankAnswer(op, bytes(1)))
         await reading
         assert group.healthy
 

@@ -32,7 +32,7 @@ from kvactors.config import (
     RanksConfig,
     StorageConfig,
 )
-from kvactors.data_plane.ranks.protocol import Answer
+from kvactors.data_plane.ranks.protocol import RankAnswer
 from kvactors.data_plane.ranks.store import RankStore
 from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.ledger import Ledger
@@ -108,7 +108,7 @@ class TwoRanks:
         build(1)
         self.open.append(asyncio.get_running_loop().create_future())
         await self.open[-1]
-        return [Answer(1, bytes([Outcome.OK]) * outcomes)] * 2
+        return [RankAnswer(1, bytes([Outcome.OK]) * outcomes)] * 2
 
 
 def test_blocks_being_written_when_the_ranks_were_cleared_are_not_held():

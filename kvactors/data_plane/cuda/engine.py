@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
@@ -18,14 +19,14 @@ from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.data_plane.base import CLOSE_LIMIT, Direction, Progress
 from kvactors.data_plane.cuda.calibrate import Calibration, calibrate
 from kvactors.data_plane.cuda.copies import Copies, LaneCounts, RunTiming, Timing
-from kvactors.data_plane.cuda.device import CudaDevice, copied_within
+from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import FATAL, CudaError
 from kvactors.data_plane.cuda.host_pin import STAGING_BYTES
 from kvactors.data_plane.cuda.operations import (
-    Lane,
+    CopyStream,
+    CudaEvent,
     Op,
     Operations,
-    StreamEvent,
     StreamEvents,
     StreamWait,
 )
@@ -79,7 +80,7 @@ class CudaStatistics(NamedTuple):
 
 
 def statistics_of(
-    lanes: Mapping[Direction, Lane],
+    lanes: Mapping[Direction, CopyStream],
     copies: Copies | None,
     calibration: Calibration,
     broken: str | None,
@@ -164,7 +165,7 @@ class CudaCopyEngine(CopyEngine):
         self._staging_bytes = staging_bytes
         self._limit = limit
         self._undo = ExitStack()
-        self._lanes: dict[Direction, Lane] = {}
+        self._lanes: dict[Direction, CopyStream] = {}
         self._calibration = Calibration()
         self._copies: Copies | None = None
         self._broken: str | None = None
@@ -196,7 +197,7 @@ class CudaCopyEngine(CopyEngine):
                 lanes = {}
                 for direction in (Direction.TO_HOST, Direction.TO_DEVICE):
                     to_device = direction is Direction.TO_DEVICE
-                    lanes[direction] = Lane(
+                    lanes[direction] = CopyStream(
                         copies,
                         self.device,
                         self.arena,
@@ -269,7 +270,7 @@ class CudaCopyEngine(CopyEngine):
         if lane is None or self._broken is not None:
             return tuple(range(len(blocks)))
         if within:
-            return await copied_within(lane, blocks, slots, self._break)
+            return await self._copy_within(lane, blocks, slots)
         loop = asyncio.get_running_loop()
         load = direction is Direction.TO_DEVICE
         groups = self.layer_groups(len(blocks), GROUP) if load else self.layer_groups(1, 1 << 62)
@@ -277,6 +278,19 @@ class CudaCopyEngine(CopyEngine):
         self._operations.start(op, lane)
         good = await wait_uncancelled(op.done)
         return () if good else tuple(range(len(blocks)))
+
+    async def _copy_within(
+        self, lane: CopyStream, sources: Sequence[int], targets: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Copy in a lane's thread, which waits for the GPU for microseconds."""
+        copies = lane.workers.submit(partial(self.device.copy_blocks, sources, targets))
+        try:
+            await wait_uncancelled(asyncio.wrap_future(copies))
+        except Exception as error:
+            if lane.failed(error):
+                self._break(error)
+            return tuple(range(len(sources)))
+        return ()
 
     # -- for engines
 
@@ -310,7 +324,7 @@ class CudaCopyEngine(CopyEngine):
         self._operations.add_wait(wait, lane)
         return wait.done
 
-    def record_event(self, stream: int) -> StreamEvent:
+    def record_event(self, stream: int) -> CudaEvent:
         """See `EngineStreams`."""
         return self._events.record(stream)
 

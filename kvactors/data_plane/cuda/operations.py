@@ -56,7 +56,7 @@ class Op:
         self.ended: asyncio.Future[None] = done.get_loop().create_future()
 
 
-class Lane:
+class CopyStream:
     """A direction's streams with their thread. Made and closed with the device's context current.
     `submit` and `settle` run on that thread, all other methods on the loop. Raises CudaError.
 
@@ -139,7 +139,7 @@ class Lane:
 # -- Events on the CUDA streams of an engine, and waits of these streams for copies.
 
 
-class StreamEvent:
+class CudaEvent:
     """An event on an engine's stream."""
 
     def __init__(self, events: StreamEvents, handle: int) -> None:
@@ -174,7 +174,7 @@ class StreamEvents:
         self._made: list[int] = []
         self._released: list[int] = []
 
-    def record(self, stream: int) -> StreamEvent:
+    def record(self, stream: int) -> CudaEvent:
         """Record an event after all work that a stream has got so far.
 
         Raises:
@@ -193,7 +193,7 @@ class StreamEvents:
         except CudaError as error:
             self._note(error)
             raise
-        return StreamEvent(self, event)
+        return CudaEvent(self, event)
 
     def _take(self) -> int:
         for position, event in enumerate(self._released):
@@ -290,10 +290,10 @@ class Operations:
 
     def __init__(self, device: CudaDevice, broken: Callable[[BaseException], None]) -> None:
         self.device = device
-        self.in_flight: dict[Op, Lane] = {}
+        self.in_flight: dict[Op, CopyStream] = {}
         self._broken = broken
         self._watched: list[Op] = []  # those on a stream
-        self._waits: dict[StreamWait, Lane] = {}
+        self._waits: dict[StreamWait, CopyStream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._pause = FIRST_PAUSE
 
@@ -302,7 +302,7 @@ class Operations:
         """Whether the loop will ask a stream again."""
         return self._timer is not None
 
-    def start(self, op: Op, lane: Lane) -> None:
+    def start(self, op: Op, lane: CopyStream) -> None:
         """Have a lane's thread put an operation on its stream."""
         self.in_flight[op] = lane
         _in_thread(
@@ -316,7 +316,7 @@ class Operations:
             if not op.done.done():
                 op.done.set_result(False)
 
-    def add_wait(self, wait: StreamWait, lane: Lane) -> None:
+    def add_wait(self, wait: StreamWait, lane: CopyStream) -> None:
         """Let an engine's stream wait for operations of a lane that are on its stream, and for
         later ones as soon as they are."""
         self._waits[wait] = lane
@@ -407,7 +407,7 @@ class Operations:
 
 
 def _in_thread(
-    lane: Lane, call: Callable[[], Any], then: Callable[[BaseException | None, Any], None]
+    lane: CopyStream, call: Callable[[], Any], then: Callable[[BaseException | None, Any], None]
 ) -> None:
     """Call in the lane's thread, then on the loop, with the call's error and result."""
     loop = asyncio.get_running_loop()

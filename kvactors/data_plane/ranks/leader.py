@@ -24,22 +24,22 @@ from kvactors.data_plane.ranks.connection import Connection, Listener
 from kvactors.data_plane.ranks.entrance import Entrance, Strangers, lacking
 from kvactors.data_plane.ranks.names import Joins, RankNames
 from kvactors.data_plane.ranks.protocol import (
-    Answer,
     Arrived,
     Frame,
     Identity,
     MoveDevice,
     Names,
     Pong,
+    RankAnswer,
     StoreObjects,
     Welcome,
 )
 from kvactors.data_plane.ranks.state import (
     PAGE_LIMIT,
     Link,
-    Operation,
     Rank,
     RankHealth,
+    RankOperation,
     RankState,
     RankStatistics,
     Silence,
@@ -164,7 +164,7 @@ class RankGroup:
         worst: int = 1,
         partial: bool = False,
         only: int | None = None,
-    ) -> list[Answer | None]:
+    ) -> list[RankAnswer | None]:
         """Send the message that `build` makes for an operation number to every rank. Returns an
         answer for each, None for a rank without one. While a rank is disconnected or silent no
         message is sent, and no rank has an answer. A cancelled call still waits until nothing is in
@@ -179,9 +179,9 @@ class RankGroup:
         op, loop = next(self._ops), asyncio.get_running_loop()
         message = build(op)
         progress = layer_progress(len(self._ranks), arrived)
-        answers: list[asyncio.Future[Answer | None]] = []
+        answers: list[asyncio.Future[RankAnswer | None]] = []
         for rank in self._ranks:
-            operation = Operation(
+            operation = RankOperation(
                 loop.create_future(),
                 progress(rank.number),
                 outcomes,
@@ -280,7 +280,7 @@ class RankGroup:
         while (message := await link.connection.receive()) is not None:
             if rank.link is not link:
                 return "replaced"
-            if isinstance(message, Answer):
+            if isinstance(message, RankAnswer):
                 self._answered(rank, message)
             elif isinstance(message, Arrived):
                 self._arrived(rank, message)
@@ -306,7 +306,7 @@ class RankGroup:
             )
         operation.arrived(message.layers)
 
-    def _answered(self, rank: Rank, message: Answer) -> None:
+    def _answered(self, rank: Rank, message: RankAnswer) -> None:
         operation = rank.open.get(message.op)
         if operation is None:
             if self._closing:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from kvactors.config import Config, StorageConfig
 from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChanged
 from kvactors.data_plane.ranks.leader import RankGroup
-from kvactors.data_plane.ranks.protocol import CopyBlocks, CopyWithin
+from kvactors.data_plane.ranks.protocol import CopyBlocks, RankCopyWithin
 from kvactors.data_plane.ranks.state import RankState, RankStatistics
 from kvactors.data_plane.ranks.store import RanksDeviceStore, RankStore
 from kvactors.device.arena import HostSlots
@@ -82,9 +82,9 @@ class RanksPlane(DataPlane):
         """See `DataPlane`."""
         pairs, to_device = (tuple(blocks), tuple(slots)), direction is Direction.TO_DEVICE
 
-        def build(op: int) -> CopyBlocks | CopyWithin:
+        def build(op: int) -> CopyBlocks | RankCopyWithin:
             if direction is Direction.WITHIN:
-                return CopyWithin(op, *pairs)
+                return RankCopyWithin(op, *pairs)
             return CopyBlocks(op, to_device, *pairs, progress is not None)
 
         answers = await self.group.scatter(build, progress, outcomes=len(blocks))

@@ -146,7 +146,7 @@ class CopyBlocks(Frame, frozen=True):
     layerwise: bool = False
 
 
-class CopyWithin(Frame, frozen=True):
+class RankCopyWithin(Frame, frozen=True):
     """Copy the rank's device block sources[j] to targets[j]. Answered as CopyBlocks."""
 
     op: int
@@ -199,7 +199,7 @@ class Arrived(Frame, frozen=True):
     layers: int
 
 
-class Answer(Frame, frozen=True):
+class RankAnswer(Frame, frozen=True):
     """An operation has ended: the rank does not access its slots and blocks any more.
 
     Attributes:
@@ -229,9 +229,9 @@ AnyFrame = (
     | Ping
     | Pong
     | CopyBlocks
-    | CopyWithin
+    | RankCopyWithin
     | StoreObjects
     | MoveDevice
     | Arrived
-    | Answer
+    | RankAnswer
 )

@@ -13,10 +13,10 @@ from kvactors.data_plane.ranks.protocol import (
     MOST_NAMES,
     PAGE_NAMES,
     WINDOW,
-    Answer,
     Identity,
     Names,
     Ping,
+    RankAnswer,
     SendNames,
 )
 from kvactors.errors import RankError
@@ -143,7 +143,7 @@ class RankHealth(NamedTuple):
     since: float
 
 
-class Operation:
+class RankOperation:
     """An operation in flight on one rank.
 
     Attributes:
@@ -156,7 +156,7 @@ class Operation:
 
     def __init__(
         self,
-        answer: asyncio.Future[Answer | None],
+        answer: asyncio.Future[RankAnswer | None],
         arrived: Callable[[int], None] | None,
         outcomes: int,
         worst: int,
@@ -170,7 +170,7 @@ class Operation:
         self.worst = worst
         self.timer: asyncio.TimerHandle | None = None
 
-    def check(self, answer: Answer) -> None:
+    def check(self, answer: RankAnswer) -> None:
         """Violation unless the answer is one to this operation."""
         if len(answer.outcomes) != self.outcomes:
             raise Violation(f"{len(answer.outcomes)} outcomes for {self.outcomes} pairs or keys")
@@ -179,7 +179,7 @@ class Operation:
         if len(answer.gone) % HASH_BYTES:
             raise Violation(f"{len(answer.gone)} bytes of names")
 
-    def over(self, answer: Answer | None) -> None:
+    def over(self, answer: RankAnswer | None) -> None:
         """The operation has ended; None if it did not succeed."""
         if self.timer is not None:
             self.timer.cancel()
@@ -202,7 +202,7 @@ class Rank:
         self.health = RankState.DISCONNECTED
         self.reason = "has not connected"
         self.since = self.not_before = 0.0
-        self.open: dict[int, Operation] = {}
+        self.open: dict[int, RankOperation] = {}
         self.overdue: set[int] = set()
         self.operations = self.losses = self.silences = self.violations = 0
 

@@ -11,7 +11,7 @@ from kvactors.actor.log import get_logger
 from kvactors.data_plane.local import LocalPlane
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.names import SHARDS, RankNames, in_slices
-from kvactors.data_plane.ranks.protocol import Answer, CopyWithin, MoveDevice, StoreObjects
+from kvactors.data_plane.ranks.protocol import MoveDevice, RankAnswer, RankCopyWithin, StoreObjects
 from kvactors.device.arena import Arena, HostSlots
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import StoreError, StoreUnavailable
@@ -322,7 +322,7 @@ def proved(part: PathPart) -> bool:
     return True
 
 
-def outcomes_of(answer: Answer | None, keys: int) -> bytes:
+def outcomes_of(answer: RankAnswer | None, keys: int) -> bytes:
     """A rank's outcomes, which the group has checked. A rank without an answer was not
     available."""
     return bytes([Outcome.UNAVAILABLE]) * keys if answer is None else answer.outcomes
@@ -360,7 +360,7 @@ def cannot_be(message: MoveDevice, device: DeviceBlocks) -> str:
     return ""
 
 
-def cannot_copy(message: CopyWithin, device: DeviceBlocks) -> str:
+def cannot_copy(message: RankCopyWithin, device: DeviceBlocks) -> str:
     """Why copies within the device are impossible. Empty if they are possible."""
     sources, targets = message.sources, message.targets
     blocks = {*sources, *targets}
@@ -371,7 +371,7 @@ def cannot_copy(message: CopyWithin, device: DeviceBlocks) -> str:
     return ""
 
 
-async def carried_out(direct: DeviceStore | None, message: MoveDevice, rank: int) -> Answer:
+async def carried_out(direct: DeviceStore | None, message: MoveDevice, rank: int) -> RankAnswer:
     """Make a move. The store does not access its blocks after this returns."""
     count, good, failed = len(message.blocks), 0, True
     if direct is not None:
@@ -382,7 +382,7 @@ async def carried_out(direct: DeviceStore | None, message: MoveDevice, rank: int
             failed = direct.unavailable > before
         except Exception as error:
             log.error("device store failed", rank=rank, call=message.kind, error=repr(error))
-    return Answer(
+    return RankAnswer(
         message.op, bytes(good) + bytes([FAILED if failed else NOT_MOVED]) * (count - good)
     )
 
@@ -404,7 +404,7 @@ class StoreOperations:
         self._without_checksum = 0  # misses in earlier answers
         self._new_without_checksum()
 
-    async def answer(self, message: StoreObjects) -> Answer:
+    async def answer(self, message: StoreObjects) -> RankAnswer:
         """Carry an operation out. A failure of the store is an outcome of the answer."""
         store = self._plane.store
         if message.kind in ("begin_paths", "paths"):
@@ -416,7 +416,7 @@ class StoreOperations:
             log.error("clear failed", rank=self._rank, error=str(error))
             count = 1 if message.kind == "clear" else len(keys)
             outcomes, gone = bytes([Outcome.UNAVAILABLE]) * count, []
-        return Answer(
+        return RankAnswer(
             message.op,
             outcomes,
             join_hashes(gone),
@@ -463,14 +463,14 @@ class StoreOperations:
         return bytes(len(keys)), []
 
 
-async def _next_paths(store: CheckedBackend | None, message: StoreObjects) -> Answer:
+async def _next_paths(store: CheckedBackend | None, message: StoreObjects) -> RankAnswer:
     """The next parts of the paths that the objects form; MISS at the end."""
     if store is None:
-        return Answer(message.op, bytes([Outcome.MISS]))
+        return RankAnswer(message.op, bytes([Outcome.MISS]))
     if message.kind == "begin_paths":
         store.begin_paths()
     parts = await store.next_paths(message.most)
-    return Answer(
+    return RankAnswer(
         message.op, bytes([Outcome.MISS if parts is None else Outcome.OK]), paths=tuple(parts or ())
     )
 

@@ -22,16 +22,16 @@ from kvactors.data_plane.ranks.connection import Connection, connect
 from kvactors.data_plane.ranks.entrance import check_leader
 from kvactors.data_plane.ranks.names import pages
 from kvactors.data_plane.ranks.protocol import (
-    Answer,
     AnyFrame,
     Arrived,
     CopyBlocks,
-    CopyWithin,
     Identity,
     MoveDevice,
     Names,
     Ping,
     Pong,
+    RankAnswer,
+    RankCopyWithin,
     Refused,
     SendNames,
     StoreObjects,
@@ -303,7 +303,7 @@ class _Serving:
             direction = Direction.TO_DEVICE if message.to_device else Direction.TO_HOST
             pairs = message.blocks, message.slots
             return self._copy(connection, message.op, direction, *pairs, message.layerwise)
-        if isinstance(message, CopyWithin):
+        if isinstance(message, RankCopyWithin):
             if reason := cannot_copy(message, self.plane.device):
                 raise _Refuse(reason)
             pairs = message.sources, message.targets
@@ -387,7 +387,7 @@ class _Serving:
             failed = tuple(range(len(outcomes)))
         for j in failed:
             outcomes[j] = 1
-        connection.send(Answer(op, bytes(outcomes)))
+        connection.send(RankAnswer(op, bytes(outcomes)))
 
     async def _store(self, connection: Connection, message: StoreObjects) -> None:
         connection.send(await self.store.answer(message))

@@ -15,11 +15,11 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.identity import CacheScope
 from kvactors.integrations.fastdeploy.lower_tiers import LowerTiers
 from kvactors.integrations.fastdeploy.requests import (
-    BlockIndex,
-    DeviceBlocks,
+    EngineBlockIndex,
+    EngineBlocks,
     IndexedBlock,
     RequestRecord,
-    Requests,
+    RequestRecords,
 )
 from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.tier_cache.answers import TierEvent
@@ -309,9 +309,9 @@ class DeviceCache:
     """
 
     def __init__(self, total: int) -> None:
-        self.blocks = DeviceBlocks(total)
-        self.index = BlockIndex()
-        self.requests = Requests(self.blocks, self.index)
+        self.blocks = EngineBlocks(total)
+        self.index = EngineBlockIndex()
+        self.requests = RequestRecords(self.blocks, self.index)
         self.lower: LowerTiers | None = None
         self.direct: DirectStorage | None = None
         self.reports: IndexReports | None = None
@@ -359,7 +359,7 @@ class DeviceCache:
         return len(victims)
 
     def commit(self, record: RequestRecord, own: Sequence[int]) -> None:
-        """Index the next blocks of a request. See `Requests.commit`."""
+        """Index the next blocks of a request. See `RequestRecords.commit`."""
         self.index.tick()
         added = self.requests.commit(record, own)
         if added and self.reports is not None:

@@ -25,7 +25,7 @@ from kvactors.integrations.fastdeploy.engine_signals import (
     EngineSignals,
 )
 from kvactors.integrations.fastdeploy.engine_tiers import EngineTiers, NamedTensors
-from kvactors.integrations.fastdeploy.matching import Match, Matcher
+from kvactors.integrations.fastdeploy.matching import Matcher, PrefixMatch
 from kvactors.integrations.fastdeploy.requests import (
     FreeBlockList,
     RequestRecord,
@@ -241,7 +241,7 @@ class PrefixCacheManager:
             block_size = self._checked_size(block_size)
             record = RequestRecord(task, block_size, root)
             self._cache.release(request)
-            found = self._matcher.match(request, record) if self._caches else Match()
+            found = self._matcher.match(request, record) if self._caches else PrefixMatch()
             self._cache.requests.open(request, record)
             gpu, cpu, storage = (
                 len(some) * block_size for some in (found.gpu, found.cpu, found.storage)

@@ -16,7 +16,7 @@ from kvactors.types import Tier
 log = get_logger()
 
 
-class Match:
+class PrefixMatch:
     """The blocks of a request that need not be computed, in the order of its path.
 
     Attributes:
@@ -54,7 +54,7 @@ class Matcher:
     def __init__(self, cache: DeviceCache) -> None:
         self._cache = cache
 
-    def match(self, request: str, record: RequestRecord) -> Match:
+    def match(self, request: str, record: RequestRecord) -> PrefixMatch:
         """Let a request hold the leading blocks of its path that are cached. Loads have ended when
         this returns. `record.nodes` are the blocks.
 
@@ -67,7 +67,7 @@ class Matcher:
         hashes = record.hashes(0, record.path.num_full_blocks)
         record.nodes = index.match(hashes)
         index.hold(record.nodes)
-        found = Match()
+        found = PrefixMatch()
         found.gpu = [node.block for node in record.nodes]
         try:
             self._load(request, record, hashes, found)
@@ -83,7 +83,7 @@ class Matcher:
     # -- host memory, and storage through it
 
     def _load(
-        self, request: str, record: RequestRecord, hashes: Sequence[bytes], found: Match
+        self, request: str, record: RequestRecord, hashes: Sequence[bytes], found: PrefixMatch
     ) -> None:
         if self._cache.lower is None:
             return
@@ -96,7 +96,7 @@ class Matcher:
             host.end()
 
     def _load_some(
-        self, request: str, record: RequestRecord, hashes: Sequence[bytes], found: Match
+        self, request: str, record: RequestRecord, hashes: Sequence[bytes], found: PrefixMatch
     ) -> bool:
         """Load as many blocks as there are host slots. Returns whether there may be more."""
         cache, lower = self._cache, self._cache.lower
@@ -157,7 +157,7 @@ class Matcher:
 
     # -- AttentionStore
 
-    def _fetch(self, request: str, record: RequestRecord, full: int, found: Match) -> None:
+    def _fetch(self, request: str, record: RequestRecord, full: int, found: PrefixMatch) -> None:
         """Read blocks from AttentionStore, which finds them by tokens alone. So requests with media
         are not read."""
         cache, direct = self._cache, self._cache.direct

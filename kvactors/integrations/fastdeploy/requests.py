@@ -167,7 +167,7 @@ class IndexedBlock:
         self.used = 0
 
 
-class BlockIndex:
+class EngineBlockIndex:
     """Blocks by hash. A block without references and children is evictable: the least recently used
     one leaves first, and of one path the deepest.
 
@@ -305,7 +305,7 @@ class FreeBlockList(Sequence[int]):
         return self._heap[index]
 
 
-class DeviceBlocks:
+class EngineBlocks:
     """Block ids 0 .. total - 1, each in one place. The lowest free id is handed out first.
 
     Args:
@@ -519,7 +519,7 @@ def _parts(request: Any) -> tuple[Any, Any]:
     return sequence_of(request, "prompt_token_ids"), sequence_of(request, "output_token_ids")
 
 
-class Requests:
+class RequestRecords:
     """The requests that were matched and not released.
 
     Args:
@@ -527,7 +527,7 @@ class Requests:
         index: the prefix index.
     """
 
-    def __init__(self, blocks: DeviceBlocks, index: BlockIndex) -> None:
+    def __init__(self, blocks: EngineBlocks, index: EngineBlockIndex) -> None:
         self._blocks = blocks
         self._index = index
         self._records: dict[str, RequestRecord] = {}

@@ -21,7 +21,7 @@ from lmcache.v1.platform import create_event_notifier
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.integrations.engine_log import log_to
-from kvactors.integrations.lmcache.catalog import Catalog, KeyLog
+from kvactors.integrations.lmcache.catalog import KeyCatalog, KeyLog
 from kvactors.integrations.lmcache.object_store import (
     ObjectShape,
     StoredObject,
@@ -34,7 +34,7 @@ from kvactors.integrations.lmcache.settings import (
     staging_memory,
     store_config,
 )
-from kvactors.integrations.lmcache.transfers import Buffer, Task, Worker
+from kvactors.integrations.lmcache.transfers import Buffer, TransferTask, Worker
 from kvactors.storage.backends.slab_memory import address_of
 from kvactors.threads import Workers
 from kvactors.tier_cache import StorageTier, TierConfig
@@ -134,7 +134,7 @@ class KVActorsL2(L2AdapterInterface):
             raise ValueError(f"{len(objects)} objects for {len(keys)} keys")
         buffers = [buffer_of(each, writable=not save) for each in objects]
         deadline = time.monotonic() + self.settings.timeout_s
-        task = Task(next(self._numbers), list(keys), buffers, deadline, save=save)
+        task = TransferTask(next(self._numbers), list(keys), buffers, deadline, save=save)
         self._hand_over(partial(self._worker.objects.begin, task), partial(self.task_ended, task))
         return task.number
 
@@ -174,8 +174,8 @@ class KVActorsL2(L2AdapterInterface):
 
     # -- results: called in the worker's thread
 
-    def task_ended(self, task: Task) -> None:
-        """See `Report`."""
+    def task_ended(self, task: TransferTask) -> None:
+        """See `TransferReport`."""
         if task.save:
             self._stores.append((task.number, L2StoreResult(all(task.ok), task.nbytes)))
             self._signal(self._store_event)
@@ -184,20 +184,20 @@ class KVActorsL2(L2AdapterInterface):
             self._signal(self._load_event)
 
     def looked_up(self, number: int, found: list[bool]) -> None:
-        """See `Report`."""
+        """See `TransferReport`."""
         self._lookups[number] = bitmap(found)
         self._signal(self._lookup_event)
 
     def stored(self, keys: list[Any], sizes: list[int]) -> None:
-        """See `Report`."""
+        """See `TransferReport`."""
         self._notify_keys_stored(keys, sizes)
 
     def accessed(self, keys: list[Any]) -> None:
-        """See `Report`."""
+        """See `TransferReport`."""
         self._notify_keys_accessed(keys)
 
     def deleted(self, keys: list[Any], sizes: list[int]) -> None:
-        """See `Report`."""
+        """See `TransferReport`."""
         self._notify_keys_deleted(keys, sizes)
 
     @staticmethod
@@ -328,7 +328,7 @@ def tensors_of(memory_object: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 
 def read_keys(
     tier: StorageTier, config: TierConfig, settings: L2Settings
-) -> tuple[Catalog, KeyLog]:
+) -> tuple[KeyCatalog, KeyLog]:
     """The objects of the store, and the file of their keys, open. Pages of other objects are
     removed.
 
@@ -340,7 +340,7 @@ def read_keys(
     name = f"keys-{identity.digest.hex()[:16]}.jsonl"
     keys = KeyLog(identity.folder(storage.directory) / name)
     disk = Workers(1, "kvactors-lmcache-open")
-    catalog = Catalog(settings.pages)
+    catalog = KeyCatalog(settings.pages)
     try:
         for stored, shape in disk.submit(keys.read).result(settings.open_timeout_s):
             with suppress(ValueError):

@@ -18,7 +18,7 @@ from kvactors.integrations.lmcache.object_store import Key, ObjectShape, StoredO
 from kvactors.threads import Workers
 
 
-class Catalog:
+class KeyCatalog:
     """Objects, least recently used first. Locked objects are never evicted or removed.
 
     Args:

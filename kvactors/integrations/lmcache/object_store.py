@@ -12,8 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 from kvactors.errors import CacheClosed
 from kvactors.identity import field
-from kvactors.integrations.lmcache.catalog import Catalog, KeyLog, KeyWriter, Record
-from kvactors.integrations.lmcache.transfers import Lane, PageJob, Task, Transfer
+from kvactors.integrations.lmcache.catalog import KeyCatalog, KeyLog, KeyWriter, Record
+from kvactors.integrations.lmcache.transfers import (
+    PageJob,
+    PageTransfer,
+    TransferLane,
+    TransferTask,
+)
 from kvactors.integrations.model_files import model_digest
 from kvactors.threads import Workers
 from kvactors.tier_cache import SlotMemory, StorageResult, StorageTier
@@ -132,10 +137,10 @@ BATCH = 16
 """Pages of one job of the store."""
 
 
-class Report(Protocol):
+class TransferReport(Protocol):
     """The receiver of results and changes. It is called in the worker's thread."""
 
-    def task_ended(self, task: Task) -> None:
+    def task_ended(self, task: TransferTask) -> None:
         """A store or load task has ended."""
 
     def looked_up(self, number: int, found: list[bool]) -> None:
@@ -171,24 +176,24 @@ class ObjectStore:
         self,
         tier: StorageTier,
         keys: KeyLog,
-        catalog: Catalog,
-        report: Report,
+        catalog: KeyCatalog,
+        report: TransferReport,
         post: Callable[[Callable[[], None]], None],
         staging: SlotMemory,
     ) -> None:
         self.tier = tier
         self.catalog = catalog
-        self.tasks: dict[int, Task] = {}
+        self.tasks: dict[int, TransferTask] = {}
         self.keys = KeyWriter(keys)
         self._report = report
         self._post = post
         self._memory = staging
         half = staging.num_slots // 2
-        self._loads = Lane(self._memory, range(half), save=False)
-        self._saves = Lane(self._memory, range(half, staging.num_slots), save=True)
-        self._storing: dict[Key, Transfer] = {}
+        self._loads = TransferLane(self._memory, range(half), save=False)
+        self._saves = TransferLane(self._memory, range(half, staging.num_slots), save=True)
+        self._storing: dict[Key, PageTransfer] = {}
         self._stored: list[Record] = []  # in this turn
-        self._ended_tasks: list[Task] = []  # in this turn
+        self._ended_tasks: list[TransferTask] = []  # in this turn
 
     def close(self, limit: float) -> None:
         """Write the keys, which takes at most `limit` seconds. The thread has ended."""
@@ -263,7 +268,7 @@ class ObjectStore:
 
     # -- stores and loads
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: TransferTask) -> None:
         """Begin a task."""
         self.tasks[task.number] = task
         task.left = 1  # until every object has begun
@@ -274,17 +279,17 @@ class ObjectStore:
         finally:
             self._count_down(task)
 
-    def _begin_load(self, task: Task) -> None:
+    def _begin_load(self, task: TransferTask) -> None:
         for index, (key, buffer) in enumerate(zip(task.keys, task.buffers, strict=True)):
             found = self.catalog.get(key)
             if found is None or buffer is None or found.shape != buffer.shape:
                 continue
-            transfer = Transfer(key, found, buffer, save=False)
+            transfer = PageTransfer(key, found, buffer, save=False)
             transfer.join(task, index)
             self.catalog.lock(key)
             self._loads.waiting.append(transfer)
 
-    def _begin_save(self, task: Task) -> None:
+    def _begin_save(self, task: TransferTask) -> None:
         keep = set(task.keys)
         for index, (key, buffer) in enumerate(zip(task.keys, task.buffers, strict=True)):
             if buffer is None:
@@ -300,7 +305,7 @@ class ObjectStore:
                 continue
             wanted = stored_object(key, buffer.shape, self.tier.block_bytes)
             if self._make_space(key, wanted.pages, keep):
-                transfer = Transfer(key, wanted, buffer, save=True)
+                transfer = PageTransfer(key, wanted, buffer, save=True)
                 transfer.join(task, index)
                 self._storing[key] = transfer
                 self.catalog.reserved += wanted.pages
@@ -325,7 +330,7 @@ class ObjectStore:
         for lane in (self._loads, self._saves):
             self._fill(lane)
 
-    def _fill(self, lane: Lane) -> None:
+    def _fill(self, lane: TransferLane) -> None:
         while moves := lane.take_pages(BATCH):
             job = PageJob(lane, moves)
             keys = [move.transfer.found.page_key(move.number) for move in moves]
@@ -361,14 +366,14 @@ class ObjectStore:
             elif not transfer.in_flight and transfer.all_begun:
                 self._end(transfer, ok=not transfer.failed)
 
-    def _remove_stray(self, transfer: Transfer, pages: Iterable[int]) -> None:
+    def _remove_stray(self, transfer: PageTransfer, pages: Iterable[int]) -> None:
         """Remove pages of an object that was not stored completely."""
         found = self.catalog.get(transfer.key)
         stored = found is not None and found.digest == transfer.found.digest
         if not stored and transfer.key not in self._storing:
             self.tier.remove([transfer.found.page_key(number) for number in pages])
 
-    def _end(self, transfer: Transfer, *, ok: bool) -> None:
+    def _end(self, transfer: PageTransfer, *, ok: bool) -> None:
         """Give the result of a transfer to its tasks."""
         transfer.ended = True
         size = transfer.found.shape.size
@@ -389,12 +394,12 @@ class ObjectStore:
             task.nbytes += size if ok else 0
             self._count_down(task)
 
-    def _count_down(self, task: Task) -> None:
+    def _count_down(self, task: TransferTask) -> None:
         task.left -= 1
         if not task.left:
             self._ended_tasks.append(task)
 
-    def give_up(self, task: Task) -> None:
+    def give_up(self, task: TransferTask) -> None:
         """End a task: its deadline has passed."""
         for transfer in task.transfers:
             if not transfer.ended:
@@ -429,11 +434,11 @@ class ObjectStore:
     def _all_records(self) -> list[Record]:
         return [(key, found.shape) for key, found in self.catalog.items()]
 
-    def _end_tasks(self, tasks: Sequence[Task]) -> None:
+    def _end_tasks(self, tasks: Sequence[TransferTask]) -> None:
         for task in tasks:
             self.end_task(task)
 
-    def end_task(self, task: Task) -> None:
+    def end_task(self, task: TransferTask) -> None:
         """Report a task, once."""
         if self.tasks.pop(task.number, None) is not None:
             self._report.task_ended(task)

@@ -18,13 +18,13 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvactors.actor.log import described, get_logger
-from kvactors.integrations.lmcache.catalog import Catalog, KeyLog
+from kvactors.integrations.lmcache.catalog import KeyCatalog, KeyLog
 from kvactors.integrations.lmcache.object_store import (
     Key,
     ObjectShape,
     ObjectStore,
-    Report,
     StoredObject,
+    TransferReport,
 )
 from kvactors.native import copy_bytes
 from kvactors.tier_cache import SlotMemory, StorageTier
@@ -58,8 +58,8 @@ class Worker:
         self,
         tier: StorageTier,
         keys: KeyLog,
-        catalog: Catalog,
-        report: Report,
+        catalog: KeyCatalog,
+        report: TransferReport,
         staging: SlotMemory,
     ) -> None:
         self.objects = ObjectStore(tier, keys, catalog, report, self.post, staging)
@@ -183,7 +183,7 @@ class Buffer(NamedTuple):
     owner: Any
 
 
-class Task:
+class TransferTask:
     """A store or load task.
 
     Attributes:
@@ -227,10 +227,10 @@ class Task:
         self.ok = [False] * len(keys)
         self.left = 0
         self.nbytes = 0
-        self.transfers: list[Transfer] = []
+        self.transfers: list[PageTransfer] = []
 
 
-class Transfer:
+class PageTransfer:
     """The move of one object between LMCache's memory and the store.
 
     Attributes:
@@ -262,13 +262,13 @@ class Transfer:
         self.found = found
         self.buffer = buffer
         self.save = save
-        self.waiters: list[tuple[Task, int]] = []
+        self.waiters: list[tuple[TransferTask, int]] = []
         self.begun = 0
         self.in_flight = 0
         self.failed = False
         self.ended = False
 
-    def join(self, task: Task, index: int) -> None:
+    def join(self, task: TransferTask, index: int) -> None:
         """A task waits for the object too."""
         self.waiters.append((task, index))
         task.transfers.append(self)
@@ -288,7 +288,7 @@ class Transfer:
 class PageMove(NamedTuple):
     """A page in a slot of the staging memory."""
 
-    transfer: Transfer
+    transfer: PageTransfer
     number: int
     slot: int
 
@@ -303,12 +303,12 @@ class PageJob:
 
     __slots__ = ("lane", "moves")
 
-    def __init__(self, lane: Lane, moves: list[PageMove]) -> None:
+    def __init__(self, lane: TransferLane, moves: list[PageMove]) -> None:
         self.lane = lane
         self.moves = moves
 
 
-class Lane:
+class TransferLane:
     """Transfers of one direction, and their part of the staging memory.
 
     Args:
@@ -323,7 +323,7 @@ class Lane:
 
     def __init__(self, memory: SlotMemory, slots: range, *, save: bool) -> None:
         self.save = save
-        self.waiting: deque[Transfer] = deque()
+        self.waiting: deque[PageTransfer] = deque()
         self.free = list(slots)
         self._memory = memory
 

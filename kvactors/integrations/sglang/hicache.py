@@ -23,7 +23,7 @@ from kvactors.integrations.sglang.linker import (
     leading,
     replica_of,
 )
-from kvactors.integrations.sglang.pages import HostPages, PageStore, Region
+from kvactors.integrations.sglang.pages import HostPages, PageRegion, PageStore
 from kvactors.integrations.sglang.settings import (
     KV,
     check_shared,
@@ -41,7 +41,7 @@ NEEDS: dict[Any, Need] = {
 }
 
 
-class Pool(NamedTuple):
+class DevicePool(NamedTuple):
     """A host pool of SGLang, and the storage of its pages."""
 
     pages: HostPages
@@ -68,7 +68,7 @@ class KVActorsHiCache(HiCacheStorage):
         self._config = storage_config
         self._weights = digest_of_models()
         self._registered: dict[str, HostPages] = {}
-        self._pools: dict[str, Pool] = {}
+        self._pools: dict[str, DevicePool] = {}
         self._capacity: int | None = None
         self._opened = self._closed = False
         self._metrics = StorageMetrics()
@@ -138,7 +138,9 @@ class KVActorsHiCache(HiCacheStorage):
             weights=self._weights,
         )
         tier = open_storage(config)
-        self._pools[name] = Pool(pages, PageStore(tier, pages.page_bytes, config.storage.timeout_s))
+        self._pools[name] = DevicePool(
+            pages, PageStore(tier, pages.page_bytes, config.storage.timeout_s)
+        )
         log.info("pool %s: %d pages of %d bytes stored", name, tier.objects, pages.page_bytes)
 
     # -- SGLang's storage threads: pages of the pool of keys and values
@@ -240,9 +242,9 @@ class KVActorsHiCache(HiCacheStorage):
 
     def _measured(
         self,
-        move: Callable[[Sequence[bytes], Sequence[Sequence[Region]]], list[bool]],
+        move: Callable[[Sequence[bytes], Sequence[Sequence[PageRegion]]], list[bool]],
         keys: Sequence[str],
-        regions: Sequence[Sequence[Region]],
+        regions: Sequence[Sequence[PageRegion]],
         *,
         loads: bool,
     ) -> list[bool]:

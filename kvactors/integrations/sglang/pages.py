@@ -115,7 +115,7 @@ class DevicePages:
 # -- Pages of a host pool of SGLang: their sizes, their addresses, and what identifies their bytes.
 
 
-class Region(NamedTuple):
+class PageRegion(NamedTuple):
     """Contiguous memory.
 
     Attributes:
@@ -187,7 +187,7 @@ class HostPages:
         """Whether `pool` is the one described."""
         return pool is self._pool
 
-    def regions(self, indices: Any, count: int) -> list[list[Region]]:
+    def regions(self, indices: Any, count: int) -> list[list[PageRegion]]:
         """The memory of pages, in the order of an object's bytes.
 
         Args:
@@ -207,7 +207,7 @@ class HostPages:
         each = len(self._sizes)
         if len(addresses) != count * each or tuple(sizes) != self._sizes * count:
             raise ValueError(f"pages of {self.name} are not those of the start")
-        pairs = [Region(int(a), int(n)) for a, n in zip(addresses, sizes, strict=True)]
+        pairs = [PageRegion(int(a), int(n)) for a, n in zip(addresses, sizes, strict=True)]
         return [pairs[i * each : (i + 1) * each] for i in range(count)]
 
 
@@ -584,7 +584,7 @@ class PageStore:
         self._tier.poll()  # results are taken from the jobs
         return found
 
-    def load(self, keys: Sequence[bytes], pages: Sequence[Sequence[Region]]) -> list[bool]:
+    def load(self, keys: Sequence[bytes], pages: Sequence[Sequence[PageRegion]]) -> list[bool]:
         """Read pages into the engine's memory.
 
         Args:
@@ -600,7 +600,7 @@ class PageStore:
         self._move(wanted, keys, pages, ok, save=False)
         return ok
 
-    def save(self, keys: Sequence[bytes], pages: Sequence[Sequence[Region]]) -> list[bool]:
+    def save(self, keys: Sequence[bytes], pages: Sequence[Sequence[PageRegion]]) -> list[bool]:
         """Write pages from the engine's memory. Returns whether the store has each now."""
         ok = [self._tier.contains(key) for key in keys]
         wanted = [i for i, found in enumerate(ok) if not found]
@@ -611,7 +611,7 @@ class PageStore:
         self,
         wanted: Sequence[int],
         keys: Sequence[bytes],
-        pages: Sequence[Sequence[Region]],
+        pages: Sequence[Sequence[PageRegion]],
         ok: list[bool],
         *,
         save: bool,
@@ -633,7 +633,7 @@ class PageStore:
         self,
         wanted: Sequence[int],
         keys: Sequence[bytes],
-        pages: Sequence[Sequence[Region]],
+        pages: Sequence[Sequence[PageRegion]],
         save: bool,
     ) -> _StoreBatch:
         buffer = self._take_buffer()
@@ -652,7 +652,7 @@ class PageStore:
     def _finish(
         self,
         in_flight: deque[_StoreBatch],
-        pages: Sequence[Sequence[Region]],
+        pages: Sequence[Sequence[PageRegion]],
         ok: list[bool],
         until: float,
         save: bool,
@@ -685,7 +685,7 @@ class PageStore:
     def _copy(
         self,
         buffer: np.ndarray,
-        pages: Sequence[Sequence[Region]],
+        pages: Sequence[Sequence[PageRegion]],
         places: Sequence[int],
         *,
         to_buffer: bool,

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvactors.integrations.vllm.metrics import Metrics
+from kvactors.integrations.vllm.metrics import OffloadCounters
 from kvactors.integrations.vllm.region import TierRegion
 from kvactors.tier_cache import CopiesInFlight, Lookup, TierCache
 from kvactors.types import Tier
@@ -79,7 +79,7 @@ class KVActorsManager(OffloadingManager):
         self._flush_steps = flush_steps
         self._forgotten: list[CopiesInFlight] = []  # of before a reset
         self._steps_left = 0
-        self._metrics = Metrics()
+        self._metrics = OffloadCounters()
         self.waiting: dict[str, bytes] | None = None
 
     # -- requests

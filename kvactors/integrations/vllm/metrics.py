@@ -42,7 +42,7 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
 }
 
 
-class Metrics:
+class OffloadCounters:
     """Collects what the metrics show."""
 
     def __init__(self) -> None:

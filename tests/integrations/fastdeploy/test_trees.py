@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvactors.errors import ConfigError, NoRoom
-from kvactors.integrations.fastdeploy.requests import BlockIndex, DeviceBlocks, IndexedBlock
+from kvactors.integrations.fastdeploy.requests import EngineBlockIndex, EngineBlocks, IndexedBlock
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 
 A = list(range(12))
@@ -16,7 +16,7 @@ class Tree:
     """A prefix index, with paths of small integers for block hashes."""
 
     def __init__(self) -> None:
-        self.index = BlockIndex()
+        self.index = EngineBlockIndex()
         self.ids = iter(range(10_000))
 
     def insert(self, *path: int) -> list[IndexedBlock]:
@@ -54,7 +54,7 @@ def tree():
 
 
 def test_none_and_too_many_blocks():
-    pool = DeviceBlocks(4)
+    pool = EngineBlocks(4)
     assert pool.take(0, "a") == []
     with pytest.raises(NoRoom, match="5 device blocks needed, 4 available"):
         pool.take(5, "a")
@@ -63,7 +63,7 @@ def test_none_and_too_many_blocks():
 
 
 def test_a_released_block_has_no_owner_any_more():
-    pool = DeviceBlocks(3)
+    pool = EngineBlocks(3)
     blocks = pool.take(2, "a")
     pool.give(blocks[:1], "a")
     assert pool.held == {1: "a"}

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvactors.integrations.lmcache.catalog import Catalog, KeyLog, StoredKey
+from kvactors.integrations.lmcache.catalog import KeyCatalog, KeyLog, StoredKey
 from kvactors.integrations.lmcache.object_store import Key, ObjectShape
-from kvactors.integrations.lmcache.transfers import Buffer, Task, Worker
+from kvactors.integrations.lmcache.transfers import Buffer, TransferTask, Worker
 from kvactors.tier_cache import SlotMemory, StorageTier, open_storage
 from tests.tier_cache.stores import FaultyStore
 
@@ -65,7 +65,7 @@ class World:
         self.tier = tier
         self.timeout = timeout
         self.changes: list[tuple[str, list[Any], list[int]]] = []
-        self.results: dict[int, Task] = {}
+        self.results: dict[int, TransferTask] = {}
         self.lookups: dict[int, list[bool]] = {}
         self._numbers = itertools.count()
         self._arrived = threading.Event()
@@ -73,13 +73,13 @@ class World:
         self.keys.read()
         self.keys.rewrite([])
         self.worker = Worker(
-            tier, self.keys, Catalog(capacity), self, SlotMemory(8, tier.block_bytes)
+            tier, self.keys, KeyCatalog(capacity), self, SlotMemory(8, tier.block_bytes)
         )
         self.worker.start()
 
     # -- the receiver
 
-    def task_ended(self, task: Task) -> None:
+    def task_ended(self, task: TransferTask) -> None:
         assert task.number not in self.results, "a task ended twice"
         self.results[task.number] = task
         self._arrived.set()
@@ -107,10 +107,12 @@ class World:
             if not done():
                 assert self._arrived.wait(max(0.0, until - time.monotonic())), "no result"
 
-    def submit(self, keys: Sequence[Key], memory: Sequence[Memory | None], *, save: bool) -> Task:
+    def submit(
+        self, keys: Sequence[Key], memory: Sequence[Memory | None], *, save: bool
+    ) -> TransferTask:
         buffers = [None if each is None else each.buffer for each in memory]
         deadline = time.monotonic() + self.timeout
-        task = Task(next(self._numbers), list(keys), buffers, deadline, save=save)
+        task = TransferTask(next(self._numbers), list(keys), buffers, deadline, save=save)
         self.worker.post(partial(self.worker.objects.begin, task))
         return task
 
