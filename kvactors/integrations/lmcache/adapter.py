@@ -21,20 +21,22 @@ from lmcache.v1.platform import create_event_notifier
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.integrations.engine_log import log_to
-from kvactors.integrations.lmcache.catalog import KeyCatalog, KeyLog
-from kvactors.integrations.lmcache.object_store import (
+from kvactors.integrations.lmcache.catalog import (
+    KeyCatalog,
+    KeyLog,
     ObjectShape,
     StoredObject,
     layout_of,
     stored_object,
 )
+from kvactors.integrations.lmcache.object_store import Worker
 from kvactors.integrations.lmcache.settings import (
     L2Settings,
     read_settings,
     staging_memory,
     store_config,
 )
-from kvactors.integrations.lmcache.transfers import Buffer, TransferTask, Worker
+from kvactors.integrations.lmcache.transfers import Buffer, TransferTask
 from kvactors.storage.backends.slab_memory import address_of
 from kvactors.threads import Workers
 from kvactors.tier_cache import StorageTier, TierConfig

@@ -4,134 +4,37 @@ It never waits for the file system: the store and the file of the keys have thei
 
 from __future__ import annotations
 
-import secrets
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
-from hashlib import sha256
-from typing import Any, NamedTuple, Protocol
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Protocol, TypeVar
 
+from kvactors.actor.log import described, get_logger
 from kvactors.errors import CacheClosed
-from kvactors.identity import field
-from kvactors.integrations.lmcache.catalog import KeyCatalog, KeyLog, KeyWriter, Record
+from kvactors.integrations.lmcache.catalog import (
+    DIGEST_BYTES,
+    Key,
+    KeyCatalog,
+    KeyLog,
+    KeyWriter,
+    Record,
+    is_serialized,
+    stored_object,
+)
 from kvactors.integrations.lmcache.transfers import (
     PageJob,
     PageTransfer,
     TransferLane,
     TransferTask,
 )
-from kvactors.integrations.model_files import model_digest
-from kvactors.threads import Workers
 from kvactors.tier_cache import SlotMemory, StorageResult, StorageTier
-
-# -- Identity of LMCache's objects: their keys, layouts, and the keys of their pages.
-
-
-OBJECT_DOMAIN = b"kvactors.lmcache.v1"
-HASH, MODEL, RANK, GROUP, SALT, LAYOUT, SIZE = range(1, 8)
-DIGEST_BYTES = 32
-MODEL_TIMEOUT_S = 10.0
-"""Seconds that the files of a model may take to be read, once in a process."""
-
-
-class Key(Protocol):
-    """LMCache's `ObjectKey`. It is hashable.
-
-    `kv_rank` contains the world size and the rank, and the chunk's hash covers all tokens up to
-    the chunk's end.
-    """
-
-    @property
-    def chunk_hash(self) -> bytes: ...  # noqa: D102
-    @property
-    def model_name(self) -> str: ...  # noqa: D102
-    @property
-    def kv_rank(self) -> int: ...  # noqa: D102
-    @property
-    def object_group_id(self) -> int: ...  # noqa: D102
-    @property
-    def cache_salt(self) -> str: ...  # noqa: D102
-
-
-class ObjectShape(NamedTuple):
-    """The part of an object's identity that LMCache's key lacks.
-
-    Attributes:
-        layout: dtypes and shapes of its tensors. A shape contains the tokens of a chunk.
-        size: bytes.
-    """
-
-    layout: str
-    size: int
-
-
-class StoredObject(NamedTuple):
-    """An object of the store.
-
-    Attributes:
-        shape: its layout and size.
-        digest: 32 bytes that identify key, layout and size.
-        pages: number of its pages.
-    """
-
-    shape: ObjectShape
-    digest: bytes
-    pages: int
-
-    def page_keys(self) -> list[bytes]:
-        """The keys of its pages in the store."""
-        return [self.page_key(number) for number in range(self.pages)]
-
-    def page_key(self, number: int) -> bytes:
-        """The key of one page."""
-        return self.digest + number.to_bytes(4, "little")
-
-
-def stored_object(key: Key, shape: ObjectShape, page_bytes: int) -> StoredObject:
-    """The object of a key."""
-    parts = (
-        (HASH, key.chunk_hash),
-        (MODEL, stored_model(key.model_name).encode("utf-8", "surrogatepass")),
-        (RANK, str(key.kv_rank).encode()),
-        (GROUP, str(key.object_group_id).encode()),
-        (SALT, key.cache_salt.encode("utf-8", "surrogatepass")),
-        (LAYOUT, shape.layout.encode()),
-        (SIZE, str(shape.size).encode()),
-    )
-    text = OBJECT_DOMAIN + b"".join(field(tag, value) for tag, value in parts)
-    return StoredObject(shape, sha256(text).digest(), -(-shape.size // page_bytes))
-
-
-@lru_cache(maxsize=256)
-def stored_model(name: str) -> str:
-    """The name of a model with the digest of its files, which LMCache names by their path."""
-    disk = Workers(1, "kvactors-lmcache-model")
-    try:
-        digest = disk.submit(partial(model_digest, name, {})).result(MODEL_TIMEOUT_S)
-    except TimeoutError:
-        digest = secrets.token_hex()  # weights that are not known: no later process finds them
-    finally:
-        disk.close()
-    return f"{name}@{digest}"
-
-
-def layout_of(shapes: Iterable[Sequence[int]], dtypes: Iterable[Any]) -> str:
-    """The layout of an object with these tensors, as text: `float16[2,4,64,256]`, for instance."""
-    return _layout(tuple(tuple(shape) for shape in shapes), tuple(dtypes))
-
-
-@lru_cache(maxsize=256)
-def _layout(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]) -> str:
-    return ";".join(
-        f"{str(dtype).removeprefix('torch.')}[{','.join(str(size) for size in shape)}]"
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
-
-
-def is_serialized(layout: str) -> bool:
-    """Whether an object of this layout is a string of bytes, as LMCache's serializers make it. Its
-    layout is not the one that a look-up asks for."""
-    return layout.startswith("uint8[") and "," not in layout and ";" not in layout
-
 
 BATCH = 16
 """Pages of one job of the store."""
@@ -442,3 +345,143 @@ class ObjectStore:
         """Report a task, once."""
         if self.tasks.pop(task.number, None) is not None:
             self._report.task_ended(task)
+
+
+# -- The thread that owns the objects and the tasks in flight.
+#
+# LMCache's threads hand calls over and take results. One thread makes every decision, so nothing is
+# shared.
+
+
+T = TypeVar("T")
+
+log = get_logger()
+
+
+class Worker:
+    """Runs calls and results in one thread. `post` and `ask` may be called in any thread.
+
+    Args:
+        tier: the store of the pages, open, with an event descriptor.
+        keys: the file of the keys, open.
+        catalog: the objects in the store.
+        report: receives results, in the worker's thread.
+        staging: memory that pages pass through.
+
+    Attributes:
+        objects: the objects and tasks. Its methods are called in the worker's thread.
+    """
+
+    def __init__(
+        self,
+        tier: StorageTier,
+        keys: KeyLog,
+        catalog: KeyCatalog,
+        report: TransferReport,
+        staging: SlotMemory,
+    ) -> None:
+        self.objects = ObjectStore(tier, keys, catalog, report, self.post, staging)
+        self._tier = tier
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wake)  # other threads may write to it until then
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="kvactors-lmcache", daemon=True)
+
+    # -- any thread
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run a call in the worker's thread."""
+        self._commands.append(call)
+        os.eventfd_write(self._wake, 1)
+
+    def ask(self, call: Callable[[], T], limit: float, otherwise: T) -> T:
+        """Run a call in the worker's thread, and return its result, or `otherwise` after `limit`
+        seconds."""
+        if threading.current_thread() is self._thread:
+            return call()
+        answer: Future[T] = Future()
+        self.post(partial(_answer, answer, call))
+        try:
+            return answer.result(limit if self._thread.is_alive() else 0.0)
+        except TimeoutError:
+            return otherwise
+
+    def stop(self, limit: float) -> bool:
+        """End the thread. Tasks in flight fail. Returns whether it has ended after `limit`
+        seconds."""
+        if self._thread.is_alive():
+            self.post(self._stop)
+            self._thread.join(limit)
+        if self._thread.is_alive():
+            return False
+        self.objects.close(limit)
+        return True
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread takes calls."""
+        return self._thread.is_alive() and not self._stopped
+
+    # -- the thread
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+    def _run(self) -> None:
+        poll = select.poll()
+        descriptors = [self._wake] if self._tier.fd is None else [self._wake, self._tier.fd]
+        for fd in descriptors:
+            poll.register(fd, select.POLLIN)
+        while not self._stopped:
+            poll.poll(self._patience())
+            for fd in descriptors:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(fd)
+            self._turn()
+        self._run_commands()
+        tasks = self.objects.tasks
+        for task in list(tasks.values()):
+            self._contain(self.objects.give_up, task)
+        self._contain(self.objects.settle)
+        for task in list(tasks.values()):
+            self._contain(self.objects.end_task, task)
+
+    def _patience(self) -> int | None:
+        """Milliseconds until the next deadline, None without tasks."""
+        if not self.objects.tasks:
+            return None
+        next_deadline = min(task.deadline for task in self.objects.tasks.values())
+        return max(0, int((next_deadline - time.monotonic()) * 1000) + 1)
+
+    def _turn(self) -> None:
+        self._run_commands()
+        for result in self._tier.poll():
+            self._contain(self.objects.job_ended, result)
+        now = time.monotonic()
+        for task in [task for task in self.objects.tasks.values() if task.deadline <= now]:
+            self._contain(self.objects.give_up, task)
+        self._contain(self.objects.fill)
+        self._contain(self.objects.settle)
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._contain(self._commands.popleft())
+
+    @staticmethod
+    def _contain(call: Callable[..., None], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            log.error("LMCache call failed", call=str(call), error=described(error))
+
+
+def _answer(answer: Future[T], call: Callable[[], T]) -> None:
+    try:
+        answer.set_result(call())
+    except Exception as error:
+        answer.set_exception(error)

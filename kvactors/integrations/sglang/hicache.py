@@ -15,15 +15,16 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from kvactors.integrations.sglang.linker import (
+from kvactors.integrations.sglang.pages import (
+    HostPages,
     Need,
+    PageRegion,
+    PageStore,
     PoolNeed,
-    digest_of_models,
     find_prefixes,
     leading,
-    replica_of,
 )
-from kvactors.integrations.sglang.pages import HostPages, PageRegion, PageStore
+from kvactors.integrations.sglang.runtime import digest_of_models, replica_of
 from kvactors.integrations.sglang.settings import (
     KV,
     check_shared,

@@ -4,61 +4,22 @@ by module path."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-from sglang.srt.runtime_context import get_model, get_parallel, get_spec
+from sglang.srt.runtime_context import get_model
 
 from kvactors.errors import ConfigError
-from kvactors.integrations.model_files import model_digest
 from kvactors.integrations.sglang.pages import DevicePages, PageMoves
+from kvactors.integrations.sglang.runtime import digest_of_models, replica_of
 from kvactors.integrations.sglang.settings import (
     LINKER_WHERE,
     linker_tier_config,
     read_linker_settings,
 )
 from kvactors.tier_cache import CopyWorker, open_tiers
-
-# -- Facts of the running engine that SGLang does not pass to its storage.
-
-
-def replica_of(dp_rank: int) -> int:
-    """The number of the data parallel replica: its own processes, or its part of one worker group.
-
-    Args:
-        dp_rank: of the worker within its group.
-    """
-    try:
-        own = get_parallel().dp_rank
-    except (AttributeError, RuntimeError, ValueError):
-        own = None
-    return dp_rank or own or 0
-
-
-def digest_of_models() -> str:
-    """Identifies the files of the model and of its draft model, and the settings that change their
-    keys and values."""
-    model, draft = get_model(), get_spec()
-    settings = {
-        "json_model_override_args": model.json_model_override_args,
-        "quantization": model.quantization,
-        "dtype": str(model.dtype),
-        "load_format": str(model.load_format),
-    }
-    if draft.speculative_draft_model_path:
-        settings["draft"] = model_digest(
-            draft.speculative_draft_model_path,
-            {"quantization": draft.speculative_draft_model_quantization},
-            revision=draft.speculative_draft_model_revision,
-            cache=model.download_dir,
-        )
-    return model_digest(
-        model.model_path, settings, revision=model.revision, cache=model.download_dir
-    )
-
 
 log = logging.getLogger("kvactors")
 
@@ -239,71 +200,3 @@ def _check_supported(params: Any, components: Any) -> None:
             f"{params.pp_size} pipeline and {params.attn_cp_size} context parallel ones: use "
             "KVActorsHiCache"
         )
-
-
-# -- Which prefixes of a request can be restored from the pages of several pools.
-
-
-Need = Literal["all_pages", "trailing_pages"]
-
-
-class PoolNeed(NamedTuple):
-    """The need of a prefix in one pool.
-
-    Attributes:
-        has: whether the pool has each page.
-        need: every page of the prefix, or its last ones.
-        trailing: how many last ones.
-    """
-
-    has: Sequence[bool]
-    need: Need
-    trailing: int = 1
-
-
-class Prefixes(NamedTuple):
-    """Prefixes that can be restored.
-
-    Attributes:
-        longest: pages of the longest one.
-        of_pools: for each pool, pages of the longest prefix that it allows.
-        restorable: pages of each prefix that every pool allows, ascending.
-    """
-
-    longest: int
-    of_pools: list[int]
-    restorable: list[int]
-
-
-def leading(has: Sequence[bool]) -> int:
-    """Pages that are there before the first one that is not."""
-    return next((i for i, found in enumerate(has) if not found), len(has))
-
-
-def find_prefixes(kv_pages: int, pools: Sequence[PoolNeed]) -> Prefixes:
-    """Find the prefixes that every pool allows.
-
-    Args:
-        kv_pages: pages of the longest prefix that the pool of keys and values allows.
-        pools: the others, with as many pages.
-    """
-    restorable = list(range(1, kv_pages + 1))
-    of_pools = []
-    for pool in pools:
-        if pool.need == "all_pages":
-            found = set(range(1, leading(pool.has) + 1))
-        else:
-            found = _with_window(pool, kv_pages)
-        of_pools.append(max(found, default=0))
-        restorable = [length for length in restorable if length in found]
-    return Prefixes(max(restorable, default=0), of_pools, restorable)
-
-
-def _with_window(pool: PoolNeed, kv_pages: int) -> set[int]:
-    """Prefixes whose last pages are there."""
-    found, run = set(), 0
-    for i in range(kv_pages):
-        run = run + 1 if pool.has[i] else 0
-        if run >= min(pool.trailing, i + 1):
-            found.add(i + 1)
-    return found

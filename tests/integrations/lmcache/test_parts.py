@@ -10,9 +10,9 @@ import pytest
 
 from kvactors import ConfigError
 from kvactors.device.arena import bound_node
-from kvactors.integrations.lmcache import object_store
-from kvactors.integrations.lmcache.catalog import KeyLog
-from kvactors.integrations.lmcache.object_store import (
+from kvactors.integrations.lmcache import catalog
+from kvactors.integrations.lmcache.catalog import (
+    KeyLog,
     ObjectShape,
     is_serialized,
     layout_of,
@@ -101,15 +101,15 @@ def test_a_model_in_a_folder_is_that_of_its_files(
     digests = []
     for weights in ("one", "two", "one"):
         (tmp_path / "model.safetensors").write_text(weights)
-        object_store.stored_model.cache_clear()  # as in a new process
+        catalog.stored_model.cache_clear()  # as in a new process
         digests.append(stored_object(key, SHAPE, 4096).digest)
     assert digests[0] == digests[2] != digests[1]
     # a file system that hangs: no later process finds the objects
     hangs = threading.Event()
-    monkeypatch.setattr(object_store, "MODEL_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(object_store, "model_digest", lambda *_: hangs.wait(60.0))
+    monkeypatch.setattr(catalog, "MODEL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(catalog, "model_digest", lambda *_: hangs.wait(60.0))
     for _ in range(2):
-        object_store.stored_model.cache_clear()
+        catalog.stored_model.cache_clear()
         digests.append(stored_object(key, SHAPE, 4096).digest)
     hangs.set()
     assert len(set(digests)) == 4

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvactors.integrations.lmcache.catalog import KeyCatalog, KeyLog, StoredKey
-from kvactors.integrations.lmcache.object_store import Key, ObjectShape
-from kvactors.integrations.lmcache.transfers import Buffer, TransferTask, Worker
+from kvactors.integrations.lmcache.catalog import Key, KeyCatalog, KeyLog, ObjectShape, StoredKey
+from kvactors.integrations.lmcache.object_store import Worker
+from kvactors.integrations.lmcache.transfers import Buffer, TransferTask
 from kvactors.tier_cache import SlotMemory, StorageTier, open_storage
 from tests.tier_cache.stores import FaultyStore
 
