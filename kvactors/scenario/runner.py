@@ -153,9 +153,9 @@ async def run_routed(one: Session, seed: int, progress: Progress) -> Report:
 async def pool(settings: Pool) -> AsyncIterator[str]:
     """Run a Mooncake master and give its address. The master is killed and started again as the
     settings ask."""
+    from kvactors.scenario.mooncake_master import Master
     from kvactors.testing.fault import Fault
     from kvactors.testing.injection import carry_out
-    from kvactors.testing.mooncake_master import Master
 
     master = Master()
 

@@ -100,8 +100,9 @@ class Session:
 
     def _index_divergence(self) -> dict[str, int]:
         """Of AttentionStore's stand-in: blocks on which its index and the tiers differ."""
+        from tests.support.attentionstore_sdk.sdk import AttentionStoreSDK
+
         from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
-        from kvactors.testing.attentionstore_sdk.sdk import AttentionStoreSDK
 
         differing = {}
         ledger = self.cache.system.notifier_actor.ledger

@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     from kvactors.testing.loop import loop_factory as loop_factory
     from kvactors.testing.loop import simulate as simulate
     from kvactors.testing.plan import FaultPlan as FaultPlan
-    from kvactors.testing.probe import Probe as Probe
-    from kvactors.testing.probe import Unexpected as Unexpected
     from kvactors.testing.sim import SMALL as SMALL
     from kvactors.testing.sim import Sim as Sim
     from kvactors.testing.sim import Unclean as Unclean
     from kvactors.testing.sim import small_config as small_config
     from kvactors.testing.sim_faults import SimFaults as SimFaults
     from kvactors.testing.sink_contract import SinkContract as SinkContract
-    from kvactors.testing.stepper import Effects as Effects
-    from kvactors.testing.stepper import Stepper as Stepper
     from kvactors.testing.store_contract import StoreContract as StoreContract
     from kvactors.testing.trace import Trace as Trace
     from kvactors.testing.trace import minimal as minimal
     from kvactors.testing.trace import render as render
+    from tests.support.probe import Probe as Probe
+    from tests.support.probe import Unexpected as Unexpected
+    from tests.support.stepper import Effects as Effects
+    from tests.support.stepper import Stepper as Stepper
 
 HOMES = {
     "fault": ("Fault",),

@@ -17,13 +17,13 @@ from kvactors.config import Config
 from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.observe.statistics import announceable, residency
 from kvactors.storage import attempts
-from kvactors.testing import attentionstore_sdk as stand_in
-from kvactors.testing.attentionstore_sdk import Service
 from kvactors.testing.fault import Fault
 from kvactors.types import Tier
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Situation, Tally, reached
 from tests.chaos.rest import BREAKER, at_rest, settings
+from tests.support import attentionstore_sdk as stand_in
+from tests.support.attentionstore_sdk import Service
 
 PATIENCE = 30.0
 """Seconds in which health must show a failure, or its end."""

@@ -18,8 +18,8 @@ from kvactors.cpu_evictor.requests import Peers, RequestTable
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
 from kvactors.gpu_swapper.messages import Copied, Copy, Direction
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
-from kvactors.testing.probe import Probe as ProbeRef
 from kvactors.types import split_hashes
+from tests.support.probe import Probe as ProbeRef
 
 ROOT = bytes(32)
 

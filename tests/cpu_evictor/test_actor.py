@@ -46,10 +46,10 @@ from kvactors.storage.messages import (
     Write,
     Written,
 )
-from kvactors.testing.probe import Probe as ProbeRef
-from kvactors.testing.stepper import Effects, Stepper
 from kvactors.types import Reason, join_hashes
 from tests.cpu_evictor.helpers import ROOT, path
+from tests.support.probe import Probe as ProbeRef
+from tests.support.stepper import Effects, Stepper
 
 
 def stepped(

@@ -30,9 +30,9 @@ from kvactors.prefix_index.messages import (
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
-from kvactors.testing.probe import Probe as ProbeRef
-from kvactors.testing.stepper import Stepper
 from kvactors.types import split_hashes
+from tests.support.probe import Probe as ProbeRef
+from tests.support.stepper import Stepper
 
 BLOCK = 2
 LONGEST = 6

@@ -13,7 +13,7 @@ from kvactors.config import Config
 from tests.docs.pages import HOW_TO, output_of
 
 BLOCK = re.compile(r"```(python|toml) title=\"([^\"]+)\"\n(.*?)```", re.DOTALL)
-STAND_IN = "kvactors.testing.attentionstore_sdk"
+STAND_IN = "tests.support.attentionstore_sdk"
 
 
 def files_of(page):

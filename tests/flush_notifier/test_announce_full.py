@@ -15,7 +15,6 @@ from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.observe.statistics import residency
 from kvactors.sink_config import AttentionStoreSinkConfig
-from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier.helpers import (
     BLOCK,
@@ -30,6 +29,7 @@ from tests.flush_notifier.helpers import (
     settle,
     take,
 )
+from tests.support import attentionstore_sdk as stand_in
 
 VIEW = PER_TIER._replace(node=True, at_finish=True)
 
@@ -100,7 +100,7 @@ def config(announce: str) -> Config:
             "device": {"num_blocks": 24},
             "host": {"slots": 8, "transit_slots": 8},
             "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2},
-            "attention_store": {"sdk": "kvactors.testing.attentionstore_sdk"},
+            "attention_store": {"sdk": "tests.support.attentionstore_sdk"},
             "flush": {"mode": "flush_only", "sinks": [{"kind": "attention_store"}]},
         }
     )

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import kvactors
-from kvactors.attention_store import Sdk
 from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded, SdkError, SinkError
 from kvactors.flush_notifier.messages import BlocksRemoved
@@ -23,14 +22,15 @@ from kvactors.layout import GQALayout
 from kvactors.observe.statistics import announceable
 from kvactors.sdk_settings import complete, sdk_settings
 from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
-from kvactors.testing import attentionstore_sdk as stand_in
-from kvactors.testing.attentionstore_sdk.api.common.common_pb2 import MEDIA_HBM
-from kvactors.testing.attentionstore_sdk.client.client import AttentionType
+from kvactors.storage.attention_sdk import Sdk
 from kvactors.types import Reason, Tier
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, finished, names, path
+from tests.support import attentionstore_sdk as stand_in
+from tests.support.attentionstore_sdk.api.common.common_pb2 import MEDIA_HBM
+from tests.support.attentionstore_sdk.client.client import AttentionType
 
 LAYOUT = GQALayout(3, 2, 8, BLOCK)
-STAND_IN = "kvactors.testing.attentionstore_sdk"
+STAND_IN = "tests.support.attentionstore_sdk"
 TIERS = {"tiers": ("device", "host")}
 
 

@@ -16,9 +16,9 @@ from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.identity import CacheScope
 from kvactors.native import Path
 from kvactors.observe.statistics import residency
-from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier.helpers import BLOCK, PER_TIER, ROOT, do, finished, path, settle
+from tests.support import attentionstore_sdk as stand_in
 
 BY_TOKENS = PER_TIER._replace(by_tokens=True)
 ANOTHER = bytes([1]) * 32
@@ -114,7 +114,7 @@ def config(**tables) -> Config:
             "cache": {"model": "m", "block_size": BLOCKS},
             "device": {"num_blocks": 12},
             "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2},
-            "attention_store": {"sdk": "kvactors.testing.attentionstore_sdk"},
+            "attention_store": {"sdk": "tests.support.attentionstore_sdk"},
             "flush": {"sinks": [{"kind": "attention_store"}, {"kind": "memory"}]},
             **tables,
         }

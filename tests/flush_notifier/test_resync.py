@@ -21,7 +21,6 @@ from kvactors.flush_notifier.sinks import Sink
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.observe.statistics import residency
 from kvactors.sink_config import SinkConfig
-from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.faults import FaultySink
 from kvactors.types import Reason, Residency, Tier, split_hashes
 from tests.flush_notifier.helpers import (
@@ -40,6 +39,7 @@ from tests.flush_notifier.helpers import (
     take,
 )
 from tests.flush_notifier.kv_consumers import LlmD
+from tests.support import attentionstore_sdk as stand_in
 
 CACHE = {
     "cache": {"model": "m", "block_size": 4},
@@ -395,7 +395,7 @@ async def test_a_memory_sink_from_another_thread():
 
 
 async def test_attention_store_is_never_short_of_a_resident_block(tmp_path):
-    sdk = {"sdk": "kvactors.testing.attentionstore_sdk", "ready_interval_s": 0.01}
+    sdk = {"sdk": "tests.support.attentionstore_sdk", "ready_interval_s": 0.01}
     sink = {"kind": "attention_store", "journal": str(tmp_path / "journal")}
     async with kvactors.open(config(sink, attention_store=sdk)) as cache:
         await serve(cache, range(6))

@@ -21,9 +21,9 @@ from kvactors.flush_notifier.messages import (
     RetryDue,
     WaitFlushed,
 )
-from kvactors.testing.stepper import Effects, Stepper
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier.helpers import BLOCK, announced, memory, names
+from tests.support.stepper import Effects, Stepper
 
 
 class Calls:

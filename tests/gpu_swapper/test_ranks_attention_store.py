@@ -17,12 +17,12 @@ from kvactors.ranks_config import RanksConfig
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.report import Totals
 from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
-from kvactors.testing import attentionstore_sdk as stand_in
 from tests.gpu_swapper.rank_processes import BLOCK, HANG, PATIENT, Clients, led, settings
+from tests.support import attentionstore_sdk as stand_in
 from tests.support.rank_model import ProcessModel
 from tests.support.rank_process import SILENT, RankProcess
 
-STORE = AttentionStoreConfig(sdk="kvactors.testing.attentionstore_sdk", ready_interval_s=0.05)
+STORE = AttentionStoreConfig(sdk="tests.support.attentionstore_sdk", ready_interval_s=0.05)
 PROMPT = list(range(4 * BLOCK + 1))
 
 

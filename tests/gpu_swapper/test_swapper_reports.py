@@ -9,8 +9,8 @@ import pytest
 
 from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.messages import Copy, Direction
-from kvactors.testing.probe import Probe
-from kvactors.testing.stepper import Stepper
+from tests.support.probe import Probe
+from tests.support.stepper import Stepper
 
 
 class Plane:

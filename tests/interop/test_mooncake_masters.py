@@ -21,10 +21,10 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
+from kvactors.scenario.mooncake_master import Master, free_port
 from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.messages import Outcome
-from kvactors.testing.mooncake_master import Master, free_port
 from tests.interop.environments import InteropError
 from tests.interop.network import raise_loopback
 

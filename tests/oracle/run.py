@@ -104,7 +104,7 @@ def run_seed(
     drawn = draw(seed, folder, store=store)
     drawn.hostile &= hostile
     if "attention_store" in (*drawn.sinks, drawn.store):
-        from kvactors.testing.attentionstore_sdk import install
+        from tests.support.attentionstore_sdk import install
 
         install()
     try:

@@ -65,10 +65,10 @@ from kvactors.prefix_index.messages import (
 from kvactors.prefix_index.records import LeaseState
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
-from kvactors.testing.probe import Probe
-from kvactors.testing.stepper import Stepper
 from kvactors.types import split_hashes
 from tests.prefix_index.twins import answered_at_once
+from tests.support.probe import Probe
+from tests.support.stepper import Stepper
 
 BLOCK = 2
 LONGEST = 5

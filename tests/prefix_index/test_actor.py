@@ -53,9 +53,9 @@ from kvactors.prefix_index.messages import (
 )
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
-from kvactors.testing.probe import Probe
-from kvactors.testing.stepper import Stepper
 from tests.prefix_index.objects import BLOCK, acquire, block_index, path
+from tests.support.probe import Probe
+from tests.support.stepper import Stepper
 
 
 def index(

@@ -36,10 +36,10 @@ from kvactors.prefix_index.policy import TierPolicies
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.quotas import Quota, salt_id
-from kvactors.testing.probe import Probe
-from kvactors.testing.stepper import Stepper
 from tests.prefix_index.objects import Request
 from tests.prefix_index.twins import BLOCK, Twins, answered_at_once, state_of
+from tests.support.probe import Probe
+from tests.support.stepper import Stepper
 
 WANTED = [
     f"{kind} {how}"

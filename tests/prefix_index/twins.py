@@ -62,9 +62,9 @@ from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.prefix_index.statistics import statistics_of
 from kvactors.quotas import Quota
-from kvactors.testing.probe import Probe
-from kvactors.testing.stepper import Answered, Effects, Stepper, Timer
 from kvactors.types import split_hashes
+from tests.support.probe import Probe
+from tests.support.stepper import Answered, Effects, Stepper, Timer
 
 BLOCK = 2
 LONGEST = 6

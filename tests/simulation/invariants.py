@@ -17,11 +17,11 @@ from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine, Request
 from kvactors.scenario.report import Totals
 from kvactors.storage.attempts import PAUSE_S
-from kvactors.testing.attentionstore_sdk import services
 from kvactors.testing.rest import left_over
 from tests.simulation.draw import BLOCK, INDEX, Draw
 from tests.simulation.sharing import check_clear, check_sharing
 from tests.simulation.world import World
+from tests.support.attentionstore_sdk import services
 from tests.support.rank_process import keys_on_rank
 
 GOOD_REASONS = ("not_fetched_gone", "not_fetched_few")

@@ -17,7 +17,6 @@ import structlog
 
 from kvactors.actor.log import structlog_settings
 from kvactors.errors import KVActorsError
-from kvactors.testing.attentionstore_sdk import install, reset
 from kvactors.testing.loop import SimLoop, simulate
 from kvactors.testing.plan import FaultPlan
 from tests.simulation.draw import Draw, draw_run
@@ -27,6 +26,7 @@ from tests.simulation.record import SeedReport
 from tests.simulation.sharing import with_sharing
 from tests.simulation.workload import Client
 from tests.simulation.world import World
+from tests.support.attentionstore_sdk import install, reset
 from tests.support.progress_watch import ProgressWatch
 from tests.support.share_watch import ShareWatch
 

@@ -41,7 +41,7 @@ def test_a_copy_evicted_during_a_direct_save_is_not_called_kept(seed):
 
 
 def test_a_read_that_gives_other_bytes_is_caught(monkeypatch):
-    from kvactors.testing.attentionstore_sdk.sdk import AttentionStoreSDK
+    from tests.support.attentionstore_sdk.sdk import AttentionStoreSDK
 
     move = AttentionStoreSDK._move_block
 

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import anyio
 
-from kvactors.attention_store import SHARED, Sdk, Shared
 from kvactors.cache import KVCache
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device.base import Device
@@ -22,8 +21,8 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
 from kvactors.sdk_settings import sdk_settings
 from kvactors.sink_config import AttentionStoreSinkConfig
+from kvactors.storage.attention_sdk import SHARED, Sdk, Shared
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
-from kvactors.testing.attentionstore_sdk import services
 from kvactors.testing.fakes import (
     Latency,
     SimBackend,
@@ -39,6 +38,7 @@ from kvactors.threads import Workers
 from tests.simulation.draw import INDEX, Draw
 from tests.simulation.limits import STEP
 from tests.simulation.recorder import Recorder, SimSystem
+from tests.support.attentionstore_sdk import services
 from tests.support.rank_model import RankModel
 from tests.support.sim_rank import SimRank
 from tests.support.sim_service import SimService, SimThread

@@ -15,7 +15,6 @@ from typing import Any
 import structlog
 
 import kvactors
-from kvactors.testing.attentionstore_sdk import install, reset, services
 from tests.oracle.draw import Draw, draw
 from tests.oracle.history import History
 from tests.oracle.record import Record
@@ -24,6 +23,7 @@ from tests.oracle.sink import Recorder
 from tests.oracle.world import World
 from tests.soak.memory import Memory, grow_intern_table, measure
 from tests.soak.readers import EventsReader, agrees, jsonl_held, stale_paths
+from tests.support.attentionstore_sdk import install, reset, services
 
 ROUND = 400
 """Requests of a round."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.testing.mooncake_master import Master, free_port, master
+from kvactors.scenario.mooncake_master import Master, free_port, master
 
 try:
     import mooncake.store  # noqa: F401

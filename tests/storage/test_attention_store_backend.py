@@ -17,10 +17,10 @@ from kvactors.layout import DSALayout, GQALayout, MLALayout
 from kvactors.sdk_settings import complete
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
-from kvactors.testing import attentionstore_sdk as stand_in
+from tests.support import attentionstore_sdk as stand_in
 from tests.support import cache as support
 
-STAND_IN = "kvactors.testing.attentionstore_sdk"
+STAND_IN = "tests.support.attentionstore_sdk"
 BLOCK = 4
 LAYOUT = GQALayout(3, 2, 8, BLOCK)
 

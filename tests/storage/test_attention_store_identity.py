@@ -19,11 +19,11 @@ from kvactors.sdk_settings import complete
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.attempts import Attempts
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
-from kvactors.testing import attentionstore_sdk as stand_in
-from kvactors.testing.attentionstore_sdk.sdk import AttentionStoreSDK
+from tests.support import attentionstore_sdk as stand_in
 from tests.support import cache as support
+from tests.support.attentionstore_sdk.sdk import AttentionStoreSDK
 
-STAND_IN = "kvactors.testing.attentionstore_sdk"
+STAND_IN = "tests.support.attentionstore_sdk"
 BLOCK = 4
 LAYOUT = GQALayout(3, 2, 8, BLOCK)
 

@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors.attention_store import Sdk
 from kvactors.config import Config
 from kvactors.device.host import HostDevice
 from kvactors.errors import SdkError
 from kvactors.layout import GQALayout, MLALayout
 from kvactors.sdk_settings import complete, gpu_of, sdk_settings
 from kvactors.sink_config import AttentionStoreConfig
+from kvactors.storage.attention_sdk import Sdk
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
-from kvactors.testing import attentionstore_sdk as stand_in
-from kvactors.testing.attentionstore_sdk.client.client import AttentionType
-from kvactors.testing.attentionstore_sdk.sdk import AttentionStoreSDK, Tokens
-from kvactors.testing.attentionstore_sdk.utils.err import AttentionStoreSDKError
+from tests.support import attentionstore_sdk as stand_in
 from tests.support import cache as support
+from tests.support.attentionstore_sdk.client.client import AttentionType
+from tests.support.attentionstore_sdk.sdk import AttentionStoreSDK, Tokens
+from tests.support.attentionstore_sdk.utils.err import AttentionStoreSDKError
 
-STAND_IN = "kvactors.testing.attentionstore_sdk"
+STAND_IN = "tests.support.attentionstore_sdk"
 BLOCK = 4
 LAYOUT = GQALayout(3, 2, 8, BLOCK)
 PROMPT = list(range(4 * BLOCK + 1))

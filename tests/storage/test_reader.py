@@ -13,9 +13,9 @@ from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.batches import IN_FLIGHT
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone
 from kvactors.storage.reader import StorageReader
-from kvactors.testing import probe
-from kvactors.testing.stepper import Stepper
 from kvactors.types import Reason
+from tests.support import probe
+from tests.support.stepper import Stepper
 
 A, B = bytes([1]) * 32, bytes([2]) * 32
 SIZE, NEVER = 8, 1e12

@@ -17,9 +17,9 @@ from kvactors.storage.messages import (
     SaveDevice,
     TransferDone,
 )
-from kvactors.testing.probe import Probe
-from kvactors.testing.stepper import Stepper
 from tests.data_plane.planes import StubPlane
+from tests.support.probe import Probe
+from tests.support.stepper import Stepper
 
 TOKENS = bytes(4 * 4 * 4)
 

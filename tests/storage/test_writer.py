@@ -27,9 +27,9 @@ from kvactors.storage.messages import (
 )
 from kvactors.storage.writer import StorageWriter
 from kvactors.substitutes import NoWriter
-from kvactors.testing import probe
-from kvactors.testing.stepper import Stepper
 from kvactors.types import Reason, split_hashes
+from tests.support import probe
+from tests.support.stepper import Stepper
 
 A, B, C, D = (bytes([number]) * 32 for number in (1, 2, 3, 4))
 SIZE, NEVER = 8, 1e12

@@ -64,7 +64,7 @@ class ServiceState(NamedTuple):
 
 def set_service(knobs: dict[str, Any]) -> ServiceState:
     """Set attributes of this process's services."""
-    from kvactors.testing.attentionstore_sdk import services
+    from tests.support.attentionstore_sdk import services
 
     for one in services.values():
         vars(one).update(knobs)

@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 from kvactors.errors import SdkError
-from kvactors.testing.attentionstore_sdk import services
 from kvactors.testing.fault import Fault
 from kvactors.testing.faults import StoreFaults
+from tests.support.attentionstore_sdk import services
 
 
 class SimService(StoreFaults):

@@ -10,11 +10,11 @@ import pytest
 
 from kvactors.errors import KVActorsError
 from kvactors.scenario.child import child
-from kvactors.testing import attentionstore_sdk as stand_in
+from kvactors.scenario.mooncake_master import Master
 from kvactors.testing.fault import Fault
 from kvactors.testing.injection import carry_out
-from kvactors.testing.mooncake_master import Master
 from tests.chaos.proxy import Proxy
+from tests.support import attentionstore_sdk as stand_in
 from tests.support.rank_process import RankProcess
 
 ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"

@@ -33,11 +33,11 @@ from kvactors.scenario.fleet.network import Network
 from kvactors.scenario.fleet.placement import choose
 from kvactors.scenario.fleet.spec import FleetFault, Placement
 from kvactors.scenario.fleet.texts import Chain, Conversation
+from kvactors.scenario.mooncake_master import Master
 from kvactors.scenario.report import Report, Totals
 from kvactors.scenario.session import beside
 from kvactors.scenario.spec import Scenario
 from kvactors.terminable import run_terminable
-from kvactors.testing.mooncake_master import Master
 
 PROGRESS = 0.2
 """Seconds between two lines of totals."""

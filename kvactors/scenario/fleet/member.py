@@ -16,8 +16,8 @@ from kvactors.errors import KVActorsError
 from kvactors.scenario.child import Child, start_child
 from kvactors.scenario.fleet.messages import Answer, Order, Orders
 from kvactors.scenario.fleet.network import Network
+from kvactors.scenario.mooncake_master import free_port
 from kvactors.testing.kv_mirror import Reader
-from kvactors.testing.mooncake_master import free_port
 
 START, PATIENCE = 120.0, 300.0
 """Seconds within which a node must start, and answer. Only a hang takes as long."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvactors.testing import attentionstore_sdk as stand_in
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.scheduler import Scheduler
 from tests.integrations.fastdeploy.test_indexes import SDK
 from tests.integrations.fastdeploy.test_indexes import service as service  # a fixture
 from tests.integrations.fastdeploy.test_threads import LIMIT
+from tests.support import attentionstore_sdk as stand_in
 
 FAULTS: dict[str, dict[str, Any]] = {
     "ok": {},

@@ -14,10 +14,10 @@ from kvactors.errors import LayoutError
 from kvactors.integrations.fastdeploy import PrefixCacheManager
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from kvactors.storage import backends
-from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.tier_cache import SlotMemory
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request, make_config
 from tests.integrations.fastdeploy.conftest import RESERVE
+from tests.support import attentionstore_sdk as stand_in
 from tests.tier_cache.stores import SharedStore
 
 BLOCKS, HEADS, DIM = 4, 2, 8
@@ -184,7 +184,7 @@ def test_equal_prompts_have_equal_bytes_and_scales(cpu, others, stored, seed):
 
 def test_scales_are_refused_for_attention_store_and_nothing_stays_open():
     stand_in.reset()
-    options = {"attention_store": {"sdk": "kvactors.testing.attentionstore_sdk"}}
+    options = {"attention_store": {"sdk": "tests.support.attentionstore_sdk"}}
     manager = made_manager(tensors_of(2), options=options, backend="attention_store")
     with pytest.raises(LayoutError, match="key, value, key_scale, value_scale"):
         manager.attach()

@@ -9,11 +9,11 @@ from queue import SimpleQueue
 import pytest
 
 from kvactors.errors import ConfigError
-from kvactors.testing import attentionstore_sdk as stand_in
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.test_scheduler import drive
+from tests.support import attentionstore_sdk as stand_in
 
-SDK = "kvactors.testing.attentionstore_sdk"
+SDK = "tests.support.attentionstore_sdk"
 LIMIT = 30.0
 A, B = list(range(8)), list(range(100, 108))
 

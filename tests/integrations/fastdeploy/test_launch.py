@@ -17,9 +17,9 @@ from kvactors.integrations.fastdeploy.engine_signals import (
     UPDATING,
     SharedSignal,
 )
-from kvactors.testing import attentionstore_sdk as stand_in
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.oracle import ModelMemory
+from tests.support import attentionstore_sdk as stand_in
 
 ENGINE = ("cache_ready_signal", "swap_space_ready_signal", "cache_transfer_inited_signal")
 
@@ -196,7 +196,7 @@ def test_tensors_of_too_few_blocks_are_refused(engine, backend):
     stand_in.reset()
     memory, options = ModelMemory(3, BLOCK_SIZE), {}
     if backend is not None:
-        options = {"attention_store": {"sdk": "kvactors.testing.attentionstore_sdk"}}
+        options = {"attention_store": {"sdk": "tests.support.attentionstore_sdk"}}
     cpu = 0 if backend else 2
     one = engine(gpu=4, cpu=cpu, attach=False, memory=memory, backend=backend, options=options)
     with pytest.raises(LayoutError, match="total_block_num is 4, and the cache tensors have 3"):

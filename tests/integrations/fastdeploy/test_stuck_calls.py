@@ -18,13 +18,13 @@ from kvactors.integrations.fastdeploy import device_cache
 from kvactors.integrations.fastdeploy.engine_signals import CLEARED, CLEARING
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
-from kvactors.testing import attentionstore_sdk as stand_in
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.oracle import seeds_of
 from tests.integrations.fastdeploy.test_indexes import SDK
 from tests.integrations.fastdeploy.test_indexes import service as service  # a fixture
 from tests.integrations.fastdeploy.test_launch import EngineProcess
 from tests.integrations.fastdeploy.test_threads import LIMIT
+from tests.support import attentionstore_sdk as stand_in
 
 A, B = list(range(8)), list(range(100, 108))
 

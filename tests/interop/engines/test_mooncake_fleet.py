@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from kvactors.scenario.fleet.network import Network, ip
-from kvactors.testing.mooncake_master import Master
+from kvactors.scenario.mooncake_master import Master
 from tests.interop.conftest import INSIDE_NETWORK
 from tests.interop.consumers.base import wait_until
 from tests.interop.engines.fleet import ROUTER, START, FleetRouter, Server, complete

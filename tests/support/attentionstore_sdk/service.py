@@ -10,8 +10,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from kvactors.testing.attentionstore_sdk.utils.err import AttentionStoreSDKError
 from kvactors.testing.fault import Fault, Kind
+from tests.support.attentionstore_sdk.utils.err import AttentionStoreSDKError
 
 Path = tuple[int, ...]
 
@@ -204,7 +204,7 @@ def connect(names: Names) -> Service:
 
 def reset() -> None:
     """As in a new process at a new service: no index, no bytes, and no SDK object."""
-    from kvactors.attention_store import SHARED
+    from kvactors.storage.attention_sdk import SHARED
 
     services.clear()
     SHARED.clear()
@@ -213,7 +213,7 @@ def reset() -> None:
 def restart_process() -> None:
     """Act as a new process at the same services: no SDK object, with settings and stored blocks
     unchanged."""
-    from kvactors.attention_store import SHARED
+    from kvactors.storage.attention_sdk import SHARED
 
     SHARED.clear()
     for one in services.values():
@@ -222,12 +222,12 @@ def restart_process() -> None:
 
 def install() -> None:
     """Let `import attentionstore_sdk` find the stand-in."""
-    from kvactors.testing.attentionstore_sdk.api.common import common_pb2
-    from kvactors.testing.attentionstore_sdk.client import client
-    from kvactors.testing.attentionstore_sdk.utils import err
+    from tests.support.attentionstore_sdk.api.common import common_pb2
+    from tests.support.attentionstore_sdk.client import client
+    from tests.support.attentionstore_sdk.utils import err
 
-    package = "kvactors.testing.attentionstore_sdk"
-    from kvactors.testing.attentionstore_sdk import sdk
+    package = "tests.support.attentionstore_sdk"
+    from tests.support.attentionstore_sdk import sdk
 
     modules = (sdk, err, common_pb2, client)
     for name in [

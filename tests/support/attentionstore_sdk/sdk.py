@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvactors.testing.attentionstore_sdk.api.common.common_pb2 import MEDIA_HBM
-from kvactors.testing.attentionstore_sdk.client.client import AttentionType
-from kvactors.testing.attentionstore_sdk.service import Path, connect
-from kvactors.testing.attentionstore_sdk.utils.err import AttentionStoreSDKError
+from tests.support.attentionstore_sdk.api.common.common_pb2 import MEDIA_HBM
+from tests.support.attentionstore_sdk.client.client import AttentionType
+from tests.support.attentionstore_sdk.service import Path, connect
+from tests.support.attentionstore_sdk.utils.err import AttentionStoreSDKError
 
 
 class Tokens:

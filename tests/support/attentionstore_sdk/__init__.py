@@ -6,7 +6,7 @@ every SDK object of this process. `service` finds it, and tells it to misbehave.
 about its arguments as the real one could be.
 """
 
-from kvactors.testing.attentionstore_sdk.service import (
+from tests.support.attentionstore_sdk.service import (
     Service,
     install,
     reset,
