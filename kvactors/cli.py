@@ -17,16 +17,21 @@ from rich.console import Console
 from kvactors import sizes
 from kvactors.actor.log import structlog_settings
 from kvactors.capacity import in_blocks
-from kvactors.charts import check_charts
 from kvactors.config import Config, read_toml
 from kvactors.errors import ConfigError, KVActorsError
-from kvactors.page import write_page
-from kvactors.report import Output, check_distinct, live_line, shows_progress, to_stdout, write_json
 from kvactors.scenario.event_recording import record
+from kvactors.scenario.output import (
+    Output,
+    check_distinct,
+    live_line,
+    shows_progress,
+    to_stdout,
+    write_json,
+)
+from kvactors.scenario.pages import check_charts, run_page, write_page
 from kvactors.scenario.recorder import Recorder
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Report, print_report, totals_line
-from kvactors.scenario.report_page import run_page
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import disappointments, requests_of
@@ -34,8 +39,15 @@ from kvactors.scenario.trace import count_requests
 from kvactors.scenario.watching import Watching
 from kvactors.settings_commands import config as config_app
 from kvactors.settings_commands import size
-from kvactors.streams import GONE, flush_stdout, reader_gone, usable_streams
-from kvactors.terminable import run_terminable, sigterm_ends, temporary_folder
+from kvactors.signals import (
+    GONE,
+    flush_stdout,
+    reader_gone,
+    run_terminable,
+    sigterm_ends,
+    temporary_folder,
+    usable_streams,
+)
 from kvactors.top.command import top
 
 
@@ -267,8 +279,8 @@ def sweep_command(
     png
         Where to write the chart. Needs the extra [report].
     """
-    from kvactors.charts import write_png
     from kvactors.layout import make_layout
+    from kvactors.scenario.pages import write_png
     from kvactors.scenario.sweep_report import print_sweep, sweep, sweep_chart, sweep_page
 
     check_distinct((trace, config), json=json, html=html, png=png)

@@ -10,7 +10,14 @@ from rich.console import Console
 
 from kvactors.config import read_toml
 from kvactors.errors import ConfigError
-from kvactors.report import Output, check_distinct, print_fields, print_rows, to_stdout, write_json
+from kvactors.scenario.output import (
+    Output,
+    check_distinct,
+    print_fields,
+    print_rows,
+    to_stdout,
+    write_json,
+)
 from kvactors.scenario.shipped import find_toml
 from kvactors.settings_docs import json_schema
 from kvactors.settings_report import as_toml, check_file, effective, kind_of

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from kvactors.report import print_rows, wide_console, write_json
+from kvactors.scenario.output import print_rows, wide_console, write_json
 from tests.prose import RULES
 
 ROOT = Path(__file__).parents[1]

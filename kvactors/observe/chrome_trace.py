@@ -18,7 +18,7 @@ from kvactors.actor import ActorRef, Envelope, Instrument, Turn
 from kvactors.actor.clock import now
 from kvactors.observe.operations import Operation, OperationWatch
 from kvactors.open_cache import OpenCache
-from kvactors.report import write_output
+from kvactors.scenario.output import write_output
 
 MOST_EVENTS = 1_000_000
 """Events of a trace. Later ones are counted only."""

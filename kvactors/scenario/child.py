@@ -11,11 +11,13 @@ from signal import Signals
 from typing import IO
 
 import anyio
+import msgspec
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from kvactors.errors import DeadlineExceeded, KVActorsError
-from kvactors.testing.fault import Fault
+from kvactors.scenario.spec import RouterSpec
+from kvactors.testing.faults import Fault
 
 PATIENCE = 60.0
 """Seconds to wait for a line by default."""
@@ -139,3 +141,50 @@ async def child(*arguments: str, folder: Path | None = None) -> AsyncIterator[Ch
         yield started
     finally:
         await started.kill()
+
+
+# -- the router: a process that mirrors this node from its KV events alone
+
+
+@asynccontextmanager
+async def routing(
+    spec: RouterSpec, endpoint: str, replay: str, topic: str, seed: int
+) -> AsyncIterator[Child]:
+    """A router process, connected."""
+    arguments = (
+        "-m",
+        "kvactors.scenario.mirror",
+        endpoint,
+        replay,
+        "--topic",
+        topic,
+        "--lose",
+        str(spec.lose),
+    )
+    async with child(*arguments, "--follow", spec.follow, "--seed", str(seed)) as router:
+        await router.receive()
+        yield router
+
+
+async def compare(router: Child, sequence: int, truth: Mapping[str, set[int]]) -> dict[str, int]:
+    """Compare the router's view with the tiers, once it has read every batch before `sequence`.
+
+    Returns:
+        The router's counts. divergence: number of blocks on which its view differs from the
+        truth, by medium. ambiguous: blocks that it cannot tell apart by tokens, adapter, salt and
+        media.
+    """
+    await router.send(f"report {sequence}")
+    said = msgspec.json.decode(await router.receive())
+    view = {medium: set(hashes) for medium, hashes in said["view"].items()}
+    differing = sum(
+        len(view.get(medium, set()) ^ truth.get(medium, set()))
+        for medium in view.keys() | truth.keys()
+    )
+    behind = max(0, sequence - said["sequence"])
+    return {
+        "divergence": differing,
+        "ambiguous": said["ambiguous"],
+        "behind": behind,
+        **said["statistics"],
+    }

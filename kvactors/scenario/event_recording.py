@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from kvactors.errors import ConfigError
-from kvactors.report import Output, live_line, to_stdout
+from kvactors.scenario.output import Output, live_line, to_stdout
 from kvactors.scenario.trace_recording import ArrivalOrder, TracedRequest, TraceFile
-from kvactors.terminable import signals_noted
+from kvactors.signals import signals_noted
 from kvactors.zmq_endpoint import Endpoint
 
 GAP_S = 2.0

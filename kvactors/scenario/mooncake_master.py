@@ -14,7 +14,7 @@ from signal import SIGCONT, SIGSTOP
 from anyio.to_thread import run_sync
 
 from kvactors.errors import StoreError
-from kvactors.testing.fault import Fault
+from kvactors.testing.faults import Fault
 
 PATIENCE = 20.0
 """Seconds until a started master must listen."""

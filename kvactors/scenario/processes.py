@@ -20,9 +20,8 @@ import msgspec
 import structlog
 
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
-from kvactors.scenario.child import Child, child
+from kvactors.scenario.child import Child, child, compare, routing
 from kvactors.scenario.report import Report
-from kvactors.scenario.router import compare, routing
 from kvactors.scenario.session import session
 from kvactors.scenario.spec import Scenario, events_of
 from kvactors.sink_config import JsonLinesSinkConfig

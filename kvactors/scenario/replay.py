@@ -18,15 +18,21 @@ from kvactors.cache import open_cache
 from kvactors.config import Config, convert
 from kvactors.errors import ConfigError, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
-from kvactors.report import in_unicode
-from kvactors.scenario.baseline import Baseline, serve_on_model, sizes_of
-from kvactors.scenario.batching import Figures, Pace
 from kvactors.scenario.engine import Engine
-from kvactors.scenario.lru_rates import lru_rates
-from kvactors.scenario.observe import Observe, unobserved
+from kvactors.scenario.output import in_unicode
 from kvactors.scenario.report import Report, Totals, make_report
-from kvactors.scenario.serving import Serving, ThreadModel
+from kvactors.scenario.serving import (
+    Baseline,
+    Figures,
+    Pace,
+    Serving,
+    ThreadModel,
+    serve_on_model,
+    sizes_of,
+)
+from kvactors.scenario.sweep import lru_rates
 from kvactors.scenario.trace import TraceRequest, check_range, read_trace, tokens_of
+from kvactors.scenario.watching import Observe, unobserved
 from kvactors.threads import in_thread
 from kvactors.validation import validate
 

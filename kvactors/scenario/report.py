@@ -11,7 +11,7 @@ from rich.console import Console
 from kvactors.cache import KVCache
 from kvactors.cpu_evictor.memory import NOT_FETCHED
 from kvactors.observe.lag import Lags
-from kvactors.report import print_fields, print_rows
+from kvactors.scenario.output import print_fields, print_rows
 from kvactors.types import Residency
 
 MAX_ERRORS = 50

@@ -12,16 +12,16 @@ import anyio.to_thread
 import msgspec
 
 from kvactors.errors import ConfigError, KVActorsError
+from kvactors.scenario.child import compare, routing
 from kvactors.scenario.fleet.run import run_fleet
-from kvactors.scenario.observe import Observe, unobserved
 from kvactors.scenario.processes import run_processes
 from kvactors.scenario.report import Report
-from kvactors.scenario.router import compare, routing
 from kvactors.scenario.session import Progress, Session, beside, session
 from kvactors.scenario.spec import Pool, Scenario, events_of
 from kvactors.scenario.tenants import check_tenants, run_tenants
+from kvactors.scenario.watching import Observe, unobserved
+from kvactors.signals import run_terminable, temporary_folder
 from kvactors.sink_config import MemorySinkConfig
-from kvactors.terminable import run_terminable, temporary_folder
 
 TEMP = "@temp"
 """Stands for a fresh folder, removed after the run, in paths and endpoints."""
@@ -154,8 +154,8 @@ async def pool(settings: Pool) -> AsyncIterator[str]:
     """Run a Mooncake master and give its address. The master is killed and started again as the
     settings ask."""
     from kvactors.scenario.mooncake_master import Master
-    from kvactors.testing.fault import Fault
-    from kvactors.testing.injection import carry_out
+    from kvactors.testing.faults import Fault
+    from kvactors.testing.plan import carry_out
 
     master = Master()
 

@@ -20,10 +20,10 @@ from kvactors.layout import make_layout
 from kvactors.observe.lag import NO_LAGS, LagMonitor
 from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine
-from kvactors.scenario.observe import Observe, unobserved
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Report, Totals, make_report
 from kvactors.scenario.spec import FaultSpec, Scenario
+from kvactors.scenario.watching import Observe, unobserved
 from kvactors.scenario.workload import Script, chat
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends import make_backend
@@ -100,9 +100,8 @@ class Session:
 
     def _index_divergence(self) -> dict[str, int]:
         """Of AttentionStore's stand-in: blocks on which its index and the tiers differ."""
-        from tests.support.attentionstore_sdk.sdk import AttentionStoreSDK
-
         from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
+        from tests.support.attentionstore_sdk.sdk import AttentionStoreSDK
 
         differing = {}
         ledger = self.cache.system.notifier_actor.ledger

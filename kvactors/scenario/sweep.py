@@ -7,19 +7,23 @@ holds for prefix caches too, because a request accesses a whole path: of a path,
 root are always the more recent ones, so the leaf-first victim is the least recent block.
 
 A request larger than the device is refused and accesses nothing. Sizes below the longest request
-therefore take a separate pass each.
-"""
+therefore take a separate pass each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvactors.config import Config
 from kvactors.errors import ConfigError
+from kvactors.native import BlockTree, LifeTables, Path
+from kvactors.prefix_index.policy import FIRST
+from kvactors.scenario.trace import TraceRequest
 
 Blocks = NDArray[np.int64]
 """Numbers of blocks [n], dense from 0."""
@@ -293,3 +297,222 @@ def sizes_for(curve: Curve, shares: Iterable[float]) -> dict[float, int]:
     """The smallest cache that has each share of the hits of an unlimited one, in blocks."""
     most = int(curve.hits[-1])
     return {share: int(np.searchsorted(curve.hits, share * most)) for share in shares}
+
+
+# -- the offline optimum
+#
+# Belady (A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal
+# 5(2), 1966): the victim is the block whose next use is farthest. A block of a finished request may
+# be the victim itself. A use of a block uses those before it too, so the farthest next use is
+# always at a leaf, and no cache that keeps whole prefixes hits more than this one. Blocks that were
+# used last by the same request and are used next by the same request are interchangeable. They form
+# an interval between two requests, and intervals are counted in place of blocks.
+
+
+def optimal_hits(uses: Uses, requests: int, size: int) -> int:
+    """Blocks that a cache hits at most.
+
+    Args:
+        uses: of the trace's blocks, after earlier ones.
+        requests: of the trace.
+        size: of the cache, in blocks.
+    """
+    begun: list[list[tuple[int, int]]] = [[] for _ in range(requests)]
+    columns = (uses.before.tolist(), uses.request.tolist(), uses.blocks.tolist())
+    for before, request, blocks in zip(*columns, strict=True):
+        begun[before].append((request, blocks))
+    kept: dict[int, int] = {}  # blocks in the cache, by the request that uses them next
+    farthest: list[int] = []  # heap of those requests, negated
+    hits = held = 0
+    for number, intervals in enumerate(begun):
+        hit = kept.pop(number, 0)
+        hits += hit
+        held -= hit
+        for request, blocks in intervals:
+            if request not in kept:
+                kept[request] = 0
+                heappush(farthest, -request)
+            kept[request] += blocks
+            held += blocks
+        while held > size:
+            request = -farthest[0]
+            dropped = min(kept[request], held - size)
+            kept[request] -= dropped
+            held -= dropped
+            if not kept[request]:
+                del kept[request]
+                heappop(farthest)
+    return hits
+
+
+# -- one device tier under an eviction policy: the native tree without actors and bytes
+
+
+ROOT = bytes(32)
+
+REPORTED = 256
+"""Requests between two calls of `progress`."""
+
+RequestsDone = Callable[[int], None]
+
+
+class Arrivals(NamedTuple):
+    """The data of requests that a policy learns from besides their blocks.
+
+    Attributes:
+        times: seconds, float64 [requests].
+        outputs: tokens that the model produced, int64 [requests].
+    """
+
+    times: NDArray[np.float64]
+    outputs: NDArray[np.int64]
+
+
+def arrivals_of(requests: Sequence[TraceRequest]) -> Arrivals:
+    """The times and output lengths of a trace."""
+    return Arrivals(
+        np.array([one.timestamp for one in requests], np.float64),
+        np.array([one.output_length for one in requests], np.int64),
+    )
+
+
+class DeviceTier:
+    """A device of one size whose requests run one after another.
+
+    Args:
+        size: blocks.
+        tables: the statistics of RETAIN. None: the policy is LRU.
+    """
+
+    def __init__(self, size: int, tables: LifeTables | None = None) -> None:
+        self.tree = BlockTree(1, 0, False, tables)
+        self.size = size
+        self.refused = 0
+        self._free = list(range(size))
+
+    def request(
+        self,
+        ids: NDArray[np.uint32],
+        now: float,
+        output: int = -1,
+        *,
+        ends: bool = False,
+        returns_in: float = -1.0,
+    ) -> int:
+        """Serve one request from its beginning to its end.
+
+        Args:
+            ids: its blocks. In the tree each is one token.
+            now: seconds.
+            output: tokens that the model produced, -1 if that is not known.
+            ends: a hint, see `BlockTree.touch`.
+            returns_in: a hint in seconds, -1 without.
+
+        Returns:
+            The blocks that it hits. A request larger than the device is refused: it hits none and
+            changes nothing.
+        """
+        if len(ids) > self.size:
+            self.refused += 1
+            return 0
+        tree, path = self.tree, Path(1, ROOT)
+        path.extend(ids)
+        tree.advance(now)
+        hits, _ = tree.pin(path)
+        missing = len(ids) - hits
+        if missing > len(self._free):
+            self.evict(missing - len(self._free))
+        if missing:
+            path.assign(hits, self._free[-missing:])
+            del self._free[-missing:]
+        tree.commit(path, len(ids))
+        tree.touch(path, output, ends, returns_in)
+        tree.release(path)
+        return hits
+
+    def evict(self, count: int) -> list[int]:
+        """Free some blocks, and return them in the order in which the policy chose them."""
+        nodes, _, _, blocks, _ = self.tree.evict(count)
+        freed, _ = self.tree.finish_offload(nodes, bytes(len(nodes)))
+        self._free += freed
+        return blocks
+
+
+def retain_hits(
+    paths: Paths,
+    arrivals: Arrivals,
+    size: int,
+    *,
+    whole: bool = True,
+    progress: RequestsDone = lambda _: None,
+) -> int:
+    """The blocks that a device hits under RETAIN.
+
+    Args:
+        paths: the blocks of the trace.
+        arrivals: its times and output lengths.
+        size: of the device, in blocks.
+        whole: whether a request may hit all its blocks.
+        progress: called with the number of requests that are done, from time to time.
+    """
+    device = DeviceTier(size, LifeTables(first=FIRST))
+    blocks = paths.blocks.astype(np.uint32)
+    times: Sequence[float] = arrivals.times.tolist()
+    outputs: Sequence[int] = arrivals.outputs.tolist()
+    hits = begin = 0
+    for request, end in enumerate(paths.ends.tolist()):
+        ids, begin = blocks[begin:end], end
+        most = len(ids) if whole else len(ids) - 1
+        hits += min(most, device.request(ids, times[request], outputs[request]))
+        if request % REPORTED == REPORTED - 1:
+            progress(request + 1)
+    return hits
+
+
+# -- LRU tiers of a config's sizes
+
+
+def rates_of(paths: Paths, config: Config) -> TierRates:
+    """The hits of a config's tiers under LRU. A store without a limit holds every block."""
+    store = config.storage
+    stored = 0
+    if store.backend != "none" and not config.flush.flush_only:
+        stored = paths.distinct if store.capacity_blocks is None else store.capacity_blocks
+    whole = not config.cache.recompute_last_token
+    return tier_rates(
+        hit_curve(paths, config.device.num_blocks, whole=whole),
+        config.device.num_blocks,
+        config.host.slots,
+        stored,
+        exclusive=config.host.mode == "exclusive",
+    )
+
+
+def rates_by_name(rates: TierRates) -> dict[str, float]:
+    """For reports."""
+    return {
+        "device": round(rates.device, 6),
+        "host": round(rates.host, 6),
+        "storage": round(rates.storage, 6),
+        "total": round(rates.total, 6),
+        "refused": rates.refused,
+    }
+
+
+def lru_rates(requests: Iterable[TraceRequest], config: Config) -> dict[str, float]:
+    """The hit rates that LRU tiers of the same sizes have, if the requests come one after another.
+
+    Empty if every tier of the config is LRU, or if they cannot be had in advance: the store's size
+    is given in bytes, or the ids are not chained.
+    """
+    if "retain" not in (config.device.policy, config.host.policy):
+        return {}
+    if config.storage.capacity_bytes is not None:
+        return {}
+    try:
+        paths = read_paths(one.ids for one in requests)
+    except ConfigError:
+        return {}
+    rates = rates_by_name(rates_of(paths, config))
+    del rates["refused"]
+    return rates

@@ -8,20 +8,22 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from kvactors.charts import Chart
 from kvactors.errors import ConfigError
-from kvactors.page import Section, Tile, make_page
-from kvactors.report import in_unicode, print_details, print_fields, print_rows
-from kvactors.scenario.lru_rates import rates_by_name, rates_of
-from kvactors.scenario.optimum import optimal_hits
-from kvactors.scenario.policy_run import Arrivals, arrivals_of, retain_hits
+from kvactors.scenario.output import in_unicode, print_details, print_fields, print_rows
+from kvactors.scenario.pages import Chart, Section, Tile, make_page
 from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.sweep import (
+    Arrivals,
     Paths,
+    arrivals_of,
     curve_of,
     device_uses,
     hit_curve,
+    optimal_hits,
+    rates_by_name,
+    rates_of,
     read_paths,
+    retain_hits,
     sizes_for,
     sizes_to_show,
 )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvactors.cache import KVCache
 from kvactors.errors import ConfigError
-from kvactors.scenario.observe import Observe
 
 if TYPE_CHECKING:
     from kvactors.monitoring import Endpoint
@@ -87,3 +86,12 @@ def _endpoint() -> Endpoint:
     from kvactors.monitoring import Endpoint
 
     return Endpoint()
+
+
+Observe: TypeAlias = Callable[[KVCache], AbstractAsyncContextManager[Any]]
+"""Entered with the open cache of a run, and left before it closes."""
+
+
+def unobserved(_: KVCache) -> AbstractAsyncContextManager[Any]:
+    """Nothing looks at the run."""
+    return nullcontext()

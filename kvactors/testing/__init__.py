@@ -1,5 +1,4 @@
-"""Test support: your serving loop against a simulated cache, and the models and stand-ins that
-kvactors' tests use.
+"""Test support: your serving loop against a simulated cache.
 
 The parts are documented where they are defined (and by example in docs/testing_your_loop.md):
 
@@ -9,7 +8,6 @@ The parts are documented where they are defined (and by example in docs/testing_
   `FaultPlan`, `Fault`: its faults. `Unclean`: the problems found at the end. `small_config`:
   settings for tests.
 - `Trace`, `minimal`, `render`: every message between the actors.
-- `Probe`, `Unexpected`: an actor that the test plays. `Stepper`: one actor, turn by turn.
 - `SinkContract`, `StoreContract`, `LayoutContract`: conformance suites of sinks, back ends and
   layouts of other packages.
 - The pytest plugin `kvactors.testing.plugin`: fixtures `kv_sim`, `kv_cache`, `kv_faults`, options
@@ -25,69 +23,47 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
-    from kvactors.testing.fault import Fault as Fault
-    from kvactors.testing.layout_contract import LayoutContract as LayoutContract
-    from kvactors.testing.loop import Deadlock as Deadlock
-    from kvactors.testing.loop import Livelock as Livelock
-    from kvactors.testing.loop import SimLoop as SimLoop
-    from kvactors.testing.loop import loop_factory as loop_factory
-    from kvactors.testing.loop import simulate as simulate
-    from kvactors.testing.plan import FaultPlan as FaultPlan
-    from kvactors.testing.sim import SMALL as SMALL
-    from kvactors.testing.sim import Sim as Sim
-    from kvactors.testing.sim import Unclean as Unclean
-    from kvactors.testing.sim import small_config as small_config
-    from kvactors.testing.sim_faults import SimFaults as SimFaults
-    from kvactors.testing.sink_contract import SinkContract as SinkContract
-    from kvactors.testing.store_contract import StoreContract as StoreContract
-    from kvactors.testing.trace import Trace as Trace
-    from kvactors.testing.trace import minimal as minimal
-    from kvactors.testing.trace import render as render
-    from tests.support.probe import Probe as Probe
-    from tests.support.probe import Unexpected as Unexpected
-    from tests.support.stepper import Effects as Effects
-    from tests.support.stepper import Stepper as Stepper
-
-HOMES = {
-    "fault": ("Fault",),
-    "layout_contract": ("LayoutContract",),
-    "loop": ("Deadlock", "Livelock", "SimLoop", "loop_factory", "simulate"),
-    "plan": ("FaultPlan",),
-    "probe": ("Probe", "Unexpected"),
-    "sim": ("SMALL", "Sim", "Unclean", "small_config"),
-    "sim_faults": ("SimFaults",),
-    "sink_contract": ("SinkContract",),
-    "stepper": ("Effects", "Stepper"),
-    "store_contract": ("StoreContract",),
-    "trace": ("Trace", "minimal", "render"),
-}
-"""Public names by the module that has them. They are imported when they are first used: parts of
-the package itself import what lies here."""
+    from kvactors.testing.faults import Fault
+    from kvactors.testing.layout_contract import LayoutContract
+    from kvactors.testing.loop import Deadlock, Livelock, SimLoop, loop_factory, simulate
+    from kvactors.testing.plan import FaultPlan, SimFaults
+    from kvactors.testing.sim import SMALL, Sim, Unclean, small_config
+    from kvactors.testing.sink_contract import SinkContract
+    from kvactors.testing.store_contract import StoreContract
+    from kvactors.testing.trace import Trace, minimal, render
 
 __all__ = [
     "SMALL",
     "Deadlock",
-    "Effects",
     "Fault",
     "FaultPlan",
     "LayoutContract",
     "Livelock",
-    "Probe",
     "Sim",
     "SimFaults",
     "SimLoop",
     "SinkContract",
-    "Stepper",
     "StoreContract",
     "Trace",
     "Unclean",
-    "Unexpected",
     "loop_factory",
     "minimal",
     "render",
     "simulate",
     "small_config",
 ]
+
+HOMES = {
+    "faults": ("Fault",),
+    "layout_contract": ("LayoutContract",),
+    "loop": ("Deadlock", "Livelock", "SimLoop", "loop_factory", "simulate"),
+    "plan": ("FaultPlan", "SimFaults"),
+    "sim": ("SMALL", "Sim", "Unclean", "small_config"),
+    "sink_contract": ("SinkContract",),
+    "store_contract": ("StoreContract",),
+    "trace": ("Trace", "minimal", "render"),
+}
+"""Public names by module, imported at their first use: parts of the package import this package."""
 
 
 def __getattr__(name: str) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Literal
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import anyio
+import msgspec
 
 from kvactors.device.arena import Arena
 from kvactors.errors import SinkError, StoreUnavailable
@@ -14,16 +16,145 @@ from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.lineage import Lineage
-from kvactors.storage.backends.base import (
-    Backend,
-    Expired,
-    ReadReport,
-    WriteReport,
-)
+from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.backends.file import FileBackend
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fault import LASTING, Fault, Kind
-from kvactors.testing.gate import SLOWER, Gate, Latency, instant
+
+Kind = Literal[
+    "copy_fail",
+    "copy_slow",
+    "copy_hang",
+    "store_down",
+    "store_slow",
+    "store_hang",
+    "torn_write",
+    "bit_flip",
+    "disk_full",
+    "object_lost",
+    "sink_down",
+    "sink_hang",
+    "sink_lose_answers",
+    "sink_duplicate",
+    "rank_silent",
+    "rank_cut",
+    "rank_lost",
+    "actor_crash",
+    "cancel",
+    "clock_jump",
+    "sink_slow",
+    "sink_fail_every",
+    "sink_lose_state",
+    "store_small",
+    "store_refuse_block",
+    "store_count_low",
+    "store_count_invalid",
+    "store_leak",
+    "store_lose_answers",
+    "process_kill",
+    "process_stop",
+    "link_cut",
+    "link_silent",
+    "client_leave",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+STEPPED: frozenset[Kind] = frozenset({"actor_crash", "cancel", "client_leave"})
+"""Kinds whose moment is a count: of an actor's turns, of a client's awaits, of requests."""
+
+LASTING: frozenset[Kind] = frozenset(KINDS) - {
+    "copy_fail",
+    "torn_write",
+    "bit_flip",
+    "object_lost",
+    "rank_cut",
+    "actor_crash",
+    "sink_lose_state",
+    "link_cut",
+    "client_leave",
+}
+"""Kinds for which `duration` means something: how long it lasts, by how much the clock jumps, how
+long an await goes on before its cancellation."""
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing that goes wrong.
+
+    Attributes:
+        kind: the seam and what happens there.
+        at: seconds since the work began, or, of an actor_crash, cancel or client_leave, which turn,
+            await or request (from 1 on).
+        target: an actor's or sink's name, the number of a rank or client, the first if empty.
+        duration: seconds.
+        amount: pairs, writes or objects concerned. Of store_small the blocks that a store has space
+            for, of store_refuse_block a device block.
+        every: of sink_fail_every which calls fail, of a file store's bit_flip which slots: every
+            n-th.
+        delay: seconds more that a call takes while its sink or store is slow. None for a store: in
+            proportion to `amount`. Of an SDK's store_hang: seconds until a call goes on. Of a
+            client_leave: seconds from the acquire until the task is cancelled.
+    """
+
+    kind: Kind
+    at: float = 0.0
+    target: str = ""
+    duration: float = 0.0
+    amount: int = 1
+    every: int = 2
+    delay: float | None = None
+
+
+Latency = Callable[[], float]
+"""Seconds the next operation takes."""
+
+SLOWER = 0.03
+"""Seconds more that a slow operation takes, for each of a fault's `amount`."""
+
+TAIL = 20
+"""A latency is at most so many times its mean."""
+
+
+def instant() -> float:
+    """No time at all."""
+    return 0.0
+
+
+def latency(rng: random.Random, mean: float) -> Latency:
+    """Exponential, with its tail cut."""
+
+    def draw() -> float:
+        return min(TAIL * mean, rng.expovariate(1 / mean))
+
+    return draw
+
+
+class Gate:
+    """Callers that pass wait while the gate is shut. waited: number of calls that waited."""
+
+    def __init__(self) -> None:
+        self.shut = False
+        self.waited = 0
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def close(self) -> None:
+        """Make callers wait."""
+        self.shut = True
+
+    def open(self) -> None:
+        """Let all callers through."""
+        self.shut = False
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def passed(self) -> None:
+        """Return once it is open."""
+        self.waited += self.shut
+        while self.shut:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
 
 FaultMode = Literal["", "down", "hang", "slow", "fail_every", "lose_answers"]
 FAULT_MODES: dict[Kind, FaultMode] = {

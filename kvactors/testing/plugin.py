@@ -22,8 +22,8 @@ import pytest
 if TYPE_CHECKING:
     from kvactors.cache import KVCache
     from kvactors.device import Device
+    from kvactors.testing.plan import SimFaults
     from kvactors.testing.sim import Sim
-    from kvactors.testing.sim_faults import SimFaults
 
 # kvactors itself is imported where it is used: the plugin is loaded by every pytest in whose
 # environment it is installed.

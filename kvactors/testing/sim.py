@@ -3,24 +3,28 @@ time, faults, and a trace of every message."""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from kvactors.actor import ActorRef, Envelope
+from kvactors.actor.clock import now
+from kvactors.actor.instrument import Instrument, Turn
 from kvactors.cache import KVCache
 from kvactors.config import Config
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device import Device, layout_for
-from kvactors.errors import ConfigError, KVActorsError
+from kvactors.errors import ConfigError, DeadlineExceeded, KVActorsError
 from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.prefix_index.messages import Acquire
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.system import System
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink, latency
-from kvactors.testing.held_blocks import HeldBlocks
 from kvactors.testing.loop import SimLoop, simulate
-from kvactors.testing.rest import problems_at_rest
-from kvactors.testing.sim_faults import SimFaults
+from kvactors.testing.plan import SimFaults
 from kvactors.testing.trace import Trace
 
 T = TypeVar("T")
@@ -240,3 +244,121 @@ class Sim:
             plane.engine = make_engine(plane.device)
         self.trace.attach(system)
         return system
+
+
+class HeldBlocks(Instrument):
+    """Compares the bytes of each device block from the end of the lease that held it until the next
+    request gets it: a forward pass that goes on after the end of its lease has changed them.
+
+    Args:
+        system: of the cache.
+        on_acquire: called with the task of each request.
+
+    Attributes:
+        problems: each changed block as text.
+        requests: the requests that held the changed blocks.
+    """
+
+    def __init__(self, system: System, on_acquire: Callable[[asyncio.Task[Any]], None]) -> None:
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+        self._system = system
+        self._on_acquire = on_acquire
+        self._last: dict[int, tuple[str, float]] = {}  # by block: its last request, and the end
+        self._device: Any = None
+        self._unheld: dict[int, bytes] = {}
+        system.supervisor.instruments.add(self)
+
+    def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
+        """See `Instrument`."""
+        task = asyncio.current_task()
+        if isinstance(envelope.message, Acquire) and task is not None:
+            self._on_acquire(task)
+
+    def finished(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
+        """See `Instrument`."""
+        if receiver is self._system.index:
+            self._look()
+
+    def check(self) -> None:
+        """Compare every block that no lease holds."""
+        self._compare(list(self._unheld))
+
+    def _look(self) -> None:
+        """A turn of PrefixIndex has ended."""
+        device, index = self._system.plane.device, self._system.index_actor
+        if device is not self._device:  # after a sleep it has other memory
+            self._device, self._unheld = device, {}
+        if getattr(device, "regions", None) is None or device.kind != "host":
+            return
+        held = dict.fromkeys(index.index.loading, "")
+        for copy in index.core.forks._copies.values():
+            held.update(dict.fromkeys(copy.targets, ""))
+        for lease in index.core.leases:
+            held.update(dict.fromkeys(lease.path.table(), lease.request_id))
+        self._compare([block for block in held if block in self._unheld])
+        for block, name in held.items():
+            self._unheld.pop(block, None)
+            if name:
+                self._last[block] = name, now()
+        for block in range(device.num_blocks):
+            if block not in held and block not in self._unheld:
+                self._unheld[block] = self._bytes(block)
+
+    def _compare(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if self._bytes(block) == self._unheld[block]:
+                continue
+            self._unheld[block] = self._bytes(block)
+            name, ended = self._last.get(block, ("", 0.0))
+            holder = f"that of {name!r} had it until {ended:.4f}" if name else "none had it before"
+            self.problems.append(
+                f"device block {block} was written while no lease held it ({holder}): end a lease "
+                "after the pass that writes its blocks, or record the pass"
+            )
+            if name:
+                self.requests.append(name)
+
+    def _bytes(self, block: int) -> bytes:
+        pieces = zip(self._device.regions.tolist(), self._device.piece_bytes.tolist(), strict=True)
+        return b"".join(ctypes.string_at(start + block * size, size) for start, size in pieces)
+
+
+# -- a cache at rest
+
+
+async def problems_at_rest(cache: KVCache, deadline: float = 30.0) -> list[str]:
+    """Wait until a cache without requests is idle and its sinks are up to date, then check it.
+
+    Args:
+        cache: open, and without requests.
+        deadline: seconds in which it must become idle.
+
+    Returns:
+        One text per problem, see `left_over`. An idle cache's invariants include that every sink's
+        view equals the tiers.
+
+    Raises:
+        KVActorsError: the cache has failed or is closed.
+    """
+    at = now() + deadline
+    try:
+        await cache.wait_flushed(deadline)
+        while cache.system.in_flight.count:
+            # The timer of a pin, or a finaliser, has sent a message in the step of the answer.
+            await cache.wait_flushed(max(at - now(), 1e-9))
+    except DeadlineExceeded as error:
+        return [f"the cache does not become idle: {error}"]
+    return left_over(cache)
+
+
+def left_over(cache: KVCache) -> list[str]:
+    """One text per problem of a cache that is idle and has no requests: work in flight, leases that
+    were not finished, waiting requests, violated invariants (see `KVCache.check`)."""
+    system, core = cache.system, cache.system.index_actor.core
+    problems = [f"the lease of {lease.request_id!r} was never finished" for lease in core.leases]
+    if waiting := core.statistics().waiting + len(core.held):
+        problems.append(f"{waiting} requests still wait")
+    if count := system.in_flight.count:
+        problems.append(f"{count} messages or jobs are in flight")
+    return problems + cache.check()

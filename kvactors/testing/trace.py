@@ -3,22 +3,26 @@ what it caused.
 
 A trace is an instrument of the systems it is attached to. The schedule is the same with and
 without it. It keeps the last `limit` messages as text, without payloads. On a simulated loop the
-text of a run is the same, byte for byte, in every run of its seed.
-"""
+text of a run is the same, byte for byte, in every run of its seed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
+
+import msgspec
 
 from kvactors.actor import ActorRef, Control, Envelope, Instrument, Instruments, Message, Turn
 from kvactors.actor.clock import now
 from kvactors.actor.jobs import is_job
+from kvactors.flush_notifier.messages import PLAIN, RequestScope
+from kvactors.native import Path
 from kvactors.testing.loop import SimLoop
-from kvactors.testing.words import describe, fields_of
+from kvactors.types import HASH_BYTES
 
 if TYPE_CHECKING:
     from kvactors.system import System
@@ -303,3 +307,84 @@ def render(records: Iterable[Record]) -> str:
         for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)
+
+
+# -- messages as text, identical in every run
+
+
+KEYS = frozenset(
+    {"hashes", "keys", "parents", "root", "parent", "stored", "evicted", "corrupt", "taken"}
+)
+"""Fields whose bytes are names of blocks."""
+
+MEASURED = frozenset({"seconds"})
+"""Fields that are measured on a real clock, and differ from run to run."""
+
+
+def describe(message: Any) -> str:
+    """A message, or any value that answers an ask, on one line: its type and its fields."""
+    if not isinstance(message, Message):
+        return value_of(message)
+    return f"{type(message).__name__}({fields_of(message)})"
+
+
+def fields_of(message: Message) -> str:
+    """A message's fields, `name=value` with blanks between."""
+    shown = []
+    for name in message.__struct_fields__:
+        value = getattr(message, name)
+        if (
+            name in MEASURED
+            or value is None
+            or value == PLAIN
+            or (name in ("memory_generation", "media") and not value)
+        ):
+            continue
+        words = (
+            name_of_blocks(value) if name in KEYS and isinstance(value, bytes) else value_of(value)
+        )
+        shown.append(words if isinstance(value, Message) else f"{name}={words}")
+    return " ".join(shown)
+
+
+def name_of_blocks(keys: bytes) -> str:
+    """Names of blocks: how many, and the first one's first digits."""
+    count = len(keys) // HASH_BYTES
+    return f"{count}:{keys[:4].hex()}" if count else "0"
+
+
+def value_of(value: Any) -> str:
+    """Any other value as text. A value of an unlisted type is shown by its type alone, since a repr
+    may hold an address."""
+    for kind, words in WORDS:
+        if isinstance(value, kind):
+            return words(value)
+    return f"<{type(value).__name__}>"
+
+
+def _buffer(value: bytes | bytearray | memoryview) -> str:
+    is_table = isinstance(value, memoryview) and value.format == "i"  # a table of blocks
+    return _numbers(list(value)) if is_table else f"{len(value)}B"
+
+
+def _numbers(values: tuple[Any, ...] | list[Any]) -> str:
+    if len(values) <= 4:
+        return "[" + ",".join(value_of(one) for one in values) + "]"
+    return f"[{value_of(values[0])},..{len(values)}]"
+
+
+WORDS: tuple[tuple[type | tuple[type, ...], Callable[[Any], str]], ...] = (
+    (bool, str),
+    (Enum, lambda value: str(value.name).lower()),
+    (int, str),
+    (float, lambda value: f"{value:.4f}"),
+    (str, lambda value: value if value.isidentifier() else repr(value)),
+    ((bytes, bytearray, memoryview), _buffer),
+    (Path, lambda value: f"{value.num_tokens} tokens"),
+    (RequestScope, lambda value: f"{value.lora}/{value.salt}"),
+    ((tuple, list), _numbers),
+    (Message, describe),
+    (BaseException, lambda value: f"{type(value).__name__}: {value}"),
+    (msgspec.Struct, lambda value: type(value).__name__),
+    (type(None), str),
+)

@@ -12,8 +12,8 @@ from cyclopts import Parameter
 
 from kvactors.actor.clock import now
 from kvactors.errors import ConfigError
-from kvactors.report import Output
-from kvactors.terminable import run_terminable
+from kvactors.scenario.output import Output
+from kvactors.signals import run_terminable
 from kvactors.top.exposition import BadMetrics, Metrics, read_metrics
 from kvactors.top.fetch import Target, Unreachable, fetch, parse_target
 from kvactors.top.outputs import Show, output

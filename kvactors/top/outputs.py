@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from rich.console import Console, ScreenContext
 
-from kvactors.report import to_stdout, write_output
+from kvactors.scenario.output import to_stdout, write_output
 from kvactors.top.screen import frame
 from kvactors.top.view import View
 

@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from kvactors.errors import ConfigError
-from kvactors.report import to_stdout, write_json
-from kvactors.terminable import sigterm_ends
+from kvactors.scenario.output import to_stdout, write_json
+from kvactors.signals import sigterm_ends
 from tests.benchmarks.machine import ROOT
 from tests.benchmarks.page import filled, names_of
 from tests.benchmarks.report import print_bench

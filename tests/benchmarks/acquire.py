@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
-from kvactors.terminable import run_terminable
+from kvactors.signals import run_terminable
 from tests.benchmarks.report import Row, bench_report, rate_row, time_row
 
 BLOCK = 64

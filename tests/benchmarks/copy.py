@@ -15,7 +15,7 @@ from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout
 from kvactors.native import copy_bytes, gather, scatter, touch
-from kvactors.terminable import run_terminable
+from kvactors.signals import run_terminable
 from tests.benchmarks.copy_gpu import gpu_rows
 from tests.benchmarks.copy_ranks import rank_rows
 from tests.benchmarks.report import Row, bench_report, rate_row

@@ -38,8 +38,8 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.native import HASH_BYTES, chain_hashes
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.scenario.child import Child, child, start_child
+from kvactors.signals import run_terminable
 from kvactors.sink_config import KvEventsSinkConfig, MemorySinkConfig
-from kvactors.terminable import run_terminable
 from kvactors.types import Reason, Residency, Tier, split_hashes
 from tests.benchmarks.report import Row, bench_report, rate_row, time_row
 

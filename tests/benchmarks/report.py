@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from kvactors.report import print_details, print_rows
+from kvactors.scenario.output import print_details, print_rows
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ import numpy as np
 
 import kvactors
 from kvactors.config import HostConfig, StorageConfig
-from kvactors.terminable import run_terminable
+from kvactors.signals import run_terminable
 from tests.benchmarks.child import ChildProcess
 from tests.benchmarks.engine import HOW, VARIABLES
 from tests.benchmarks.report import Row, bench_report, rate_row, time_row

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvactors.signals import run_terminable
 from kvactors.storage.backends.mooncake_client import MooncakeClient
-from kvactors.terminable import run_terminable
 from tests.benchmarks.store_pool import (
     NAMES,
     Runner,

@@ -17,7 +17,7 @@ from kvactors.storage.backends import slab_writes
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend, SimPool, latency
 from kvactors.testing.loop import simulate
-from kvactors.testing.rest import problems_at_rest
+from kvactors.testing.sim import problems_at_rest
 from tests.cache.test_quotas import BLOCK, settle, tokens_of
 from tests.cache.test_storage_quotas import HOST, store
 from tests.support.cache import opened, serve, settings

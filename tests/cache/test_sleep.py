@@ -22,7 +22,7 @@ from kvactors.errors import (
     SleepUnsupported,
 )
 from kvactors.layout import GQALayout
-from kvactors.testing.rest import problems_at_rest
+from kvactors.testing.sim import problems_at_rest
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
 
 HOST = {"slots": 16, "transit_slots": 16}

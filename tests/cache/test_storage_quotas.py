@@ -17,7 +17,7 @@ from kvactors.quotas import salt_id
 from kvactors.storage.backends import slab_writes
 from kvactors.testing.fakes import SimBackend, SimPool, latency
 from kvactors.testing.loop import simulate
-from kvactors.testing.rest import problems_at_rest
+from kvactors.testing.sim import problems_at_rest
 from tests.cache.test_quotas import BLOCK, settle, tokens_of, use
 from tests.support.cache import opened, settings
 from tests.support.share_watch import ShareWatch

@@ -17,7 +17,7 @@ from kvactors.config import Config
 from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.observe.statistics import announceable, residency
 from kvactors.storage import attempts
-from kvactors.testing.fault import Fault
+from kvactors.testing.faults import Fault
 from kvactors.types import Tier
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Situation, Tally, reached

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvactors.report import live_line, print_rows, wide_console, write_json
-from kvactors.terminable import run_terminable
+from kvactors.scenario.output import live_line, print_rows, wide_console, write_json
+from kvactors.signals import run_terminable
 from tests.chaos.record import ChaosReport, Row, Tally
 from tests.chaos.run import ROUND, chaos
 from tests.chaos.run import Progress as Report

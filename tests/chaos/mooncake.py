@@ -6,8 +6,8 @@ import anyio
 from anyio.to_thread import run_sync
 
 from kvactors.scenario.mooncake_master import Master
-from kvactors.testing.fault import Fault, Kind
-from kvactors.testing.injection import carry_out
+from kvactors.testing.faults import Fault, Kind
+from kvactors.testing.plan import carry_out
 from tests.chaos.record import Setting, Situation, Tally
 from tests.chaos.rest import settings
 from tests.chaos.worker import worker

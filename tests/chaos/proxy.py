@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 import anyio
 
-from kvactors.testing.fault import Fault
+from kvactors.testing.faults import Fault
 from tests.chaos.record import reached
 
 

@@ -12,8 +12,8 @@ from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded, KVActorsError, LeaseEnded, RankLost
 from kvactors.scenario.engine import Request
-from kvactors.testing.fault import Fault, Kind
-from kvactors.testing.injection import carry_out
+from kvactors.testing.faults import Fault, Kind
+from kvactors.testing.plan import carry_out
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Situation, Tally, reached
 from tests.chaos.rest import at_rest

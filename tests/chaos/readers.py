@@ -10,10 +10,9 @@ from typing import Any
 import anyio
 
 from kvactors.cache import KVCache
-from kvactors.scenario.child import Child, child
-from kvactors.scenario.router import compare
-from kvactors.testing.fault import LASTING, Fault, Kind
-from kvactors.testing.injection import Injectable
+from kvactors.scenario.child import Child, child, compare
+from kvactors.testing.faults import LASTING, Fault, Kind
+from kvactors.testing.plan import Injectable
 from tests.chaos.proxy import Proxy, proxied
 from tests.chaos.record import Setting, Situation, Tally
 from tests.chaos.rest import MEMORY, at_rest, loaded, named, settings, varied
@@ -44,7 +43,7 @@ class Readers:
         """A new reader, without any state."""
         ends = [proxy.endpoint for proxy in self._proxies]
         self.reader = await self._stack.enter_async_context(
-            child("-m", "kvactors.testing.kv_mirror", *ends, "--lose", self._lose)
+            child("-m", "kvactors.scenario.mirror", *ends, "--lose", self._lose)
         )
         await self.reader.receive()
 

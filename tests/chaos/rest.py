@@ -12,7 +12,7 @@ from kvactors.config import Config
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.observe.statistics import announceable
 from kvactors.storage import attempts
-from kvactors.testing.rest import problems_at_rest
+from kvactors.testing.sim import problems_at_rest
 from kvactors.types import Tier
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Tally

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from anyio.to_thread import run_sync
 
-from kvactors.testing.fault import Fault
-from kvactors.testing.injection import carry_out
+from kvactors.testing.faults import Fault
+from kvactors.testing.plan import carry_out
 from tests.chaos.record import Setting, Situation, Tally
 from tests.chaos.rest import compare_lines, jsonl, settings, varied
 from tests.chaos.worker import worker

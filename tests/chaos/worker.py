@@ -25,7 +25,7 @@ from kvactors.config import Config
 from kvactors.errors import KVActorsError
 from kvactors.scenario.child import Child, child
 from kvactors.storage import attempts
-from kvactors.testing.fault import Fault
+from kvactors.testing.faults import Fault
 from kvactors.types import Tier
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Tally

@@ -21,7 +21,7 @@ from kvactors import cli
 from kvactors.config import Config
 from kvactors.layout import make_layout
 from kvactors.observe.lag import SCHEDSTAT
-from kvactors.report import Output
+from kvactors.scenario.output import Output
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {

@@ -11,7 +11,7 @@ from io import StringIO
 
 import pytest
 
-from kvactors.report import check_distinct, print_fields, print_rows, write_output
+from kvactors.scenario.output import check_distinct, print_fields, print_rows, write_output
 from tests.cli.test_sweep_command import TRACE
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from kvactors.terminable import STATUS, run_terminable, sigterm_ends, temporary_folder
+from kvactors.signals import STATUS, run_terminable, sigterm_ends, temporary_folder
 
 SLEEP = 5.0
 """Seconds after which a main task that was not cancelled goes on."""

@@ -24,8 +24,8 @@ from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, parts
 from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
 from kvactors.flush_notifier.sinks.kv_wire import END, decode_batch
+from kvactors.scenario.mirror import Mirror, Reader
 from kvactors.sink_config import KvEventsSinkConfig
-from kvactors.testing.kv_mirror import Mirror, Reader
 from kvactors.types import Reason, Residency, Tier
 from kvactors.zmq_endpoint import Endpoint, of_rank
 

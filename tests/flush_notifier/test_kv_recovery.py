@@ -24,8 +24,8 @@ from kvactors.flush_notifier.sinks import kv_events, kv_replay, kv_state, kv_wir
 from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
 from kvactors.flush_notifier.sinks.kv_state import StreamChanges, joined
 from kvactors.flush_notifier.sinks.kv_wire import AllBlocksCleared, BlockStored, decode_batch
+from kvactors.scenario.mirror import Mirror
 from kvactors.sink_config import KvEventsSinkConfig
-from kvactors.testing.kv_mirror import Mirror
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier.kv_consumers import Dynamo, LlmD, VllmRouter
 from tests.flush_notifier.test_kv_events import (

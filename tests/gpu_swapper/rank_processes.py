@@ -24,7 +24,7 @@ from kvactors.config import (
 from kvactors.ranks_config import RanksConfig
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.report import Totals
-from kvactors.testing.rest import problems_at_rest
+from kvactors.testing.sim import problems_at_rest
 from tests.support.rank_model import ProcessModel, WorkerGone
 from tests.support.rank_process import RankProcess
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 import kvactors
 from kvactors.config import ActorsConfig, LayoutConfig
 from kvactors.ranks_config import RanksConfig
-from kvactors.testing.injection import carry_out
+from kvactors.testing.plan import carry_out
 from tests.gpu_swapper.rank_processes import (
     BLOCK,
     HANG,

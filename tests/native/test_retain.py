@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvactors.native import BlockTree, LifeTables, Path
-from kvactors.scenario.policy_run import DeviceTier
+from kvactors.scenario.sweep import DeviceTier
 from tests.support.retain_model import SHIPPED, RetainModel
 
 ROOT = bytes(32)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvactors.native import LifeTables
-from kvactors.scenario.policy_run import DeviceTier
+from kvactors.scenario.sweep import DeviceTier
 
 PROMPT = 20
 

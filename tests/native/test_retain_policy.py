@@ -14,8 +14,7 @@ import pytest
 
 from kvactors.native import LifeTables
 from kvactors.prefix_index.policy import FIRST
-from kvactors.scenario.policy_run import DeviceTier
-from kvactors.scenario.sweep import hit_curve, read_paths
+from kvactors.scenario.sweep import DeviceTier, hit_curve, read_paths
 from tests.support.adversaries import ADVERSARIES, HOSTILE, finer, first
 from tests.support.traces import SHORT, read
 from tests.support.two_tiers import TwoTiers

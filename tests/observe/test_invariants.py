@@ -18,7 +18,7 @@ from kvactors.observe.invariants import (
     residency_steps,
 )
 from kvactors.prefix_index.messages import PinExpired
-from kvactors.testing.rest import left_over, problems_at_rest
+from kvactors.testing.sim import left_over, problems_at_rest
 from kvactors.types import Tier
 from tests.support.cache import BLOCK, opened, prompt, serve
 

@@ -19,7 +19,7 @@ from kvactors import (
 )
 from kvactors.cpu_evictor.memory import NOT_FETCHED
 from kvactors.errors import StoreUnsupported
-from kvactors.testing.rest import problems_at_rest
+from kvactors.testing.sim import problems_at_rest
 
 from .draw import MODEL, Draw
 from .history import History

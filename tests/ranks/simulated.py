@@ -24,7 +24,7 @@ from kvactors.ranks_config import RanksConfig
 from kvactors.scenario.engine import Request
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.backends.memory import MemoryBackend
-from kvactors.testing.rest import problems_at_rest
+from kvactors.testing.sim import problems_at_rest
 from tests.support.rank_model import RankModel
 from tests.support.rank_process import keys_on_rank
 from tests.support.sim_rank import SimRank

@@ -15,11 +15,9 @@ from kvactors.config import read_toml
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.identity import CacheScope
 from kvactors.layout import make_layout
-from kvactors.scenario.fleet.driver import Figures
-from kvactors.scenario.fleet.messages import Answer, Blocks
-from kvactors.scenario.fleet.placement import choose
+from kvactors.scenario.fleet.driver import Figures, choose
+from kvactors.scenario.fleet.node import Answer, Blocks, Chain, Conversation
 from kvactors.scenario.fleet.run import run_fleet
-from kvactors.scenario.fleet.texts import Chain, Conversation
 from kvactors.scenario.report import print_fleet
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import Scenario, Workload

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.scenario.optimum import optimal_hits
-from kvactors.scenario.sweep import hit_curve, read_paths, uses_of
+from kvactors.scenario.sweep import hit_curve, optimal_hits, read_paths, uses_of
 from tests.scenario.test_sweep import chained, paths_of
 from tests.support.traces import SHORT, read
 

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.scenario.policy_run import Arrivals, DeviceTier, retain_hits
-from kvactors.scenario.sweep import hit_curve, read_paths
+from kvactors.scenario.sweep import Arrivals, DeviceTier, hit_curve, read_paths, retain_hits
 from tests.scenario.test_sweep import chained, paths_of
 from tests.support.traces import SHORT, read
 

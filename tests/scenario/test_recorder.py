@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvactors.histogram import Histogram
+from kvactors.scenario.pages import course, durations, run_page, shares_below
 from kvactors.scenario.recorder import COUNTERS, GAUGES, POINTS, WINDOWS, WORST, Recorder, Recording
 from kvactors.scenario.report import Report
-from kvactors.scenario.report_page import course, durations, run_page, shares_below
 from kvactors.testing.loop import simulate
 from tests.support.cache import opened, prompt, serve
 

@@ -13,15 +13,22 @@ import pytest
 
 from kvactors.cache import open_cache
 from kvactors.device.host import HostDevice
-from kvactors.scenario.baseline import serve_on_model, sizes_of
-from kvactors.scenario.batching import Job, Pace, Scheduler, never_fits, percentiles
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.replay import ReplayConfig, cache_config, replay
 from kvactors.scenario.report import Totals
-from kvactors.scenario.serving import Serving
+from kvactors.scenario.serving import (
+    Job,
+    Pace,
+    Scheduler,
+    Serving,
+    never_fits,
+    percentiles,
+    serve_on_model,
+    sizes_of,
+)
 from kvactors.scenario.trace import TraceRequest
 from kvactors.testing.loop import simulate
-from kvactors.testing.rest import problems_at_rest
+from kvactors.testing.sim import problems_at_rest
 
 SIZE = 4
 PACE = Pace(prefill_tokens_per_s=100.0, decode_s=0.1, step_tokens=8)

@@ -10,8 +10,8 @@ from xml.etree import ElementTree as ET
 import pytest
 from rich.console import Console
 
-from kvactors.charts import svg_of, write_png
 from kvactors.errors import ConfigError
+from kvactors.scenario.pages import svg_of, write_png
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.sweep_report import (
     bytes_text,

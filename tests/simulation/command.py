@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from kvactors.errors import ConfigError
-from kvactors.report import live_line, print_details, print_fields, write_json
+from kvactors.scenario.output import live_line, print_details, print_fields, write_json
 from tests.simulation.coverage import Coverage, coverage
 from tests.simulation.pool import run_seeds
 from tests.simulation.record import SeedReport

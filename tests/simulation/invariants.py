@@ -17,7 +17,7 @@ from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine, Request
 from kvactors.scenario.report import Totals
 from kvactors.storage.attempts import PAUSE_S
-from kvactors.testing.rest import left_over
+from kvactors.testing.sim import left_over
 from tests.simulation.draw import BLOCK, INDEX, Draw
 from tests.simulation.sharing import check_clear, check_sharing
 from tests.simulation.world import World

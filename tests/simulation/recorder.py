@@ -28,7 +28,7 @@ from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.storage.backends.base import Backend
 from kvactors.system import System
-from kvactors.testing.fault import Fault
+from kvactors.testing.faults import Fault
 from kvactors.types import count_hashes
 
 AboutLoad = Cancel | SetTargets | LoadStalled

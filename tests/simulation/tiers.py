@@ -27,8 +27,8 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.messages import Outcome
+from kvactors.testing.fakes import TreeReader
 from kvactors.testing.loop import SimLoop
-from kvactors.testing.tree_reader import TreeReader
 from kvactors.tier_cache import Lookup, SlotMemory, StorageTier, TierCache, TierConfig
 from kvactors.tier_cache.paths import block_name
 from kvactors.tier_cache.settings import checked_config

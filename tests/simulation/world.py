@@ -31,9 +31,8 @@ from kvactors.testing.fakes import (
     SimSink,
     latency,
 )
-from kvactors.testing.fault import STEPPED, Fault
-from kvactors.testing.faults import StoreFaults
-from kvactors.testing.injection import Injectable, Injector
+from kvactors.testing.faults import STEPPED, Fault, StoreFaults
+from kvactors.testing.plan import Injectable, Injector
 from kvactors.threads import Workers
 from tests.simulation.draw import INDEX, Draw
 from tests.simulation.limits import STEP

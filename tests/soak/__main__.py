@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvactors.report import print_details, print_fields, write_json
+from kvactors.scenario.output import print_details, print_fields, write_json
 from tests.oracle.record import SHARING, Record
 from tests.soak.memory import Memory, grown, growth
 from tests.soak.rounds import work

@@ -17,7 +17,7 @@ from kvactors.layout import make_layout
 from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes.store import SimBackend
+from kvactors.testing.fakes import SimBackend
 from kvactors.testing.loop import simulate
 from kvactors.testing.store_contract import key as key_of
 from kvactors.testing.store_contract import never

@@ -13,7 +13,7 @@ from kvactors import Config, KVCache, Lease
 from kvactors.flush_notifier.sinks import Sink
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.report import Totals
-from kvactors.testing.rest import problems_at_rest
+from kvactors.testing.sim import problems_at_rest
 
 Table = Mapping[str, Any]
 

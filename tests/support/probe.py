@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import anyio
 
 from kvactors.actor import ActorRef, Ask, Channel, Envelope, InFlight, Message
-from kvactors.testing.words import describe
+from kvactors.testing.trace import describe
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R")

@@ -26,7 +26,7 @@ from kvactors.errors import KVActorsError
 from kvactors.layout import make_layout
 from kvactors.ranks_config import SECRET_VARIABLE
 from kvactors.scenario.child import Child, start_child
-from kvactors.testing.fault import Fault
+from kvactors.testing.faults import Fault
 
 ROOT = Path(__file__).parents[2]
 

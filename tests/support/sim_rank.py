@@ -12,9 +12,8 @@ from kvactors.data_plane.ranks.connection import Connection, Listener, connect
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.layout import make_layout
 from kvactors.storage.backends.base import Backend
-from kvactors.testing.fakes.copies import SimDevice
-from kvactors.testing.fault import Fault
-from kvactors.testing.gate import Gate, Latency, instant
+from kvactors.testing.fakes import SimDevice
+from kvactors.testing.faults import Fault, Gate, Latency, instant
 
 
 class SimRank:

@@ -11,8 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvactors.errors import SdkError
-from kvactors.testing.fault import Fault
-from kvactors.testing.faults import StoreFaults
+from kvactors.testing.faults import Fault, StoreFaults
 from tests.support.attentionstore_sdk import services
 
 

@@ -24,7 +24,7 @@ from kvactors.actor import (
     State,
 )
 from kvactors.testing.loop import SimLoop
-from kvactors.testing.words import describe
+from kvactors.testing.trace import describe
 
 A = TypeVar("A", bound=Actor)
 T = TypeVar("T")

@@ -15,8 +15,7 @@ from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.backends import FileBackend, MemoryBackend
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fault import Fault
-from kvactors.testing.faults import FAULT_MODES, FaultyBackend, FaultySink
+from kvactors.testing.faults import FAULT_MODES, Fault, FaultyBackend, FaultySink
 from kvactors.types import Tier
 
 

@@ -11,8 +11,8 @@ import pytest
 from kvactors.errors import KVActorsError
 from kvactors.scenario.child import child
 from kvactors.scenario.mooncake_master import Master
-from kvactors.testing.fault import Fault
-from kvactors.testing.injection import carry_out
+from kvactors.testing.faults import Fault
+from kvactors.testing.plan import carry_out
 from tests.chaos.proxy import Proxy
 from tests.support import attentionstore_sdk as stand_in
 from tests.support.rank_process import RankProcess

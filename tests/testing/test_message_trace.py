@@ -30,8 +30,9 @@ from kvactors.actor import (
 from kvactors.actor.clock import deadline_after
 from kvactors.errors import ActorFailed, DeadlineExceeded
 from kvactors.gpu_swapper.messages import CopyFinished, Direction
-from kvactors.testing import Probe, Sim, Trace, minimal, render, simulate
-from kvactors.testing.words import describe
+from kvactors.testing import Sim, Trace, minimal, render, simulate
+from kvactors.testing.trace import describe
+from tests.support.probe import Probe
 
 BLOCK = 8
 

@@ -18,7 +18,9 @@ from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import Acquire, Commit, Finish, Ready
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
-from kvactors.testing import Probe, Stepper, Unexpected, simulate
+from kvactors.testing import simulate
+from tests.support.probe import Probe, Unexpected
+from tests.support.stepper import Stepper
 
 
 class Note(Message, frozen=True, eq=False):

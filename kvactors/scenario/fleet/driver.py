@@ -1,22 +1,24 @@
 """Drives a fleet: `python -m kvactors.scenario.fleet.driver`.
 
 It reads its task as a line of JSON, prints the totals as lines while it runs, and a report at the
-end.
-"""
+end."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import random
 import sys
+import tempfile
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from signal import Signals
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
@@ -27,17 +29,15 @@ import structlog
 from kvactors.errors import KVActorsError
 from kvactors.identity import CacheScope
 from kvactors.layout import make_layout
-from kvactors.scenario.fleet.member import PATIENCE, Member
-from kvactors.scenario.fleet.messages import Answer
+from kvactors.scenario.child import Child, start_child
 from kvactors.scenario.fleet.network import Network
-from kvactors.scenario.fleet.placement import choose
-from kvactors.scenario.fleet.spec import FleetFault, Placement
-from kvactors.scenario.fleet.texts import Chain, Conversation
-from kvactors.scenario.mooncake_master import Master
+from kvactors.scenario.fleet.node import Answer, Chain, Conversation, Order, Orders
+from kvactors.scenario.mirror import Reader
+from kvactors.scenario.mooncake_master import Master, free_port
 from kvactors.scenario.report import Report, Totals
 from kvactors.scenario.session import beside
-from kvactors.scenario.spec import Scenario
-from kvactors.terminable import run_terminable
+from kvactors.scenario.spec import FleetFault, Placement, Scenario
+from kvactors.signals import run_terminable
 
 PROGRESS = 0.2
 """Seconds between two lines of totals."""
@@ -402,3 +402,196 @@ if __name__ == "__main__":
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     run_terminable(main())
+
+
+# -- nodes
+
+
+START, PATIENCE = 120.0, 300.0
+"""Seconds within which a node must start, and answer. Only a hang takes as long."""
+
+LOGGED = 3000
+"""Bytes of a node's log in the error of a failed start."""
+
+
+class Member:
+    """One node.
+
+    Attributes:
+        number: of the node.
+        in_flight: tokens that its requests must compute or fetch.
+        up: whether its process runs.
+
+    Args:
+        number: of the node.
+        network: of the fleet.
+        data: the scenario of a node.
+        seed: of the texts.
+    """
+
+    def __init__(self, number: int, network: Network, data: dict[str, Any], seed: int) -> None:
+        self.number = number
+        self.in_flight = 0
+        self.up = False
+        self._network = network
+        address = network.address(number)
+        self._ends = [f"tcp://{address}:{free_port()}" for _ in range(2)]
+        self._data = deepcopy(data)
+        pool = self._data["storage"].get("mooncake")
+        if pool is not None:
+            pool["local_hostname"] = address
+        sinks = self._data.setdefault("flush", {}).setdefault("sinks", [])
+        sinks.insert(
+            0,
+            {
+                "kind": "kv_events",
+                "endpoint": self._ends[0],
+                "replay_endpoint": self._ends[1],
+                "bind": "bind",
+            },
+        )
+        self._seed = seed
+        # Mooncake's client logs every step to standard error.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the member)
+        self._numbers = itertools.count()
+        self._child: Child | None = None
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._answers: asyncio.Task[None] | None = None
+        self.reader = Reader(self._ends[0], self._ends[1])
+
+    async def start(self) -> None:
+        """Start the process and wait until its cache is open."""
+        prefix = self._network.prefix()
+        child = await start_child(
+            "-m", "kvactors.scenario.fleet.node", prefix=prefix, errors=self._log
+        )
+        self._child = child
+        try:
+            await child.receive(START)
+            commands = self._network.attach(self.number, child.process.pid)
+            orders = Orders(self._data, self._seed, commands)
+            await child.send(msgspec.json.encode(orders).decode())
+            await child.receive(START)
+        except KVActorsError as error:
+            raise KVActorsError(f"node {self.number}: {error}\n{self._log_tail()}") from error
+        self._answers = asyncio.get_running_loop().create_task(self._receive(child))
+        self.up = True
+
+    async def _receive(self, child: Child) -> None:
+        with suppress(KVActorsError):
+            while True:
+                answer = msgspec.json.decode(await child.receive(10 * PATIENCE), type=Answer)
+                waiting = self._waiting.pop(answer.number, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        self.up = False
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(KVActorsError(f"node {self.number} has ended"))
+        self._waiting.clear()
+
+    async def ask(
+        self,
+        do: Literal["serve", "fill", "drain", "settle"],
+        session: int = 0,
+        turn: int = 0,
+    ) -> Answer:
+        """Send an order and wait for its answer.
+
+        Raises:
+            KVActorsError: the process ended before.
+        """
+        child = self._child
+        if child is None or not self.up:
+            raise KVActorsError(f"node {self.number} does not run")
+        order = Order(next(self._numbers), do, session, turn)
+        waiting = self._waiting[order.number] = asyncio.get_running_loop().create_future()
+        await child.send(msgspec.json.encode(order).decode())
+        answer: Answer = await waiting
+        return answer
+
+    def signal(self, number: Signals) -> None:
+        """Send a signal if the process runs."""
+        if self._child is not None and self.up:
+            self._child.signal(number)
+
+    async def kill(self) -> None:
+        """SIGKILL. Requests in flight fail."""
+        self.up = False
+        if self._child is not None:
+            await self._child.kill()
+        if self._answers is not None:
+            await self._answers
+        self._child = self._answers = None
+
+    async def close(self) -> None:
+        """End the process and the mirror."""
+        await self.kill()
+        self.reader.close()
+        self._log.close()
+
+    def _log_tail(self) -> str:
+        self._log.seek(0)
+        return self._log.read()[-LOGGED:].decode(errors="replace")
+
+    def watch(self) -> dict[str, set[Any]]:
+        """Take the events that have arrived. Returns hashes of resident blocks by medium."""
+        self.reader.step(0)
+        return self.reader.mirror.view
+
+
+# -- placement
+
+
+HOST_CREDIT = 0.8
+"""Share of a device block's worth that a host block has, as in vLLM's router."""
+
+
+def choose(
+    members: Sequence[Member],
+    hashes: Sequence[bytes],
+    block_size: int,
+    draw: random.Random,
+    *,
+    aware: bool,
+) -> tuple[Member, int]:
+    """The node for a prompt.
+
+    Args:
+        members: the fleet.
+        hashes: of the prompt's blocks.
+        block_size: tokens of a block.
+        draw: decides where nothing else does.
+        aware: whether the nodes' events and the requests in flight decide.
+
+    Returns:
+        The node, and the tokens that it must compute or fetch, as far as that is known.
+
+    Raises:
+        KVActorsError: no node runs.
+    """
+    up = [member for member in members if member.up]
+    if not up:
+        raise KVActorsError("no node of the fleet runs")
+    if not aware:
+        return draw.choice(up), block_size * len(hashes)
+    names = [int.from_bytes(each[-8:], "big") for each in hashes]
+    draw.shuffle(up)
+    tokens = [int(block_size * (1 + len(names) - credit(member, names))) for member in up]
+    best = min(range(len(up)), key=lambda at: tokens[at] + up[at].in_flight)
+    return up[best], tokens[best]
+
+
+def credit(member: Member, names: Sequence[int]) -> float:
+    """Blocks at the start of a prompt that a node has, those on its device counting most."""
+    view = member.watch()
+    device, host = view.get("GPU", set()), view.get("CPU", set())
+    found = 0.0
+    for name in names:
+        if name in device:
+            found += 1
+        elif name in host:
+            found += HOST_CREDIT
+        else:
+            break
+    return found

@@ -1,7 +1,6 @@
 """One node of a fleet: `python -m kvactors.scenario.fleet.node`.
 
-It reads its orders as lines of JSON and answers each with a line. It ends with its input.
-"""
+It reads its orders as lines of JSON and answers each with a line. It ends with its input."""
 
 from __future__ import annotations
 
@@ -9,22 +8,25 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 import anyio
 import anyio.to_thread
 import msgspec
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.flush_notifier.sinks.kv_wire import MEDIA
+from kvactors.identity import hash_of_block
 from kvactors.scenario.engine import RETRY, Engine, Request
-from kvactors.scenario.fleet.messages import Answer, Blocks, Order, Orders
-from kvactors.scenario.fleet.texts import Conversation
 from kvactors.scenario.session import Session, session
-from kvactors.scenario.spec import Scenario, events_of
+from kvactors.scenario.spec import Scenario, Workload, events_of
+from kvactors.scenario.workload import random_tokens
 from kvactors.storage.backends.mooncake import MooncakeBackend
 
 LONGEST_LINE = 1 << 24
@@ -195,3 +197,122 @@ if __name__ == "__main__":
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     asyncio.run(main())
+
+
+# -- messages between the driver and its nodes
+
+
+class Orders(msgspec.Struct):
+    """The first line that a node reads.
+
+    Attributes:
+        data: the scenario of the node.
+        seed: of the texts.
+        commands: to run first, which connect the node's network.
+    """
+
+    data: dict[str, Any]
+    seed: int
+    commands: list[list[str]]
+
+
+class Order(msgspec.Struct):
+    """A command to a node.
+
+    Attributes:
+        number: of the order, repeated in the answer.
+        do: serve a request, fill the pool with pinned objects, remove them, or settle: wait until
+            nothing is in flight, and describe the node.
+        session, turn: of the request.
+    """
+
+    number: int
+    do: Literal["serve", "fill", "drain", "settle"]
+    session: int = 0
+    turn: int = 0
+
+
+class Blocks(NamedTuple):
+    """Numbers of blocks by tier."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+
+class Answer(msgspec.Struct):
+    """The answer of a node.
+
+    Attributes:
+        number: of the order.
+        hits: blocks of the prompt by tier.
+        wait_s: seconds from the grant of the lease until the loads had ended and their blocks were
+            verified.
+        held: at the end, hashes of resident blocks by medium.
+        sequence: at the end, batches of events that were published.
+        counts: at the end, counters of the node by name.
+        errors: at the end, errors of the node.
+    """
+
+    number: int
+    hits: Blocks = Blocks()
+    wait_s: float = 0.0
+    held: dict[str, list[int]] = {}
+    sequence: int = 0
+    counts: dict[str, float] = {}
+    errors: list[str] = []
+
+
+# -- texts, which the driver and every node make from the same seed
+
+
+class Conversation:
+    """A conversation that grows turn by turn behind the shared system prompt.
+
+    Args:
+        work: the workload.
+        seed: of all texts.
+        session: number of the conversation.
+    """
+
+    def __init__(self, work: Workload, seed: int, session: int) -> None:
+        self._work = work
+        self._rng = np.random.default_rng((seed, session))
+        self._text = random_tokens(np.random.default_rng(seed), work.system_tokens)
+        self._ends: list[tuple[int, int]] = []
+
+    def turn(self, number: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """The prompt and the answer of a turn, from 0 on."""
+        while len(self._ends) <= number:
+            question, answer = (
+                random_tokens(self._rng, 1 + int(self._rng.poisson(mean)))
+                for mean in (self._work.user_tokens, self._work.output_tokens)
+            )
+            end = len(self._text) + len(question)
+            self._text = np.concatenate([self._text, question, answer])
+            self._ends.append((end, len(self._text)))
+        prompt, end = self._ends[number]
+        return self._text[:prompt], self._text[prompt:end]
+
+
+class Chain:
+    """Block hashes of a text that grows.
+
+    Args:
+        root: see `CacheScope.root`.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, root: bytes, block_size: int) -> None:
+        self._root = root
+        self._block_size = block_size
+        self._hashes: list[bytes] = []
+
+    def of(self, tokens: NDArray[np.uint32]) -> Sequence[bytes]:
+        """The hashes of the full blocks of a text, which begins with the text of the last call."""
+        size, hashes = self._block_size, self._hashes
+        for block in range(len(hashes), len(tokens) // size):
+            parent = hashes[-1] if hashes else self._root
+            piece = tokens[block * size : (block + 1) * size].astype("<u4").tobytes()
+            hashes.append(hash_of_block(parent, piece))
+        return hashes[: len(tokens) // size]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from kvactors.testing.fault import Fault, Kind
+from kvactors.testing.faults import Fault, Kind
 from tests.support.attentionstore_sdk.utils.err import AttentionStoreSDKError
 
 Path = tuple[int, ...]

@@ -1,0 +1,567 @@
+"""Copies that take virtual time. Real bytes are moved, half of them before the delay and half after
+it: code that uses a block too early, or gives it to another request too early, sees wrong bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import anyio
+import xxhash
+
+from kvactors.actor.uncancelled import wait_uncancelled
+from kvactors.data_plane.base import Progress
+from kvactors.data_plane.engine import CopyEngine
+from kvactors.device.arena import Arena
+from kvactors.device.base import Device
+from kvactors.device.host import HostDevice
+from kvactors.errors import StoreUnavailable
+from kvactors.flush_notifier.messages import FlushTask, PathPart
+from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.gpu_swapper.messages import Direction
+from kvactors.layout.base import Layout
+from kvactors.lineage import Lineage
+from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.backends.owned_batches import OwnedBatches
+from kvactors.storage.backends.path_source import PathSource
+from kvactors.storage.catalog import Catalog
+from kvactors.storage.inventory import OwnedInventory
+from kvactors.storage.messages import Outcome
+from kvactors.testing.faults import SLOWER, Fault, FaultySink, Gate, Latency, StoreFaults, instant
+from kvactors.types import Residency, Tier, split_hashes
+
+
+class SimDevice(HostDevice):
+    """A device whose copies can be refused. failing: how many calls still will be. failed: how many
+    were."""
+
+    def __init__(self, layout: Layout, num_blocks: int) -> None:
+        super().__init__(layout, num_blocks)
+        self.failing = self.failed = 0
+
+    def _refuse(self) -> None:
+        if self.failing:
+            self.failing -= 1
+            self.failed += 1
+            raise OSError("the copy was set to fail")
+
+    def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
+        """See `Device`."""
+        self._refuse()
+        super().copy_to_host(blocks, arena, slots)
+
+    def copy_to_device(
+        self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
+    ) -> None:
+        """See `Device`."""
+        self._refuse()
+        super().copy_to_device(blocks, arena, slots, layers)
+
+
+class SimExecutor(CopyEngine):
+    """latency: seconds of each copy. gate: copies that come to it while it is shut hang until it
+    opens.
+
+    failing: pairs still to fail, counted off as copies come. Their targets hold half of their
+    bytes. slower: seconds more each copy takes. moved, failed, delayed: what became of pairs and
+    copies so far.
+    """
+
+    def __init__(self, device: Device, arena: Arena, latency: Latency) -> None:
+        super().__init__(device, arena, threads=0)
+        self.latency = latency
+        self.gate = Gate()
+        self.failing = 0
+        self.slower = 0.0
+        self.moved = self.failed = self.delayed = 0
+        self._scratch: Arena | None = None
+
+    async def run(
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        progress: Progress | None = None,
+    ) -> tuple[int, ...]:
+        """See `CopyEngine`. Like a thread in the middle of a copy, it goes on to its end when it is
+        cancelled."""
+        bad = min(self.failing, len(blocks))
+        self.failing -= bad
+        self.failed += bad
+        self.moved += len(blocks) - bad
+        good = len(blocks) - bad
+        if direction is Direction.TO_DEVICE:
+            work = self._to_device(blocks, slots, good, progress)
+        elif direction is Direction.TO_HOST:
+            work = self._to_host(blocks, slots, good)
+        else:
+            work = self._within(blocks[:good], slots[:good])
+        await wait_uncancelled(asyncio.get_running_loop().create_task(work))
+        return tuple(range(good, len(blocks)))
+
+    async def _within(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy, and again at the end: a source or a target that was given to another request too
+        early has wrong bytes."""
+        self.device.copy_blocks(sources, targets)
+        await self._pause()
+        self.device.copy_blocks(sources, targets)
+
+    async def _pause(self, share: float = 1.0) -> None:
+        self.delayed += self.slower > 0
+        await asyncio.sleep(share * (self.latency() + self.slower))
+        await self.gate.passed()
+
+    async def _to_device(
+        self, blocks: Sequence[int], slots: Sequence[int], good: int, progress: Progress | None
+    ) -> None:
+        count = self.device.layout.num_layers + self.device.layout.extra_layers
+        first = max(1, count // 2)
+        groups = (
+            [range(first), range(first, count)]
+            if progress is None
+            else [range(i, i + 1) for i in range(count)]
+        )
+        for i, layers in enumerate(groups):
+            pairs = slice(0, len(blocks) if i < len(groups) - 1 else good)
+            if i:
+                await self._pause(1 / len(groups))
+            if layers:
+                self.device.copy_to_device(blocks[pairs], self.arena, slots[pairs], layers)
+            if progress is not None and (i < len(groups) - 1 or good == len(blocks)):
+                progress(layers.stop)
+        await self._pause()
+        # a second time: later changes to the slots must not matter, and the blocks still belong to
+        # this copy
+        self.device.copy_to_device(blocks[:good], self.arena, slots[:good])
+
+    async def _to_host(self, blocks: Sequence[int], slots: Sequence[int], good: int) -> None:
+        half = self.arena.block_bytes // 2
+        self._part(blocks, slots, slice(0, half))
+        await self._pause()
+        self._part(blocks[:good], slots[:good], slice(half, None))
+
+    def _part(self, blocks: Sequence[int], slots: Sequence[int], part: slice) -> None:
+        """Copy some bytes of each block as the device has them now."""
+        if self._scratch is None:
+            self._scratch = Arena(self.device.num_blocks, self.arena.block_bytes)
+        self.device.copy_to_host(blocks, self._scratch, range(len(blocks)))
+        for j, slot in enumerate(slots):
+            self.arena.view(slot)[part] = self._scratch.view(j)[part]
+
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: copy_fail, copy_slow, copy_hang."""
+        if fault.kind == "copy_fail":
+            self.failing += fault.amount
+        elif fault.kind == "copy_slow":
+            self.slower = SLOWER * fault.amount
+        else:
+            self.gate.close()
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`."""
+        if fault.kind in ("copy_slow", "copy_hang"):
+            self.slower = 0.0
+            self.gate.open()
+
+    def heal(self) -> None:
+        """End every fault."""
+        self.failing, self.slower = 0, 0.0
+        self.gate.open()
+
+    async def close(self) -> None:
+        """See `CopyEngine`."""
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = None
+
+
+# -- stores
+
+
+class SimDisk(StoreFaults):
+    """Medium of `SimBackend`: objects as bytes, each with the XXH3-64 of the intended bytes.
+
+    Attributes:
+        objects: bytes and checksum by key, in order of writing.
+        lineages: of the objects, also of those removed since.
+        salts: numbers of the objects' salts, also of those removed since.
+        tearing: writes still to be cut short, unnoticed.
+        torn: writes cut short so far.
+    """
+
+    def __init__(self, catalog: Catalog, latency: Latency = instant) -> None:
+        super().__init__(latency)
+        self.objects: dict[bytes, tuple[bytes, int]] = {}
+        self.lineages: dict[bytes, Lineage] = {}
+        self.salts: dict[bytes, int] = {}
+        self.tearing = self.torn = 0
+        self._catalog = catalog
+
+    async def load(self, key: bytes, into: memoryview) -> Outcome:
+        """See `Medium.load`. Half of the bytes come before the delay."""
+        found, half = self.objects.get(key), len(into) // 2
+        if found is not None:
+            into[:half] = found[0][:half]
+        await self.delay()
+        if self.down:
+            return Outcome.UNAVAILABLE
+        found = self.objects.get(key)
+        if found is None:
+            return Outcome.MISS
+        data, checksum = found
+        into[:] = data
+        return Outcome.OK if xxhash.xxh3_64_intdigest(data) == checksum else Outcome.CORRUPT
+
+    async def save(self, key: bytes, data: memoryview) -> Outcome:
+        """See `Medium.save`. Half of the bytes are read after the delay."""
+        half = len(data) // 2
+        first = bytes(data[:half])
+        await self.delay()
+        if self.down:
+            return Outcome.UNAVAILABLE
+        if self.full:
+            self.troubled += 1
+            return Outcome.NO_SPACE
+        whole = first + bytes(data[half:])
+        checksum = xxhash.xxh3_64_intdigest(whole)
+        if self.tearing:
+            self.tearing -= 1
+            self.torn += 1
+            whole = first + bytes(byte ^ 0x5A for byte in whole[half:])
+        self.objects[key] = (whole, checksum)
+        salt = self._catalog.salt(key)
+        if salt is not None:
+            self.salts[key] = salt
+        return Outcome.OK
+
+    async def erase(self, keys: Sequence[bytes]) -> None:
+        """See `Medium.erase`. Half of them go after the delay."""
+        half = len(keys) // 2
+        for key in keys[:half]:
+            self.objects.pop(key, None)
+        if keys:
+            await self.delay()
+        for key in keys[half:]:
+            if key not in self._catalog:
+                self.objects.pop(key, None)
+
+    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """See `Medium.each`. All at once."""
+
+        async def do(item: Callable[[], Awaitable[None]]) -> None:
+            await item()
+
+        async with anyio.create_task_group() as tasks:
+            for item in work:
+                tasks.start_soon(do, item)
+
+    async def seal(self, keys: Sequence[bytes]) -> Outcome:
+        """See `Medium.seal`."""
+        return Outcome.OK
+
+    def abandon(self, keys: Iterable[bytes]) -> None:
+        """See `Medium.abandon`. Saved blocks stay until they are written again."""
+
+    def take_evicted(self) -> list[bytes]:
+        """See `Medium.take_evicted`."""
+        return []
+
+    def present(self, key: bytes) -> bool:
+        """See `Medium.present`."""
+        return False
+
+    def flip(self, count: int) -> int:
+        """Flip a bit in the oldest objects that are whole. Returns their number."""
+        chosen = list(self.objects)[:count]
+        for key in chosen:
+            data, checksum = self.objects[key]
+            self.objects[key] = (data[:-1] + bytes([data[-1] ^ 1]), checksum)
+        self.flipped += len(chosen)
+        return len(chosen)
+
+    def lose(self, count: int) -> int:
+        """See `StoreFaults.lose`."""
+        chosen = list(self.objects)[:count]
+        for key in chosen:
+            del self.objects[key]
+        self.vanished += len(chosen)
+        return len(chosen)
+
+    def damage(self, fault: Fault) -> None:
+        """See `StoreFaults.damage`: torn_write, bit_flip, object_lost."""
+        if fault.kind == "torn_write":
+            self.tearing += fault.amount
+        elif fault.kind == "bit_flip":
+            self.flip(fault.amount)
+        elif fault.kind == "object_lost":
+            self.lose(fault.amount)
+        else:
+            super().damage(fault)
+
+    def heal(self) -> None:
+        """See `StoreFaults.heal`."""
+        super().heal()
+        self.tearing = 0
+
+
+class SimPaths(PathSource):
+    """Paths of the objects of a `SimDisk`, in the order of writing, so that children come before
+    their parents."""
+
+    def __init__(self, disk: SimDisk) -> None:
+        self._disk = disk
+        self._unread: list[bytes] = []
+
+    def begin(self) -> None:
+        """See `Backend.begin_paths`."""
+        self._unread = list(self._disk.objects)
+
+    async def next(self, most: int) -> list[PathPart] | None:
+        """See `Backend.next_paths`."""
+        await self._disk.delay()
+        if self._disk.down or not self._unread:
+            return None
+        keys, self._unread = self._unread[:most], self._unread[most:]
+        lineages = self._disk.lineages
+        return [part_of(key, lineages[key]) for key in keys if key in lineages]
+
+    def end(self) -> None:
+        """See `Backend.end_paths`."""
+        self._unread.clear()
+
+
+def part_of(key: bytes, lineage: Lineage) -> PathPart:
+    """One block as a part of a path."""
+    extra_keys = ((0, lineage.extra_key),) if lineage.extra_key else ()
+    return PathPart(lineage.parent, key, lineage.tokens, lineage.scope, extra_keys)
+
+
+class DiskAttribute:
+    """An attribute of a store's disk, under the same name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, store: SimBackend, owner: type) -> Any:
+        return getattr(store.disk, self._name)
+
+    def __set__(self, store: SimBackend, value: Any) -> None:
+        setattr(store.disk, self._name, value)
+
+
+class SimBackend(Backend):
+    """A store of one process over a `SimDisk`. Lineages are kept.
+
+    Attributes:
+        answerable: see `OwnedInventory`.
+        disk: the objects, and the faults.
+    """
+
+    exclusive = True
+    answerable = True
+    keeps_lineages = True
+
+    def __init__(
+        self, digest: bytes, block_bytes: int, capacity: int = 0, latency: Latency = instant
+    ) -> None:
+        inventory = OwnedInventory(capacity, answerable=self.answerable)
+        super().__init__(digest, block_bytes, inventory)
+        self.catalog, self.pending = inventory.catalog, inventory.pending
+        self.disk = SimDisk(inventory.catalog, latency)
+        self.paths = SimPaths(self.disk)
+        self._batches = OwnedBatches(self.disk, inventory, self.counters, block_bytes)
+
+    async def open(self) -> None:
+        """Find the objects that are there."""
+        self.pending.clear()
+        self.catalog.clear()
+        self.catalog.admit(list(self.disk.objects), self.disk.salts)
+
+    async def close(self) -> None:
+        """The objects stay."""
+
+    def probe(self, keys: Sequence[bytes]) -> int | None:
+        """See `Backend.probe`."""
+        return self._batches.probe(keys)
+
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
+        """See `Backend.read`."""
+        return await self._batches.read(keys, views, expired)
+
+    async def write(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> WriteReport:
+        """See `Backend.write`."""
+        return await self._batches.write(keys, views, expired)
+
+    async def write_slots(
+        self,
+        keys: Sequence[bytes],
+        arena: Arena,
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int | None] = (),
+    ) -> WriteReport:
+        """See `Backend.write_slots`."""
+        self.disk.lineages |= {
+            key: one for key, one in zip(keys, lineages, strict=False) if one is not None
+        }
+        return await super().write_slots(keys, arena, slots, expired, (), salts)
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.remove`."""
+        await self._batches.remove(keys)
+
+    async def forget(self, salt: int) -> int:
+        """See `Backend.forget`."""
+        return await self._batches.forget(salt)
+
+    async def clear(self, generation: int = 0) -> None:
+        """See `Backend.clear`."""
+        self.generation = max(self.generation + 1, generation)
+        await self._batches.clear()
+
+    # Attributes of the disk, for short.
+    objects, latency, gate = DiskAttribute(), DiskAttribute(), DiskAttribute()
+    down, full, slower = DiskAttribute(), DiskAttribute(), DiskAttribute()
+    tearing, troubled = DiskAttribute(), DiskAttribute()
+    torn, flipped, vanished = DiskAttribute(), DiskAttribute(), DiskAttribute()
+    flip, lose = DiskAttribute(), DiskAttribute()
+    inject, recover, heal = DiskAttribute(), DiskAttribute(), DiskAttribute()
+
+
+class SimPool(SimBackend):
+    """A pool that other processes use as well: only `ask` finds out which objects it has, which
+    takes time, and no object belongs to this process."""
+
+    exclusive = False
+    answerable = False
+    keeps_lineages = False
+
+    def probe(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.probe`."""
+
+    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
+        """See `Backend.ask`."""
+        await self.disk.delay()
+        if self.disk.down:
+            raise StoreUnavailable("the pool is down")
+        return 0 if expired() else super().probe(keys) or 0
+
+
+# -- sinks
+
+
+class SimSink(FaultySink):
+    """A sink with a latency.
+
+    Attributes:
+        latency: seconds each call takes.
+        reader: of what the inner sink acknowledged.
+    """
+
+    def __init__(self, inner: Sink, latency: Latency = instant) -> None:
+        super().__init__(inner)
+        self.latency = latency
+        self.reader = TreeReader()
+
+    async def begin_epoch(self, epoch: int) -> None:
+        """See `Sink.begin_epoch`."""
+        await self._before()
+        await self.inner.begin_epoch(epoch)
+        self.reader.clear()
+        self._after()
+
+    async def _pass_on(self, tasks: Sequence[FlushTask]) -> None:
+        taken = 0
+        try:
+            await self.inner.deliver(tasks)
+            taken = len(tasks)
+        finally:
+            self.reader.take(tasks[: max(taken, self.inner.num_acknowledged)])
+
+    async def _before(self) -> None:
+        await asyncio.sleep(self.latency())
+        await super()._before()
+
+
+KEPT = 20
+"""Violations that are remembered."""
+
+
+class TreeReader:
+    """held: set of tiers by block. violations: the first violations of the rule."""
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, int] = {}
+        self.violations: list[str] = []
+        self._parents: dict[
+            bytes, bytes | None
+        ] = {}  # of the blocks that are held, None at the beginning of a path
+        self._below: dict[bytes, set[bytes]] = {}  # blocks that are held, by parent
+
+    def clear(self) -> None:
+        """Nothing is held: a new epoch."""
+        self.held.clear()
+        self._parents.clear()
+        self._below.clear()
+
+    def take(self, tasks: Sequence[FlushTask]) -> None:
+        """Tasks in order, each block by block: gains from the first block on, losses from the last
+        block on."""
+        for task in tasks:
+            if not task.count:
+                self.clear()
+                continue
+            hashes = split_hashes(task.hashes)
+            pairs = list(
+                zip(hashes, [task.parent if task.start_block_idx else None, *hashes], strict=False)
+            )
+            if task.residency is Residency.RESIDENT:
+                for block_hash, parent in pairs:
+                    self._gain(block_hash, parent, task)
+            else:
+                for block_hash, _ in reversed(pairs):
+                    self._lose(block_hash, task)
+
+    def _gain(self, block_hash: bytes, parent: bytes | None, task: FlushTask) -> None:
+        above = 0 if parent is None else self.held.get(parent, 0)
+        if parent is not None and not above:
+            self._violated("is announced, and the block above it is nowhere", block_hash, task)
+        elif parent is not None and task.tier is Tier.DEVICE and not above & Tier.DEVICE:
+            self._violated(
+                "is announced on DEVICE, and the block above it is not there", block_hash, task
+            )
+        self.held[block_hash] = self.held.get(block_hash, 0) | task.tier
+        self._parents[block_hash] = parent
+        if parent is not None:
+            self._below.setdefault(parent, set()).add(block_hash)
+
+    def _lose(self, block_hash: bytes, task: FlushTask) -> None:
+        left = self.held.get(block_hash, 0) & ~int(task.tier)
+        below = [self.held[one] for one in self._below.get(block_hash, ())]
+        if below and not left:
+            self._violated("is removed, and a block below it is not", block_hash, task)
+        elif task.tier is Tier.DEVICE and any(tiers & Tier.DEVICE for tiers in below):
+            self._violated("is removed from DEVICE, and a block below it is not", block_hash, task)
+        if left:
+            self.held[block_hash] = left
+        elif block_hash in self.held:
+            del self.held[block_hash]
+            parent = self._parents.pop(block_hash)
+            if parent is not None:
+                self._below[parent].discard(block_hash)
+                if not self._below[parent]:
+                    del self._below[parent]
+
+    def _violated(self, what: str, block_hash: bytes, task: FlushTask) -> None:
+        if len(self.violations) < KEPT:
+            place = f"block {task.start_block_idx} and {task.count - 1} more"
+            self.violations.append(
+                f"{block_hash[-4:].hex()} {what} ({task.residency.value} {task.tier.name} "
+                f"{task.reason.value}, {place})"
+            )
