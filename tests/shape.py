@@ -1,7 +1,6 @@
 """Shape of the package: `python -m tests.shape`.
 
-Prints one row per package: modules, lines, lines of code, function lengths, import cycles, and words
-that the prose lint would reject.
+Prints one row per package: modules, lines, lines of code, function lengths, and import cycles.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import ast
 import io
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from kvactors.scenario.output import print_rows, wide_console, write_json
-from tests.prose import RULES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvactors"
@@ -134,20 +132,6 @@ def cycles(found: Iterable[tuple[str, str]]) -> set[frozenset[str]]:
     }
 
 
-def prose_of(module: Module) -> list[str]:
-    """Docstrings and comments of a module."""
-    nodes: Iterator[Any] = ast.walk(module.tree)
-    texts = [node.value.value for node in nodes if is_text(node)]
-    tokens = tokenize.generate_tokens(io.StringIO(module.text).readline)
-    texts += [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
-    return texts
-
-
-def rejected_in(text: str) -> int:
-    """Words of one docstring or comment that the prose lint rejects."""
-    return sum(len(rule.pattern.findall(text)) for rule in RULES)
-
-
 def percentile(values: list[int], share: float) -> int:
     """Nearest-rank percentile, 0 of nothing."""
     ordered = sorted(values)
@@ -161,9 +145,6 @@ def measure(modules: list[Module]) -> list[dict[str, Any]]:
     for name in [*groups, "all"]:
         chosen = [module for module in modules if name in ("all", module.package)]
         functions = [length for module in chosen for length in function_lines(module.tree)]
-        prose = [text for module in chosen for text in prose_of(module)]
-        words = sum(len(text.split()) for text in prose)
-        rejected = sum(rejected_in(text) for text in prose)
         rows.append(
             {
                 "package": name,
@@ -171,7 +152,6 @@ def measure(modules: list[Module]) -> list[dict[str, Any]]:
                 "lines": sum(len(module.text.splitlines()) for module in chosen),
                 "code": sum(code_lines(module.text, module.tree) for module in chosen),
                 "functions": [percentile(functions, share) for share in (0.5, 0.9, 1.0)],
-                "lint_per_1000": round(1000 * rejected / max(1, words), 2),
             }
         )
     return rows
@@ -185,7 +165,6 @@ def print_shape(rows: list[dict[str, Any]], groups: list[list[str]], console: Co
         "lines",
         "code",
         "function lines\np50 / p90 / max",
-        "lint\nper 1,000",
     )
     cells = (
         (
@@ -194,11 +173,10 @@ def print_shape(rows: list[dict[str, Any]], groups: list[list[str]], console: Co
             f"{row['lines']:,}",
             f"{row['code']:,}",
             " / ".join(str(value) for value in row["functions"]),
-            f"{row['lint_per_1000']:.2f}",
         )
         for row in rows
     )
-    print_rows("shape", titles, ((one, None) for one in cells), console, numbers=range(1, 6))
+    print_rows("shape", titles, ((one, None) for one in cells), console, numbers=range(1, 5))
     for group in groups:
         console.print(f"import cycle: {', '.join(group)}")
     if not groups:

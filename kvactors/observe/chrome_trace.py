@@ -18,7 +18,6 @@ from kvactors.actor import ActorRef, Envelope, Instrument, Turn
 from kvactors.actor.clock import now
 from kvactors.observe.operations import Operation, OperationWatch
 from kvactors.open_cache import OpenCache
-from kvactors.scenario.output import write_output
 
 MOST_EVENTS = 1_000_000
 """Events of a trace. Later ones are counted only."""
@@ -68,14 +67,18 @@ class ChromeTrace(Instrument):
         ]
         return [*named, *sorted(self._events, key=lambda event: int(event["ts"]))]
 
-    def write(self, path: Path) -> None:
-        """Write the trace to a file, or to standard output if the path is `-`."""
+    def encode(self) -> bytes:
+        """The trace as JSON."""
         page = {
             "traceEvents": self.events(),
             "displayTimeUnit": "ms",
             "otherData": {"left_out": self.left_out},
         }
-        write_output(msgspec.json.encode(page), path)
+        return msgspec.json.encode(page)
+
+    def write(self, path: str | Path) -> None:
+        """Write the trace to a file."""
+        Path(path).write_bytes(self.encode())
 
     # -- see `Instrument`
 

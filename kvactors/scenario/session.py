@@ -10,12 +10,10 @@ from typing import Any
 
 import anyio
 import msgspec
-import numpy as np
 
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config, StorageConfig
 from kvactors.flush_notifier.sinks import Sink, make_sinks
-from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.layout import make_layout
 from kvactors.observe.lag import NO_LAGS, LagMonitor
 from kvactors.observe.statistics import announceable
@@ -90,34 +88,9 @@ class Session:
         progress(self.totals)
         lags = NO_LAGS if self.virtual else monitor.results()
         name = self.scenario.scenario.name
-        report = make_report(
+        return make_report(
             name, self.totals, self.cache, lags, time.monotonic() - began, self.living
         )
-        for label, differing in self._index_divergence().items():
-            report.sinks[label]["divergence"] = differing
-            report.flush["divergence"] += differing
-        return report
-
-    def _index_divergence(self) -> dict[str, int]:
-        """Of AttentionStore's stand-in: blocks on which its index and the tiers differ."""
-        from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
-        from tests.support.attentionstore_sdk.sdk import AttentionStoreSDK
-
-        differing = {}
-        ledger = self.cache.system.notifier_actor.ledger
-        for name, sink in self.sinks.items():
-            inner = sink.inner
-            if isinstance(inner, AttentionStoreSink) and isinstance(
-                inner.sdk.connection, AttentionStoreSDK
-            ):
-                held = [
-                    ledger.blocks[key]
-                    for keys in announceable(self.cache.system, inner.filter).values()
-                    for key in keys
-                ]
-                paths = {tuple(np.frombuffer(path_tokens(block), "<u4").tolist()) for block in held}
-                differing[name] = len(paths ^ inner.sdk.connection.service.resident)
-        return differing
 
     async def _fault(self, spec: FaultSpec) -> None:
         await anyio.sleep(spec.at)

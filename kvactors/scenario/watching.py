@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvactors.cache import KVCache
 from kvactors.errors import ConfigError
+from kvactors.scenario.output import write_output
 
 if TYPE_CHECKING:
     from kvactors.monitoring import Endpoint
@@ -73,7 +74,7 @@ class Watching:
                 "--metrics-port"
             )
         if self._trace is not None and self._file is not None:
-            self._trace.write(self._file)
+            write_output(self._trace.encode(), self._file)
 
 
 def _endpoint() -> Endpoint:

@@ -22,7 +22,8 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.prefix_index.messages import Acquire
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.system import System
-from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink, latency
+from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink
+from kvactors.testing.faults import latency
 from kvactors.testing.loop import SimLoop, simulate
 from kvactors.testing.plan import SimFaults
 from kvactors.testing.trace import Trace

@@ -15,7 +15,8 @@ from kvactors.errors import KVActorsError, StoreError, StoreUnsupported
 from kvactors.quotas import salt_id
 from kvactors.storage.backends import slab_writes
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes import SimBackend, SimPool, latency
+from kvactors.testing.fakes import SimBackend, SimPool
+from kvactors.testing.faults import latency
 from kvactors.testing.loop import simulate
 from kvactors.testing.sim import problems_at_rest
 from tests.cache.test_quotas import BLOCK, settle, tokens_of

@@ -15,7 +15,8 @@ from kvactors.errors import ConfigError, KVActorsError, StoreUnsupported
 from kvactors.quota_settings import check_quota
 from kvactors.quotas import salt_id
 from kvactors.storage.backends import slab_writes
-from kvactors.testing.fakes import SimBackend, SimPool, latency
+from kvactors.testing.fakes import SimBackend, SimPool
+from kvactors.testing.faults import latency
 from kvactors.testing.loop import simulate
 from kvactors.testing.sim import problems_at_rest
 from tests.cache.test_quotas import BLOCK, settle, tokens_of, use

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import kvactors
+from kvactors.attention_sdk import Sdk
 from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded, SdkError, SinkError
 from kvactors.flush_notifier.messages import BlocksRemoved
@@ -22,7 +23,6 @@ from kvactors.layout import GQALayout
 from kvactors.observe.statistics import announceable
 from kvactors.sdk_settings import complete, sdk_settings
 from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
-from kvactors.storage.attention_sdk import Sdk
 from kvactors.types import Reason, Tier
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, finished, names, path
 from tests.support import attentionstore_sdk as stand_in

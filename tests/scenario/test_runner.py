@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvactors.config import read_toml
 from kvactors.errors import ConfigError
+from kvactors.flush_notifier.tasks import path_tokens
+from kvactors.observe.statistics import announceable
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
+from tests.support import attentionstore_sdk
 
 CHAT = {
     "scenario": {"name": "chat", "seed": 5},
@@ -169,6 +174,7 @@ def test_an_error_in_a_script_is_reported():
 SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.toml"))
 # Runs for more than a minute: tests/interop/test_fleet.py
 SCENARIOS = [path for path in SCENARIOS if path.stem != "fleet"]
+OF_ATTENTION_STORE = sorted((Path(__file__).parent / "attention_store").glob("*.toml"))
 
 
 @pytest.mark.full
@@ -182,6 +188,28 @@ def test_shipped_scenarios_hold(path):
         )
     scenario, report = run_scenario(read_toml(path))
     assert scenario.expect
+    assert disappointments(scenario.expect, report) == []
+    assert report.errors == []
+
+
+@asynccontextmanager
+async def index_compared(cache):
+    """At the end, AttentionStore's index has exactly the blocks that are resident."""
+    yield
+    sink = cache.system.sinks["attention_store"].inner
+    ledger = cache.system.notifier_actor.ledger
+    held = set().union(*announceable(cache.system, sink.filter).values())
+    paths = {tuple(np.frombuffer(path_tokens(ledger.blocks[key]), "<u4").tolist()) for key in held}
+    assert paths
+    assert paths == sink.sdk.connection.service.resident
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", OF_ATTENTION_STORE, ids=lambda path: path.stem)
+def test_scenarios_of_attention_store_hold(path):
+    attentionstore_sdk.reset()
+    scenario, report = run_scenario(read_toml(path), observe=index_compared)
+    attentionstore_sdk.reset()
     assert disappointments(scenario.expect, report) == []
     assert report.errors == []
 

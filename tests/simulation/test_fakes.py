@@ -20,7 +20,8 @@ from kvactors.identity import StoreIdentity
 from kvactors.layout import make_layout
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes import Gate, SimBackend, SimExecutor, SimPool, SimSink, latency
+from kvactors.testing.fakes import SimBackend, SimExecutor, SimPool, SimSink
+from kvactors.testing.faults import Gate, latency
 from kvactors.testing.loop import simulate
 from tests.support.sim_rank import SimRank
 

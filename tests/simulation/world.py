@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import anyio
 
+from kvactors.attention_sdk import SHARED, Sdk, Shared
 from kvactors.cache import KVCache
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device.base import Device
@@ -21,17 +22,9 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
 from kvactors.sdk_settings import sdk_settings
 from kvactors.sink_config import AttentionStoreSinkConfig
-from kvactors.storage.attention_sdk import SHARED, Sdk, Shared
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
-from kvactors.testing.fakes import (
-    Latency,
-    SimBackend,
-    SimExecutor,
-    SimPool,
-    SimSink,
-    latency,
-)
-from kvactors.testing.faults import STEPPED, Fault, StoreFaults
+from kvactors.testing.fakes import SimBackend, SimExecutor, SimPool, SimSink
+from kvactors.testing.faults import STEPPED, Fault, Latency, StoreFaults, latency
 from kvactors.testing.plan import Injectable, Injector
 from kvactors.threads import Workers
 from tests.simulation.draw import INDEX, Draw

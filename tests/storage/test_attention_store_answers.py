@@ -9,12 +9,12 @@ import anyio
 import numpy as np
 import pytest
 
+from kvactors.attention_sdk import Sdk
 from kvactors.device.host import HostDevice
 from kvactors.errors import DeadlineExceeded, LayoutError, SdkError
 from kvactors.layout import GQALayout
 from kvactors.sdk_settings import complete
 from kvactors.sink_config import AttentionStoreConfig
-from kvactors.storage.attention_sdk import Sdk
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
 from tests.storage.test_attention_store_backend import BLOCK, LAYOUT, STAND_IN, calls, path
 from tests.support import attentionstore_sdk as stand_in
@@ -45,7 +45,7 @@ async def test_it_pauses_between_two_probes_and_not_after_the_last(
         slept.append(seconds)
 
     clock = SimpleNamespace(fail_after=anyio.fail_after, sleep=sleep)
-    monkeypatch.setattr("kvactors.storage.attention_sdk.anyio", clock)
+    monkeypatch.setattr("kvactors.attention_sdk.anyio", clock)
     stand_in.service().not_ready = not_ready
     one = handle(ready_interval_s=5.0)
     await one.open()

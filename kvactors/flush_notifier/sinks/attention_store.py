@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvactors.actor.log import get_logger
+from kvactors.attention_sdk import MARGIN, Sdk
 from kvactors.errors import SdkError, SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
@@ -15,7 +16,6 @@ from kvactors.flush_notifier.sinks.journal import Journal
 from kvactors.flush_notifier.sinks.published import PublishedBlocks
 from kvactors.sdk_settings import SdkSettings
 from kvactors.sink_config import AttentionStoreSinkConfig
-from kvactors.storage.attention_sdk import MARGIN, Sdk
 from kvactors.types import Residency, split_hashes
 
 RETRY_AT_CLOSE = (0.0, 0.05, 0.2, 0.8)

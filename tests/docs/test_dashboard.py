@@ -18,7 +18,7 @@ import pytest
 
 from kvactors.observe.families import FAMILIES, PREFIX
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "kvactors.json"
 LIMIT = 120.0
 """Seconds that only bound a hang."""

@@ -1,6 +1,6 @@
 """A demo process: conversations on a small cache in host memory, with metrics on port 9464.
 
-python deploy/demo/demo.py [--host 127.0.0.1] [--port 9464] [--seconds 0]
+python docs/deploy/demo/demo.py [--host 127.0.0.1] [--port 9464] [--seconds 0]
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Adapter of AttentionStore's SDK: import, opening, readiness, calls. It is proprietary. This
 module is written against the calls that FastDeploy's adapter makes
-(fastdeploy/cache_manager/transfer_factory/mooncake_store/attention_store.py), and tested against
-the stand-in of `kvactors.testing`.
+(fastdeploy/cache_manager/transfer_factory/mooncake_store/attention_store.py).
 
 A process has one SDK object for each shard that it serves: the sink, the storage back end and every
 cache that is opened with the same names share it. The SDK documents no call that closes one, so it
