@@ -48,7 +48,7 @@ from kvactors.signals import (
     temporary_folder,
     usable_streams,
 )
-from kvactors.top.command import top
+from kvactors.top import top
 
 
 def version() -> str:

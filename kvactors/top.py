@@ -1,0 +1,756 @@
+"""`kvactors top`: the state of a running process, read from its metrics over HTTP.
+
+Texts and numbers come from another process: any of them may be wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import select
+import sys
+import termios
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from http.client import HTTPException
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeAlias
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, build_opener
+
+import anyio
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvactors.actor.clock import now
+from kvactors.errors import ConfigError, KVActorsError
+from kvactors.observe.families import PREFIX
+from kvactors.scenario.output import Output, to_stdout, write_output
+from kvactors.signals import run_terminable
+from kvactors.sizes import human
+from kvactors.threads import DaemonExecutor
+
+STEP_S = 0.1
+"""Seconds between two looks at the terminal."""
+
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.25, 3600.0
+"""Limits of the interval. The endpoint renders metrics at most four times a second."""
+
+MAX_ANSWER_BYTES = 8 << 20
+MAX_ROWS = 64
+"""Sinks, actors and reasons that are shown at most, each."""
+
+WIDE_COLUMNS = 150
+"""Columns of a terminal from which on tables are beside each other."""
+
+
+class Unreachable(KVActorsError):
+    """A process does not answer a request, or with something else than HTTP."""
+
+
+class BadMetrics(KVActorsError):
+    """The metrics of a process cannot be read."""
+
+
+# -- requests to the process
+
+
+def parse_url(text: str) -> str:
+    """The URL of the metrics that a user gives as a port of this machine, host:port, or a URL.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    given = f"127.0.0.1:{text}" if text.isascii() and text.isdigit() else text
+    given = given if "://" in given else f"http://{given}"
+    fault = f"{given!r} is no address: give a port, host:port or http://host:port/metrics"
+    try:
+        parts = urlsplit(given)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{fault} ({error})") from error
+    plain = given.isascii() and given.isprintable() and " " not in given
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not plain:
+        raise ConfigError(fault)
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ConfigError(f"{fault}, without a user, a query or a fragment")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    port = port or (443 if parts.scheme == "https" else 80)
+    path = parts.path if parts.path not in ("", "/") else "/metrics"
+    return f"{parts.scheme}://{host}:{port}{path}"
+
+
+class Answer(NamedTuple):
+    """An HTTP answer."""
+
+    status: int
+    body: bytes
+
+
+def _get(url: str, seconds: float) -> Answer:
+    try:
+        answer = build_opener(ProxyHandler({})).open(url, timeout=seconds)
+    except HTTPError as error:
+        answer = error
+    with answer:
+        body = answer.read(MAX_ANSWER_BYTES + 1)
+        if len(body) > MAX_ANSWER_BYTES:
+            raise ValueError(f"more than {MAX_ANSWER_BYTES >> 20} MiB")
+        if getattr(answer, "length", None):
+            raise ValueError("the connection ended before the end of the answer")
+        return Answer(answer.status, body)
+
+
+async def fetch(url: str, seconds: float) -> Answer:
+    """One GET, which may take some seconds in all.
+
+    Raises:
+        Unreachable: no answer in time, one that is too large, or no HTTP.
+    """
+    try:
+        with anyio.fail_after(seconds):
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(DaemonExecutor("kvactors-top"), _get, url, seconds)
+    except TimeoutError as error:
+        raise Unreachable(f"{url} did not answer within {seconds:g} s") from error
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        text = (getattr(reason, "strerror", None) or "").lower() or str(reason)
+        brief = " ".join(text.split())[:200] or type(reason).__name__
+        raise Unreachable(f"{url} cannot be read: {brief}") from error
+
+
+# -- metrics
+
+Labels: TypeAlias = dict[str, str]
+Buckets: TypeAlias = list[tuple[float, float]]
+"""Upper bounds and cumulative counts of a histogram, ascending."""
+
+
+class Metrics:
+    """The samples of kvactors in an exposition, without those that are not finite.
+
+    Args:
+        text: in Prometheus' text format. Metrics of other programs are passed over.
+
+    Raises:
+        BadMetrics: a line is not of the format, or no metric is of kvactors.
+    """
+
+    def __init__(self, text: str) -> None:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        self.samples: dict[str, list[tuple[Labels, float]]] = {}
+        try:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name.startswith(PREFIX) and math.isfinite(sample.value):
+                        found = self.samples.setdefault(sample.name.removeprefix(PREFIX), [])
+                        found.append((sample.labels, sample.value))
+        except (ValueError, IndexError) as error:
+            raise BadMetrics(str(error)[:80]) from error
+        if not self.samples:
+            raise BadMetrics(f"no metric begins with {PREFIX}")
+
+    def value(self, name: str, labels: Labels | None = None) -> float | None:
+        """The sum of the samples that have these labels, None if there are none."""
+        found = [value for _, value in self._having(name, labels or {})]
+        return sum(found) if found else None
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """The samples of a metric by a label, in the order of the text."""
+        found = dict[str, float]()
+        for labels, value in self._having(name, {}):
+            if label in labels:
+                found[labels[label]] = found.get(labels[label], 0.0) + value
+        return found
+
+    def buckets(self, name: str, labels: Labels) -> Buckets:
+        """The buckets of a histogram, those of all samples with these labels added up."""
+        found = dict[float, float]()
+        for has, count in self._having(f"{name}_bucket", labels):
+            with suppress(KeyError, ValueError):
+                bound = float(has["le"])
+                found[bound] = found.get(bound, 0.0) + count
+        return sorted(found.items())
+
+    def counters(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """The samples that only grow while a process runs."""
+        return {
+            (name, tuple(sorted(labels.items()))): value
+            for name, samples in self.samples.items()
+            if name.endswith(("_total", "_count", "_bucket"))
+            for labels, value in samples
+        }
+
+    def _having(self, name: str, labels: Labels) -> Iterator[tuple[Labels, float]]:
+        for has, value in self.samples.get(name, ()):
+            if labels.items() <= has.items():
+                yield has, value
+
+
+def quantile(buckets: Buckets, share: float) -> float | None:
+    """A quantile by linear interpolation within its bucket, as Prometheus computes it. One above
+    the highest finite bound is that bound. None if there are no values."""
+    if not buckets or buckets[-1][1] <= 0:
+        return None
+    rank = share * buckets[-1][1]
+    for (low, below), (high, count) in pairwise(((0.0, 0.0), *buckets)):
+        if count >= rank:
+            if math.isinf(high):
+                return low
+            part = (rank - below) / (count - below) if count > below else 1.0
+            return low + (high - low) * min(1.0, max(0.0, part))
+    return buckets[-1][0]
+
+
+# -- two readings of a process
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """A part that does not work. since: Unix time, None if the process does not report it."""
+
+    component: str
+    why: str = ""
+    since: float | None = None
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The health of a process."""
+
+    status: str
+    reasons: tuple[Reason, ...] = ()
+
+
+class Reading(NamedTuple):
+    """The answers of a process. at: seconds of the reader's clock. health: None without a path for
+    it."""
+
+    at: float
+    metrics: Metrics
+    health: Health | None
+
+
+class Interval(NamedTuple):
+    """The last reading, and the one before it if there is one. Its methods are the values of the
+    tables: of a metric with some labels, None if they are not known."""
+
+    last: Reading
+    before: Reading | None
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds between the two."""
+        return None if self.before is None else self.last.at - self.before.at
+
+    def _total(self, name: str, labels: Labels) -> float:
+        return self.last.metrics.value(name, labels) or 0.0
+
+    def _limit(self, name: str, labels: Labels) -> float | None:
+        return self.last.metrics.value(name, labels) or None
+
+    def _flag(self, name: str, labels: Labels) -> bool:
+        return bool(self.last.metrics.value(name, labels))
+
+    def _growth(self, name: str, labels: Labels) -> float | None:
+        value = self.last.metrics.value(name, labels)
+        earlier = None if self.before is None else self.before.metrics.value(name, labels)
+        return None if value is None or earlier is None else max(0.0, value - earlier)
+
+    def _per_s(self, name: str, labels: Labels) -> float | None:
+        growth = self._growth(name, labels)
+        return growth / self.seconds if growth is not None and self.seconds else None
+
+    def _events_per_s(self, name: str, labels: Labels) -> float | None:
+        return self._per_s(f"{name}_count", labels)
+
+    def _used(self, name: str, labels: Labels) -> float | None:
+        return quotient(
+            self.last.metrics.value(name, labels), self._limit("tier_capacity_blocks", labels)
+        )
+
+    def _hit_rate(self, name: str, labels: Labels) -> float | None:
+        return quotient(self._growth(name, labels), self._growth(QUERIES, {}))
+
+    def _hit_rate_ever(self, name: str, labels: Labels) -> float | None:
+        return quotient(self.last.metrics.value(name, labels), self._limit(QUERIES, {}))
+
+    def _p50(self, name: str, labels: Labels, share: float = 0.5) -> float | None:
+        if self.before is None:
+            return None
+        earlier = dict(self.before.metrics.buckets(name, labels))
+        found = self.last.metrics.buckets(name, labels)
+        grown = [(bound, max(0.0, count - earlier.get(bound, 0.0))) for bound, count in found]
+        return quantile(grown, share)
+
+    def _p99(self, name: str, labels: Labels) -> float | None:
+        return self._p50(name, labels, 0.99)
+
+    def _p50_ever(self, name: str, labels: Labels, share: float = 0.5) -> float | None:
+        return quantile(self.last.metrics.buckets(name, labels), share)
+
+    def _p99_ever(self, name: str, labels: Labels) -> float | None:
+        return self._p50_ever(name, labels, 0.99)
+
+
+def quotient(part: float | None, of: float | None) -> float | None:
+    """None if a number is missing, or the divisor is 0."""
+    return part / of if part is not None and of else None
+
+
+# -- tables: key in JSON, heading, text, value, metric
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= factor:
+            return f"{value / factor:,.4g} {unit}"
+    return f"{value:,.0f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _rate(value: float | None) -> str:
+    return _count(value) if value is None or value >= 100 or value == 0 else f"{value:.1f}"
+
+
+def _bandwidth(value: float | None) -> str:
+    return "-" if value is None else f"{human(value)}/s"
+
+
+def _state(is_up: bool) -> str:
+    return "up" if is_up else "down"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if 0 < seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+Row: TypeAlias = dict[str, Any]
+Field: TypeAlias = tuple[
+    str, str, Callable[[Any], str], Callable[[Interval, str, Labels], Any], str
+]
+
+HITS, QUERIES = "kv_block_hits_total", "kv_block_queries_total"
+MOVED, MOVES = "kv_offload_total_bytes_total", "kv_offload_seconds"
+
+TIER: tuple[Field, ...] = (
+    ("blocks", "blocks", _count, Interval._total, "tier_blocks"),
+    ("capacity_blocks", "of", _count, Interval._limit, "tier_capacity_blocks"),
+    ("used", "used", _percent, Interval._used, "tier_blocks"),
+    ("bytes", "bytes", human, Interval._total, "tier_bytes"),
+    ("hit_rate", "hits now", _percent, Interval._hit_rate, HITS),
+    ("hit_rate_since_start", "since start", _percent, Interval._hit_rate_ever, HITS),
+    ("evicted_per_s", "evicted/s", _rate, Interval._per_s, "blocks_evicted_total"),
+)
+REQUESTS: tuple[Field, ...] = (
+    ("per_s", "/s", _rate, Interval._per_s, "requests_total"),
+    ("leases_open", "open", _count, Interval._total, "num_requests_running"),
+    ("leases_waiting", "waiting", _count, Interval._total, "num_requests_waiting"),
+    ("no_room", "no room", _count, Interval._total, "requests_no_room_total"),
+    ("preempted", "preempted", _count, Interval._total, "num_preemptions_total"),
+    ("leaked", "leaked", _count, Interval._total, "leases_leaked_total"),
+)
+TRANSFER: tuple[Field, ...] = (
+    ("bytes_per_s", "now", _bandwidth, Interval._per_s, MOVED),
+    ("bytes_since_start", "since start", human, Interval._total, MOVED),
+    ("p50_s", "p50", _time, Interval._p50, MOVES),
+    ("p99_s", "p99", _time, Interval._p99, MOVES),
+)
+LATENCY: tuple[Field, ...] = (
+    ("per_s", "/s", _rate, Interval._events_per_s, ""),
+    ("p50_s", "p50 now", _time, Interval._p50, ""),
+    ("p99_s", "p99 now", _time, Interval._p99, ""),
+    ("p50_since_start_s", "p50 start", _time, Interval._p50_ever, ""),
+    ("p99_since_start_s", "p99 start", _time, Interval._p99_ever, ""),
+)
+SINK: tuple[Field, ...] = (
+    ("up", "state", _state, Interval._flag, "sink_up"),
+    ("pending_blocks", "pending", _count, Interval._total, "flush_pending"),
+    ("lag_s", "lag", _time, Interval._total, "flush_lag_seconds"),
+    ("blocks_per_s", "blocks/s", _rate, Interval._per_s, "flush_blocks_total"),
+    ("retries", "retries", _count, Interval._total, "flush_retries_total"),
+    ("resyncs", "resyncs", _count, Interval._total, "flush_resyncs_total"),
+)
+ACTOR: tuple[Field, ...] = (
+    ("up", "state", _state, Interval._flag, "actor_up"),
+    ("messages_per_s", "messages/s", _rate, Interval._per_s, "actor_turns_total"),
+    ("queued", "queued", _count, Interval._total, "actor_queued"),
+    ("restarts", "restarts", _count, Interval._total, "actor_restarts_total"),
+)
+
+OPERATIONS = ("acquire", "ready", "load", "offload", "save", "request")
+"""Histograms `kvactors:NAME_seconds`."""
+
+
+def _row(
+    both: Interval, fields: Iterable[Field], first: Row, metric: str = "", **labels: str
+) -> Row:
+    """A row whose first column is given. metric: of the fields that name none."""
+    return first | {key: value(both, of or metric, labels) for key, _, _, value, of in fields}
+
+
+def view_of(both: Interval, url: str, at: float, restarts: int) -> Row:
+    """The values of a frame, as `--json` writes them.
+
+    Args:
+        both: the readings.
+        url: of the metrics.
+        at: Unix time of the last reading.
+        restarts: of the process so far.
+    """
+    metrics, health = both.last.metrics, both.last.health or _health_of(both.last.metrics)
+    settings = next((labels for labels, _ in metrics.samples.get("cache_config_info", ())), {})
+    has_store = settings.get("store", "none") != "none"
+    tiers = {"device"} | ({"storage"} if has_store else set())
+    tiers |= {"host"} if metrics.value("tier_capacity_blocks", {"tier": "host"}) else set()
+    start = metrics.value("start_time_seconds")
+    lag = _row(both, LATENCY, {"operation": "loop lag"}, "loop_lag_seconds")
+    return {
+        "time": at,
+        "url": url,
+        "status": health.status,
+        "error": "",
+        "restarts_seen": restarts,
+        "interval_s": both.seconds,
+        "uptime_s": max(0.0, at - start) if start else None,
+        "reasons": [msgspec.structs.asdict(one) for one in health.reasons[:MAX_ROWS]],
+        "settings": settings,
+        "requests": _row(both, REQUESTS, {}) if "requests_total" in metrics.samples else None,
+        "tiers": [
+            _row(both, TIER, {"name": name}, tier=name)
+            for name in metrics.by("tier_blocks", "tier")
+            if name in tiers
+        ],
+        "transfers": [
+            _row(both, TRANSFER, {"route": name}, transfer_type=name)
+            for name in metrics.by(MOVED, "transfer_type")
+        ],
+        "latencies": [
+            _row(both, LATENCY, {"operation": name}, f"{name}_seconds")
+            for name in OPERATIONS
+            if f"{name}_seconds_count" in metrics.samples
+        ],
+        "sinks": [
+            _row(both, SINK, {"name": name}, sink=name)
+            for name in list(metrics.by("flush_pending", "sink"))[:MAX_ROWS]
+        ],
+        "breaker_open": both._flag("store_breaker_open", {}) if has_store else None,
+        "actors": [
+            _row(both, ACTOR, {"name": name}, actor=name)
+            for name in list(metrics.by("actor_turns_total", "actor"))[:MAX_ROWS]
+        ],
+        "loop_lag": lag if "loop_lag_seconds_count" in metrics.samples else None,
+    }
+
+
+def _health_of(metrics: Metrics) -> Health:
+    """The health as far as the metrics have it."""
+    status = next((name for name, value in metrics.by("health", "status").items() if value), None)
+    reasons = [Reason(name) for name, value in metrics.by("degraded", "component").items() if value]
+    return Health(status or ("ok" if metrics.value("up") else "closed"), tuple(reasons))
+
+
+class Readings:
+    """The last readings of a process. A restart of the process begins anew."""
+
+    def __init__(self) -> None:
+        self._restarts = 0
+        self._last: Reading | None = None
+        self._before: Reading | None = None
+        self._open: Metrics | None = None  # the last metrics of an open cache
+
+    def add(self, reading: Reading) -> None:
+        """Add a reading, taken after the last one. Another cache answers if it was opened at
+        another time, or if a counter has fallen."""
+        self._before, self._last = self._last, reading
+        metrics, before = reading.metrics, self._open
+        counters, start = metrics.counters(), metrics.value("start_time_seconds")
+        if not counters:
+            return
+        if before is not None and (
+            before.value("start_time_seconds") not in (None, start)
+            or any(counters.get(key, value) < value for key, value in before.counters().items())
+        ):
+            self._restarts += 1
+            self._before = None
+        self._open = metrics
+
+    def view(self, url: str, at: float) -> Row:
+        """The values of the last reading, see `view_of`."""
+        if self._last is None:
+            raise RuntimeError("there is no reading")
+        return view_of(Interval(self._last, self._before), url, at, self._restarts)
+
+    def unreachable(self, url: str, at: float, error: str) -> Row:
+        """A process that does not answer: the next interval begins with the next reading."""
+        self._last = self._before = None
+        view = {"time": at, "url": url, "status": "unreachable", "error": error}
+        return {**view, "restarts_seen": self._restarts}
+
+
+# -- frames
+
+
+def printable(text: object) -> str:
+    """A text of another process without control characters."""
+    return "".join(one if one.isprintable() else "?" for one in str(text))
+
+
+def _table(title: str, fields: Sequence[Field], rows: Iterable[Row], first: str = "name") -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(title, no_wrap=True, overflow="crop")
+    for _, heading, *_ in fields:
+        table.add_column(heading, justify="right", no_wrap=True, overflow="crop")
+    for row in rows:
+        warned = row.get("leases_waiting") or row.get("restarts")
+        style = "bold red" if not row.get("up", True) else "yellow" if warned else ""
+        cells = (text(row[key]) for key, _, text, *_ in fields)
+        table.add_row(
+            *(Text(cell, style=style) for cell in (printable(row.get(first, "")), *cells))
+        )
+    return table
+
+
+def _head(view: Row) -> Iterator[Text]:
+    clock = time.strftime("%H:%M:%S", time.localtime(view["time"]))
+    parts = [f"kvactors top  {clock}  {printable(view['url'])}"]
+    if model := view.get("settings", {}).get("model"):
+        parts.append(f"model {printable(model)}")
+    if view.get("uptime_s") is not None:
+        parts.append(f"up {timedelta(seconds=min(round(view['uptime_s']), 10**9))}")
+    if view["restarts_seen"]:
+        parts.append(f"restarts seen {view['restarts_seen']}")
+    yield Text("  ".join(parts), style="bold")
+    styles = {"ok": "bold green", "degraded": "bold yellow"}
+    health = Text("health: ")
+    health.append(printable(view["status"]), style=styles.get(view["status"], "bold red"))
+    if view.get("breaker_open") is not None:
+        health.append("  circuit breaker: ")
+        health.append(*(("open", "bold red") if view["breaker_open"] else ("closed", "green")))
+    if (lag := view.get("loop_lag")) is not None:
+        of = "_s" if lag["p50_s"] is not None else "_since_start_s"
+        health.append(f"  loop lag p50 {_time(lag['p50' + of])} p99 {_time(lag['p99' + of])}")
+    yield health
+    if view["error"]:
+        yield Text(f"  {printable(view['error'])}", style="bold red")
+    for reason in view.get("reasons", ()):
+        why = f": {printable(reason['why'])}" if reason["why"] else ""
+        ago = None if reason["since"] is None else max(0.0, view["time"] - reason["since"])
+        since = "" if ago is None else f" for {_time(ago)}"
+        yield Text(f"  {printable(reason['component'])}{why}{since}", style="yellow")
+
+
+def frame(view: Row, console: Console) -> RenderableType:
+    """A frame for a console's present width."""
+    head = list(_head(view))
+    if view["status"] == "unreachable":
+        return Group(*head)
+    tiers = _table("tier", TIER, view["tiers"])
+    if found := [row for row in view["tiers"] if row["hit_rate_since_start"] is not None]:
+        now = None if found[0]["hit_rate"] is None else sum(row["hit_rate"] for row in found)
+        ever = sum(row["hit_rate_since_start"] for row in found)
+        tiers.add_row("all", "", "", "", "", _percent(now), _percent(ever), style="bold")
+    routes = [row | {"name": row["route"].replace("_to_", " to ")} for row in view["transfers"]]
+    left = [
+        tiers,
+        _table("transfers", TRANSFER, routes),
+        _table("latency", LATENCY, view["latencies"]),
+    ]
+    requests = [view["requests"]] if view["requests"] is not None else []
+    right = [_table("requests", REQUESTS, requests), _table("sink", SINK, view["sinks"])]
+    right.append(_table("actor", ACTOR, view["actors"]))
+
+    def stack(tables: Iterable[Table]) -> Group:
+        return Group(*[part for table in tables if table.row_count for part in (table, "")][:-1])
+
+    if console.width >= WIDE_COLUMNS:
+        beside = Table.grid(padding=(0, 4))
+        beside.add_row(stack(left), stack(right))
+        return Group(*head, "", beside)
+    return Group(*head, "", stack([left[0], right[0], *left[1:], *right[1:]]))
+
+
+# -- the command
+
+Show: TypeAlias = Callable[[Row], object]
+Ended: TypeAlias = Callable[[], bool]
+"""Whether the user has ended the command. Called several times a second."""
+
+
+@contextmanager
+def output(json: Output | None, *, once: bool) -> Iterator[tuple[Show, Ended]]:
+    """The output that options and terminal ask for, while the block runs."""
+    console = Console()
+    if json is not None:
+        with Path(os.devnull if to_stdout(json) else json).open("wb", buffering=0) as file:
+            write = partial(write_output, path="-") if to_stdout(json) else file.write
+            yield lambda view: write(msgspec.json.encode(view) + b"\n"), lambda: False
+    elif once or not console.is_terminal:
+        width = console.width if console.is_terminal else None
+        plain = Console(width=width, no_color=True, highlight=False)
+        yield lambda view: plain.print(frame(view, plain), ""), lambda: False
+    else:
+        shown = deque[Row](maxlen=1)
+
+        def screen() -> RenderableType:  # called several times a second: the size may change
+            return frame(shown[0], console) if shown else ""
+
+        with _keys() as typed, Live(console=console, screen=True, get_renderable=screen):
+            yield shown.append, lambda: "q" in typed()
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[], str]]:
+    """Read single keys, which the terminal does not show. Yields a function that returns those
+    typed since its last call."""
+    number, before = -1, None
+    with suppress(termios.error, OSError, ValueError):  # standard input is no terminal
+        number = sys.stdin.fileno()
+        before = termios.tcgetattr(number)
+        changed = termios.tcgetattr(number)
+        changed[3] &= ~(termios.ECHO | termios.ICANON)
+        changed[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell in this mode
+        termios.tcsetattr(number, termios.TCSANOW, changed)
+
+    def typed() -> str:
+        with suppress(OSError, ValueError):
+            if before is not None and select.select([number], [], [], 0)[0]:
+                return os.read(number, 1024).decode(errors="replace")
+        return ""
+
+    try:
+        yield typed
+    finally:
+        if before is not None:
+            with suppress(termios.error, OSError):
+                termios.tcsetattr(number, termios.TCSANOW, before)
+
+
+def top(
+    url: str = "9464",
+    *,
+    interval: float = 2.0,
+    timeout: float = 5.0,
+    once: Annotated[bool, Parameter(negative="")] = False,
+    json: Output | None = None,
+) -> int:
+    """Show the state of a running process: health, occupancy and hit rates of the tiers, transfers,
+    latencies, leases, sinks and actors. It reads /metrics and /health of the process. q or Ctrl-C
+    ends it. Without a terminal the frames are plain text, one after another.
+
+    Parameters
+    ----------
+    url
+        Address of the process: a port of this machine, host:port, or the URL of its metrics.
+    interval
+        Seconds between two frames. Rates are those of the last interval.
+    timeout
+        Seconds that a request to the process may take.
+    once
+        Print one frame as plain text, after one interval, and end. The exit status is 1 unless the
+        status is ok or degraded.
+    json
+        Where to write the values in place of frames, one JSON object a line.
+    """
+    target = parse_url(url)
+    for name, value, least in (
+        ("--interval", interval, MIN_INTERVAL_S),
+        ("--timeout", timeout, 0.0),
+    ):
+        if not (math.isfinite(value) and least <= value <= MAX_INTERVAL_S and value > 0):
+            raise ConfigError(
+                f"{name} must be {least or 'above 0'} to {MAX_INTERVAL_S:g} s, not {value:g}"
+            )
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "kvactors top needs prometheus_client: pip install 'kvactors[metrics]'"
+        ) from error
+    with output(json, once=once) as (show, ended):
+        view = run_terminable(watch(target, show, ended, interval, timeout, once=once))
+    return 0 if view is None or view["status"] in ("ok", "degraded") else 1
+
+
+async def watch(
+    url: str, show: Show, ended: Ended, interval: float, timeout: float, *, once: bool
+) -> Row | None:
+    """Read a process and show it, until the user ends it or after the second reading.
+
+    Args:
+        url: of the metrics.
+        show: shows a view.
+        ended: whether the user has ended the command.
+        interval: seconds between two readings.
+        timeout: seconds that a request may take.
+        once: show the second reading alone, and end.
+
+    Returns:
+        The view that was shown with `once`, else None.
+
+    Raises:
+        Unreachable, BadMetrics: at the first reading, or with `once`.
+    """
+    readings = Readings()
+    readings.add(await read(url, timeout))
+    if not once:
+        show(readings.view(url, time.time()))
+    while True:
+        due = now() + interval
+        while (left := due - now()) > 0:
+            await anyio.sleep(min(left, STEP_S))
+            if ended():
+                return None
+        try:
+            readings.add(await read(url, timeout))
+            view = readings.view(url, time.time())
+        except (Unreachable, BadMetrics) as error:
+            if once:
+                raise
+            view = readings.unreachable(url, time.time(), str(error))
+        show(view)
+        if once:
+            return view
+
+
+async def read(url: str, timeout: float) -> Reading:
+    """One reading of a process.
+
+    Raises:
+        Unreachable: it does not answer.
+        BadMetrics: it answers with something else.
+    """
+    answer = await fetch(url, timeout)
+    if answer.status != 200:
+        raise Unreachable(f"{url} answers with status {answer.status}")
+    try:
+        metrics = Metrics(answer.body.decode())
+    except (BadMetrics, UnicodeDecodeError) as error:
+        raise BadMetrics(f"{url} has no metrics of a kvactors cache: {error}") from error
+    health = None
+    if "health" in metrics.samples:  # else the process has no such path
+        with suppress(Unreachable, msgspec.DecodeError, UnicodeDecodeError):
+            answer = await fetch(url.rpartition("/")[0] + "/health", timeout)
+            health = msgspec.json.decode(answer.body, type=Health)
+    return Reading(now(), metrics, health)

@@ -1,1 +1,0 @@
-"""`kvactors top`: the state of a running process, read from its metrics over HTTP."""

@@ -1,0 +1,568 @@
+"""`kvactors top`: addresses, metrics, the values of a frame, and the command."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import math
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvactors import top
+from kvactors.errors import ConfigError
+from kvactors.metrics import CacheMetrics
+from kvactors.monitoring import Endpoint
+from kvactors.testing.loop import simulate
+from kvactors.top import (
+    BadMetrics,
+    Health,
+    Metrics,
+    Reading,
+    Readings,
+    Reason,
+    Unreachable,
+    fetch,
+    frame,
+    parse_url,
+    quantile,
+    watch,
+)
+from tests.cache.test_degraded import HOST, STORE, requests
+from tests.support.cache import opened, prompt, serve
+
+# -- requests to a process
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("9464", "http://127.0.0.1:9464/metrics"),
+        ("node-3:9464", "http://node-3:9464/metrics"),
+        ("[::1]:9464", "http://[::1]:9464/metrics"),
+        ("http://10.0.0.5", "http://10.0.0.5:80/metrics"),
+        ("https://node/", "https://node:443/metrics"),
+        ("http://node:1/engine/metrics", "http://node:1/engine/metrics"),
+    ],
+)
+def test_addresses(text, address):
+    assert parse_url(text) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "0", "70000", "node:x", "ftp://node/", "http://", "http://:80", "node 1:80"),
+        *("http://user:pw@node/", "http://node/?a=1", "http://node/#a", "http://[::1", "nöde:1"),
+        *("node:80\r\nX: y", "9464.0:x"),
+    ],
+)
+def test_other_texts_are_refused_by_name(text):
+    with pytest.raises(ConfigError, match="is no address: give a port"):
+        parse_url(text)
+
+
+@asynccontextmanager
+async def serving(answer):
+    """A server that does one thing with every connection. Yields its address."""
+
+    async def connected(reader, writer):
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            await answer(writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    try:
+        yield parse_url(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    finally:
+        server.close()
+
+
+def sending(*pieces):
+    """Send some bytes and close."""
+
+    async def answer(writer):
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("data", "body"),
+    [
+        (b"HTTP/1.0 200 OK\r\n\r\nall", b"all"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nall", b"al"),
+        (b"HTTP/1.1 204 No Content\r\ncontent-length: 0\r\n\r\n", b""),
+    ],
+)
+async def test_answers(data, body):
+    async with serving(sending(data)) as target:
+        assert (await fetch(target, 20)).body == body
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"", "cannot be read"),
+        (b"SSH-2.0-OpenSSH\r\n", "cannot be read"),
+        (b"HTTP/1.1 many OK\r\n\r\n", "cannot be read"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nall", "before the end of the answer"),
+    ],
+)
+async def test_nonsense_is_a_named_error(data, error):
+    async with serving(sending(data)) as target:
+        with pytest.raises(Unreachable, match=error):
+            await fetch(target, 20)
+
+
+async def test_an_answer_without_an_end_is_cut_at_a_size(monkeypatch):
+    monkeypatch.setattr(top, "MAX_ANSWER_BYTES", 1 << 20)
+
+    async def endless(writer):
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
+        while not writer.transport.is_closing():
+            writer.write(b"x" * 65536)
+            await writer.drain()
+
+    async with serving(endless) as target:
+        with pytest.raises(Unreachable, match="more than 1 MiB"):
+            await fetch(target, 20)
+
+
+async def test_a_server_that_sends_a_byte_now_and_then_meets_the_deadline_of_the_request():
+    async def drip(writer):
+        while not writer.transport.is_closing():
+            writer.write(b"H")
+            await asyncio.sleep(0.01)
+
+    async with serving(drip) as target:
+        with pytest.raises(Unreachable, match=r"did not answer within 0\.2 s"):
+            await fetch(target, 0.2)
+
+
+async def test_an_address_without_a_server():
+    async with serving(sending(b"")) as target:
+        pass
+    with pytest.raises(Unreachable, match="connection refused"):
+        await fetch(target, 20)
+
+
+# -- metrics
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# only a comment\n",
+        "<html>404</html>",
+        "other_metric 1\n",
+        "kvactors:up\n",
+        "kvactors:up one\n",
+        'kvactors:up{tier="device} 1\n',
+        "kvactors:up{tier=device} 1\n",
+        '{"status": "ok"}',
+        "\x00\x01",
+    ],
+)
+def test_other_metrics_are_refused(text):
+    with pytest.raises(BadMetrics):
+        Metrics(text)
+
+
+def test_values_that_are_not_finite_are_left_out():
+    found = Metrics('kvactors:up NaN\nkvactors:tier_blocks{tier="host"} +Inf\nkvactors:a 1\n')
+    assert found.value("up") is None
+    assert found.value("tier_blocks") is None
+    assert found.value("a") == 1
+
+
+def test_quantiles_are_interpolated_as_prometheus_does():
+    buckets = [(0.1, 10.0), (1.0, 30.0), (math.inf, 40.0)]
+    assert quantile(buckets, 0.25) == pytest.approx(0.1)
+    assert quantile(buckets, 0.5) == pytest.approx(0.55)
+    assert quantile(buckets, 0.99) == 1.0  # above the last finite bound
+    assert quantile([], 0.5) is None
+    assert quantile([(1.0, 0.0), (math.inf, 0.0)], 0.5) is None
+
+
+# -- values and frames
+
+TEXT = """\
+kvactors:up 1
+kvactors:health{{status="ok"}} 1
+kvactors:start_time_seconds {start}
+kvactors:cache_config_info{{model="m",store="none"}} 1
+kvactors:requests_total {requests}
+kvactors:kv_block_queries_total {queries}
+kvactors:kv_block_hits_total{{tier="device"}} {hits}
+kvactors:tier_blocks{{tier="device"}} 4
+kvactors:tier_capacity_blocks{{tier="device"}} 8
+kvactors:actor_turns_total{{actor="index"}} {turns}
+kvactors:acquire_seconds_count {requests}
+kvactors:acquire_seconds_bucket{{le="1.0"}} {requests}
+kvactors:acquire_seconds_bucket{{le="+Inf"}} {requests}
+"""
+
+
+def reading(at, health=None, *, start=50.0, requests=0, queries=0, hits=0, turns=0):
+    text = TEXT.format(start=start, requests=requests, queries=queries, hits=hits, turns=turns)
+    return Reading(at, Metrics(text), health)
+
+
+def test_rates_are_those_of_the_interval():
+    readings = Readings()
+    readings.add(reading(10.0, requests=10, queries=100, hits=0, turns=5))
+    first = readings.view("u", 60.0)
+    assert (
+        first["requests"]["per_s"]
+        is first["tiers"][0]["hit_rate"]
+        is first["actors"][0]["messages_per_s"]
+        is None
+    )
+    assert first["latencies"][0]["p50_s"] is None
+    assert first["latencies"][0]["p50_since_start_s"] == 0.5
+    readings.add(reading(12.0, requests=20, queries=200, hits=50, turns=45))
+    view = readings.view("u", 62.0)
+    assert (view["interval_s"], view["uptime_s"], view["status"]) == (2.0, 12.0, "ok")
+    assert view["requests"]["per_s"] == 5.0
+    (tier,) = view["tiers"]
+    assert (tier["hit_rate"], tier["hit_rate_since_start"]) == (0.5, 0.25)
+    assert (tier["blocks"], tier["capacity_blocks"]) == (4, 8)
+    assert view["actors"][0]["messages_per_s"] == 20.0
+    assert view["latencies"][0]["p50_s"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        {"start": 61.0, "requests": 99, "queries": 999, "hits": 99, "turns": 99},  # all have grown
+        {"requests": 3, "queries": 999, "hits": 99, "turns": 99},  # one has fallen
+    ],
+)
+@pytest.mark.parametrize("gap", [False, True])
+def test_a_restart_begins_anew_and_is_counted(after, gap):
+    readings = Readings()
+    readings.add(reading(10.0, requests=10, queries=100))
+    readings.add(reading(12.0, requests=20, queries=200))
+    if gap:
+        assert readings.unreachable("u", 63.0, "gone")["restarts_seen"] == 0
+    readings.add(reading(14.0, **after))
+    view = readings.view("u", 64.0)
+    assert view["restarts_seen"] == 1
+    assert view["interval_s"] is view["requests"]["per_s"] is view["tiers"][0]["hit_rate"] is None
+    readings.add(reading(16.0, **{**after, "requests": after["requests"] + 4}))
+    view = readings.view("u", 66.0)
+    assert (view["restarts_seen"], view["requests"]["per_s"]) == (1, 2.0)
+
+
+def test_a_cache_that_closes_and_opens_again_is_a_restart():
+    readings = Readings()
+    readings.add(reading(10.0, requests=10))
+    readings.add(Reading(12.0, Metrics("kvactors:up 0.0\n"), None))
+    assert readings.view("u", 62.0)["status"] == "closed"
+    readings.add(reading(14.0, requests=10_000, start=63.0))
+    view = readings.view("u", 64.0)
+    assert (view["restarts_seen"], view["requests"]["per_s"]) == (1, None)
+
+
+def test_an_actor_that_is_gone_is_no_restart():
+    readings = Readings()
+    readings.add(reading(10.0, requests=10, turns=5))
+    text = TEXT.format(start=50.0, requests=12, queries=0, hits=0, turns=5)
+    text = "".join(line for line in text.splitlines(True) if "actor_turns" not in line)
+    readings.add(Reading(12.0, Metrics(text), None))
+    view = readings.view("u", 62.0)
+    assert (view["restarts_seen"], view["actors"], view["requests"]["per_s"]) == (0, [], 1.0)
+
+
+def test_a_real_cache_fills_every_part():
+    async def main():
+        async with opened(inline=True, host=HOST, storage=STORE, device=8) as cache:
+            metrics = CacheMetrics(cache)
+            readings = Readings()
+            await requests(cache, 1)
+            readings.add(Reading(0.0, Metrics(metrics.render().decode()), None))
+            for number in (1, 2, 1, 3, 1):
+                await serve(cache, f"r{number}", prompt(number, 6, tail=1))
+                await cache.wait_idle()
+            await asyncio.sleep(1.0)
+            readings.add(Reading(1.0, Metrics(metrics.render().decode()), None))
+            return readings.view("http://x", 0.0)
+
+    view = simulate(main, 1)
+    assert [tier["name"] for tier in view["tiers"]] == ["device", "host", "storage"]
+    assert sum(tier["hit_rate"] for tier in view["tiers"]) > 0
+    assert view["tiers"][0]["evicted_per_s"] > 0
+    assert {
+        one["route"] for one in view["transfers"] if one["bytes_per_s"] and one["p99_s"] is not None
+    } >= {
+        "device_to_host",
+        "host_to_device",
+    }
+    assert {one["operation"] for one in view["latencies"]} == {
+        *("acquire", "ready", "load", "offload", "save", "request")
+    }
+    assert view["loop_lag"]["per_s"] > 10
+    assert [sink["name"] for sink in view["sinks"]] == ["memory"]
+    assert all(actor["up"] and actor["messages_per_s"] is not None for actor in view["actors"])
+    assert view["breaker_open"] is False
+    assert msgspec.json.decode(msgspec.json.encode(view))["requests"]["leases_open"] == 0
+
+
+def shown(view, width, **options):
+    console = Console(width=width, **options)
+    with console.capture() as capture:
+        console.print(frame(view, console))
+    return capture.get()
+
+
+@pytest.mark.parametrize("width", [1, 20, 80, 160])
+def test_a_frame_fits_any_width_and_has_no_control_characters_of_the_process(width):
+    evil = "bad\\x1b[31m\x1b]0;t\x07[bold]"
+    text = TEXT.format(start=50.0, requests=1e300, queries=1, hits=1e-300, turns=1)
+    text = text.replace('"index"', f'"{evil}"').replace('model="m"', f'model="{evil}"')
+    health = Health("degraded" + evil, (Reason(evil, evil, 1e300), Reason("a", "b", -1e300)))
+    readings = Readings()
+    readings.add(Reading(0.0, Metrics(text), health))
+    readings.add(Reading(2.0, Metrics(text), health))
+    page = shown(readings.view("http://x", 100.0), width, force_terminal=True, color_system=None)
+    assert "\x1b" not in page
+    assert "\x07" not in page
+    assert max(map(len, page.splitlines())) <= width
+    if width == 160:
+        assert "[bold]" in page, "labels are no markup"
+
+
+def test_colours_name_the_states():
+    readings = Readings()
+    readings.add(reading(0.0, Health("degraded", (Reason("store", "is full", 90.0),))))
+    page = shown(readings.view("http://x", 100.0), 100, force_terminal=True)
+    assert "\x1b[" in page
+    plain = shown(readings.view("http://x", 100.0), 100, no_color=True)
+    assert "health: degraded" in plain
+    assert "store: is full for 10 s" in plain
+    assert "\x1b" not in plain
+    gone = shown(readings.unreachable("http://x", 100.0, "connection refused"), 100)
+    assert "unreachable" in gone
+    assert "connection refused" in gone
+
+
+# -- the command
+
+LIMIT = 60.0
+"""Seconds that only bound a hang."""
+
+
+async def watched(url, views, most=1000, **options):
+    """Watch a process until some views have been collected."""
+    given = {"interval": 0.01, "timeout": 20.0, "once": False, **options}
+    return await watch(url, views.append, lambda: len(views) >= most, **given)
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    monkeypatch.setattr(top, "STEP_S", 0.001)
+    monkeypatch.setattr("kvactors.monitoring.FRESH", 0.0)
+
+
+async def test_it_shows_one_frame_after_another_until_it_is_ended():
+    endpoint = Endpoint()
+    async with opened(host=HOST) as cache, endpoint.attached("127.0.0.1", 0, cache):
+        await requests(cache, 1)
+        views = []
+        assert await watched(parse_url(str(endpoint.port)), views, 3) is None
+    assert [view["status"] for view in views] == ["ok"] * 3
+    assert views[0]["interval_s"] is None
+    assert views[2]["interval_s"] > 0
+
+
+async def test_reasons_come_from_the_health_of_the_process(monkeypatch):
+    endpoint = Endpoint()
+    async with opened(host=HOST) as cache, endpoint.attached("127.0.0.1", 0, cache):
+        monkeypatch.setattr(type(cache.system.plane), "trouble", "the copy engine is broken")
+        view = await watched(parse_url(str(endpoint.port)), [], once=True)
+    (reason,) = view["reasons"]
+    assert (view["status"], reason["component"]) == ("degraded", "copies")
+    assert reason["since"] > 1e9
+
+
+async def test_a_process_that_goes_away_and_another_one_in_its_place_are_shown():
+    endpoint, views = Endpoint(), []
+    async with opened(host=HOST) as cache, endpoint.observing(cache):
+        async with endpoint.serving("127.0.0.1", 0):
+            port = endpoint.port
+            task = asyncio.create_task(watched(parse_url(str(port)), views))
+            while not views:
+                await asyncio.sleep(0.001)
+        while views[-1]["status"] != "unreachable":
+            await asyncio.sleep(0.001)
+    assert "connection refused" in views[-1]["error"]
+    async with (
+        opened(host=HOST) as cache,
+        endpoint.observing(cache),
+        endpoint.serving("127.0.0.1", port),
+    ):
+        while views[-1]["status"] != "ok":
+            await asyncio.sleep(0.001)
+    assert views[-1]["restarts_seen"] == 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "kind"),
+    [
+        (b"HTTP/1.0 404 Not Found\r\n\r\n", "answers with status 404", Unreachable),
+        (b"HTTP/1.0 200 OK\r\n\r\n<html>", "no metrics of a kvactors cache: ", BadMetrics),
+        (b"HTTP/1.0 200 OK\r\n\r\n\xff\xfe", "no metrics of a kvactors cache", BadMetrics),
+        (b"HTTP/1.0 200 OK\r\n\r\nx 1\n", "no metric begins with kvactors:", BadMetrics),
+    ],
+)
+async def test_another_server_is_a_named_error_at_the_start(answer, error, kind):
+    async with serving(sending(answer)) as target:
+        with pytest.raises(kind, match=error):
+            await watched(target, [])
+
+
+@pytest.mark.parametrize("health", [b"OK", b"[]", b'{"status": 5}', b"\xff"])
+async def test_a_health_path_of_another_kind_leaves_the_status_of_the_metrics(health):
+    head = b"HTTP/1.0 200 OK\r\n\r\n"
+    metrics = b'kvactors:up 1\nkvactors:health{status="degraded"} 1\n'
+    metrics += b'kvactors:degraded{component="store"} 1\n'
+
+    async def answer(writer):
+        answer.calls += 1
+        writer.write(head + (metrics if answer.calls % 2 else health))
+        await writer.drain()
+
+    answer.calls = 0
+    async with serving(answer) as target:
+        view = await watched(target, [], once=True)
+    assert view["status"] == "degraded"
+    assert [one["component"] for one in view["reasons"]] == ["store"]
+    assert answer.calls == 4
+
+
+# -- the command in its process
+
+
+def run(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvactors", "top", *map(str, arguments)], **options
+    )
+
+
+def finished(process):
+    """The exit status and the texts of a process."""
+    out, err = process.communicate(timeout=LIMIT)
+    return process.returncode, out, err
+
+
+async def test_one_plain_frame_and_json_in_a_pipe():
+    endpoint = Endpoint()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    async with opened(host=HOST) as cache, endpoint.attached("127.0.0.1", 0, cache):
+        await requests(cache, 1)
+        arguments = (endpoint.port, "--once", "--interval", 0.25)
+        plain = run(*arguments, **pipes, env=environment)
+        lines = run(*arguments, "--json", "-", **pipes)
+        status, out, err = await asyncio.to_thread(finished, plain)
+        assert (status, err) == (0, "")
+        assert out.isascii()
+        assert "health: ok" in out
+        assert out.count("kvactors top") == 1
+        assert "\x1b" not in out
+        status, out, err = await asyncio.to_thread(finished, lines)
+        assert (status, err) == (0, "")
+        (line,) = out.splitlines()
+        assert json.loads(line)["tiers"][0]["capacity_blocks"] == cache.system.device.num_blocks
+
+
+@pytest.mark.parametrize("end", ["ctrl-c", "q", "sigterm"])
+async def test_the_terminal_is_left_as_it_was(end):
+    endpoint = Endpoint()
+    async with opened(host=HOST) as cache, endpoint.attached("127.0.0.1", 0, cache):
+        await requests(cache, 1)
+        status, out, same = await asyncio.to_thread(on_a_terminal, endpoint.port, end)
+    assert status == {"ctrl-c": 130, "q": 0, "sigterm": 143}[end]
+    assert same, "the settings of the terminal"
+    assert out.count(b"\x1b[?1049h") == out.count(b"\x1b[?1049l") == 1
+    assert out.endswith(b"\x1b[?25h\x1b[?1049l"), "the cursor is shown, and nothing follows"
+    assert b"\x1b[1;32mok" in out, "colours"
+    assert b"Traceback" not in out
+
+
+def on_a_terminal(port, end):
+    """Run it on a new terminal, resize the terminal after the first frame, and end it. Returns the
+    status, the bytes that the terminal got, and whether its settings are as before."""
+    ours, theirs = pty.openpty()
+    resize(theirs, 40, 120)
+    before = termios.tcgetattr(theirs)
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    environment = {key: value for key, value in environment.items() if key not in COLOURS}
+    process = run(
+        *(port, "--interval", 3600),
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    try:
+        return ended(process, ours, theirs, end, before)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
+
+
+def ended(process, ours, theirs, end, before):
+    out = read_until(ours, b"evicted/s")
+    assert not termios.tcgetattr(theirs)[3] & termios.ECHO, "typed keys do not disturb the frame"
+    resize(theirs, 20, 40)
+    out += read_until(ours, b"health")
+    if end == "sigterm":
+        process.send_signal(signal.SIGTERM)
+    else:
+        os.write(ours, b"\x03" if end == "ctrl-c" else b"q")
+    out += read_until(ours, b"\x1b[?1049l")
+    status = process.wait(LIMIT)
+    same = termios.tcgetattr(theirs) == before
+    while select.select([ours], [], [], 0)[0]:
+        out += os.read(ours, 65536)
+    return status, out, same
+
+
+COLOURS = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
+
+
+def resize(terminal, lines, columns):
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+
+def read_until(terminal, text):
+    out, end = b"", time.monotonic() + LIMIT
+    while text not in out:
+        assert select.select([terminal], [], [], max(0.0, end - time.monotonic()))[0], out
+        out += os.read(terminal, 65536)
+    return out
