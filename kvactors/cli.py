@@ -280,8 +280,8 @@ def sweep_command(
         Where to write the chart. Needs the extra [report].
     """
     from kvactors.layout import make_layout
-    from kvactors.scenario.pages import write_png
-    from kvactors.scenario.sweep_report import print_sweep, sweep, sweep_chart, sweep_page
+    from kvactors.scenario.pages import sweep_chart, sweep_page, write_png
+    from kvactors.scenario.sweep_report import print_sweep, sweep
 
     check_distinct((trace, config), json=json, html=html, png=png)
     if html is not None or png is not None:

@@ -1,299 +1,30 @@
-"""The page of a run or a replay: its figures, its course, its settings."""
+"""Pages of reports: HTML files that need no network. Tables are as on the terminal, charts are SVG.
+Charts need matplotlib, extra `[report]`."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+from rich.console import Console
 
 from kvactors.cpu_evictor.statistics import NOT_FETCHED, NOT_STORED
 from kvactors.errors import ConfigError
 from kvactors.histogram import Histogram
-from kvactors.scenario.output import write_output
+from kvactors.scenario.output import print_details, write_output
 from kvactors.scenario.recorder import Recording
-from kvactors.scenario.report import Report, report_rows, serving_rows
+from kvactors.scenario.report import Report, print_report
+from kvactors.scenario.sweep_report import SweepReport, print_sweep, unit_of
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-TIERS = ("device", "host", "storage")
-MEGABYTE = 1e6
-
-Lines: TypeAlias = dict[str, tuple[Sequence[float], Sequence[float]]]
-
-
-def run_page(report: Report, recording: Recording | None, settings: Mapping[str, Any]) -> str:
-    """The page as HTML.
-
-    Args:
-        report: of the run.
-        recording: the course of the run, None if it was not recorded: a run in several processes.
-        settings: of the cache and the run.
-    """
-    hits = report.hit_rate
-    tiles = [
-        Tile("requests", f"{report.requests:,}"),
-        Tile("hit rate", f"{hits['total']:.1%}"),
-        *[Tile(f"{tier} hits", f"{hits[tier]:.1%}") for tier in TIERS],
-        Tile("blocks verified", f"{report.verified_blocks:,}"),
-        Tile(
-            "wrong blocks", f"{report.corrupt_blocks_served}", bad=report.corrupt_blocks_served > 0
-        ),
-        Tile("errors", f"{len(report.errors)}", bad=bool(report.errors)),
-        Tile("seconds", f"{report.wall_s:.1f}"),
-    ]
-    sections = [Section("Summary", rows=report_rows(report), text_cells=True)]
-    if report.serving:
-        sections.append(
-            Section(
-                "Serving loop",
-                "On the cache, without a cache, and with an exact LRU of the same sizes whose "
-                "loads take no time. Seconds are those of the trace's clock.",
-                columns=["", *report.serving],
-                rows=serving_rows(report.serving),
-            )
-        )
-    if recording is not None and len(recording.seconds) > 1:
-        sections.append(Section("Course of the run", charts=course(recording)))
-        sections.append(
-            Section(
-                "Durations and ages",
-                "Each line is the share of the operations that took at most so long.",
-                charts=durations(recording),
-            )
-        )
-    else:
-        sections.append(
-            Section("Course of the run", "Not recorded: the run had several processes.")
-        )
-    text = msgspec.json.format(msgspec.json.encode(settings), indent=2).decode()
-    sections.append(
-        Section("Settings", "Settings that have their defaults are left out.", code=text)
-    )
-    return make_page(report.name, "A report of kvactors.", tiles, sections)
-
-
-def course(recording: Recording) -> list[Chart]:
-    """The charts over time."""
-    time = recording.seconds
-    series = recording.series
-
-    def at(**names: str) -> Lines:
-        return {label.replace("_", " "): (time, series[name]) for label, name in names.items()}
-
-    def rate(scale: float = 1.0, **names: str) -> Lines:
-        found: Lines = {}
-        for label, name in names.items():
-            ends, rates = recording.rates(name)
-            found[label.replace("_", " ")] = (ends, [one / scale for one in rates])
-        return found
-
-    hits = {tier: recording.shares(f"{tier}_hits", "looked_up") for tier in TIERS}
-    full = {
-        "device": (time, shares_of(series["device_used"], recording.device_blocks)),
-        "host": (time, shares_of(series["host_used"], recording.host_slots)),
-    }
-    missed = {name: name for name in (*NOT_FETCHED, *NOT_STORED) if series[name][-1]}
-    seconds = "seconds"
-    return [
-        Chart("Hit rate by tier", seconds, "share of blocks", hits, stacked=True, top=1.0),
-        Chart("Occupancy", seconds, "share of the tier", full, top=1.05),
-        Chart("Objects in the store", seconds, "blocks", at(store="stored")),
-        *(
-            [Chart("Blocks not fetched and not stored", seconds, "blocks", at(**missed))]
-            if missed
-            else []
-        ),
-        Chart("Requests", seconds, "requests", at(running="leases", waiting="waiting"), steps=True),
-        Chart(
-            "Bandwidth",
-            seconds,
-            "MB/s",
-            rate(
-                MEGABYTE,
-                device_to_host="bytes_to_host",
-                host_to_device="bytes_to_device",
-                written="bytes_written",
-                read="bytes_read",
-            ),
-        ),
-        Chart("Changes not yet taken by sinks", seconds, "blocks", at(pending="pending")),
-        Chart("Age of the oldest such change", seconds, "seconds", at(age="pending_age_s")),
-        Chart("Flush tasks delivered", seconds, "tasks/s", rate(delivered="tasks")),
-        Chart("Messages between actors", seconds, "messages/s", rate(messages="messages")),
-        Chart(
-            "Worst lag of the event loop",
-            seconds,
-            "ms",
-            at(lag="lag_ms", without_waits_for_a_core="own_lag_ms"),
-        ),
-    ]
-
-
-def durations(recording: Recording) -> list[Chart]:
-    """The charts of durations of operations and ages of blocks, without those that have no
-    values."""
-    found = recording.histograms
-    if found is None:
-        return []
-    groups: list[tuple[str, Mapping[str, Histogram], float, str]] = [
-        ("Acquire, by the tier of the deepest hit", found.acquire, 1e3, "ms"),
-        ("From acquire until ready, by tier", found.ready, 1e3, "ms"),
-        ("Loads, by tier", found.load, 1e3, "ms"),
-        ("Copies", found.transfer_seconds, 1e3, "ms"),
-        ("Offloads and saves", {"offload": found.offload, "save": found.save}, 1e3, "ms"),
-        ("Flush, by sink", found.flush, 1e3, "ms"),
-        (
-            "Ages of device blocks",
-            {
-                "lifetime": found.lifetime,
-                "idle before eviction": found.idle,
-                "reuse gap": found.gap,
-            },
-            1.0,
-            "seconds",
-        ),
-    ]
-    charts = []
-    for title, histograms, scale, unit in groups:
-        lines = {name: shares_below(one, scale) for name, one in histograms.items() if one.count}
-        if lines:
-            share = "share of operations" if unit == "ms" else "share of blocks"
-            charts.append(Chart(title, unit, share, lines, log_x=True, top=1.02))
-    return charts
-
-
-def shares_below(histogram: Histogram, scale: float) -> tuple[list[float], list[float]]:
-    """The bounds, scaled, and the share of the values up to each. Values above the last bound are
-    missing from the end."""
-    shares = np.cumsum(histogram.counts[:-1]) / histogram.count
-    return [bound * scale for bound in histogram.bounds], [float(share) for share in shares]
-
-
-def shares_of(values: Sequence[float], size: float) -> list[float]:
-    """The values as shares of a size. All 0 if the size is 0."""
-    return [value / size if size else 0.0 for value in values]
-
-
-# -- pages
-
-
-CSS = """
-:root { color-scheme: light; --line: #d8dee4; --ink: #1f2328; --dim: #59636e; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); margin: 2rem auto;
-  max-width: 74rem; padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-p { color: var(--dim); margin: .2rem 0 .8rem; max-width: 60rem; }
-.charts { display: grid; gap: 1rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(32rem, 100%), 1fr)); }
-figure { margin: 0; max-width: 46rem; border: 1px solid var(--line); border-radius: 6px;
-  padding: .5rem; }
-figure svg { width: 100%; height: auto; }
-.tiles { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; }
-.tile { border: 1px solid var(--line); border-radius: 6px; padding: .5rem .9rem; }
-.tile b { display: block; font-size: 1.3rem; } .tile span { color: var(--dim); }
-.tile.bad b { color: #b42318; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid var(--line); padding: .25rem .8rem .25rem 0; text-align: right; }
-th:first-child, td:first-child, .text td { text-align: left; white-space: pre-line; }
-pre { background: #f6f8fa; border-radius: 6px; overflow: auto; padding: .8rem; }
-@media print { figure { break-inside: avoid; } }
-"""
-
-
-class Tile(NamedTuple):
-    """One figure at the top of a page. bad: whether it is drawn as a failure."""
-
-    name: str
-    value: str
-    bad: bool = False
-
-
-class Section(NamedTuple):
-    """A part of a page.
-
-    Attributes:
-        heading: of the part.
-        text: a remark below the heading, empty for none.
-        charts: drawn beside each other.
-        columns: headings of the table, empty without one.
-        rows: cells of the table.
-        text_cells: whether the cells are text, which is aligned to the left.
-        code: shown as it is, in a fixed width, empty for none.
-    """
-
-    heading: str
-    text: str = ""
-    charts: Sequence[Chart] = ()
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    text_cells: bool = False
-    code: str = ""
-
-
-def make_page(title: str, text: str, tiles: Iterable[Tile], sections: Iterable[Section]) -> str:
-    """The page as HTML.
-
-    Args:
-        title: of the page.
-        text: a remark below it.
-        tiles: figures at the top.
-        sections: the parts in their order.
-    """
-    shown = "".join(
-        f'<div class="tile{" bad" if tile.bad else ""}"><b>{escape(tile.value)}</b>'
-        f"<span>{escape(tile.name)}</span></div>"
-        for tile in tiles
-    )
-    parts = "".join(_section(section) for section in sections)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n<body><h1>{escape(title)}</h1>"
-        f'<p>{escape(text)}</p><div class="tiles">{shown}</div>{parts}</body></html>\n'
-    )
-
-
-def write_page(page: str, path: str | Path) -> None:
-    """Write a page, to standard output if the path is `-`."""
-    write_output(page.encode(errors="replace"), path)
-
-
-def _section(section: Section) -> str:
-    parts = [f"<section><h2>{escape(section.heading)}</h2>"]
-    if section.text:
-        parts.append(f"<p>{escape(section.text)}</p>")
-    if section.charts:
-        figures = "".join(f"<figure>{svg_of(chart)}</figure>" for chart in section.charts)
-        parts.append(f'<div class="charts">{figures}</div>')
-    if section.rows:
-        parts.append(_table(section))
-    if section.code:
-        parts.append(f"<pre>{escape(section.code)}</pre>")
-    return "".join([*parts, "</section>"])
-
-
-def _table(section: Section) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in section.columns)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in section.rows
-    )
-    kind = ' class="text"' if section.text_cells else ""
-    return f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-# -- charts
-
+Lines: TypeAlias = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+"""By name, the x and the y values of each point."""
 
 INCHES = (7.2, 3.2)
-"""Width and height of a chart."""
-
 COLORS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#787774")
 """Of the lines in their order: distinguishable in grey and with the common colour blindnesses."""
 
@@ -307,6 +38,12 @@ STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: a page can be searched
     "svg.hashsalt": "kvactors",  # equal reports are equal files
 }
+CSS = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem; padding: 0 1rem; }
+pre { overflow: auto; font-size: 13px; line-height: 1.2; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(32rem, 100%), 1fr)); }
+svg { width: 100%; height: auto; max-width: 46rem; }
+"""
 
 
 class Chart(NamedTuple):
@@ -314,11 +51,9 @@ class Chart(NamedTuple):
 
     Attributes:
         title: of the chart.
-        x_label: with its unit.
-        y_label: with its unit.
-        lines: by name, the x and the y values of each point.
+        x_label, y_label: with their units.
+        lines: the data.
         log_x: whether the x axis is logarithmic.
-        log_y: whether the y axis is logarithmic.
         stacked: whether the lines are drawn as areas on top of each other. All lines then have the
             same x values.
         steps: whether a value holds from its point to the next.
@@ -328,9 +63,8 @@ class Chart(NamedTuple):
     title: str
     x_label: str
     y_label: str
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    lines: Lines
     log_x: bool = False
-    log_y: bool = False
     stacked: bool = False
     steps: bool = False
     top: float | None = None
@@ -361,37 +95,207 @@ def _drawn(chart: Chart, form: str) -> bytes:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    found = io.BytesIO()
     with rc_context(STYLE):
         figure = Figure(figsize=INCHES, layout="constrained")
-        _draw(chart, figure.subplots())
-        return _saved(figure, form)
-
-
-def _saved(figure: Figure, form: str) -> bytes:
-    found = io.BytesIO()
-    metadata = {"Date": None} if form == "svg" else None
-    figure.savefig(found, format=form, dpi=150, metadata=metadata)
+        axes = figure.subplots()
+        if chart.stacked:
+            x = next((x for x, _ in chart.lines.values()), ())
+            heights = [y for _, y in chart.lines.values()]
+            axes.stackplot(x, *heights, labels=list(chart.lines), colors=COLORS, alpha=0.8)
+        else:
+            style = "steps-post" if chart.steps else "default"
+            for position, (name, (x, y)) in enumerate(chart.lines.items()):
+                color = COLORS[position % len(COLORS)]
+                axes.plot(x, y, label=name, color=color, linewidth=1.5, drawstyle=style)
+        axes.set_title(chart.title, loc="left")
+        axes.set(xlabel=chart.x_label, ylabel=chart.y_label, ylim=(0, chart.top))
+        if chart.log_x:
+            axes.set_xscale("log")
+        if len(chart.lines) > 1:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        figure.savefig(
+            found, format=form, dpi=150, metadata={"Date": None} if form == "svg" else {}
+        )
     return found.getvalue()
 
 
-def _draw(chart: Chart, axes: Axes) -> None:
-    if chart.stacked:
-        x = next(iter(chart.lines.values()))[0] if chart.lines else ()
-        heights = [y for _, y in chart.lines.values()]
-        axes.stackplot(x, *heights, labels=list(chart.lines), colors=COLORS, alpha=0.8)
-    else:
-        style = "steps-post" if chart.steps else "default"
-        for position, (name, (x, y)) in enumerate(chart.lines.items()):
-            color = COLORS[position % len(COLORS)]
-            axes.plot(x, y, label=name, color=color, linewidth=1.5, drawstyle=style)
-    axes.set_title(chart.title, loc="left")
-    axes.set_xlabel(chart.x_label)
-    axes.set_ylabel(chart.y_label)
-    if chart.log_x:
-        axes.set_xscale("log")
-    if chart.log_y:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(0, chart.top)
-    if len(chart.lines) > 1:
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+def write_page(page: str, path: str | Path) -> None:
+    """Write a page, to standard output if the path is `-`."""
+    write_output(page.encode(errors="replace"), path)
+
+
+def _page(title: str, printed: Callable[[Console], object], charts: Iterable[str], end: str) -> str:
+    """A page: what is printed on a console, the charts, and further HTML."""
+    console = Console(file=io.StringIO(), record=True, width=140)
+    printed(console)
+    tables = console.export_html(code_format="<pre>{code}</pre>", inline_styles=True)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
+        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n<body><h1>{escape(title)}</h1>"
+        f"{tables}{''.join(charts)}{end}</body></html>\n"
+    )
+
+
+def _charts(heading: str, charts: Sequence[Chart], remark: str = "") -> str:
+    drawn = "".join(map(svg_of, charts))
+    return f'<h2>{heading}</h2><p>{remark}</p><div class="charts">{drawn}</div>'
+
+
+# -- runs and replays
+
+
+def run_page(report: Report, recording: Recording | None, settings: Mapping[str, Any]) -> str:
+    """The page of a run or a replay.
+
+    Args:
+        report: of the run.
+        recording: the course of the run, None if it was not recorded: a run in several processes.
+        settings: of the cache and the run.
+    """
+
+    def printed(console: Console) -> None:
+        if report.errors or report.corrupt_blocks_served:
+            console.print("errors or wrong blocks: see the table", style="bold red")
+        print_report(report, console)
+        if report.serving:
+            print_details(
+                "On the cache, without a cache, and with an exact LRU of the same sizes whose "
+                "loads take no time. Seconds are those of the trace's clock.",
+                console,
+            )
+
+    charts = ["<h2>Course of the run</h2><p>Not recorded: the run had several processes.</p>"]
+    if recording is not None and len(recording.seconds) > 1:
+        shares = "Each line is the share of the operations that took at most so long."
+        charts = [
+            _charts("Course of the run", course(recording)),
+            _charts("Durations and ages", durations(recording), shares),
+        ]
+    text = msgspec.json.format(msgspec.json.encode(settings), indent=2).decode()
+    return _page(report.name, printed, charts, f"<h2>Settings</h2><pre>{escape(text)}</pre>")
+
+
+def course(recording: Recording) -> list[Chart]:
+    """The charts over time."""
+    time, series = recording.seconds, recording.series
+
+    def at(**names: str) -> Lines:
+        return {label.replace("_", " "): (time, series[name]) for label, name in names.items()}
+
+    def rate(scale: float = 1.0, **names: str) -> Lines:
+        rates = {label: recording.rates(name) for label, name in names.items()}
+        return {
+            label.replace("_", " "): (ends, [one / scale for one in values])
+            for label, (ends, values) in rates.items()
+        }
+
+    def full(name: str, size: float) -> tuple[Sequence[float], Sequence[float]]:
+        return time, [value / size if size else 0.0 for value in series[name]]
+
+    hits = {
+        tier: recording.shares(f"{tier}_hits", "looked_up")
+        for tier in ("device", "host", "storage")
+    }
+    occupied = {
+        "device": full("device_used", recording.device_blocks),
+        "host": full("host_used", recording.host_slots),
+    }
+    missed = at(**{name: name for name in (*NOT_FETCHED, *NOT_STORED) if series[name][-1]})
+    bytes_moved = rate(
+        1e6,
+        device_to_host="bytes_to_host",
+        host_to_device="bytes_to_device",
+        written="bytes_written",
+        read="bytes_read",
+    )
+    requests = at(running="leases", waiting="waiting")
+    lags = at(lag="lag_ms", without_waits_for_a_core="own_lag_ms")
+    x = "seconds"
+    charts = [
+        Chart("Hit rate by tier", x, "share of blocks", hits, stacked=True, top=1.0),
+        Chart("Occupancy", x, "share of the tier", occupied, top=1.05),
+        Chart("Objects in the store", x, "blocks", at(store="stored")),
+        Chart("Blocks not fetched and not stored", x, "blocks", missed),
+        Chart("Requests", x, "requests", requests, steps=True),
+        Chart("Bandwidth", x, "MB/s", bytes_moved),
+        Chart("Changes not yet taken by sinks", x, "blocks", at(pending="pending")),
+        Chart("Age of the oldest such change", x, "seconds", at(age="pending_age_s")),
+        Chart("Flush tasks delivered", x, "tasks/s", rate(delivered="tasks")),
+        Chart("Messages between actors", x, "messages/s", rate(messages="messages")),
+        Chart("Worst lag of the event loop", x, "ms", lags),
+    ]
+    return [chart for chart in charts if chart.lines]
+
+
+def durations(recording: Recording) -> list[Chart]:
+    """The charts of durations of operations and ages of blocks, without those that have no
+    values."""
+    found = recording.histograms
+    if found is None:
+        return []
+    ages = {
+        "lifetime": found.lifetime,
+        "idle before eviction": found.idle,
+        "reuse gap": found.gap,
+    }
+    groups: dict[str, Mapping[str, Histogram]] = {
+        "Acquire, by the tier of the deepest hit": found.acquire,
+        "From acquire until ready, by tier": found.ready,
+        "Loads, by tier": found.load,
+        "Copies": found.transfer_seconds,
+        "Offloads and saves": {"offload": found.offload, "save": found.save},
+        "Flush, by sink": found.flush,
+        "Ages of device blocks": ages,
+    }
+    charts = []
+    for title, histograms in groups.items():
+        unit, scale, what = ("ms", 1e3, "operations")
+        if histograms is ages:
+            unit, scale, what = ("seconds", 1.0, "blocks")
+        lines = {name: shares_below(one, scale) for name, one in histograms.items() if one.count}
+        charts.append(Chart(title, unit, f"share of {what}", lines, log_x=True, top=1.02))
+    return [chart for chart in charts if chart.lines]
+
+
+def shares_below(histogram: Histogram, scale: float) -> tuple[list[float], list[float]]:
+    """The bounds, scaled, and the share of the values up to each. Values above the last bound are
+    missing from the end."""
+    shares = np.cumsum(histogram.counts[:-1]) / histogram.count
+    return [bound * scale for bound in histogram.bounds], [float(share) for share in shares]
+
+
+# -- sweeps
+
+
+def sweep_page(report: SweepReport) -> str:
+    """The page of a sweep."""
+    remark = (
+        "Share of the looked-up blocks that one cache of this size hits. Exclusive LRU tiers hit "
+        "together like one cache of the sum of their sizes, inclusive ones like one of the "
+        "largest. The offline optimum evicts the block whose next use is farthest."
+    )
+    charts = [_charts("Hit rate by size", [sweep_chart(report)], remark)]
+
+    def printed(console: Console) -> None:
+        print_sweep(report, console, rows=len(report.points))
+
+    return _page(f"Sweep of {report.trace}", printed, charts, "")
+
+
+def sweep_chart(report: SweepReport) -> Chart:
+    """Hit rate against the size of one tier."""
+    unit, per_block = "blocks", 1.0
+    if report.block_bytes is not None:
+        unit, size = unit_of(report.block_bytes * report.distinct_blocks)
+        per_block = report.block_bytes / size
+    x = [point.blocks * per_block for point in report.points]
+    retain = [point.retain for point in report.points if point.retain is not None]
+    lines = {
+        "LRU": (x, [point.hit_rate for point in report.points]),
+        **({"RETAIN": (x, retain)} if retain else {}),
+        "offline optimum": (x, [point.optimum for point in report.points]),
+        "most possible": (x, [report.most] * len(x)),
+    }
+    return Chart(f"Hit rate by cache size: {report.trace}", unit, "hit rate", lines, log_x=True)

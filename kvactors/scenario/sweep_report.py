@@ -10,7 +10,6 @@ from rich.console import Console
 
 from kvactors.errors import ConfigError
 from kvactors.scenario.output import in_unicode, print_details, print_fields, print_rows
-from kvactors.scenario.pages import Chart, Section, Tile, make_page
 from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.sweep import (
     Arrivals,
@@ -220,9 +219,9 @@ def rows_of(report: SweepReport, points: Sequence[SweepPoint]) -> list[tuple[str
 COLUMNS = ("blocks", "bytes", "LRU", "RETAIN", "optimum", "LRU of the most", "too large")
 
 
-def print_sweep(report: SweepReport, console: Console) -> None:
-    """Print the summary and a table of sizes."""
-    every = max(1, -(-len(report.points) // ROWS)) if len(report.points) > ROWS + 2 else 1
+def print_sweep(report: SweepReport, console: Console, rows: int = ROWS) -> None:
+    """Print the summary and a table of sizes, of `rows` rows and two more at most."""
+    every = max(1, -(-len(report.points) // rows)) if len(report.points) > rows + 2 else 1
     shown = report.points[::-1][::every][::-1]
     print_fields(
         report.trace,
@@ -241,8 +240,8 @@ def print_sweep(report: SweepReport, console: Console) -> None:
         ],
         console,
     )
-    rows = [(row, None) for row in rows_of(report, shown)]
-    print_rows("hit rate of one tier", COLUMNS, rows, console, numbers=range(len(COLUMNS)))
+    cells = [(row, None) for row in rows_of(report, shown)]
+    print_rows("hit rate of one tier", COLUMNS, cells, console, numbers=range(len(COLUMNS)))
     if report.tiers:
         rates = "  ".join(f"{name} {value:g}" for name, value in report.tiers.items())
         print_details(f"the config's tiers under LRU: {rates}", console)
@@ -250,57 +249,3 @@ def print_sweep(report: SweepReport, console: Console) -> None:
 
 def _bytes(report: SweepReport, blocks: int) -> int | None:
     return None if report.block_bytes is None else blocks * report.block_bytes
-
-
-def sweep_chart(report: SweepReport) -> Chart:
-    """Hit rate against the size of one tier."""
-    unit, per_block = "blocks", 1.0
-    if report.block_bytes is not None:
-        unit, size = unit_of(report.block_bytes * report.distinct_blocks)
-        per_block = report.block_bytes / size
-    x = [point.blocks * per_block for point in report.points]
-    retain = [point.retain for point in report.points if point.retain is not None]
-    lines = {
-        "LRU": (x, [point.hit_rate for point in report.points]),
-        "RETAIN": (x, retain),
-        "offline optimum": (x, [point.optimum for point in report.points]),
-        "most possible": (x, [report.most] * len(x)),
-    }
-    if not retain:
-        del lines["RETAIN"]
-    return Chart(f"Hit rate by cache size: {report.trace}", unit, "hit rate", lines, log_x=True)
-
-
-def sweep_page(report: SweepReport) -> str:
-    """The report as an HTML page."""
-    tiles = [
-        Tile("requests", f"{report.requests:,}"),
-        Tile("blocks looked up", f"{report.blocks_looked_up:,}"),
-        Tile("distinct blocks", f"{report.distinct_blocks:,}"),
-        Tile("most hits possible", f"{report.most:.1%}"),
-    ]
-    sizes = [
-        (f"{float(share):.0%}", f"{size:,}", bytes_text(_bytes(report, size)))
-        for share, size in report.size_for.items()
-    ]
-    sections = [
-        Section(
-            "Hit rate by size",
-            "Share of the looked-up blocks that one cache of this size hits. Exclusive LRU tiers "
-            "hit together like one cache of the sum of their sizes, inclusive ones like one of "
-            "the largest. The offline optimum evicts the block whose next use is farthest.",
-            [sweep_chart(report)],
-        ),
-        Section(
-            "Size for a share of the hits",
-            columns=("share of the most hits", "blocks", "bytes"),
-            rows=sizes,
-        ),
-        Section("All sizes", columns=COLUMNS, rows=rows_of(report, report.points)),
-    ]
-    if report.tiers:
-        rows = [(name, f"{value:g}") for name, value in report.tiers.items()]
-        sections.insert(
-            1, Section("Tiers of the config under LRU", columns=("tier", "hit rate"), rows=rows)
-        )
-    return make_page(f"Sweep of {report.trace}", "", tiles, sections)
