@@ -47,11 +47,9 @@ class DeviceModel:
         self._device = device
 
     async def fill(self, blocks: Sequence[int], names: bytes) -> None:
-        """See `Model.fill`."""
         self._device.fill(blocks, names)
 
     async def check(self, blocks: Sequence[int], names: bytes) -> Sequence[int]:
-        """See `Model.check`."""
         bad: list[int] = self._device.check(blocks, names)
         return bad
 

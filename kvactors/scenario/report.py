@@ -33,6 +33,14 @@ class Totals(msgspec.Struct):
     rotten: int = 0  # slots in which a bit was flipped
     errors: list[str] = msgspec.field(default_factory=list)
 
+    def hit_rates(self) -> dict[str, float]:
+        """Share of the blocks looked up, by tier and in all."""
+        hits = {"device": self.device, "host": self.host, "storage": self.storage}
+        hits["total"] = sum(hits.values())
+        return {
+            tier: round(blocks / max(1, self.blocks_looked_up), 6) for tier, blocks in hits.items()
+        }
+
     def complain(self, what: str) -> None:
         """Record an error. The texts of the first MAX_ERRORS are kept."""
         if len(self.errors) < MAX_ERRORS:
@@ -112,11 +120,6 @@ def make_report(
         sinks: the names of the sinks that count, all if None.
     """
     statistics = cache.statistics()
-    looked_up = max(1, totals.blocks_looked_up)
-    rates = {
-        tier: round(getattr(totals, tier) / looked_up, 6) for tier in ("device", "host", "storage")
-    }
-    rates["total"] = round((totals.device + totals.host + totals.storage) / looked_up, 6)
     flush = {
         Residency.RESIDENT.value: sum(sink.resident for sink in statistics.flush),
         Residency.GONE.value: sum(sink.gone for sink in statistics.flush),
@@ -151,7 +154,7 @@ def make_report(
         totals.rejected,
         totals.no_room,
         totals.blocks_looked_up,
-        rates,
+        totals.hit_rates(),
         totals.verified_blocks,
         totals.corrupt_blocks_served,
         flush,

@@ -13,7 +13,7 @@ import msgspec
 
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.child import compare, routing
-from kvactors.scenario.fleet.run import run_fleet
+from kvactors.scenario.fleet import run_fleet
 from kvactors.scenario.processes import run_processes
 from kvactors.scenario.report import Report
 from kvactors.scenario.session import Progress, Session, beside, session

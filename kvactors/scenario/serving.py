@@ -46,20 +46,6 @@ class Job:
         first_token_at: when its first token was decoded.
     """
 
-    __slots__ = (
-        "admitted_at",
-        "arrival",
-        "cached_tokens",
-        "covered",
-        "first_token_at",
-        "ids",
-        "missing",
-        "number",
-        "output_tokens",
-        "produced",
-        "prompt_tokens",
-    )
-
     def __init__(self, number: int, request: TraceRequest, block_size: int) -> None:
         self.number = number
         self.arrival = request.timestamp
@@ -154,22 +140,17 @@ class Scheduler:
         """Whether a step can be computed."""
         return bool(self.prefilling or self.decoding)
 
-    def arrive(self, job: Job) -> None:
-        """A request arrives, or comes back after a preemption. It waits behind earlier ones."""
+    def arrive(self, job: Job, device_tokens: int) -> bool:
+        """A request arrives, and waits behind earlier ones. One that the device can never hold is
+        rejected: False."""
+        if job.prompt_tokens + job.output_tokens - 1 > device_tokens:
+            self.figures.rejected += 1
+            return False
         heapq.heappush(self.waiting, job)
-
-    def next_waiting(self) -> Job | None:
-        """Take the earliest request that waits."""
-        return heapq.heappop(self.waiting) if self.waiting else None
+        return True
 
     def begin(self, job: Job, cached_tokens: int, covered: int) -> None:
-        """A request has its blocks, and the bytes of the cached ones.
-
-        Args:
-            job: the request.
-            cached_tokens: tokens that need not be computed.
-            covered: see `Job`.
-        """
+        """A request has its blocks, and the bytes of the cached ones. covered: see `Job`."""
         if job.admitted_at < 0:
             job.admitted_at = self.now
             job.cached_tokens = cached_tokens
@@ -205,27 +186,18 @@ class Scheduler:
         """The stride has been computed."""
         self.now += stride.seconds
         self.figures.steps += max(1, stride.decode_steps)
-        done, full = list[Job](), list[Job]()
         for job in self.decoding.values():
             job.produced += stride.decode_steps
-            if job.is_done:
-                done.append(job)
-            elif job.steps_covered < 1:
-                full.append(job)
-        prefilled = list[Job]()
         for job, count in stride.prefill:
             job.missing -= count
-            if not job.missing:
-                prefilled.append(job)
+        prefilled = [job for job, _ in stride.prefill if not job.missing]
         for job in prefilled:
             self.prefilling.remove(job)
             if not job.produced:
                 job.produced, job.first_token_at = 1, self.now
             self.decoding[job.number] = job
-            if job.is_done:
-                done.append(job)
-            elif job.steps_covered < 1:
-                full.append(job)
+        done = [job for job in self.decoding.values() if job.is_done]
+        full = [job for job in self.decoding.values() if not job.is_done and job.steps_covered < 1]
         for job in done:
             del self.decoding[job.number]
             self.figures.finish(job, self.now)
@@ -238,8 +210,12 @@ class Scheduler:
     def preempt(self, job: Job) -> None:
         """A decoding request has given its blocks up. It waits again, before later ones."""
         del self.decoding[job.number]
+        self.give_up(job)
+
+    def give_up(self, job: Job) -> None:
+        """A request without blocks waits again, before later ones."""
         self.figures.preemptions += 1
-        self.arrive(job)
+        heapq.heappush(self.waiting, job)
 
 
 class Figures:
@@ -299,10 +275,8 @@ class Figures:
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """p50, p90 and p99, zero without values."""
-    found = np.percentile(np.array(values), [50, 90, 99]) if len(values) else (0.0, 0.0, 0.0)
-    return {
-        name: round(float(one), 4) for name, one in zip(("p50", "p90", "p99"), found, strict=True)
-    }
+    found = np.percentile(np.array(values or [0.0]), [50, 90, 99]).tolist()
+    return {f"p{share}": round(one, 4) for share, one in zip((50, 90, 99), found, strict=True)}
 
 
 def jobs_of(requests: Iterable[TraceRequest], block_size: int) -> list[Job]:
@@ -314,18 +288,8 @@ def jobs_of(requests: Iterable[TraceRequest], block_size: int) -> list[Job]:
     return jobs
 
 
-def never_fits(job: Job, num_blocks: int, block_size: int) -> bool:
-    """Whether the device is too small for all tokens of a request."""
-    return job.prompt_tokens + job.output_tokens - 1 > num_blocks * block_size
-
-
 def output_ids(job: Job, blocks: int) -> NDArray[np.uint64]:
-    """Ids of the blocks of decoded tokens, which no prompt of a trace has.
-
-    Args:
-        job: the request.
-        blocks: how many, from the first one on.
-    """
+    """Ids of the first blocks of decoded tokens, which no prompt of a trace has."""
     first = (1 << 63) + (job.number << 20)
     return np.arange(first, first + blocks, dtype=np.uint64)
 
@@ -353,11 +317,9 @@ class ThreadModel:
         return await wait_uncancelled(asyncio.wrap_future(self._workers.submit(call)))
 
     async def fill(self, blocks: Sequence[int], names: bytes) -> None:
-        """See `Model.fill`."""
         await self._run(lambda: self._device.fill(blocks, names))
 
     async def check(self, blocks: Sequence[int], names: bytes) -> Sequence[int]:
-        """See `Model.check`."""
         bad: list[int] = await self._run(lambda: self._device.check(blocks, names))
         return bad
 
@@ -470,15 +432,8 @@ class Serving:
     def _arrive(self) -> None:
         scheduler, device = self._scheduler, self._cache.device
         while self._arriving and self._arriving[-1].arrival <= scheduler.now:
-            job = self._arriving.pop()
-            if never_fits(job, device.num_blocks, self._size):
-                self._reject()
-            else:
-                scheduler.arrive(job)
-
-    def _reject(self) -> None:
-        self._scheduler.figures.rejected += 1
-        self._totals.rejected += 1
+            if not scheduler.arrive(self._arriving.pop(), device.num_blocks * self._size):
+                self._totals.rejected += 1
 
     def _admit(self) -> None:
         """Let the earliest request wait for its blocks. The others wait behind it."""
@@ -489,12 +444,10 @@ class Serving:
 
     async def _admit_all(self) -> None:
         try:
-            while self._running < self._most_running:
-                job = self._scheduler.next_waiting()
-                if job is None:
-                    return
+            waiting = self._scheduler.waiting
+            while waiting and self._running < self._most_running:
                 self._running += 1
-                await self._acquire(job)
+                await self._acquire(heapq.heappop(waiting))
         finally:
             self._admitting = None
             self._wake()
@@ -506,7 +459,8 @@ class Serving:
             )
         except (NoRoom, DeadlineExceeded):
             self._running -= 1
-            self._reject()
+            self._scheduler.figures.rejected += 1
+            self._totals.rejected += 1
         except KVActorsError as error:
             self._fail(job, error)
         else:
@@ -530,8 +484,7 @@ class Serving:
             request.lease.abandon()
             del self._requests[job.number]
             self._running -= 1
-            self._scheduler.figures.preemptions += 1
-            self._scheduler.arrive(job)
+            self._scheduler.give_up(job)
         except KVActorsError as error:
             self._fail(job, error)
         else:
@@ -632,7 +585,7 @@ class Serving:
 
 Baseline = Literal["none", "lru"]
 
-LONGEST = 3600.0
+LONGEST_S = 3600.0
 """Seconds of a stride after the last arrival at most."""
 
 
@@ -678,8 +631,7 @@ class ModelCache:
     any tier. A path is touched deepest first, so that a block is younger than those after it."""
 
     def __init__(self, sizes: Sizes) -> None:
-        self.sizes = sizes
-        self.free = sizes.num_blocks
+        self.sizes, self.free = sizes, sizes.num_blocks
         self._uses: Counter[int] = Counter()  # of blocks of prompts
         self._own: dict[int, int] = {}  # other blocks, by request
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -693,12 +645,10 @@ class ModelCache:
         new = sum(not self._uses[one] for one in ids) if shared else len(ids)
         if new + own > self.free:
             return None
-        if not shared:
-            self.free -= new + own
-            self._own[job.number] = new + own
-            return 0
         self.free -= new + own
-        self._own[job.number] = own
+        self._own[job.number] = own if shared else new + own
+        if not shared:
+            return 0
         self._uses.update(ids)
         hit = next((at for at, one in enumerate(ids) if one not in self._cached), len(ids))
         if hit == len(ids) and size.recompute_last_token and not job.produced:
@@ -726,6 +676,7 @@ class ModelCache:
             return False
         self.free -= 1
         self._own[job.number] += 1
+        job.covered += self.sizes.block_size
         return True
 
     def release(self, job: Job) -> None:
@@ -743,80 +694,42 @@ class ModelCache:
 def serve_on_model(
     requests: Iterable[TraceRequest], sizes: Sizes, pace: Pace, most_running: int
 ) -> Figures:
-    """Serve a trace on a modelled cache.
+    """Serve a trace on a modelled cache, with `most_running` requests at once."""
+    cache, scheduler, size = ModelCache(sizes), Scheduler(pace), sizes.block_size
+    arriving, running = jobs_of(requests, size)[::-1], 0
 
-    Args:
-        requests: of the trace.
-        sizes: of the cache.
-        pace: of the model.
-        most_running: requests with blocks at most.
-    """
-    return _Run(requests, sizes, pace, most_running).run()
+    def grow(job: Job) -> int:
+        """Take a block for a request. Without a free one the requests that arrived last give theirs
+        up. Returns their number."""
+        victims = 0
+        while job.number in scheduler.decoding and not cache.grow(job):
+            victims += 1
+            victim = scheduler.victim()
+            cache.release(victim)
+            scheduler.preempt(victim)
+        return victims
 
-
-class _Run:
-    def __init__(
-        self, requests: Iterable[TraceRequest], sizes: Sizes, pace: Pace, most_running: int
-    ) -> None:
-        self._cache, self._scheduler, self._sizes = ModelCache(sizes), Scheduler(pace), sizes
-        self._arriving = jobs_of(requests, sizes.block_size)[::-1]
-        self._most_running = most_running
-        self._running = 0
-
-    def run(self) -> Figures:
-        """Serve every request."""
-        scheduler, arriving = self._scheduler, self._arriving
-        while arriving or scheduler.waiting or self._running:
-            self._arrive()
-            self._admit()
-            if scheduler.has_work:
-                self._compute()
-            elif arriving:
-                scheduler.now = max(scheduler.now, arriving[-1].arrival)
-            else:
-                raise RuntimeError(f"{len(scheduler.waiting)} requests wait, and none runs")
-        return scheduler.figures
-
-    def _arrive(self) -> None:
-        scheduler, sizes = self._scheduler, self._sizes
-        while self._arriving and self._arriving[-1].arrival <= scheduler.now:
-            job = self._arriving.pop()
-            if never_fits(job, sizes.num_blocks, sizes.block_size):
-                scheduler.figures.rejected += 1
-            else:
-                scheduler.arrive(job)
-
-    def _admit(self) -> None:
-        scheduler, size = self._scheduler, self._sizes.block_size
-        while scheduler.waiting and self._running < self._most_running:
+    while arriving or scheduler.waiting or running:
+        while arriving and arriving[-1].arrival <= scheduler.now:
+            scheduler.arrive(arriving.pop(), sizes.num_blocks * size)
+        while scheduler.waiting and running < most_running:
             job = scheduler.waiting[0]
-            cached = self._cache.acquire(job)
+            cached = cache.acquire(job)
             if cached is None:
-                return
-            scheduler.next_waiting()
-            self._running += 1
+                break
+            heapq.heappop(scheduler.waiting)
+            running += 1
             scheduler.begin(job, cached, -(-job.num_tokens // size) * size)
-
-    def _compute(self) -> None:
-        scheduler, cache = self._scheduler, self._cache
-        until = self._arriving[-1].arrival if self._arriving else scheduler.now + LONGEST
-        outcome = scheduler.carry_out(scheduler.plan(until))
-        for job in outcome.prefilled:
-            cache.computed(job)
-        for job in outcome.done:
-            cache.release(job)
-            self._running -= 1
-        for job in outcome.full:
-            self._grow(job)
-
-    def _grow(self, job: Job) -> None:
-        """Take a block for a request. Without a free one the requests that arrived last give
-        theirs up."""
-        while job.number in self._scheduler.decoding:
-            if self._cache.grow(job):
-                job.covered += self._sizes.block_size
-                return
-            victim = self._scheduler.victim()
-            self._cache.release(victim)
-            self._scheduler.preempt(victim)
-            self._running -= 1
+        next_arrival = arriving[-1].arrival if arriving else scheduler.now + LONGEST_S
+        if scheduler.has_work:
+            outcome = scheduler.carry_out(scheduler.plan(next_arrival))
+            for job in outcome.prefilled:
+                cache.computed(job)
+            for job in outcome.done:
+                cache.release(job)
+            running -= len(outcome.done) + sum(map(grow, outcome.full))
+        elif arriving:
+            scheduler.now = max(scheduler.now, next_arrival)
+        else:
+            raise RuntimeError(f"{len(scheduler.waiting)} requests wait, and none runs")
+    return scheduler.figures

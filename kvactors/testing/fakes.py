@@ -1,5 +1,8 @@
-"""Copies that take virtual time. Real bytes are moved, half of them before the delay and half after
-it: code that uses a block too early, or gives it to another request too early, sees wrong bytes."""
+"""Fakes of a simulation: copies, stores and sinks that take virtual time and fail on command.
+
+Real bytes are moved, half of them before the delay and half after it: code that uses a block too
+early, or gives it to another request too early, sees wrong bytes.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +50,12 @@ class SimDevice(HostDevice):
             raise OSError("the copy was set to fail")
 
     def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
-        """See `Device`."""
         self._refuse()
         super().copy_to_host(blocks, arena, slots)
 
     def copy_to_device(
         self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
     ) -> None:
-        """See `Device`."""
         self._refuse()
         super().copy_to_device(blocks, arena, slots, layers)
 
@@ -159,7 +160,6 @@ class SimExecutor(CopyEngine):
             self.gate.close()
 
     async def recover(self, fault: Fault) -> None:
-        """See `Injectable`."""
         if fault.kind in ("copy_slow", "copy_hang"):
             self.slower = 0.0
             self.gate.open()
@@ -170,7 +170,6 @@ class SimExecutor(CopyEngine):
         self.gate.open()
 
     async def close(self) -> None:
-        """See `CopyEngine`."""
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
@@ -257,18 +256,15 @@ class SimDisk(StoreFaults):
                 tasks.start_soon(do, item)
 
     async def seal(self, keys: Sequence[bytes]) -> Outcome:
-        """See `Medium.seal`."""
         return Outcome.OK
 
     def abandon(self, keys: Iterable[bytes]) -> None:
         """See `Medium.abandon`. Saved blocks stay until they are written again."""
 
     def take_evicted(self) -> list[bytes]:
-        """See `Medium.take_evicted`."""
         return []
 
     def present(self, key: bytes) -> bool:
-        """See `Medium.present`."""
         return False
 
     def flip(self, count: int) -> int:
@@ -281,7 +277,6 @@ class SimDisk(StoreFaults):
         return len(chosen)
 
     def lose(self, count: int) -> int:
-        """See `StoreFaults.lose`."""
         chosen = list(self.objects)[:count]
         for key in chosen:
             del self.objects[key]
@@ -300,7 +295,6 @@ class SimDisk(StoreFaults):
             super().damage(fault)
 
     def heal(self) -> None:
-        """See `StoreFaults.heal`."""
         super().heal()
         self.tearing = 0
 
@@ -314,11 +308,9 @@ class SimPaths(PathSource):
         self._unread: list[bytes] = []
 
     def begin(self) -> None:
-        """See `Backend.begin_paths`."""
         self._unread = list(self._disk.objects)
 
     async def next(self, most: int) -> list[PathPart] | None:
-        """See `Backend.next_paths`."""
         await self._disk.delay()
         if self._disk.down or not self._unread:
             return None
@@ -327,7 +319,6 @@ class SimPaths(PathSource):
         return [part_of(key, lineages[key]) for key in keys if key in lineages]
 
     def end(self) -> None:
-        """See `Backend.end_paths`."""
         self._unread.clear()
 
 
@@ -382,19 +373,16 @@ class SimBackend(Backend):
         """The objects stay."""
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
-        """See `Backend.probe`."""
         return self._batches.probe(keys)
 
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
-        """See `Backend.read`."""
         return await self._batches.read(keys, views, expired)
 
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
-        """See `Backend.write`."""
         return await self._batches.write(keys, views, expired)
 
     async def write_slots(
@@ -406,22 +394,18 @@ class SimBackend(Backend):
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        """See `Backend.write_slots`."""
         self.disk.lineages |= {
             key: one for key, one in zip(keys, lineages, strict=False) if one is not None
         }
         return await super().write_slots(keys, arena, slots, expired, (), salts)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.remove`."""
         await self._batches.remove(keys)
 
     async def forget(self, salt: int) -> int:
-        """See `Backend.forget`."""
         return await self._batches.forget(salt)
 
     async def clear(self, generation: int = 0) -> None:
-        """See `Backend.clear`."""
         self.generation = max(self.generation + 1, generation)
         await self._batches.clear()
 
@@ -446,7 +430,6 @@ class SimPool(SimBackend):
         """See `Backend.probe`."""
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """See `Backend.ask`."""
         await self.disk.delay()
         if self.disk.down:
             raise StoreUnavailable("the pool is down")
@@ -470,7 +453,6 @@ class SimSink(FaultySink):
         self.reader = TreeReader()
 
     async def begin_epoch(self, epoch: int) -> None:
-        """See `Sink.begin_epoch`."""
         await self._before()
         await self.inner.begin_epoch(epoch)
         self.reader.clear()
@@ -494,14 +476,14 @@ KEPT = 20
 
 
 class TreeReader:
-    """held: set of tiers by block. violations: the first violations of the rule."""
+    """A strict reader of flush tasks, which notes every task that breaks the tree rule (see
+    `flush_notifier.ledger`). held: set of tiers by block. violations: the first ones."""
 
     def __init__(self) -> None:
         self.held: dict[bytes, int] = {}
         self.violations: list[str] = []
-        self._parents: dict[
-            bytes, bytes | None
-        ] = {}  # of the blocks that are held, None at the beginning of a path
+        # of the blocks that are held, None at the beginning of a path
+        self._parents: dict[bytes, bytes | None] = {}
         self._below: dict[bytes, set[bytes]] = {}  # blocks that are held, by parent
 
     def clear(self) -> None:

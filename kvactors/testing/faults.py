@@ -1,4 +1,5 @@
-"""Fault injectors of two seams: sinks and stores that fail on command, around real ones."""
+"""The vocabulary of faults, and the injectors of two seams: sinks and stores that fail on command,
+around real ones."""
 
 from __future__ import annotations
 
@@ -166,6 +167,12 @@ FAULT_MODES: dict[Kind, FaultMode] = {
 }
 
 
+SINK_ATTRIBUTES = (
+    *("name", "block_size", "filter", "takes_clear", "by_name", "announces_full"),
+    *("ready_timeout", "by_tokens", "repeats", "resync_interval"),
+)
+
+
 class FaultySink(Sink):
     """A sink around another: the injector of the sinks' seam.
 
@@ -181,16 +188,8 @@ class FaultySink(Sink):
 
     def __init__(self, inner: Sink) -> None:
         self.inner = inner
-        self.name = inner.name
-        self.block_size = inner.block_size
-        self.filter = inner.filter
-        self.takes_clear = inner.takes_clear
-        self.by_name = inner.by_name
-        self.announces_full = inner.announces_full
-        self.ready_timeout = inner.ready_timeout
-        self.by_tokens = inner.by_tokens
-        self.repeats = inner.repeats
-        self.resync_interval = inner.resync_interval
+        for name in SINK_ATTRIBUTES:
+            setattr(self, name, getattr(inner, name))
         self.fault_mode: FaultMode = ""
         self.every = 2
         self.delay = 0.0
@@ -217,21 +216,17 @@ class FaultySink(Sink):
         self.inner.num_acknowledged = count
 
     async def open(self) -> None:
-        """See `Sink.open`."""
         await self.inner.open()
 
     def set_snapshot_source(self, source: SnapshotSource) -> None:
-        """See `Sink.set_snapshot_source`."""
         self.inner.set_snapshot_source(source)
 
     async def begin_epoch(self, epoch: int) -> None:
-        """See `Sink.begin_epoch`."""
         await self._before()
         await self.inner.begin_epoch(epoch)
         self._after()
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
-        """See `Sink.deliver`."""
         await self._before()
         await self._pass_on(tasks)
         if self.twice:
@@ -240,7 +235,6 @@ class FaultySink(Sink):
         self._after()
 
     async def close(self) -> None:
-        """See `Sink.close`."""
         await self.inner.close()
 
     async def inject(self, fault: Fault) -> None:
@@ -255,7 +249,6 @@ class FaultySink(Sink):
             self.fault_mode = FAULT_MODES[fault.kind]
 
     async def recover(self, fault: Fault) -> None:
-        """See `Injectable`."""
         if fault.kind != "sink_lose_state":
             self.heal()
 
@@ -341,7 +334,6 @@ class StoreFaults:
         raise ValueError(f"{fault.kind} is no fault of this store")
 
     async def recover(self, fault: Fault) -> None:
-        """See `Injectable`."""
         if fault.kind in ("store_down", "store_slow", "store_hang", "disk_full"):
             self.heal()
 
@@ -371,7 +363,6 @@ class BackendFaults(StoreFaults):
         await self.gate.passed()
 
     async def inject(self, fault: Fault) -> None:
-        """See `StoreFaults.inject`."""
         if fault.kind in LASTING:
             self.heal()
         await super().inject(fault)
@@ -451,11 +442,9 @@ class FaultyBackend(Backend):
         return WriteReport(bytes([outcome]) * len(keys), [])
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
-        """See `Backend.probe`."""
         return 0 if self.faults.down else self.inner.probe(keys)
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """See `Backend.ask`."""
         await self.faults.delay()
         if self.faults.down:
             raise StoreUnavailable("the store is down")
@@ -464,20 +453,17 @@ class FaultyBackend(Backend):
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
-        """See `Backend.read`."""
         return await self._refuse_read(keys) or await self.inner.read(keys, views, expired)
 
     async def read_slots(
         self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
     ) -> ReadReport:
-        """See `Backend.read_slots`."""
         refused = await self._refuse_read(keys)
         return refused or await self.inner.read_slots(keys, arena, slots, expired)
 
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
-        """See `Backend.write`."""
         return await self._refuse_write(keys) or await self.inner.write(keys, views, expired)
 
     async def write_slots(
@@ -489,7 +475,6 @@ class FaultyBackend(Backend):
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        """See `Backend.write_slots`."""
         refused = await self._refuse_write(keys)
         return refused or await self.inner.write_slots(keys, arena, slots, expired, lineages, salts)
 

@@ -271,13 +271,11 @@ class HeldBlocks(Instrument):
         system.supervisor.instruments.add(self)
 
     def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
-        """See `Instrument`."""
         task = asyncio.current_task()
         if isinstance(envelope.message, Acquire) and task is not None:
             self._on_acquire(task)
 
     def finished(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
-        """See `Instrument`."""
         if receiver is self._system.index:
             self._look()
 

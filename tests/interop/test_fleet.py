@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvactors.config import read_toml
-from kvactors.scenario.fleet.run import run_fleet
+from kvactors.scenario.fleet import run_fleet
 from kvactors.scenario.report import Report, Totals
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import Scenario, disappointments
@@ -178,7 +178,7 @@ def test_a_fleet_that_is_interrupted_leaves_no_process() -> None:
 
 RUNNER = """
 import asyncio, json, sys
-from kvactors.scenario.fleet.run import run_fleet
+from kvactors.scenario.fleet import run_fleet
 def served(totals):
     if totals.requests:
         print("served", flush=True)

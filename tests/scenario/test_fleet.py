@@ -15,9 +15,9 @@ from kvactors.config import read_toml
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.identity import CacheScope
 from kvactors.layout import make_layout
+from kvactors.scenario.fleet import run_fleet
 from kvactors.scenario.fleet.driver import Figures, choose
 from kvactors.scenario.fleet.node import Answer, Blocks, Chain, Conversation
-from kvactors.scenario.fleet.run import run_fleet
 from kvactors.scenario.report import print_fleet
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import Scenario, Workload
@@ -31,7 +31,7 @@ async def test_a_fleet_without_a_package_names_what_to_install(missing, monkeypa
     def found(name: str) -> object:
         return None if name == missing else object()
 
-    monkeypatch.setattr("kvactors.scenario.fleet.run.find_spec", found)
+    monkeypatch.setattr("kvactors.scenario.fleet.find_spec", found)
     with pytest.raises(ConfigError, match=rf"{missing} not found.*mooncake,kv-events"):
         await run_fleet({}, 0, lambda _: None)
 

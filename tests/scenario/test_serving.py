@@ -21,7 +21,6 @@ from kvactors.scenario.serving import (
     Pace,
     Scheduler,
     Serving,
-    never_fits,
     percentiles,
     serve_on_model,
     sizes_of,
@@ -166,7 +165,8 @@ def test_every_request_that_fits_is_served(seed):
     tables = {} if seed % 2 else {"storage": {"backend": "memory", "write_policy": "write_back"}}
     settings = config(device=10, host=rng.choice([0, 6]), **tables)
     figures, totals, statistics = serve(requests, settings, seed=seed, most=4)
-    fitting = [job for job in map(job_of, requests) if not never_fits(job, 10, SIZE)]
+    jobs = [Job(0, one, SIZE) for one in requests]
+    fitting = [job for job in jobs if job.prompt_tokens + job.output_tokens - 1 <= 10 * SIZE]
     assert totals.finished == len(figures.first_token_s) == len(fitting)
     assert totals.rejected == 25 - len(fitting)
     assert statistics.prefix.leases == 0
@@ -175,10 +175,6 @@ def test_every_request_that_fits_is_served(seed):
         assert len(model.first_token_s) == len(fitting)
         assert model.output_tokens == figures.output_tokens
         assert baseline == "lru" or model.saved_tokens == 0
-
-
-def job_of(one: TraceRequest) -> Job:
-    return Job(0, one, SIZE)
 
 
 def test_the_same_seed_has_the_same_figures():

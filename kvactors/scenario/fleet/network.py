@@ -18,12 +18,8 @@ class NetworkError(Exception):
     """A command of the network failed."""
 
 
-def ip(*arguments: str) -> None:
-    """Run `ip`. NetworkError with its message if it fails."""
-    _run("ip", *arguments)
-
-
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """Run a command. NetworkError with its message if it fails."""
     done = subprocess.run(  # noqa: S603
         command, capture_output=True, text=True, check=False, timeout=60
     )
@@ -42,17 +38,14 @@ def isolation() -> list[str]:
     prefix = ["setpriv", "--pdeathsig", "KILL", "unshare", *user]
     prefix += ["--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     try:
-        _run(*prefix, "ip", "link", "add", "name", BRIDGE, "type", "bridge")
+        run(*prefix, "ip", "link", "add", "name", BRIDGE, "type", "bridge")
     except (NetworkError, OSError, subprocess.TimeoutExpired):
         return []
     return prefix
 
 
 class Network:
-    """Addresses and links of a fleet's processes.
-
-    Attributes:
-        hub: the address of the master.
+    """Addresses and links of a fleet's processes. hub: the address of the master.
 
     Args:
         isolated: whether this process is in a separate namespace, see `isolation`.
@@ -61,40 +54,30 @@ class Network:
     def __init__(self, *, isolated: bool) -> None:
         self.isolated = isolated
         self.hub = "10.77.0.1" if isolated else "127.0.0.1"
+        self.prefix = ["unshare", "--net"] if isolated else []  # of the command of a node
         if isolated:
-            ip("link", "set", "lo", "up")
-            ip("link", "add", "name", BRIDGE, "type", "bridge")
-            ip("addr", "add", f"{self.hub}/24", "dev", BRIDGE)
-            ip("link", "set", BRIDGE, "up")
+            run("ip", "link", "set", "lo", "up")
+            run("ip", "link", "add", "name", BRIDGE, "type", "bridge")
+            run("ip", "addr", "add", f"{self.hub}/24", "dev", BRIDGE)
+            run("ip", "link", "set", BRIDGE, "up")
 
     def address(self, node: int) -> str:
         """The address of a node."""
         return f"10.77.0.{10 + node}" if self.isolated else f"127.0.0.{10 + node}"
 
-    def prefix(self) -> list[str]:
-        """The start of the command of a node's process."""
-        return ["unshare", "--net"] if self.isolated else []
-
     def attach(self, node: int, pid: int) -> list[list[str]]:
-        """Connect a node's namespace to the bridge.
-
-        Args:
-            node: its number.
-            pid: of its process.
-
-        Returns:
-            Commands to run in the namespace.
-        """
+        """Connect the namespace of a node's process to the bridge. Returns commands to run in
+        it."""
         if not self.isolated:
             return []
         outer, inner = f"kvhub{node}", f"kvnode{node}"
         with suppress(NetworkError):  # a killed node's link goes with its namespace, a bit later
-            ip("link", "del", outer)
+            run("ip", "link", "del", outer)
         # The same hardware address after a restart: neighbours keep the earlier one for a minute.
         hardware = ["address", f"02:00:00:77:00:{node:02x}"]
-        ip("link", "add", "name", outer, "type", "veth", "peer", "name", inner, *hardware)
-        ip("link", "set", outer, "master", BRIDGE, "up")
-        ip("link", "set", inner, "netns", str(pid))
+        run("ip", "link", "add", "name", outer, "type", "veth", "peer", "name", inner, *hardware)
+        run("ip", "link", "set", outer, "master", BRIDGE, "up")
+        run("ip", "link", "set", inner, "netns", str(pid))
         return [
             ["ip", "link", "set", "lo", "up"],
             ["ip", "addr", "add", f"{self.address(node)}/24", "dev", inner],
@@ -102,30 +85,27 @@ class Network:
         ]
 
     def slow(self, node: int, mbit_per_s: float) -> bool:
-        """Limit the link to a node. Returns False where that is not possible. A delay is added
-        where the kernel has netem."""
-        if not self.isolated:
-            return False
-        start = ["tc", "qdisc", "replace", "dev", f"kvhub{node}", "root"]
+        """Limit the link to a node, and delay it where the kernel has netem. False where that is
+        not possible."""
         rate = f"{mbit_per_s}mbit"
         for shape in (
             ["netem", "delay", "20ms", "rate", rate],
             ["tbf", "rate", rate, "burst", "64kb", "latency", "2s"],
         ):
             with suppress(NetworkError, OSError):
-                _run(*start, *shape)
-                return True
+                if self.isolated:
+                    run("tc", "qdisc", "replace", "dev", f"kvhub{node}", "root", *shape)
+                    return True
         return False
 
     def cut(self, node: int) -> bool:
-        """Take the link to a node down. Returns False where that is not possible."""
+        """Take the link to a node down. False where that is not possible."""
         if self.isolated:
-            ip("link", "set", f"kvhub{node}", "down")
+            run("ip", "link", "set", f"kvhub{node}", "down")
         return self.isolated
 
     def restore(self, node: int) -> None:
         """Remove the limit of a link, and take it up. A link that was made anew has none."""
-        with suppress(NetworkError, OSError):
-            _run("tc", "qdisc", "del", "dev", f"kvhub{node}", "root")
-        with suppress(NetworkError):
-            ip("link", "set", f"kvhub{node}", "up")
+        for command in ("tc qdisc del dev {} root", "ip link set {} up"):
+            with suppress(NetworkError, OSError):
+                run(*command.format(f"kvhub{node}").split())

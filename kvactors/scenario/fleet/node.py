@@ -1,6 +1,7 @@
 """One node of a fleet: `python -m kvactors.scenario.fleet.node`.
 
-It reads its orders as lines of JSON and answers each with a line. It ends with its input."""
+It reads its orders as lines of JSON and answers each with a line. It ends with its input.
+"""
 
 from __future__ import annotations
 
@@ -29,187 +30,21 @@ from kvactors.scenario.spec import Scenario, Workload, events_of
 from kvactors.scenario.workload import random_tokens
 from kvactors.storage.backends.mooncake import MooncakeBackend
 
-LONGEST_LINE = 1 << 24
+LINE_BYTES = 1 << 24
 FILLER = "kvactors-filler/"
 """Prefix of the objects that fill the pool."""
-FILLER_BYTES = 1 << 20
-SMALLEST = 8 << 10
-REFILL = 0.02
+FILLER_BYTES, SMALLEST_BYTES = 1 << 20, 8 << 10
+REFILL_S = 0.02
 """Seconds until the pool is filled again: the master evicts other objects."""
-
-
-class TimedEngine(Engine):
-    """An engine that measures how long loads take.
-
-    Attributes:
-        waits: seconds by request.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.waits: dict[str, float] = {}
-
-    async def begin(self, request: Request, *, resumed: bool = False) -> None:
-        """See `Engine.begin`."""
-        began = time.monotonic()
-        await super().begin(request, resumed=resumed)
-        self.waits[request.lease.request_id] = time.monotonic() - began
-
-
-class Node:
-    """Serves orders on an open cache."""
-
-    def __init__(self, one: Session, seed: int) -> None:
-        self._session = one
-        self._filling: asyncio.Task[None] | None = None
-        self._engine = TimedEngine(one.cache, one.totals)
-        self._work = one.scenario.workload
-        self._conversation = lru_cache(512)(lambda number: Conversation(self._work, seed, number))
-
-    async def carry_out(self, order: Order) -> Answer:
-        """Do what is asked."""
-        if order.do == "serve":
-            return await self._serve(order)
-        if order.do == "settle":
-            return await self._settle(order)
-        if order.do == "fill":
-            await self._pool(fill)
-            self._filling = asyncio.get_running_loop().create_task(self._keep_full())
-        elif self._filling is not None:
-            self._filling.cancel()
-            await asyncio.gather(self._filling, return_exceptions=True)
-            await self._pool(drain)
-        return Answer(order.number)
-
-    async def _keep_full(self) -> None:
-        while True:
-            await self._pool(fill)
-            await anyio.sleep(REFILL)
-
-    async def _serve(self, order: Order) -> Answer:
-        prompt, answer = self._conversation(order.session).turn(order.turn)
-        name = f"{order.session}.{order.turn}.{order.number}"
-        while True:
-            try:
-                lease = await self._engine.serve(name, prompt, answer, think=self._work.think)
-            except (NoRoom, DeadlineExceeded):  # of free blocks: ask again
-                self._session.totals.no_room += 1
-                await anyio.sleep(RETRY)
-            except KVActorsError as error:
-                self._engine.failed(name, error)
-                return Answer(order.number, errors=[repr(error)])
-            else:
-                return Answer(order.number, Blocks(*lease.hits), self._engine.waits.pop(name, 0.0))
-
-    async def _settle(self, order: Order) -> Answer:
-        one, cache = self._session, self._session.cache
-        await self._engine.idle()  # saves in flight are objects of the pool that is judged
-        await self._engine.settle()
-        settings = events_of(one.scenario)
-        if settings is None:
-            raise KVActorsError("a node of a fleet publishes events")
-        held = {
-            medium: sorted(hashes) for medium, hashes in one.held(MEDIA[settings.media]).items()
-        }
-        sink: Any = one.sinks[settings.label].inner
-        statistics = cache.statistics()
-        counts: dict[str, float] = {
-            "verified": one.totals.verified_blocks,
-            "corrupt": one.totals.corrupt_blocks_served,
-            "no_room": one.totals.no_room,
-            "divergence": cache.count_divergent_blocks(),
-            "messages": statistics.messages,
-            "events": statistics.flush[0].delivered,
-            "shed": statistics.host.shed,
-            "cpu_s": time.process_time(),
-        }
-        if statistics.store is not None:
-            store = statistics.store
-            counts |= {
-                f"pool_{name}": getattr(store, name)
-                for name in (
-                    "writes",
-                    "reads",
-                    "late",
-                    "unavailable",
-                    "no_space",
-                    "misses",
-                    "corrupt",
-                )
-            }
-        errors = one.totals.errors + cache.check()
-        return Answer(
-            order.number,
-            held=held,
-            sequence=sink.events.sequence,
-            counts=counts,
-            errors=errors,
-        )
-
-    async def _pool(self, work: Any) -> None:
-        backend: Any = self._session.cache.system.backend
-        while not isinstance(backend, MooncakeBackend):
-            backend = backend.inner
-        await backend.client.call(work, None)
-
-
-def fill(store: Any) -> None:
-    """Put pinned objects into the pool until none has space."""
-    from mooncake.store import ReplicateConfig
-
-    pinned = ReplicateConfig()
-    pinned.with_hard_pin = True
-    size = FILLER_BYTES
-    while size >= SMALLEST:
-        if store.put(FILLER + uuid4().hex, bytes(size), pinned):
-            size //= 2
-
-
-def drain(store: Any) -> None:
-    """Remove them."""
-    store.remove_by_regex(f"^{FILLER}", True)
-
-
-async def main() -> None:
-    """Read orders until the input ends."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=LONGEST_LINE)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    print("up", flush=True)
-    orders = msgspec.json.decode(await reader.readline(), type=Orders)
-    for command in orders.commands:
-        subprocess.run(command, check=True, timeout=60)  # noqa: S603,ASYNC221
-    async with session(Scenario.from_mapping(orders.data), virtual=False) as one:
-        node = Node(one, orders.seed)
-        print("ready", flush=True)
-
-        async def answered(order: Order) -> None:
-            print(msgspec.json.encode(await node.carry_out(order)).decode(), flush=True)
-
-        async with anyio.create_task_group() as tasks:
-            while line := await reader.readline():
-                tasks.start_soon(answered, msgspec.json.decode(line, type=Order))
-
-
-if __name__ == "__main__":
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(40),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-    asyncio.run(main())
+STORE_COUNTS = ("writes", "reads", "late", "unavailable", "no_space", "misses", "corrupt")
 
 
 # -- messages between the driver and its nodes
 
 
 class Orders(msgspec.Struct):
-    """The first line that a node reads.
-
-    Attributes:
-        data: the scenario of the node.
-        seed: of the texts.
-        commands: to run first, which connect the node's network.
-    """
+    """The first line that a node reads. data: its scenario. seed: of the texts. commands: to run
+    first, which connect the node's network."""
 
     data: dict[str, Any]
     seed: int
@@ -217,14 +52,9 @@ class Orders(msgspec.Struct):
 
 
 class Order(msgspec.Struct):
-    """A command to a node.
-
-    Attributes:
-        number: of the order, repeated in the answer.
-        do: serve a request, fill the pool with pinned objects, remove them, or settle: wait until
-            nothing is in flight, and describe the node.
-        session, turn: of the request.
-    """
+    """A command to a node. number: repeated in the answer. do: serve a request, fill the pool with
+    pinned objects, remove them, or settle: wait until nothing is in flight, and describe the
+    node."""
 
     number: int
     do: Literal["serve", "fill", "drain", "settle"]
@@ -267,13 +97,8 @@ class Answer(msgspec.Struct):
 
 
 class Conversation:
-    """A conversation that grows turn by turn behind the shared system prompt.
-
-    Args:
-        work: the workload.
-        seed: of all texts.
-        session: number of the conversation.
-    """
+    """A conversation that grows turn by turn behind the shared system prompt. seed: of all texts.
+    session: its number."""
 
     def __init__(self, work: Workload, seed: int, session: int) -> None:
         self._work = work
@@ -296,12 +121,7 @@ class Conversation:
 
 
 class Chain:
-    """Block hashes of a text that grows.
-
-    Args:
-        root: see `CacheScope.root`.
-        block_size: tokens of a block.
-    """
+    """Block hashes of a text that grows. root: see `CacheScope.root`."""
 
     def __init__(self, root: bytes, block_size: int) -> None:
         self._root = root
@@ -316,3 +136,146 @@ class Chain:
             piece = tokens[block * size : (block + 1) * size].astype("<u4").tobytes()
             hashes.append(hash_of_block(parent, piece))
         return hashes[: len(tokens) // size]
+
+
+# -- the node
+
+
+class TimedEngine(Engine):
+    """An engine that measures how long loads take. waits: seconds by request."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.waits: dict[str, float] = {}
+
+    async def begin(self, request: Request, *, resumed: bool = False) -> None:
+        began = time.monotonic()
+        await super().begin(request, resumed=resumed)
+        self.waits[request.lease.request_id] = time.monotonic() - began
+
+
+class Node:
+    """Serves orders on an open cache."""
+
+    def __init__(self, one: Session, seed: int) -> None:
+        self._session = one
+        self._filling: asyncio.Task[None] | None = None
+        self._engine = TimedEngine(one.cache, one.totals)
+        self._work = one.scenario.workload
+        self._conversation = lru_cache(512)(lambda number: Conversation(self._work, seed, number))
+
+    async def carry_out(self, order: Order) -> Answer:
+        """Do what is asked."""
+        if order.do == "serve":
+            return await self._serve(order)
+        if order.do == "settle":
+            return await self._settle(order)
+        if order.do == "fill":
+            await self._pool(fill)
+            self._filling = asyncio.get_running_loop().create_task(self._keep_full())
+        elif self._filling is not None:
+            self._filling.cancel()
+            await asyncio.gather(self._filling, return_exceptions=True)
+            await self._pool(drain)
+        return Answer(order.number)
+
+    async def _keep_full(self) -> None:
+        while True:
+            await self._pool(fill)
+            await anyio.sleep(REFILL_S)
+
+    async def _serve(self, order: Order) -> Answer:
+        prompt, answer = self._conversation(order.session).turn(order.turn)
+        name = f"{order.session}.{order.turn}.{order.number}"
+        while True:
+            try:
+                lease = await self._engine.serve(name, prompt, answer, think=self._work.think)
+            except (NoRoom, DeadlineExceeded):  # of free blocks: ask again
+                self._session.totals.no_room += 1
+                await anyio.sleep(RETRY)
+            except KVActorsError as error:
+                self._engine.failed(name, error)
+                return Answer(order.number, errors=[repr(error)])
+            else:
+                return Answer(order.number, Blocks(*lease.hits), self._engine.waits.pop(name, 0.0))
+
+    async def _settle(self, order: Order) -> Answer:
+        one, cache = self._session, self._session.cache
+        await self._engine.idle()  # saves in flight are objects of the pool that is judged
+        await self._engine.settle()
+        settings = events_of(one.scenario)
+        assert settings is not None, "the driver has set a sink of KV events"
+        sink: Any = one.sinks[settings.label].inner
+        statistics, totals = cache.statistics(), one.totals
+        counts: dict[str, float] = {
+            "verified": totals.verified_blocks,
+            "corrupt": totals.corrupt_blocks_served,
+            "no_room": totals.no_room,
+            "divergence": cache.count_divergent_blocks(),
+            "messages": statistics.messages,
+            "events": statistics.flush[0].delivered,
+            "shed": statistics.host.shed,
+            "cpu_s": time.process_time(),
+        }
+        if statistics.store is not None:
+            counts |= {f"pool_{name}": getattr(statistics.store, name) for name in STORE_COUNTS}
+        held = one.held(MEDIA[settings.media])
+        return Answer(
+            order.number,
+            held={medium: sorted(hashes) for medium, hashes in held.items()},
+            sequence=sink.events.sequence,
+            counts=counts,
+            errors=totals.errors + cache.check(),
+        )
+
+    async def _pool(self, work: Any) -> None:
+        backend: Any = self._session.cache.system.backend
+        while not isinstance(backend, MooncakeBackend):
+            backend = backend.inner
+        await backend.client.call(work, None)
+
+
+def fill(store: Any) -> None:
+    """Put pinned objects into the pool until none has space."""
+    from mooncake.store import ReplicateConfig
+
+    pinned = ReplicateConfig()
+    pinned.with_hard_pin = True
+    size = FILLER_BYTES
+    while size >= SMALLEST_BYTES:
+        if store.put(FILLER + uuid4().hex, bytes(size), pinned):
+            size //= 2
+
+
+def drain(store: Any) -> None:
+    """Remove them."""
+    store.remove_by_regex(f"^{FILLER}", True)
+
+
+async def main() -> None:
+    """Read orders until the input ends."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=LINE_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    print("up", flush=True)
+    orders = msgspec.json.decode(await reader.readline(), type=Orders)
+    for command in orders.commands:
+        subprocess.run(command, check=True, timeout=60)  # noqa: S603,ASYNC221
+    async with session(Scenario.from_mapping(orders.data), virtual=False) as one:
+        node = Node(one, orders.seed)
+        print("ready", flush=True)
+
+        async def answered(order: Order) -> None:
+            print(msgspec.json.encode(await node.carry_out(order)).decode(), flush=True)
+
+        async with anyio.create_task_group() as tasks:
+            while line := await reader.readline():
+                tasks.start_soon(answered, msgspec.json.decode(line, type=Order))
+
+
+if __name__ == "__main__":
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(40),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    asyncio.run(main())
