@@ -12,7 +12,6 @@ import tempfile
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -20,66 +19,78 @@ Result = TypeVar("Result")
 STATUS = 128 + signal.SIGTERM
 """Exit status of a command that SIGTERM ended, as a shell gives it."""
 
-
 _received: list[int] = []
-"""SIGTERMs that the command of this process has received."""
+"""SIGTERMs and SIGINTs that the command of this process has received."""
 
-_interrupts: list[int] = []
-"""SIGINTs that it has received outside of an event loop."""
+_main: list[asyncio.Task[Any]] = []
+"""The main task of its event loop, while it runs."""
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt. Python drops it in a finalizer or in the import system, so it is
-    remembered."""
-    _interrupts.append(number)
-    signal.default_int_handler(number, frame)
+def _receive(number: int, _frame: object) -> None:
+    """Cancel the main task, or raise KeyboardInterrupt where there is none, or a second time.
+
+    Python drops an exception that a handler raises in a finalizer, in a callback or in the import
+    system, so the signal is remembered. asyncio cancels its main task for SIGINT only, and not in a
+    process that ignores SIGINT, such as a background job of a shell script.
+    """
+    _received.append(number)
+    if not _main or len(_received) > 1:
+        raise KeyboardInterrupt
+    _main[0].get_loop().call_soon_threadsafe(_main[0].cancel)
+
+
+def _is_main_thread() -> bool:
+    """Whether handlers can be set."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def sigterm_ends() -> Iterator[None]:
+    """SIGTERM ends the command in the block as Ctrl-C does, and the process exits with STATUS."""
+    if not _is_main_thread() or signal.getsignal(signal.SIGTERM) is _receive:
+        yield
+        return
+    _received.clear()
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _receive)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, _receive)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if signal.SIGTERM in _received:  # any result or error of the command is dropped
+            sys.exit(STATUS)
 
 
 def run_terminable(main: Coroutine[Any, Any, Result]) -> Result:
     """`asyncio.run` for a command: SIGTERM cancels `main`, and the process exits with STATUS.
 
-    A handler that raises would interrupt the code that the loop executes at that moment. In a
-    finalizer or a callback Python drops the exception and the command runs on. asyncio itself
-    cancels the main task for SIGINT only, and not in a process that ignores SIGINT, such as a
-    background job of a shell script.
-
     Raises:
         SystemExit: SIGTERM has ended `main`.
     """
-    if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set
+    if not _is_main_thread():
         return asyncio.run(main)
-    received = _received
-    if signal.getsignal(signal.SIGINT) is _interrupt:  # asyncio sets its handler for this one only
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    dropped = bool(_interrupts)
-    try:
-        return asyncio.run(_cancelled_by_sigterm(main, received, dropped=dropped))
-    finally:
-        if received:  # any result or error of `main` is dropped
-            sys.exit(STATUS)
-        if dropped:
-            raise KeyboardInterrupt
 
+    async def cancellable() -> Result:
+        task = asyncio.current_task()
+        assert task is not None
+        _main.append(task)
+        if _received:  # before the loop began, and the exception was dropped
+            task.cancel()
+        try:
+            return await main
+        finally:
+            _main.clear()
 
-async def _cancelled_by_sigterm(
-    main: Coroutine[Any, Any, Result], received: list[int], *, dropped: bool
-) -> Result:
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-
-    def cancel(number: int, _frame: object) -> None:
-        received.append(number)
-        if len(received) > 1:  # sent again: `main` takes too long to end
-            raise KeyboardInterrupt
-        loop.call_soon_threadsafe(task.cancel)
-
-    before = signal.signal(signal.SIGTERM, cancel)
-    if received or dropped:  # before this handler was set, and the exception was dropped
-        task.cancel()
-    try:
-        return await main
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with sigterm_ends():
+        try:
+            return asyncio.run(cancellable())
+        finally:
+            if signal.SIGTERM in _received:
+                sys.exit(STATUS)
+            if _received:
+                raise KeyboardInterrupt
 
 
 @contextmanager
@@ -116,9 +127,7 @@ def signals_noted(arrived: list[int]) -> Iterator[None]:
     """SIGINT and SIGTERM that arrive in the block interrupt nothing: their numbers are appended to
     `arrived`. No effect outside of the main thread."""
     numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or None in map(
-        signal.getsignal, numbers
-    ):
+    if not _is_main_thread() or None in map(signal.getsignal, numbers):
         yield
         return
     before = {
@@ -130,39 +139,6 @@ def signals_noted(arrived: list[int]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def sigterm_ends() -> Iterator[None]:
-    """SIGTERM interrupts the part of a command that runs without an event loop. The process exits
-    with STATUS. An interrupt by SIGINT is not lost either."""
-    received = _received
-    received.clear()
-    _interrupts.clear()
-
-    def end(number: int, _frame: object) -> None:
-        received.append(number)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell script
-            raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    interrupt = signal.getsignal(signal.SIGINT)
-    if interrupt is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        if interrupt is signal.default_int_handler:
-            signal.signal(signal.SIGINT, interrupt)
-        _interrupts.clear()
-        if received:  # any result or error of the command is dropped
-            received.clear()
-            sys.exit(STATUS)
 
 
 # -- standard streams: closed ones, a reader that has gone, locales without the characters

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -32,6 +33,7 @@ Link = tuple[Any, ...]
 number, number)."""
 
 
+@dataclass(slots=True, eq=False)
 class Record:
     """One message, or one answer to an ask.
 
@@ -42,41 +44,17 @@ class Record:
     ask: number of the ask that this answers, 0 if it answers none.
     """
 
-    __slots__ = (
-        "ask",
-        "at",
-        "cause",
-        "fields",
-        "forward",
-        "kind",
-        "links",
-        "number",
-        "receiver",
-        "sender",
-        "turn",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        at: float,
-        sender: str,
-        receiver: str,
-        kind: str,
-        fields: str,
-        cause: int | None,
-    ) -> None:
-        self.number = number
-        self.at = at
-        self.sender = sender
-        self.receiver = receiver
-        self.kind = kind
-        self.fields = fields
-        self.cause = cause
-        self.turn: int | None = None
-        self.forward = False
-        self.ask = 0
-        self.links: frozenset[Link] = frozenset()
+    number: int
+    at: float
+    sender: str
+    receiver: str
+    kind: str
+    fields: str
+    cause: int | None
+    turn: int | None = None
+    forward: bool = False
+    ask: int = 0
+    links: frozenset[Link] = frozenset()
 
 
 class Trace(Instrument):
@@ -85,20 +63,17 @@ class Trace(Instrument):
     def __init__(self, limit: int = 20_000) -> None:
         self.records: deque[Record] = deque(maxlen=limit)
         self.count = 0
-        self._queued: dict[
-            int, Record
-        ] = {}  # by id of the envelope, which exists as long as it is queued
-        self._asks: dict[
-            int, tuple[Envelope[Any], Record]
-        ] = {}  # those that are open, by id of the envelope
+        # by id of the envelope, which exists as long as it is queued
+        self._queued: dict[int, Record] = {}
+        # those that are open, by id of the envelope
+        self._asks: dict[int, tuple[Envelope[Any], Record]] = {}
         self._systems: list[Instruments] = []  # followed as a whole
         self._refs: set[ActorRef] = set()  # followed by themselves
         self._turns: dict[str, int] = {}
         self._last: dict[str, int] = {}  # the record of each actor's latest turn
         self._current: WeakKeyDictionary[asyncio.Task[Any], tuple[str, int]] = WeakKeyDictionary()
-        self._owners: dict[
-            tuple[str, int], str
-        ] = {}  # the actor that chose the number of an operation reported to another
+        # the actor that chose the number of an operation reported to another
+        self._owners: dict[tuple[str, int], str] = {}
 
     def attach(self, system: System) -> None:
         """Follow every actor of a system (of an open cache: `cache.system`)."""
@@ -174,12 +149,8 @@ class Trace(Instrument):
         task = asyncio.current_task()
         _, cause = self._current.get(task, ("", None)) if task is not None else ("", None)
         record = self._add(sender, receiver, None, cause)
-        record.kind, record.fields, record.links = (
-            how,
-            f"#{ask.number} {ask.kind}{words}",
-            ask.links,
-        )
-        record.ask = ask.number
+        record.kind, record.fields = how, f"#{ask.number} {ask.kind}{words}"
+        record.links, record.ask = ask.links, ask.number
         self._in_order(record)
 
     def _in_order(self, record: Record) -> None:
@@ -236,9 +207,7 @@ class Trace(Instrument):
         if not isinstance(message, Control):
             self._owners[receiver, number] = sender
             if len(self._owners) > (self.records.maxlen or 0):
-                del self._owners[
-                    next(iter(self._owners))
-                ]  # the oldest, which has left the ring too
+                del self._owners[next(iter(self._owners))]  # the oldest has left the ring too
             yield "op", sender, number
         elif sender.startswith(receiver):  # to itself: about its own operation, or another actor's
             yield "op", self._owners.get((receiver, number), receiver), number
