@@ -657,7 +657,8 @@ def top(
 ) -> int:
     """Show the state of a running process: health, occupancy and hit rates of the tiers, transfers,
     latencies, leases, sinks and actors. It reads /metrics and /health of the process. q or Ctrl-C
-    ends it. Without a terminal the frames are plain text, one after another.
+    ends it. Without a terminal the frames are plain text, one after another. Needs the extra
+    [metrics].
 
     Parameters
     ----------
