@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from kvactors.cpu_evictor.statistics import NOT_FETCHED, NOT_STORED
+from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED
 from kvactors.errors import ConfigError
 from kvactors.histogram import Histogram
 from kvactors.scenario.output import print_details, write_output
