@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -250,44 +251,6 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fault: tuple[FleetFault, ...] = ()
 
 
-def check_fleet(fleet: FleetSpec, backend: str, kind: str) -> None:
-    """Raise ConfigError for a fleet that cannot be.
-
-    Args:
-        fleet: the table.
-        backend: of the storage.
-        kind: of the workload.
-    """
-    if not fleet.nodes:
-        if fleet != FleetSpec():
-            raise ConfigError("fleet.nodes is missing: the other settings of [fleet] need it")
-        return
-    if not 2 <= fleet.nodes <= 64:
-        raise ConfigError(f"fleet.nodes must be in 2..64, not {fleet.nodes}")
-    if backend != "mooncake" or kind != "chat":
-        raise ConfigError("fleet needs storage.backend = 'mooncake' and workload.kind = 'chat'")
-    if not 0 <= fleet.clients < fleet.nodes:
-        raise ConfigError("fleet.clients must be fewer than the nodes: the pool needs memory")
-    if not fleet.placements or len(set(fleet.placements)) < len(fleet.placements):
-        raise ConfigError("fleet.placements must name at least one placement, each once")
-    if fleet.twins < 0:
-        raise ConfigError(f"fleet.twins must not be negative: {fleet.twins}")
-    for number, fault in enumerate(fleet.fault, 1):
-        if fault.target == "master" and fault.kind not in ("kill", "pause"):
-            raise ConfigError(f"fleet.fault {number}: a master has no fault {fault.kind!r}")
-        if not 0 <= fault.node < fleet.nodes:
-            raise ConfigError(f"fleet.fault {number}: there is no node {fault.node}")
-        if (
-            min(fault.after, fault.requests) < 0
-            or not 0 < fault.seconds < math.inf
-            or not fault.mbit_per_s > 0
-        ):
-            raise ConfigError(
-                f"fleet.fault {number}: after and requests must not be negative, seconds and "
-                "mbit_per_s must be above 0"
-            )
-
-
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An expectation: the value must lie within."""
 
@@ -313,140 +276,158 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
         data = {**data, "expect": flatten(data.get("expect", {}))}
         scenario = convert(data, cls)
         validate(scenario, data)
-        validate_workload(scenario.workload)
-        validate_faults(scenario)
-        check_fleet(scenario.fleet, scenario.storage.backend, scenario.workload.kind)
+        checks = (checks_of_workload, checks_of_parts, checks_of_fleet)
+        for is_wrong, complaint in chain.from_iterable(check(scenario) for check in checks):
+            if is_wrong:
+                raise ConfigError(complaint)
         for name in scenario.expect:
             if name.partition(".")[0] not in Report.__struct_fields__:
                 raise ConfigError(f"expect.{name}: reports have no such field")
         return scenario
 
 
-def validate_workload(work: Workload) -> None:
-    """Raise ConfigError for values that do not make sense, naming the key or the step."""
-    if (work.kind == "script") != bool(work.step):
-        raise ConfigError("workload.step belongs to kind = 'script', and it needs some")
-    for name, low in (
-        ("sessions", 1),
-        ("turns", 1),
-        ("concurrency", 1),
-        ("system_tokens", 0),
-        ("user_tokens", 1),
-        ("output_tokens", 1),
-        ("tenants", 1),
-        ("adapters", 1),
-        ("images", 1),
-        ("image_tokens", 0),
-        ("flood", 0),
-    ):
-        if getattr(work, name) < low:
-            raise ConfigError(f"workload.{name} must be at least {low}, not {getattr(work, name)}")
-    if work.flood and work.kind != "tenants":
-        raise ConfigError("workload.flood belongs to kind = 'tenants'")
-    if work.images > 1 and not work.image_tokens:
-        raise ConfigError("workload.images needs image_tokens: without them no prompt has an image")
-    if not 0 <= work.think < float("inf"):
-        raise ConfigError(f"workload.think must be finite and not negative: {work.think}")
-    validate_script(work)
+Checks: TypeAlias = Iterator[tuple[object, str]]
+"""Whether a value is wrong, and the complaint, in the order in which they are made."""
+
+AT_LEAST = {
+    **dict.fromkeys(("sessions", "turns", "concurrency", "user_tokens", "output_tokens"), 1),
+    **dict.fromkeys(("tenants", "adapters", "images"), 1),
+    **dict.fromkeys(("system_tokens", "image_tokens", "flood"), 0),
+}
 
 
-def validate_script(work: Workload) -> None:
-    """Raise ConfigError for a step that cannot be, with its number."""
+def checks_of_workload(scenario: Scenario) -> Checks:
+    """Values of a workload that do not make sense."""
+    work = scenario.workload
+    is_script = work.kind == "script"
+    yield (
+        is_script != bool(work.step),
+        "workload.step belongs to kind = 'script', and it needs some",
+    )
+    for name, low in AT_LEAST.items():
+        value = getattr(work, name)
+        yield value < low, f"workload.{name} must be at least {low}, not {value}"
+    yield work.flood and work.kind != "tenants", "workload.flood belongs to kind = 'tenants'"
+    without = work.images > 1 and not work.image_tokens
+    yield without, "workload.images needs image_tokens: without them no prompt has an image"
+    think = work.think
+    yield not 0 <= think < math.inf, f"workload.think must be finite and not negative: {think}"
     for number, step in enumerate(work.step, 1):
-        if step.do in ABOUT_A_REQUEST and not step.request:
-            raise ConfigError(f"workload.step, step {number} ({step.do}): request is missing")
-        if step.tokens < (1 if step.do in ("acquire", "extend") else 0) or step.prompt < 0:
-            raise ConfigError(
-                f"workload.step, step {number} ({step.do}): too few tokens, or a negative prompt"
-            )
+        where = f"workload.step, step {number} ({step.do})"
+        yield step.do in ABOUT_A_REQUEST and not step.request, f"{where}: request is missing"
+        few = step.tokens < (1 if step.do in ("acquire", "extend") else 0)
+        yield few or step.prompt < 0, f"{where}: too few tokens, or a negative prompt"
+        deep = step.level != 1 and (step.do != "sleep" or step.level != 2)
+        yield deep, f"{where}: level is 1 or 2, of sleep"
         of_acquire = {
             "cached_tokens": step.cached_tokens >= 0,
             "salt": step.salt is not None,
             "lora": step.lora is not None,
-            "media": bool(step.media),
+            "media": step.media,
         }
-        if step.level != 1 and (step.do != "sleep" or step.level != 2):
-            raise ConfigError(
-                f"workload.step, step {number} ({step.do}): level is 1 or 2, of sleep"
-            )
         for name, given in of_acquire.items():
-            if given and step.do != "acquire":
-                raise ConfigError(
-                    f"workload.step, step {number} ({step.do}): {name} belongs to acquire"
-                )
+            yield given and step.do != "acquire", f"{where}: {name} belongs to acquire"
 
 
-def validate_faults(scenario: Scenario) -> None:
-    """Raise ConfigError for a fault that cannot occur in this scenario."""
-    if not scenario.device.num_blocks:
-        raise ConfigError("device.num_blocks must be at least 1: a scenario sets it nowhere else")
-    for number, fault in enumerate(scenario.fault, 1):
-        complaint = misfit(fault, scenario)
-        if complaint:
-            raise ConfigError(f"fault {number}: {complaint}")
-    if not 0 <= scenario.router.lose < 1:
-        raise ConfigError(f"router.lose must be in 0..1, not {scenario.router.lose}")
-    if scenario.router.enabled and events_of(scenario) is None:
-        raise ConfigError("router needs a sink of kind 'kv_events' with a replay_endpoint")
-    if any(not 0 < seconds < float("inf") for seconds in scenario.process.kills):
-        raise ConfigError("process.kills must be positive numbers of seconds")
-    if scenario.process.restarts < 0:
-        raise ConfigError(f"process.restarts must be at least 0, not {scenario.process.restarts}")
-    if scenario.mooncake.enabled and scenario.storage.backend != "mooncake":
-        raise ConfigError("mooncake needs storage.backend = 'mooncake'")
-    if not (scenario.mooncake.down_at >= 0 and scenario.mooncake.down_for >= 0):
-        raise ConfigError("mooncake.down_at and down_for must not be negative")
-    if scenario.process.kills and scenario.workload.kind != "chat":
-        raise ConfigError("process.kills belongs to workload.kind = 'chat'")
-
-
-def misfit(fault: FaultSpec, scenario: Scenario) -> str:
-    """Why a fault cannot be, empty if it can."""
-    names = [sink.label for sink in scenario.flush.sinks]
-    backend, work = scenario.storage.backend, scenario.workload
-    inf = float("inf")
-    checks: tuple[tuple[object, str], ...] = (
-        (fault.storage == bool(fault.sink), "say either which sink, or storage = true"),
-        (
-            fault.kind not in (STORAGE_FAULTS if fault.storage else SINK_FAULTS),
-            f"{fault.kind} is no fault of {'storage' if fault.storage else 'a sink'}",
-        ),
-        (fault.storage and backend == "none", "there is no storage"),
-        (
-            fault.kind == "loses_state" and not loses(fault, scenario),
-            "loses_state needs a sink of kind memory or attention_store",
-        ),
-        (fault.kind == "bit_rot" and backend != "file", "bit_rot needs storage.backend = 'file'"),
-        (
-            not fault.storage and fault.sink not in names,
-            f"there is no sink {fault.sink!r} (sinks: {', '.join(names) or 'none'})",
-        ),
-        (
-            min(fault.turn, fault.turns) < 0
-            or (fault.turns and not fault.turn)
-            or (fault.turn and (fault.at or fault.seconds)),
-            "turn counts from 1; give turn and turns, or at and seconds",
-        ),
-        (
-            fault.turn > 0 and (work.kind != "chat" or fault.turn + fault.turns > work.turns),
-            f"it must end before the last of {work.turns} turns of a chat begins"
-            if work.kind == "chat"
-            else "only a chat has turns",
-        ),
-        (
-            not (0 <= fault.at < inf and 0 <= fault.seconds < inf and 0 <= fault.delay < inf)
-            or fault.every < 1,
-            "at, seconds and delay must not be negative, every at least 1",
-        ),
+def checks_of_parts(scenario: Scenario) -> Checks:
+    """Faults, and parts beside the cache, that cannot be in this scenario."""
+    yield (
+        not scenario.device.num_blocks,
+        "device.num_blocks must be at least 1: a scenario sets it nowhere else",
     )
-    return next((complaint for wrong, complaint in checks if wrong), "")
+    for number, fault in enumerate(scenario.fault, 1):
+        for is_wrong, complaint in checks_of_fault(fault, scenario):
+            yield is_wrong, f"fault {number}: {complaint}"
+    lose, restarts = scenario.router.lose, scenario.process.restarts
+    kills, pool = scenario.process.kills, scenario.mooncake
+    yield not 0 <= lose < 1, f"router.lose must be in 0..1, not {lose}"
+    yield (
+        scenario.router.enabled and events_of(scenario) is None,
+        "router needs a sink of kind 'kv_events' with a replay_endpoint",
+    )
+    yield (
+        any(not 0 < seconds < math.inf for seconds in kills),
+        "process.kills must be positive numbers of seconds",
+    )
+    yield restarts < 0, f"process.restarts must be at least 0, not {restarts}"
+    foreign = pool.enabled and scenario.storage.backend != "mooncake"
+    yield foreign, "mooncake needs storage.backend = 'mooncake'"
+    timed = pool.down_at >= 0 and pool.down_for >= 0
+    yield not timed, "mooncake.down_at and down_for must not be negative"
+    chats = scenario.workload.kind == "chat"
+    yield kills and not chats, "process.kills belongs to workload.kind = 'chat'"
 
 
-def loses(fault: FaultSpec, scenario: Scenario) -> bool:
-    """Whether the sink of a fault can lose its state."""
-    kinds = (MemorySinkConfig, AttentionStoreSinkConfig)
-    found = [sink for sink in scenario.flush.sinks if sink.label == fault.sink]
-    return bool(found) and isinstance(found[0], kinds)
+def checks_of_fault(fault: FaultSpec, scenario: Scenario) -> Checks:
+    """Why a fault cannot be."""
+    sinks = {sink.label: sink for sink in scenario.flush.sinks}
+    backend, work = scenario.storage.backend, scenario.workload
+    yield fault.storage == bool(fault.sink), "say either which sink, or storage = true"
+    kinds, what = (STORAGE_FAULTS, "storage") if fault.storage else (SINK_FAULTS, "a sink")
+    yield fault.kind not in kinds, f"{fault.kind} is no fault of {what}"
+    yield fault.storage and backend == "none", "there is no storage"
+    losing = isinstance(sinks.get(fault.sink), MemorySinkConfig | AttentionStoreSinkConfig)
+    yield (
+        fault.kind == "loses_state" and not losing,
+        "loses_state needs a sink of kind memory or attention_store",
+    )
+    yield (
+        fault.kind == "bit_rot" and backend != "file",
+        "bit_rot needs storage.backend = 'file'",
+    )
+    yield (
+        not fault.storage and fault.sink not in sinks,
+        f"there is no sink {fault.sink!r} (sinks: {', '.join(sinks) or 'none'})",
+    )
+    yield (
+        min(fault.turn, fault.turns) < 0
+        or (fault.turns and not fault.turn)
+        or (fault.turn and (fault.at or fault.seconds)),
+        "turn counts from 1; give turn and turns, or at and seconds",
+    )
+    yield fault.turn > 0 and work.kind != "chat", "only a chat has turns"
+    yield (
+        fault.turn > 0 and fault.turn + fault.turns > work.turns,
+        f"it must end before the last of {work.turns} turns of a chat begins",
+    )
+    times = (fault.at, fault.seconds, fault.delay)
+    yield (
+        not all(0 <= one < math.inf for one in times) or fault.every < 1,
+        "at, seconds and delay must not be negative, every at least 1",
+    )
+
+
+def checks_of_fleet(scenario: Scenario) -> Checks:
+    """A fleet that cannot be."""
+    fleet = scenario.fleet
+    if not fleet.nodes:
+        others = fleet != FleetSpec()
+        yield others, "fleet.nodes is missing: the other settings of [fleet] need it"
+        return
+    yield not 2 <= fleet.nodes <= 64, f"fleet.nodes must be in 2..64, not {fleet.nodes}"
+    yield (
+        scenario.storage.backend != "mooncake" or scenario.workload.kind != "chat",
+        "fleet needs storage.backend = 'mooncake' and workload.kind = 'chat'",
+    )
+    yield (
+        not 0 <= fleet.clients < fleet.nodes,
+        "fleet.clients must be fewer than the nodes: the pool needs memory",
+    )
+    yield (
+        not fleet.placements or len(set(fleet.placements)) < len(fleet.placements),
+        "fleet.placements must name at least one placement, each once",
+    )
+    yield fleet.twins < 0, f"fleet.twins must not be negative: {fleet.twins}"
+    for number, fault in enumerate(fleet.fault, 1):
+        where = f"fleet.fault {number}"
+        of_node = fault.target == "master" and fault.kind not in ("kill", "pause")
+        yield of_node, f"{where}: a master has no fault {fault.kind!r}"
+        yield not 0 <= fault.node < fleet.nodes, f"{where}: there is no node {fault.node}"
+        is_positive = 0 < fault.seconds < math.inf and fault.mbit_per_s > 0
+        yield (
+            min(fault.after, fault.requests) < 0 or not is_positive,
+            f"{where}: after and requests must not be negative, seconds and mbit_per_s above 0",
+        )
 
 
 def events_of(config: Config) -> KvEventsSinkConfig | None:

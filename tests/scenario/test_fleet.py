@@ -13,15 +13,12 @@ from rich.console import Console
 
 from kvactors.config import read_toml
 from kvactors.errors import ConfigError, KVActorsError
-from kvactors.identity import CacheScope
-from kvactors.layout import make_layout
 from kvactors.scenario.fleet import run_fleet
 from kvactors.scenario.fleet.driver import Figures, choose
-from kvactors.scenario.fleet.node import Answer, Blocks, Chain, Conversation
+from kvactors.scenario.fleet.node import Answer, Blocks, Conversation
 from kvactors.scenario.report import print_fleet
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import Scenario, Workload
-from tests.support import cache as support
 
 WORK = Workload(system_tokens=40, user_tokens=30, output_tokens=20)
 
@@ -49,19 +46,6 @@ def test_texts_depend_on_the_seed_and_the_session_alone():
     first, _ = ahead.turn(0)
     assert np.array_equal(other[:40], first[:40])
     assert not np.array_equal(other[40:60], first[40:60])
-
-
-async def test_the_driver_names_blocks_as_the_cache_does():
-    text = np.arange(26, dtype=np.uint32)
-    async with support.opened() as cache:
-        config = cache.config
-        layout = make_layout(config.layout, support.BLOCK)
-        scope = CacheScope(config.cache.model, config.cache.namespace)
-        chain = Chain(scope.root(layout.fingerprint), support.BLOCK)
-        lease = await cache.acquire("r", text)
-        assert b"".join(chain.of(text[:9])) == lease.hashes(0, 2)
-        assert b"".join(chain.of(text)) == lease.hashes(0, 6)
-        await lease.finish()
 
 
 class Node:

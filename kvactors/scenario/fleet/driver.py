@@ -30,9 +30,10 @@ from anyio.to_thread import run_sync
 from kvactors.errors import KVActorsError
 from kvactors.identity import CacheScope
 from kvactors.layout import make_layout
+from kvactors.native import Path
 from kvactors.scenario.child import Child, start_child
 from kvactors.scenario.fleet.network import Network
-from kvactors.scenario.fleet.node import Answer, Chain, Conversation, Order, Orders
+from kvactors.scenario.fleet.node import Answer, Conversation, Order, Orders
 from kvactors.scenario.mirror import Reader
 from kvactors.scenario.mooncake_master import Master, free_port
 from kvactors.scenario.report import Report, Totals
@@ -40,6 +41,7 @@ from kvactors.scenario.session import beside
 from kvactors.scenario.spec import FleetFault, Placement, Scenario
 from kvactors.signals import run_terminable
 from kvactors.testing.faults import Fault
+from kvactors.types import split_hashes
 
 START_S, ANSWER_S = 120.0, 300.0
 """Seconds within which a node must start, and answer. Only a hang takes as long."""
@@ -304,7 +306,7 @@ class Run:
         root = CacheScope(scenario.cache.model, scenario.cache.namespace).root(layout.fingerprint)
         sessions = range(self._work.sessions)
         self._texts = [Conversation(self._work, task.seed, number) for number in sessions]
-        self._chains = [Chain(root, self._size) for _ in sessions]
+        self._paths = [Path(self._size, root) for _ in sessions]  # of the texts
         self._members = [
             Member(number, network, self._data(task.data, number), task.seed)
             for number in range(self._fleet.nodes)
@@ -361,7 +363,9 @@ class Run:
 
     async def _turn(self, session: int, turn: int) -> None:
         prompt, answer = self._texts[session].turn(turn)
-        whole = self._chains[session].of(np.concatenate([prompt, answer]))
+        path = self._paths[session]
+        path.extend(np.concatenate([prompt, answer])[path.num_tokens :])
+        whole = split_hashes(path.hashes(0, path.num_full_blocks))
         blocks = whole[: len(prompt) // self._size]
         number, twins = turn * self._work.sessions + session, self._fleet.twins
         async with anyio.create_task_group() as tasks:

@@ -9,7 +9,6 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
@@ -23,7 +22,6 @@ from numpy.typing import NDArray
 
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.flush_notifier.sinks.kv_wire import MEDIA
-from kvactors.identity import hash_of_block
 from kvactors.scenario.engine import RETRY, Engine, Request
 from kvactors.scenario.session import Session, session
 from kvactors.scenario.spec import Scenario, Workload, events_of
@@ -118,24 +116,6 @@ class Conversation:
             self._ends.append((end, len(self._text)))
         prompt, end = self._ends[number]
         return self._text[:prompt], self._text[prompt:end]
-
-
-class Chain:
-    """Block hashes of a text that grows. root: see `CacheScope.root`."""
-
-    def __init__(self, root: bytes, block_size: int) -> None:
-        self._root = root
-        self._block_size = block_size
-        self._hashes: list[bytes] = []
-
-    def of(self, tokens: NDArray[np.uint32]) -> Sequence[bytes]:
-        """The hashes of the full blocks of a text, which begins with the text of the last call."""
-        size, hashes = self._block_size, self._hashes
-        for block in range(len(hashes), len(tokens) // size):
-            parent = hashes[-1] if hashes else self._root
-            piece = tokens[block * size : (block + 1) * size].astype("<u4").tobytes()
-            hashes.append(hash_of_block(parent, piece))
-        return hashes[: len(tokens) // size]
 
 
 # -- the node
