@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvactors.lookup import FreeBlocks, PromptHits
     from kvactors.observe.health import Health
     from kvactors.observe.statistics import CacheStatistics
-    from kvactors.scenario.trace_recording import record
+    from kvactors.scenario.recording import record
     from kvactors.steps import Step, Stepped
     from kvactors.tenants import Cleared
     from kvactors.tier_cache import TierCache, TierConfig, open_tiers
@@ -148,7 +148,7 @@ HOMES = {
     "WrongThread": "kvactors.errors",
     "open": "kvactors.cache",
     "open_tiers": "kvactors.tier_cache",
-    "record": "kvactors.scenario.trace_recording",
+    "record": "kvactors.scenario.recording",
     "serve_rank": "kvactors.data_plane.ranks.worker",
 }
 """The module of each public name. It is imported when the name is first used, so that a plug-in in

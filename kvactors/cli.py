@@ -19,7 +19,6 @@ from kvactors.actor.log import structlog_settings
 from kvactors.capacity import in_blocks
 from kvactors.config import Config, read_toml
 from kvactors.errors import ConfigError, KVActorsError
-from kvactors.scenario.event_recording import record
 from kvactors.scenario.output import (
     Output,
     check_distinct,
@@ -30,6 +29,7 @@ from kvactors.scenario.output import (
 )
 from kvactors.scenario.pages import check_charts, run_page, write_page
 from kvactors.scenario.recorder import Recorder
+from kvactors.scenario.recording import record_command
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Report, print_report, totals_line
 from kvactors.scenario.runner import run_scenario, with_temporary
@@ -68,7 +68,7 @@ app.register_install_completion_command(add_to_startup=True)
 app.command(config_app)
 app.command(size)
 app.command(top)
-app.command(record)
+app.command(record_command, name="record")
 
 
 @app.command

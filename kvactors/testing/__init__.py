@@ -18,6 +18,7 @@ The parts are documented where they are defined (and by example in docs/testing_
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,6 +65,16 @@ HOMES = {
     "trace": ("Trace", "minimal", "render"),
 }
 """Public names by module, imported at their first use: parts of the package import this package."""
+
+
+def asyncio_marks() -> list[Any]:
+    """pytest-asyncio's mark where it is installed, so that its strict mode, the default, runs the
+    asynchronous tests of a suite."""
+    if find_spec("pytest_asyncio") is None:
+        return []
+    import pytest
+
+    return [pytest.mark.asyncio]
 
 
 def __getattr__(name: str) -> Any:

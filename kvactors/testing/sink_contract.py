@@ -25,7 +25,7 @@ from kvactors.config import Config
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks import MemorySink, Sink, require_sink
 from kvactors.sink_config import MemorySinkConfig
-from kvactors.testing.marks import asyncio_marks
+from kvactors.testing import asyncio_marks
 from kvactors.types import Tier
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from kvactors.errors import StoreError
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
-from kvactors.testing.marks import asyncio_marks
+from kvactors.testing import asyncio_marks
 
 GOOD = (Outcome.OK, Outcome.EXISTS)
 

@@ -38,7 +38,7 @@ def test_the_quota_keeps_the_hits_of_the_quiet_tenant_under_both_policies():
 
 def test_a_quota_that_does_not_hold_is_not_as_expected(monkeypatch):
     data = small()
-    monkeypatch.setattr("kvactors.scenario.tenants.case_of", without_quota)
+    monkeypatch.setattr("kvactors.scenario.runner.case_of", without_quota)
     scenario, report = run_scenario(data, virtual=True)
     assert any(
         "tenants.lru_quota.quiet" in line for line in disappointments(scenario.expect, report)

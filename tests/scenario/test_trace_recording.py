@@ -20,8 +20,8 @@ import pytest
 import kvactors
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.sinks.kv_wire import END
-from kvactors.scenario import event_recording, trace_recording
-from kvactors.scenario.event_recording import EventRequests, record_events
+from kvactors.scenario import recording as module
+from kvactors.scenario.recording import EventRequests, record_events
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.trace import read_trace
 from tests.cache.test_degraded import fail
@@ -169,7 +169,7 @@ async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, writes,
 
 async def test_a_file_that_takes_nothing_ends_the_recording(tmp_path, writes, monkeypatch):
     released = threading.Event()
-    monkeypatch.setattr(trace_recording, "HELD_BYTES", 2000)
+    monkeypatch.setattr(module, "HELD_BYTES", 2000)
 
     def wait(data):
         released.wait(60)
@@ -185,7 +185,7 @@ async def test_a_file_that_takes_nothing_ends_the_recording(tmp_path, writes, mo
 
 
 async def test_a_request_that_does_not_end_holds_a_bounded_part_of_the_trace(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_recording, "HELD_BYTES", 4000)
+    monkeypatch.setattr(module, "HELD_BYTES", 4000)
     path = tmp_path / "t.jsonl"
     async with opened(**LARGE) as cache, kvactors.record(cache, path) as recording:
         first = await cache.acquire("first", prompt(100, 2))
@@ -324,7 +324,7 @@ def publishing(tmp_path):
 
 async def test_the_events_of_a_cache_have_its_requests_that_computed_blocks(tmp_path, monkeypatch):
     """With pauses between the requests. Whole hits leave no event."""
-    monkeypatch.setattr(event_recording, "GAP_S", 0.0)
+    monkeypatch.setattr(module, "GAP_S", 0.0)
     path, rng, computed = tmp_path / "t.jsonl", random.Random(3), []
     async with opened(device=4096, sinks=[publishing(tmp_path)]) as cache:
         async with kvactors.record(cache, path):
