@@ -17,7 +17,7 @@ from rich.console import Console
 from kvactors import sizes
 from kvactors.actor.log import structlog_settings
 from kvactors.capacity import in_blocks
-from kvactors.config import Config, read_toml
+from kvactors.config import read_toml
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.output import (
     Output,
@@ -27,11 +27,10 @@ from kvactors.scenario.output import (
     to_stdout,
     write_json,
 )
-from kvactors.scenario.pages import check_charts, run_page, write_page
-from kvactors.scenario.recorder import Recorder
+from kvactors.scenario.pages import check_charts, write_page
 from kvactors.scenario.recording import record_command
 from kvactors.scenario.replay import ReplayConfig, replay
-from kvactors.scenario.report import Report, print_report, totals_line
+from kvactors.scenario.report import totals_line
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import disappointments, requests_of
@@ -107,9 +106,9 @@ def run(
         Run on a seeded loop of virtual time instead of the real clock.
     """
     check_distinct((scenario,), json=json, html=html, trace=trace)
-    recorder = make_recorder(html)
     watching = Watching(
-        *([recorder.observing] if recorder else []),
+        json=json,
+        html=html,
         trace=trace,
         port=metrics_port,
         host=metrics_host,
@@ -124,10 +123,8 @@ def run(
             progress=lambda totals: show(totals_line(totals), totals.requests),
             observe=watching.observing,
         )
-    watching.write()
-    failed = disappointments(spec.expect, report) + report.errors
-    write_html(report, recorder, spec, html)
-    return conclude(report, failed, json, html, trace)
+    watching.write_trace()
+    return watching.conclude(report, spec, disappointments(spec.expect, report) + report.errors)
 
 
 @app.command(name="replay")
@@ -183,14 +180,8 @@ def replay_command(
         The address to serve them on.
     """
     check_distinct((trace, config), json=json, html=html, trace_out=trace_out)
-    recorder = make_recorder(html)
+    watching = Watching(json=json, html=html, trace=trace_out, port=metrics_port, host=metrics_host)
     trace = find_file(trace, "trace")
-    watching = Watching(
-        *([recorder.observing] if recorder else []),
-        trace=trace_out,
-        port=metrics_port,
-        host=metrics_host,
-    )
     with temporary_folder() as folder:
         settings = ReplayConfig.from_mapping(
             with_temporary(read_toml(find_file(config, "settings")) if config else {}, folder)
@@ -221,14 +212,13 @@ def replay_command(
                     watching.observing,
                 )
             )
-    watching.write()
-    write_html(report, recorder, config_, html)
+    watching.write_trace()
     failed = list(report.errors)
     if report.corrupt_blocks_served:
         failed.append(f"{report.corrupt_blocks_served} corrupt blocks served")
     if report.flush["divergence"]:
         failed.append(f"sinks diverge from the tiers on {report.flush['divergence']} blocks")
-    return conclude(report, failed, json, html, trace_out)
+    return watching.conclude(report, config_, failed)
 
 
 SWEEP_STEPS = 1000
@@ -400,35 +390,6 @@ def show_stores(directory: Path, json: Path | None, *, verify: bool) -> int:
     if json is not None:
         write_json(found, json)
     return 1 if any(one.bad or (verify and one.state == "damaged") for one in found) else 0
-
-
-def make_recorder(html: Path | None) -> Recorder | None:
-    """A recorder for the page of a report, None if there is no page. ConfigError without the extra
-    [report]."""
-    if html is None:
-        return None
-    check_charts()
-    return Recorder()
-
-
-def write_html(
-    report: Report, recorder: Recorder | None, settings: Config, html: Path | None
-) -> None:
-    """Write the page of a report, if there is to be one."""
-    if html is not None and recorder is not None:
-        write_page(run_page(report, recorder.recording, msgspec.to_builtins(settings)), html)
-
-
-def conclude(
-    report: Report, failed: list[str], json: Path | None, html: Path | None, trace: Path | None
-) -> int:
-    """Print and write the report. Returns the exit status: 1 if anything failed."""
-    print_report(report, Console(stderr=to_stdout(json) or to_stdout(html) or to_stdout(trace)))
-    if json is not None:
-        write_json(report, json)
-    for what in failed:
-        print(f"not as expected: {what}", file=sys.stderr)
-    return 1 if failed else 0
 
 
 def joined_outputs(words: list[str]) -> list[str]:

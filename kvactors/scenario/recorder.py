@@ -7,8 +7,9 @@ The recorder reads `KVCache.statistics()` at a fixed interval of the loop's time
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,6 +20,15 @@ from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED
 from kvactors.observe.lag import LagMonitor
 from kvactors.observe.metrics import Histograms, watch_of
 from kvactors.observe.statistics import CacheStatistics
+
+Observe: TypeAlias = Callable[[KVCache], AbstractAsyncContextManager[Any]]
+"""Entered with the open cache of a run, and left before it closes."""
+
+
+def unobserved(_: KVCache) -> AbstractAsyncContextManager[Any]:
+    """Nothing looks at the run."""
+    return nullcontext()
+
 
 POINTS = 400
 """Samples kept at most."""

@@ -20,6 +20,7 @@ from kvactors.errors import ConfigError, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.output import in_unicode
+from kvactors.scenario.recorder import Observe, unobserved
 from kvactors.scenario.report import Report, Totals, make_report
 from kvactors.scenario.serving import (
     Baseline,
@@ -32,7 +33,6 @@ from kvactors.scenario.serving import (
 )
 from kvactors.scenario.sweep import lru_rates
 from kvactors.scenario.trace import TraceRequest, check_range, read_trace, tokens_of
-from kvactors.scenario.watching import Observe, unobserved
 from kvactors.threads import in_thread
 from kvactors.validation import validate
 

@@ -18,10 +18,10 @@ from kvactors.scenario.child import compare, routing
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.fleet import run_fleet
 from kvactors.scenario.processes import run_processes
+from kvactors.scenario.recorder import Observe, unobserved
 from kvactors.scenario.report import Report, Totals
 from kvactors.scenario.session import Progress, Session, beside, session
 from kvactors.scenario.spec import Pool, Scenario, Workload, events_of
-from kvactors.scenario.watching import Observe, unobserved
 from kvactors.scenario.workload import random_tokens
 from kvactors.signals import run_terminable, temporary_folder
 from kvactors.sink_config import MemorySinkConfig

@@ -18,10 +18,10 @@ from kvactors.layout import make_layout
 from kvactors.observe.lag import NO_LAGS, LagMonitor
 from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine
+from kvactors.scenario.recorder import Observe, unobserved
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Report, Totals, make_report
 from kvactors.scenario.spec import FaultSpec, Scenario
-from kvactors.scenario.watching import Observe, unobserved
 from kvactors.scenario.workload import Script, chat
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends import make_backend

@@ -1,27 +1,33 @@
-"""Observers that the options of `run` and `replay` ask for: recorder, trace, endpoint."""
+"""What `run` and `replay` observe and write: reports, pages, traces, an endpoint."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+from rich.console import Console
 
 from kvactors.cache import KVCache
+from kvactors.config import Config
 from kvactors.errors import ConfigError
-from kvactors.scenario.output import write_output
-
-if TYPE_CHECKING:
-    from kvactors.monitoring import Endpoint
+from kvactors.observe.chrome_trace import ChromeTrace
+from kvactors.scenario.output import to_stdout, write_json, write_output
+from kvactors.scenario.pages import check_charts, run_page, write_page
+from kvactors.scenario.recorder import Observe, Recorder
+from kvactors.scenario.report import Report, print_report
 
 
 class Watching:
-    """Observes a run.
+    """Observes a run, and writes what its options ask for.
 
     Args:
-        observers: further observers.
-        trace: file for a trace, None for none.
+        json: file for the report, None for none. `-` is standard output, as for the other files.
+        html: file for a page.
+        trace: file for a trace.
         port: of the endpoint for metrics and health, None for none.
         host: address that the endpoint listens on.
         virtual: the run has no real clock.
@@ -32,18 +38,22 @@ class Watching:
 
     def __init__(
         self,
-        *observers: Observe,
-        trace: Path | None,
-        port: int | None,
-        host: str,
+        *,
+        json: Path | None = None,
+        html: Path | None = None,
+        trace: Path | None = None,
+        port: int | None = None,
+        host: str = "",
         virtual: bool = False,
     ) -> None:
-        self._observers = list(observers)
-        self._file, self._trace = trace, None
+        self._json, self._html, self._trace_file = json, html, trace
+        self._observers: list[Observe] = []
         self._asked, self._seen = trace is not None or port is not None, False
+        if html is not None:
+            check_charts()
+            self._recorder = Recorder()
+            self._observers.append(self._recorder.observing)
         if trace is not None:
-            from kvactors.observe.chrome_trace import ChromeTrace
-
             self._trace = ChromeTrace()
             self._observers.append(self._trace.observing)
         if port is not None:
@@ -51,7 +61,15 @@ class Watching:
                 raise ConfigError(
                     "--metrics-port needs a run on the real clock: leave out --virtual"
                 )
-            self._observers.append(partial(_endpoint().attached, host, port))
+            try:
+                import prometheus_client  # noqa: F401
+            except ImportError as error:
+                raise ConfigError(
+                    "--metrics-port needs prometheus_client: pip install 'kvactors[metrics]'"
+                ) from error
+            from kvactors.monitoring import Endpoint
+
+            self._observers.append(partial(Endpoint().attached, host, port))
 
     @asynccontextmanager
     async def observing(self, cache: KVCache) -> AsyncIterator[None]:
@@ -62,7 +80,7 @@ class Watching:
                 await stack.enter_async_context(observe(cache))
             yield
 
-    def write(self) -> None:
+    def write_trace(self) -> None:
         """Write the trace of the run that has ended.
 
         Raises:
@@ -73,26 +91,19 @@ class Watching:
                 "a scenario that kills its processes cannot be observed by --trace and "
                 "--metrics-port"
             )
-        if self._trace is not None and self._file is not None:
-            write_output(self._trace.encode(), self._file)
+        if self._trace_file is not None:
+            write_output(self._trace.encode(), self._trace_file)
 
-
-def _endpoint() -> Endpoint:
-    try:
-        import prometheus_client  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "--metrics-port needs prometheus_client: pip install 'kvactors[metrics]'"
-        ) from error
-    from kvactors.monitoring import Endpoint
-
-    return Endpoint()
-
-
-Observe: TypeAlias = Callable[[KVCache], AbstractAsyncContextManager[Any]]
-"""Entered with the open cache of a run, and left before it closes."""
-
-
-def unobserved(_: KVCache) -> AbstractAsyncContextManager[Any]:
-    """Nothing looks at the run."""
-    return nullcontext()
+    def conclude(self, report: Report, settings: Config, failed: list[str]) -> int:
+        """Print and write the report of the run that has ended. Returns the exit status: 1 if
+        anything failed."""
+        if self._html is not None:
+            page = run_page(report, self._recorder.recording, msgspec.to_builtins(settings))
+            write_page(page, self._html)
+        files = (self._json, self._html, self._trace_file)
+        print_report(report, Console(stderr=any(map(to_stdout, files))))
+        if self._json is not None:
+            write_json(report, self._json)
+        for what in failed:
+            print(f"not as expected: {what}", file=sys.stderr)
+        return 1 if failed else 0
