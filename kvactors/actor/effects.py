@@ -9,7 +9,7 @@ from kvactors.actor.context import Context
 class Effects:
     """Collector of the effects of turns, handed to the objects that decide.
 
-    Each effect takes place at once, in the order of the calls. A turn is synchronous, so nobody
+    Each effect takes place at once, in the order of the calls. A turn is synchronous: nothing
     else runs between two of them. `Envelope.abandoned` is true of an ask that was answered: ask
     whether its caller still waits before the answer.
 

@@ -118,9 +118,7 @@ def test_no_module_logs_past_the_packages_logger():
         "testing",
         "__main__.py",
         "cli.py",
-        "top",
-        "page.py",
-        "report.py",
+        "top.py",
         "settings_commands.py",
     }
     found = [
