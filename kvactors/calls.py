@@ -33,8 +33,13 @@ from kvactors.hints import Hints, check_hints
 from kvactors.lease import Lease
 from kvactors.observe.health import Health, health
 from kvactors.observe.invariants import divergence_in_slices, invariants, invariants_in_slices
-from kvactors.observe.statistics import CacheStatistics, collect, residency
-from kvactors.observe.tenants import Tenants, collect_tenants
+from kvactors.observe.statistics import (
+    CacheStatistics,
+    Tenants,
+    collect,
+    collect_tenants,
+    residency,
+)
 from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.messages import (
     Acquire,

@@ -23,8 +23,7 @@ from kvactors.lease import Hits, Lease
 from kvactors.lease_hold import AFTER_LOADS
 from kvactors.lookup import FreeBlocks, PromptHits
 from kvactors.observe.health import Health
-from kvactors.observe.statistics import CacheStatistics
-from kvactors.observe.tenants import Tenants
+from kvactors.observe.statistics import CacheStatistics, Tenants
 from kvactors.steps import Step, Stepped, SteppedLease
 from kvactors.types import Tokens
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
+from kvactors.actor.sliced import Steps, finish
 from kvactors.arguments import Media, request_path, request_scope
 from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.errors import CacheAsleep, NumBlocksUnset
 from kvactors.flush_notifier.messages import RequestScope
-from kvactors.flush_notifier.steps import Steps, finish
 from kvactors.lease import Hits
 from kvactors.native import DEVICE, HOST, LOADING, Path
 from kvactors.observe.invariants import in_slices

@@ -21,14 +21,22 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from kvactors.actor.sliced import Steps, finish
 from kvactors.calls import CacheCalls
 from kvactors.errors import KVActorsError
-from kvactors.flush_notifier.steps import Steps, finish
 from kvactors.histogram import Histogram
-from kvactors.observe.families import FAMILIES, FASTDEPLOY, FASTDEPLOY_FAMILIES, PREFIX, Family
 from kvactors.observe.invariants import in_slices
 from kvactors.observe.lag import LagTimer
-from kvactors.observe.metrics import Snapshot, take_snapshot, watch_of
+from kvactors.observe.metrics import (
+    FAMILIES,
+    FASTDEPLOY,
+    FASTDEPLOY_FAMILIES,
+    PREFIX,
+    Family,
+    Snapshot,
+    take_snapshot,
+    watch_of,
+)
 from kvactors.observe.tier_families import TIER_FAMILIES, TierSnapshot
 from kvactors.tier_cache import TierCache, tier_metrics
 

@@ -284,7 +284,7 @@ class Endpoint:
         """`KVCache.statistics` as JSON, with `tenants`: those of the salts with a named
         quota. 503 without an open cache."""
         from kvactors.observe.invariants import in_slices
-        from kvactors.observe.tenants import TenantStatistics, named_tenants
+        from kvactors.observe.statistics import TenantStatistics, named_tenants
 
         with suppress(KVActorsError):
             if self._caches:

@@ -9,6 +9,7 @@ from typing import ClassVar
 from kvactors.actor import Actor, ActorRef, Envelope, Message, on
 from kvactors.config import FlushConfig
 from kvactors.errors import SinkError
+from kvactors.flush_notifier.deliver import SinkSet
 from kvactors.flush_notifier.ledger import Fact, Ledger
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
@@ -21,7 +22,6 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
     WaitFlushed,
 )
-from kvactors.flush_notifier.sink_set import SinkSet
 from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.storage.device_store import StorageDirect
 from kvactors.storage.messages import (

@@ -40,8 +40,8 @@ from kvactors.errors import (
     SinkError,
 )
 from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.deliver import close_sink, open_sink
 from kvactors.flush_notifier.messages import WaitFlushed
-from kvactors.flush_notifier.sink_calls import close_sink, open_sink
 from kvactors.flush_notifier.sinks import Sink, make_sinks, require_sinks
 from kvactors.fork import FORKED, SYSTEMS
 from kvactors.gpu_swapper.actor import GpuSwapper

@@ -13,7 +13,7 @@ from kvactors.actor import Actor, ActorStatistics
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED, HostStatistics
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.deliveries import SinkStatistics
+from kvactors.flush_notifier.deliver import SinkStatistics
 from kvactors.gpu_swapper.actor import GpuSwapper, SwapperStatistics
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.records import IndexStatistics

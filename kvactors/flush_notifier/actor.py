@@ -9,9 +9,7 @@ from typing import ClassVar
 
 from kvactors.actor import Actor, ActorRef, Envelope, Message, on
 from kvactors.config import FlushConfig
-from kvactors.flush_notifier.caller import SinkCaller
-from kvactors.flush_notifier.deliveries import SinkDelivery
-from kvactors.flush_notifier.filter import SinkFilter
+from kvactors.flush_notifier.deliver import SinkCaller, SinkDelivery, SinkSet
 from kvactors.flush_notifier.ledger import IDLE_LIMIT, Fact, Ledger
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
@@ -31,8 +29,8 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
     WaitFlushed,
 )
-from kvactors.flush_notifier.sink_set import SinkSet
 from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.flush_notifier.view import SinkFilter
 
 
 class FlushNotifier(Actor):

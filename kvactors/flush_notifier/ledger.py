@@ -17,16 +17,25 @@ device, or that finds a block's place by its parent, drops anything else. Two pa
   a tree (see `selection`).
 
 A view may be unsure after a lost answer (`LedgerBlock.views`). The rule then holds for what the
-sink may have, and for what it has if it took a leading part of the tasks that it was sent.
-"""
+sink may have, and for what it has if it took a leading part of the tasks that it was sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
-from kvactors.flush_notifier.blocks import BITS, LAST, REASON_NUMBERS, LedgerBlock, accepts
-from kvactors.flush_notifier.checks import check_steps
-from kvactors.flush_notifier.filter import SHIFT, SinkFilter
+from kvactors.actor.sliced import Steps, finish
+from kvactors.discreet import discreet
+from kvactors.flush_notifier.blocks import (
+    BITS,
+    LAST,
+    REASON_NUMBERS,
+    UNSURE,
+    LedgerBlock,
+    LedgerTree,
+)
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
     BlocksRemoved,
@@ -36,21 +45,453 @@ from kvactors.flush_notifier.messages import (
     RequestScope,
     TierCleared,
 )
-from kvactors.flush_notifier.scopes import RootOf, Scopes, rescope
-from kvactors.flush_notifier.sink_view import SinkView
-from kvactors.flush_notifier.steps import Steps, finish
-from kvactors.flush_notifier.tree import LedgerTree
-from kvactors.flush_notifier.unnamed import UnnamedBlocks, name_blocks, place_blocks
+from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT, SinkFilter, SinkView
 from kvactors.identity import hash_of_block
-from kvactors.types import HASH_BYTES, Reason, Tier, count_hashes, hash_at
+from kvactors.sharded import ShardedDict
+from kvactors.types import ALL_TIERS, HASH_BYTES, Reason, Tier, count_hashes, hash_at
+
+# -- root hashes of present requests
+#
+# A block below another root cannot be hit, so it is not announced. The namespace is part of the
+# root hash, and a sink is not sent it. To a router, blocks of one token path under two namespaces
+# are one path with different hashes, and the router would answer with blocks that no request can
+# get.
+
+
+RootOf = Callable[[str, RequestScope], bytes]
+"""The root hash of the requests of a namespace, an adapter and a salt."""
+
+
+class Scopes:
+    """The roots that requests begin at.
+
+    Attributes:
+        root_of: None if they begin at every root.
+    """
+
+    def __init__(self, root_of: RootOf | None, namespace: str) -> None:
+        self.root_of = root_of
+        self.namespace = namespace
+
+    def above_first(self, first: LedgerBlock) -> int:
+        """The tiers due above the first block of a path: none unless requests begin at its root
+        now."""
+        if self.root_of is None or self.root_of(self.namespace, first.scope) == first.parent_hash:
+            return ABOVE_ALL
+        return 0
+
+
+def rescope(ledger: Ledger, namespace: str) -> Iterator[None]:
+    """Requests are of another namespace from now on. The ledger must not change between the
+    steps."""
+    tree, scopes = ledger.tree, ledger.scopes
+    scopes.namespace = namespace
+    if scopes.root_of is None:
+        return
+    tree.version += 1
+    tree.spreading += 1
+    for i, block in enumerate(tree.order, 1):  # parents first, so the due state above is final
+        before = block.due[:]
+        ledger.update(block)
+        if block.due != before:
+            for index in (LAST, *BITS[int(block.tiers)]):
+                block.reasons[index] = REASON_NUMBERS[Reason.NAMESPACE]
+        if not i % tree.step:
+            tree.version += 1
+            yield from tree.trim()
+            yield
+    tree.spreading -= 1
+    tree.version += 1
+    yield from tree.trim()
+
+
+# -- resident blocks without a path, and the assignment of paths to blocks found in storage
+#
+# `BlocksAdded` reports that a block is resident, `PathsFound` the inputs of its hash. A named block
+# is added to the tree below its parent, or below a root. A block whose parent is not in the tree
+# waits until the parent is added on any path. It is dropped if it leaves all tiers before.
+
+
+MAX_UNPLACED = 65_536
+"""Blocks that wait for a parent at most. Beyond that the oldest is dropped, and stays unannounced
+until a request names its path."""
+
+
+class UnplacedBlock(NamedTuple):
+    """The parts of a block hash."""
+
+    parent_hash: bytes
+    tokens: bytes
+    extra_key: bytes
+    scope: RequestScope
+
+    def __repr__(self) -> str:
+        return discreet(self)
+
+
+class UnnamedBlocks:
+    """Resident blocks that are not in the ledger's tree.
+
+    Attributes:
+        tiers: the set of tiers that hold each. There are as many as resident blocks at most.
+        unplaced: those of them whose hash is known, and whose parent is not in the tree.
+        placeable: hashes added to the tree since, below which unplaced blocks wait.
+    """
+
+    def __init__(self) -> None:
+        self.tiers: dict[bytes, int] = {}
+        self.unplaced: dict[bytes, UnplacedBlock] = {}
+        self.placeable: deque[bytes] = deque()
+        self._below: dict[bytes, dict[bytes, None]] = {}  # hashes of unplaced blocks, by parent
+
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+    def gain(self, block_hash: bytes, bit: int) -> None:
+        """A tier holds this block."""
+        self.tiers[block_hash] = self.tiers.get(block_hash, 0) | bit
+
+    def lose(self, block_hash: bytes, bit: int) -> None:
+        """A tier no longer holds this block. A block on no tier is dropped."""
+        if left := self.tiers.pop(block_hash, 0) & ~bit:
+            self.tiers[block_hash] = left
+        else:
+            self.drop(block_hash)
+
+    def clear(self, bit: int, step: int) -> Iterator[None]:
+        """A tier holds nothing. Steps of `step` blocks, with no other change between them."""
+        nowhere: list[bytes] = []
+        for i, (block_hash, tiers) in enumerate(self.tiers.items(), 1):
+            if tiers & ~bit:
+                self.tiers[block_hash] = tiers & ~bit
+            else:
+                nowhere.append(block_hash)
+            if not i % step:
+                yield
+        for i, block_hash in enumerate(nowhere, 1):
+            del self.tiers[block_hash]
+            self.drop(block_hash)
+            if not i % step:
+                yield
+
+    def place(self, block_hash: bytes) -> int:
+        """Remove a block that is added to the tree. Blocks that wait for it become placeable.
+
+        Returns:
+            The tiers that hold it.
+        """
+        if self.unplaced:
+            self.drop(block_hash)
+            if block_hash in self._below:
+                self.placeable.append(block_hash)
+        return self.tiers.pop(block_hash, 0)
+
+    def wait(self, block_hash: bytes, block: UnplacedBlock) -> None:
+        """Keep an unplaced block, and drop the oldest if there are too many."""
+        self.drop(block_hash)
+        if len(self.unplaced) >= MAX_UNPLACED:
+            self.drop(next(iter(self.unplaced)))
+        self.unplaced[block_hash] = block
+        self._below.setdefault(block.parent_hash, {})[block_hash] = None
+
+    def drop(self, block_hash: bytes) -> UnplacedBlock | None:
+        """Remove and return the inputs of an unplaced block's hash."""
+        block = self.unplaced.pop(block_hash, None)
+        if block is not None:
+            below = self._below[block.parent_hash]
+            del below[block_hash]
+            if not below:
+                del self._below[block.parent_hash]
+        return block
+
+    def next_placeable(self, tree: LedgerTree) -> tuple[bytes, LedgerBlock, UnplacedBlock] | None:
+        """Take one unplaced block whose parent has been added: its hash, its parent, and itself.
+        None if there is no such block."""
+        while self.placeable:
+            parent_hash = self.placeable[0]
+            block_hash = next(iter(self._below.get(parent_hash, ())), None)
+            parent = tree.blocks.get(parent_hash)
+            if (
+                block_hash is not None
+                and parent is not None
+                and (block := self.drop(block_hash)) is not None
+            ):
+                return block_hash, parent, block
+            self.placeable.popleft()
+        return None
+
+    def fault(self, block_hash: bytes, tree: LedgerTree) -> str:
+        """The inconsistency of an unplaced block, empty without one."""
+        block = self.unplaced[block_hash]
+        if block_hash not in self._below.get(block.parent_hash, ()):
+            return "an unplaced block is missing among those of its parent"
+        if block_hash not in self.tiers:
+            return "an unplaced block is on no tier, or in the tree"
+        if block.parent_hash in tree.blocks and block.parent_hash not in self.placeable:
+            return "an unplaced block waits for a parent that is in the tree"
+        return ""
+
+
+def name_blocks(ledger: Ledger, message: PathsFound) -> Iterator[None]:
+    """Add resident blocks to the tree whose parents are there. Steps of about `step` blocks."""
+    looked, tree, unnamed = 0, ledger.tree, ledger.unnamed
+    for part in message.parts:
+        extra_keys, parent_hash = dict(part.extra_keys), part.parent
+        is_root = parent_hash in message.roots
+        size = len(part.tokens) // part.blocks
+        for i in range(part.blocks):
+            block_hash = hash_at(part.hashes, i)
+            if block_hash in unnamed.tiers and size == ledger.block_bytes:
+                tokens, extra_key = part.tokens[i * size : (i + 1) * size], extra_keys.get(i, b"")
+                block = UnplacedBlock(parent_hash, tokens, extra_key, part.scope)
+                parent = tree.blocks.get(parent_hash)
+                if parent is not None or (is_root and not i):
+                    place_block(ledger, block_hash, parent, block)
+                else:
+                    unnamed.wait(block_hash, block)
+            parent_hash = block_hash
+            looked += 1
+            if not looked % tree.step:
+                yield from place_blocks(ledger)
+                yield
+                tree.version += 1
+    yield from place_blocks(ledger)
+
+
+def place_block(
+    ledger: Ledger, block_hash: bytes, parent: LedgerBlock | None, block: UnplacedBlock
+) -> None:
+    """Add a resident block to the tree. It has no children yet. It counts as covered by a finished
+    request, since one brought it to storage."""
+    ledger.tree.version += 1
+    added = ledger.learn(
+        block_hash, parent, block.parent_hash, block.tokens, block.scope, block.extra_key
+    )
+    added.finished = True
+    added.reasons[LAST] = added.reasons[int(Tier.STORAGE)] = REASON_NUMBERS[Reason.STORED]
+    ledger.update(added)
+
+
+def place_blocks(ledger: Ledger) -> Iterator[None]:
+    """Add the unplaced blocks whose parents have been added, and the blocks below them."""
+    looked = 0
+    while (found := ledger.unnamed.next_placeable(ledger.tree)) is not None:
+        place_block(ledger, *found)
+        looked += 1
+        if not looked % ledger.tree.step:
+            yield
+
+
+# -- checks in steps, between which the ledger may change
+#
+# Each block is checked by itself. Counts over all blocks are compared at the end, if nothing has
+# changed since the beginning: on a system at rest that is always so.
+
+
+Tiers = Mapping[Tier, AbstractSet[bytes]]
+
+TIERS = int(ALL_TIERS)
+
+DEVICE = int(Tier.DEVICE)
+
+
+def check_steps(ledger: Ledger) -> Iterator[None]:
+    """AssertionError if counts and differences do not match the blocks."""
+    tree = ledger.tree
+    version = tree.version
+    children = ShardedDict[int]()
+    blocks: list[LedgerBlock] = []
+    dirty = [0] * len(ledger.sinks)
+    idle, step = 0, step_of(ledger)
+    for i, block in enumerate(tree.order, 1):
+        _check_block(ledger, block)
+        if version == tree.version:
+            if block.parent is not None:
+                above = block.parent.hash
+                counts = children.of(above)
+                counts[above] = counts.get(above, 0) + 1
+            blocks.append(block)
+            idle += block in tree.idle
+            for view in ledger.sinks:
+                dirty[view.index] += block in view.dirty
+        if not i % step:
+            yield
+    yield from _check_counts(ledger, version, blocks, children)
+    if version == tree.version:
+        _require(len(blocks) == len(tree.blocks), "a block without a place in the order")
+        _require(
+            dirty == [view.pending for view in ledger.sinks],
+            "a difference of a block that is not in the tree",
+        )
+        _require(idle == len(tree.idle), "an idle block that is not in the tree")
+        _require(
+            bool(tree.trimming or tree.settling) or idle <= tree.idle_limit,
+            f"{idle} idle blocks, the limit is {tree.idle_limit}",
+        )
+    yield from children.free()
+    while blocks:
+        del blocks[-tree.step :]
+        yield
+
+
+def _check_counts(
+    ledger: Ledger, version: int, blocks: list[LedgerBlock], children: ShardedDict[int]
+) -> Iterator[None]:
+    tree, unnamed, step = ledger.tree, ledger.unnamed, step_of(ledger)
+    for i, (block_hash, tiers) in enumerate(_items(unnamed.tiers), 1):
+        if version != tree.version:
+            return
+        _require(bool(tiers), "an unnamed block on no tier")
+        _require(block_hash not in tree.blocks, "an unnamed block in the tree")
+        fault = unnamed.fault(block_hash, tree) if block_hash in unnamed.unplaced else ""
+        _require(not fault, fault)
+        if not i % step:
+            yield
+    _require(len(unnamed.unplaced) <= len(unnamed.tiers), "an unplaced block that is not unnamed")
+    for i, block in enumerate(blocks, 1):
+        if version != tree.version:
+            return
+        counted = children.of(block.hash).get(block.hash, 0)
+        _require(block.children == counted, "child counts disagree")
+        if not i % step:
+            yield
+
+
+def step_of(ledger: Ledger) -> int:
+    """Blocks that a check looks at in one step. Each costs several look-ups, which takes up to 20
+    microseconds where none of them is in the processor's caches."""
+    return max(1, ledger.tree.step // 16)
+
+
+def _items(tiers: dict[bytes, int]) -> Iterator[tuple[bytes, int]]:
+    """Items of a dict that may change between two of them, which ends the iteration."""
+    items = iter(tiers.items())
+    while True:
+        try:
+            yield next(items)
+        except (StopIteration, RuntimeError):
+            return
+
+
+def _check_block(ledger: Ledger, block: LedgerBlock) -> None:
+    tree = ledger.tree
+    _require(tree.blocks.get(block.hash) is block, "a block under another hash")
+    if block.parent is not None:
+        _require(
+            tree.blocks.get(block.parent.hash) is block.parent, "a block whose parent was removed"
+        )
+        _require(block.parent.children > 0, "a parent that does not count its child")
+    _require(
+        bool(block.children) or not block.idle() or block in tree.idle,
+        "an idle block that is not among the idle ones",
+    )
+    for sink in ledger.sinks:
+        view, due = block.views[sink.index], block.due[sink.index]
+        if (due != view) != (block in sink.dirty) and not (block.pins and tree.settling):
+            raise AssertionError("a difference that is not pending, or a pending one that is none")
+        expected = ledger.due_of(block, sink)
+        # A root is another one before the ledger is sent that (`Roots.renew`).
+        leaving = block.parent is None and not expected
+        if due != expected and not tree.spreading and not leaving:
+            raise AssertionError("what is due of a block does not follow from the block above")
+        if block.parent is not None and not tree.settling:
+            below, above = view | view >> UNSURE, block.parent.views[sink.index]
+            above |= above >> UNSURE
+            if (below & TIERS and not above & TIERS) or below & ~above & DEVICE:
+                raise AssertionError(
+                    "a sink's view has a block without the block above it, see Ledger"
+                )
+        _require(
+            block.token_addressed or not (view and sink.filter.by_tokens),
+            "a sink addressed by tokens was sent a block that tokens do not identify",
+        )
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
+
+
+def divergence_steps(
+    ledger: Ledger, sinks: Collection[int], mirrors: Mapping[int, Tiers], tiers: Tiers
+) -> Steps[int]:
+    """Count the blocks on which the view of one of the sinks and the tiers differ.
+
+    A view should be the closed truth: each tier that holds a block, as far as the tree rule of
+    `Ledger` allows. A change between two steps may or may not count: compare at rest.
+
+    Args:
+        ledger: the ledger.
+        sinks: indices of the sinks.
+        mirrors: by sink that keeps its own account of its view, that account. The ledger's account
+            stands for the others.
+        tiers: the blocks that each tier holds.
+    """
+    differing: set[bytes] = set()
+    looked, step = 0, step_of(ledger)
+    for sink in sinks:
+        mirror, found, expected = mirrors.get(sink), 0, ShardedDict[int]()
+        for block, due in due_of(ledger, ledger.sinks[sink].filter, tiers, expected):
+            looked += 1
+            if not looked % step:
+                yield
+            block_hash = block.hash
+            held = block.views[sink] & TIERS if mirror is None else tiers_of(mirror, block_hash)
+            found += held.bit_count()
+            if due != held:
+                differing.add(block_hash)
+        if mirror is not None and found != sum(map(len, mirror.values())):
+            for hashes in mirror.values():  # blocks that are not in the ledger
+                for block_hash in list(hashes):
+                    looked += 1
+                    if not looked % step:
+                        yield
+                    if block_hash not in ledger.blocks:
+                        differing.add(block_hash)
+        yield from expected.free()
+    return len(differing)
+
+
+def due_of(
+    ledger: Ledger, sink: SinkFilter, tiers: Tiers, expected: ShardedDict[int]
+) -> Iterator[tuple[LedgerBlock, int]]:
+    """Every block whose path is known, parents before children, and the tiers on which it would be
+    announced to a sink with this filter if `tiers` held these blocks.
+
+    Args:
+        ledger: the ledger.
+        sink: the sink's filter.
+        tiers: the blocks that each tier holds.
+        expected: empty. Filled with those tiers by block hash, for the caller to free in steps.
+    """
+    closed = sink.closed()
+    for block in ledger.tree.order:
+        above = (
+            ledger.scopes.above_first(block)
+            if block.parent is None
+            else expected.of(block.parent.hash).get(block.parent.hash, 0)
+        )
+        held = tiers_of(tiers, block.hash)
+        due = closed[above << SHIFT | held] if sink.accepts(block) else 0
+        if due:
+            expected.of(block.hash)[block.hash] = due
+        yield block, due
+
+
+def tiers_of(tiers: Tiers, block_hash: bytes) -> int:
+    """The set of tiers that hold a block."""
+    held = 0
+    for tier, hashes in tiers.items():
+        if block_hash in hashes:
+            held |= tier
+    return held
+
 
 IDLE_LIMIT = 16_384
 """Idle blocks kept by default."""
 
 STEP = 256
 """Blocks processed in one step by default."""
-
-DEVICE = int(Tier.DEVICE)
 
 Fact = PathCached | BlocksAdded | BlocksRemoved | TierCleared | PathsFound | NamespaceChanged
 
@@ -263,7 +704,7 @@ class Ledger:
         first = self.scopes.above_first(block) if above is None else 0
         for sink, (view, closed, conditional, dirty) in enumerate(self._rules):
             due = closed[(first if above is None else above.due[sink]) << SHIFT | tiers]
-            if due and conditional and not accepts(view.filter, block):
+            if due and conditional and not view.filter.accepts(block):
                 due = 0
             if due != (before := due_before[sink]):
                 due_before[sink] = due
@@ -284,7 +725,7 @@ class Ledger:
         above = (
             self.scopes.above_first(block) if block.parent is None else block.parent.due[view.index]
         )
-        return view.closed[above << SHIFT | block.tiers] if accepts(view.filter, block) else 0
+        return view.closed[above << SHIFT | block.tiers] if view.filter.accepts(block) else 0
 
     def _spread(self, top: LedgerBlock, looked: int) -> Steps[int]:
         """The tiers due of a block changed: update the blocks below it, down to those for which

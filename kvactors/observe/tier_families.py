@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvactors.observe.families import Family, Samples, by, one
+from kvactors.observe.metrics import Family, Samples, by, one
 from kvactors.tier_cache.answers import TierHealth, TierStatistics
 from kvactors.tier_cache.settings import TierConfig
 

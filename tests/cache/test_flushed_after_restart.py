@@ -9,7 +9,7 @@ import pytest
 
 import kvactors
 from kvactors import Tier
-from kvactors.flush_notifier.sink_set import SinkSet
+from kvactors.flush_notifier.deliver import SinkSet
 from tests.support.cache import opened, prompt, serve
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvactors.metrics import CacheMetrics
 from kvactors.monitoring import serve_metrics
-from kvactors.observe.tenants import SUMMED
+from kvactors.observe.statistics import SUMMED
 from kvactors.testing.loop import simulate
 from tests.cache.test_degraded import fail
 from tests.cache.test_quotas import BLOCK, held, hosted, settle, tokens_of, use

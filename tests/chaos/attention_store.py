@@ -14,7 +14,7 @@ import numpy as np
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
-from kvactors.flush_notifier.tasks import path_tokens
+from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import announceable, residency
 from kvactors.storage import attempts
 from kvactors.testing.faults import Fault

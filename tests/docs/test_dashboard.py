@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvactors.observe.families import FAMILIES, PREFIX
+from kvactors.observe.metrics import FAMILIES, PREFIX
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "kvactors.json"

@@ -8,14 +8,14 @@ import numpy as np
 
 from kvactors.actor import ActorSpec, Group, InFlight, Supervisor
 from kvactors.actor.clock import deadline_after
+from kvactors.actor.sliced import finish
 from kvactors.config import FlushConfig
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import PathCached, WaitFlushed
+from kvactors.flush_notifier.select import DeliveryBatch
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.flush_notifier.steps import finish
-from kvactors.flush_notifier.tasks import DeliveryBatch
+from kvactors.flush_notifier.view import SinkFilter
 from kvactors.identity import hash_of_block
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.faults import FaultySink

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.sinks.kv_identity import identity_fields, text
 from kvactors.flush_notifier.sinks.kv_wire import (
     MEDIA,
     AllBlocksCleared,
@@ -18,6 +17,8 @@ from kvactors.flush_notifier.sinks.kv_wire import (
     StoredArray,
     StoredArrayDynamo,
     StoredMap,
+    identity_fields,
+    text,
 )
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.types import Residency, split_hashes

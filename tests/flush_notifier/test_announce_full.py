@@ -12,7 +12,7 @@ from msgspec.structs import replace
 import kvactors
 from kvactors.config import Config
 from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.tasks import path_tokens
+from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import residency
 from kvactors.sink_config import AttentionStoreSinkConfig
 from kvactors.types import Reason, Residency, Tier

@@ -17,8 +17,8 @@ from kvactors.attention_sdk import Sdk
 from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded, SdkError, SinkError
 from kvactors.flush_notifier.messages import BlocksRemoved
+from kvactors.flush_notifier.select import path_tokens
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
-from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.layout import GQALayout
 from kvactors.observe.statistics import announceable
 from kvactors.sdk_settings import complete, sdk_settings

@@ -12,7 +12,7 @@ import kvactors
 from kvactors.config import Config
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import BlocksRemoved, PathCached
-from kvactors.flush_notifier.tasks import path_tokens
+from kvactors.flush_notifier.select import path_tokens
 from kvactors.identity import CacheScope
 from kvactors.native import Path
 from kvactors.observe.statistics import residency

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvactors.actor.sliced import finish
 from kvactors.config import FlushConfig
-from kvactors.flush_notifier import deliveries
-from kvactors.flush_notifier.deliveries import SinkDelivery, step_pause
-from kvactors.flush_notifier.steps import finish
+from kvactors.flush_notifier import deliver
+from kvactors.flush_notifier.deliver import SinkDelivery, step_pause
 from tests.flush_notifier.helpers import announced, do, ledger, memory, names
 
 EPOCH = 1
@@ -17,7 +17,7 @@ CONFIG = FlushConfig(batch=100, retry_min_s=1.0, retry_max_s=4.0)
 @pytest.fixture
 def clock(monkeypatch):
     time = [0.0]
-    monkeypatch.setattr(deliveries, "now", lambda: time[0])
+    monkeypatch.setattr(deliver, "now", lambda: time[0])
     return time
 
 
@@ -185,6 +185,6 @@ def test_a_resync_sends_everything_due_again(clock):
 
 
 def test_a_slow_repetition_takes_half_of_its_interval_within_bounds():
-    assert step_pause(100.0, 1000, 100) == pytest.approx(deliveries.LONGEST_PAUSE)
+    assert step_pause(100.0, 1000, 100) == pytest.approx(deliver.LONGEST_PAUSE)
     assert step_pause(10.0, 1000, 50) == pytest.approx(0.25)
-    assert step_pause(0.0, 1000, 50) == pytest.approx(deliveries.SHORTEST_PAUSE)
+    assert step_pause(0.0, 1000, 50) == pytest.approx(deliver.SHORTEST_PAUSE)

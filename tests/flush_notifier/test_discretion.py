@@ -15,13 +15,12 @@ import kvactors
 from kvactors.config import Config
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.blocks import HeldBlock
+from kvactors.flush_notifier.ledger import UnplacedBlock
 from kvactors.flush_notifier.messages import FlushTask, PathCached, RequestScope
-from kvactors.flush_notifier.runs import BlockRun
+from kvactors.flush_notifier.select import BlockRun, DeliveryBatch
 from kvactors.flush_notifier.sinks import MemorySink
+from kvactors.flush_notifier.sinks.journal import Retraction
 from kvactors.flush_notifier.sinks.kv_wire import BlockStored, StoredMap
-from kvactors.flush_notifier.sinks.published import Retraction
-from kvactors.flush_notifier.tasks import DeliveryBatch
-from kvactors.flush_notifier.unnamed import UnplacedBlock
 from kvactors.identity import CacheScope
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvactors.flush_notifier.filter import ABOVE_ALL, SHIFT, SinkFilter
 from kvactors.flush_notifier.sinks import Sink
+from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT, SinkFilter
 from kvactors.sink_config import SinkConfig
 from kvactors.types import ALL_TIERS, Tier
 

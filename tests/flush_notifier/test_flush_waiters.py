@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvactors.actor import Envelope
+from kvactors.actor.sliced import finish
 from kvactors.config import FlushConfig
-from kvactors.flush_notifier import deliveries
-from kvactors.flush_notifier.barrier import FlushWaiters
-from kvactors.flush_notifier.deliveries import SinkDelivery
+from kvactors.flush_notifier import deliver
+from kvactors.flush_notifier.deliver import FlushWaiters, SinkDelivery
 from kvactors.flush_notifier.messages import WaitFlushed
-from kvactors.flush_notifier.steps import finish
 from kvactors.types import Reason, Tier
 from tests.flush_notifier.helpers import announced, do, ledger, memory, path
 
@@ -61,7 +60,7 @@ class FakeReply:
 
 @pytest.fixture
 def bench(monkeypatch) -> Bench:
-    monkeypatch.setattr(deliveries, "now", lambda: 0.0)
+    monkeypatch.setattr(deliver, "now", lambda: 0.0)
     return Bench()
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvactors.extra_keys import media_extra
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import PLAIN, FlushTask, RequestScope
-from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
+from kvactors.flush_notifier.sinks.kv_wire import KvEventEncoder
 from kvactors.native import EventEncoder
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.types import Reason, Residency, Tier

@@ -16,8 +16,8 @@ import zmq
 from kvactors.config import Config
 from kvactors.errors import ConfigError, SinkError
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
-from kvactors.flush_notifier.sinks.kv_replay import READERS, Window
 from kvactors.flush_notifier.sinks.kv_sockets import LARGEST_REQUEST
+from kvactors.flush_notifier.sinks.kv_stream import READERS, Window
 from kvactors.flush_notifier.sinks.kv_wire import END
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.zmq_endpoint import Endpoint, of_rank
@@ -249,7 +249,7 @@ async def test_many_readers_at_once_all_get_their_answer(tmp_path):
 
 
 async def test_readers_that_take_nothing_lose_their_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvactors.flush_notifier.sinks.kv_replay.STALLED", 0.2)
+    monkeypatch.setattr("kvactors.flush_notifier.sinks.kv_stream.STALLED", 0.2)
     async with opened(tmp_path, replay_window=5_000) as sink, AsyncExitStack() as stack:
         await sink.begin_epoch(7)
         for i in range(5_000):

@@ -20,9 +20,14 @@ from kvactors.errors import ConfigError, SinkError
 from kvactors.extra_keys import block_extras
 from kvactors.flush_notifier.messages import BlocksAdded, FlushTask, RequestScope
 from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
-from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
-from kvactors.flush_notifier.sinks.kv_identity import EMPTY, identifier, identity_fields, mm_hash
-from kvactors.flush_notifier.sinks.kv_wire import decode_batch
+from kvactors.flush_notifier.sinks.kv_wire import (
+    EMPTY,
+    KvEventEncoder,
+    decode_batch,
+    identifier,
+    identity_fields,
+    mm_hash,
+)
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.sink_config import JsonLinesSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier

@@ -12,9 +12,8 @@ import pytest
 import kvactors
 from kvactors.config import Config
 from kvactors.errors import SinkError
-from kvactors.flush_notifier.sinks.journal import Journal
+from kvactors.flush_notifier.sinks.journal import Journal, PublishedBlocks
 from kvactors.flush_notifier.sinks.jsonl import HASHES_AT_ONCE, JsonLinesSink, replay_jsonl
-from kvactors.flush_notifier.sinks.published import PublishedBlocks
 from kvactors.sink_config import JsonLinesSinkConfig
 from kvactors.types import Tier
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, memory

@@ -14,7 +14,7 @@ import kvactors
 from kvactors.actor.clock import deadline_after
 from kvactors.config import Config
 from kvactors.errors import ConfigError, DeadlineExceeded, SinkError
-from kvactors.flush_notifier.deliveries import LONGEST_PAUSE, SHORTEST_PAUSE, step_pause
+from kvactors.flush_notifier.deliver import LONGEST_PAUSE, SHORTEST_PAUSE, step_pause
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import BlocksRemoved, FlushTask, Resync
 from kvactors.flush_notifier.sinks import Sink

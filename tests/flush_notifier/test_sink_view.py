@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvactors.flush_notifier.steps import finish
+from kvactors.actor.sliced import finish
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier.helpers import announced, do, ledger, names, path
 

@@ -21,11 +21,11 @@ import pytest
 import kvactors
 from kvactors.config import Config
 from kvactors.errors import SinkError
-from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, FlushTask
 from kvactors.flush_notifier.sinks import make_sink
 from kvactors.flush_notifier.sinks.jsonl import CHUNK, TAIL, JsonLinesSink, replay_jsonl
 from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.flush_notifier.view import SinkFilter
 from kvactors.layout.gqa import GQALayout
 from kvactors.sink_config import JsonLinesSinkConfig, MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier, join_hashes

@@ -13,12 +13,11 @@ from itertools import pairwise
 
 import pytest
 
+from kvactors.actor.sliced import finish
 from kvactors.flush_notifier.blocks import BlockOrder, LedgerBlock
-from kvactors.flush_notifier.checks import divergence_steps
-from kvactors.flush_notifier.ledger import Ledger
+from kvactors.flush_notifier.ledger import Ledger, divergence_steps
 from kvactors.flush_notifier.messages import BlocksRemoved, CallLate, Delivered, PathCached
-from kvactors.flush_notifier.runs import MAX_RUN_BLOCKS
-from kvactors.flush_notifier.steps import finish
+from kvactors.flush_notifier.select import MAX_RUN_BLOCKS
 from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import (
     AT_FINISH,

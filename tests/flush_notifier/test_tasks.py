@@ -6,11 +6,10 @@ from itertools import pairwise
 
 import pytest
 
+from kvactors.actor.sliced import finish
 from kvactors.flush_notifier.blocks import LedgerBlock
 from kvactors.flush_notifier.messages import FlushTask, RequestScope
-from kvactors.flush_notifier.runs import BlockRun
-from kvactors.flush_notifier.steps import finish
-from kvactors.flush_notifier.tasks import as_task
+from kvactors.flush_notifier.select import BlockRun, as_task
 from kvactors.types import Reason, Residency, Tier
 
 pytestmark = pytest.mark.full

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvactors.flush_notifier.blocks import LedgerBlock
+from kvactors.actor.sliced import finish
+from kvactors.flush_notifier.blocks import LedgerBlock, LedgerTree
 from kvactors.flush_notifier.messages import PLAIN
-from kvactors.flush_notifier.steps import finish
-from kvactors.flush_notifier.tree import LedgerTree
 
 
 def chain(tree: LedgerTree, *keys: bytes) -> list[LedgerBlock]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.flush_notifier.checks import divergence_steps
-from kvactors.flush_notifier.filter import SinkFilter
-from kvactors.flush_notifier.steps import finish
+from kvactors.actor.sliced import finish
+from kvactors.flush_notifier.ledger import divergence_steps
+from kvactors.flush_notifier.view import SinkFilter
 from kvactors.types import Reason, Residency, Tier, join_hashes, split_hashes
 from tests.flush_notifier.helpers import (
     AT_FINISH,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvactors.config import FlushConfig
-from kvactors.flush_notifier import caller
+from kvactors.flush_notifier import deliver
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import (
     BlocksRemoved,
@@ -80,7 +80,7 @@ class Notifier:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     found = Calls()
-    monkeypatch.setattr(caller, "start_call", found)
+    monkeypatch.setattr(deliver, "start_call", found)
     return found
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.flush_notifier import unnamed
-from kvactors.flush_notifier.blocks import LedgerBlock
+from kvactors.actor.sliced import finish
+from kvactors.flush_notifier import ledger
+from kvactors.flush_notifier.blocks import LedgerBlock, LedgerTree
+from kvactors.flush_notifier.ledger import UnnamedBlocks, UnplacedBlock
 from kvactors.flush_notifier.messages import PLAIN
-from kvactors.flush_notifier.steps import finish
-from kvactors.flush_notifier.tree import LedgerTree
-from kvactors.flush_notifier.unnamed import UnnamedBlocks, UnplacedBlock
 
 
 def below(parent: bytes) -> UnplacedBlock:
@@ -62,7 +61,7 @@ def test_placing_a_block_returns_its_tiers_and_ends_its_wait():
 
 
 def test_the_oldest_block_is_forgotten_beyond_the_limit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(unnamed, "MAX_UNPLACED", 2)
+    monkeypatch.setattr(ledger, "MAX_UNPLACED", 2)
     blocks = UnnamedBlocks()
     for key in (b"a", b"b", b"c"):
         blocks.gain(key, 1)

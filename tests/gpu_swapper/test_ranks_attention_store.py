@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 import kvactors
 from kvactors.config import DeviceConfig, FlushConfig, HostConfig, StorageConfig
-from kvactors.flush_notifier.tasks import path_tokens
+from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import residency
 from kvactors.ranks_config import RanksConfig
 from kvactors.scenario.engine import Engine

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvactors.metrics import CacheMetrics
-from kvactors.observe.families import FAMILIES, FASTDEPLOY_FAMILIES
+from kvactors.observe.metrics import FAMILIES, FASTDEPLOY_FAMILIES
 from kvactors.testing.loop import simulate
 from tests.cache.test_degraded import HOST, STORE, fail, requests
 from tests.observe.test_totals import VICTIMS

@@ -168,7 +168,7 @@ async def test_clients_that_take_no_answer_leave_connections_to_others(monkeypat
 async def test_an_answer_about_many_quotas_does_not_hold_the_loop(path, monkeypatch):
     """One salt is read in a pass of the loop, and the text of the metrics is made elsewhere."""
     from kvactors import metrics
-    from kvactors.observe import invariants, tenants
+    from kvactors.observe import invariants, statistics
 
     passes, read, threads = 0, list[int](), set[int]()
 
@@ -178,7 +178,7 @@ async def test_an_answer_about_many_quotas_does_not_hold_the_loop(path, monkeypa
             passes += 1
             await asyncio.sleep(0)
 
-    def read_salt(*arguments, real=tenants._of_salt):
+    def read_salt(*arguments, real=statistics._of_salt):
         read.append(passes)
         return real(*arguments)
 
@@ -187,7 +187,7 @@ async def test_an_answer_about_many_quotas_does_not_hold_the_loop(path, monkeypa
         return real(registry)
 
     monkeypatch.setattr(invariants, "SLICE", 0.0)
-    monkeypatch.setattr(tenants, "_of_salt", read_salt)
+    monkeypatch.setattr(statistics, "_of_salt", read_salt)
     monkeypatch.setattr(metrics, "generate_latest", text)
     salts = {f"tenant-{number}": {"device": 3} for number in range(40)}
     async with opened(quota={"salts": salts}) as cache, serve_metrics(cache, 0) as endpoint:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.flush_notifier.steps import finish
+from kvactors.actor.sliced import finish
 from kvactors.lease import Hits
 from kvactors.lookup import PromptHits, count_hits
 from kvactors.native import Path

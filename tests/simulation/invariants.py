@@ -12,7 +12,7 @@ import xxhash
 from kvactors.cache import KVCache
 from kvactors.cpu_evictor.memory import NOT_FETCHED
 from kvactors.errors import KVActorsError, NoRoom
-from kvactors.flush_notifier.tasks import path_tokens
+from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine, Request
 from kvactors.scenario.report import Totals

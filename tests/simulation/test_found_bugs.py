@@ -34,9 +34,9 @@ from kvactors.config import (
 )
 from kvactors.data_plane.ranks.protocol import RankAnswer
 from kvactors.data_plane.ranks.store import RankStore
-from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import PathCached
+from kvactors.flush_notifier.view import SinkFilter
 from kvactors.layout import make_layout
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend, SimPool

@@ -52,7 +52,7 @@ def test_a_limit_is_replaced_and_restored(name):
 
 def test_the_ledger_and_the_index_get_a_small_limit(monkeypatch):
     from kvactors.flush_notifier.ledger import Ledger
-    from kvactors.flush_notifier.sink_view import SinkView
+    from kvactors.flush_notifier.view import SinkView
     from kvactors.prefix_index.index import BlockIndex
 
     ledgers, indexes, steps = [], [], set()

@@ -12,7 +12,7 @@ import pytest
 
 import kvactors
 from kvactors.actor.message import Control
-from kvactors.flush_notifier import unnamed
+from kvactors.flush_notifier import ledger
 from kvactors.storage import reporter, writer
 from kvactors.storage.backends import slab_paths
 from kvactors.types import Tier, split_hashes
@@ -106,7 +106,7 @@ async def test_stored_blocks_are_announced_after_a_restart(tmp_path, monkeypatch
     assert len(before) == 2 + 10 * 3
     monkeypatch.setattr(reporter.reports, "PATH_PAGE", limit)
     monkeypatch.setattr(slab_paths, "CHUNK", limit)
-    monkeypatch.setattr(unnamed, "MAX_UNPLACED", 1)
+    monkeypatch.setattr(ledger, "MAX_UNPLACED", 1)
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.wait_flushed(at_rest=at_rest)
         assert announced(cache) == before

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvactors import ConfigError, Tier, TierCache
+from kvactors.flush_notifier.deliver import SinkSet
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.sink_set import SinkSet
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.fakes import TreeReader

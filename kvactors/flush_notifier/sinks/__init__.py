@@ -6,10 +6,10 @@ from kvactors.class_path import class_at
 from kvactors.config import Config
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import ConfigError
-from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.flush_notifier.view import SinkFilter
 from kvactors.layout.base import Layout
 from kvactors.sink_config import (
     AttentionStoreSinkConfig,

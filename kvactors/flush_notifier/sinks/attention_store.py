@@ -12,8 +12,7 @@ from kvactors.attention_sdk import MARGIN, Sdk
 from kvactors.errors import SdkError, SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.flush_notifier.sinks.journal import Journal
-from kvactors.flush_notifier.sinks.published import PublishedBlocks
+from kvactors.flush_notifier.sinks.journal import Journal, PublishedBlocks
 from kvactors.sdk_settings import SdkSettings
 from kvactors.sink_config import AttentionStoreSinkConfig
 from kvactors.types import Residency, split_hashes

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 from kvactors.actor.log import get_logger
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
-from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
-from kvactors.flush_notifier.sinks.kv_replay import QUEUED, ReplayServer
 from kvactors.flush_notifier.sinks.kv_sockets import Sockets
-from kvactors.flush_notifier.sinks.kv_stream import DetailStream, EventStream
+from kvactors.flush_notifier.sinks.kv_stream import QUEUED, DetailStream, EventStream, ReplayServer
+from kvactors.flush_notifier.sinks.kv_wire import KvEventEncoder
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.zmq_endpoint import of_rank
 

@@ -1,22 +1,269 @@
-"""Streams of numbered batches: the events with their replay window and their state, and the details
-beside them."""
+"""Streams of numbered batches: the events with their replay window and their state, the details
+beside them, and the replay for readers that lack some of it.
+
+A replay request on the ROUTER socket is [empty, 8-byte big-endian sequence number]. The answer is
+every batch from there on that was published before the request, oldest first, as [empty, topic,
+sequence, payload], and [empty, empty, 2^64 - 1, empty] at the end (older readers: the same without
+the topic). Of batches that are no longer kept the answer has the state they add up to, as ordinary
+batches under the numbers before those that are kept: AllBlocksCleared, then BlockStored events,
+then empty batches where the reader insists on every number (`fill`). A request [empty,
+"kvactors.snapshot"] is answered in the same form with the parts of a snapshot, numbered from 0.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
+import anyio
+import msgspec
+
+from kvactors.actor.log import get_logger
 from kvactors.errors import SinkError
+from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import SnapshotSource
-from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
-from kvactors.flush_notifier.sinks.kv_replay import Window
-from kvactors.flush_notifier.sinks.kv_sockets import Send
-from kvactors.flush_notifier.sinks.kv_state import StateMaker, StreamChanges, StreamState
-from kvactors.flush_notifier.sinks.kv_wire import encode_batch
+from kvactors.flush_notifier.sinks.kv_sockets import Send, zmq
+from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, encode_batch, encode_sequence
 from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.types import ALL_TIERS, HASH_BYTES, Residency, Tier
+
+# -- the state at one sequence number, for readers that miss more than is kept for replay
+#
+# It is read from the ledger in steps, while deliveries continue. Their changes are corrected, so
+# that the state is exactly that of its number: a reader that applies it and then every batch from
+# that number on applies each change once.
+
+
+PART = 256
+"""Blocks in one batch of a state."""
+
+STEP = 128
+"""Blocks read from the ledger, or corrected, in one step."""
+
+KNOWN = 8
+"""Bits by which `StreamChanges` shifts the known tiers."""
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class StreamChanges:
+    """How the ledger's view of the sink differs from the stream up to a number.
+
+    Args:
+        last: tasks published before that number that the ledger may not have in the view yet.
+
+    Attributes:
+        empty: the last task before the number removed everything.
+        cleared: a later task removed everything, so the ledger no longer has the blocks of the
+            number.
+    """
+
+    def __init__(self, last: Sequence[FlushTask]) -> None:
+        self.empty = any(not task.count for task in last)
+        self.cleared = False
+        # by block hash: tiers at the number, and above them for which tiers that is known
+        self._tiers: dict[bytes, int] = {}
+        self._pending: deque[tuple[FlushTask, bool]] = deque((task, True) for task in last)
+
+    def note(self, tasks: Iterable[FlushTask]) -> None:
+        """Note tasks that are about to be published, with the state's number or a later one. Before
+        that number each of their changes was the other way round."""
+        self._pending.extend((task, False) for task in tasks)
+
+    async def settle(self) -> None:
+        """Apply everything noted so far. Nothing is noted between the return and the caller's next
+        await."""
+        looked = 0
+        while self._pending:
+            task, holds = self._pending.popleft()
+            if not task.count:
+                self.cleared |= not holds
+                continue
+            bit, resident = int(task.tier), task.residency is Residency.RESIDENT
+            for start in range(0, len(task.hashes), HASH_BYTES):
+                block_hash = task.hashes[start : start + HASH_BYTES]
+                tiers = self._tiers.get(block_hash, 0)
+                if holds or not tiers >> KNOWN & bit:
+                    here = resident is holds
+                    self._tiers[block_hash] = tiers & ~bit | bit << KNOWN | (bit if here else 0)
+                looked += 1
+                if not looked % STEP:
+                    await asyncio.sleep(0)
+
+    def tiers(self, held: HeldBlock) -> int:
+        """The tiers of a block at the number."""
+        changed = self._tiers.get(held.hash)
+        if changed is None:
+            return held.tiers
+        known = changed >> KNOWN
+        return held.tiers & ~known | changed & known
+
+
+class Part(NamedTuple):
+    """Consecutive events of a state, encoded.
+
+    Attributes:
+        size: how many.
+    """
+
+    size: int
+    events: bytes
+
+
+class StreamState(NamedTuple):
+    """A state as encoded events.
+
+    Attributes:
+        number: sequence number of the first batch that is not part of it.
+        parts: AllBlocksCleared, then the blocks, parents before children.
+    """
+
+    number: int
+    parts: list[Part]
+
+    def payloads(self, most: int, dp_rank: int) -> Iterator[bytes]:
+        """The state as at most `most` batches (at least one)."""
+        size = -(-len(self.parts) // max(1, most))
+        for start in range(0, len(self.parts), size):
+            yield joined(self.parts[start : start + size], dp_rank)
+
+    def count(self, most: int) -> int:
+        """Number of batches that `payloads` yields."""
+        size = -(-len(self.parts) // max(1, most))
+        return -(-len(self.parts) // size)
+
+    def stored(self) -> Iterator[Any]:
+        """The parts without AllBlocksCleared, each as an encoded array of events."""
+        for part in self.parts[1:]:
+            yield msgspec.Raw(array_head(part.size) + part.events)
+
+
+def joined(parts: Sequence[Part], dp_rank: int) -> bytes:
+    """Parts as the payload of one batch."""
+    stamp, rank = _encoder.encode(time.time()), _encoder.encode(dp_rank)
+    head = array_head(3) + stamp + array_head(sum(part.size for part in parts))
+    return b"".join((head, *(part.events for part in parts), rank))
+
+
+def array_head(count: int) -> bytes:
+    """The beginning of a msgpack array."""
+    if count < 16:
+        return bytes([0x90 | count])
+    return (
+        b"\xdc" + count.to_bytes(2, "big")
+        if count < 1 << 16
+        else b"\xdd" + count.to_bytes(4, "big")
+    )
+
+
+def encoded(events: Sequence[bytes]) -> Part:
+    """Events as a part."""
+    return Part(len(events), b"".join(events))
+
+
+def stored_of(held: HeldBlock, tiers: int, encoder: KvEventEncoder) -> Iterator[bytes]:
+    """One BlockStored for each of the tiers."""
+    for tier in Tier:
+        if tiers & tier:
+            yield encoder.held(held, tier)
+
+
+async def make_state(
+    number: int, source: SnapshotSource, changes: StreamChanges, encoder: KvEventEncoder
+) -> StreamState | None:
+    """Make the state at a number. None if everything was removed before it was complete."""
+    parts = [encoded([encoder.cleared])]
+    if changes.empty:
+        return StreamState(number, parts)
+    events: list[bytes] = []
+    blocks = 0
+    held_blocks = iter(source(every=True))
+    while True:
+        await changes.settle()
+        some = list(islice(held_blocks, STEP))
+        for held in some:
+            tiers = changes.tiers(held) & ALL_TIERS.value
+            if tiers:
+                events += stored_of(held, tiers, encoder)
+                blocks += 1
+        if blocks >= PART or not some:
+            if events:
+                parts.append(encoded(events))
+            events, blocks = [], 0
+        if changes.cleared:
+            return None
+        if not some:
+            return StreamState(number, parts)
+        await asyncio.sleep(0)
+
+
+class StateMaker:
+    """Makes states one at a time, and keeps the last one for further readers until `release`.
+
+    Args:
+        begin: gives the number of a new state and the corrections for it.
+        end: called with these corrections when the state is made.
+        source: gives the source of the view.
+        usable: whether the batches from a number on are still kept.
+        encoder: of the events.
+
+    Attributes:
+        made: states made.
+        number: of the last state, END if no reader needs it.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], tuple[int, StreamChanges]],
+        end: Callable[[StreamChanges], None],
+        source: Callable[[], SnapshotSource],
+        usable: Callable[[int], bool],
+        encoder: KvEventEncoder,
+    ) -> None:
+        self.made = 0
+        self.number = END
+        self._begin = begin
+        self._end = end
+        self._source = source
+        self._usable = usable
+        self._encoder = encoder
+        self._last: StreamState | None = None
+        self._making: asyncio.Task[StreamState] | None = None
+
+    async def state(self) -> StreamState:
+        """A state after which every batch is still kept. Errors of the ledger pass."""
+        if self._last is not None and self._usable(self._last.number):
+            return self._last
+        if self._making is None or self._making.done():
+            self._making = asyncio.get_running_loop().create_task(self._make())
+            # retrieved here even if no reader waits
+            self._making.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._making)
+
+    async def _make(self) -> StreamState:
+        while True:
+            number, changes = self._begin()
+            try:
+                state = await make_state(number, self._source(), changes, self._encoder)
+            finally:
+                self._end(changes)
+            if state is not None:
+                self._last = state
+                self.made += 1
+                return state
+
+    def release(self) -> None:
+        """No reader needs a state now."""
+        self._last = None
+        self.number = END
+        if self._making is not None:
+            self._making.cancel()
+            self._making = None
 
 
 class EventStream:
@@ -193,3 +440,307 @@ def _no_blocks(**_: bool) -> Iterator[Any]:
 
 def _not_open(*_: object) -> None:
     raise SinkError("the sink is not open")
+
+
+# -- replay
+
+SNAPSHOT = b"kvactors.snapshot"
+READERS = 64
+"""Readers answered at once. A further request waits until one of them has its answer, or is too
+slow for that (HURRY, LONG)."""
+QUEUED = 128
+"""Messages that wait for one slow reader in ZMQ's queue: more memory is not spent on a reader that
+takes nothing."""
+STALLED = 60.0
+"""Seconds after which a reader that takes nothing loses its answer."""
+HURRY = 2.0
+"""The same while another reader waits for its turn."""
+LONG = 60.0
+"""Seconds an answer may take while another reader waits for its turn."""
+SLOW = (0.0, 0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+"""Seconds between attempts to send to a reader whose queue is full. The last one is repeated."""
+LOOK = 0.1
+"""Seconds between two looks for a reader that is too slow."""
+BURST = 64
+"""Messages sent before others may run."""
+FILL = 1_000_000
+"""Empty batches sent in one answer at most."""
+EXTRA_BYTES = 16 << 20
+EXTRA_BATCHES = 1_024
+"""How much a window may exceed twice its bounds while a state is sent that precedes what it
+holds."""
+
+
+class Stalled(Exception):
+    """A reader takes nothing."""
+
+
+class Window:
+    """The last batches published, with consecutive numbers.
+
+    Attributes:
+        batches, nbytes: how many, and how large, are kept at most (one batch always is).
+        needed: number from which on batches are kept beyond these bounds, up to about twice as
+            much.
+    """
+
+    def __init__(self, batches: int, nbytes: int) -> None:
+        self.batches = batches
+        self.nbytes = nbytes
+        self.held = 0
+        self.needed = END
+        self._kept: deque[bytes] = deque()
+        self._next = 0  # number after the last one
+
+    def add(self, number: int, payload: bytes) -> None:
+        """Keep one more. number: that after the last one."""
+        kept = self._kept
+        kept.append(payload)
+        self._next = number + 1
+        self.held += len(payload)
+        while len(kept) > self.batches or (self.held > self.nbytes and len(kept) > 1):
+            if self._next - len(kept) >= self.needed and self._has_place():
+                return
+            self.held -= len(kept.popleft())
+
+    def _has_place(self) -> bool:
+        return (
+            len(self._kept) <= 2 * self.batches + EXTRA_BATCHES
+            and self.held <= 2 * self.nbytes + EXTRA_BYTES
+        )
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest batch that is kept; END if there is none."""
+        return self._next - len(self._kept) if self._kept else END
+
+    def since(self, number: int, limit: int = 1 << 62) -> list[tuple[int, bytes]]:
+        """The batches kept from a number on, oldest first, at most `limit` batches."""
+        first, end = self._next - len(self._kept), self._next
+        start = max(first, number)
+        return [(i, self._kept[i - first]) for i in range(start, min(start + limit, end))]
+
+
+class Publisher(Protocol):
+    """The source of a replay.
+
+    Attributes:
+        sequence: number of the next batch.
+        first: number of this process's first batch.
+        fill: whether readers insist on every number.
+    """
+
+    window: Window
+    sequence: int
+    first: int
+    fill: bool
+    topic: bytes
+
+    async def state(self) -> StreamState:
+        """The state after which every batch is still kept."""
+        ...
+
+    def hold(self) -> None:
+        """A reader is being answered."""
+        ...
+
+    def release(self) -> None:
+        """One reader less."""
+        ...
+
+    def empty(self) -> bytes:
+        """The payload of a batch without events."""
+        ...
+
+    def snapshot(self) -> AsyncIterator[bytes]:
+        """The parts of a snapshot."""
+        ...
+
+    def payloads(self, state: StreamState, most: int) -> Iterator[bytes]:
+        """A state as at most `most` batches."""
+        ...
+
+
+class ReplayAnswer:
+    """One reader's answer.
+
+    Attributes:
+        began: when.
+        blocked: since when its queue has been full (0: it is not).
+    """
+
+    __slots__ = ("began", "blocked", "reader", "task")
+
+    def __init__(self, reader: bytes) -> None:
+        self.reader = reader
+        self.began = anyio.current_time()
+        self.blocked = 0.0
+        self.task: asyncio.Task[None] | None = None
+
+
+class ReplayServer:
+    """Answers requests until it is cancelled.
+
+    Each request is answered in its own task, so that a slow reader delays no other. A reader
+    has one answer at a time: with a new request it gives up the one before.
+    """
+
+    def __init__(self, socket: Any, publisher: Publisher, *, with_topic: bool) -> None:
+        self.requests = self.given_up = self.malformed = 0
+        self._socket = socket
+        self._publisher = publisher
+        self._with_topic = with_topic
+        self._answers: dict[bytes, ReplayAnswer] = {}  # by reader
+        self._log = get_logger()
+
+    async def run(self) -> None:
+        """Take requests while fewer than READERS are being answered."""
+        try:
+            while True:
+                try:
+                    await self._turn()
+                    self._take(await self._socket.recv_multipart())
+                except zmq.ZMQError as error:
+                    if self._socket.closed:
+                        return
+                    self._log.warning("replay request failed", error=str(error))
+                    await anyio.sleep(LOOK)
+        finally:
+            for answer in self._answers.values():
+                self._cancel(answer)
+
+    @staticmethod
+    def _cancel(answer: ReplayAnswer) -> None:
+        if answer.task is not None:
+            answer.task.cancel()
+
+    async def _turn(self) -> None:
+        """Wait until one reader more can be answered. A reader that is too slow while others wait
+        loses its answer."""
+        while len(self._answers) >= READERS:
+            tasks = [answer.task for answer in self._answers.values() if answer.task is not None]
+            await asyncio.wait(tasks, timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
+            if len(self._answers) < READERS or not await self._socket.poll(0):
+                continue
+            slow = self._slowest()
+            if slow is not None:
+                self._given_up("too slow while others wait")
+                self._cancel(self._answers.pop(slow.reader))
+
+    def _slowest(self) -> ReplayAnswer | None:
+        """The reader that has taken nothing for the longest time, or whose answer takes longest, if
+        that is too long."""
+        now = anyio.current_time()
+        blocked = [answer for answer in self._answers.values() if answer.blocked]
+        if (
+            blocked
+            and now - (answer := min(blocked, key=lambda answer: answer.blocked)).blocked >= HURRY
+        ):
+            return answer
+        answer = min(self._answers.values(), key=lambda answer: answer.began)
+        return answer if now - answer.began >= LONG else None
+
+    def _given_up(self, error: str) -> None:
+        self.given_up += 1
+        self._log.info("reader of a replay is gone", error=error)
+
+    def _take(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or frames[1]:
+            self.malformed += 1
+            return
+        reader, _, body = frames
+        if body != SNAPSHOT and len(body) != 8:
+            self.malformed += 1
+            return
+        self.requests += 1
+        earlier = self._answers.pop(reader, None)
+        if earlier is not None:
+            self._cancel(earlier)
+        self._answers[reader] = answer = ReplayAnswer(reader)
+        self._publisher.hold()
+        answer.task = asyncio.get_running_loop().create_task(self._answer(answer, body))
+
+        def ended(_: asyncio.Task[None]) -> None:
+            if self._answers.get(reader) is answer:
+                del self._answers[reader]
+            self._publisher.release()
+
+        answer.task.add_done_callback(ended)
+
+    async def _answer(self, answer: ReplayAnswer, body: bytes) -> None:
+        """All that is asked for, then the end marker."""
+        try:
+            try:
+                if body == SNAPSHOT:
+                    await self._send_snapshot(answer)
+                else:
+                    await self._send_batches(answer, int.from_bytes(body, "big"))
+            except (zmq.ZMQError, Stalled):
+                raise
+            except Exception as error:
+                self.given_up += 1
+                self._log.warning("replay failed", error=f"{type(error).__name__}: {error}")
+            await self._send(answer, END, b"", b"")
+        except (zmq.ZMQError, Stalled) as error:  # it will ask again
+            self._given_up(str(error))
+
+    async def _send_batches(self, answer: ReplayAnswer, start: int) -> None:
+        """Every batch from `start` on that has been published, with the state in the place of those
+        that are no longer kept."""
+        publisher, window = self._publisher, self._publisher.window
+        number, end = start, publisher.sequence
+        while number < end:
+            if number < window.first:
+                number = await self._send_state(answer, number)
+                continue
+            for kept, payload in window.since(number, min(BURST, end - number)):
+                await self._send(answer, kept, payload, publisher.topic)
+                number = kept + 1
+            await asyncio.sleep(0)
+
+    async def _send_state(self, answer: ReplayAnswer, number: int) -> int:
+        """The state under the numbers from `number` on, or under the last ones before it
+        ends. Returns the number of the batch that follows it."""
+        publisher = self._publisher
+        state = await publisher.state()
+        room = state.number - number
+        parts = state.count(room)
+        fill = room - parts if publisher.fill and room - parts <= FILL else 0
+        number = state.number - parts - fill
+        for i, payload in enumerate(publisher.payloads(state, room)):
+            await self._send(answer, number + i, payload, publisher.topic)
+            await asyncio.sleep(0)
+        nothing = publisher.empty() if fill else b""
+        for i in range(fill):
+            await self._send(answer, number + parts + i, nothing, publisher.topic)
+            if i % BURST == BURST - 1:
+                await asyncio.sleep(0)
+        return state.number
+
+    async def _send_snapshot(self, answer: ReplayAnswer) -> None:
+        number = 0
+        async for part in self._publisher.snapshot():
+            await self._send(answer, number, part, self._publisher.topic)
+            number += 1
+
+    async def _send(self, answer: ReplayAnswer, number: int, payload: bytes, topic: bytes) -> None:
+        frames = [answer.reader, b"", *self._frames(number, payload, topic)]
+        attempts = 0
+        while True:
+            try:
+                await self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+                answer.blocked = 0.0
+                return
+            except zmq.Again:
+                now = anyio.current_time()
+                answer.blocked = answer.blocked or now
+                if now - answer.blocked > STALLED:
+                    raise Stalled(f"it took nothing for {STALLED} s") from None
+                await anyio.sleep(SLOW[min(attempts, len(SLOW) - 1)])
+                attempts += 1
+
+    def _frames(self, number: int, payload: bytes, topic: bytes) -> Iterator[bytes]:
+        if self._with_topic:
+            yield topic
+        yield encode_sequence(number)
+        yield payload

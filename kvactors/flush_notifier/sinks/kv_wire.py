@@ -8,13 +8,21 @@ with its class under `type` (vLLM after 0.23, SGLang 0.5.23), or an array with t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+import xxhash
 
 from kvactors.discreet import discreet, discreet_rich
-from kvactors.types import Tier
+from kvactors.extra_keys import MediaHash, media_items
+from kvactors.flush_notifier.blocks import HeldBlock
+from kvactors.flush_notifier.messages import PLAIN, ExtraKeys, FlushTask, RequestScope
+from kvactors.native import EventEncoder
+from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.types import HASH_BYTES, Residency, Tier
 
 MEDIA = {
     "vllm": {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"},
@@ -37,7 +45,7 @@ class BlockStored(
         parent_block_hash: None at the start of a sequence.
         token_ids: of all these blocks.
         extra_keys, block_mm_infos, cache_salt: what beside tokens identifies the blocks
-            (`kv_identity`).
+            (`identity_fields`).
     """
 
     block_hashes: list[Hash]
@@ -125,3 +133,269 @@ def decode_batch(
     if it is none."""
     decoded: tuple[float, Sequence[Event], int | None] = _decoders[dialect].decode(payload)
     return decoded
+
+
+# -- the identity of a block beside its tokens: adapter, salt and media, as vLLM, llm-d and Dynamo
+# read them
+
+
+DYNAMO_SALT = "dynamo-cache-salt:"
+"""Dynamo's prefix of a salt where a bare text would be ambiguous. Engines behind Dynamo get
+their salts with it."""
+
+EMPTY = "\0"
+"""In place of an empty salt or adapter's name: readers take an empty text for none at all, and
+would mix two identities."""
+
+DIGEST = re.compile("[0-9a-fA-F]{64}")
+"""The identifiers that vLLM computes."""
+
+
+class Fields(NamedTuple):
+    """extra_keys: per block as vLLM sends them. block_mm_infos: per block as Dynamo reads them.
+    cache_salt: as Dynamo and SGLang read it."""
+
+    extra_keys: list[Any] | None = None
+    block_mm_infos: list[Any] | None = None
+    cache_salt: str | None = None
+
+
+def identifier(media_hash: MediaHash) -> str:
+    """The text that names a media item on the wire: bytes in hexadecimal, an integer in decimal."""
+    return media_hash.hex() if isinstance(media_hash, bytes) else str(media_hash)
+
+
+def mm_hash(media_hash: MediaHash) -> int:
+    """Dynamo's 64-bit number of a media item: of an identifier of 64 hexadecimal
+    digits the first 16, of any other text its XXH3. An integer hash of at most 64 bits is that
+    number itself."""
+    if isinstance(media_hash, int) and 0 <= media_hash < 1 << 64:
+        return media_hash
+    name = identifier(media_hash)
+    return int(name[:16], 16) if DIGEST.fullmatch(name) else xxhash.xxh3_64_intdigest(name.encode())
+
+
+def text(value: str | None) -> str | None:
+    """An adapter's name or a salt as it is sent."""
+    return EMPTY if value == "" else value
+
+
+def identity_fields(
+    scope: RequestScope, position: int, count: int, extra_keys: ExtraKeys, *, tagged: bool = False
+) -> Fields:
+    """The fields of an event about blocks [position, position + count) of a path.
+
+    extra_keys: of the path's blocks. tagged: every event's first block carries the salt with
+    Dynamo's tag, for readers of arrays. Otherwise the first block of the path carries it bare, as
+    vLLM sends it.
+
+    A block's extra keys are in vLLM's order: adapter, [identifier, offset] of each media item,
+    salt. Where they hold more than the adapter, `block_mm_infos` marks those that are media:
+    Dynamo would take a salt of 64 hexadecimal digits for one.
+    """
+    lora, salt = text(scope.lora), text(scope.salt)
+    first: list[Any] = []  # what only the event's first block carries
+    if salt is not None and tagged:
+        first = [DYNAMO_SALT + salt.removeprefix(DYNAMO_SALT)]
+    elif salt is not None and not position:
+        first = [salt]
+    media = {
+        at - position: media_items(key)
+        for at, key in extra_keys
+        if position <= at < position + count
+    }
+    cache_salt = None if salt is None else salt.removeprefix(DYNAMO_SALT) or EMPTY
+    if lora is None and not first and not media:
+        return Fields(cache_salt=cache_salt)
+    adapter: list[Any] = [] if lora is None else [lora]
+    keys: list[Any] = [adapter or None] * count
+    for block, items in media.items():
+        keys[block] = adapter + [[identifier(value), offset] for value, offset in items]
+    if first:
+        keys[0] = (keys[0] or []) + first
+    infos = _mm_infos(media, count) if first or media else None
+    return Fields(keys, infos, cache_salt)
+
+
+def _mm_infos(media: Mapping[int, Any], count: int) -> list[Any]:
+    """Per block, its media items as Dynamo's `mm_objects`, None without. Dynamo takes the item
+    itself into account, not its place."""
+    infos: list[Any] = [None] * count
+    for block, items in media.items():
+        infos[block] = {
+            "mm_objects": [{"mm_hash": mm_hash(value), "offsets": []} for value, _ in items]
+        }
+    return infos
+
+
+# -- the encoder, in the form that a sink is configured for
+
+
+IDENTITIES = 256
+"""Identities without media that are kept encoded."""
+
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class Form(NamedTuple):
+    """How the identity of blocks is sent.
+
+    Attributes:
+        array: in arrays, where a field without a value is nil. Otherwise in maps, where it is left
+            out.
+        num_fields: how many of the fields of `Fields` are sent.
+        tagged: see `identity_fields`.
+    """
+
+    array: bool
+    num_fields: int
+    tagged: bool = False
+
+    @classmethod
+    def of(cls, config: KvEventsSinkConfig) -> Form:
+        """The form that a sink is configured for."""
+        if config.dialect == "map":
+            return cls(array=False, num_fields=3 if config.maps_for == "all" else 1)
+        if config.arrays_for == "dynamo":
+            return cls(array=True, num_fields=2, tagged=True)
+        return cls(array=True, num_fields=1)
+
+
+Identity = tuple[bytes, bytes, int, bytes]
+"""Encoded: lora_id, lora_name, how many fields follow it, and these fields."""
+
+
+class KvEventEncoder:
+    """Encodes events of one sink. Its result is that of MessagePack encoders that write numbers in
+    their shortest form, bit for bit.
+
+    Args:
+        config: the form of the events.
+        block_size: tokens of a block.
+
+    Attributes:
+        cleared: an AllBlocksCleared event.
+        batch: encodes a batch: `batch(timestamp, events)`.
+    """
+
+    __slots__ = ("_form", "_max_blocks", "_native", "batch", "cleared")
+
+    def __init__(self, config: KvEventsSinkConfig, block_size: int) -> None:
+        self._form = form = Form.of(config)
+        self._native = EventEncoder(
+            array=form.array,
+            whole_hashes=config.hashes == "bytes",
+            block_size=block_size,
+            media=[MEDIA[config.media][tier] for tier in Tier],
+            num_nil=form.num_fields if form.array else 0,
+            dp_rank=_pack(config.dp_rank),
+            resident=Residency.RESIDENT,
+            plain=PLAIN,
+        )
+        self._max_blocks = config.max_blocks
+        self.batch = self._native.batch
+        self.cleared = _pack(ClearedArray() if form.array else AllBlocksCleared())
+
+    def stored(
+        self,
+        hashes: bytes,
+        parent: bytes,
+        tokens: bytes,
+        tier: Tier,
+        position: int,
+        scope: RequestScope,
+        extra_keys: ExtraKeys,
+    ) -> bytes:
+        """Encode a BlockStored event.
+
+        Args:
+            hashes: block hashes.
+            parent: hash of the block before them.
+            tokens: of these blocks alone.
+            tier: where the blocks are.
+            position: of the first of them in its path. At 0 there is no parent.
+            scope: their scope.
+            extra_keys: of the path.
+        """
+        if not position:
+            parent = b""
+        lora, salt, lora_id = scope
+        if lora is None and salt is None and lora_id is None and not extra_keys:
+            return self._native.stored(hashes, parent, tokens, tier)
+        count = len(hashes) // HASH_BYTES
+        if extra_keys:
+            identity = pack_identity(self._form, scope, position, count, extra_keys)
+        else:
+            identity = scope_identity(self._form, scope, position == 0, count)
+        return self._native.stored_with(hashes, parent, tokens, tier, *identity)
+
+    def batch_of_tasks(self, timestamp: float, tasks: Sequence[FlushTask]) -> bytes | None:
+        """Encode tasks as one batch, each as one event. None if they have more than `max_blocks`
+        blocks, and if there are none."""
+        return self._native.batch_of_tasks(timestamp, tasks, self._max_blocks, self.event)
+
+    def event(self, task: FlushTask) -> bytes:
+        """Encode a task (of a sink that identifies blocks by name) as one event."""
+        if task.residency is Residency.RESIDENT:
+            return self.stored(
+                task.hashes,
+                task.parent,
+                task.tokens,
+                task.tier,
+                task.start_block_idx,
+                task.scope,
+                task.extra_keys,
+            )
+        return self._native.removed(task.hashes, task.tier) if task.count else self.cleared
+
+    def events(self, task: FlushTask, max_blocks: int) -> Iterator[tuple[bytes, int]]:
+        """Encode a task as events of at most `max_blocks` blocks each, with the number of blocks of
+        each."""
+        count, hashes = task.count, task.hashes
+        if count <= max_blocks:
+            yield self.event(task), count
+            return
+        if task.residency is Residency.GONE:
+            for end in range(count, 0, -max_blocks):  # children before parents
+                part = hashes[HASH_BYTES * max(0, end - max_blocks) : HASH_BYTES * end]
+                yield self._native.removed(part, task.tier), len(part) // HASH_BYTES
+            return
+        size = len(task.tokens) // count
+        for at in range(0, count, max_blocks):
+            end = min(at + max_blocks, count)
+            event = self.stored(
+                hashes[HASH_BYTES * at : HASH_BYTES * end],
+                hashes[HASH_BYTES * (at - 1) : HASH_BYTES * at] if at else task.parent,
+                task.tokens[size * at : size * end],
+                task.tier,
+                task.start_block_idx + at,
+                task.scope,
+                task.extra_keys,
+            )
+            yield event, end - at
+
+    def held(self, held: HeldBlock, tier: Tier) -> bytes:
+        """Encode one block that is resident on `tier`, for snapshots and repetitions."""
+        extra_keys = ((held.position, held.extra_key),) if held.extra_key else ()
+        return self.stored(
+            held.hash, held.parent, held.tokens, tier, held.position, held.scope, extra_keys
+        )
+
+
+def pack_identity(
+    form: Form, scope: RequestScope, position: int, count: int, extra_keys: ExtraKeys
+) -> Identity:
+    """Encode what identifies blocks [position, position + count) of a path beside their tokens."""
+    values = identity_fields(scope, position, count, extra_keys, tagged=form.tagged)
+    sent = list(zip(Fields._fields, values, strict=True))[: form.num_fields]
+    if form.array:
+        packed = [_pack(value) for _, value in sent]
+    else:
+        packed = [_pack(name) + _pack(value) for name, value in sent if value is not None]
+    return _pack(scope.lora_id), _pack(text(scope.lora)), len(packed), b"".join(packed)
+
+
+@lru_cache(IDENTITIES)
+def scope_identity(form: Form, scope: RequestScope, at_start: bool, count: int) -> Identity:
+    """Encode the identity of blocks without media. at_start: they begin a sequence."""
+    return pack_identity(form, scope, 0 if at_start else 1, count, ())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvactors.data_plane.cuda.engine import CudaStatistics
-from kvactors.observe.families import (
+from kvactors.observe.metrics import (
     FAMILIES,
     FASTDEPLOY,
     FASTDEPLOY_FAMILIES,

@@ -11,7 +11,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvactors.integrations.fastdeploy.metrics import FastDeployMetrics
-from kvactors.observe.families import FASTDEPLOY_FAMILIES
+from kvactors.observe.metrics import FASTDEPLOY_FAMILIES
 
 A = list(range(8))
 

@@ -1,0 +1,640 @@
+"""Deliveries to sinks: the time and content of calls, their results, and who waits for them.
+
+A sink is foreign code. Each call runs in its own task, and every exception ends there as a text. No
+exception of a sink reaches the notifier, a leaked CancelledError or another BaseException included.
+KeyboardInterrupt alone passes. A call that misses its deadline is cancelled and reported as failed
+immediately. The next call waits until the task has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import anyio
+
+from kvactors.actor import Actor, Envelope
+from kvactors.actor.actor import Timer
+from kvactors.actor.clock import now
+from kvactors.actor.log import described, get_logger
+from kvactors.actor.sliced import Steps, finish
+from kvactors.config import FlushConfig
+from kvactors.errors import KVActorsError, SinkError
+from kvactors.flush_notifier.ledger import Ledger, Tiers, divergence_steps
+from kvactors.flush_notifier.messages import (
+    CallLate,
+    Delivered,
+    FlushTask,
+    ResyncDue,
+    RetryDue,
+    WaitFlushed,
+)
+from kvactors.flush_notifier.select import DeliveryBatch
+from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.flush_notifier.view import SinkView
+from kvactors.types import Residency, Tier
+
+GRACE = 0.5
+"""Seconds in which a cancelled call may end before the cache closes without it."""
+
+
+async def contained(work: Callable[[], Awaitable[Any]]) -> str:
+    """Run foreign code. Returns the text of its exception, empty if there is none."""
+    try:
+        await work()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return described(error)
+    return ""
+
+
+def start_call(sink: Sink, work: Callable[[], Awaitable[Any]]) -> asyncio.Task[str]:
+    """Call a sink in its own task. The result is empty, or the error's text."""
+    task = asyncio.get_running_loop().create_task(contained(work), name=f"call of sink {sink.name}")
+    sink.call = task
+    return task
+
+
+def error_of(call: asyncio.Task[str]) -> str:
+    """The error of a call that has ended, empty if it succeeded."""
+    if call.cancelled():
+        return "cancelled"
+    error = call.exception()
+    return call.result() if error is None else repr(error)
+
+
+async def open_sink(sink: Sink) -> None:
+    """Open a sink.
+
+    Raises:
+        SinkError: the sink raised another error than those of this package, which pass as they are.
+    """
+    try:
+        await sink.open()
+    except (KVActorsError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        current = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and (current is None or current.cancelling()):
+            raise
+        raise SinkError(f"sink {sink.name!r} could not be opened: {described(error)}") from error
+
+
+async def close_sink(sink: Sink, limit: float) -> None:
+    """Let the last call end and close a sink, in about `limit` seconds. Never raises: failures are
+    logged."""
+    log = get_logger()
+
+    async def work() -> None:
+        if sink.call is not None and not sink.call.done():
+            sink.call.cancel()
+            await asyncio.wait([sink.call])
+        await sink.close()
+
+    task = asyncio.get_running_loop().create_task(
+        contained(work), name=f"close of sink {sink.name}"
+    )
+    with anyio.move_on_after(limit):
+        await asyncio.wait([task])
+    if not task.done():
+        task.cancel()
+        with anyio.move_on_after(GRACE):
+            await asyncio.wait([task])
+        log.warning("sink did not close in time", sink=sink.name, seconds=limit)
+    elif error := task.result():
+        log.warning("sink failed to close", sink=sink.name, error=error)
+
+
+# -- deliveries to one sink
+
+
+LONGEST_PAUSE = 1.0
+"""Seconds between two steps of a slow repetition at most."""
+
+SHORTEST_PAUSE = 0.005
+"""Seconds between two steps of a slow repetition at least."""
+
+
+class SinkStatistics(NamedTuple):
+    """Counters of one sink as of now.
+
+    Attributes:
+        name: the name of the sink.
+        pending: blocks on which its view differs from the due state.
+        delivered: tasks that it acknowledged.
+        resident: acknowledged tasks about blocks that became resident.
+        gone: acknowledged tasks about blocks that are gone.
+        blocks: blocks in these tasks.
+        retried: calls that failed. Each is repeated after a pause.
+        coalesced: differences that ended before they were sent.
+        oldest_pending_age: seconds since the oldest pending difference arose.
+        in_flight: whether a call has not returned.
+        failures: calls in a row that failed.
+        failing_for: seconds since the first of them, 0 if there is none.
+        last_error: error of the last call that failed, kept after a recovery.
+        resyncs: number of resyncs.
+    """
+
+    name: str
+    pending: int
+    delivered: int
+    resident: int
+    gone: int
+    blocks: int
+    retried: int
+    coalesced: int
+    oldest_pending_age: float
+    in_flight: bool
+    failures: int
+    failing_for: float
+    last_error: str
+    resyncs: int
+
+
+class SinkHealth(NamedTuple):
+    """Whether a sink acknowledges its deliveries.
+
+    Attributes:
+        reason: why not, empty if ok.
+    """
+
+    name: str
+    ok: bool
+    reason: str
+    failing_for: float
+    pending: int
+
+
+class SinkDelivery:
+    """Calls to one sink.
+
+    Attributes:
+        sink, view: the sink, and its side of the ledger.
+        begun: it acknowledged this incarnation's epoch.
+        in_flight: a batch or an epoch is with the sink, or the ledger's part of its end is not
+            done.
+        batch: the batch in flight.
+        number: of the last call. A report with another number is late.
+        timer: the deadline of the call in flight.
+        backing_off: a failed call was not long enough ago.
+        stuck: a call that missed its deadline has not ended.
+        since: when something became pending, None if nothing is.
+        resync_due: the complete state is sent again after the call in flight.
+        resync_asks: asks for a resync that has not begun.
+        repeat, repeat_due: the steps left of a slow repetition, and whether one is due.
+    """
+
+    def __init__(self, sink: Sink, view: SinkView, config: FlushConfig) -> None:
+        self.sink = sink
+        self.view = view
+        self._config = config
+        self.begun = self.in_flight = self.backing_off = self.stuck = False
+        self.batch = DeliveryBatch([], [])
+        self.number = 0
+        self.timer: Timer | None = None
+        self.since: float | None = None
+        self.resync_due = self.repeat_due = False
+        self.resync_asks: list[Envelope[bool]] = []
+        self.repeat: Iterator[None] | None = None
+        self.resyncs = 0
+        self.delay = config.retry_min_s
+        self.failures = 0  # in a row
+        self.failed = False  # the last call
+        self.undelivered = False  # the failures include a delivery
+        self.failing_since: float | None = None
+        self.last_error = ""
+        self.delivered = self.resident = self.gone = self.blocks = self.retried = 0
+
+    # -- calls
+
+    def ready(self) -> bool:
+        """Whether the sink can be called, and there is something to send."""
+        return not (self.in_flight or self.backing_off or self.stuck) and (
+            bool(self.view.dirty) or not self.begun
+        )
+
+    def note_pending(self) -> None:
+        """Note when something became pending."""
+        if self.since is None and self.view.dirty:
+            self.since = now()
+
+    def take(self, epoch: int) -> Iterator[None]:
+        """Make the next call's batch, in steps. There is none before the epoch has begun."""
+        if self.begun:
+            self.batch = yield from self.view.take(self._config.batch, epoch)
+        self.number += 1
+
+    async def call(self, epoch: int, tasks: tuple[FlushTask, ...], *, begun: bool) -> None:
+        """Call the sink: with the epoch, or with tasks."""
+        if begun:
+            self.sink.num_acknowledged = 0
+            await self.sink.deliver(tasks)
+        else:
+            self.sink.set_snapshot_source(self.view.held_blocks)
+            await self.sink.begin_epoch(epoch)
+
+    def is_current(self, number: int) -> bool:
+        """Whether a report is about the call in flight."""
+        return self.in_flight and number == self.number
+
+    def call_failed(self, error: str) -> float:
+        """The call in flight failed.
+
+        Returns:
+            Seconds to back off.
+        """
+        self.retried += 1
+        self.failures += 1
+        self.failed = True
+        self.undelivered |= self.begun
+        self.last_error = error
+        self.backing_off = True
+        if self.failing_since is None:
+            self.failing_since = now()
+        delay, self.delay = self.delay, min(2 * self.delay, self._config.retry_max_s)
+        return delay
+
+    def call_succeeded(self) -> float | None:
+        """The call in flight succeeded. A sink that takes an epoch still fails if it took no task
+        before.
+
+        Returns:
+            Seconds since the first failed call of a row that ends now, None if none ends.
+        """
+        delivers, self.begun, self.failed = self.begun, True, False
+        if self.undelivered and not delivers:
+            return None
+        since, self.failing_since, self.undelivered = self.failing_since, None, False
+        self.delay, self.failures = self._config.retry_min_s, 0
+        return None if since is None else now() - since
+
+    def apply_result(self) -> Iterator[None]:
+        """Apply the end of the call to the ledger, in steps. `call_failed` or `call_succeeded` came
+        before, `call_ended` follows."""
+        if not self.failed:
+            yield from self.view.delivered(self.batch)
+            self._count(self.batch.tasks)
+            return
+        acknowledged, rest = self._split()
+        yield from self.view.delivered(acknowledged)
+        self._count(acknowledged.tasks)
+        yield from self.view.refused(rest)
+
+    def call_ended(self) -> bool:
+        """The ledger's part of the end is done: the next call may start.
+
+        Returns:
+            Whether the call removed everything.
+        """
+        cleared = bool(self.batch.cleared)
+        self.in_flight = False
+        if not self.failed:
+            self.since = now() if self.view.dirty else None
+        self.batch = DeliveryBatch([], [])
+        return cleared
+
+    def _split(self) -> tuple[DeliveryBatch, DeliveryBatch]:
+        """The batch of a failed call: the tasks that were acknowledged (`Sink.num_acknowledged`),
+        and the rest."""
+        try:
+            count: Any = self.sink.num_acknowledged
+        except Exception:
+            count = 0
+        sound = type(count) is int and 0 <= count <= len(self.batch.tasks) and self.begun
+        return self.batch.split(count if sound else 0)
+
+    def _count(self, tasks: Sequence[FlushTask]) -> None:
+        self.delivered += len(tasks)
+        for task in tasks:
+            self.blocks += task.count
+            self.resident += task.residency is Residency.RESIDENT
+            self.gone += task.residency is Residency.GONE
+
+    # -- resync
+
+    def resync(self) -> Steps[list[Envelope[bool]]]:
+        """Mark the complete state to be sent again. No call is in flight.
+
+        Returns:
+            The asks that wait until it is acknowledged.
+        """
+        self.resync_due = False
+        if self.sink.repeats:
+            yield from self.view.repeat()
+        else:
+            self.begun = False
+            yield from self.view.reset()
+        self.resyncs += 1
+        asks, self.resync_asks = self.resync_asks, []
+        return asks
+
+    def repeat_step(self) -> None:
+        """One step of a slow repetition, if one is due and the sink keeps up. Not while a call is
+        in flight: the index may lose its tasks before the step."""
+        if self.repeat_due and self.view.pending < self._config.batch:
+            self.repeat_due = False
+            self.repeat = self.repeat or self.view.repeat()
+            if next(self.repeat, self) is self:
+                self.repeat = None
+                self.resyncs += 1
+
+    def repeat_pause(self) -> float:
+        """Seconds until the next step of a slow repetition, or until the next repetition."""
+        interval, tree = self.sink.resync_interval, self.view.tree
+        if not self.repeat_due and self.repeat is None:
+            return interval
+        return step_pause(interval, len(tree.blocks), tree.step)
+
+    # -- inspection
+
+    @property
+    def failing_for(self) -> float:
+        """Seconds since calls began to fail, 0 if the last one succeeded."""
+        return 0.0 if self.failing_since is None else now() - self.failing_since
+
+    def statistics(self) -> SinkStatistics:
+        """Counters as of now."""
+        return SinkStatistics(
+            self.sink.name,
+            self.view.pending,
+            self.delivered,
+            self.resident,
+            self.gone,
+            self.blocks,
+            self.retried,
+            self.view.coalesced,
+            now() - self.since if self.since is not None else 0.0,
+            self.in_flight,
+            self.failures,
+            self.failing_for,
+            self.last_error,
+            self.resyncs,
+        )
+
+    def health(self) -> SinkHealth:
+        """Whether the sink works: its calls succeed, and the last delivery did."""
+        reason = "" if not self.failures else self.last_error
+        return SinkHealth(
+            self.sink.name, not self.failures, reason, self.failing_for, self.view.pending
+        )
+
+
+def step_pause(interval: float, blocks: int, step: int) -> float:
+    """Seconds between the steps of a repetition that comes every `interval` seconds: all steps take
+    about half of that."""
+    return min(LONGEST_PAUSE, max(SHORTEST_PAUSE, interval * step / (2 * max(1, blocks))))
+
+
+# -- asks that wait for sinks
+
+
+class FlushWaiter(NamedTuple):
+    """An open ask.
+
+    Attributes:
+        marks: by sink the `SinkView.clock` that its view must reach, None until the call in flight
+            ends.
+    """
+
+    envelope: Envelope[bool]
+    marks: dict[SinkDelivery, int | None]
+
+
+class FlushWaiters:
+    """Open asks to wait until sinks have acknowledged the changes that were due at the ask."""
+
+    def __init__(self) -> None:
+        self._waiters: list[FlushWaiter] = []
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def add(self, envelope: Envelope[bool], sinks: Iterable[SinkDelivery]) -> None:
+        """Wait for these sinks. The batch of a call in flight may be out of date, so what must be
+        corrected after it is known when the call ends."""
+        marks = {one: None if one.in_flight else one.view.clock for one in sinks}
+        self._waiters.append(FlushWaiter(envelope, marks))
+
+    def call_ended(self, one: SinkDelivery, *, cleared: bool) -> None:
+        """A call to a sink ended. cleared: it removed everything, so that blocks which have come
+        back since are sent again."""
+        for waiter in self._waiters:
+            if one in waiter.marks and (waiter.marks[one] is None or cleared):
+                waiter.marks[one] = one.view.clock
+
+    def take_done(self) -> list[Envelope[bool]]:
+        """Remove and return the asks whose sinks have acknowledged the changes that were due."""
+        done = [
+            waiter
+            for waiter in self._waiters
+            if all(_reached(one, mark) for one, mark in waiter.marks.items())
+        ]
+        for waiter in done:
+            self._waiters.remove(waiter)
+        return [waiter.envelope for waiter in done]
+
+    def take_abandoned(self) -> list[Envelope[bool]]:
+        """Remove and return the asks that were given up."""
+        abandoned = [one.envelope for one in self._waiters if one.envelope.abandoned]
+        self._waiters = [one for one in self._waiters if not one.envelope.abandoned]
+        return abandoned
+
+
+def _reached(one: SinkDelivery, mark: int | None) -> bool:
+    current = one.begun and not one.batch.cleared
+    return mark is not None and current and one.view.delivered_until >= mark
+
+
+# -- comparison of sinks' views with the tiers, for reports and invariants
+
+
+def count_divergent_blocks(
+    ledger: Ledger,
+    deliveries: Sequence[SinkDelivery],
+    tiers: Tiers,
+    names: Collection[str] | None = None,
+) -> Steps[int]:
+    """Count the blocks on which a sink's view differs from the announceable blocks of the tiers.
+
+    Not announceable are blocks whose path was never announced, blocks whose path is interrupted
+    (see `Ledger`), and gains that are due to a sink when the request finishes.
+
+    Args:
+        ledger: the ledger.
+        deliveries: of all sinks, in the ledger's order.
+        tiers: the blocks that each tier holds.
+        names: sinks to compare, all if None.
+    """
+    chosen = [i for i, one in enumerate(deliveries) if names is None or one.sink.name in names]
+    mirrors = {i: own for i in chosen if (own := own_account(deliveries[i].sink)) is not None}
+    return divergence_steps(ledger, chosen, mirrors, tiers)
+
+
+def own_account(sink: Sink) -> Tiers | None:
+    """A sink's own account of its view, None if it has none: `live_view` if there is one, otherwise
+    `view()`, which copies everything."""
+    foreign: Any = sink
+    try:
+        held: Any = getattr(foreign, "live_view", None)
+        if held is None and (view := getattr(foreign, "view", None)) is not None:
+            held = view()
+        return None if held is None else {Tier(int(tier)): hashes for tier, hashes in held.items()}
+    except Exception as error:
+        get_logger().warning("sink view not readable", sink=sink.name, error=described(error))
+        return None
+
+
+# -- all sinks
+
+
+class SinkSet:
+    """The deliveries of all sinks, in the ledger's order, by position or by name."""
+
+    def __init__(self, sinks: Sequence[Sink], ledger: Ledger, config: FlushConfig) -> None:
+        self.ledger = ledger
+        self.deliveries = [
+            SinkDelivery(sink, view, config) for sink, view in zip(sinks, ledger.sinks, strict=True)
+        ]
+        self.waiters = FlushWaiters()
+        self._by_name = {delivery.sink.name: delivery for delivery in self.deliveries}
+
+    def __iter__(self) -> Iterator[SinkDelivery]:
+        return iter(self.deliveries)
+
+    def __len__(self) -> int:
+        return len(self.deliveries)
+
+    def __getitem__(self, name: str) -> SinkDelivery:
+        return self._by_name[name]
+
+    def begin_calls(self) -> list[SinkDelivery]:
+        """The sinks that can be called and have something to be sent. They are in flight now."""
+        ready = [delivery for delivery in self.deliveries if delivery.ready()]
+        for delivery in ready:
+            delivery.in_flight = True
+        return ready
+
+    def finish_call(self, delivery: SinkDelivery) -> Iterator[None]:
+        """Apply the end of a call to the ledger, then the work that waited for it. Steps."""
+        yield from delivery.apply_result()
+        if delivery.resync_due:
+            yield from self.resync(delivery)
+        delivery.repeat_step()
+        self.waiters.call_ended(delivery, cleared=delivery.call_ended())
+
+    def resync(self, delivery: SinkDelivery) -> Iterator[None]:
+        """Mark everything to be sent again to a sink that is not called now. Steps."""
+        for envelope in (yield from delivery.resync()):
+            self.waiters.add(envelope, (delivery,))
+
+    def wait(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
+        """Keep an ask until its sinks have acknowledged the changes due now."""
+        asked = [
+            delivery
+            for delivery in self.deliveries
+            if (message.sinks is None or delivery.sink.name in message.sinks)
+            and not (message.healthy and delivery.failures)
+        ]
+        self.waiters.add(envelope, asked)
+
+    # -- inspection
+
+    def divergence_steps(self, tiers: Tiers, names: Collection[str] | None = None) -> Steps[int]:
+        """See `count_divergent_blocks`."""
+        return count_divergent_blocks(self.ledger, self.deliveries, tiers, names)
+
+    def divergence(self, tiers: Tiers, names: Collection[str] | None = None) -> int:
+        """All steps of `divergence_steps`."""
+        return finish(self.divergence_steps(tiers, names))
+
+    def statistics(self) -> tuple[SinkStatistics, ...]:
+        """Counters of every sink as of now."""
+        return tuple(delivery.statistics() for delivery in self.deliveries)
+
+    def health(self) -> tuple[SinkHealth, ...]:
+        """Whether the last call of each sink succeeded, and if not, why and since when."""
+        return tuple(delivery.health() for delivery in self.deliveries)
+
+
+# -- the start and end of calls
+
+
+class SinkCaller:
+    """Calls sinks for one incarnation of the notifier. Reports arrive as its control messages."""
+
+    def __init__(self, notifier: Actor, sinks: SinkSet, config: FlushConfig, epoch: int) -> None:
+        self._notifier = notifier
+        self._sinks = sinks
+        self._config = config
+        self._epoch = epoch
+
+    def start(self) -> None:
+        """Watch the calls of an earlier incarnation that have not ended, and start the timers of
+        resyncs."""
+        for delivery in self._sinks:
+            call = delivery.sink.call
+            if call is not None and not call.done():
+                delivery.stuck = True
+                self._report_end(delivery.sink.name, call, -1)
+            if delivery.sink.resync_interval:
+                self._notifier.after(delivery.sink.resync_interval, ResyncDue(delivery.sink.name))
+
+    def call(self, delivery: SinkDelivery) -> Iterator[None]:
+        """Call a sink with its next batch, or with the epoch. Steps."""
+        yield from delivery.take(self._epoch)
+        tasks = tuple(delivery.batch.tasks)
+        call = start_call(
+            delivery.sink, partial(delivery.call, self._epoch, tasks, begun=delivery.begun)
+        )
+        self._report_end(delivery.sink.name, call, delivery.number)
+        late = CallLate(delivery.sink.name, delivery.number)
+        delivery.timer = self._notifier.after(self._config.timeout_s, late)
+
+    def _report_end(self, name: str, call: asyncio.Task[str], number: int) -> None:
+        def ended(call: asyncio.Task[str]) -> None:
+            self._notifier.to_self(Delivered(name, number, error_of(call)))
+
+        call.add_done_callback(ended)
+
+    def give_up(self, delivery: SinkDelivery) -> Iterator[None]:
+        """Cancel a call that missed its deadline, and continue without its answer."""
+        delivery.stuck = True
+        if delivery.sink.call is not None:
+            delivery.sink.call.cancel()
+        return self.end(delivery, f"no answer within {self._config.timeout_s} s")
+
+    def end(self, delivery: SinkDelivery, error: str) -> Iterator[None]:
+        """The call in flight ended: note the result, and start the back-off after an error.
+
+        Returns:
+            The steps of the ledger's part.
+        """
+        if delivery.timer is not None:
+            delivery.timer.cancel()
+        delivery.number += 1  # later reports of this call are late
+        log, name = self._notifier.log, delivery.sink.name
+        if error:
+            delay = delivery.call_failed(error)
+            if delivery.failures == 1:
+                log.warning("sink fails", sink=name, error=error, again_in=delay)
+            self._notifier.after(delay, RetryDue(name))
+        elif (failed_for := delivery.call_succeeded()) is not None:
+            log.info(
+                "sink works again",
+                sink=name,
+                failed_for=round(failed_for, 3),
+                last_error=delivery.last_error,
+            )
+        return self._sinks.finish_call(delivery)
+
+    def stop(self) -> None:
+        """Cancel the calls in flight. The next incarnation waits for their end, or the close of the
+        sink."""
+        for delivery in self._sinks:
+            if delivery.timer is not None:
+                delivery.timer.cancel()
+            if delivery.in_flight and delivery.sink.call is not None:
+                delivery.sink.call.cancel()

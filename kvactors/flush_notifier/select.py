@@ -1,0 +1,419 @@
+"""Selection: the differences of a sink that go into its next batch. After every single event the
+sink's view is a tree.
+
+Gains come first, the shallowest first, then losses, the deepest first. A batch takes a gain only
+together with the gains above it that are still to be sent, and a loss only together with the losses
+below it and the gains of the same block. See `Ledger` for the rule that this keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from operator import attrgetter
+from typing import NamedTuple
+
+from kvactors.actor.sliced import Steps, finish
+from kvactors.discreet import discreet
+from kvactors.flush_notifier.blocks import BITS, LAST, REASONS, UNSURE, LedgerBlock, path_to
+from kvactors.flush_notifier.messages import ExtraKeys, FlushTask
+from kvactors.types import ALL_TIERS, Reason, Residency, Tier
+
+TIERS = int(ALL_TIERS)
+
+
+def gain_of(block: LedgerBlock, sink: int) -> int:
+    """The tiers on which to announce a block: due, and not in the sink's view for certain."""
+    view = block.views[sink]
+    return block.due[sink] & ~(view & ~(view >> UNSURE))
+
+
+def loss_of(block: LedgerBlock, sink: int) -> int:
+    """The tiers on which a removal is to be sent: possibly in the sink's view, and not due."""
+    view = block.views[sink]
+    return (view | view >> UNSURE) & TIERS & ~block.due[sink]
+
+
+class Selection:
+    """The differences of a sink that go into one batch.
+
+    Attributes:
+        gains, losses: sets of tiers by block.
+    """
+
+    def __init__(self, dirty: Mapping[LedgerBlock, int], sink: int, limit: int, step: int) -> None:
+        self.gains: dict[LedgerBlock, int] = {}
+        self.losses: dict[LedgerBlock, int] = {}
+        self._dirty = dirty
+        self._sink = sink
+        self._limit = limit
+        self._step = step
+        self._looked = 0
+        self._full = False
+        self._gained: LedgerBlock | None = None  # the last one
+        self._lost: LedgerBlock | None = None
+
+    def steps(self) -> Iterator[None]:
+        """Take about `limit` blocks. A run is taken whole, since each of its parts would carry the
+        path from the root."""
+        sink, gains, losses, step = self._sink, self.gains, self.losses, self._step
+        for block in self._dirty:
+            due, view = block.due[sink], block.views[sink]
+            if (gain := due & ~(view & ~(view >> UNSURE))) and block not in gains:
+                above = block.parent
+                if (above is None or above in gains or not gain_of(above, sink)) and len(
+                    gains
+                ) < self._limit:
+                    gains[block] = gain  # the usual case: no gain above it is pending
+                    self._gained = block
+                else:
+                    yield from self._gain(block)
+            if (
+                (loss := (view | view >> UNSURE) & TIERS & ~due)
+                and block not in losses
+                and not self._full
+            ):
+                if (
+                    block.child is None
+                    and (not gain or block in gains)
+                    and len(gains) + len(losses) < self._limit
+                ):
+                    losses[block] = loss  # the usual case: a leaf
+                    self._lost = block
+                else:
+                    yield from self._lose(block)
+            if self._full:
+                return
+            self._looked += 1
+            if self._looked >= step:
+                self._looked = 0
+                yield
+
+    def _count(self) -> bool:
+        """Count one block. Returns whether the step is over."""
+        self._looked += 1
+        if self._looked < self._step:
+            return False
+        self._looked = 0
+        return True
+
+    def _gain(self, block: LedgerBlock) -> Iterator[None]:
+        """Take a gain, after the gains above it."""
+        sink, gains = self._sink, self.gains
+        chain, above = [block], block.parent
+        while above is not None and above not in gains and gain_of(above, sink):
+            chain.append(above)
+            above = above.parent
+            if self._count():
+                yield
+        if len(gains) + len(self.losses) >= self._limit and above is not self._gained:
+            self._full = True
+            return
+        while chain:
+            one = chain.pop()
+            gains[one] = gain_of(one, sink)
+            if self._count():
+                yield
+        self._gained = block
+
+    def _lose(self, top: LedgerBlock) -> Iterator[None]:
+        """Take a loss, after the losses below it. If there are too many, only as many of them as
+        fit."""
+        sink, losses = self._sink, self.losses
+        node: LedgerBlock = top
+        below = top.child
+        while True:
+            while below is not None and (below in losses or not loss_of(below, sink)):
+                below = below.right
+                if self._count():
+                    yield
+            if below is not None:
+                node, below = below, below.child
+                if self._count():
+                    yield
+                continue
+            if len(self.gains) + len(losses) >= self._limit and (
+                self._lost is None or self._lost.parent is not node
+            ):
+                self._full = True
+                return
+            if gain_of(node, sink) and node not in self.gains:
+                yield from self._gain(node)
+                if self._full:
+                    return
+            losses[node] = loss_of(node, sink)
+            self._lost = node
+            if self._count():
+                yield
+            if node is top or node.parent is None:
+                return
+            node, below = node.parent, node.right
+
+    def by_tier(self) -> Steps[tuple[dict[int, list[LedgerBlock]], dict[int, list[LedgerBlock]]]]:
+        """Gains and losses as lists of blocks by tier."""
+        lists: tuple[dict[int, list[LedgerBlock]], dict[int, list[LedgerBlock]]] = {}, {}
+        for chosen, of_tier in zip((self.gains, self.losses), lists, strict=True):
+            for block, tiers in chosen.items():
+                for bit in BITS[tiers]:
+                    of_tier.setdefault(bit, []).append(block)
+                if self._count():
+                    yield
+        return lists
+
+
+# -- runs: blocks in path order that change alike for a sink, and the order in which runs are sent
+
+
+MAX_RUN_BLOCKS = 32_768
+"""Blocks in one task at most. A longer run is sent in parts."""
+
+PATHS = 4
+"""A batch of n blocks may carry paths of PATHS x n blocks in all: many short runs deep in the tree
+are sent in several batches."""
+
+
+class BlockRun(NamedTuple):
+    """Blocks in path order, each the parent of the next, that change alike.
+
+    Attributes:
+        bit: the tier.
+    """
+
+    blocks: list[LedgerBlock]
+    bit: int
+    resident: bool
+    reason: Reason
+
+    def __repr__(self) -> str:
+        return discreet(self)
+
+
+def runs_of(
+    selection: Selection, *, node: bool, max_blocks: int | None, step: int
+) -> Steps[list[BlockRun]]:
+    """The changes of a selection as runs, in the order in which they are sent.
+
+    Args:
+        selection: the differences of one sink.
+        node: the sink is sent one fact for all tiers.
+        max_blocks: the blocks of a batch, for a sink that is sent paths: only the first runs, whose
+            paths are not much longer. None for a sink that is sent no paths.
+        step: blocks processed in one step.
+    """
+    gains, losses = yield from selection.by_tier()
+    runs: list[BlockRun] = []
+    for bit, blocks in gains.items():
+        runs += yield from join(
+            blocks, bit, resident=True, reason_index=LAST if node else bit, step=step
+        )
+    # With losses on several tiers a run ends where the set of tiers changes or a branch begins, so
+    # that depth alone orders the runs.
+    alike = selection.losses if len(losses) > 1 else None
+    for bit, blocks in losses.items():
+        runs += yield from join(
+            blocks, bit, resident=False, reason_index=LAST if node else bit, step=step, alike=alike
+        )
+    return ordered(runs) if max_blocks is None else list(within(ordered(runs), PATHS * max_blocks))
+
+
+def join(
+    blocks: Collection[LedgerBlock],
+    bit: int,
+    *,
+    resident: bool,
+    reason_index: int,
+    step: int,
+    alike: Mapping[LedgerBlock, int] | None = None,
+) -> Steps[list[BlockRun]]:
+    """Join blocks into runs. Linear in the number of blocks.
+
+    A run follows the parent chain while the reason stays the same. It ends at a branch and at
+    MAX_RUN_BLOCKS.
+
+    Args:
+        blocks: the blocks to join.
+        bit: the tier.
+        resident: whether the change is a gain.
+        reason_index: index into `LedgerBlock.reasons`.
+        step: blocks processed in one step.
+        alike: further blocks, each with a value. A branch among them all ends a run, and so does
+            another value.
+    """
+    if len(blocks) == 1:
+        return [
+            BlockRun([one], bit, resident, REASONS[one.reasons[reason_index]]) for one in blocks
+        ]
+    heir = yield from heirs(blocks if alike is None else alike, step)
+    looked = 0
+    runs: list[BlockRun] = []
+    for block in blocks:
+        looked += 1
+        if not looked % step:
+            yield
+        number, parent = block.reasons[reason_index], block.parent
+        if (
+            parent is not None
+            and heir.get(parent) is block
+            and parent.reasons[reason_index] == number
+            and (alike is None or alike[parent] == alike[block])
+        ):
+            continue  # part of its parent's run
+        run, below = [block], heir.get(block)
+        while (
+            below is not None
+            and below.reasons[reason_index] == number
+            and (alike is None or alike[below] == alike[block])
+        ):
+            if len(run) == MAX_RUN_BLOCKS:
+                runs.append(BlockRun(run, bit, resident, REASONS[number]))
+                run = []
+            run.append(below)
+            below = heir.get(below)
+            looked += 1
+            if not looked % step:
+                yield
+        runs.append(BlockRun(run, bit, resident, REASONS[number]))
+    return runs
+
+
+def heirs(
+    members: Collection[LedgerBlock], step: int
+) -> Steps[dict[LedgerBlock, LedgerBlock | None]]:
+    """By member that has children among the members: its only child there, None if there are
+    several."""
+    found: set[LedgerBlock] = set()
+    looked = 0
+    for block in members:
+        found.add(block)
+        looked += 1
+        if not looked % step:
+            yield
+    heir: dict[LedgerBlock, LedgerBlock | None] = {}
+    for block in members:
+        parent = block.parent
+        if parent is not None and parent in found:
+            heir[parent] = None if parent in heir else block
+        looked += 1
+        if not looked % step:
+            yield
+    return heir
+
+
+def ordered(runs: Iterable[BlockRun]) -> list[BlockRun]:
+    """Gains first, the shallowest first, then losses, the deepest first. So a block that moves
+    between tiers is on one of them in every view between."""
+    return sorted(
+        runs,
+        key=lambda run: (
+            not run.resident,
+            run.blocks[0].depth if run.resident else -run.blocks[-1].depth,
+        ),
+    )
+
+
+def within(runs: list[BlockRun], blocks: int) -> Iterator[BlockRun]:
+    """The first runs (one at least) whose paths have `blocks` blocks in all."""
+    for i, run in enumerate(runs):
+        blocks -= run.blocks[-1].depth
+        if i and blocks < 0:
+            return
+        yield run
+
+
+# -- the flush tasks of runs
+
+
+HASH: Callable[[LedgerBlock], bytes] = attrgetter("hash")
+TOKENS: Callable[[LedgerBlock], bytes] = attrgetter("tokens")
+
+TIER_OF = {int(tier): tier for tier in Tier}
+"""By bit: to make a tier of a number takes as long as the rest of a short task."""
+
+
+class DeliveryBatch(NamedTuple):
+    """One delivery: the tasks, and the runs behind them one for one.
+
+    Attributes:
+        cleared: not 0 if the only task removes everything: the view of every block numbered up to
+            `cleared` goes.
+    """
+
+    tasks: list[FlushTask]
+    runs: list[BlockRun]
+    cleared: int = 0
+
+    def __repr__(self) -> str:
+        return discreet(self)
+
+    def split(self, count: int) -> tuple[DeliveryBatch, DeliveryBatch]:
+        """The first `count` tasks, and the others."""
+        return DeliveryBatch(self.tasks[:count], self.runs[:count]), DeliveryBatch(
+            self.tasks[count:], self.runs[count:], self.cleared
+        )
+
+
+def as_task(run: BlockRun, epoch: int, *, by_name: bool, step: int) -> Steps[FlushTask]:
+    """Make the task of a run. by_name: without the path, see `Sink.by_name`."""
+    first, last = run.blocks[0], run.blocks[-1]
+    if by_name and first is last:  # the usual case while blocks come one by one
+        tokens = first.tokens if run.resident else b""
+        own = run.resident and first.extra_key
+        extra_keys: ExtraKeys = ((first.depth - 1, own),) if own else ()
+        hashes = first.hash
+    else:
+        path: list[LedgerBlock] = []  # the blocks whose tokens are sent
+        if not by_name:
+            path = yield from path_to(last, step)
+        elif run.resident:
+            path = run.blocks
+        tokens = yield from gathered(path, TOKENS, step)
+        extra_keys = yield from extra_keys_of(path, step)
+        hashes = yield from gathered(run.blocks, HASH, step)
+    return FlushTask(
+        tokens,
+        first.depth - 1,
+        len(run.blocks),
+        hashes,
+        first.parent_hash,
+        Residency.RESIDENT if run.resident else Residency.GONE,
+        TIER_OF[run.bit],
+        run.reason,
+        epoch,
+        first.scope,
+        extra_keys,
+    )
+
+
+def gathered(
+    blocks: list[LedgerBlock], field: Callable[[LedgerBlock], bytes], step: int
+) -> Steps[bytes]:
+    """A field of all blocks as one buffer."""
+    if len(blocks) <= step:
+        return b"".join(map(field, blocks))
+    whole = bytearray()
+    for i in range(0, len(blocks), step):
+        whole += b"".join(map(field, blocks[i : i + step]))
+        yield
+    return bytes(whole)
+
+
+def extra_keys_of(blocks: list[LedgerBlock], step: int) -> Steps[ExtraKeys]:
+    """(position, extra key) of the blocks that have one."""
+    found: list[tuple[int, bytes]] = []
+    for i in range(0, len(blocks), step):
+        if i:
+            yield
+        found += [
+            (block.depth - 1, block.extra_key) for block in blocks[i : i + step] if block.extra_key
+        ]
+    return tuple(found)
+
+
+def clear_task(tiers: int, epoch: int) -> FlushTask:
+    """The task that removes everything from every tier that a sink is sent."""
+    return FlushTask(b"", 0, 0, b"", b"", Residency.GONE, Tier(tiers), Reason.CLEAR, epoch)
+
+
+def path_tokens(block: LedgerBlock) -> bytes:
+    """The complete token path from the root to a block."""
+    path: list[LedgerBlock] = finish(path_to(block, block.depth))
+    return b"".join(map(TOKENS, path))
