@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
-from kvactors.actor.sliced import Steps, finish
+from kvactors.actor.sliced import Sliced, finish
 from kvactors.arguments import Media, request_path, request_scope
 from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.errors import CacheAsleep, NumBlocksUnset
@@ -152,7 +152,7 @@ async def lookup_slices(
 
 def _lookup_steps(
     cache: OpenCache, tokens: Tokens, extra_keys: Any, salt: str | None, lora: str | None
-) -> Steps[PromptHits]:
+) -> Sliced[PromptHits]:
     """Check the arguments of a look-up, and begin it."""
     cache._client.check()
     system = cache.system
@@ -209,7 +209,7 @@ def _step(index: BlockIndex) -> int:
 
 def hits_of(
     system: System, path: Path, salt: str | None, media: tuple[tuple[int, int], ...]
-) -> Steps[PromptHits]:
+) -> Sliced[PromptHits]:
     """Count the hits of a path that holds nothing, in steps."""
     core, least = system.index_actor.core, system.config.storage.min_fetch_blocks
     evictor = system.evictor_actor
@@ -228,7 +228,7 @@ def count_hits(
     path: Path,
     media: tuple[tuple[int, int], ...],
     hosted: Mapping[bytes, HostBlock] = MappingProxyType({}),
-) -> Steps[PromptHits]:
+) -> Sliced[PromptHits]:
     """Count the hits of a path that holds nothing, in steps of a fraction of a millisecond. Changes
     nothing. Blocks are hashed up to the first miss.
 

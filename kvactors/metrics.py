@@ -21,7 +21,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from kvactors.actor.sliced import Steps, finish
+from kvactors.actor.sliced import Sliced, finish
 from kvactors.calls import CacheCalls
 from kvactors.errors import KVActorsError
 from kvactors.histogram import Histogram
@@ -118,7 +118,7 @@ class CacheMetrics(Collector):
     def _is_open(self) -> bool:
         return self._cache._client.is_open and not self._cache.system.forked
 
-    def _read(self) -> Steps[Snapshot | None]:
+    def _read(self) -> Sliced[Snapshot | None]:
         if not self._is_open():
             return None
         return (

@@ -4,13 +4,13 @@ other actor waits for it."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from kvactors.actor import Actor, ActorRef, Envelope, Message, on
 from kvactors.config import FlushConfig
-from kvactors.flush_notifier.deliver import SinkCaller, SinkDelivery, SinkSet
-from kvactors.flush_notifier.ledger import IDLE_LIMIT, Fact, Ledger
+from kvactors.flush_notifier.deliver import SinkDelivery, SinkSet, error_of
+from kvactors.flush_notifier.ledger import IDLE_LIMIT, Fact, Ledger, RootOf
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
     BlocksRemoved,
@@ -21,7 +21,6 @@ from kvactors.flush_notifier.messages import (
     NamespaceChanged,
     PathCached,
     PathsFound,
-    RequestScope,
     Resync,
     ResyncDue,
     RetryDue,
@@ -36,8 +35,8 @@ from kvactors.flush_notifier.view import SinkFilter
 class FlushNotifier(Actor):
     """Owns the ledger and calls the sinks.
 
-    Facts go to the ledger in the order in which they arrive. A large fact runs in steps, and no
-    other fact is taken before its last step. Each sink has one call in flight.
+    Facts go to the ledger in the order in which they arrive. A large fact runs in slices, and no
+    other fact is taken before its last slice. Each sink has one call in flight.
 
     Args:
         sinks: with different names.
@@ -60,7 +59,7 @@ class FlushNotifier(Actor):
         epoch: int,
         idle_limit: int = IDLE_LIMIT,
         token_root: bytes = b"",
-        root_of: Callable[[str, RequestScope], bytes] | None = None,
+        root_of: RootOf | None = None,
         namespace: str = "",
     ) -> None:
         super().__init__(ref)
@@ -74,18 +73,30 @@ class FlushNotifier(Actor):
             namespace=namespace,
         )
         self.sinks = SinkSet(sinks, self.ledger, config)
-        self._caller = SinkCaller(self, self.sinks, config, self.epoch)
+        self._config = config
         self._woken = False
-        self._unfinished = 0  # facts and deliveries that have steps left
+        self._unfinished = 0  # facts and deliveries that have slices left
 
     def started(self) -> None:
-        """Call every sink with the new epoch."""
-        self._caller.start()
+        """Call every sink with the new epoch, once its call of an earlier incarnation has ended,
+        and start the timers of resyncs."""
+        for delivery in self.sinks:
+            call = delivery.sink.call
+            if call is not None and not call.done():
+                delivery.stuck = True
+                self._report_end(delivery.sink.name, call, -1)
+            if delivery.sink.resync_interval:
+                self.after(delivery.sink.resync_interval, ResyncDue(delivery.sink.name))
         self._deliver_soon()
 
     async def stopped(self) -> None:
-        """Cancel the calls in flight."""
-        self._caller.stop()
+        """Cancel the calls in flight. The next incarnation waits for their end, or the close of the
+        sink."""
+        for delivery in self.sinks:
+            if delivery.timer is not None:
+                delivery.timer.cancel()
+            if delivery.in_flight and delivery.sink.call is not None:
+                delivery.sink.call.cancel()
 
     # -- facts
 
@@ -107,13 +118,13 @@ class FlushNotifier(Actor):
 
     @on(Continue)
     def continue_work(self, message: Continue) -> None:
-        """The next step of a large fact or delivery."""
+        """The next slice of a large fact or delivery."""
         self._unfinished -= 1
         self._work(message.work)
 
     def _work(self, work: Iterator[None]) -> None:
-        """Run one step. The next one overtakes every other fact, and other actors may run before
-        it. Sinks are called after the last step: half a path in each of two tasks would carry its
+        """Run one slice. The next one overtakes every other fact, and other actors may run before
+        it. Sinks are called after the last slice: half a path in each of two tasks would carry its
         tokens twice."""
         if next(work, self) is None:
             self._unfinished += 1
@@ -138,8 +149,21 @@ class FlushNotifier(Actor):
         """Send each sink that can be called the differences from its view."""
         self._woken = False
         if not self._unfinished:
-            for delivery in self.sinks.begin_calls():
-                self._work(self._caller.call(delivery))
+            ready = [delivery for delivery in self.sinks if delivery.ready()]
+            for delivery in ready:
+                delivery.in_flight = True
+            for delivery in ready:
+                self._work(self._call(delivery))
+
+    def _call(self, delivery: SinkDelivery) -> Iterator[None]:
+        """Call a sink with its next batch, or with the epoch. Slices."""
+        yield from delivery.take(self.epoch)
+        name, number = delivery.sink.name, delivery.number
+        self._report_end(name, delivery.start(self.epoch), number)
+        delivery.timer = self.after(self._config.timeout_s, CallLate(name, number))
+
+    def _report_end(self, name: str, call: asyncio.Task[str], number: int) -> None:
+        call.add_done_callback(lambda call: self.to_self(Delivered(name, number, error_of(call))))
 
     @on(CallLate)
     def call_late(self, message: CallLate) -> None:
@@ -147,17 +171,40 @@ class FlushNotifier(Actor):
         end."""
         delivery = self.sinks[message.sink]
         if delivery.is_current(message.number):
-            self._work(self._caller.give_up(delivery))
+            delivery.stuck = True
+            if delivery.sink.call is not None:
+                delivery.sink.call.cancel()
+            self._end(delivery, f"no answer within {self._config.timeout_s} s")
 
     @on(Delivered)
     def delivered(self, message: Delivered) -> None:
         """A call ended. Its answer counts unless the call missed its deadline before."""
         delivery = self.sinks[message.sink]
         if delivery.is_current(message.number):
-            self._work(self._caller.end(delivery, message.error))
+            self._end(delivery, message.error)
         else:
             delivery.stuck = False
             self._deliver_soon()
+
+    def _end(self, delivery: SinkDelivery, error: str) -> None:
+        """The call in flight ended: note the result, and start the back-off after an error."""
+        if delivery.timer is not None:
+            delivery.timer.cancel()
+        delivery.number += 1  # later reports of this call are late
+        name = delivery.sink.name
+        if error:
+            delay = delivery.call_failed(error)
+            if delivery.failures == 1:
+                self.log.warning("sink fails", sink=name, error=error, again_in=delay)
+            self.after(delay, RetryDue(name))
+        elif (failed_for := delivery.call_succeeded()) is not None:
+            self.log.info(
+                "sink works again",
+                sink=name,
+                failed_for=round(failed_for, 3),
+                last_error=delivery.last_error,
+            )
+        self._work(self.sinks.finish_call(delivery))
 
     @on(RetryDue)
     def retry_due(self, message: RetryDue) -> None:
@@ -178,7 +225,7 @@ class FlushNotifier(Actor):
 
     @on(ResyncDue)
     def resync_due(self, message: ResyncDue) -> None:
-        """Send a sink its view again: in steps, each after the sink has acknowledged the one
+        """Send a sink its view again: in slices, each after the sink has acknowledged the one
         before, or all of it together if its index must be emptied first."""
         delivery = self.sinks[message.sink]
         if not delivery.sink.repeats:
@@ -186,7 +233,7 @@ class FlushNotifier(Actor):
         else:
             delivery.repeat_due = True
             if not (delivery.in_flight or self._unfinished):
-                delivery.repeat_step()
+                delivery.repeat_slice()
                 self._deliver_soon()
         self.after(delivery.repeat_pause(), message)
 

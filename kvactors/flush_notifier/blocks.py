@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kvactors.actor.sliced import Steps
+from kvactors.actor.sliced import Sliced
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.messages import RequestScope
 from kvactors.types import ALL_TIERS, Reason, Tier
@@ -100,16 +100,6 @@ class LedgerBlock:
         """Whether no tier, no sink's view and no delivery has it. Blocks below it may remain."""
         return not (self.tiers or self.pins or any(self.views))
 
-    def link(self) -> None:
-        """Add it to the children of its parent."""
-        above = self.parent
-        if above is not None:
-            above.children += 1
-            self.right = above.child
-            if above.child is not None:
-                above.child.left = self
-            above.child = self
-
     def unlink(self) -> None:
         """Remove it from the children of its parent. `right` stays, so that a scan that has stopped
         here continues there."""
@@ -126,12 +116,7 @@ class LedgerBlock:
 
 
 class HeldBlock(NamedTuple):
-    """One block in a sink's view, for snapshots.
-
-    Attributes:
-        tokens: its own.
-        tiers: a set.
-    """
+    """One block in a sink's view, for snapshots: `tokens` are its own, `tiers` is a set."""
 
     hash: bytes
     parent: bytes
@@ -195,22 +180,6 @@ class BlockOrder:
         return self.up_to(self.last_number)
 
 
-def path_to(block: LedgerBlock, step: int) -> Steps[list[LedgerBlock]]:
-    """The blocks from the root to a block, in steps."""
-    path: list[LedgerBlock] = []
-    node: LedgerBlock | None = block
-    while node is not None:
-        path.append(node)
-        node = node.parent
-        if not len(path) % step:
-            yield
-    path.reverse()
-    return path
-
-
-# -- the tree, and its retention of unreferenced blocks
-
-
 class LedgerTree:
     """Blocks whose paths are known.
 
@@ -222,10 +191,10 @@ class LedgerTree:
         blocks: by block hash.
         order: the same blocks, parents before children.
         idle: idle blocks, the longest idle first.
-        step: blocks processed in one step.
-        version: rises with every step that may have changed something.
-        trimming, settling, spreading: calls of `trim`, ends of deliveries, and changes on their way
-            to the blocks below, that have steps left.
+        step: blocks processed in one slice.
+        version: rises with every slice that may have changed something.
+        changing: changes that have slices left. Meanwhile differences and the number of idle blocks
+            may be inconsistent.
     """
 
     def __init__(self, idle_limit: int, step: int) -> None:
@@ -234,14 +203,19 @@ class LedgerTree:
         self.idle: dict[LedgerBlock, None] = {}
         self.idle_limit = max(1, idle_limit)
         self.step = step
-        self.version = 0
-        self.trimming = self.settling = self.spreading = 0
+        self.version = self.changing = 0
 
     def add(self, block: LedgerBlock) -> None:
         """Add a new block below its parent."""
         self.blocks[block.hash] = block
         self.order.add(block)
-        block.link()
+        above = block.parent
+        if above is not None:
+            above.children += 1
+            block.right = above.child
+            if above.child is not None:
+                above.child.left = block
+            above.child = block
 
     def note_idle(self, block: LedgerBlock) -> None:
         """Put an idle block at the end of the idle blocks. A block that comes back into use leaves
@@ -255,17 +229,43 @@ class LedgerTree:
         if not block.tiers and block.idle():
             self.note_idle(block)
 
+    # -- changes
+
+    def begin(self) -> None:
+        """A change begins. `end` follows."""
+        self.version += 1
+        self.changing += 1
+
+    def pause(self) -> Iterator[None]:
+        """The end of a slice of a change that refers to no idle block without a pin."""
+        yield from self.trim()
+        yield
+        self.version += 1
+
+    def end(self) -> Iterator[None]:
+        """The last slices of a change."""
+        yield from self.trim()
+        self.version += 1
+        self.changing -= 1
+
+    def change_all(
+        self, change: Callable[[LedgerBlock], object], up_to: int | None = None
+    ) -> Iterator[None]:
+        """Change every block (numbered up to `up_to` if given), parents before children: what is
+        due of the block above is final."""
+        scan = self.order if up_to is None else self.order.up_to(up_to)
+        for number, block in enumerate(scan, 1):
+            change(block)
+            if not number % self.step:
+                yield from self.pause()
+
     def trim(self) -> Iterator[None]:
         """Remove the longest idle blocks beyond the limit.
 
-        Runs only at the end of a step. By then every idle block has been noted, so no block that
-        the step still refers to is removed.
+        Runs only at the end of a slice. By then every idle block has been noted, so no block that
+        the slice still refers to is removed.
         """
-        if len(self.idle) <= self.idle_limit:
-            return
-        self.trimming += 1
-        self.version += 1
-        done = 0
+        removed = 0
         while len(self.idle) > self.idle_limit:
             oldest = next(iter(self.idle))
             del self.idle[oldest]
@@ -278,10 +278,22 @@ class LedgerTree:
                 block.unlink()
                 block = block.parent
                 if block is not None:
-                    done += 1
-                    if not done % self.step:
+                    removed += 1
+                    if not removed % self.step:
                         block.pins += 1
                         yield
                         block.pins -= 1
                         self.version += 1
-        self.trimming -= 1
+
+
+def path_to(block: LedgerBlock, step: int) -> Sliced[list[LedgerBlock]]:
+    """The blocks from the root to a block, in slices."""
+    path: list[LedgerBlock] = []
+    node: LedgerBlock | None = block
+    while node is not None:
+        path.append(node)
+        node = node.parent
+        if not len(path) % step:
+            yield
+    path.reverse()
+    return path

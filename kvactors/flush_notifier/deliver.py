@@ -10,112 +10,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
 
-from kvactors.actor import Actor, Envelope
+from kvactors.actor import Envelope
 from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
 from kvactors.actor.log import described, get_logger
-from kvactors.actor.sliced import Steps, finish
+from kvactors.actor.sliced import Sliced, finish
 from kvactors.config import FlushConfig
 from kvactors.errors import KVActorsError, SinkError
-from kvactors.flush_notifier.ledger import Ledger, Tiers, divergence_steps
-from kvactors.flush_notifier.messages import (
-    CallLate,
-    Delivered,
-    FlushTask,
-    ResyncDue,
-    RetryDue,
-    WaitFlushed,
-)
+from kvactors.flush_notifier.ledger import Ledger, Tiers
+from kvactors.flush_notifier.messages import FlushTask, WaitFlushed
 from kvactors.flush_notifier.select import DeliveryBatch
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.view import SinkView
 from kvactors.types import Residency, Tier
 
-GRACE = 0.5
-"""Seconds in which a cancelled call may end before the cache closes without it."""
+CLOSE_GRACE_S = 0.5
+"""Time in which a cancelled call may end before the cache closes without it."""
 
-
-async def contained(work: Callable[[], Awaitable[Any]]) -> str:
-    """Run foreign code. Returns the text of its exception, empty if there is none."""
-    try:
-        await work()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        return described(error)
-    return ""
-
-
-def start_call(sink: Sink, work: Callable[[], Awaitable[Any]]) -> asyncio.Task[str]:
-    """Call a sink in its own task. The result is empty, or the error's text."""
-    task = asyncio.get_running_loop().create_task(contained(work), name=f"call of sink {sink.name}")
-    sink.call = task
-    return task
-
-
-def error_of(call: asyncio.Task[str]) -> str:
-    """The error of a call that has ended, empty if it succeeded."""
-    if call.cancelled():
-        return "cancelled"
-    error = call.exception()
-    return call.result() if error is None else repr(error)
-
-
-async def open_sink(sink: Sink) -> None:
-    """Open a sink.
-
-    Raises:
-        SinkError: the sink raised another error than those of this package, which pass as they are.
-    """
-    try:
-        await sink.open()
-    except (KVActorsError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        current = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and (current is None or current.cancelling()):
-            raise
-        raise SinkError(f"sink {sink.name!r} could not be opened: {described(error)}") from error
-
-
-async def close_sink(sink: Sink, limit: float) -> None:
-    """Let the last call end and close a sink, in about `limit` seconds. Never raises: failures are
-    logged."""
-    log = get_logger()
-
-    async def work() -> None:
-        if sink.call is not None and not sink.call.done():
-            sink.call.cancel()
-            await asyncio.wait([sink.call])
-        await sink.close()
-
-    task = asyncio.get_running_loop().create_task(
-        contained(work), name=f"close of sink {sink.name}"
-    )
-    with anyio.move_on_after(limit):
-        await asyncio.wait([task])
-    if not task.done():
-        task.cancel()
-        with anyio.move_on_after(GRACE):
-            await asyncio.wait([task])
-        log.warning("sink did not close in time", sink=sink.name, seconds=limit)
-    elif error := task.result():
-        log.warning("sink failed to close", sink=sink.name, error=error)
-
-
-# -- deliveries to one sink
-
-
-LONGEST_PAUSE = 1.0
-"""Seconds between two steps of a slow repetition at most."""
-
-SHORTEST_PAUSE = 0.005
-"""Seconds between two steps of a slow repetition at least."""
+LONGEST_PAUSE_S = 1.0
+SHORTEST_PAUSE_S = 0.005
+"""Bounds of the time between two slices of a slow repetition."""
 
 
 class SinkStatistics(NamedTuple):
@@ -222,19 +140,27 @@ class SinkDelivery:
             self.since = now()
 
     def take(self, epoch: int) -> Iterator[None]:
-        """Make the next call's batch, in steps. There is none before the epoch has begun."""
+        """Make the next call's batch, in slices. There is none before the epoch has begun."""
         if self.begun:
             self.batch = yield from self.view.take(self._config.batch, epoch)
         self.number += 1
 
-    async def call(self, epoch: int, tasks: tuple[FlushTask, ...], *, begun: bool) -> None:
-        """Call the sink: with the epoch, or with tasks."""
-        if begun:
-            self.sink.num_acknowledged = 0
-            await self.sink.deliver(tasks)
-        else:
-            self.sink.set_snapshot_source(self.view.held_blocks)
-            await self.sink.begin_epoch(epoch)
+    def start(self, epoch: int) -> asyncio.Task[str]:
+        """Call the sink in its own task: with the epoch, or with the batch. The result is empty, or
+        the error's text."""
+        begun, tasks = self.begun, tuple(self.batch.tasks)
+
+        async def call() -> None:
+            if begun:
+                self.sink.num_acknowledged = 0
+                await self.sink.deliver(tasks)
+            else:
+                self.sink.set_snapshot_source(self.view.held_blocks)
+                await self.sink.begin_epoch(epoch)
+
+        name = f"call of sink {self.sink.name}"
+        self.sink.call = asyncio.get_running_loop().create_task(contained(call), name=name)
+        return self.sink.call
 
     def is_current(self, number: int) -> bool:
         """Whether a report is about the call in flight."""
@@ -272,16 +198,13 @@ class SinkDelivery:
         return None if since is None else now() - since
 
     def apply_result(self) -> Iterator[None]:
-        """Apply the end of the call to the ledger, in steps. `call_failed` or `call_succeeded` came
-        before, `call_ended` follows."""
-        if not self.failed:
-            yield from self.view.delivered(self.batch)
-            self._count(self.batch.tasks)
-            return
-        acknowledged, rest = self._split()
+        """Apply the end of the call to the ledger, in slices. `call_failed` or `call_succeeded`
+        came before, `call_ended` follows."""
+        acknowledged, rest = (self.batch, None) if not self.failed else self._split()
         yield from self.view.delivered(acknowledged)
         self._count(acknowledged.tasks)
-        yield from self.view.refused(rest)
+        if rest is not None:
+            yield from self.view.refused(rest)
 
     def call_ended(self) -> bool:
         """The ledger's part of the end is done: the next call may start.
@@ -315,7 +238,7 @@ class SinkDelivery:
 
     # -- resync
 
-    def resync(self) -> Steps[list[Envelope[bool]]]:
+    def resync(self) -> Sliced[list[Envelope[bool]]]:
         """Mark the complete state to be sent again. No call is in flight.
 
         Returns:
@@ -331,9 +254,9 @@ class SinkDelivery:
         asks, self.resync_asks = self.resync_asks, []
         return asks
 
-    def repeat_step(self) -> None:
-        """One step of a slow repetition, if one is due and the sink keeps up. Not while a call is
-        in flight: the index may lose its tasks before the step."""
+    def repeat_slice(self) -> None:
+        """One slice of a slow repetition, if one is due and the sink keeps up. Not while a call is
+        in flight: the index may lose its tasks before the slice."""
         if self.repeat_due and self.view.pending < self._config.batch:
             self.repeat_due = False
             self.repeat = self.repeat or self.view.repeat()
@@ -342,13 +265,35 @@ class SinkDelivery:
                 self.resyncs += 1
 
     def repeat_pause(self) -> float:
-        """Seconds until the next step of a slow repetition, or until the next repetition."""
+        """Seconds until the next slice of a slow repetition, or until the next repetition."""
         interval, tree = self.sink.resync_interval, self.view.tree
         if not self.repeat_due and self.repeat is None:
             return interval
-        return step_pause(interval, len(tree.blocks), tree.step)
+        return slice_pause(interval, len(tree.blocks), tree.step)
 
     # -- inspection
+
+    def has_delivered(self, mark: int | None) -> bool:
+        """Whether the sink has the changes that began up to a `SinkView.clock`."""
+        current = self.begun and not self.batch.cleared
+        return mark is not None and current and self.view.delivered_until >= mark
+
+    def own_account(self) -> Tiers | None:
+        """The sink's own account of its view, None if it has none: `live_view` if there is one,
+        otherwise `view()`, which copies everything."""
+        foreign: Any = self.sink
+        try:
+            held: Any = getattr(foreign, "live_view", None)
+            if held is None and (view := getattr(foreign, "view", None)) is not None:
+                held = view()
+            if held is None:
+                return None
+            return {Tier(int(tier)): hashes for tier, hashes in held.items()}
+        except Exception as error:
+            get_logger().warning(
+                "sink view not readable", sink=self.sink.name, error=described(error)
+            )
+            return None
 
     @property
     def failing_for(self) -> float:
@@ -382,13 +327,10 @@ class SinkDelivery:
         )
 
 
-def step_pause(interval: float, blocks: int, step: int) -> float:
-    """Seconds between the steps of a repetition that comes every `interval` seconds: all steps take
-    about half of that."""
-    return min(LONGEST_PAUSE, max(SHORTEST_PAUSE, interval * step / (2 * max(1, blocks))))
-
-
-# -- asks that wait for sinks
+def slice_pause(interval: float, blocks: int, step: int) -> float:
+    """Seconds between the slices of a repetition that comes every `interval` seconds: all slices
+    take about half of that."""
+    return min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, interval * step / (2 * max(1, blocks))))
 
 
 class FlushWaiter(NamedTuple):
@@ -430,7 +372,7 @@ class FlushWaiters:
         done = [
             waiter
             for waiter in self._waiters
-            if all(_reached(one, mark) for one, mark in waiter.marks.items())
+            if all(one.has_delivered(mark) for one, mark in waiter.marks.items())
         ]
         for waiter in done:
             self._waiters.remove(waiter)
@@ -441,53 +383,6 @@ class FlushWaiters:
         abandoned = [one.envelope for one in self._waiters if one.envelope.abandoned]
         self._waiters = [one for one in self._waiters if not one.envelope.abandoned]
         return abandoned
-
-
-def _reached(one: SinkDelivery, mark: int | None) -> bool:
-    current = one.begun and not one.batch.cleared
-    return mark is not None and current and one.view.delivered_until >= mark
-
-
-# -- comparison of sinks' views with the tiers, for reports and invariants
-
-
-def count_divergent_blocks(
-    ledger: Ledger,
-    deliveries: Sequence[SinkDelivery],
-    tiers: Tiers,
-    names: Collection[str] | None = None,
-) -> Steps[int]:
-    """Count the blocks on which a sink's view differs from the announceable blocks of the tiers.
-
-    Not announceable are blocks whose path was never announced, blocks whose path is interrupted
-    (see `Ledger`), and gains that are due to a sink when the request finishes.
-
-    Args:
-        ledger: the ledger.
-        deliveries: of all sinks, in the ledger's order.
-        tiers: the blocks that each tier holds.
-        names: sinks to compare, all if None.
-    """
-    chosen = [i for i, one in enumerate(deliveries) if names is None or one.sink.name in names]
-    mirrors = {i: own for i in chosen if (own := own_account(deliveries[i].sink)) is not None}
-    return divergence_steps(ledger, chosen, mirrors, tiers)
-
-
-def own_account(sink: Sink) -> Tiers | None:
-    """A sink's own account of its view, None if it has none: `live_view` if there is one, otherwise
-    `view()`, which copies everything."""
-    foreign: Any = sink
-    try:
-        held: Any = getattr(foreign, "live_view", None)
-        if held is None and (view := getattr(foreign, "view", None)) is not None:
-            held = view()
-        return None if held is None else {Tier(int(tier)): hashes for tier, hashes in held.items()}
-    except Exception as error:
-        get_logger().warning("sink view not readable", sink=sink.name, error=described(error))
-        return None
-
-
-# -- all sinks
 
 
 class SinkSet:
@@ -510,23 +405,16 @@ class SinkSet:
     def __getitem__(self, name: str) -> SinkDelivery:
         return self._by_name[name]
 
-    def begin_calls(self) -> list[SinkDelivery]:
-        """The sinks that can be called and have something to be sent. They are in flight now."""
-        ready = [delivery for delivery in self.deliveries if delivery.ready()]
-        for delivery in ready:
-            delivery.in_flight = True
-        return ready
-
     def finish_call(self, delivery: SinkDelivery) -> Iterator[None]:
-        """Apply the end of a call to the ledger, then the work that waited for it. Steps."""
+        """Apply the end of a call to the ledger, then the work that waited for it. Slices."""
         yield from delivery.apply_result()
         if delivery.resync_due:
             yield from self.resync(delivery)
-        delivery.repeat_step()
+        delivery.repeat_slice()
         self.waiters.call_ended(delivery, cleared=delivery.call_ended())
 
     def resync(self, delivery: SinkDelivery) -> Iterator[None]:
-        """Mark everything to be sent again to a sink that is not called now. Steps."""
+        """Mark everything to be sent again to a sink that is not called now. Slices."""
         for envelope in (yield from delivery.resync()):
             self.waiters.add(envelope, (delivery,))
 
@@ -542,12 +430,27 @@ class SinkSet:
 
     # -- inspection
 
-    def divergence_steps(self, tiers: Tiers, names: Collection[str] | None = None) -> Steps[int]:
-        """See `count_divergent_blocks`."""
-        return count_divergent_blocks(self.ledger, self.deliveries, tiers, names)
+    def divergence_steps(self, tiers: Tiers, names: Collection[str] | None = None) -> Sliced[int]:
+        """Count the blocks on which a sink's view differs from the announceable blocks of the
+        tiers.
+
+        Not announceable are blocks whose path was never announced, blocks whose path is interrupted
+        (see `Ledger`), and gains that are due to a sink when the request finishes.
+
+        Args:
+            tiers: the blocks that each tier holds.
+            names: sinks to compare, all if None.
+        """
+        chosen = {
+            i: one
+            for i, one in enumerate(self.deliveries)
+            if names is None or one.sink.name in names
+        }
+        mirrors = {i: own for i, one in chosen.items() if (own := one.own_account()) is not None}
+        return self.ledger.divergence_steps(chosen, mirrors, tiers)
 
     def divergence(self, tiers: Tiers, names: Collection[str] | None = None) -> int:
-        """All steps of `divergence_steps`."""
+        """All slices of `divergence_steps`."""
         return finish(self.divergence_steps(tiers, names))
 
     def statistics(self) -> tuple[SinkStatistics, ...]:
@@ -559,82 +462,65 @@ class SinkSet:
         return tuple(delivery.health() for delivery in self.deliveries)
 
 
-# -- the start and end of calls
+# -- calls of foreign code
 
 
-class SinkCaller:
-    """Calls sinks for one incarnation of the notifier. Reports arrive as its control messages."""
+async def contained(work: Callable[[], Awaitable[Any]]) -> str:
+    """Run foreign code. Returns the text of its exception, empty if there is none."""
+    try:
+        await work()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return described(error)
+    return ""
 
-    def __init__(self, notifier: Actor, sinks: SinkSet, config: FlushConfig, epoch: int) -> None:
-        self._notifier = notifier
-        self._sinks = sinks
-        self._config = config
-        self._epoch = epoch
 
-    def start(self) -> None:
-        """Watch the calls of an earlier incarnation that have not ended, and start the timers of
-        resyncs."""
-        for delivery in self._sinks:
-            call = delivery.sink.call
-            if call is not None and not call.done():
-                delivery.stuck = True
-                self._report_end(delivery.sink.name, call, -1)
-            if delivery.sink.resync_interval:
-                self._notifier.after(delivery.sink.resync_interval, ResyncDue(delivery.sink.name))
+def error_of(call: asyncio.Task[str]) -> str:
+    """The error of a call that has ended, empty if it succeeded."""
+    if call.cancelled():
+        return "cancelled"
+    error = call.exception()
+    return call.result() if error is None else repr(error)
 
-    def call(self, delivery: SinkDelivery) -> Iterator[None]:
-        """Call a sink with its next batch, or with the epoch. Steps."""
-        yield from delivery.take(self._epoch)
-        tasks = tuple(delivery.batch.tasks)
-        call = start_call(
-            delivery.sink, partial(delivery.call, self._epoch, tasks, begun=delivery.begun)
-        )
-        self._report_end(delivery.sink.name, call, delivery.number)
-        late = CallLate(delivery.sink.name, delivery.number)
-        delivery.timer = self._notifier.after(self._config.timeout_s, late)
 
-    def _report_end(self, name: str, call: asyncio.Task[str], number: int) -> None:
-        def ended(call: asyncio.Task[str]) -> None:
-            self._notifier.to_self(Delivered(name, number, error_of(call)))
+async def open_sink(sink: Sink) -> None:
+    """Open a sink.
 
-        call.add_done_callback(ended)
+    Raises:
+        SinkError: the sink raised another error than those of this package, which pass as they are.
+    """
+    try:
+        await sink.open()
+    except (KVActorsError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        current = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and (current is None or current.cancelling()):
+            raise
+        raise SinkError(f"sink {sink.name!r} could not be opened: {described(error)}") from error
 
-    def give_up(self, delivery: SinkDelivery) -> Iterator[None]:
-        """Cancel a call that missed its deadline, and continue without its answer."""
-        delivery.stuck = True
-        if delivery.sink.call is not None:
-            delivery.sink.call.cancel()
-        return self.end(delivery, f"no answer within {self._config.timeout_s} s")
 
-    def end(self, delivery: SinkDelivery, error: str) -> Iterator[None]:
-        """The call in flight ended: note the result, and start the back-off after an error.
+async def close_sink(sink: Sink, limit: float) -> None:
+    """Let the last call end and close a sink, in about `limit` seconds. Never raises: failures are
+    logged."""
+    log = get_logger()
 
-        Returns:
-            The steps of the ledger's part.
-        """
-        if delivery.timer is not None:
-            delivery.timer.cancel()
-        delivery.number += 1  # later reports of this call are late
-        log, name = self._notifier.log, delivery.sink.name
-        if error:
-            delay = delivery.call_failed(error)
-            if delivery.failures == 1:
-                log.warning("sink fails", sink=name, error=error, again_in=delay)
-            self._notifier.after(delay, RetryDue(name))
-        elif (failed_for := delivery.call_succeeded()) is not None:
-            log.info(
-                "sink works again",
-                sink=name,
-                failed_for=round(failed_for, 3),
-                last_error=delivery.last_error,
-            )
-        return self._sinks.finish_call(delivery)
+    async def work() -> None:
+        if sink.call is not None and not sink.call.done():
+            sink.call.cancel()
+            await asyncio.wait([sink.call])
+        await sink.close()
 
-    def stop(self) -> None:
-        """Cancel the calls in flight. The next incarnation waits for their end, or the close of the
-        sink."""
-        for delivery in self._sinks:
-            if delivery.timer is not None:
-                delivery.timer.cancel()
-            if delivery.in_flight and delivery.sink.call is not None:
-                delivery.sink.call.cancel()
+    task = asyncio.get_running_loop().create_task(
+        contained(work), name=f"close of sink {sink.name}"
+    )
+    with anyio.move_on_after(limit):
+        await asyncio.wait([task])
+    if not task.done():
+        task.cancel()
+        with anyio.move_on_after(CLOSE_GRACE_S):
+            await asyncio.wait([task])
+        log.warning("sink did not close in time", sink=sink.name, seconds=limit)
+    elif error := task.result():
+        log.warning("sink failed to close", sink=sink.name, error=error)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from kvactors.actor.sliced import Steps, finish
+from kvactors.actor.sliced import Sliced, finish
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.blocks import (
     BITS,
@@ -50,75 +50,29 @@ from kvactors.identity import hash_of_block
 from kvactors.sharded import ShardedDict
 from kvactors.types import ALL_TIERS, HASH_BYTES, Reason, Tier, count_hashes, hash_at
 
-# -- root hashes of present requests
-#
-# A block below another root cannot be hit, so it is not announced. The namespace is part of the
-# root hash, and a sink is not sent it. To a router, blocks of one token path under two namespaces
-# are one path with different hashes, and the router would answer with blocks that no request can
-# get.
+IDLE_LIMIT = 16_384
+"""Idle blocks kept by default."""
 
+STEP_BLOCKS = 256
+"""Blocks processed in one slice by default."""
+
+MAX_WAITING_ORPHANS = 65_536
+"""Orphans that wait for a parent at most. Beyond that the oldest is dropped, and stays unannounced
+until a request names its path."""
+
+TIERS, DEVICE = int(ALL_TIERS), int(Tier.DEVICE)
+
+Tiers = Mapping[Tier, AbstractSet[bytes]]
+"""The blocks that each tier holds."""
+
+Fact = PathCached | BlocksAdded | BlocksRemoved | TierCleared | PathsFound | NamespaceChanged
 
 RootOf = Callable[[str, RequestScope], bytes]
 """The root hash of the requests of a namespace, an adapter and a salt."""
 
 
-class Scopes:
-    """The roots that requests begin at.
-
-    Attributes:
-        root_of: None if they begin at every root.
-    """
-
-    def __init__(self, root_of: RootOf | None, namespace: str) -> None:
-        self.root_of = root_of
-        self.namespace = namespace
-
-    def above_first(self, first: LedgerBlock) -> int:
-        """The tiers due above the first block of a path: none unless requests begin at its root
-        now."""
-        if self.root_of is None or self.root_of(self.namespace, first.scope) == first.parent_hash:
-            return ABOVE_ALL
-        return 0
-
-
-def rescope(ledger: Ledger, namespace: str) -> Iterator[None]:
-    """Requests are of another namespace from now on. The ledger must not change between the
-    steps."""
-    tree, scopes = ledger.tree, ledger.scopes
-    scopes.namespace = namespace
-    if scopes.root_of is None:
-        return
-    tree.version += 1
-    tree.spreading += 1
-    for i, block in enumerate(tree.order, 1):  # parents first, so the due state above is final
-        before = block.due[:]
-        ledger.update(block)
-        if block.due != before:
-            for index in (LAST, *BITS[int(block.tiers)]):
-                block.reasons[index] = REASON_NUMBERS[Reason.NAMESPACE]
-        if not i % tree.step:
-            tree.version += 1
-            yield from tree.trim()
-            yield
-    tree.spreading -= 1
-    tree.version += 1
-    yield from tree.trim()
-
-
-# -- resident blocks without a path, and the assignment of paths to blocks found in storage
-#
-# `BlocksAdded` reports that a block is resident, `PathsFound` the inputs of its hash. A named block
-# is added to the tree below its parent, or below a root. A block whose parent is not in the tree
-# waits until the parent is added on any path. It is dropped if it leaves all tiers before.
-
-
-MAX_UNPLACED = 65_536
-"""Blocks that wait for a parent at most. Beyond that the oldest is dropped, and stays unannounced
-until a request names its path."""
-
-
-class UnplacedBlock(NamedTuple):
-    """The parts of a block hash."""
+class OrphanBlock(NamedTuple):
+    """The parts of an orphan's block hash."""
 
     parent_hash: bytes
     tokens: bytes
@@ -129,20 +83,24 @@ class UnplacedBlock(NamedTuple):
         return discreet(self)
 
 
-class UnnamedBlocks:
-    """Resident blocks that are not in the ledger's tree.
+class Orphans:
+    """Resident blocks that are not in the ledger's tree, since no path to them is known.
+
+    `BlocksAdded` reports that a block is resident, `PathsFound` the inputs of its hash. An orphan
+    whose inputs are known waits until its parent is added to the tree on any path. It is dropped if
+    it leaves all tiers before.
 
     Attributes:
         tiers: the set of tiers that hold each. There are as many as resident blocks at most.
-        unplaced: those of them whose hash is known, and whose parent is not in the tree.
-        placeable: hashes added to the tree since, below which unplaced blocks wait.
+        waiting: orphans whose hash inputs are known, and whose parent is not in the tree.
+        attachable: hashes added to the tree since, below which orphans wait.
     """
 
     def __init__(self) -> None:
         self.tiers: dict[bytes, int] = {}
-        self.unplaced: dict[bytes, UnplacedBlock] = {}
-        self.placeable: deque[bytes] = deque()
-        self._below: dict[bytes, dict[bytes, None]] = {}  # hashes of unplaced blocks, by parent
+        self.waiting: dict[bytes, OrphanBlock] = {}
+        self.attachable: deque[bytes] = deque()
+        self._below: dict[bytes, dict[bytes, None]] = {}  # hashes of waiting orphans, by parent
 
     def __len__(self) -> int:
         return len(self.tiers)
@@ -159,7 +117,7 @@ class UnnamedBlocks:
             self.drop(block_hash)
 
     def clear(self, bit: int, step: int) -> Iterator[None]:
-        """A tier holds nothing. Steps of `step` blocks, with no other change between them."""
+        """A tier holds nothing. Slices of `step` blocks, with no other change between them."""
         nowhere: list[bytes] = []
         for i, (block_hash, tiers) in enumerate(self.tiers.items(), 1):
             if tiers & ~bit:
@@ -174,29 +132,29 @@ class UnnamedBlocks:
             if not i % step:
                 yield
 
-    def place(self, block_hash: bytes) -> int:
-        """Remove a block that is added to the tree. Blocks that wait for it become placeable.
+    def take_tiers(self, block_hash: bytes) -> int:
+        """Remove a block that is added to the tree. Orphans that wait for it become attachable.
 
         Returns:
             The tiers that hold it.
         """
-        if self.unplaced:
+        if self.waiting:
             self.drop(block_hash)
             if block_hash in self._below:
-                self.placeable.append(block_hash)
+                self.attachable.append(block_hash)
         return self.tiers.pop(block_hash, 0)
 
-    def wait(self, block_hash: bytes, block: UnplacedBlock) -> None:
-        """Keep an unplaced block, and drop the oldest if there are too many."""
+    def wait(self, block_hash: bytes, block: OrphanBlock) -> None:
+        """Keep an orphan until its parent is there, and drop the oldest if there are too many."""
         self.drop(block_hash)
-        if len(self.unplaced) >= MAX_UNPLACED:
-            self.drop(next(iter(self.unplaced)))
-        self.unplaced[block_hash] = block
+        if len(self.waiting) >= MAX_WAITING_ORPHANS:
+            self.drop(next(iter(self.waiting)))
+        self.waiting[block_hash] = block
         self._below.setdefault(block.parent_hash, {})[block_hash] = None
 
-    def drop(self, block_hash: bytes) -> UnplacedBlock | None:
-        """Remove and return the inputs of an unplaced block's hash."""
-        block = self.unplaced.pop(block_hash, None)
+    def drop(self, block_hash: bytes) -> OrphanBlock | None:
+        """Remove and return the inputs of an orphan's hash."""
+        block = self.waiting.pop(block_hash, None)
         if block is not None:
             below = self._below[block.parent_hash]
             del below[block_hash]
@@ -204,11 +162,11 @@ class UnnamedBlocks:
                 del self._below[block.parent_hash]
         return block
 
-    def next_placeable(self, tree: LedgerTree) -> tuple[bytes, LedgerBlock, UnplacedBlock] | None:
-        """Take one unplaced block whose parent has been added: its hash, its parent, and itself.
-        None if there is no such block."""
-        while self.placeable:
-            parent_hash = self.placeable[0]
+    def next_attachable(self, tree: LedgerTree) -> tuple[bytes, LedgerBlock, OrphanBlock] | None:
+        """Take one orphan whose parent has been added: its hash, its parent, and itself. None if
+        there is no such block."""
+        while self.attachable:
+            parent_hash = self.attachable[0]
             block_hash = next(iter(self._below.get(parent_hash, ())), None)
             parent = tree.blocks.get(parent_hash)
             if (
@@ -217,302 +175,42 @@ class UnnamedBlocks:
                 and (block := self.drop(block_hash)) is not None
             ):
                 return block_hash, parent, block
-            self.placeable.popleft()
+            self.attachable.popleft()
         return None
 
     def fault(self, block_hash: bytes, tree: LedgerTree) -> str:
-        """The inconsistency of an unplaced block, empty without one."""
-        block = self.unplaced[block_hash]
+        """The inconsistency of an orphan, empty without one."""
+        if not self.tiers[block_hash]:
+            return "an orphan on no tier"
+        if block_hash in tree.blocks:
+            return "an orphan in the tree"
+        block = self.waiting.get(block_hash)
+        if block is None:
+            return ""
         if block_hash not in self._below.get(block.parent_hash, ()):
-            return "an unplaced block is missing among those of its parent"
-        if block_hash not in self.tiers:
-            return "an unplaced block is on no tier, or in the tree"
-        if block.parent_hash in tree.blocks and block.parent_hash not in self.placeable:
-            return "an unplaced block waits for a parent that is in the tree"
+            return "an orphan is missing among those of its parent"
+        if block.parent_hash in tree.blocks and block.parent_hash not in self.attachable:
+            return "an orphan waits for a parent that is in the tree"
         return ""
 
 
-def name_blocks(ledger: Ledger, message: PathsFound) -> Iterator[None]:
-    """Add resident blocks to the tree whose parents are there. Steps of about `step` blocks."""
-    looked, tree, unnamed = 0, ledger.tree, ledger.unnamed
-    for part in message.parts:
-        extra_keys, parent_hash = dict(part.extra_keys), part.parent
-        is_root = parent_hash in message.roots
-        size = len(part.tokens) // part.blocks
-        for i in range(part.blocks):
-            block_hash = hash_at(part.hashes, i)
-            if block_hash in unnamed.tiers and size == ledger.block_bytes:
-                tokens, extra_key = part.tokens[i * size : (i + 1) * size], extra_keys.get(i, b"")
-                block = UnplacedBlock(parent_hash, tokens, extra_key, part.scope)
-                parent = tree.blocks.get(parent_hash)
-                if parent is not None or (is_root and not i):
-                    place_block(ledger, block_hash, parent, block)
-                else:
-                    unnamed.wait(block_hash, block)
-            parent_hash = block_hash
-            looked += 1
-            if not looked % tree.step:
-                yield from place_blocks(ledger)
-                yield
-                tree.version += 1
-    yield from place_blocks(ledger)
-
-
-def place_block(
-    ledger: Ledger, block_hash: bytes, parent: LedgerBlock | None, block: UnplacedBlock
-) -> None:
-    """Add a resident block to the tree. It has no children yet. It counts as covered by a finished
-    request, since one brought it to storage."""
-    ledger.tree.version += 1
-    added = ledger.learn(
-        block_hash, parent, block.parent_hash, block.tokens, block.scope, block.extra_key
-    )
-    added.finished = True
-    added.reasons[LAST] = added.reasons[int(Tier.STORAGE)] = REASON_NUMBERS[Reason.STORED]
-    ledger.update(added)
-
-
-def place_blocks(ledger: Ledger) -> Iterator[None]:
-    """Add the unplaced blocks whose parents have been added, and the blocks below them."""
-    looked = 0
-    while (found := ledger.unnamed.next_placeable(ledger.tree)) is not None:
-        place_block(ledger, *found)
-        looked += 1
-        if not looked % ledger.tree.step:
-            yield
-
-
-# -- checks in steps, between which the ledger may change
-#
-# Each block is checked by itself. Counts over all blocks are compared at the end, if nothing has
-# changed since the beginning: on a system at rest that is always so.
-
-
-Tiers = Mapping[Tier, AbstractSet[bytes]]
-
-TIERS = int(ALL_TIERS)
-
-DEVICE = int(Tier.DEVICE)
-
-
-def check_steps(ledger: Ledger) -> Iterator[None]:
-    """AssertionError if counts and differences do not match the blocks."""
-    tree = ledger.tree
-    version = tree.version
-    children = ShardedDict[int]()
-    blocks: list[LedgerBlock] = []
-    dirty = [0] * len(ledger.sinks)
-    idle, step = 0, step_of(ledger)
-    for i, block in enumerate(tree.order, 1):
-        _check_block(ledger, block)
-        if version == tree.version:
-            if block.parent is not None:
-                above = block.parent.hash
-                counts = children.of(above)
-                counts[above] = counts.get(above, 0) + 1
-            blocks.append(block)
-            idle += block in tree.idle
-            for view in ledger.sinks:
-                dirty[view.index] += block in view.dirty
-        if not i % step:
-            yield
-    yield from _check_counts(ledger, version, blocks, children)
-    if version == tree.version:
-        _require(len(blocks) == len(tree.blocks), "a block without a place in the order")
-        _require(
-            dirty == [view.pending for view in ledger.sinks],
-            "a difference of a block that is not in the tree",
-        )
-        _require(idle == len(tree.idle), "an idle block that is not in the tree")
-        _require(
-            bool(tree.trimming or tree.settling) or idle <= tree.idle_limit,
-            f"{idle} idle blocks, the limit is {tree.idle_limit}",
-        )
-    yield from children.free()
-    while blocks:
-        del blocks[-tree.step :]
-        yield
-
-
-def _check_counts(
-    ledger: Ledger, version: int, blocks: list[LedgerBlock], children: ShardedDict[int]
-) -> Iterator[None]:
-    tree, unnamed, step = ledger.tree, ledger.unnamed, step_of(ledger)
-    for i, (block_hash, tiers) in enumerate(_items(unnamed.tiers), 1):
-        if version != tree.version:
-            return
-        _require(bool(tiers), "an unnamed block on no tier")
-        _require(block_hash not in tree.blocks, "an unnamed block in the tree")
-        fault = unnamed.fault(block_hash, tree) if block_hash in unnamed.unplaced else ""
-        _require(not fault, fault)
-        if not i % step:
-            yield
-    _require(len(unnamed.unplaced) <= len(unnamed.tiers), "an unplaced block that is not unnamed")
-    for i, block in enumerate(blocks, 1):
-        if version != tree.version:
-            return
-        counted = children.of(block.hash).get(block.hash, 0)
-        _require(block.children == counted, "child counts disagree")
-        if not i % step:
-            yield
-
-
-def step_of(ledger: Ledger) -> int:
-    """Blocks that a check looks at in one step. Each costs several look-ups, which takes up to 20
-    microseconds where none of them is in the processor's caches."""
-    return max(1, ledger.tree.step // 16)
-
-
-def _items(tiers: dict[bytes, int]) -> Iterator[tuple[bytes, int]]:
-    """Items of a dict that may change between two of them, which ends the iteration."""
-    items = iter(tiers.items())
-    while True:
-        try:
-            yield next(items)
-        except (StopIteration, RuntimeError):
-            return
-
-
-def _check_block(ledger: Ledger, block: LedgerBlock) -> None:
-    tree = ledger.tree
-    _require(tree.blocks.get(block.hash) is block, "a block under another hash")
-    if block.parent is not None:
-        _require(
-            tree.blocks.get(block.parent.hash) is block.parent, "a block whose parent was removed"
-        )
-        _require(block.parent.children > 0, "a parent that does not count its child")
-    _require(
-        bool(block.children) or not block.idle() or block in tree.idle,
-        "an idle block that is not among the idle ones",
-    )
-    for sink in ledger.sinks:
-        view, due = block.views[sink.index], block.due[sink.index]
-        if (due != view) != (block in sink.dirty) and not (block.pins and tree.settling):
-            raise AssertionError("a difference that is not pending, or a pending one that is none")
-        expected = ledger.due_of(block, sink)
-        # A root is another one before the ledger is sent that (`Roots.renew`).
-        leaving = block.parent is None and not expected
-        if due != expected and not tree.spreading and not leaving:
-            raise AssertionError("what is due of a block does not follow from the block above")
-        if block.parent is not None and not tree.settling:
-            below, above = view | view >> UNSURE, block.parent.views[sink.index]
-            above |= above >> UNSURE
-            if (below & TIERS and not above & TIERS) or below & ~above & DEVICE:
-                raise AssertionError(
-                    "a sink's view has a block without the block above it, see Ledger"
-                )
-        _require(
-            block.token_addressed or not (view and sink.filter.by_tokens),
-            "a sink addressed by tokens was sent a block that tokens do not identify",
-        )
-
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise AssertionError(otherwise)
-
-
-def divergence_steps(
-    ledger: Ledger, sinks: Collection[int], mirrors: Mapping[int, Tiers], tiers: Tiers
-) -> Steps[int]:
-    """Count the blocks on which the view of one of the sinks and the tiers differ.
-
-    A view should be the closed truth: each tier that holds a block, as far as the tree rule of
-    `Ledger` allows. A change between two steps may or may not count: compare at rest.
-
-    Args:
-        ledger: the ledger.
-        sinks: indices of the sinks.
-        mirrors: by sink that keeps its own account of its view, that account. The ledger's account
-            stands for the others.
-        tiers: the blocks that each tier holds.
-    """
-    differing: set[bytes] = set()
-    looked, step = 0, step_of(ledger)
-    for sink in sinks:
-        mirror, found, expected = mirrors.get(sink), 0, ShardedDict[int]()
-        for block, due in due_of(ledger, ledger.sinks[sink].filter, tiers, expected):
-            looked += 1
-            if not looked % step:
-                yield
-            block_hash = block.hash
-            held = block.views[sink] & TIERS if mirror is None else tiers_of(mirror, block_hash)
-            found += held.bit_count()
-            if due != held:
-                differing.add(block_hash)
-        if mirror is not None and found != sum(map(len, mirror.values())):
-            for hashes in mirror.values():  # blocks that are not in the ledger
-                for block_hash in list(hashes):
-                    looked += 1
-                    if not looked % step:
-                        yield
-                    if block_hash not in ledger.blocks:
-                        differing.add(block_hash)
-        yield from expected.free()
-    return len(differing)
-
-
-def due_of(
-    ledger: Ledger, sink: SinkFilter, tiers: Tiers, expected: ShardedDict[int]
-) -> Iterator[tuple[LedgerBlock, int]]:
-    """Every block whose path is known, parents before children, and the tiers on which it would be
-    announced to a sink with this filter if `tiers` held these blocks.
-
-    Args:
-        ledger: the ledger.
-        sink: the sink's filter.
-        tiers: the blocks that each tier holds.
-        expected: empty. Filled with those tiers by block hash, for the caller to free in steps.
-    """
-    closed = sink.closed()
-    for block in ledger.tree.order:
-        above = (
-            ledger.scopes.above_first(block)
-            if block.parent is None
-            else expected.of(block.parent.hash).get(block.parent.hash, 0)
-        )
-        held = tiers_of(tiers, block.hash)
-        due = closed[above << SHIFT | held] if sink.accepts(block) else 0
-        if due:
-            expected.of(block.hash)[block.hash] = due
-        yield block, due
-
-
-def tiers_of(tiers: Tiers, block_hash: bytes) -> int:
-    """The set of tiers that hold a block."""
-    held = 0
-    for tier, hashes in tiers.items():
-        if block_hash in hashes:
-            held |= tier
-    return held
-
-
-IDLE_LIMIT = 16_384
-"""Idle blocks kept by default."""
-
-STEP = 256
-"""Blocks processed in one step by default."""
-
-Fact = PathCached | BlocksAdded | BlocksRemoved | TierCleared | PathsFound | NamespaceChanged
-
-
 class Ledger:
-    """Facts in, differences out. Facts run in steps. No other fact may come between the steps.
+    """Facts in, differences out. Facts run in slices. No other fact may come between the slices.
 
     Args:
         block_size: tokens of a block.
         filters: one per sink.
         idle_limit: idle blocks kept.
-        step: blocks processed in one step.
+        step: blocks processed in one slice.
         token_root: root hash of the only scope whose blocks go to sinks that address blocks by
             tokens alone.
-        root_of, namespace: see `Scopes`.
+        root_of: None if requests begin at every root.
+        namespace: of the requests of now.
 
     Attributes:
         tree: the blocks whose paths are known.
         sinks: the view of each sink.
-        unnamed: resident blocks whose paths are not known.
-        scopes: the roots that requests begin at.
+        orphans: resident blocks whose paths are not known.
     """
 
     def __init__(
@@ -520,7 +218,7 @@ class Ledger:
         block_size: int,
         filters: Sequence[SinkFilter],
         idle_limit: int = IDLE_LIMIT,
-        step: int = STEP,
+        step: int = STEP_BLOCKS,
         token_root: bytes = b"",
         root_of: RootOf | None = None,
         namespace: str = "",
@@ -528,8 +226,9 @@ class Ledger:
         self.block_bytes = 4 * block_size
         self.tree = LedgerTree(idle_limit, step)
         self.sinks = [SinkView(self.tree, i, one) for i, one in enumerate(filters)]
-        self.unnamed = UnnamedBlocks()
-        self.scopes = Scopes(root_of, namespace)
+        self.orphans = Orphans()
+        self._root_of = root_of
+        self._namespace = namespace
         self._token_root = token_root if any(one.by_tokens for one in filters) else b""
         # the same views with what `update` reads for every block
         self._rules = [(view, view.closed, view.conditional, view.dirty) for view in self.sinks]
@@ -543,7 +242,7 @@ class Ledger:
     # -- facts
 
     def apply(self, fact: Fact) -> Iterator[None]:
-        """The steps of a fact."""
+        """The slices of a fact."""
         if isinstance(fact, BlocksAdded):
             return self.gain(fact.hashes, fact.tier, fact.reason)
         if isinstance(fact, BlocksRemoved):
@@ -551,10 +250,10 @@ class Ledger:
         if isinstance(fact, PathCached):
             return self.announce(fact)
         if isinstance(fact, PathsFound):
-            return self.name(fact)
+            return self.attach_found(fact)
         if isinstance(fact, TierCleared):
             return self.clear(fact.tier, fact.reason)
-        return rescope(self, fact.namespace)
+        return self.change_namespace(fact.namespace)
 
     def announce(self, message: PathCached) -> Iterator[None]:
         """The first `count` blocks of a path are resident. The message names all of them.
@@ -576,7 +275,7 @@ class Ledger:
             # This incarnation has not been sent the path above yet. That will name these blocks.
             yield from self.gain(message.hashes[: count * HASH_BYTES], message.tier, message.reason)
             return
-        tree.version += 1
+        tree.begin()
         looked, extra_keys = 0, dict(message.extra_keys)
         for i in range(total):
             block_hash = hash_at(message.hashes, i)
@@ -584,7 +283,7 @@ class Ledger:
             if block is None:
                 tokens = message.tokens[i * self.block_bytes : (i + 1) * self.block_bytes]
                 extra_key = extra_keys.get(message.start + i, b"")
-                block = self.learn(
+                block = self._learn(
                     block_hash, parent, parent_hash, tokens, message.scope, extra_key
                 )
             if i < count:
@@ -601,17 +300,10 @@ class Ledger:
             if looked >= tree.step:
                 looked = 0
                 block.pins += 1  # its child is still to come
-                yield from tree.trim()
-                yield
+                yield from tree.pause()
                 tree.unpin(block)
-                tree.version += 1
-        yield from place_blocks(self)
-        yield from tree.trim()
-
-    def name(self, message: PathsFound) -> Iterator[None]:
-        """Blocks found in storage have these parents and tokens."""
-        yield from name_blocks(self, message)
-        yield from self.tree.trim()
+        yield from self._attach_orphans()
+        yield from tree.end()
 
     def gain(self, hashes: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
         """These blocks are resident on `tier`."""
@@ -623,45 +315,41 @@ class Ledger:
 
     def _change(self, hashes: bytes, bit: int, reason: Reason, *, gained: bool) -> Iterator[None]:
         tree, looked, number = self.tree, 0, REASON_NUMBERS[reason]
-        unnamed = self.unnamed.gain if gained else self.unnamed.lose
-        tree.version += 1
+        of_orphan = self.orphans.gain if gained else self.orphans.lose
+        tree.begin()
         for i in range(count_hashes(hashes)):
             if looked >= tree.step:
                 looked = 0
-                yield from tree.trim()
-                yield
-                tree.version += 1
+                yield from tree.pause()
             looked += 1
             block_hash = hash_at(hashes, i)
             block = tree.blocks.get(block_hash)
             if block is None:
-                unnamed(block_hash, bit)
+                of_orphan(block_hash, bit)
             elif gained or block.tiers & bit:
                 block.tiers = block.tiers | bit if gained else block.tiers & ~bit
                 block.reasons[LAST] = block.reasons[bit] = number
                 if self.update(block) and block.child is not None:
                     looked = yield from self._spread(block, looked)
-        yield from tree.trim()
+        yield from tree.end()
 
     def clear(self, tier: Tier, reason: Reason) -> Iterator[None]:
         """No block is resident on `tier`."""
-        tree, bit, number = self.tree, int(tier), REASON_NUMBERS[reason]
+        bit, number = int(tier), REASON_NUMBERS[reason]
         left = 0  # the tiers that still hold something
-        tree.spreading += 1
-        for i, block in enumerate(tree.order, 1):  # parents first, so the due state above is final
+
+        def leave(block: LedgerBlock) -> None:
+            nonlocal left
             if block.tiers & bit:
                 block.tiers &= ~bit
                 block.reasons[LAST] = block.reasons[bit] = number
             self.update(block)
             left |= block.tiers
-            if not i % tree.step:
-                tree.version += 1
-                yield from tree.trim()
-                yield
-        tree.spreading -= 1
-        tree.version += 1
-        yield from tree.trim()
-        yield from self.unnamed.clear(bit, tree.step)
+
+        self.tree.begin()
+        yield from self.tree.change_all(leave)
+        yield from self.tree.end()
+        yield from self.orphans.clear(bit, self.tree.step)
         if reason is Reason.CLEAR:
             for view in self.sinks:
                 if view.filter.takes_clear and not view.table[left]:
@@ -669,7 +357,7 @@ class Ledger:
 
     # -- the due state
 
-    def learn(
+    def _learn(
         self,
         block_hash: bytes,
         parent: LedgerBlock | None,
@@ -683,7 +371,7 @@ class Ledger:
         block = LedgerBlock(
             block_hash, parent, parent_hash, tokens, scope, len(self.sinks), extra_key
         )
-        block.tiers = self.unnamed.place(block_hash)
+        block.tiers = self.orphans.take_tiers(block_hash)
         self.tree.add(block)
         if self._token_root and (
             parent.token_addressed if parent is not None else parent_hash == self._token_root
@@ -701,7 +389,7 @@ class Ledger:
         """
         above, tiers, spread = block.parent, block.tiers, False
         due_before, views = block.due, block.views
-        first = self.scopes.above_first(block) if above is None else 0
+        first = self._above_first(block) if above is None else 0
         for sink, (view, closed, conditional, dirty) in enumerate(self._rules):
             due = closed[(first if above is None else above.due[sink]) << SHIFT | tiers]
             if due and conditional and not view.filter.accepts(block):
@@ -720,23 +408,23 @@ class Ledger:
             self.tree.note_idle(block)
         return spread
 
-    def due_of(self, block: LedgerBlock, view: SinkView) -> int:
-        """The tiers due of a block to a sink, from those due of the block above."""
-        above = (
-            self.scopes.above_first(block) if block.parent is None else block.parent.due[view.index]
-        )
-        return view.closed[above << SHIFT | block.tiers] if view.filter.accepts(block) else 0
+    def _above_first(self, first: LedgerBlock) -> int:
+        """The tiers due above the first block of a path: none unless requests begin at its root
+        now."""
+        root_of = self._root_of
+        if root_of is None or root_of(self._namespace, first.scope) == first.parent_hash:
+            return ABOVE_ALL
+        return 0
 
-    def _spread(self, top: LedgerBlock, looked: int) -> Steps[int]:
+    def _spread(self, top: LedgerBlock, looked: int) -> Sliced[int]:
         """The tiers due of a block changed: update the blocks below it, down to those for which
         nothing changes.
 
         Args:
             top: the block.
-            looked: blocks processed in this step so far. The result is the same at the end.
+            looked: blocks processed in this slice so far. The result is the same at the end.
         """
         tree = self.tree
-        tree.spreading += 1
         node: LedgerBlock | None = top.child
         while node is not None:
             below = self.update(node)
@@ -749,26 +437,280 @@ class Ledger:
                 looked = 0
                 top.pins += 1  # the fact continues from here
                 node.pins += 1
-                yield from tree.trim()
-                yield
+                yield from tree.pause()
                 tree.unpin(node)
                 tree.unpin(top)
-                tree.version += 1
             if below and node.child is not None:
                 node = node.child
                 continue
             while node is not None and node is not top and node.right is None:
                 node = node.parent
             node = None if node is None or node is top else node.right
-        tree.spreading -= 1
         return looked
 
-    # -- inspection
+    def change_namespace(self, namespace: str) -> Iterator[None]:
+        """Requests are of another namespace from now on.
+
+        The namespace is part of the root hash, and a sink is not sent it. To a router, blocks of
+        one token path under two namespaces are one path with different hashes, and the router would
+        answer with blocks that no request can get. So blocks below another root are not announced.
+        """
+        self._namespace = namespace
+        if self._root_of is None:
+            return
+
+        def move(block: LedgerBlock) -> None:
+            before = block.due[:]
+            self.update(block)
+            if block.due != before:
+                for index in (LAST, *BITS[block.tiers]):
+                    block.reasons[index] = REASON_NUMBERS[Reason.NAMESPACE]
+
+        self.tree.begin()
+        yield from self.tree.change_all(move)
+        yield from self.tree.end()
+
+    # -- orphans
+
+    def attach_found(self, message: PathsFound) -> Iterator[None]:
+        """Blocks found in storage have these parents and tokens: add the resident ones whose
+        parents are in the tree."""
+        looked, tree, orphans = 0, self.tree, self.orphans
+        tree.begin()
+        for part in message.parts:
+            extra_keys, parent_hash = dict(part.extra_keys), part.parent
+            is_root = parent_hash in message.roots
+            size = len(part.tokens) // part.blocks
+            for i in range(part.blocks):
+                block_hash = hash_at(part.hashes, i)
+                if block_hash in orphans.tiers and size == self.block_bytes:
+                    tokens = part.tokens[i * size : (i + 1) * size]
+                    block = OrphanBlock(parent_hash, tokens, extra_keys.get(i, b""), part.scope)
+                    parent = tree.blocks.get(parent_hash)
+                    if parent is not None or (is_root and not i):
+                        self._attach(block_hash, parent, block)
+                    else:
+                        orphans.wait(block_hash, block)
+                parent_hash = block_hash
+                looked += 1
+                if not looked % tree.step:
+                    yield from self._attach_orphans()
+                    yield
+                    tree.version += 1
+        yield from self._attach_orphans()
+        yield from tree.end()
+
+    def _attach(self, block_hash: bytes, parent: LedgerBlock | None, block: OrphanBlock) -> None:
+        """Add an orphan to the tree. It has no children yet. It counts as covered by a finished
+        request, since one brought it to storage."""
+        added = self._learn(
+            block_hash, parent, block.parent_hash, block.tokens, block.scope, block.extra_key
+        )
+        added.finished = True
+        added.reasons[LAST] = added.reasons[int(Tier.STORAGE)] = REASON_NUMBERS[Reason.STORED]
+        self.update(added)
+
+    def _attach_orphans(self) -> Iterator[None]:
+        """Add the orphans whose parents have been added, and the orphans below them."""
+        looked = 0
+        while (found := self.orphans.next_attachable(self.tree)) is not None:
+            self._attach(*found)
+            looked += 1
+            if not looked % self.tree.step:
+                yield
+                self.tree.version += 1
+
+    # -- checks, between whose slices the ledger may change
+
+    @property
+    def _check_step(self) -> int:
+        """Blocks that a check looks at in one slice. Each costs several look-ups, which takes up to
+        20 microseconds where none of them is in the processor's caches."""
+        return max(1, self.tree.step // 16)
 
     def check(self) -> None:
-        """All steps of `check_steps`."""
-        finish(check_steps(self))
+        """All slices of `check_steps`."""
+        finish(self.check_steps())
 
     def check_steps(self) -> Iterator[None]:
-        """AssertionError if the ledger is inconsistent. It may change between the steps."""
-        return check_steps(self)
+        """AssertionError if counts and differences do not match the blocks.
+
+        Each block is checked by itself. Counts over all blocks are compared at the end, if nothing
+        has changed since the beginning: on a system at rest that is always so.
+        """
+        tree, version, step = self.tree, self.tree.version, self._check_step
+        children = ShardedDict[int]()
+        blocks: list[LedgerBlock] = []
+        dirty, idle = [0] * len(self.sinks), 0
+        for i, block in enumerate(tree.order, 1):
+            self._check_block(block)
+            if version == tree.version:
+                if block.parent is not None:
+                    above = block.parent.hash
+                    counts = children.of(above)
+                    counts[above] = counts.get(above, 0) + 1
+                blocks.append(block)
+                idle += block in tree.idle
+                for view in self.sinks:
+                    dirty[view.index] += block in view.dirty
+            if not i % step:
+                yield
+        yield from self._check_counts(version, blocks, children)
+        if version == tree.version:
+            _require(len(blocks) == len(tree.blocks), "a block without a place in the order")
+            _require(
+                dirty == [view.pending for view in self.sinks],
+                "a difference of a block that is not in the tree",
+            )
+            _require(idle == len(tree.idle), "an idle block that is not in the tree")
+            _require(
+                tree.changing > 0 or idle <= tree.idle_limit,
+                f"{idle} idle blocks, the limit is {tree.idle_limit}",
+            )
+        yield from children.free()
+        while blocks:
+            del blocks[-tree.step :]
+            yield
+
+    def _check_counts(
+        self, version: int, blocks: list[LedgerBlock], children: ShardedDict[int]
+    ) -> Iterator[None]:
+        tree, orphans, step = self.tree, self.orphans, self._check_step
+        for i, block_hash in enumerate(_keys(orphans.tiers), 1):
+            if version != tree.version:
+                return
+            fault = orphans.fault(block_hash, tree)
+            _require(not fault, fault)
+            if not i % step:
+                yield
+        _require(len(orphans.waiting) <= len(orphans.tiers), "a waiting orphan on no tier")
+        for i, block in enumerate(blocks, 1):
+            if version != tree.version:
+                return
+            counted = children.of(block.hash).get(block.hash, 0)
+            _require(block.children == counted, "child counts disagree")
+            if not i % step:
+                yield
+
+    def _check_block(self, block: LedgerBlock) -> None:
+        tree, parent = self.tree, block.parent
+        _require(tree.blocks.get(block.hash) is block, "a block under another hash")
+        if parent is not None:
+            _require(tree.blocks.get(parent.hash) is parent, "a block whose parent was removed")
+            _require(parent.children > 0, "a parent that does not count its child")
+        _require(
+            bool(block.children) or not block.idle() or block in tree.idle,
+            "an idle block that is not among the idle ones",
+        )
+        for sink in self.sinks:
+            view, due = block.views[sink.index], block.due[sink.index]
+            if (due != view) != (block in sink.dirty) and not (block.pins and tree.changing):
+                raise AssertionError(
+                    "a difference that is not pending, or a pending one that is none"
+                )
+            above_due = self._above_first(block) if parent is None else parent.due[sink.index]
+            expected = (
+                sink.closed[above_due << SHIFT | block.tiers] if sink.filter.accepts(block) else 0
+            )
+            # A root is another one before the ledger is sent that (`Roots.renew`).
+            leaving = parent is None and not expected
+            if due != expected and not tree.changing and not leaving:
+                raise AssertionError("what is due of a block does not follow from the block above")
+            if parent is not None and not tree.changing:
+                below, above = view | view >> UNSURE, parent.views[sink.index]
+                above |= above >> UNSURE
+                if (below & TIERS and not above & TIERS) or below & ~above & DEVICE:
+                    raise AssertionError(
+                        "a sink's view has a block without the block above it, see Ledger"
+                    )
+            _require(
+                block.token_addressed or not (view and sink.filter.by_tokens),
+                "a sink addressed by tokens was sent a block that tokens do not identify",
+            )
+
+    # -- comparison with the tiers
+
+    def divergence_steps(
+        self, sinks: Collection[int], mirrors: Mapping[int, Tiers], tiers: Tiers
+    ) -> Sliced[int]:
+        """Count the blocks on which the view of one of the sinks and the tiers differ.
+
+        A view should be the closed truth: each tier that holds a block, as far as the tree rule
+        allows. A change between two slices may or may not count: compare at rest.
+
+        Args:
+            sinks: indices of the sinks.
+            mirrors: by sink that keeps its own account of its view, that account. The ledger's
+                account stands for the others.
+            tiers: the blocks that each tier holds.
+        """
+        differing: set[bytes] = set()
+        looked, step = 0, self._check_step
+        for sink in sinks:
+            mirror, found, expected = mirrors.get(sink), 0, ShardedDict[int]()
+            for block, due in self.announceable(self.sinks[sink].filter, tiers, expected):
+                looked += 1
+                if not looked % step:
+                    yield
+                held = block.views[sink] & TIERS if mirror is None else tiers_of(mirror, block.hash)
+                found += held.bit_count()
+                if due != held:
+                    differing.add(block.hash)
+            if mirror is not None and found != sum(map(len, mirror.values())):
+                for hashes in mirror.values():  # blocks that are not in the ledger
+                    for block_hash in list(hashes):
+                        looked += 1
+                        if not looked % step:
+                            yield
+                        if block_hash not in self.blocks:
+                            differing.add(block_hash)
+            yield from expected.free()
+        return len(differing)
+
+    def announceable(
+        self, sink: SinkFilter, tiers: Tiers, expected: ShardedDict[int]
+    ) -> Iterator[tuple[LedgerBlock, int]]:
+        """Every block whose path is known, parents before children, and the tiers on which it would
+        be announced to a sink with this filter if `tiers` held these blocks.
+
+        Args:
+            sink: the sink's filter.
+            tiers: the blocks that each tier holds.
+            expected: empty. Filled with the announced tiers by block hash, for the caller to free
+                in slices.
+        """
+        closed = sink.closed()
+        for block in self.tree.order:
+            above = (
+                self._above_first(block)
+                if block.parent is None
+                else expected.of(block.parent.hash).get(block.parent.hash, 0)
+            )
+            due = closed[above << SHIFT | tiers_of(tiers, block.hash)] if sink.accepts(block) else 0
+            if due:
+                expected.of(block.hash)[block.hash] = due
+            yield block, due
+
+
+def tiers_of(tiers: Tiers, block_hash: bytes) -> int:
+    """The set of tiers that hold a block."""
+    held = 0
+    for tier, hashes in tiers.items():
+        if block_hash in hashes:
+            held |= tier
+    return held
+
+
+def _keys(mapping: dict[bytes, int]) -> Iterator[bytes]:
+    """Keys of a dict that may change between two of them, which ends the iteration."""
+    keys = iter(mapping)
+    while True:
+        try:
+            yield next(keys)
+        except (StopIteration, RuntimeError):
+            return
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)

@@ -1,22 +1,35 @@
-"""Selection: the differences of a sink that go into its next batch. After every single event the
-sink's view is a tree.
+"""The next batch of a sink: the differences that go into it, the runs that they form, and the flush
+tasks of the runs. After every single event the sink's view is a tree (see `ledger`).
 
 Gains come first, the shallowest first, then losses, the deepest first. A batch takes a gain only
 together with the gains above it that are still to be sent, and a loss only together with the losses
-below it and the gains of the same block. See `Ledger` for the rule that this keeps.
+below it and the gains of the same block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
-from kvactors.actor.sliced import Steps, finish
+from kvactors.actor.sliced import Sliced, finish, pace
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.blocks import BITS, LAST, REASONS, UNSURE, LedgerBlock, path_to
 from kvactors.flush_notifier.messages import ExtraKeys, FlushTask
 from kvactors.types import ALL_TIERS, Reason, Residency, Tier
+
+MAX_RUN_BLOCKS = 32_768
+"""Blocks in one task at most. A longer run is sent in parts."""
+
+PATHS = 4
+"""A batch of n blocks may carry paths of PATHS x n blocks in all: many short runs deep in the tree
+are sent in several batches."""
+
+HASH: Callable[[LedgerBlock], bytes] = attrgetter("hash")
+TOKENS: Callable[[LedgerBlock], bytes] = attrgetter("tokens")
+
+TIER_OF = {int(tier): tier for tier in Tier}
+"""By bit: to make a tier of a number takes as long as the rest of a short task."""
 
 TIERS = int(ALL_TIERS)
 
@@ -33,6 +46,18 @@ def loss_of(block: LedgerBlock, sink: int) -> int:
     return (view | view >> UNSURE) & TIERS & ~block.due[sink]
 
 
+class BlockRun(NamedTuple):
+    """Blocks in path order, each the parent of the next, that change alike on the tier `bit`."""
+
+    blocks: list[LedgerBlock]
+    bit: int
+    resident: bool
+    reason: Reason
+
+    def __repr__(self) -> str:
+        return discreet(self)
+
+
 class Selection:
     """The differences of a sink that go into one batch.
 
@@ -47,15 +72,15 @@ class Selection:
         self._sink = sink
         self._limit = limit
         self._step = step
-        self._looked = 0
+        self._over = pace(step)
         self._full = False
         self._gained: LedgerBlock | None = None  # the last one
         self._lost: LedgerBlock | None = None
 
-    def steps(self) -> Iterator[None]:
+    def choose(self) -> Iterator[None]:
         """Take about `limit` blocks. A run is taken whole, since each of its parts would carry the
         path from the root."""
-        sink, gains, losses, step = self._sink, self.gains, self.losses, self._step
+        sink, gains, losses, over = self._sink, self.gains, self.losses, self._over
         for block in self._dirty:
             due, view = block.due[sink], block.views[sink]
             if (gain := due & ~(view & ~(view >> UNSURE))) and block not in gains:
@@ -83,18 +108,8 @@ class Selection:
                     yield from self._lose(block)
             if self._full:
                 return
-            self._looked += 1
-            if self._looked >= step:
-                self._looked = 0
+            if over():
                 yield
-
-    def _count(self) -> bool:
-        """Count one block. Returns whether the step is over."""
-        self._looked += 1
-        if self._looked < self._step:
-            return False
-        self._looked = 0
-        return True
 
     def _gain(self, block: LedgerBlock) -> Iterator[None]:
         """Take a gain, after the gains above it."""
@@ -103,7 +118,7 @@ class Selection:
         while above is not None and above not in gains and gain_of(above, sink):
             chain.append(above)
             above = above.parent
-            if self._count():
+            if self._over():
                 yield
         if len(gains) + len(self.losses) >= self._limit and above is not self._gained:
             self._full = True
@@ -111,7 +126,7 @@ class Selection:
         while chain:
             one = chain.pop()
             gains[one] = gain_of(one, sink)
-            if self._count():
+            if self._over():
                 yield
         self._gained = block
 
@@ -124,11 +139,11 @@ class Selection:
         while True:
             while below is not None and (below in losses or not loss_of(below, sink)):
                 below = below.right
-                if self._count():
+                if self._over():
                     yield
             if below is not None:
                 node, below = below, below.child
-                if self._count():
+                if self._over():
                     yield
                 continue
             if len(self.gains) + len(losses) >= self._limit and (
@@ -142,191 +157,131 @@ class Selection:
                     return
             losses[node] = loss_of(node, sink)
             self._lost = node
-            if self._count():
+            if self._over():
                 yield
             if node is top or node.parent is None:
                 return
             node, below = node.parent, node.right
 
-    def by_tier(self) -> Steps[tuple[dict[int, list[LedgerBlock]], dict[int, list[LedgerBlock]]]]:
-        """Gains and losses as lists of blocks by tier."""
-        lists: tuple[dict[int, list[LedgerBlock]], dict[int, list[LedgerBlock]]] = {}, {}
-        for chosen, of_tier in zip((self.gains, self.losses), lists, strict=True):
+    # -- runs
+
+    def runs(self, *, node: bool, max_blocks: int | None) -> Sliced[list[BlockRun]]:
+        """The differences as runs, in the order in which they are sent.
+
+        Args:
+            node: the sink is sent one fact for all tiers.
+            max_blocks: the blocks of a batch, for a sink that is sent paths: only the first runs,
+                whose paths are not much longer. None for a sink that is sent no paths.
+        """
+        gains: dict[int, list[LedgerBlock]] = {}
+        losses: dict[int, list[LedgerBlock]] = {}
+        for chosen, of_tier in ((self.gains, gains), (self.losses, losses)):
             for block, tiers in chosen.items():
                 for bit in BITS[tiers]:
                     of_tier.setdefault(bit, []).append(block)
-                if self._count():
+                if self._over():
                     yield
-        return lists
-
-
-# -- runs: blocks in path order that change alike for a sink, and the order in which runs are sent
-
-
-MAX_RUN_BLOCKS = 32_768
-"""Blocks in one task at most. A longer run is sent in parts."""
-
-PATHS = 4
-"""A batch of n blocks may carry paths of PATHS x n blocks in all: many short runs deep in the tree
-are sent in several batches."""
-
-
-class BlockRun(NamedTuple):
-    """Blocks in path order, each the parent of the next, that change alike.
-
-    Attributes:
-        bit: the tier.
-    """
-
-    blocks: list[LedgerBlock]
-    bit: int
-    resident: bool
-    reason: Reason
-
-    def __repr__(self) -> str:
-        return discreet(self)
-
-
-def runs_of(
-    selection: Selection, *, node: bool, max_blocks: int | None, step: int
-) -> Steps[list[BlockRun]]:
-    """The changes of a selection as runs, in the order in which they are sent.
-
-    Args:
-        selection: the differences of one sink.
-        node: the sink is sent one fact for all tiers.
-        max_blocks: the blocks of a batch, for a sink that is sent paths: only the first runs, whose
-            paths are not much longer. None for a sink that is sent no paths.
-        step: blocks processed in one step.
-    """
-    gains, losses = yield from selection.by_tier()
-    runs: list[BlockRun] = []
-    for bit, blocks in gains.items():
-        runs += yield from join(
-            blocks, bit, resident=True, reason_index=LAST if node else bit, step=step
+        runs: list[BlockRun] = []
+        for bit, blocks in gains.items():
+            runs += yield from self._join(blocks, bit, resident=True, index=LAST if node else bit)
+        # With losses on several tiers a run ends where the set of tiers changes or a branch begins,
+        # so that depth alone orders the runs.
+        alike = self.losses if len(losses) > 1 else None
+        for bit, blocks in losses.items():
+            runs += yield from self._join(
+                blocks, bit, resident=False, index=LAST if node else bit, alike=alike
+            )
+        # Gains first: a block that moves between tiers is on one of them in every view between.
+        runs.sort(
+            key=lambda run: (
+                not run.resident,
+                run.blocks[0].depth if run.resident else -run.blocks[-1].depth,
+            )
         )
-    # With losses on several tiers a run ends where the set of tiers changes or a branch begins, so
-    # that depth alone orders the runs.
-    alike = selection.losses if len(losses) > 1 else None
-    for bit, blocks in losses.items():
-        runs += yield from join(
-            blocks, bit, resident=False, reason_index=LAST if node else bit, step=step, alike=alike
-        )
-    return ordered(runs) if max_blocks is None else list(within(ordered(runs), PATHS * max_blocks))
+        if max_blocks is not None:
+            left = PATHS * max_blocks
+            for i, run in enumerate(runs):
+                left -= run.blocks[-1].depth
+                if i and left < 0:
+                    return runs[:i]
+        return runs
 
+    def _join(
+        self,
+        blocks: Collection[LedgerBlock],
+        bit: int,
+        *,
+        resident: bool,
+        index: int,
+        alike: Mapping[LedgerBlock, int] | None = None,
+    ) -> Sliced[list[BlockRun]]:
+        """Join blocks into runs. Linear in the number of blocks.
 
-def join(
-    blocks: Collection[LedgerBlock],
-    bit: int,
-    *,
-    resident: bool,
-    reason_index: int,
-    step: int,
-    alike: Mapping[LedgerBlock, int] | None = None,
-) -> Steps[list[BlockRun]]:
-    """Join blocks into runs. Linear in the number of blocks.
+        A run follows the parent chain while the reason stays the same. It ends at a branch and at
+        MAX_RUN_BLOCKS.
 
-    A run follows the parent chain while the reason stays the same. It ends at a branch and at
-    MAX_RUN_BLOCKS.
-
-    Args:
-        blocks: the blocks to join.
-        bit: the tier.
-        resident: whether the change is a gain.
-        reason_index: index into `LedgerBlock.reasons`.
-        step: blocks processed in one step.
-        alike: further blocks, each with a value. A branch among them all ends a run, and so does
-            another value.
-    """
-    if len(blocks) == 1:
-        return [
-            BlockRun([one], bit, resident, REASONS[one.reasons[reason_index]]) for one in blocks
-        ]
-    heir = yield from heirs(blocks if alike is None else alike, step)
-    looked = 0
-    runs: list[BlockRun] = []
-    for block in blocks:
-        looked += 1
-        if not looked % step:
-            yield
-        number, parent = block.reasons[reason_index], block.parent
-        if (
-            parent is not None
-            and heir.get(parent) is block
-            and parent.reasons[reason_index] == number
-            and (alike is None or alike[parent] == alike[block])
-        ):
-            continue  # part of its parent's run
-        run, below = [block], heir.get(block)
-        while (
-            below is not None
-            and below.reasons[reason_index] == number
-            and (alike is None or alike[below] == alike[block])
-        ):
-            if len(run) == MAX_RUN_BLOCKS:
-                runs.append(BlockRun(run, bit, resident, REASONS[number]))
-                run = []
-            run.append(below)
-            below = heir.get(below)
-            looked += 1
-            if not looked % step:
+        Args:
+            blocks: the blocks to join.
+            bit: the tier.
+            resident: whether the change is a gain.
+            index: into `LedgerBlock.reasons`.
+            alike: further blocks, each with a value. A branch among them all ends a run, and so
+                does another value.
+        """
+        if len(blocks) == 1:
+            return [BlockRun([one], bit, resident, REASONS[one.reasons[index]]) for one in blocks]
+        heirs = yield from self._heirs(blocks if alike is None else alike)
+        over = pace(self._step)
+        runs: list[BlockRun] = []
+        for block in blocks:
+            if over():
                 yield
-        runs.append(BlockRun(run, bit, resident, REASONS[number]))
-    return runs
+            number, parent = block.reasons[index], block.parent
+            if (
+                parent is not None
+                and heirs.get(parent) is block
+                and parent.reasons[index] == number
+                and (alike is None or alike[parent] == alike[block])
+            ):
+                continue  # part of its parent's run
+            run, below = [block], heirs.get(block)
+            while (
+                below is not None
+                and below.reasons[index] == number
+                and (alike is None or alike[below] == alike[block])
+            ):
+                if len(run) == MAX_RUN_BLOCKS:
+                    runs.append(BlockRun(run, bit, resident, REASONS[number]))
+                    run = []
+                run.append(below)
+                below = heirs.get(below)
+                if over():
+                    yield
+            runs.append(BlockRun(run, bit, resident, REASONS[number]))
+        return runs
 
-
-def heirs(
-    members: Collection[LedgerBlock], step: int
-) -> Steps[dict[LedgerBlock, LedgerBlock | None]]:
-    """By member that has children among the members: its only child there, None if there are
-    several."""
-    found: set[LedgerBlock] = set()
-    looked = 0
-    for block in members:
-        found.add(block)
-        looked += 1
-        if not looked % step:
-            yield
-    heir: dict[LedgerBlock, LedgerBlock | None] = {}
-    for block in members:
-        parent = block.parent
-        if parent is not None and parent in found:
-            heir[parent] = None if parent in heir else block
-        looked += 1
-        if not looked % step:
-            yield
-    return heir
-
-
-def ordered(runs: Iterable[BlockRun]) -> list[BlockRun]:
-    """Gains first, the shallowest first, then losses, the deepest first. So a block that moves
-    between tiers is on one of them in every view between."""
-    return sorted(
-        runs,
-        key=lambda run: (
-            not run.resident,
-            run.blocks[0].depth if run.resident else -run.blocks[-1].depth,
-        ),
-    )
-
-
-def within(runs: list[BlockRun], blocks: int) -> Iterator[BlockRun]:
-    """The first runs (one at least) whose paths have `blocks` blocks in all."""
-    for i, run in enumerate(runs):
-        blocks -= run.blocks[-1].depth
-        if i and blocks < 0:
-            return
-        yield run
+    def _heirs(
+        self, members: Collection[LedgerBlock]
+    ) -> Sliced[dict[LedgerBlock, LedgerBlock | None]]:
+        """By member that has children among the members: its only child there, None if there are
+        several."""
+        over = pace(self._step)
+        found: set[LedgerBlock] = set()
+        for block in members:
+            found.add(block)
+            if over():
+                yield
+        heirs: dict[LedgerBlock, LedgerBlock | None] = {}
+        for block in members:
+            parent = block.parent
+            if parent is not None and parent in found:
+                heirs[parent] = None if parent in heirs else block
+            if over():
+                yield
+        return heirs
 
 
 # -- the flush tasks of runs
-
-
-HASH: Callable[[LedgerBlock], bytes] = attrgetter("hash")
-TOKENS: Callable[[LedgerBlock], bytes] = attrgetter("tokens")
-
-TIER_OF = {int(tier): tier for tier in Tier}
-"""By bit: to make a tier of a number takes as long as the rest of a short task."""
 
 
 class DeliveryBatch(NamedTuple):
@@ -346,12 +301,11 @@ class DeliveryBatch(NamedTuple):
 
     def split(self, count: int) -> tuple[DeliveryBatch, DeliveryBatch]:
         """The first `count` tasks, and the others."""
-        return DeliveryBatch(self.tasks[:count], self.runs[:count]), DeliveryBatch(
-            self.tasks[count:], self.runs[count:], self.cleared
-        )
+        first = DeliveryBatch(self.tasks[:count], self.runs[:count])
+        return first, DeliveryBatch(self.tasks[count:], self.runs[count:], self.cleared)
 
 
-def as_task(run: BlockRun, epoch: int, *, by_name: bool, step: int) -> Steps[FlushTask]:
+def as_task(run: BlockRun, epoch: int, *, by_name: bool, step: int) -> Sliced[FlushTask]:
     """Make the task of a run. by_name: without the path, see `Sink.by_name`."""
     first, last = run.blocks[0], run.blocks[-1]
     if by_name and first is last:  # the usual case while blocks come one by one
@@ -385,7 +339,7 @@ def as_task(run: BlockRun, epoch: int, *, by_name: bool, step: int) -> Steps[Flu
 
 def gathered(
     blocks: list[LedgerBlock], field: Callable[[LedgerBlock], bytes], step: int
-) -> Steps[bytes]:
+) -> Sliced[bytes]:
     """A field of all blocks as one buffer."""
     if len(blocks) <= step:
         return b"".join(map(field, blocks))
@@ -396,7 +350,7 @@ def gathered(
     return bytes(whole)
 
 
-def extra_keys_of(blocks: list[LedgerBlock], step: int) -> Steps[ExtraKeys]:
+def extra_keys_of(blocks: list[LedgerBlock], step: int) -> Sliced[ExtraKeys]:
     """(position, extra key) of the blocks that have one."""
     found: list[tuple[int, bytes]] = []
     for i in range(0, len(blocks), step):
@@ -415,5 +369,4 @@ def clear_task(tiers: int, epoch: int) -> FlushTask:
 
 def path_tokens(block: LedgerBlock) -> bytes:
     """The complete token path from the root to a block."""
-    path: list[LedgerBlock] = finish(path_to(block, block.depth))
-    return b"".join(map(TOKENS, path))
+    return b"".join(map(TOKENS, finish(path_to(block, block.depth))))

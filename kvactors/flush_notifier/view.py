@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvactors.actor.sliced import Steps
+from kvactors.actor.sliced import Sliced, pace
 from kvactors.flush_notifier.blocks import UNSURE, HeldBlock, LedgerBlock, LedgerTree
-from kvactors.flush_notifier.select import DeliveryBatch, Selection, as_task, clear_task, runs_of
+from kvactors.flush_notifier.select import DeliveryBatch, Selection, as_task, clear_task
 from kvactors.types import ALL_TIERS, Tier
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.sinks.base import Sink
+
+TIERS = int(ALL_TIERS)
 
 SHIFT = 3
 """Bits of a set of tiers."""
@@ -73,22 +75,15 @@ class SinkFilter(NamedTuple):
         which DEVICE is due. ABOVE_ALL stands for the block above the first block of a path.
         """
         table = self.table()
-        return tuple(
-            0
-            if not above
-            else table[tiers]
-            if above & Tier.DEVICE
-            else table[tiers] & ~int(Tier.DEVICE)
-            for above in range(ALL_TIERS + 1)
-            for tiers in range(ALL_TIERS + 1)
-        )
-
-
-TIERS = int(ALL_TIERS)
+        below_other_tiers = tuple(tiers & ~int(Tier.DEVICE) for tiers in table)
+        closed = (0,) * len(table)
+        for above in range(1, ALL_TIERS + 1):
+            closed += table if above & Tier.DEVICE else below_other_tiers
+        return closed
 
 
 class SinkView:
-    """One sink's side of the ledger. All work is in steps of at most `LedgerTree.step` blocks.
+    """One sink's side of the ledger. All work is in slices of at most `LedgerTree.step` blocks.
 
     Attributes:
         index: position of this sink in `LedgerBlock.due` and `LedgerBlock.views`.
@@ -143,11 +138,11 @@ class SinkView:
 
     # -- deliveries
 
-    def take(self, limit: int, epoch: int) -> Steps[DeliveryBatch]:
+    def take(self, limit: int, epoch: int) -> Sliced[DeliveryBatch]:
         """Make the next batch of about `limit` blocks.
 
         It is in flight until `delivered` or `refused`. The ledger must not change between the
-        steps.
+        slices.
         """
         tree, by_name = self.tree, self.filter.by_name
         if self.clear_due:
@@ -156,129 +151,111 @@ class SinkView:
                 task = clear_task(self.filter.tiers, epoch)
                 return DeliveryBatch([task], [], tree.order.last_number)
         selection = Selection(self.dirty, self.index, limit, tree.step)
-        yield from selection.steps()
-        runs = yield from runs_of(
-            selection,
-            node=self.filter.node,
-            max_blocks=None if by_name else limit,
-            step=tree.step,
+        yield from selection.choose()
+        runs = yield from selection.runs(
+            node=self.filter.node, max_blocks=None if by_name else limit
         )
         tasks = []
         for run in runs:
             tasks.append((yield from as_task(run, epoch, by_name=by_name, step=tree.step)))
-            for i, block in enumerate(run.blocks, 1):
+            over = pace(tree.step)
+            for block in run.blocks:
                 block.pins += 1
-                if not i % tree.step:
+                if over():
                     yield
         return DeliveryBatch(tasks, runs)
 
-    def delivered(self, batch: DeliveryBatch) -> Steps[None]:
+    def delivered(self, batch: DeliveryBatch) -> Iterator[None]:
         """The sink acknowledged a batch: it is the view now, even if blocks have changed since.
         After a clear, blocks that have come back since differ."""
         tree, index, dirty = self.tree, self.index, self.dirty
-        tree.version += 1
-        tree.settling += 1
+        tree.begin()
         sent: dict[LedgerBlock, int] = {}
-        looked = 0
+        over = pace(tree.step)
         for blocks, bit, resident, _ in batch.runs:
             settled, view = ~(bit | bit << UNSURE), bit if resident else 0
             for block in blocks if resident else reversed(blocks):
                 block.views[index] = block.views[index] & settled | view
                 sent[block] = sent.get(block, 0) | bit | bit << UNSURE
-                looked += 1
-                if not looked % tree.step:
+                if over():
                     yield
-        for i, (block, bits) in enumerate(sent.items(), 1):
+        over = pace(tree.step)
+        for block, bits in sent.items():
             if not (block.due[index] ^ block.views[index]) & ~bits:
                 dirty.pop(block, None)  # a new difference among the sent changes began later
-            if not i % tree.step:
+            if over():
                 yield
-        for i, block in enumerate(tree.order.up_to(batch.cleared), 1):
+
+        def cleared(block: LedgerBlock) -> None:
             if block.views[index]:
-                block.views[index] = 0
                 dirty.pop(block, None)
-                self.compare(block)
-            if not i % tree.step:
-                tree.version += 1
-                yield from tree.trim()
-                yield
+                self._lose(block)
+
+        yield from tree.change_all(cleared, batch.cleared)
         yield from self._release(batch)
 
-    def refused(self, batch: DeliveryBatch) -> Steps[None]:
+    def refused(self, batch: DeliveryBatch) -> Iterator[None]:
         """The sink did not acknowledge a batch. It may have taken any part of it: all of it is sent
         again, as far as it is due then."""
         tree, index = self.tree, self.index
-        tree.version += 1
-        tree.settling += 1
+        tree.begin()
         if batch.cleared:
             self.clear_due = True
-        for i, block in enumerate(tree.order.up_to(batch.cleared), 1):
-            if block.views[index]:
-                self.doubt(block)
-                self.compare(block)
-            if not i % tree.step:
-                yield
-        looked = 0
+            yield from tree.change_all(self._send_again, batch.cleared)
+        over = pace(tree.step)
         for run in batch.runs:
             for block in run.blocks:
                 block.views[index] |= run.bit << UNSURE
-                looked += 1
-                if not looked % tree.step:
+                if over():
                     yield
         yield from self._release(batch)
 
     def _release(self, batch: DeliveryBatch) -> Iterator[None]:
-        tree = self.tree
-        looked = 0
+        tree, over = self.tree, pace(self.tree.step)
         for run in batch.runs:
             for block in run.blocks:
                 self.compare(block)
-                looked += 1
-                if not looked % tree.step:
+                if over():
                     yield
         for run in batch.runs:
             for block in reversed(run.blocks):  # the deepest first, since it is removed first
                 tree.unpin(block)
-                looked += 1
-                if not looked % tree.step:
-                    tree.version += 1
+                if over():
                     yield
-        tree.version += 1
-        tree.settling -= 1
-        yield from tree.trim()
+                    tree.version += 1
+        yield from tree.end()
 
     # -- resync
 
     def reset(self) -> Iterator[None]:
         """The sink's index is empty, and no delivery is in flight: everything that is due is sent
-        again. The ledger must not change between the steps."""
-        tree = self.tree
-        tree.version += 1
-        tree.settling += 1
+        again. The ledger must not change between the slices."""
         self.clear_due = False
-        for i, block in enumerate(tree.order, 1):
-            if block.views[self.index]:
-                block.views[self.index] = 0
-                self.compare(block)
-            if not i % tree.step:
-                tree.version += 1
-                yield from tree.trim()
-                yield
-        tree.version += 1
-        tree.settling -= 1
-        yield from tree.trim()
+        self.tree.begin()
+        yield from self.tree.change_all(self._lose)
+        yield from self.tree.end()
 
     def repeat(self) -> Iterator[None]:
         """The sink's index may have lost any part of the view: all of it is sent again, parents
-        before children. Nothing is removed first, and the ledger may change between the steps."""
-        tree = self.tree
-        for i, block in enumerate(tree.order, 1):
-            if block.views[self.index] & TIERS:
-                tree.version += 1
-                self.doubt(block)
-                self.compare(block)
-            if not i % tree.step:
+        before children. Nothing is removed first, and the ledger may change between the slices."""
+        over = pace(self.tree.step)
+        for block in self.tree.order:
+            self._send_again(block)
+            if over():
                 yield
+
+    def _lose(self, block: LedgerBlock) -> None:
+        """The sink no longer has a block."""
+        if block.views[self.index]:
+            block.views[self.index] = 0
+            self.compare(block)
+
+    def _send_again(self, block: LedgerBlock) -> None:
+        """The sink may have lost a block."""
+        if block.views[self.index] & TIERS:
+            self.tree.version += 1
+            self.doubt(block)
+            self.compare(block)
 
     # -- inspection
 

@@ -17,7 +17,7 @@ from itertools import islice
 from kvactors.actor import Actor
 from kvactors.actor.clock import now
 from kvactors.actor.failures import brief
-from kvactors.actor.sliced import Steps, T
+from kvactors.actor.sliced import Sliced, T
 from kvactors.native import DEVICE, HOST
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.sharded import ShardedSet
@@ -64,7 +64,7 @@ async def divergence_in_slices(system: System, sinks: Collection[str] | None) ->
     return found
 
 
-async def in_slices(steps: Steps[T] | Iterator[None]) -> T:
+async def in_slices(steps: Sliced[T] | Iterator[None]) -> T:
     """Take steps until SLICE is over, let other tasks run, and go on. Returns what they return."""
     until = now() + SLICE
     while True:

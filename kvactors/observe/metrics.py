@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from kvactors.actor.sliced import Steps
+from kvactors.actor.sliced import Sliced
 from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED
 from kvactors.histogram import AGES, BYTES, SECONDS, Histogram
 from kvactors.observe.health import Health, health
@@ -136,7 +136,7 @@ class Snapshot(NamedTuple):
     tenants: dict[str, TenantStatistics]
 
 
-def take_snapshot(system: System, watch: MetricsWatch, leaked: int) -> Steps[Snapshot]:
+def take_snapshot(system: System, watch: MetricsWatch, leaked: int) -> Sliced[Snapshot]:
     """Read the values, in the loop's thread: those of the salts in steps, all others at the end in
     one."""
     tenants = yield from named_tenants(system)

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import msgspec
 
 from kvactors.actor import ActorStatistics, SupervisorStatistics
-from kvactors.actor.sliced import Steps
+from kvactors.actor.sliced import Sliced
 from kvactors.cpu_evictor.memory import HostStatistics
 from kvactors.data_plane.ranks.state import RankStatistics
 from kvactors.flush_notifier.deliver import SinkStatistics
-from kvactors.flush_notifier.ledger import due_of
 from kvactors.flush_notifier.view import SinkFilter
 from kvactors.gpu_swapper.actor import SwapperStatistics
 from kvactors.prefix_index.records import IndexStatistics
@@ -139,7 +138,7 @@ def announceable(system: System, sink: SinkFilter = PER_TIER) -> dict[Tier, set[
     """
     found: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
     where = residency(system)
-    for block, tiers in due_of(system.notifier_actor.ledger, sink, where, ShardedDict()):
+    for block, tiers in system.notifier_actor.ledger.announceable(sink, where, ShardedDict()):
         for tier in Tier:
             if tiers & tier:
                 found[tier].add(block.hash)
@@ -226,7 +225,7 @@ def collect_tenants(system: System) -> Tenants:
     return Tenants(named, unnamed, _others(system, [*named.values(), *unnamed.values()]))
 
 
-def named_tenants(system: System) -> Steps[dict[str, TenantStatistics]]:
+def named_tenants(system: System) -> Sliced[dict[str, TenantStatistics]]:
     """The statistics of the salts with a named quota, one a step. They may be shown to others: any
     other salt may be a secret of its tenant."""
     found: dict[str, TenantStatistics] = {}

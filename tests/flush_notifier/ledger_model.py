@@ -353,8 +353,8 @@ class Model:
         self.book.check()
         if self.fact is not None:
             return
-        unnamed = {key: mask for key, mask in self.truth.items() if mask and key not in self.known}
-        assert self.book.unnamed.tiers == unnamed, "resident blocks whose path is not known"
+        orphans = {key: mask for key, mask in self.truth.items() if mask and key not in self.known}
+        assert self.book.orphans.tiers == orphans, "resident blocks whose path is not known"
         for sink, mirror in enumerate(self.mirrors):
             batch = self.flying[sink]
             if sink in self.ending or (batch is not None and batch.cleared):

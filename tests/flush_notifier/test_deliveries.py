@@ -7,7 +7,7 @@ import pytest
 from kvactors.actor.sliced import finish
 from kvactors.config import FlushConfig
 from kvactors.flush_notifier import deliver
-from kvactors.flush_notifier.deliver import SinkDelivery, step_pause
+from kvactors.flush_notifier.deliver import SinkDelivery, slice_pause
 from tests.flush_notifier.helpers import announced, do, ledger, memory, names
 
 EPOCH = 1
@@ -185,6 +185,6 @@ def test_a_resync_sends_everything_due_again(clock):
 
 
 def test_a_slow_repetition_takes_half_of_its_interval_within_bounds():
-    assert step_pause(100.0, 1000, 100) == pytest.approx(deliver.LONGEST_PAUSE)
-    assert step_pause(10.0, 1000, 50) == pytest.approx(0.25)
-    assert step_pause(0.0, 1000, 50) == pytest.approx(deliver.SHORTEST_PAUSE)
+    assert slice_pause(100.0, 1000, 100) == pytest.approx(deliver.LONGEST_PAUSE_S)
+    assert slice_pause(10.0, 1000, 50) == pytest.approx(0.25)
+    assert slice_pause(0.0, 1000, 50) == pytest.approx(deliver.SHORTEST_PAUSE_S)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 
-from kvactors.flush_notifier.ledger import STEP
+from kvactors.flush_notifier.ledger import STEP_BLOCKS
 from kvactors.flush_notifier.messages import BlocksRemoved, TierCleared
 from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import Wired, announced, finished, memory, names, path
 
-MANY = 4 * STEP + 7
+MANY = 4 * STEP_BLOCKS + 7
 
 
 async def test_others_run_between_the_steps():

@@ -227,10 +227,10 @@ def test_blocks_below_a_path_that_was_not_sent_get_their_entries_when_it_is():
     at its start."""
     book = ledger()
     do(book.announce(announced(1, 2, 3, start=1)))
-    assert (len(book.unnamed.tiers), settle(book)) == (2, [])
+    assert (len(book.orphans.tiers), settle(book)) == (2, [])
     book.check()
     do(book.announce(announced(1, 2, 3)))
-    assert not book.unnamed.tiers
+    assert not book.orphans.tiers
     (task,) = settle(book)
     assert (task.start_block_idx, task.count, task.tokens) == (0, 3, path(1, 2, 3)[0])
 
@@ -270,18 +270,18 @@ def test_a_name_gained_before_its_path_is_known_counts_once_it_is():
     book = ledger()
     do(book.gain(path(1)[1], Tier.HOST, Reason.LOAD))
     do(book.lose(path(1)[1], Tier.STORAGE, Reason.STORAGE_EVICTION))
-    assert book.unnamed.tiers == {path(1)[1]: Tier.HOST}
+    assert book.orphans.tiers == {path(1)[1]: Tier.HOST}
     do(book.announce(announced(1, 2)))
     assert shape(settle(book)) == [(RESIDENT, Tier.DEVICE, 0, 2), (RESIDENT, Tier.HOST, 0, 1)]
-    assert book.unnamed.tiers == {}
+    assert book.orphans.tiers == {}
 
 
-def test_an_unnamed_block_that_goes_is_forgotten():
+def test_an_orphan_that_goes_is_forgotten():
     book = ledger()
     do(book.gain(join_hashes(names(1, 2)), Tier.HOST, Reason.LOAD))
     do(book.lose(names(1)[0], Tier.HOST, Reason.CPU_EVICTION))
     do(book.clear(Tier.HOST, Reason.CLEAR))
-    assert book.unnamed.tiers == {}
+    assert book.orphans.tiers == {}
 
 
 @pytest.mark.parametrize("first", ["path", "names"])

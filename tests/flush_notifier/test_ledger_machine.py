@@ -218,4 +218,4 @@ def test_a_small_limbo_forgets_only_blocks_on_no_tier(idle_limit):
             do(book.gain(names(*branch)[-1], Tier.DEVICE, Reason.LOAD))
         kept.update(names(*branch)[i % 3 :] if not i % 4 else ())
         book.check()
-        assert kept <= set(book.blocks) | set(book.unnamed.tiers)
+        assert kept <= set(book.blocks) | set(book.orphans.tiers)

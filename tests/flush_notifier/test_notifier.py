@@ -170,14 +170,14 @@ async def test_a_cleared_tier_is_sent_as_gone():
         assert sink.view() == NOTHING | {Tier.HOST: set(names(1))}
 
 
-async def test_divergence_counts_blocks_with_a_path_and_unnamed_those_without():
+async def test_divergence_counts_blocks_with_a_path_and_orphans_those_without():
     wired = Wired(memory("each"), memory("node", granularity="node"))
     async with wired.running():
         await wired.tell(announced(1, 2, 3), BlocksAdded(path(8, 9)[1], Tier.HOST, Reason.LOAD))
         await wired.settle()
         held = {Tier.DEVICE: set(names(1, 2, 3)), Tier.HOST: set(names(8, 9))}
         assert wired.actor.sinks.divergence(held) == 0
-        assert len(wired.actor.ledger.unnamed) == 2
+        assert len(wired.actor.ledger.orphans) == 2
         assert wired.actor.sinks.divergence({Tier.DEVICE: set(names(1))}) == 2
         assert wired.actor.sinks.divergence({**held, Tier.HOST: set(names(1))}) == 1, (
             "per tier one differs, for the node none does"
@@ -261,7 +261,7 @@ async def test_without_sinks_it_keeps_no_books():
         )
         await wired.settle()
         assert not wired.actor.ledger.blocks
-        assert not wired.actor.ledger.unnamed.tiers
+        assert not wired.actor.ledger.orphans.tiers
 
 
 async def test_a_turn_of_thousands_of_blocks_is_one_task():

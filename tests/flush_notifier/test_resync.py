@@ -14,7 +14,7 @@ import kvactors
 from kvactors.actor.clock import deadline_after
 from kvactors.config import Config
 from kvactors.errors import ConfigError, DeadlineExceeded, SinkError
-from kvactors.flush_notifier.deliver import LONGEST_PAUSE, SHORTEST_PAUSE, step_pause
+from kvactors.flush_notifier.deliver import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, slice_pause
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import BlocksRemoved, FlushTask, Resync
 from kvactors.flush_notifier.sinks import Sink
@@ -265,10 +265,10 @@ async def test_a_slow_repetition_waits_until_the_sink_has_taken_a_batch():
 
 
 def test_a_repetition_takes_about_half_of_its_interval():
-    assert step_pause(600.0, 1_000_000, 256) == pytest.approx(600 / 2 / (1_000_000 / 256))
-    assert step_pause(600.0, 10, 256) == LONGEST_PAUSE
-    assert step_pause(0.1, 10_000_000, 256) == SHORTEST_PAUSE
-    assert step_pause(10.0, 0, 256) == LONGEST_PAUSE
+    assert slice_pause(600.0, 1_000_000, 256) == pytest.approx(600 / 2 / (1_000_000 / 256))
+    assert slice_pause(600.0, 10, 256) == LONGEST_PAUSE_S
+    assert slice_pause(0.1, 10_000_000, 256) == SHORTEST_PAUSE_S
+    assert slice_pause(10.0, 0, 256) == LONGEST_PAUSE_S
 
 
 # -- the ledger

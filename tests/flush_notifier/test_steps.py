@@ -15,7 +15,7 @@ import pytest
 
 from kvactors.actor.sliced import finish
 from kvactors.flush_notifier.blocks import BlockOrder, LedgerBlock
-from kvactors.flush_notifier.ledger import Ledger, divergence_steps
+from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import BlocksRemoved, CallLate, Delivered, PathCached
 from kvactors.flush_notifier.select import MAX_RUN_BLOCKS
 from kvactors.types import Reason, Residency, Tier, join_hashes
@@ -153,9 +153,9 @@ def test_names_without_a_path():
     bounded(book.gain(join_hashes(KEYS), Tier.HOST, Reason.LOAD))
     bounded(book.check_steps())
     bounded(book.clear(Tier.DEVICE, Reason.CLEAR))
-    assert len(book.unnamed.tiers) == MANY
+    assert len(book.orphans.tiers) == MANY
     bounded(book.clear(Tier.HOST, Reason.CLEAR))
-    assert not book.unnamed.tiers
+    assert not book.orphans.tiers
 
 
 def test_divergence_is_counted_in_steps():
@@ -163,9 +163,9 @@ def test_divergence_is_counted_in_steps():
     bounded(book.announce(CHAIN))
     sent(book)
     tiers = {Tier.DEVICE: set(KEYS[:-3]), Tier.HOST: set(KEYS[:5])}
-    assert bounded(divergence_steps(book, [0], {}, tiers)) == 8
+    assert bounded(book.divergence_steps([0], {}, tiers)) == 8
     mirror = {Tier.DEVICE: set(KEYS), Tier.HOST: set()}
-    assert bounded(divergence_steps(book, [0], {0: mirror}, tiers)) == 8
+    assert bounded(book.divergence_steps([0], {0: mirror}, tiers)) == 8
 
 
 def test_a_snapshot_continues_while_entries_are_added_and_removed():
@@ -223,10 +223,10 @@ def test_a_check_reports_errors_and_not_concurrent_changes():
     with pytest.raises(AssertionError, match="child counts"):
         book.check()
     some.children -= 1
-    book.unnamed.tiers[names(107)[0]] = 1
-    with pytest.raises(AssertionError, match="unnamed block in the tree"):
+    book.orphans.tiers[names(107)[0]] = 1
+    with pytest.raises(AssertionError, match="orphan in the tree"):
         book.check()
-    del book.unnamed.tiers[names(107)[0]]
+    del book.orphans.tiers[names(107)[0]]
     book.check()
     orphan = names(119)[0]
     del book.blocks[orphan]
@@ -298,8 +298,8 @@ async def test_an_answer_while_the_end_of_its_call_is_settled_is_late():
         actor = wired.actor
         actor.ledger.tree.step = 1
         ended = []
-        end = actor._caller.end
-        actor._caller.end = lambda one, error: (ended.append(one.number), end(one, error))[1]
+        end = actor._end
+        actor._end = lambda one, error: (ended.append(one.number), end(one, error))[1]
         await wired.tell(announced(*range(50)))
         while not actor.sinks.deliveries[0].in_flight:
             await asyncio.sleep(0)

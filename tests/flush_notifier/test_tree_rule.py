@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 
 from kvactors.actor.sliced import finish
-from kvactors.flush_notifier.ledger import divergence_steps
 from kvactors.flush_notifier.view import SinkFilter
 from kvactors.types import Reason, Residency, Tier, join_hashes, split_hashes
 from tests.flush_notifier.helpers import (
@@ -329,8 +328,8 @@ def test_blocks_that_cannot_be_announced_do_not_differ(view, differing):
     do(book.lose(names(1)[0], DEVICE, Reason.CORRUPT))
     settle(book)
     tiers = {DEVICE: set(names(1, 2, 3)[1:]), HOST: set(names(1, 2, 3)[2:])}
-    assert finish(divergence_steps(book, [0], {}, tiers)) == differing
-    assert finish(divergence_steps(book, [0], {0: {DEVICE: {names(1, 2)[1]}}}, tiers)) == 1
-    assert finish(divergence_steps(book, [0], {0: {DEVICE: {bytes(32)}}}, tiers)) == 1, (
+    assert finish(book.divergence_steps([0], {}, tiers)) == differing
+    assert finish(book.divergence_steps([0], {0: {DEVICE: {names(1, 2)[1]}}}, tiers)) == 1
+    assert finish(book.divergence_steps([0], {0: {DEVICE: {bytes(32)}}}, tiers)) == 1, (
         "a block of which the ledger has no entry"
     )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvactors.config import FlushConfig
-from kvactors.flush_notifier import deliver
 from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.deliver import SinkDelivery
 from kvactors.flush_notifier.messages import (
     BlocksRemoved,
     CallLate,
@@ -32,10 +32,10 @@ class Calls:
     def __init__(self) -> None:
         self.started: list[Any] = []
 
-    def __call__(self, sink: Any, work: Any) -> asyncio.Future[str]:
-        self.started.append(work.args[1] if work.keywords["begun"] else work.args[0])
-        sink.call = asyncio.get_running_loop().create_future()
-        return sink.call
+    def start(self, delivery: SinkDelivery, epoch: int) -> asyncio.Future[str]:
+        self.started.append(tuple(delivery.batch.tasks) if delivery.begun else epoch)
+        delivery.sink.call = asyncio.get_running_loop().create_future()
+        return delivery.sink.call
 
     def tasks(self) -> list[tuple[Residency, int, int]]:
         """The tasks of the last call."""
@@ -80,7 +80,7 @@ class Notifier:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     found = Calls()
-    monkeypatch.setattr(deliver, "start_call", found)
+    monkeypatch.setattr(SinkDelivery, "start", lambda *call: found.start(*call))
     return found
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from kvactors import sharded
-from kvactors.flush_notifier import ledger
+from kvactors.flush_notifier.ledger import Ledger
 from kvactors.observe.invariants import check_steps
 from kvactors.sharded import FREED, SHARDS, ShardedDict, ShardedSet
 from tests.support.cache import opened, prompt, serve
@@ -73,13 +73,13 @@ async def test_a_check_frees_what_it_made_in_steps(monkeypatch):
 
     noted(ShardedSet)
     noted(ShardedDict)
-    counts = ledger._check_counts
+    counts = Ledger._check_counts
 
     def noted_counts(ledger, version, blocks, children):
         lists.append(blocks)
         return counts(ledger, version, blocks, children)
 
-    monkeypatch.setattr(ledger, "_check_counts", noted_counts)
+    monkeypatch.setattr(Ledger, "_check_counts", noted_counts)
     monkeypatch.setattr(sharded, "FREED", 1)
     async with opened(device=32, host={"slots": 8, "transit_slots": 16}) as cache:
         for number in range(4):

@@ -18,7 +18,7 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "batches at the store": ("kvactors.storage.batches", "IN_FLIGHT"),
     "names of a report": ("kvactors.storage.reports", "REPORT_PAGE"),
     "blocks of a page of paths": ("kvactors.storage.reports", "PATH_PAGE"),
-    "stored blocks waiting": ("kvactors.flush_notifier.ledger", "MAX_UNPLACED"),
+    "stored blocks waiting": ("kvactors.flush_notifier.ledger", "MAX_WAITING_ORPHANS"),
     "saves waiting": ("kvactors.storage.device_store", "WAITING"),
     "scopes remembered": ("kvactors.prefix_index.announcements", "MOST_SCOPES"),
     "blocks of a turn": ("kvactors.prefix_index.parts", "BLOCKS"),

@@ -106,7 +106,7 @@ async def test_stored_blocks_are_announced_after_a_restart(tmp_path, monkeypatch
     assert len(before) == 2 + 10 * 3
     monkeypatch.setattr(reporter.reports, "PATH_PAGE", limit)
     monkeypatch.setattr(slab_paths, "CHUNK", limit)
-    monkeypatch.setattr(ledger, "MAX_UNPLACED", 1)
+    monkeypatch.setattr(ledger, "MAX_WAITING_ORPHANS", 1)
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.wait_flushed(at_rest=at_rest)
         assert announced(cache) == before
@@ -149,11 +149,11 @@ async def test_a_block_whose_parent_is_gone_waits_for_it(tmp_path):
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.wait_flushed()
         assert announced(cache) == {keys[0]}
-        assert len(cache.system.notifier_actor.ledger.unnamed.unplaced) == 30
+        assert len(cache.system.notifier_actor.ledger.orphans.waiting) == 30
         await serve(cache, "only the beginning", prompt(99, 3))
         await cache.wait_flushed()
         assert announced(cache) >= before
-        assert not cache.system.notifier_actor.ledger.unnamed.unplaced
+        assert not cache.system.notifier_actor.ledger.orphans.waiting
         assert cache.check() == []
 
 
@@ -329,5 +329,5 @@ async def test_names_of_blocks_that_are_nowhere_are_ignored(tmp_path):
         cache.system.notifier.try_tell(writer.PathsFound((part,), frozenset([root])))
         await cache.wait_idle()
         assert len(ledger.blocks) == before
-        assert not ledger.unnamed.unplaced
+        assert not ledger.orphans.waiting
         assert cache.check() == []

@@ -1,4 +1,4 @@
-"""UnnamedBlocks: resident blocks without a known path, and those that wait for a parent."""
+"""Orphans: resident blocks without a known path, and those that wait for a parent."""
 
 from __future__ import annotations
 
@@ -7,64 +7,64 @@ import pytest
 from kvactors.actor.sliced import finish
 from kvactors.flush_notifier import ledger
 from kvactors.flush_notifier.blocks import LedgerBlock, LedgerTree
-from kvactors.flush_notifier.ledger import UnnamedBlocks, UnplacedBlock
+from kvactors.flush_notifier.ledger import OrphanBlock, Orphans
 from kvactors.flush_notifier.messages import PLAIN
 
 
-def below(parent: bytes) -> UnplacedBlock:
-    return UnplacedBlock(parent, b"tokens", b"", PLAIN)
+def below(parent: bytes) -> OrphanBlock:
+    return OrphanBlock(parent, b"tokens", b"", PLAIN)
 
 
 def test_a_block_on_no_tier_is_forgotten():
-    blocks = UnnamedBlocks()
+    blocks = Orphans()
     blocks.gain(b"a", 1)
     blocks.gain(b"a", 2)
     blocks.wait(b"a", below(b"p"))
     blocks.lose(b"a", 1)
-    assert (blocks.tiers, list(blocks.unplaced)) == ({b"a": 2}, [b"a"])
+    assert (blocks.tiers, list(blocks.waiting)) == ({b"a": 2}, [b"a"])
     blocks.lose(b"a", 2)
-    assert (len(blocks), blocks.unplaced) == (0, {})
+    assert (len(blocks), blocks.waiting) == (0, {})
 
 
 def test_a_cleared_tier_forgets_blocks_of_that_tier_alone():
-    blocks = UnnamedBlocks()
+    blocks = Orphans()
     for key, tiers in ((b"a", 1), (b"b", 3)):
         blocks.gain(key, tiers)
         blocks.wait(key, below(b"p"))
     finish(blocks.clear(1, 1))
-    assert (blocks.tiers, list(blocks.unplaced)) == ({b"b": 2}, [b"b"])
+    assert (blocks.tiers, list(blocks.waiting)) == ({b"b": 2}, [b"b"])
 
 
-def test_blocks_become_placeable_when_their_parent_is_added():
-    blocks, tree = UnnamedBlocks(), LedgerTree(10, 256)
+def test_blocks_become_attachable_when_their_parent_is_added():
+    blocks, tree = Orphans(), LedgerTree(10, 256)
     for key in (b"a", b"b", b"other"):
         blocks.gain(key, 4)
         blocks.wait(key, below(b"x" if key == b"other" else b"p"))
-    assert blocks.next_placeable(tree) is None
+    assert blocks.next_attachable(tree) is None
     parent = LedgerBlock(b"p", None, b"", b"", PLAIN, 1)
-    assert blocks.place(b"p") == 0
+    assert blocks.take_tiers(b"p") == 0
     tree.add(parent)
-    assert [blocks.next_placeable(tree) for _ in range(3)] == [
+    assert [blocks.next_attachable(tree) for _ in range(3)] == [
         (b"a", parent, below(b"p")),
         (b"b", parent, below(b"p")),
         None,
     ]
-    assert list(blocks.unplaced) == [b"other"]
+    assert list(blocks.waiting) == [b"other"]
 
 
-def test_placing_a_block_returns_its_tiers_and_ends_its_wait():
-    blocks = UnnamedBlocks()
+def test_attaching_a_block_returns_its_tiers_and_ends_its_wait():
+    blocks = Orphans()
     blocks.gain(b"a", 5)
     blocks.wait(b"a", below(b"p"))
-    assert blocks.place(b"a") == 5
-    assert (blocks.tiers, blocks.unplaced) == ({}, {})
+    assert blocks.take_tiers(b"a") == 5
+    assert (blocks.tiers, blocks.waiting) == ({}, {})
 
 
 def test_the_oldest_block_is_forgotten_beyond_the_limit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ledger, "MAX_UNPLACED", 2)
-    blocks = UnnamedBlocks()
+    monkeypatch.setattr(ledger, "MAX_WAITING_ORPHANS", 2)
+    blocks = Orphans()
     for key in (b"a", b"b", b"c"):
         blocks.gain(key, 1)
         blocks.wait(key, below(b"p"))
-    assert list(blocks.unplaced) == [b"b", b"c"]
+    assert list(blocks.waiting) == [b"b", b"c"]
     assert len(blocks) == 3, "it is resident all the same"
