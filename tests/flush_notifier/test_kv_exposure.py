@@ -249,7 +249,7 @@ async def test_many_readers_at_once_all_get_their_answer(tmp_path):
 
 
 async def test_readers_that_take_nothing_lose_their_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvactors.flush_notifier.sinks.kv_stream.STALLED", 0.2)
+    monkeypatch.setattr("kvactors.flush_notifier.sinks.kv_stream.STALL_S", 0.2)
     async with opened(tmp_path, replay_window=5_000) as sink, AsyncExitStack() as stack:
         await sink.begin_epoch(7)
         for i in range(5_000):

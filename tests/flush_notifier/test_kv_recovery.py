@@ -329,7 +329,7 @@ async def test_numbers_that_rise_are_not_filled_up(tmp_path):
 
 
 async def test_more_empty_batches_than_the_bound_are_not_sent(tmp_path, monkeypatch):
-    monkeypatch.setattr(kv_stream, "FILL", 10)
+    monkeypatch.setattr(kv_stream, "MAX_FILL_BATCHES", 10)
     async with (
         opened(tmp_path, replay_window=4) as sink,
         socket(zmq.DEALER, sink.replay_endpoint) as dealer,
@@ -445,7 +445,7 @@ async def test_a_batch_published_while_a_state_is_made_is_not_in_it(tmp_path, ma
         held = [Tier.DEVICE, Tier(0), Tier(0)]
 
         def source(*, every=False):
-            for i in range(kv_stream.STEP):
+            for i in range(kv_stream.SLICE_BLOCKS):
                 yield HeldBlock(i.to_bytes(32, "big"), ROOT, 0, b"", 0, RequestScope())
             for i, tiers in enumerate(held):
                 parent = KEYS[i - 1] if i else ROOT
@@ -457,7 +457,7 @@ async def test_a_batch_published_while_a_state_is_made_is_not_in_it(tmp_path, ma
         await sink.begin_epoch(7)
         sink.events.hold()
         making = asyncio.create_task(sink.events.state())
-        while sink.events.states.number == kv_wire.END:
+        while sink.events.state_number == kv_wire.END:
             await asyncio.sleep(0)
         number = sink.events.sequence
         await sink.deliver([task(1, 2)])
@@ -502,9 +502,9 @@ def test_events_joined_by_hand_equal_the_encoders():
 
 
 def kv_state_part(count: int):
-    from kvactors.flush_notifier.sinks.kv_stream import encoded
+    from kvactors.flush_notifier.sinks.kv_stream import Part
 
-    return encoded(
+    return Part.of(
         [msgspec.msgpack.encode(BlockStored([1], None, [1], 1, None, "GPU", None))] * count
     )
 
@@ -676,7 +676,7 @@ async def test_a_state_is_dropped_when_no_reader_needs_it(tmp_path):
         await answers(dealer)
         while sink.events._readers:
             await asyncio.sleep(0.01)
-        assert sink.events.states._last is None
+        assert sink.events._state is None
         await node.work(3)
         assert len(sink.events.window.since(0)) == 2
 

@@ -16,7 +16,12 @@ from kvactors.actor.log import get_logger
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
 from kvactors.flush_notifier.sinks.kv_sockets import Sockets
-from kvactors.flush_notifier.sinks.kv_stream import QUEUED, DetailStream, EventStream, ReplayServer
+from kvactors.flush_notifier.sinks.kv_stream import (
+    QUEUED_MESSAGES,
+    DetailStream,
+    EventStream,
+    ReplayServer,
+)
 from kvactors.flush_notifier.sinks.kv_wire import KvEventEncoder
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.zmq_endpoint import of_rank
@@ -114,7 +119,7 @@ class KvEventsSink(Sink):
                 self.detail_endpoint = sockets.address(socket)
             self.details.sender = sockets.sender(socket)
             if self.replay_endpoint:
-                router = await sockets.router(self.replay_endpoint, QUEUED)
+                router = await sockets.router(self.replay_endpoint, QUEUED_MESSAGES)
                 self.replay_endpoint = sockets.address(router)
                 five = config.replay == "five_frames"
                 self.server = ReplayServer(router, self.events, with_topic=five)
@@ -138,7 +143,7 @@ class KvEventsSink(Sink):
 
     async def close(self) -> None:
         """Close the sockets. Published messages leave within LINGER seconds, without a wait."""
-        self.events.states.release()
+        self.events.drop_state()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -221,7 +226,7 @@ class KvEventsSink(Sink):
             self.details.sequence,
             stream.window.held,
             *counts,
-            stream.states.made,
+            stream.states_made,
         )
 
 

@@ -15,14 +15,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
 
 from kvactors.actor.log import get_logger
+from kvactors.actor.sliced import pace
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
@@ -32,447 +33,53 @@ from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, encode_ba
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.types import ALL_TIERS, HASH_BYTES, Residency, Tier
 
-# -- the state at one sequence number, for readers that miss more than is kept for replay
-#
-# It is read from the ledger in steps, while deliveries continue. Their changes are corrected, so
-# that the state is exactly that of its number: a reader that applies it and then every batch from
-# that number on applies each change once.
-
-
-PART = 256
+STATE_PART_BLOCKS = 256
 """Blocks in one batch of a state."""
 
-STEP = 128
-"""Blocks read from the ledger, or corrected, in one step."""
+SLICE_BLOCKS = 128
+"""Blocks read from the ledger, or corrected, in one slice."""
 
 KNOWN = 8
 """Bits by which `StreamChanges` shifts the known tiers."""
 
-_encoder = msgspec.msgpack.Encoder()
-
-
-class StreamChanges:
-    """How the ledger's view of the sink differs from the stream up to a number.
-
-    Args:
-        last: tasks published before that number that the ledger may not have in the view yet.
-
-    Attributes:
-        empty: the last task before the number removed everything.
-        cleared: a later task removed everything, so the ledger no longer has the blocks of the
-            number.
-    """
-
-    def __init__(self, last: Sequence[FlushTask]) -> None:
-        self.empty = any(not task.count for task in last)
-        self.cleared = False
-        # by block hash: tiers at the number, and above them for which tiers that is known
-        self._tiers: dict[bytes, int] = {}
-        self._pending: deque[tuple[FlushTask, bool]] = deque((task, True) for task in last)
-
-    def note(self, tasks: Iterable[FlushTask]) -> None:
-        """Note tasks that are about to be published, with the state's number or a later one. Before
-        that number each of their changes was the other way round."""
-        self._pending.extend((task, False) for task in tasks)
-
-    async def settle(self) -> None:
-        """Apply everything noted so far. Nothing is noted between the return and the caller's next
-        await."""
-        looked = 0
-        while self._pending:
-            task, holds = self._pending.popleft()
-            if not task.count:
-                self.cleared |= not holds
-                continue
-            bit, resident = int(task.tier), task.residency is Residency.RESIDENT
-            for start in range(0, len(task.hashes), HASH_BYTES):
-                block_hash = task.hashes[start : start + HASH_BYTES]
-                tiers = self._tiers.get(block_hash, 0)
-                if holds or not tiers >> KNOWN & bit:
-                    here = resident is holds
-                    self._tiers[block_hash] = tiers & ~bit | bit << KNOWN | (bit if here else 0)
-                looked += 1
-                if not looked % STEP:
-                    await asyncio.sleep(0)
-
-    def tiers(self, held: HeldBlock) -> int:
-        """The tiers of a block at the number."""
-        changed = self._tiers.get(held.hash)
-        if changed is None:
-            return held.tiers
-        known = changed >> KNOWN
-        return held.tiers & ~known | changed & known
-
-
-class Part(NamedTuple):
-    """Consecutive events of a state, encoded.
-
-    Attributes:
-        size: how many.
-    """
-
-    size: int
-    events: bytes
-
-
-class StreamState(NamedTuple):
-    """A state as encoded events.
-
-    Attributes:
-        number: sequence number of the first batch that is not part of it.
-        parts: AllBlocksCleared, then the blocks, parents before children.
-    """
-
-    number: int
-    parts: list[Part]
-
-    def payloads(self, most: int, dp_rank: int) -> Iterator[bytes]:
-        """The state as at most `most` batches (at least one)."""
-        size = -(-len(self.parts) // max(1, most))
-        for start in range(0, len(self.parts), size):
-            yield joined(self.parts[start : start + size], dp_rank)
-
-    def count(self, most: int) -> int:
-        """Number of batches that `payloads` yields."""
-        size = -(-len(self.parts) // max(1, most))
-        return -(-len(self.parts) // size)
-
-    def stored(self) -> Iterator[Any]:
-        """The parts without AllBlocksCleared, each as an encoded array of events."""
-        for part in self.parts[1:]:
-            yield msgspec.Raw(array_head(part.size) + part.events)
-
-
-def joined(parts: Sequence[Part], dp_rank: int) -> bytes:
-    """Parts as the payload of one batch."""
-    stamp, rank = _encoder.encode(time.time()), _encoder.encode(dp_rank)
-    head = array_head(3) + stamp + array_head(sum(part.size for part in parts))
-    return b"".join((head, *(part.events for part in parts), rank))
-
-
-def array_head(count: int) -> bytes:
-    """The beginning of a msgpack array."""
-    if count < 16:
-        return bytes([0x90 | count])
-    return (
-        b"\xdc" + count.to_bytes(2, "big")
-        if count < 1 << 16
-        else b"\xdd" + count.to_bytes(4, "big")
-    )
-
-
-def encoded(events: Sequence[bytes]) -> Part:
-    """Events as a part."""
-    return Part(len(events), b"".join(events))
-
-
-def stored_of(held: HeldBlock, tiers: int, encoder: KvEventEncoder) -> Iterator[bytes]:
-    """One BlockStored for each of the tiers."""
-    for tier in Tier:
-        if tiers & tier:
-            yield encoder.held(held, tier)
-
-
-async def make_state(
-    number: int, source: SnapshotSource, changes: StreamChanges, encoder: KvEventEncoder
-) -> StreamState | None:
-    """Make the state at a number. None if everything was removed before it was complete."""
-    parts = [encoded([encoder.cleared])]
-    if changes.empty:
-        return StreamState(number, parts)
-    events: list[bytes] = []
-    blocks = 0
-    held_blocks = iter(source(every=True))
-    while True:
-        await changes.settle()
-        some = list(islice(held_blocks, STEP))
-        for held in some:
-            tiers = changes.tiers(held) & ALL_TIERS.value
-            if tiers:
-                events += stored_of(held, tiers, encoder)
-                blocks += 1
-        if blocks >= PART or not some:
-            if events:
-                parts.append(encoded(events))
-            events, blocks = [], 0
-        if changes.cleared:
-            return None
-        if not some:
-            return StreamState(number, parts)
-        await asyncio.sleep(0)
-
-
-class StateMaker:
-    """Makes states one at a time, and keeps the last one for further readers until `release`.
-
-    Args:
-        begin: gives the number of a new state and the corrections for it.
-        end: called with these corrections when the state is made.
-        source: gives the source of the view.
-        usable: whether the batches from a number on are still kept.
-        encoder: of the events.
-
-    Attributes:
-        made: states made.
-        number: of the last state, END if no reader needs it.
-    """
-
-    def __init__(
-        self,
-        begin: Callable[[], tuple[int, StreamChanges]],
-        end: Callable[[StreamChanges], None],
-        source: Callable[[], SnapshotSource],
-        usable: Callable[[int], bool],
-        encoder: KvEventEncoder,
-    ) -> None:
-        self.made = 0
-        self.number = END
-        self._begin = begin
-        self._end = end
-        self._source = source
-        self._usable = usable
-        self._encoder = encoder
-        self._last: StreamState | None = None
-        self._making: asyncio.Task[StreamState] | None = None
-
-    async def state(self) -> StreamState:
-        """A state after which every batch is still kept. Errors of the ledger pass."""
-        if self._last is not None and self._usable(self._last.number):
-            return self._last
-        if self._making is None or self._making.done():
-            self._making = asyncio.get_running_loop().create_task(self._make())
-            # retrieved here even if no reader waits
-            self._making.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(self._making)
-
-    async def _make(self) -> StreamState:
-        while True:
-            number, changes = self._begin()
-            try:
-                state = await make_state(number, self._source(), changes, self._encoder)
-            finally:
-                self._end(changes)
-            if state is not None:
-                self._last = state
-                self.made += 1
-                return state
-
-    def release(self) -> None:
-        """No reader needs a state now."""
-        self._last = None
-        self.number = END
-        if self._making is not None:
-            self._making.cancel()
-            self._making = None
-
-
-class EventStream:
-    """The batches of a publisher: numbered, sent, kept for replay, and summed up as states.
-
-    Attributes:
-        sequence: number of the next batch.
-        first: number of this process's first batch.
-        fill: whether readers insist on every number.
-        window: the last batches.
-        states: made of the view and the batches.
-        source: of the view.
-        sender: sends a message to the readers. Set when the socket is open.
-    """
-
-    def __init__(self, config: KvEventsSinkConfig, encoder: KvEventEncoder, first: int) -> None:
-        self.first = self.sequence = first
-        self.fill = config.numbers == "from_zero"
-        self.topic = config.topic.encode()
-        self.window = Window(config.replay_window, config.replay_bytes)
-        self.epoch = 0
-        self.source: SnapshotSource = _no_blocks
-        self.sender: Send = _not_open
-        self.states = StateMaker(
-            self._begin_state, self._end_state, lambda: self.source, self._kept, encoder
-        )
-        self._dp_rank = config.dp_rank
-        self._encode = encoder.batch
-        # published by the last call: may not be in the ledger's view of the sink yet
-        self._last: Sequence[FlushTask] = ()
-        self._call: Sequence[FlushTask] | None = None  # tasks of the call in progress
-        self._call_from = first  # number of that call's first batch
-        self._changes: list[StreamChanges] = []  # of the states in progress
-        self._readers = 0
-
-    def publish(self, events: list[bytes]) -> None:
-        """Send one batch of encoded events."""
-        self._send(self._encode(time.time(), events))
-
-    def _send(self, payload: bytes) -> None:
-        number = self.sequence
-        self.window.add(number, payload)
-        self.sender(self.topic, number, payload)
-        self.sequence = number + 1
-
-    # -- calls
-
-    def begin_call(self, tasks: Sequence[FlushTask]) -> None:
-        """Tasks are about to be published."""
-        self._call, self._call_from = tasks, self.sequence
-        self._keep()
-        for changes in self._changes:
-            changes.note(tasks)
-
-    def end_call(self, published: Sequence[FlushTask]) -> None:
-        """The tasks of the call that were published."""
-        self._last, self._call = published, None
-        self._keep()
-
-    def publish_call(self, tasks: Sequence[FlushTask], payload: bytes) -> None:
-        """Send the batch of a call that needs no other: `begin_call`, `publish` and `end_call` in
-        one."""
-        for changes in self._changes:
-            changes.note(tasks)
-        self._last = ()
-        self._send(payload)
-        self._last = tasks
-
-    @property
-    def published_in_call(self) -> bool:
-        """Whether the call in progress has published a batch."""
-        return self.sequence != self._call_from
-
-    def _keep(self) -> None:
-        """The window must keep the batches of the call in progress, and those after a state that
-        readers are sent."""
-        number = self.states.number
-        self.window.needed = number if self._call is None else min(number, self._call_from)
-
-    # -- the state
-
-    def _begin_state(self) -> tuple[int, StreamChanges]:
-        if self._call is None:
-            number, changes = self.sequence, StreamChanges(self._last)
-        else:  # the tasks of the call before this one are in the view
-            number, changes = self._call_from, StreamChanges(())
-            changes.note(self._call)
-        self._changes.append(changes)
-        self.states.number = number
-        self._keep()
-        return number, changes
-
-    def _end_state(self, changes: StreamChanges) -> None:
-        self._changes.remove(changes)
-
-    def _kept(self, number: int) -> bool:
-        return number >= self.window.first or number == self.sequence
-
-    async def state(self) -> StreamState:
-        """The state at a number from which on every batch is kept."""
-        return await self.states.state()
-
-    def hold(self) -> None:
-        """A reader is being answered: a state made for it is kept."""
-        self._readers += 1
-
-    def release(self) -> None:
-        """One reader less. Without readers the window keeps no more than configured."""
-        self._readers -= 1
-        if not self._readers:
-            self.states.release()
-            self._keep()
-
-    def payloads(self, state: StreamState, most: int) -> Iterator[bytes]:
-        """A state as at most `most` batches."""
-        return state.payloads(most, self._dp_rank)
-
-    def empty(self) -> bytes:
-        """The payload of a batch without events."""
-        return self._encode(time.time(), [])
-
-    async def snapshot(self) -> AsyncIterator[bytes]:
-        """Parts of a snapshot, each a payload of one record. A reader discards its state, applies
-        every part, then every batch from `next_sequence` on."""
-        state = await self.state()
-        number = 0
-        for events in state.stored():
-            yield self._part(state.number, number, events, last=False)
-            number += 1
-            await asyncio.sleep(0)
-        yield self._part(state.number, number, [], last=True)
-
-    def _part(self, next_sequence: int, number: int, events: Any, *, last: bool) -> bytes:
-        record = {
-            "type": "Snapshot",
-            "epoch": self.epoch,
-            "next_sequence": next_sequence,
-            "part": number,
-            "last": last,
-            "events": events,
-        }
-        return encode_batch(time.time(), [record], self._dp_rank)
-
-
-class DetailStream:
-    """The second stream: epochs, reasons and snapshots, for readers of kvactors. Off without a
-    topic.
-
-    Attributes:
-        sender: sends a message to the readers. Set when the socket is open.
-    """
-
-    def __init__(self, config: KvEventsSinkConfig, first: int) -> None:
-        self.topic = config.detail_topic.encode()
-        self.sequence = first
-        self.sender: Send = _not_open
-        self._dp_rank = config.dp_rank
-
-    def publish(self, record: dict[str, Any]) -> None:
-        """Send one record."""
-        if self.topic:
-            self.send(encode_batch(time.time(), [record], self._dp_rank))
-
-    def send(self, payload: bytes) -> None:
-        """Send one encoded batch."""
-        self.sender(self.topic, self.sequence, payload)
-        self.sequence += 1
-
-
-def _no_blocks(**_: bool) -> Iterator[Any]:
-    """The view of a sink without a notifier."""
-    return iter(())
-
-
-def _not_open(*_: object) -> None:
-    raise SinkError("the sink is not open")
-
-
-# -- replay
-
-SNAPSHOT = b"kvactors.snapshot"
-READERS = 64
-"""Readers answered at once. A further request waits until one of them has its answer, or is too
-slow for that (HURRY, LONG)."""
-QUEUED = 128
-"""Messages that wait for one slow reader in ZMQ's queue: more memory is not spent on a reader that
-takes nothing."""
-STALLED = 60.0
-"""Seconds after which a reader that takes nothing loses its answer."""
-HURRY = 2.0
-"""The same while another reader waits for its turn."""
-LONG = 60.0
-"""Seconds an answer may take while another reader waits for its turn."""
-SLOW = (0.0, 0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
-"""Seconds between attempts to send to a reader whose queue is full. The last one is repeated."""
-LOOK = 0.1
-"""Seconds between two looks for a reader that is too slow."""
-BURST = 64
-"""Messages sent before others may run."""
-FILL = 1_000_000
-"""Empty batches sent in one answer at most."""
 EXTRA_BYTES = 16 << 20
 EXTRA_BATCHES = 1_024
 """How much a window may exceed twice its bounds while a state is sent that precedes what it
 holds."""
 
+SNAPSHOT = b"kvactors.snapshot"
+"""A replay request for a snapshot."""
 
-class Stalled(Exception):
-    """A reader takes nothing."""
+READERS = 64
+"""Readers answered at once. A further request waits until one of them has its answer, or is too
+slow for that (HURRIED_STALL_S, LONG_ANSWER_S)."""
+
+QUEUED_MESSAGES = 128
+"""Messages that wait for one slow reader in ZMQ's queue: more memory is not spent on a reader that
+takes nothing."""
+
+STALL_S = 60.0
+"""Time after which a reader that takes nothing loses its answer."""
+
+HURRIED_STALL_S = 2.0
+"""The same while another reader waits for its turn."""
+
+LONG_ANSWER_S = 60.0
+"""Time an answer may take while another reader waits for its turn."""
+
+SEND_PAUSES_S = (0.0, 0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+"""Times between attempts to send to a reader whose queue is full. The last one is repeated."""
+
+SLOW_READER_POLL_S = 0.1
+"""Time between two looks for a reader that is too slow."""
+
+BURST_MESSAGES = 64
+"""Messages sent before others may run."""
+
+MAX_FILL_BATCHES = 1_000_000
+"""Empty batches sent in one answer at most."""
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Window:
@@ -521,44 +128,347 @@ class Window:
         return [(i, self._kept[i - first]) for i in range(start, min(start + limit, end))]
 
 
-class Publisher(Protocol):
-    """The source of a replay.
+# -- the state at one sequence number, for readers that miss more than is kept for replay
+#
+# It is read from the ledger in slices, while deliveries continue. Their changes are corrected, so
+# that the state is exactly that of its number: a reader that applies it and then every batch from
+# that number on applies each change once.
+
+
+class StreamChanges:
+    """How the ledger's view of the sink differs from the stream up to a number.
+
+    Args:
+        last: tasks published before that number that the ledger may not have in the view yet.
+
+    Attributes:
+        empty: the last task before the number removed everything.
+        cleared: a later task removed everything, so the ledger no longer has the blocks of the
+            number.
+    """
+
+    def __init__(self, last: Sequence[FlushTask]) -> None:
+        self.empty = any(not task.count for task in last)
+        self.cleared = False
+        # by block hash: tiers at the number, and above them for which tiers that is known
+        self._tiers: dict[bytes, int] = {}
+        self._pending: deque[tuple[FlushTask, bool]] = deque((task, True) for task in last)
+
+    def note(self, tasks: Iterable[FlushTask]) -> None:
+        """Note tasks that are about to be published, with the state's number or a later one. Before
+        that number each of their changes was the other way round."""
+        self._pending.extend((task, False) for task in tasks)
+
+    async def settle(self) -> None:
+        """Apply everything noted so far. Nothing is noted between the return and the caller's next
+        await."""
+        over = pace(SLICE_BLOCKS)
+        while self._pending:
+            task, holds = self._pending.popleft()
+            if not task.count:
+                self.cleared |= not holds
+                continue
+            bit, resident = int(task.tier), task.residency is Residency.RESIDENT
+            for start in range(0, len(task.hashes), HASH_BYTES):
+                block_hash = task.hashes[start : start + HASH_BYTES]
+                tiers = self._tiers.get(block_hash, 0)
+                if holds or not tiers >> KNOWN & bit:
+                    here = resident is holds
+                    self._tiers[block_hash] = tiers & ~bit | bit << KNOWN | (bit if here else 0)
+                if over():
+                    await asyncio.sleep(0)
+
+    def tiers(self, held: HeldBlock) -> int:
+        """The tiers of a block at the number."""
+        changed = self._tiers.get(held.hash)
+        if changed is None:
+            return held.tiers
+        known = changed >> KNOWN
+        return held.tiers & ~known | changed & known
+
+
+class Part(NamedTuple):
+    """Consecutive events of a state, encoded, and their number."""
+
+    size: int
+    events: bytes
+
+    @classmethod
+    def of(cls, events: Sequence[bytes]) -> Part:
+        """A part of encoded events."""
+        return cls(len(events), b"".join(events))
+
+
+class StreamState(NamedTuple):
+    """A state as encoded events.
+
+    Attributes:
+        number: sequence number of the first batch that is not part of it.
+        parts: AllBlocksCleared, then the blocks, parents before children.
+    """
+
+    number: int
+    parts: list[Part]
+
+    def payloads(self, most: int, dp_rank: int) -> Iterator[bytes]:
+        """The state as at most `most` batches (at least one)."""
+        size = -(-len(self.parts) // max(1, most))
+        for start in range(0, len(self.parts), size):
+            yield joined(self.parts[start : start + size], dp_rank)
+
+    def count(self, most: int) -> int:
+        """Number of batches that `payloads` yields."""
+        size = -(-len(self.parts) // max(1, most))
+        return -(-len(self.parts) // size)
+
+    def stored(self) -> Iterator[Any]:
+        """The parts without AllBlocksCleared, each as an encoded array of events."""
+        for part in self.parts[1:]:
+            yield msgspec.Raw(_array_head(part.size) + part.events)
+
+
+def joined(parts: Sequence[Part], dp_rank: int) -> bytes:
+    """Parts as the payload of one batch."""
+    stamp, rank = _encode(time.time()), _encode(dp_rank)
+    head = _array_head(3) + stamp + _array_head(sum(part.size for part in parts))
+    return b"".join((head, *(part.events for part in parts), rank))
+
+
+def _array_head(count: int) -> bytes:
+    if count < 16:
+        return bytes([0x90 | count])
+    return (
+        b"\xdc" + count.to_bytes(2, "big")
+        if count < 1 << 16
+        else b"\xdd" + count.to_bytes(4, "big")
+    )
+
+
+class EventStream:
+    """The batches of a publisher: numbered, sent, kept for replay, and summed up as states.
 
     Attributes:
         sequence: number of the next batch.
         first: number of this process's first batch.
         fill: whether readers insist on every number.
+        window: the last batches.
+        source: of the sink's view.
+        sender: sends a message to the readers. Set when the socket is open.
+        states_made: states made for readers.
+        state_number: of the last state, END if no reader needs it.
     """
 
-    window: Window
-    sequence: int
-    first: int
-    fill: bool
-    topic: bytes
+    def __init__(self, config: KvEventsSinkConfig, encoder: KvEventEncoder, first: int) -> None:
+        self.first = self.sequence = first
+        self.fill = config.numbers == "from_zero"
+        self.topic = config.topic.encode()
+        self.dp_rank = config.dp_rank
+        self.window = Window(config.replay_window, config.replay_bytes)
+        self.epoch = 0
+        self.source: SnapshotSource = _no_blocks
+        self.sender: Send = _not_open
+        self.states_made = 0
+        self.state_number = END
+        self._encoder = encoder
+        # published by the last call: may not be in the ledger's view of the sink yet
+        self._last: Sequence[FlushTask] = ()
+        self._call: Sequence[FlushTask] | None = None  # tasks of the call in progress
+        self._call_from = first  # number of that call's first batch
+        self._changes: list[StreamChanges] = []  # of the states in progress
+        self._readers = 0
+        self._state: StreamState | None = None
+        self._making: asyncio.Task[StreamState] | None = None
+
+    def publish(self, events: list[bytes]) -> None:
+        """Send one batch of encoded events."""
+        self._send(self._encoder.batch(time.time(), events))
+
+    def no_events(self) -> bytes:
+        """The payload of a batch without events."""
+        return self._encoder.batch(time.time(), [])
+
+    def _send(self, payload: bytes) -> None:
+        number = self.sequence
+        self.window.add(number, payload)
+        self.sender(self.topic, number, payload)
+        self.sequence = number + 1
+
+    # -- calls
+
+    def begin_call(self, tasks: Sequence[FlushTask]) -> None:
+        """Tasks are about to be published."""
+        self._call, self._call_from = tasks, self.sequence
+        self._keep()
+        for changes in self._changes:
+            changes.note(tasks)
+
+    def end_call(self, published: Sequence[FlushTask]) -> None:
+        """The tasks of the call that were published."""
+        self._last, self._call = published, None
+        self._keep()
+
+    def publish_call(self, tasks: Sequence[FlushTask], payload: bytes) -> None:
+        """Send the batch of a call that needs no other: `begin_call`, `publish` and `end_call` in
+        one."""
+        for changes in self._changes:
+            changes.note(tasks)
+        self._last = ()
+        self._send(payload)
+        self._last = tasks
+
+    @property
+    def published_in_call(self) -> bool:
+        """Whether the call in progress has published a batch."""
+        return self.sequence != self._call_from
+
+    def _keep(self) -> None:
+        """The window must keep the batches of the call in progress, and those after a state that
+        readers are sent."""
+        number = self.state_number
+        self.window.needed = number if self._call is None else min(number, self._call_from)
+
+    # -- the state
 
     async def state(self) -> StreamState:
-        """The state after which every batch is still kept."""
-        ...
+        """A state after which every batch is still kept. The last one is kept for further readers
+        until `drop_state`. Errors of the ledger pass."""
+        if self._state is not None:
+            number = self._state.number
+            if number >= self.window.first or number == self.sequence:
+                return self._state
+        if self._making is None or self._making.done():
+            self._making = asyncio.get_running_loop().create_task(self._make_state())
+            # retrieved here even if no reader waits
+            self._making.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._making)
+
+    async def _make_state(self) -> StreamState:
+        while True:
+            if self._call is None:
+                number, changes = self.sequence, StreamChanges(self._last)
+            else:  # the tasks of the call before this one are in the view
+                number, changes = self._call_from, StreamChanges(())
+                changes.note(self._call)
+            self._changes.append(changes)
+            self.state_number = number
+            self._keep()
+            try:
+                state = await self._state_at(number, changes)
+            finally:
+                self._changes.remove(changes)
+            if state is not None:
+                self._state = state
+                self.states_made += 1
+                return state
+
+    async def _state_at(self, number: int, changes: StreamChanges) -> StreamState | None:
+        """The state at a number. None if everything was removed before it was complete."""
+        encoder = self._encoder
+        parts = [Part.of([encoder.cleared])]
+        if changes.empty:
+            return StreamState(number, parts)
+        events: list[bytes] = []
+        blocks = 0
+        held_blocks = iter(self.source(every=True))
+        while True:
+            await changes.settle()
+            some = list(islice(held_blocks, SLICE_BLOCKS))
+            for held in some:
+                tiers = changes.tiers(held) & ALL_TIERS.value
+                if tiers:
+                    events += [encoder.held(held, tier) for tier in Tier if tiers & tier]
+                    blocks += 1
+            if blocks >= STATE_PART_BLOCKS or not some:
+                if events:
+                    parts.append(Part.of(events))
+                events, blocks = [], 0
+            if changes.cleared:
+                return None
+            if not some:
+                return StreamState(number, parts)
+            await asyncio.sleep(0)
 
     def hold(self) -> None:
-        """A reader is being answered."""
-        ...
+        """A reader is being answered: a state made for it is kept."""
+        self._readers += 1
 
     def release(self) -> None:
-        """One reader less."""
-        ...
+        """One reader less. Without readers the window keeps no more than configured."""
+        self._readers -= 1
+        if not self._readers:
+            self.drop_state()
+            self._keep()
 
-    def empty(self) -> bytes:
-        """The payload of a batch without events."""
-        ...
+    def drop_state(self) -> None:
+        """No reader needs a state now."""
+        self._state = None
+        self.state_number = END
+        if self._making is not None:
+            self._making.cancel()
+            self._making = None
 
-    def snapshot(self) -> AsyncIterator[bytes]:
-        """The parts of a snapshot."""
-        ...
+    async def snapshot(self) -> AsyncIterator[bytes]:
+        """Parts of a snapshot, each a payload of one record. A reader discards its state, applies
+        every part, then every batch from `next_sequence` on."""
+        state = await self.state()
+        number = 0
+        for events in state.stored():
+            yield self._part(state.number, number, events, last=False)
+            number += 1
+            await asyncio.sleep(0)
+        yield self._part(state.number, number, [], last=True)
 
-    def payloads(self, state: StreamState, most: int) -> Iterator[bytes]:
-        """A state as at most `most` batches."""
-        ...
+    def _part(self, next_sequence: int, number: int, events: Any, *, last: bool) -> bytes:
+        record = {
+            "type": "Snapshot",
+            "epoch": self.epoch,
+            "next_sequence": next_sequence,
+            "part": number,
+            "last": last,
+            "events": events,
+        }
+        return encode_batch(time.time(), [record], self.dp_rank)
+
+
+class DetailStream:
+    """The second stream: epochs, reasons and snapshots, for readers of kvactors. Off without a
+    topic.
+
+    Attributes:
+        sender: sends a message to the readers. Set when the socket is open.
+    """
+
+    def __init__(self, config: KvEventsSinkConfig, first: int) -> None:
+        self.topic = config.detail_topic.encode()
+        self.sequence = first
+        self.sender: Send = _not_open
+        self._dp_rank = config.dp_rank
+
+    def publish(self, record: dict[str, Any]) -> None:
+        """Send one record."""
+        if self.topic:
+            self.send(encode_batch(time.time(), [record], self._dp_rank))
+
+    def send(self, payload: bytes) -> None:
+        """Send one encoded batch."""
+        self.sender(self.topic, self.sequence, payload)
+        self.sequence += 1
+
+
+def _no_blocks(**_: bool) -> Iterator[Any]:
+    """The view of a sink without a notifier."""
+    return iter(())
+
+
+def _not_open(*_: object) -> None:
+    raise SinkError("the sink is not open")
+
+
+# -- replay
+
+
+class Stalled(Exception):
+    """A reader takes nothing."""
 
 
 class ReplayAnswer:
@@ -585,7 +495,7 @@ class ReplayServer:
     has one answer at a time: with a new request it gives up the one before.
     """
 
-    def __init__(self, socket: Any, publisher: Publisher, *, with_topic: bool) -> None:
+    def __init__(self, socket: Any, publisher: EventStream, *, with_topic: bool) -> None:
         self.requests = self.given_up = self.malformed = 0
         self._socket = socket
         self._publisher = publisher
@@ -604,7 +514,7 @@ class ReplayServer:
                     if self._socket.closed:
                         return
                     self._log.warning("replay request failed", error=str(error))
-                    await anyio.sleep(LOOK)
+                    await anyio.sleep(SLOW_READER_POLL_S)
         finally:
             for answer in self._answers.values():
                 self._cancel(answer)
@@ -619,7 +529,9 @@ class ReplayServer:
         loses its answer."""
         while len(self._answers) >= READERS:
             tasks = [answer.task for answer in self._answers.values() if answer.task is not None]
-            await asyncio.wait(tasks, timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                tasks, timeout=SLOW_READER_POLL_S, return_when=asyncio.FIRST_COMPLETED
+            )
             if len(self._answers) < READERS or not await self._socket.poll(0):
                 continue
             slow = self._slowest()
@@ -634,11 +546,12 @@ class ReplayServer:
         blocked = [answer for answer in self._answers.values() if answer.blocked]
         if (
             blocked
-            and now - (answer := min(blocked, key=lambda answer: answer.blocked)).blocked >= HURRY
+            and now - (answer := min(blocked, key=lambda answer: answer.blocked)).blocked
+            >= HURRIED_STALL_S
         ):
             return answer
         answer = min(self._answers.values(), key=lambda answer: answer.began)
-        return answer if now - answer.began >= LONG else None
+        return answer if now - answer.began >= LONG_ANSWER_S else None
 
     def _given_up(self, error: str) -> None:
         self.given_up += 1
@@ -693,7 +606,7 @@ class ReplayServer:
             if number < window.first:
                 number = await self._send_state(answer, number)
                 continue
-            for kept, payload in window.since(number, min(BURST, end - number)):
+            for kept, payload in window.since(number, min(BURST_MESSAGES, end - number)):
                 await self._send(answer, kept, payload, publisher.topic)
                 number = kept + 1
             await asyncio.sleep(0)
@@ -705,15 +618,15 @@ class ReplayServer:
         state = await publisher.state()
         room = state.number - number
         parts = state.count(room)
-        fill = room - parts if publisher.fill and room - parts <= FILL else 0
+        fill = room - parts if publisher.fill and room - parts <= MAX_FILL_BATCHES else 0
         number = state.number - parts - fill
-        for i, payload in enumerate(publisher.payloads(state, room)):
+        for i, payload in enumerate(state.payloads(room, publisher.dp_rank)):
             await self._send(answer, number + i, payload, publisher.topic)
             await asyncio.sleep(0)
-        nothing = publisher.empty() if fill else b""
+        nothing = publisher.no_events() if fill else b""
         for i in range(fill):
             await self._send(answer, number + parts + i, nothing, publisher.topic)
-            if i % BURST == BURST - 1:
+            if i % BURST_MESSAGES == BURST_MESSAGES - 1:
                 await asyncio.sleep(0)
         return state.number
 
@@ -724,7 +637,9 @@ class ReplayServer:
             number += 1
 
     async def _send(self, answer: ReplayAnswer, number: int, payload: bytes, topic: bytes) -> None:
-        frames = [answer.reader, b"", *self._frames(number, payload, topic)]
+        frames = [answer.reader, b"", encode_sequence(number), payload]
+        if self._with_topic:
+            frames.insert(2, topic)
         attempts = 0
         while True:
             try:
@@ -734,13 +649,7 @@ class ReplayServer:
             except zmq.Again:
                 now = anyio.current_time()
                 answer.blocked = answer.blocked or now
-                if now - answer.blocked > STALLED:
-                    raise Stalled(f"it took nothing for {STALLED} s") from None
-                await anyio.sleep(SLOW[min(attempts, len(SLOW) - 1)])
+                if now - answer.blocked > STALL_S:
+                    raise Stalled(f"it took nothing for {STALL_S} s") from None
+                await anyio.sleep(SEND_PAUSES_S[min(attempts, len(SEND_PAUSES_S) - 1)])
                 attempts += 1
-
-    def _frames(self, number: int, payload: bytes, topic: bytes) -> Iterator[bytes]:
-        if self._with_topic:
-            yield topic
-        yield encode_sequence(number)
-        yield payload
