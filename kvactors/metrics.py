@@ -32,12 +32,13 @@ from kvactors.observe.metrics import (
     FASTDEPLOY,
     FASTDEPLOY_FAMILIES,
     PREFIX,
+    TIER_FAMILIES,
     Family,
     Snapshot,
+    TierSnapshot,
     take_snapshot,
     watch_of,
 )
-from kvactors.observe.tier_families import TIER_FAMILIES, TierSnapshot
 from kvactors.tier_cache import TierCache, tier_metrics
 
 WAIT = 5.0

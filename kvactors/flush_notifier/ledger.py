@@ -539,65 +539,49 @@ class Ledger:
         has changed since the beginning: on a system at rest that is always so.
         """
         tree, version, step = self.tree, self.tree.version, self._check_step
-        children = ShardedDict[int]()
-        blocks: list[LedgerBlock] = []
-        dirty, idle = [0] * len(self.sinks), 0
-        for i, block in enumerate(tree.order, 1):
+        blocks = children = idle = 0
+        dirty = [0] * len(self.sinks)
+        for blocks, block in enumerate(tree.order, 1):
             self._check_block(block)
-            if version == tree.version:
-                if block.parent is not None:
-                    above = block.parent.hash
-                    counts = children.of(above)
-                    counts[above] = counts.get(above, 0) + 1
-                blocks.append(block)
-                idle += block in tree.idle
-                for view in self.sinks:
-                    dirty[view.index] += block in view.dirty
+            children += block.children - (block.parent is not None)
+            idle += block in tree.idle
+            for view in self.sinks:
+                dirty[view.index] += block in view.dirty
+            if not blocks % step:
+                yield
+        for i, block_hash in enumerate(_keys(self.orphans.tiers), 1):
+            if version != tree.version:
+                break
+            fault = self.orphans.fault(block_hash, tree)
+            _require(not fault, fault)
             if not i % step:
                 yield
-        yield from self._check_counts(version, blocks, children)
         if version == tree.version:
-            _require(len(blocks) == len(tree.blocks), "a block without a place in the order")
-            _require(
-                dirty == [view.pending for view in self.sinks],
-                "a difference of a block that is not in the tree",
-            )
+            waiting, orphans = len(self.orphans.waiting), len(self.orphans.tiers)
+            pending = [view.pending for view in self.sinks]
+            _require(waiting <= orphans, "a waiting orphan on no tier")
+            _require(blocks == len(tree.blocks), "a block without a place in the order")
+            _require(not children, "child counts disagree")
+            _require(dirty == pending, "a difference of a block that is not in the tree")
             _require(idle == len(tree.idle), "an idle block that is not in the tree")
             _require(
                 tree.changing > 0 or idle <= tree.idle_limit,
                 f"{idle} idle blocks, the limit is {tree.idle_limit}",
             )
-        yield from children.free()
-        while blocks:
-            del blocks[-tree.step :]
-            yield
-
-    def _check_counts(
-        self, version: int, blocks: list[LedgerBlock], children: ShardedDict[int]
-    ) -> Iterator[None]:
-        tree, orphans, step = self.tree, self.orphans, self._check_step
-        for i, block_hash in enumerate(_keys(orphans.tiers), 1):
-            if version != tree.version:
-                return
-            fault = orphans.fault(block_hash, tree)
-            _require(not fault, fault)
-            if not i % step:
-                yield
-        _require(len(orphans.waiting) <= len(orphans.tiers), "a waiting orphan on no tier")
-        for i, block in enumerate(blocks, 1):
-            if version != tree.version:
-                return
-            counted = children.of(block.hash).get(block.hash, 0)
-            _require(block.children == counted, "child counts disagree")
-            if not i % step:
-                yield
 
     def _check_block(self, block: LedgerBlock) -> None:
         tree, parent = self.tree, block.parent
         _require(tree.blocks.get(block.hash) is block, "a block under another hash")
         if parent is not None:
             _require(tree.blocks.get(parent.hash) is parent, "a block whose parent was removed")
-            _require(parent.children > 0, "a parent that does not count its child")
+            before, after = block.left, block.right
+            _require(
+                parent.children > 0
+                and (parent.child if before is None else before.right) is block
+                and (after is None or after.left is block),
+                "a block that is not among the children of its parent",
+            )
+        _require(bool(block.children) == (block.child is not None), "child counts disagree")
         _require(
             bool(block.children) or not block.idle() or block in tree.idle,
             "an idle block that is not among the idle ones",

@@ -7,11 +7,12 @@ are listed without the suffix `_total` that the exposition adds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvactors.actor.sliced import Sliced
 from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED
+from kvactors.data_plane.ranks.state import RankStatistics
 from kvactors.histogram import AGES, BYTES, SECONDS, Histogram
 from kvactors.observe.health import Health, health
 from kvactors.observe.operations import Operation, OperationWatch
@@ -20,6 +21,10 @@ from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.ages import BlockAges
 from kvactors.summary import Summary, summarize
 from kvactors.system import System
+
+if TYPE_CHECKING:
+    from kvactors.tier_cache.answers import TierHealth, TierStatistics
+    from kvactors.tier_cache.settings import TierConfig
 
 TIERS = ("none", "device", "host", "storage")
 ROUTES = ("device_to_host", "host_to_device", "host_to_storage", "storage_to_host")
@@ -131,7 +136,7 @@ class Snapshot(NamedTuple):
     summary: Summary
     watch: MetricsWatch
     leaked: int
-    ranks: tuple[tuple[int, str, int, int, int], ...]
+    ranks: tuple[RankStatistics, ...]
     opened_at: float
     tenants: dict[str, TenantStatistics]
 
@@ -147,7 +152,7 @@ def take_snapshot(system: System, watch: MetricsWatch, leaked: int) -> Sliced[Sn
         summarize(system),
         watch,
         leaked,
-        tuple((one.rank, one.health, one.operations, one.losses, one.silences) for one in ranks),
+        ranks,
         system.opened_at,
         tenants,
     )
@@ -158,14 +163,17 @@ def watch_of(system: System) -> MetricsWatch:
     return MetricsWatch(system.layout.block_bytes, tuple(system.sinks))
 
 
-# -- name, kind, labels, explanation, and where the values come from
-
+# -- the table of metrics
 
 PREFIX = "kvactors:"
 FASTDEPLOY = "fastdeploy:"
 
-Value = float | Histogram
-Samples = Iterable[tuple[tuple[str, ...], Value]]
+Samples = Iterable[tuple[tuple[str, ...], float | Histogram]]
+"""The values of the labels, and the value."""
+
+Reader = str | Mapping[str, str] | Callable[[Any], Any]
+"""Where the value of a metric is: a function of the snapshot, or the path of an attribute of the
+statistics or of the snapshot, or such a path by label. The value of a mapping is by label."""
 
 
 class Family(NamedTuple):
@@ -176,7 +184,7 @@ class Family(NamedTuple):
             `info` (labels that describe the cache, with the value 1).
         labels: names of the labels.
         text: the explanation.
-        read: the samples: the values of the labels, and the value.
+        read: the samples of a snapshot.
     """
 
     name: str
@@ -186,79 +194,81 @@ class Family(NamedTuple):
     read: Callable[[Any], Samples]
 
 
-def one(read: Callable[[Any], Value]) -> Callable[[Any], Samples]:
-    """Samples of a metric without labels."""
-    return lambda snapshot: [((), read(snapshot))]
+def counter(name: str, text: str, read: Reader, *labels: str) -> Family:
+    """A metric that grows."""
+    return Family(name, "counter", labels, text, _samples(read))
 
 
-def by(read: Callable[[Any], Mapping[str, Value]]) -> Callable[[Any], Samples]:
-    """Samples of a metric with one label."""
-    return lambda snapshot: [((label,), value) for label, value in read(snapshot).items()]
+def gauge(name: str, text: str, read: Reader, *labels: str) -> Family:
+    """A metric of now."""
+    return Family(name, "gauge", labels, text, _samples(read))
 
 
-def each(
-    items: Callable[[Snapshot], Iterable[Any]], value: Callable[[Any], float]
-) -> Callable[[Snapshot], Samples]:
-    """Samples of a metric with one label, of records that have a name."""
-    return lambda snapshot: [((item.name,), value(item)) for item in items(snapshot)]
+def histogram(name: str, text: str, read: str, *labels: str) -> Family:
+    """A histogram of `MetricsWatch`."""
+    return Family(name, "histogram", labels, text, _samples(f"watch.histograms.{read}"))
 
 
-def of_salts(value: Callable[[TenantStatistics], float]) -> Callable[[Snapshot], Samples]:
-    """Samples of a metric by salt."""
-    return lambda s: [((salt,), value(found)) for salt, found in s.tenants.items()]
+def _samples(read: Reader) -> Callable[[Any], Samples]:
+    def samples(snapshot: Any) -> Samples:
+        if isinstance(read, str):
+            found = _at(snapshot, read)
+        elif isinstance(read, Mapping):
+            found = {label: _at(snapshot, path) for label, path in read.items()}
+        else:
+            found = read(snapshot)
+        if isinstance(found, Mapping):
+            return [((label,), value) for label, value in found.items()]
+        return found if isinstance(found, list) else [((), found)]
+
+    return samples
 
 
-def of_salts_by_tier(*fields: str) -> Callable[[Snapshot], Samples]:
-    """Samples of a metric by salt and tier, of fields that begin with the tier. None has no
-    sample."""
+def _at(snapshot: Any, path: str) -> Any:
+    """The attribute at a path, 0 of a store that is not there."""
+    first, *others = path.split(".")
+    found = getattr(snapshot if first in snapshot._fields else snapshot.statistics, first)
+    for name in others:
+        if found is None:
+            return 0
+        found = getattr(found, name)
+    return found
+
+
+def each(records: str, value: Callable[[Any], float]) -> Callable[[Snapshot], dict[str, float]]:
+    """By name: a value of each of the statistics' records that have one."""
+    return lambda s: {one.name: value(one) for one in getattr(s.statistics, records)}
+
+
+def of_salts(*fields: str) -> Callable[[Snapshot], Samples]:
+    """Samples by salt. Of several fields, which begin with a tier, they are by salt and tier, and
+    None has no sample."""
     return lambda s: [
-        ((salt, field.partition("_")[0]), getattr(found, field))
+        ((salt, field.partition("_")[0]) if len(fields) > 1 else (salt,), getattr(found, field))
         for salt, found in s.tenants.items()
         for field in fields
         if getattr(found, field) is not None
     ]
 
 
-def _not_fetched(s: Snapshot) -> dict[str, float]:
-    host = s.statistics.host
-    return {name.removeprefix("not_fetched_"): getattr(host, name) for name in NOT_FETCHED}
+HITS = {
+    "device": "prefix.device_hits",
+    "host": "prefix.host_hits",
+    "storage": "prefix.storage_hits",
+}
 
+CAPACITIES = {
+    "device": "summary.device_blocks", "host": "host.capacity", "storage": "store.capacity"
+}  # fmt: skip
 
-def _quota_evictions(s: Snapshot) -> dict[str, float]:
-    found, store = s.statistics, s.statistics.store
-    return {
-        "device": found.prefix.quota_evictions,
-        "host": found.host.quota_evictions,
-        "storage": 0 if store is None else store.quota_evictions,
-    }
-
-
-def _hits(s: Snapshot) -> dict[str, float]:
-    index = s.statistics.prefix
-    return {"device": index.device_hits, "host": index.host_hits, "storage": index.storage_hits}
+OUTCOMES = (
+    *("reads", "writes", "existing", "misses", "corrupt", "no_space", "unavailable", "late"),
+    "refused",
+)
 
 
 def _hit_tokens(s: Snapshot) -> dict[str, float]:
-    size = s.summary.block_size
-    return {tier: blocks * size for tier, blocks in _hits(s).items()}
-
-
-def _evicted(s: Snapshot) -> dict[str, float]:
-    store = s.statistics.store
-    return {
-        "device": s.statistics.prefix.evicted,
-        "host": s.statistics.host.evicted,
-        "storage": 0 if store is None else store.evicted,
-    }
-
-
-def _capacity(s: Snapshot) -> dict[str, float]:
-    store = s.statistics.store
-    return {
-        "device": s.summary.device_blocks,
-        "host": s.statistics.host.capacity,
-        "storage": 0 if store is None else store.capacity,
-    }
+    return {tier: _at(s, path) * s.summary.block_size for tier, path in HITS.items()}
 
 
 def _resident(s: Snapshot) -> dict[str, float]:
@@ -271,345 +281,296 @@ def _resident(s: Snapshot) -> dict[str, float]:
 
 
 def _resident_bytes(s: Snapshot) -> dict[str, float]:
-    store, size = s.statistics.store, s.summary.block_bytes
-    index = s.statistics.prefix
-    return {
-        "device": (index.blocks_total - index.blocks_free) * size,
-        "host": s.statistics.host.resident * size,
-        "storage": 0 if store is None else store.objects * store.object_bytes,
-    }
+    size = s.summary.block_bytes
+    sizes = {"device": size, "host": size, "storage": _at(s, "store.object_bytes")}
+    return {tier: blocks * sizes[tier] for tier, blocks in _resident(s).items()}
 
 
 def _usage(s: Snapshot) -> dict[str, float]:
     """Parts of the capacities of the tiers that have one."""
-    used, capacity = _resident(s), _capacity(s)
-    return {tier: used[tier] / capacity[tier] for tier in used if capacity[tier]}
+    capacity = {tier: _at(s, path) for tier, path in CAPACITIES.items()}
+    return {tier: used / capacity[tier] for tier, used in _resident(s).items() if capacity[tier]}
 
 
-def _bytes(s: Snapshot) -> dict[str, float]:
-    copies, store = s.statistics.swapper, s.statistics.store
-    size = 0 if store is None else store.object_bytes
-    moved = (
-        copies.bytes_to_host,
-        copies.bytes_to_device,
-        0 if store is None else store.writes * size,
-        0 if store is None else store.reads * size,
+def _moved_bytes(s: Snapshot) -> dict[str, float]:
+    copies, size = s.statistics.swapper, _at(s, "store.object_bytes")
+    written, read = _at(s, "store.writes") * size, _at(s, "store.reads") * size
+    return dict(
+        zip(ROUTES, (copies.bytes_to_host, copies.bytes_to_device, written, read), strict=True)
     )
-    return dict(zip(ROUTES, moved, strict=True))
 
 
-def _seconds(s: Snapshot) -> dict[str, float]:
+def _moved_seconds(s: Snapshot) -> dict[str, float]:
     copies, spent = s.statistics.swapper, s.watch.histograms.transfer_seconds
-    moved = (
-        copies.seconds_to_host,
-        copies.seconds_to_device,
-        spent["host_to_storage"].total,
-        spent["storage_to_host"].total,
-    )
-    return dict(zip(ROUTES, moved, strict=True))
+    moved = (copies.seconds_to_host, copies.seconds_to_device)
+    return dict(zip(ROUTES, (*moved, *(spent[route].total for route in ROUTES[2:])), strict=True))
 
 
 def _outcomes(s: Snapshot) -> dict[str, float]:
     store = s.statistics.store
-    if store is None:
-        return {}
-    names = ("reads", "writes", "existing", "misses", "corrupt", "no_space", "unavailable", "late")
-    return {name: getattr(store, name) for name in (*names, "refused")}
+    return {} if store is None else {name: getattr(store, name) for name in OUTCOMES}
 
 
-def _not_stored(s: Snapshot) -> dict[str, float]:
-    host = s.statistics.host
-    found = {name.removeprefix("not_stored_"): getattr(host, name) for name in NOT_STORED}
-    return {"shed": host.shed, **found}
-
-
-def _tasks(s: Snapshot) -> Iterator[tuple[tuple[str, ...], Value]]:
-    for sink in s.statistics.flush:
-        yield (sink.name, "resident"), sink.resident
-        yield (sink.name, "gone"), sink.gone
-
-
-def _status(s: Snapshot) -> dict[str, float]:
-    return {status: float(s.health.status == status) for status in ("ok", "degraded", "failed")}
-
-
-def _reasons(s: Snapshot) -> dict[str, float]:
-    return {reason.component: 1.0 for reason in s.health.reasons}
-
-
-def _in_flight(s: Snapshot) -> dict[str, float]:
-    index = s.statistics.prefix
-    return {
-        "load": index.loads_in_flight,
-        "offload": index.offloads_in_flight,
-        "save": index.saves_in_flight,
-        "copy": s.statistics.swapper.in_flight,
-    }
-
-
-def _breaker(s: Snapshot) -> float:
-    store = s.statistics.store
-    return float(store is not None and store.breaker != "closed")
+def _tasks(s: Snapshot) -> Samples:
+    return [
+        ((sink.name, residency), getattr(sink, residency))
+        for sink in s.statistics.flush
+        for residency in ("resident", "gone")
+    ]
 
 
 def _info(s: Snapshot) -> Samples:
-    summary = s.summary
-    values = (
-        summary.model,
-        str(summary.block_size),
-        str(summary.block_bytes),
-        str(summary.device_blocks),
-        str(summary.host_slots),
-        summary.store,
-        str(summary.ranks),
-    )
-    return [(values, 1.0)]
-
-
-def _actors(s: Snapshot) -> Iterable[Any]:
-    return s.statistics.actors
-
-
-def _sinks(s: Snapshot) -> Iterable[Any]:
-    return s.statistics.flush
+    return [(tuple(str(getattr(s.summary, label)) for label in INFO), 1.0)]
 
 
 INFO = ("model", "block_size", "block_bytes", "device_blocks", "host_slots", "store", "ranks")
 
 FAMILIES: tuple[Family, ...] = (
     # hits
-    Family("prefix_cache_queries", "counter", (), "Tokens of full blocks that requests looked up.",
-           one(lambda s: s.statistics.prefix.blocks_looked_up * s.summary.block_size)),
-    Family("prefix_cache_hits", "counter", ("tier",),
-           "Tokens that were cached, by the tier that had them.", by(_hit_tokens)),
-    Family("kv_block_queries", "counter", (), "Full blocks that requests looked up.",
-           one(lambda s: s.statistics.prefix.blocks_looked_up)),
-    Family("kv_block_hits", "counter", ("tier",),
-           "Blocks that were cached, by the tier that had them.", by(_hits)),
+    counter("prefix_cache_queries", "Tokens of full blocks that requests looked up.",
+            lambda s: s.statistics.prefix.blocks_looked_up * s.summary.block_size),
+    counter("prefix_cache_hits", "Tokens that were cached, by the tier that had them.",
+            _hit_tokens, "tier"),
+    counter("kv_block_queries", "Full blocks that requests looked up.", "prefix.blocks_looked_up"),
+    counter("kv_block_hits", "Blocks that were cached, by the tier that had them.", HITS, "tier"),
     # requests
-    Family("requests", "counter", (), "Requests that got their device blocks.",
-           one(lambda s: s.statistics.prefix.requests)),
-    Family("requests_no_room", "counter", (), "Acquires that were refused with NoRoom.",
-           one(lambda s: s.statistics.prefix.no_room)),
-    Family("requests_kept_out", "counter", ("reason",),
-           "Refused acquires that could not be granted at any time: they need more blocks than the "
-           "device has, or pinned blocks kept them out.",
-           by(lambda s: {"size": s.statistics.prefix.refused_size,
-                         "pins": s.statistics.prefix.refused_pins})),
-    Family("num_preemptions", "counter", (), "Requests that were preempted.",
-           one(lambda s: s.statistics.prefix.preempted)),
-    Family("requests_abandoned", "counter", (), "Leases whose holder had gone.",
-           one(lambda s: s.statistics.prefix.abandoned)),
-    Family("leases_leaked", "counter", (), "Leases that were garbage-collected before their end.",
-           one(lambda s: s.leaked)),
-    Family("num_requests_running", "gauge", (), "Leases in use.",
-           one(lambda s: s.statistics.prefix.leases)),
-    Family("num_requests_waiting", "gauge", (), "Requests that wait for device blocks.",
-           one(lambda s: s.statistics.prefix.waiting)),
+    counter("requests", "Requests that got their device blocks.", "prefix.requests"),
+    counter("requests_no_room", "Acquires that were refused with NoRoom.", "prefix.no_room"),
+    counter("requests_kept_out",
+            "Refused acquires that could not be granted at any time: they need more blocks than "
+            "the device has, or pinned blocks kept them out.",
+            {"size": "prefix.refused_size", "pins": "prefix.refused_pins"}, "reason"),
+    counter("num_preemptions", "Requests that were preempted.", "prefix.preempted"),
+    counter("requests_abandoned", "Leases whose holder had gone.", "prefix.abandoned"),
+    counter("leases_leaked", "Leases that were garbage-collected before their end.", "leaked"),
+    gauge("num_requests_running", "Leases in use.", "prefix.leases"),
+    gauge("num_requests_waiting", "Requests that wait for device blocks.", "prefix.waiting"),
     # occupancy
-    Family("kv_cache_usage_perc", "gauge", ("tier",),
-           "Part of the capacity of a tier that is in use, 0 to 1.", by(_usage)),
-    Family("tier_capacity_blocks", "gauge", ("tier",),
-           "Blocks that a tier holds at most, 0 without a limit.", by(_capacity)),
-    Family("tier_blocks", "gauge", ("tier",), "Blocks in a tier.", by(_resident)),
-    Family("tier_bytes", "gauge", ("tier",), "Bytes of the blocks in a tier, on one rank.",
-           by(_resident_bytes)),
-    Family("device_blocks_free", "gauge", (), "Device blocks that no block of a request is in.",
-           one(lambda s: s.statistics.prefix.blocks_free)),
-    Family("device_blocks_evictable", "gauge", (), "Cached device blocks that no request uses.",
-           one(lambda s: s.statistics.prefix.evictable)),
-    Family("host_slots_pinned", "gauge", (), "Host slots that a transfer uses.",
-           one(lambda s: s.statistics.host.pinned)),
-    Family("host_small_pages", "gauge", (), "Whether host slots are in pages of 4 KiB.",
-           one(lambda s: int(bool(s.statistics.host.small_pages)))),
+    gauge("kv_cache_usage_perc", "Part of the capacity of a tier that is in use, 0 to 1.",
+          _usage, "tier"),
+    gauge("tier_capacity_blocks", "Blocks that a tier holds at most, 0 without a limit.",
+          CAPACITIES, "tier"),
+    gauge("tier_blocks", "Blocks in a tier.", _resident, "tier"),
+    gauge("tier_bytes", "Bytes of the blocks in a tier, on one rank.", _resident_bytes, "tier"),
+    gauge("device_blocks_free", "Device blocks that no block of a request is in.",
+          "prefix.blocks_free"),
+    gauge("device_blocks_evictable", "Cached device blocks that no request uses.",
+          "prefix.evictable"),
+    gauge("host_slots_pinned", "Host slots that a transfer uses.", "host.pinned"),
+    gauge("host_small_pages", "Whether host slots are in pages of 4 KiB.",
+          lambda s: int(bool(s.statistics.host.small_pages))),
     # movement
-    Family("kv_offload_total_bytes", "counter", ("transfer_type",), "Bytes moved between tiers.",
-           by(_bytes)),
-    Family("kv_offload_total_time", "counter", ("transfer_type",),
-           "Seconds of transfers between tiers, added up.", by(_seconds)),
-    Family("kv_offload_size", "histogram", ("transfer_type",), "Bytes of one transfer.",
-           by(lambda s: dict(s.watch.histograms.transfer_bytes))),
-    Family("kv_offload_seconds", "histogram", ("transfer_type",), "Seconds of one transfer.",
-           by(lambda s: dict(s.watch.histograms.transfer_seconds))),
-    Family("blocks_evicted", "counter", ("tier",), "Blocks that left a tier for others.",
-           by(_evicted)),
-    Family("quota_evictions", "counter", ("tier",),
-           "Evicted blocks that were chosen because their salt was above its quota.",
-           by(_quota_evictions)),
-    Family("pinned_blocks", "gauge", ("tier",), "Blocks that requests have pinned.",
-           by(lambda s: {"device": s.statistics.prefix.pinned,
-                         "host": s.statistics.host.pinned_blocks})),
-    Family("pins_refused", "counter", ("tier",), "Pins beyond the share of pinned blocks.",
-           by(lambda s: {"device": s.statistics.prefix.pins_refused,
-                         "host": s.statistics.host.pins_refused})),
-    Family("blocks_rescued", "counter", (), "Blocks matched again while they were offloaded.",
-           one(lambda s: s.statistics.prefix.rescued)),
-    Family("blocks_shed", "counter", (), "Blocks not written to storage for lack of host slots.",
-           one(lambda s: s.statistics.host.shed)),
-    Family("blocks_not_fetched", "counter", ("reason",),
-           "Blocks that storage had when a request asked for them, and that it did not get.",
-           by(_not_fetched)),
-    Family("copy_failures", "counter", (), "Blocks whose copy between device and host failed.",
-           one(lambda s: s.statistics.host.copy_failures)),
-    Family("write_failures", "counter", (), "Blocks that the store did not take.",
-           one(lambda s: s.statistics.host.write_failures)),
-    Family("overdue_loads", "counter", (), "Loads that missed their deadline.",
-           one(lambda s: s.statistics.prefix.overdue_loads)),
-    Family("forks", "counter", (), "Leases made by `Lease.fork`.",
-           one(lambda s: s.statistics.prefix.forks)),
-    Family("tails_copied", "counter", (), "Device blocks copied for forks.",
-           one(lambda s: s.statistics.prefix.tails_copied)),
-    Family("operations_in_flight", "gauge", ("operation",), "Operations in flight.",
-           by(_in_flight)),
+    counter("kv_offload_total_bytes", "Bytes moved between tiers.", _moved_bytes, "transfer_type"),
+    counter("kv_offload_total_time", "Seconds of transfers between tiers, added up.",
+            _moved_seconds, "transfer_type"),
+    histogram("kv_offload_size", "Bytes of one transfer.", "transfer_bytes", "transfer_type"),
+    histogram("kv_offload_seconds", "Seconds of one transfer.", "transfer_seconds",
+              "transfer_type"),
+    counter("blocks_evicted", "Blocks that left a tier for others.",
+            {"device": "prefix.evicted", "host": "host.evicted", "storage": "store.evicted"},
+            "tier"),
+    counter("quota_evictions",
+            "Evicted blocks that were chosen because their salt was above its quota.",
+            {"device": "prefix.quota_evictions", "host": "host.quota_evictions",
+             "storage": "store.quota_evictions"}, "tier"),
+    gauge("pinned_blocks", "Blocks that requests have pinned.",
+          {"device": "prefix.pinned", "host": "host.pinned_blocks"}, "tier"),
+    counter("pins_refused", "Pins beyond the share of pinned blocks.",
+            {"device": "prefix.pins_refused", "host": "host.pins_refused"}, "tier"),
+    counter("blocks_rescued", "Blocks matched again while they were offloaded.", "prefix.rescued"),
+    counter("blocks_shed", "Blocks not written to storage for lack of host slots.", "host.shed"),
+    counter("blocks_not_fetched",
+            "Blocks that storage had when a request asked for them, and that it did not get.",
+            {name.removeprefix("not_fetched_"): f"host.{name}" for name in NOT_FETCHED}, "reason"),
+    counter("copy_failures", "Blocks whose copy between device and host failed.",
+            "host.copy_failures"),
+    counter("write_failures", "Blocks that the store did not take.", "host.write_failures"),
+    counter("overdue_loads", "Loads that missed their deadline.", "prefix.overdue_loads"),
+    counter("forks", "Leases made by `Lease.fork`.", "prefix.forks"),
+    counter("tails_copied", "Device blocks copied for forks.", "prefix.tails_copied"),
+    gauge("operations_in_flight", "Operations in flight.",
+          {"load": "prefix.loads_in_flight", "offload": "prefix.offloads_in_flight",
+           "save": "prefix.saves_in_flight", "copy": "swapper.in_flight"}, "operation"),
     # latencies
-    Family("acquire_seconds", "histogram", ("tier",),
-           "Seconds of an acquire. tier: `none` without cached blocks, `device`, or `pending` if "
-           "blocks are loaded from below.", by(lambda s: dict(s.watch.histograms.acquire))),
-    Family("ready_seconds", "histogram", ("tier",),
-           "Seconds from an acquire until every load has ended, by the lowest tier used.",
-           by(lambda s: dict(s.watch.histograms.ready))),
-    Family("load_seconds", "histogram", ("tier",), "Seconds of a load, by the lowest tier used.",
-           by(lambda s: dict(s.watch.histograms.load))),
-    Family("offload_seconds", "histogram", (), "Seconds of an offload to the host tier.",
-           one(lambda s: s.watch.histograms.offload)),
-    Family("save_seconds", "histogram", (), "Seconds until the device blocks of a save are free.",
-           one(lambda s: s.watch.histograms.save)),
-    Family("request_seconds", "histogram", (), "Seconds from an acquire to the end of the lease.",
-           one(lambda s: s.watch.histograms.request)),
+    histogram("acquire_seconds",
+              "Seconds of an acquire. tier: `none` without cached blocks, `device`, or `pending` "
+              "if blocks are loaded from below.", "acquire", "tier"),
+    histogram("ready_seconds",
+              "Seconds from an acquire until every load has ended, by the lowest tier used.",
+              "ready", "tier"),
+    histogram("load_seconds", "Seconds of a load, by the lowest tier used.", "load", "tier"),
+    histogram("offload_seconds", "Seconds of an offload to the host tier.", "offload"),
+    histogram("save_seconds", "Seconds until the device blocks of a save are free.", "save"),
+    histogram("request_seconds", "Seconds from an acquire to the end of the lease.", "request"),
     # blocks
-    Family("kv_block_lifetime_seconds", "histogram", (),
-           "Seconds from the request that took a device block to its eviction.",
-           one(lambda s: s.watch.histograms.lifetime)),
-    Family("kv_block_idle_before_evict_seconds", "histogram", (),
-           "Seconds from the last use of a device block to its eviction.",
-           one(lambda s: s.watch.histograms.idle)),
-    Family("kv_block_reuse_gap_seconds", "histogram", (),
-           "Seconds between two uses of a cached device block.",
-           one(lambda s: s.watch.histograms.gap)),
+    histogram("kv_block_lifetime_seconds",
+              "Seconds from the request that took a device block to its eviction.", "lifetime"),
+    histogram("kv_block_idle_before_evict_seconds",
+              "Seconds from the last use of a device block to its eviction.", "idle"),
+    histogram("kv_block_reuse_gap_seconds", "Seconds between two uses of a cached device block.",
+              "gap"),
     # store
-    Family("store_objects", "counter", ("outcome",), "Objects of the store's batches by outcome.",
-           by(_outcomes)),
-    Family("blocks_not_stored", "counter", ("reason",),
-           "Blocks that were due in the store and not written: shed for lack of host slots, "
-           "refused by a quota or the capacity, no_space, unavailable, or late.", by(_not_stored)),
-    Family("store_faults", "counter", (), "Calls of the back end that broke its contract.",
-           one(lambda s: 0 if s.statistics.store is None else s.statistics.store.faults)),
-    Family("store_objects_without_checksum", "counter", (),
-           "Misses of objects without a checksum, in a pool whose nodes differ in "
-           "`storage.mooncake.payload_checksums`.",
-           one(lambda s: 0 if s.statistics.store is None
-               else s.statistics.store.without_checksum)),
-    Family("store_breaker_open", "gauge", (), "1 while the store's circuit breaker is not closed.",
-           one(_breaker)),
+    counter("store_objects", "Objects of the store's batches by outcome.", _outcomes, "outcome"),
+    counter("blocks_not_stored",
+            "Blocks that were due in the store and not written: shed for lack of host slots, "
+            "refused by a quota or the capacity, no_space, unavailable, or late.",
+            {"shed": "host.shed"}
+            | {name.removeprefix("not_stored_"): f"host.{name}" for name in NOT_STORED}, "reason"),
+    counter("store_faults", "Calls of the back end that broke its contract.", "store.faults"),
+    counter("store_objects_without_checksum",
+            "Misses of objects without a checksum, in a pool whose nodes differ in "
+            "`storage.mooncake.payload_checksums`.", "store.without_checksum"),
+    gauge("store_breaker_open", "1 while the store's circuit breaker is not closed.",
+          lambda s: float(_at(s, "store.breaker") not in ("closed", 0))),
     # sinks
-    Family("flush_pending", "gauge", ("sink",),
-           "Blocks on which a sink's view differs from the tiers.",
-           each(_sinks, lambda sink: sink.pending)),
-    Family("flush_lag_seconds", "gauge", ("sink",), "Age of the oldest pending change.",
-           each(_sinks, lambda sink: sink.oldest_pending_age)),
-    Family("flush_seconds", "histogram", ("sink",),
-           "Seconds from the oldest change of a delivery to its acknowledgement.",
-           by(lambda s: dict(s.watch.histograms.flush))),
-    Family("flush_tasks", "counter", ("sink", "residency"), "Tasks that a sink acknowledged.",
-           _tasks),
-    Family("flush_blocks", "counter", ("sink",), "Blocks in those tasks.",
-           each(_sinks, lambda sink: sink.blocks)),
-    Family("flush_retries", "counter", ("sink",), "Calls of a sink that failed.",
-           each(_sinks, lambda sink: sink.retried)),
-    Family("flush_resyncs", "counter", ("sink",), "Resyncs of a sink.",
-           each(_sinks, lambda sink: sink.resyncs)),
-    Family("sink_up", "gauge", ("sink",), "1 if the last call of a sink succeeded.",
-           each(_sinks, lambda sink: float(not sink.failures))),
+    gauge("flush_pending", "Blocks on which a sink's view differs from the tiers.",
+          each("flush", lambda sink: sink.pending), "sink"),
+    gauge("flush_lag_seconds", "Age of the oldest pending change.",
+          each("flush", lambda sink: sink.oldest_pending_age), "sink"),
+    histogram("flush_seconds",
+              "Seconds from the oldest change of a delivery to its acknowledgement.",
+              "flush", "sink"),
+    counter("flush_tasks", "Tasks that a sink acknowledged.", _tasks, "sink", "residency"),
+    counter("flush_blocks", "Blocks in those tasks.",
+            each("flush", lambda sink: sink.blocks), "sink"),
+    counter("flush_retries", "Calls of a sink that failed.",
+            each("flush", lambda sink: sink.retried), "sink"),
+    counter("flush_resyncs", "Resyncs of a sink.",
+            each("flush", lambda sink: sink.resyncs), "sink"),
+    gauge("sink_up", "1 if the last call of a sink succeeded.",
+          each("flush", lambda sink: float(not sink.failures)), "sink"),
     # actors and ranks
-    Family("actor_restarts", "counter", ("actor",), "Restarts of an actor.",
-           each(_actors, lambda actor: actor.life)),
-    Family("actor_turns", "counter", ("actor",), "Messages that an actor handled.",
-           each(_actors, lambda actor: actor.turns)),
-    Family("actor_queued", "gauge", ("actor",), "Messages in an actor's channel.",
-           each(_actors, lambda actor: actor.channel.queued + actor.channel.control)),
-    Family("actor_up", "gauge", ("actor",), "1 while an actor runs.",
-           each(_actors, lambda actor: float(actor.state == "running"))),
-    Family("rank_healthy", "gauge", ("rank",), "1 while a rank is healthy.",
-           lambda s: [((str(rank[0]),), float(rank[1] == "healthy")) for rank in s.ranks]),
-    Family("rank_operations", "counter", ("rank",), "Operations sent to a rank.",
-           lambda s: [((str(rank[0]),), rank[2]) for rank in s.ranks]),
-    Family("rank_losses", "counter", ("rank",), "Times that a rank's connection was lost.",
-           lambda s: [((str(rank[0]),), rank[3]) for rank in s.ranks]),
+    counter("actor_restarts", "Restarts of an actor.",
+            each("actors", lambda actor: actor.life), "actor"),
+    counter("actor_turns", "Messages that an actor handled.",
+            each("actors", lambda actor: actor.turns), "actor"),
+    gauge("actor_queued", "Messages in an actor's channel.",
+          each("actors", lambda actor: actor.channel.queued + actor.channel.control), "actor"),
+    gauge("actor_up", "1 while an actor runs.",
+          each("actors", lambda actor: float(actor.state == "running")), "actor"),
+    gauge("rank_healthy", "1 while a rank is healthy.",
+          lambda s: {str(one.rank): float(one.health == "healthy") for one in s.ranks}, "rank"),
+    counter("rank_operations", "Operations sent to a rank.",
+            lambda s: {str(one.rank): one.operations for one in s.ranks}, "rank"),
+    counter("rank_losses", "Times that a rank's connection was lost.",
+            lambda s: {str(one.rank): one.losses for one in s.ranks}, "rank"),
     # the process
-    Family("loop_lag_seconds", "histogram", (),
-           "Seconds by which a timer of the cache's event loop is late, of one that is due every "
-           "50 ms.", one(lambda s: s.watch.histograms.loop_lag)),
-    Family("start_time_seconds", "gauge", (), "Unix time at which the cache was opened.",
-           one(lambda s: s.opened_at)),
+    histogram("loop_lag_seconds",
+              "Seconds by which a timer of the cache's event loop is late, of one that is due "
+              "every 50 ms.", "loop_lag"),
+    gauge("start_time_seconds", "Unix time at which the cache was opened.", "opened_at"),
     # salts
-    Family("tenant_requests", "counter", ("salt",),
-           "Requests of a salt with a named quota. Other salts have no metrics.",
-           of_salts(lambda one: one.requests)),
-    Family("tenant_blocks_looked_up", "counter", ("salt",), "Full blocks of their prompts.",
-           of_salts(lambda one: one.blocks_looked_up)),
-    Family("tenant_block_hits", "counter", ("salt", "tier"), "Blocks of these that were cached.",
-           of_salts_by_tier("device_hits", "host_hits", "storage_hits")),
-    Family("tenant_blocks", "gauge", ("salt", "tier"), "Resident blocks of the salt.",
-           of_salts_by_tier("device_blocks", "host_blocks", "storage_blocks")),
-    Family("tenant_quota_blocks", "gauge", ("salt", "tier"),
-           "The quota of the salt, absent for no limit.",
-           of_salts_by_tier("device_quota", "host_quota", "storage_quota")),
-    Family("tenant_quota_evictions", "counter", ("salt", "tier"),
-           "Blocks of the salt that were evicted because of its quota.",
-           of_salts_by_tier("device_quota_evictions", "host_quota_evictions",
-                            "storage_quota_evictions")),
+    counter("tenant_requests",
+            "Requests of a salt with a named quota. Other salts have no metrics.",
+            of_salts("requests"), "salt"),
+    counter("tenant_blocks_looked_up", "Full blocks of their prompts.",
+            of_salts("blocks_looked_up"), "salt"),
+    counter("tenant_block_hits", "Blocks of these that were cached.",
+            of_salts("device_hits", "host_hits", "storage_hits"), "salt", "tier"),
+    gauge("tenant_blocks", "Resident blocks of the salt.",
+          of_salts("device_blocks", "host_blocks", "storage_blocks"), "salt", "tier"),
+    gauge("tenant_quota_blocks", "The quota of the salt, absent for no limit.",
+          of_salts("device_quota", "host_quota", "storage_quota"), "salt", "tier"),
+    counter("tenant_quota_evictions", "Blocks of the salt that were evicted because of its quota.",
+            of_salts("device_quota_evictions", "host_quota_evictions", "storage_quota_evictions"),
+            "salt", "tier"),
     # health
-    Family("health", "gauge", ("status",), "1 for the present status.", by(_status)),
-    Family("degraded", "gauge", ("component",), "1 for each part that does not work.",
-           by(_reasons)),
+    gauge("health", "1 for the present status.",
+          lambda s: {one: float(s.health.status == one) for one in ("ok", "degraded", "failed")},
+          "status"),
+    gauge("degraded", "1 for each part that does not work.",
+          lambda s: {reason.component: 1.0 for reason in s.health.reasons}, "component"),
     Family("cache_config_info", "info", INFO, "Sizes and parts of the cache.", _info),
 )  # fmt: skip
 
 
-def _rate(part: float, whole: float) -> float:
+def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _hit_share(tiers: tuple[str, ...]) -> Callable[[Snapshot], Samples]:
-    def share(s: Snapshot) -> float:
-        hits = _hits(s)
-        found = sum(hits[tier] for tier in tiers)
-        return _rate(found, s.statistics.prefix.blocks_looked_up)
+def _hit_share(*tiers: str) -> Callable[[Snapshot], float]:
+    return lambda s: _share(
+        sum(_at(s, HITS[tier]) for tier in tiers), s.statistics.prefix.blocks_looked_up
+    )
 
-    return one(share)
-
-
-def _cached_tokens(tiers: tuple[str, ...]) -> Callable[[Snapshot], Samples]:
-    return one(lambda s: sum(_hit_tokens(s)[tier] for tier in tiers))
-
-
-ALL = ("device", "host", "storage")
 
 FASTDEPLOY_FAMILIES: tuple[Family, ...] = (
-    Family("hit_req_rate", "gauge", (), "Requests with cached blocks, of all requests.",
-           one(lambda s: _rate(s.watch.hit, s.statistics.prefix.requests))),
-    Family("hit_token_rate", "gauge", (), "Cached tokens, of all.", _hit_share(ALL)),
-    Family("gpu_hit_token_rate", "gauge", (), "Tokens cached on the device, of all.",
-           _hit_share(("device",))),
-    Family("cpu_hit_token_rate", "gauge", (), "Tokens cached in host memory, of all.",
-           _hit_share(("host",))),
-    Family("prefix_cache_token_num", "counter", (), "Cached tokens.", _cached_tokens(ALL)),
-    Family("prefix_gpu_cache_token_num", "counter", (), "Tokens cached on the device.",
-           _cached_tokens(("device",))),
-    Family("prefix_cpu_cache_token_num", "counter", (), "Tokens cached in host memory.",
-           _cached_tokens(("host",))),
-    Family("prefix_ssd_cache_token_num", "counter", (), "Tokens cached in storage.",
-           _cached_tokens(("storage",))),
-    Family("available_gpu_block_num", "gauge", (), "Device blocks that are free or evictable.",
-           one(lambda s: s.statistics.prefix.blocks_free + s.statistics.prefix.evictable)),
-    Family("free_gpu_block_num", "gauge", (), "Free device blocks.",
-           one(lambda s: s.statistics.prefix.blocks_free)),
-    Family("max_gpu_block_num", "gauge", (), "Device blocks.",
-           one(lambda s: s.summary.device_blocks)),
-    Family("max_cpu_block_num", "gauge", (), "Host slots.", one(lambda s: s.summary.host_slots)),
-    Family("available_gpu_resource", "gauge", (), "Free device blocks, of all.",
-           one(lambda s: _rate(s.statistics.prefix.blocks_free, s.summary.device_blocks))),
-    Family("gpu_cache_usage_perc", "gauge", (), "Device blocks in use, of all.",
-           one(lambda s: _usage(s)["device"])),
+    gauge("hit_req_rate", "Requests with cached blocks, of all requests.",
+          lambda s: _share(s.watch.hit, s.statistics.prefix.requests)),
+    gauge("hit_token_rate", "Cached tokens, of all.", _hit_share(*HITS)),
+    gauge("gpu_hit_token_rate", "Tokens cached on the device, of all.", _hit_share("device")),
+    gauge("cpu_hit_token_rate", "Tokens cached in host memory, of all.", _hit_share("host")),
+    counter("prefix_cache_token_num", "Cached tokens.", lambda s: sum(_hit_tokens(s).values())),
+    counter("prefix_gpu_cache_token_num", "Tokens cached on the device.",
+            lambda s: _hit_tokens(s)["device"]),
+    counter("prefix_cpu_cache_token_num", "Tokens cached in host memory.",
+            lambda s: _hit_tokens(s)["host"]),
+    counter("prefix_ssd_cache_token_num", "Tokens cached in storage.",
+            lambda s: _hit_tokens(s)["storage"]),
+    gauge("available_gpu_block_num", "Device blocks that are free or evictable.",
+          lambda s: s.statistics.prefix.blocks_free + s.statistics.prefix.evictable),
+    gauge("free_gpu_block_num", "Free device blocks.", "prefix.blocks_free"),
+    gauge("max_gpu_block_num", "Device blocks.", "summary.device_blocks"),
+    gauge("max_cpu_block_num", "Host slots.", "summary.host_slots"),
+    gauge("available_gpu_resource", "Free device blocks, of all.",
+          lambda s: _share(s.statistics.prefix.blocks_free, s.summary.device_blocks)),
+    gauge("gpu_cache_usage_perc", "Device blocks in use, of all.", lambda s: _usage(s)["device"]),
 )  # fmt: skip
 """The metrics that FastDeploy's router and dashboards read, under FastDeploy's names."""
+
+
+# -- of a `TierCache`: under the names of a cache's metrics where the meaning is the same.
+# `tier_cache.metrics` has further ones, under the names of vLLM's tiers.
+
+
+class TierSnapshot(NamedTuple):
+    """Everything that the metrics of a `TierCache` show, as of one moment."""
+
+    config: TierConfig
+    statistics: TierStatistics
+    health: TierHealth
+
+
+def _tier_blocks(s: TierSnapshot) -> dict[str, float]:
+    return {"host": s.statistics.resident, "storage": s.statistics.stored_objects}
+
+
+def _tier_moved(s: TierSnapshot) -> dict[str, float]:
+    found, size = s.statistics, s.config.block_bytes
+    return {
+        "device_to_host": found.stored * size,
+        "host_to_device": (found.host_hits + found.storage_hits) * size,
+        "host_to_storage": found.saved_bytes,
+        "storage_to_host": found.fetched_bytes,
+    }
+
+
+def _tier_info(s: TierSnapshot) -> Samples:
+    config = s.config
+    values = (config.model, str(config.block_bytes), str(config.num_slots), config.storage.backend)
+    return [(values, 1.0)]
+
+
+TIER_FAMILIES: tuple[Family, ...] = (
+    counter("kv_block_hits", "Blocks loaded to the device, by the tier that they came from.",
+            {"host": "host_hits", "storage": "storage_hits"}, "tier"),
+    gauge("kv_cache_usage_perc", "Part of the capacity of a tier that is in use, 0 to 1.",
+          lambda s: {"host": s.statistics.resident / s.statistics.slots}, "tier"),
+    gauge("tier_capacity_blocks", "Blocks that a tier holds at most, 0 without a limit in blocks.",
+          lambda s: {"host": s.statistics.slots, "storage": s.config.storage.capacity_blocks or 0},
+          "tier"),
+    gauge("tier_blocks", "Blocks in a tier.", _tier_blocks, "tier"),
+    gauge("tier_bytes", "Bytes of the blocks in a tier.",
+          lambda s: {tier: n * s.config.block_bytes for tier, n in _tier_blocks(s).items()},
+          "tier"),
+    gauge("host_slots_pinned", "Host slots that a transfer uses.", "pinned"),
+    counter("kv_offload_total_bytes", "Bytes moved between tiers.", _tier_moved, "transfer_type"),
+    counter("blocks_evicted", "Blocks that left a tier for others.", {"host": "evicted"}, "tier"),
+    counter("copy_failures", "Blocks whose copy to a host slot failed.", "failed_stores"),
+    counter("write_failures", "Blocks that the store did not take.", "failed_saves"),
+    gauge("health", "1 for the present status.",
+          lambda s: {one: float(s.health.status == one) for one in ("ok", "degraded", "closed")},
+          "status"),
+    Family("cache_config_info", "info", ("model", "block_bytes", "host_slots", "store"),
+           "Sizes and parts of the cache.", _tier_info),
+)  # fmt: skip

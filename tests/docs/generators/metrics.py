@@ -12,10 +12,10 @@ from kvactors.observe.metrics import (
     FASTDEPLOY,
     FASTDEPLOY_FAMILIES,
     PREFIX,
+    TIER_FAMILIES,
     Family,
 )
 from kvactors.observe.statistics import CacheStatistics
-from kvactors.observe.tier_families import TIER_FAMILIES
 from kvactors.settings_docs import entries_of
 from kvactors.tier_cache import TierHealth, TierStatistics, tier_metrics
 from kvactors.totals import COUNTERS
