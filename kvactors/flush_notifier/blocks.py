@@ -44,27 +44,9 @@ class LedgerBlock:
     """
 
     __slots__ = (
-        "after",
-        "before",
-        "child",
-        "children",
-        "depth",
-        "due",
-        "extra_key",
-        "finished",
-        "hash",
-        "left",
-        "number",
-        "parent",
-        "parent_hash",
-        "pins",
-        "reasons",
-        "right",
-        "scope",
-        "tiers",
-        "token_addressed",
-        "tokens",
-        "views",
+        *("hash", "parent", "parent_hash", "tokens", "scope", "extra_key", "depth", "children"),
+        *("tiers", "due", "views", "pins", "finished", "reasons", "token_addressed"),
+        *("child", "left", "right", "number", "before", "after"),
     )
 
     def __init__(

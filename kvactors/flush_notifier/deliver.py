@@ -73,11 +73,7 @@ class SinkStatistics(NamedTuple):
 
 
 class SinkHealth(NamedTuple):
-    """Whether a sink acknowledges its deliveries.
-
-    Attributes:
-        reason: why not, empty if ok.
-    """
+    """Whether a sink acknowledges its deliveries. `reason` is empty if it does."""
 
     name: str
     ok: bool
@@ -178,8 +174,7 @@ class SinkDelivery:
         self.undelivered |= self.begun
         self.last_error = error
         self.backing_off = True
-        if self.failing_since is None:
-            self.failing_since = now()
+        self.failing_since = now() if self.failing_since is None else self.failing_since
         delay, self.delay = self.delay, min(2 * self.delay, self._config.retry_max_s)
         return delay
 
@@ -321,9 +316,9 @@ class SinkDelivery:
 
     def health(self) -> SinkHealth:
         """Whether the sink works: its calls succeed, and the last delivery did."""
-        reason = "" if not self.failures else self.last_error
+        ok, pending = not self.failures, self.view.pending
         return SinkHealth(
-            self.sink.name, not self.failures, reason, self.failing_for, self.view.pending
+            self.sink.name, ok, "" if ok else self.last_error, self.failing_for, pending
         )
 
 
@@ -333,23 +328,12 @@ def slice_pause(interval: float, blocks: int, step: int) -> float:
     return min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, interval * step / (2 * max(1, blocks))))
 
 
-class FlushWaiter(NamedTuple):
-    """An open ask.
-
-    Attributes:
-        marks: by sink the `SinkView.clock` that its view must reach, None until the call in flight
-            ends.
-    """
-
-    envelope: Envelope[bool]
-    marks: dict[SinkDelivery, int | None]
-
-
 class FlushWaiters:
     """Open asks to wait until sinks have acknowledged the changes that were due at the ask."""
 
     def __init__(self) -> None:
-        self._waiters: list[FlushWaiter] = []
+        # by sink the `SinkView.clock` that its view must reach, None until the call in flight ends
+        self._waiters: list[tuple[Envelope[bool], dict[SinkDelivery, int | None]]] = []
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -358,31 +342,31 @@ class FlushWaiters:
         """Wait for these sinks. The batch of a call in flight may be out of date, so what must be
         corrected after it is known when the call ends."""
         marks = {one: None if one.in_flight else one.view.clock for one in sinks}
-        self._waiters.append(FlushWaiter(envelope, marks))
+        self._waiters.append((envelope, marks))
 
     def call_ended(self, one: SinkDelivery, *, cleared: bool) -> None:
         """A call to a sink ended. cleared: it removed everything, so that blocks which have come
         back since are sent again."""
-        for waiter in self._waiters:
-            if one in waiter.marks and (waiter.marks[one] is None or cleared):
-                waiter.marks[one] = one.view.clock
+        for _, marks in self._waiters:
+            if one in marks and (marks[one] is None or cleared):
+                marks[one] = one.view.clock
 
     def take_done(self) -> list[Envelope[bool]]:
         """Remove and return the asks whose sinks have acknowledged the changes that were due."""
-        done = [
-            waiter
-            for waiter in self._waiters
-            if all(one.has_delivered(mark) for one, mark in waiter.marks.items())
-        ]
-        for waiter in done:
-            self._waiters.remove(waiter)
-        return [waiter.envelope for waiter in done]
+        return self._take(
+            lambda _, marks: all(one.has_delivered(mark) for one, mark in marks.items())
+        )
 
     def take_abandoned(self) -> list[Envelope[bool]]:
         """Remove and return the asks that were given up."""
-        abandoned = [one.envelope for one in self._waiters if one.envelope.abandoned]
-        self._waiters = [one for one in self._waiters if not one.envelope.abandoned]
-        return abandoned
+        return self._take(lambda envelope, _: envelope.abandoned)
+
+    def _take(
+        self, chosen: Callable[[Envelope[bool], dict[SinkDelivery, int | None]], bool]
+    ) -> list[Envelope[bool]]:
+        taken = [envelope for envelope, marks in self._waiters if chosen(envelope, marks)]
+        self._waiters = [waiter for waiter in self._waiters if waiter[0] not in taken]
+        return taken
 
 
 class SinkSet:

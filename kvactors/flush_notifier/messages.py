@@ -1,5 +1,5 @@
 """Messages to FlushNotifier: blocks that became resident or left a tier, and asks to wait for
-sinks."""
+sinks. Its messages to sinks."""
 
 from __future__ import annotations
 
@@ -64,11 +64,7 @@ class PathCached(Message, frozen=True, eq=False):
 
 
 class BlocksAdded(Message, frozen=True, eq=False):
-    """Blocks are resident on `tier` now.
-
-    Attributes:
-        hashes: their block hashes, 32 bytes each.
-    """
+    """Blocks with these hashes, 32 bytes each, are resident on `tier` now."""
 
     hashes: bytes
     tier: Tier
@@ -96,17 +92,15 @@ class PathPart(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Blocks in it."""
+        """Number of blocks."""
         return len(self.hashes) // HASH_BYTES
 
     def whole(self) -> bool:
         """Whether its fields are of lengths that belong together."""
-        lengths = (
-            len(self.parent),
-            len(self.hashes) % HASH_BYTES,
-            len(self.tokens) % (4 * max(1, self.blocks)),
-        )
-        return lengths == (HASH_BYTES, 0, 0) and self.blocks > 0 and len(self.tokens) > 0
+        blocks, rest = divmod(len(self.hashes), HASH_BYTES)
+        if len(self.parent) != HASH_BYTES or rest or not blocks:
+            return False
+        return len(self.tokens) > 0 and not len(self.tokens) % (4 * blocks)
 
 
 class PathsFound(Message, frozen=True, eq=False):
@@ -122,11 +116,7 @@ class PathsFound(Message, frozen=True, eq=False):
 
 
 class BlocksRemoved(Message, frozen=True, eq=False):
-    """Blocks left `tier`.
-
-    Attributes:
-        hashes: their block hashes, 32 bytes each.
-    """
+    """Blocks with these hashes, 32 bytes each, left `tier`."""
 
     hashes: bytes
     tier: Tier
@@ -160,12 +150,8 @@ class WaitFlushed(Ask[bool], frozen=True, eq=False):
 
 
 class Resync(Ask[bool], frozen=True, eq=False):
-    """Send a sink everything again, as to an index that has lost its state. True once it has taken
-    all of that.
-
-    Attributes:
-        sink: its name.
-    """
+    """Send the sink of this name everything again, as to an index that has lost its state. True
+    once it has taken all of that."""
 
     sink: str
 
@@ -211,17 +197,15 @@ class Deliver(Control, frozen=True, eq=False):
 
 
 class Continue(Control, frozen=True, eq=False):
-    """To itself: the next step of a fact about very many blocks. It comes before any other fact."""
+    """To itself: the next slice of a fact about very many blocks. It comes before any other
+    fact."""
 
     work: Iterator[None]
 
 
 class Delivered(Control, frozen=True, eq=False):
-    """To itself: a call to a sink has ended. `error` is empty if the sink took its tasks.
-
-    Attributes:
-        number: of the call.
-    """
+    """To itself: the call to a sink with this number has ended. `error` is empty if the sink took
+    its tasks."""
 
     sink: str
     number: int

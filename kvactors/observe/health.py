@@ -35,18 +35,9 @@ class Reason(NamedTuple):
     since: float
 
 
-class Trouble(NamedTuple):
-    """A fault of one part.
-
-    Attributes:
-        component: the affected part.
-        why: the fault.
-        since: loop time at which the fault began, None if the beginning is not recorded.
-    """
-
-    component: str
-    why: str
-    since: float | None
+Trouble = tuple[str, str, float | None]
+"""The affected part, its fault, and the loop time at which the fault began, None if the beginning
+is not recorded."""
 
 
 class Health(NamedTuple):
@@ -111,55 +102,53 @@ def troubles(system: System) -> Iterator[Trouble]:
     if ranks is not None and system.sized:
         for rank in ranks():
             if rank.state != "healthy":
-                yield Trouble(
+                yield (
                     f"rank {rank.rank}",
                     f"{rank.state}: {rank.reason}" if rank.reason else rank.state,
                     rank.since,
                 )
     if system.asleep:
-        yield Trouble("cache", f"asleep (level {system.asleep}): wake() it", None)
+        yield "cache", f"asleep (level {system.asleep}): wake() it", None
     if not system.sized:
-        yield Trouble("device", "the number of device blocks is not set (set_num_blocks)", None)
+        yield "device", "the number of device blocks is not set (set_num_blocks)", None
     if system.plane.trouble:
-        yield Trouble("copies", system.plane.trouble, None)
+        yield "copies", system.plane.trouble, None
     if system.arena.trouble:
-        yield Trouble("host memory", system.arena.trouble, None)
+        yield "host memory", system.arena.trouble, None
     for recording in system.recordings:
         if recording.error:
-            yield Trouble("trace recording", f"ended: {recording.error}. Record again", None)
+            yield "trace recording", f"ended: {recording.error}. Record again", None
 
 
 def _actors(system: System) -> Iterator[Trouble]:
     off = system.supervisor.switched_off
     for one in off.values():
-        yield Trouble(
-            one.name, f"switched off after too many failures, the last {one.cause}", one.since
-        )
+        yield (one.name, f"switched off after too many failures, the last {one.cause}", one.since)
     for actor in system.supervisor.actors():
         if actor.state in (State.STOPPING, State.STOPPED):
-            yield Trouble(actor.ref.name, "restarting after a failure", actor.mailbox.ended_at)
+            yield actor.ref.name, "restarting after a failure", actor.mailbox.ended_at
     if system.notifier.name not in off:
         for sink in system.notifier_actor.sinks.health():
             if not sink.ok:
-                yield Trouble(f"sink {sink.name}", sink.reason, now() - sink.failing_for)
+                yield f"sink {sink.name}", sink.reason, now() - sink.failing_for
 
 
 def _store(name: str, store: CheckedBackend | DeviceStore) -> Iterator[Trouble]:
     for why, since in store.attempts.failing():
-        yield Trouble(name, why, since)
+        yield name, why, since
     if isinstance(store, DeviceStore):
         if store.late_since is not None:
-            yield Trouble(name, "a call does not return", store.late_since)
+            yield name, "a call does not return", store.late_since
         return
     if store.clear_pending:
-        yield Trouble(name, "a clear has not been completed", store.clears.pending_since)
+        yield name, "a clear has not been completed", store.clears.pending_since
     elif getattr(store.inner, "clear_pending", False):
-        yield Trouble(name, "a clear has not been completed", None)
+        yield name, "a clear has not been completed", None
     if condition := store.condition():
-        yield Trouble(name, condition, None)
+        yield name, condition, None
     overdue = store.overdue()
     if overdue is not None:
         what, since = overdue
-        yield Trouble(name, f"a call of {what} does not return", since)
+        yield name, f"a call of {what} does not return", since
     if store.stuck:
-        yield Trouble(name, "a call to the disk does not return", None)
+        yield name, "a call to the disk does not return", None

@@ -17,7 +17,7 @@ from itertools import islice
 from kvactors.actor import Actor
 from kvactors.actor.clock import now
 from kvactors.actor.failures import brief
-from kvactors.actor.sliced import Sliced, T
+from kvactors.actor.sliced import Sliced, T, finish
 from kvactors.native import DEVICE, HOST
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.sharded import ShardedSet
@@ -43,8 +43,7 @@ def invariants(system: System) -> list[str]:
     it returns (see docs/health.md).
     """
     violated: list[str] = []
-    for _ in check_steps(system, violated):
-        pass
+    finish(check_steps(system, violated))
     return violated
 
 

@@ -13,39 +13,13 @@ from typing import Any, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, Envelope, Instrument, Turn
 from kvactors.actor.clock import now
-from kvactors.cpu_evictor.messages import (
-    Cancel,
-    Load,
-    Loaded,
-    Offload,
-    Offloaded,
-    Save,
-    Saved,
-)
+from kvactors.cpu_evictor import messages as host
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import Delivered
 from kvactors.gpu_swapper.messages import CopyFinished, Direction
+from kvactors.prefix_index import messages as index
 from kvactors.prefix_index.actor import PrefixIndex
-from kvactors.prefix_index.messages import (
-    Abandon,
-    Acquire,
-    AcquireResult,
-    Finish,
-    Preempt,
-    Ready,
-    ReadyResult,
-)
-from kvactors.storage.messages import (
-    DeviceFetched,
-    DeviceSaved,
-    FetchDevice,
-    Outcome,
-    Read,
-    ReadDone,
-    SaveDevice,
-    Write,
-    Written,
-)
+from kvactors.storage import messages as storage
 from kvactors.system import System
 from kvactors.types import HASH_BYTES
 
@@ -81,45 +55,45 @@ class Operation(NamedTuple):
 
 
 BEGINNINGS: Mapping[type[Any], tuple[str, Callable[[Any], int]]] = {
-    Load: ("load", lambda m: len(m.hashes) // HASH_BYTES - m.start),
-    Offload: ("offload", lambda m: len(m.blocks)),
-    Save: ("save", lambda m: len(m.save)),
+    host.Load: ("load", lambda m: len(m.hashes) // HASH_BYTES - m.start),
+    host.Offload: ("offload", lambda m: len(m.blocks)),
+    host.Save: ("save", lambda m: len(m.save)),
 }
 """Requests of PrefixIndex: kind and blocks."""
 
 BATCHES: Mapping[type[Any], str] = {
-    Read: "read",
-    FetchDevice: "read",
-    Write: "write",
-    SaveDevice: "write",
+    storage.Read: "read",
+    storage.FetchDevice: "read",
+    storage.Write: "write",
+    storage.SaveDevice: "write",
 }
 """Requests to actors of the store, of which there may be several."""
 
 ANSWERS: Mapping[type[Any], tuple[str, Callable[[Any], tuple[str, int, bool]]]] = {
-    Loaded: ("load", lambda m: (_lowest(m), m.num_loaded, m.num_loaded > 0)),
-    Offloaded: ("offload", lambda m: ("", len(m.kept_mask) - m.kept_mask.count(0), True)),
-    Saved: ("save", lambda _: ("", -1, True)),
+    host.Loaded: ("load", lambda m: (_lowest(m), m.num_loaded, m.num_loaded > 0)),
+    host.Offloaded: ("offload", lambda m: ("", len(m.kept_mask) - m.kept_mask.count(0), True)),
+    host.Saved: ("save", lambda _: ("", -1, True)),
 }
 """Answers to PrefixIndex: kind, tier, blocks (-1: those of the request) and success."""
 
 BATCH_ANSWERS: Mapping[type[Any], tuple[str, Callable[[Any], tuple[int, bool]]]] = {
-    ReadDone: ("read", lambda m: _of_outcomes(m.outcomes)),
-    Written: ("write", lambda m: _of_outcomes(m.outcomes)),
-    DeviceFetched: ("read", lambda m: (m.num_blocks, m.num_blocks > 0)),
-    DeviceSaved: ("write", lambda m: (m.num_blocks, m.num_blocks > 0)),
+    storage.ReadDone: ("read", lambda m: _of_outcomes(m.outcomes)),
+    storage.Written: ("write", lambda m: _of_outcomes(m.outcomes)),
+    storage.DeviceFetched: ("read", lambda m: (m.num_blocks, m.num_blocks > 0)),
+    storage.DeviceSaved: ("write", lambda m: (m.num_blocks, m.num_blocks > 0)),
 }
 """Answers of the store's actors: kind, blocks and success."""
 
 
-def _lowest(message: Loaded) -> str:
+def _lowest(message: host.Loaded) -> str:
     if not message.num_loaded:
         return "none"
     return "storage" if message.num_loaded > message.from_host else "host"
 
 
 def _of_outcomes(outcomes: bytes) -> tuple[int, bool]:
-    good = outcomes.count(Outcome.OK)
-    return good, good > 0 or Outcome.EXISTS in outcomes
+    good = outcomes.count(storage.Outcome.OK)
+    return good, good > 0 or storage.Outcome.EXISTS in outcomes
 
 
 class OperationWatch(Instrument):
@@ -174,9 +148,9 @@ class OperationWatch(Instrument):
             self._end((name, where, message.op), where, message.op, "storage", *counts(message))
         elif kind is CopyFinished:
             self._copied(receiver.name, message)
-        elif kind is Cancel:
+        elif kind is host.Cancel:
             self._open.pop(("load", message.op), None)
-        elif kind is Abandon:
+        elif kind is index.Abandon:
             self._request_over(message.lease)
 
     def taken(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
@@ -226,34 +200,34 @@ class OperationWatch(Instrument):
             )
 
     def _asked(self, message: Any, reply: asyncio.Future[Any]) -> None:
-        if isinstance(message, Acquire):
+        if isinstance(message, index.Acquire):
             self._begin(("acquire", message.lease), 0)
             lease, request = message.lease, message.request_id
             reply.add_done_callback(lambda reply: self._acquired(lease, request, reply))
-        elif isinstance(message, Ready):
+        elif isinstance(message, index.Ready):
             lease = message.lease
             reply.add_done_callback(lambda reply: self._waited(lease, reply))
-        elif isinstance(message, (Finish, Preempt)):
+        elif isinstance(message, (index.Finish, index.Preempt)):
             lease = message.lease
             reply.add_done_callback(lambda _: self._request_over(lease))
 
     def _acquired(self, lease: int, request: str, reply: asyncio.Future[Any]) -> None:
         granted = result_of(reply)
         tier, blocks = "none", 0
-        if isinstance(granted, AcquireResult):
+        if isinstance(granted, index.AcquireResult):
             blocks = granted.device_hits
             tier = "pending" if granted.pending else "device" if blocks else "none"
         key: Key = ("acquire", lease)
         began = self._open.get(key, (now(), 0))[0]
         self._end(key, PrefixIndex.ROLE, lease, tier, blocks, granted is not None, request)
-        if isinstance(granted, AcquireResult) and len(self._requests) < MOST_OPEN:
+        if isinstance(granted, index.AcquireResult) and len(self._requests) < MOST_OPEN:
             self._requests[lease] = began, request
             if not granted.pending:
                 self._ready(lease, began, tier, blocks)
 
     def _waited(self, lease: int, reply: asyncio.Future[Any]) -> None:
         result, known = result_of(reply), self._requests.get(lease)
-        if isinstance(result, ReadyResult) and known is not None:
+        if isinstance(result, index.ReadyResult) and known is not None:
             hits = {
                 "storage": result.storage_hits,
                 "host": result.host_hits,

@@ -12,7 +12,7 @@ from kvactors.attention_sdk import MARGIN, Sdk
 from kvactors.errors import SdkError, SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.flush_notifier.sinks.journal import Journal, PublishedBlocks
+from kvactors.flush_notifier.sinks.journal import Journal, PublishedBlocks, Retraction
 from kvactors.sdk_settings import SdkSettings
 from kvactors.sink_config import AttentionStoreSinkConfig
 from kvactors.types import Residency, split_hashes
@@ -61,14 +61,14 @@ class AttentionStoreSink(Sink):
     async def begin_epoch(self, epoch: int) -> None:
         """Retract what was published in earlier epochs. An interrupted retraction is continued by
         the next attempt."""
-        await self._retract()
+        for path in list(self._published.retractions()):
+            await self._retract(path)
         if self._journal is not None:
             await self._journal.rewrite(self._published)
 
-    async def _retract(self) -> None:
-        for path in list(self._published.retractions()):
-            await self._flush(path.tokens, path.start, resident=False)
-            self._published.remove(path.hashes)
+    async def _retract(self, path: Retraction) -> None:
+        await self._flush(path.tokens, path.start, resident=False)
+        self._published.remove(path.hashes)
 
     async def _flush(self, tokens: bytes, start: int, *, resident: bool) -> None:
         self._answers = False
@@ -86,11 +86,16 @@ class AttentionStoreSink(Sink):
             SinkError: a call failed. `num_acknowledged` counts the tasks before it.
         """
         self.num_acknowledged = 0
-        gains = [task for task in tasks if task.residency is Residency.RESIDENT]
-        gains = [task for task in gains if not self._published.holds(task)]
+        gains = [
+            task
+            for task in tasks
+            if task.residency is Residency.RESIDENT and not self._published.holds(task)
+        ]
         for task in gains:
             # before the call: a cancelled call may still be carried out
-            self._published.add_task(task)
+            self._published.add(
+                task.parent, task.start_block_idx, split_hashes(task.hashes), task.tokens
+            )
         if self._journal is not None:
             await self._journal.resident(gains, self._published)
         gone: list[bytes] = []
@@ -118,11 +123,9 @@ class AttentionStoreSink(Sink):
             failure: SdkError | None = None
             for path in list(self._published.retractions()):
                 try:
-                    await self._flush(path.tokens, path.start, resident=False)
+                    await self._retract(path)
                 except SdkError as error:
                     failure = error
-                else:
-                    self._published.remove(path.hashes)
             if failure is None:
                 return
         if failure is not None:

@@ -32,7 +32,10 @@ from kvactors.flush_notifier.messages import FlushTask
 from kvactors.threads import DaemonExecutor
 from kvactors.types import HASH_BYTES, split_hashes
 
-# -- the published blocks
+THREADS = DaemonExecutor("kvactors-journal")
+
+GROWTH_BYTES = 1 << 20
+"""Bytes by which a journal may grow beyond twice its size after the last rewrite."""
 
 
 class PublishedBlock:
@@ -91,10 +94,6 @@ class PublishedBlocks:
             (block := self.blocks.get(block_hash)) is not None and block.resident
             for block_hash in split_hashes(task.hashes)
         )
-
-    def add_task(self, task: FlushTask) -> None:
-        """Add the blocks of a task that is about to be sent."""
-        self.add(task.parent, task.start_block_idx, split_hashes(task.hashes), task.tokens)
 
     def add(self, parent: bytes, start: int, hashes: Sequence[bytes], tokens: bytes) -> None:
         """Add blocks of a path, from position `start`. tokens: from the root."""
@@ -157,19 +156,13 @@ class PublishedBlocks:
         return len(self.blocks)
 
 
-THREADS = DaemonExecutor("kvactors-journal")
-
-GROWTH = 1 << 20
-"""Bytes by which a journal may grow beyond twice its size after the last rewrite."""
-
-
 class Journal:
     """The journal at `path`, whose folder must exist. File errors are raised as SinkError."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self._size = 0
-        self._limit = GROWTH
+        self._limit = GROWTH_BYTES
 
     async def read(self, published: PublishedBlocks) -> None:
         """Add the blocks that an earlier process published and did not retract.
@@ -199,29 +192,20 @@ class Journal:
 
     async def resident(self, tasks: Iterable[FlushTask], published: PublishedBlocks) -> None:
         """Note gains that are about to be sent."""
-        await self._append(
-            [line_of(t.start_block_idx, t.parent, split_hashes(t.hashes), t.tokens) for t in tasks],
-            published,
-        )
+        lines = [
+            line_of(t.start_block_idx, t.parent, split_hashes(t.hashes), t.tokens) for t in tasks
+        ]
+        await self._append(lines, published)
 
     async def gone(self, hashes: Sequence[bytes], published: PublishedBlocks) -> None:
         """Note removals that were sent."""
-        await self._append(
-            [msgspec.json.encode(["-", [one.hex() for one in hashes]])] if hashes else [],
-            published,
-        )
+        await self._append([gone_line(hashes)] if hashes else [], published)
 
     async def _append(self, lines: list[bytes], published: PublishedBlocks) -> None:
-        if not lines:
-            return
-        data = b"".join(line + b"\n" for line in lines)
-        try:
-            await self._write("ab", data)
-        except OSError as error:
-            raise SinkError(f"journal {self.path}: {error}") from error
-        self._size += len(data)
-        if self._size > self._limit:
-            await self.rewrite(published)
+        if lines:
+            self._size += await self._write("ab", lines)
+            if self._size > self._limit:
+                await self.rewrite(published)
 
     async def rewrite(self, published: PublishedBlocks) -> None:
         """Replace the file with the blocks that are published now."""
@@ -236,24 +220,18 @@ class Journal:
             for block_hash, block in published.blocks.items()
         ]
         lines.append(
-            msgspec.json.encode(
-                ["-", [one.hex() for one, block in published.blocks.items() if not block.resident]]
-            )
+            gone_line(one for one, block in published.blocks.items() if not block.resident)
         )
-        data = b"".join(line + b"\n" for line in lines)
         fresh = self.path.with_name(self.path.name + ".new")
-        try:
-            await self._write("wb", data, fresh)
-        except OSError as error:
-            raise SinkError(f"journal {self.path}: {error}") from error
-        self._size = len(data)
-        self._limit = 2 * self._size + GROWTH
+        self._size = await self._write("wb", lines, fresh)
+        self._limit = 2 * self._size + GROWTH_BYTES
 
     async def _write(
-        self, mode: Literal["ab", "wb"], data: bytes, fresh: Path | None = None
-    ) -> None:
+        self, mode: Literal["ab", "wb"], lines: list[bytes], fresh: Path | None = None
+    ) -> int:
         """Append to the file, or replace it with `fresh`. Runs to the end even if the sink's
-        deadline passes, so that lines stay in order."""
+        deadline passes, so that lines stay in order. Returns the bytes written."""
+        data = b"".join(line + b"\n" for line in lines)
 
         async def work() -> None:
             async with aiofiles.open(
@@ -263,7 +241,16 @@ class Journal:
             if fresh is not None:
                 await aiofiles.os.replace(fresh, self.path, executor=THREADS)
 
-        await wait_uncancelled(asyncio.get_running_loop().create_task(work()))
+        try:
+            await wait_uncancelled(asyncio.get_running_loop().create_task(work()))
+        except OSError as error:
+            raise SinkError(f"journal {self.path}: {error}") from error
+        return len(data)
+
+
+def gone_line(hashes: Iterable[bytes]) -> bytes:
+    """A "-" line."""
+    return msgspec.json.encode(["-", [one.hex() for one in hashes]])
 
 
 def line_of(
@@ -287,11 +274,8 @@ def replay(published: PublishedBlocks, line: object) -> None:
         case ["-", list(names)]:
             published.remove(parse_hashes(names))
         case ["+" | "+own" as kind, int(start), str(parent), list(names), list(ids)]:
-            tokens, hashes, above = (
-                token_bytes(ids),
-                parse_hashes(names),
-                parse_hashes([parent] if parent else []),
-            )
+            tokens, hashes = token_bytes(ids), parse_hashes(names)
+            above = parse_hashes([parent] if parent else [])
             first = 0 if kind == "+" else start
             if start < 0 or len(tokens) != (start - first + len(hashes)) * published.block_bytes:
                 raise ValueError(

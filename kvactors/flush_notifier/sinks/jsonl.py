@@ -15,8 +15,9 @@ block in the path, [[media hash as text, offset in the block], ..]], ..].
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiofiles
 import msgspec
@@ -82,21 +83,9 @@ class JsonLinesSink(Sink):
 
     async def _record(self, task: FlushTask) -> dict[str, object]:
         tokens = np.frombuffer(task.tokens, "<u4")
-        parts = []
-        for i in range(0, len(tokens), CHUNK):
-            parts.append(self._encoder.encode(tokens[i : i + CHUNK].tolist())[1:-1])
-            await asyncio.sleep(0)
-        names = []
-        for i in range(0, len(task.hashes), HASH_BYTES * HASHES_AT_ONCE):
-            names.append(
-                self._encoder.encode(
-                    [
-                        one.hex()
-                        for one in split_hashes(task.hashes[i : i + HASH_BYTES * HASHES_AT_ONCE])
-                    ]
-                )[1:-1]
-            )
-            await asyncio.sleep(0)
+        size = HASH_BYTES * HASHES_AT_ONCE
+        hashes = (task.hashes[i : i + size] for i in range(0, len(task.hashes), size))
+        chunks = (tokens[i : i + CHUNK] for i in range(0, len(tokens), CHUNK))
         return self._identity(task) | {
             "type": "flush",
             "epoch": task.epoch,
@@ -105,21 +94,26 @@ class JsonLinesSink(Sink):
             "reason": task.reason.value,
             "start_block_idx": task.start_block_idx,
             "count": task.count,
-            "keys": msgspec.Raw(b"[%b]" % b",".join(names)),
+            "keys": await self._array([one.hex() for one in split_hashes(part)] for part in hashes),
             "parent": task.parent.hex(),
             "num_tokens": len(tokens),
-            "tokens": msgspec.Raw(b"[%b]" % b",".join(parts)),
+            "tokens": await self._array(chunk.tolist() for chunk in chunks),
         }
+
+    async def _array(self, parts: Iterable[list[Any]]) -> msgspec.Raw:
+        """Parts as one array. Others run between them."""
+        encoded = []
+        for part in parts:
+            encoded.append(self._encoder.encode(part)[1:-1])
+            await asyncio.sleep(0)
+        return msgspec.Raw(b"[%b]" % b",".join(encoded))
 
     def _identity(self, task: FlushTask) -> dict[str, object]:
         fields = task.scope._asdict()
         if task.extra_keys:
             fields["media"] = [
-                [
-                    position,
-                    [[identifier(value), offset] for value, offset in media_items(extra_key)],
-                ]
-                for position, extra_key in task.extra_keys
+                [position, [[identifier(value), offset] for value, offset in media_items(key)]]
+                for position, key in task.extra_keys
             ]
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -178,10 +172,8 @@ def replay_jsonl(path: str | Path) -> dict[Tier, set[bytes]]:
         if record["type"] == "epoch":
             view = {tier: set() for tier in Tier}
         elif record["type"] == "flush":
-            held, hashes = (
-                view[Tier[record["tier"].upper()]],
-                [bytes.fromhex(one) for one in record["keys"]],
-            )
+            held = view[Tier[record["tier"].upper()]]
+            hashes = [bytes.fromhex(one) for one in record["keys"]]
             gained = Residency(record["residency"]) is Residency.RESIDENT
             (held.update if gained else held.difference_update)(hashes)
         else:
