@@ -21,9 +21,8 @@ from kvactors.errors import ConfigError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask, RequestScope
 from kvactors.flush_notifier.sinks import kv_events, kv_stream, kv_wire
-from kvactors.flush_notifier.sinks.kv_stream import SNAPSHOT, StreamChanges, Window, joined
-from kvactors.flush_notifier.sinks.kv_wire import AllBlocksCleared, BlockStored, decode_batch
-from kvactors.scenario.mirror import Mirror
+from kvactors.flush_notifier.sinks.kv_stream import SNAPSHOT, StreamChanges, Window
+from kvactors.flush_notifier.sinks.kv_wire import AllBlocksCleared, decode_batch
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier.kv_consumers import Dynamo, LlmD, VllmRouter
@@ -429,8 +428,8 @@ async def test_the_state_has_the_last_published_batch_before_the_ledger_counts_i
         sink.events.hold()
         state = await sink.events.state()
         mirror = Mirror()
-        for payload in state.payloads(100, 0):
-            mirror.apply(decode_batch(payload)[1])
+        for events in state.batches(100):
+            mirror.apply(decode_batch(sink.events.payload(events))[1])
         assert mirror.view == {
             "GPU": {hash_of(KEYS[0]), hash_of(KEYS[1])},
             "CPU": {hash_of(KEYS[2])},
@@ -464,8 +463,8 @@ async def test_a_batch_published_while_a_state_is_made_is_not_in_it(tmp_path, ma
         held[1] = held[2] = Tier.DEVICE
         state = await making
         mirror = Mirror()
-        for payload in state.payloads(100, 0):
-            mirror.apply(decode_batch(payload)[1])
+        for events in state.batches(100):
+            mirror.apply(decode_batch(sink.events.payload(events))[1])
         assert (state.number, mirror.view) == (number, {"GPU": {hash_of(KEYS[0])}})
         sink.events.release()
 
@@ -492,21 +491,6 @@ async def test_changes_are_looked_at_in_steps():
         return changes.tiers(HeldBlock(KEYS[i], ROOT, i, b"", now, RequestScope()))
 
     assert [tiers(0, 0), tiers(1, 1), tiers(2, 3), tiers(3, 3)] == [1, 0, 3, 1]
-
-
-def test_events_joined_by_hand_equal_the_encoders():
-    for count in (0, 1, 15, 16, 70_000):
-        part = kv_state_part(count)
-        assert len(msgspec.msgpack.decode(joined([part], 3))[1]) == count
-        assert msgspec.msgpack.decode(joined([part, part], 200))[2] == 200
-
-
-def kv_state_part(count: int):
-    from kvactors.flush_notifier.sinks.kv_stream import Part
-
-    return Part.of(
-        [msgspec.msgpack.encode(BlockStored([1], None, [1], 1, None, "GPU", None))] * count
-    )
 
 
 async def test_a_window_keeps_the_events_after_a_state_within_bounds():
@@ -618,8 +602,8 @@ async def test_strict_readers_over_the_messages_of_a_cache(tmp_path, host, max_b
             assert (model.index.orphans, model.index.doubles) == (0, 0)
         for state in states:
             for index in (Dynamo().index, LlmD().index):
-                for payload in state.payloads(1_000, 0):
-                    index.batch(payload)
+                for events in state.batches(1_000):
+                    index.batch(publisher.events.payload(events))
                 for sequence, payload in recorded:
                     if sequence >= state.number:
                         index.batch(payload)

@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import anyio
@@ -78,8 +78,6 @@ BURST_MESSAGES = 64
 
 MAX_FILL_BATCHES = 1_000_000
 """Empty batches sent in one answer at most."""
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class Window:
@@ -187,18 +185,6 @@ class StreamChanges:
         return held.tiers & ~known | changed & known
 
 
-class Part(NamedTuple):
-    """Consecutive events of a state, encoded, and their number."""
-
-    size: int
-    events: bytes
-
-    @classmethod
-    def of(cls, events: Sequence[bytes]) -> Part:
-        """A part of encoded events."""
-        return cls(len(events), b"".join(events))
-
-
 class StreamState(NamedTuple):
     """A state as encoded events.
 
@@ -208,40 +194,18 @@ class StreamState(NamedTuple):
     """
 
     number: int
-    parts: list[Part]
+    parts: list[tuple[bytes, ...]]
 
-    def payloads(self, most: int, dp_rank: int) -> Iterator[bytes]:
+    def batches(self, most: int) -> Iterator[list[bytes]]:
         """The state as at most `most` batches (at least one)."""
         size = -(-len(self.parts) // max(1, most))
         for start in range(0, len(self.parts), size):
-            yield joined(self.parts[start : start + size], dp_rank)
+            yield list(chain.from_iterable(self.parts[start : start + size]))
 
     def count(self, most: int) -> int:
-        """Number of batches that `payloads` yields."""
+        """Number of batches that `batches` yields."""
         size = -(-len(self.parts) // max(1, most))
         return -(-len(self.parts) // size)
-
-    def stored(self) -> Iterator[Any]:
-        """The parts without AllBlocksCleared, each as an encoded array of events."""
-        for part in self.parts[1:]:
-            yield msgspec.Raw(_array_head(part.size) + part.events)
-
-
-def joined(parts: Sequence[Part], dp_rank: int) -> bytes:
-    """Parts as the payload of one batch."""
-    stamp, rank = _encode(time.time()), _encode(dp_rank)
-    head = _array_head(3) + stamp + _array_head(sum(part.size for part in parts))
-    return b"".join((head, *(part.events for part in parts), rank))
-
-
-def _array_head(count: int) -> bytes:
-    if count < 16:
-        return bytes([0x90 | count])
-    return (
-        b"\xdc" + count.to_bytes(2, "big")
-        if count < 1 << 16
-        else b"\xdd" + count.to_bytes(4, "big")
-    )
 
 
 class EventStream:
@@ -262,7 +226,7 @@ class EventStream:
         self.first = self.sequence = first
         self.fill = config.numbers == "from_zero"
         self.topic = config.topic.encode()
-        self.dp_rank = config.dp_rank
+        self._dp_rank = config.dp_rank
         self.window = Window(config.replay_window, config.replay_bytes)
         self.epoch = 0
         self.source: SnapshotSource = _no_blocks
@@ -281,11 +245,11 @@ class EventStream:
 
     def publish(self, events: list[bytes]) -> None:
         """Send one batch of encoded events."""
-        self._send(self._encoder.batch(time.time(), events))
+        self._send(self.payload(events))
 
-    def no_events(self) -> bytes:
-        """The payload of a batch without events."""
-        return self._encoder.batch(time.time(), [])
+    def payload(self, events: list[bytes]) -> bytes:
+        """The payload of a batch of encoded events."""
+        return self._encoder.batch(time.time(), events)
 
     def _send(self, payload: bytes) -> None:
         number = self.sequence
@@ -364,7 +328,7 @@ class EventStream:
     async def _state_at(self, number: int, changes: StreamChanges) -> StreamState | None:
         """The state at a number. None if everything was removed before it was complete."""
         encoder = self._encoder
-        parts = [Part.of([encoder.cleared])]
+        parts: list[tuple[bytes, ...]] = [(encoder.cleared,)]
         if changes.empty:
             return StreamState(number, parts)
         events: list[bytes] = []
@@ -380,7 +344,7 @@ class EventStream:
                     blocks += 1
             if blocks >= STATE_PART_BLOCKS or not some:
                 if events:
-                    parts.append(Part.of(events))
+                    parts.append(tuple(events))
                 events, blocks = [], 0
             if changes.cleared:
                 return None
@@ -412,7 +376,8 @@ class EventStream:
         every part, then every batch from `next_sequence` on."""
         state = await self.state()
         number = 0
-        for events in state.stored():
+        for part in state.parts[1:]:
+            events = [msgspec.Raw(event) for event in part]
             yield self._part(state.number, number, events, last=False)
             number += 1
             await asyncio.sleep(0)
@@ -427,7 +392,7 @@ class EventStream:
             "last": last,
             "events": events,
         }
-        return encode_batch(time.time(), [record], self.dp_rank)
+        return encode_batch(time.time(), [record], self._dp_rank)
 
 
 class DetailStream:
@@ -620,10 +585,10 @@ class ReplayServer:
         parts = state.count(room)
         fill = room - parts if publisher.fill and room - parts <= MAX_FILL_BATCHES else 0
         number = state.number - parts - fill
-        for i, payload in enumerate(state.payloads(room, publisher.dp_rank)):
-            await self._send(answer, number + i, payload, publisher.topic)
+        for i, events in enumerate(state.batches(room)):
+            await self._send(answer, number + i, publisher.payload(events), publisher.topic)
             await asyncio.sleep(0)
-        nothing = publisher.no_events() if fill else b""
+        nothing = publisher.payload([]) if fill else b""
         for i in range(fill):
             await self._send(answer, number + parts + i, nothing, publisher.topic)
             if i % BURST_MESSAGES == BURST_MESSAGES - 1:
