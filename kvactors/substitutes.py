@@ -10,13 +10,14 @@ from kvactors.actor import Actor, ActorRef, Envelope, Message, on
 from kvactors.config import FlushConfig
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.deliver import SinkSet
-from kvactors.flush_notifier.ledger import Fact, Ledger
+from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
     BlocksRemoved,
     NamespaceChanged,
     PathCached,
     PathsFound,
+    Report,
     Resync,
     SetIdleLimit,
     TierCleared,
@@ -65,7 +66,7 @@ class NoNotifier(Actor):
     @on(TierCleared)
     @on(PathsFound)
     @on(NamespaceChanged)
-    def fact(self, fact: Fact) -> None:
+    def fact(self, fact: Report) -> None:
         """Drop a fact."""
 
     @on(SetIdleLimit)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from kvactors.actor import Actor, ActorRef, Envelope, Message, on
 from kvactors.config import FlushConfig
 from kvactors.flush_notifier.deliver import SinkDelivery, SinkSet, error_of
-from kvactors.flush_notifier.ledger import IDLE_LIMIT, Fact, Ledger, RootOf
+from kvactors.flush_notifier.ledger import IDLE_LIMIT, Ledger, RootOf
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
     BlocksRemoved,
@@ -21,6 +21,7 @@ from kvactors.flush_notifier.messages import (
     NamespaceChanged,
     PathCached,
     PathsFound,
+    Report,
     Resync,
     ResyncDue,
     RetryDue,
@@ -106,7 +107,7 @@ class FlushNotifier(Actor):
     @on(TierCleared)
     @on(PathsFound)
     @on(NamespaceChanged)
-    def fact(self, fact: Fact) -> None:
+    def fact(self, fact: Report) -> None:
         """Blocks are resident, left a tier, or have a path, or other blocks are due."""
         if self.sinks:
             self._work(self.ledger.apply(fact))

@@ -226,7 +226,8 @@ class LedgerTree:
 
     def end(self) -> Iterator[None]:
         """The last slices of a change."""
-        yield from self.trim()
+        if len(self.idle) > self.idle_limit:  # rare: a generator less in most changes
+            yield from self.trim()
         self.version += 1
         self.changing -= 1
 

@@ -39,9 +39,9 @@ from kvactors.flush_notifier.blocks import (
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
     BlocksRemoved,
-    NamespaceChanged,
     PathCached,
     PathsFound,
+    Report,
     RequestScope,
     TierCleared,
 )
@@ -64,8 +64,6 @@ TIERS, DEVICE = int(ALL_TIERS), int(Tier.DEVICE)
 
 Tiers = Mapping[Tier, AbstractSet[bytes]]
 """The blocks that each tier holds."""
-
-Fact = PathCached | BlocksAdded | BlocksRemoved | TierCleared | PathsFound | NamespaceChanged
 
 RootOf = Callable[[str, RequestScope], bytes]
 """The root hash of the requests of a namespace, an adapter and a salt."""
@@ -241,7 +239,7 @@ class Ledger:
 
     # -- facts
 
-    def apply(self, fact: Fact) -> Iterator[None]:
+    def apply(self, fact: Report) -> Iterator[None]:
         """The slices of a fact."""
         if isinstance(fact, BlocksAdded):
             return self.gain(fact.hashes, fact.tier, fact.reason)

@@ -158,10 +158,9 @@ class SinkView:
         tasks = []
         for run in runs:
             tasks.append((yield from as_task(run, epoch, by_name=by_name, step=tree.step)))
-            over = pace(tree.step)
-            for block in run.blocks:
+            for i, block in enumerate(run.blocks, 1):
                 block.pins += 1
-                if over():
+                if not i % tree.step:
                     yield
         return DeliveryBatch(tasks, runs)
 
@@ -179,19 +178,13 @@ class SinkView:
                 sent[block] = sent.get(block, 0) | bit | bit << UNSURE
                 if over():
                     yield
-        over = pace(tree.step)
-        for block, bits in sent.items():
+        for i, (block, bits) in enumerate(sent.items(), 1):
             if not (block.due[index] ^ block.views[index]) & ~bits:
                 dirty.pop(block, None)  # a new difference among the sent changes began later
-            if over():
+            if not i % tree.step:
                 yield
-
-        def cleared(block: LedgerBlock) -> None:
-            if block.views[index]:
-                dirty.pop(block, None)
-                self._lose(block)
-
-        yield from tree.change_all(cleared, batch.cleared)
+        if batch.cleared:
+            yield from tree.change_all(self._clear, batch.cleared)
         yield from self._release(batch)
 
     def refused(self, batch: DeliveryBatch) -> Iterator[None]:
@@ -238,10 +231,9 @@ class SinkView:
     def repeat(self) -> Iterator[None]:
         """The sink's index may have lost any part of the view: all of it is sent again, parents
         before children. Nothing is removed first, and the ledger may change between the slices."""
-        over = pace(self.tree.step)
-        for block in self.tree.order:
+        for i, block in enumerate(self.tree.order, 1):
             self._send_again(block)
-            if over():
+            if not i % self.tree.step:
                 yield
 
     def _lose(self, block: LedgerBlock) -> None:
@@ -249,6 +241,12 @@ class SinkView:
         if block.views[self.index]:
             block.views[self.index] = 0
             self.compare(block)
+
+    def _clear(self, block: LedgerBlock) -> None:
+        """The sink removed a block with all others. If it is due, that is a new difference."""
+        if block.views[self.index]:
+            self.dirty.pop(block, None)
+            self._lose(block)
 
     def _send_again(self, block: LedgerBlock) -> None:
         """The sink may have lost a block."""
@@ -258,13 +256,6 @@ class SinkView:
             self.compare(block)
 
     # -- inspection
-
-    def acknowledged(self) -> Iterator[tuple[bytes, int]]:
-        """Block hashes and sets of tiers of the view. A change between two of them may or may not
-        show."""
-        for block in self.tree.order:
-            if tiers := block.views[self.index] & TIERS:
-                yield block.hash, tiers
 
     def held_blocks(self, *, every: bool = False) -> Iterator[HeldBlock]:
         """Blocks of the view with all that a snapshot needs, parents before children.

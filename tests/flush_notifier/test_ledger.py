@@ -105,7 +105,7 @@ def test_blocks_shared_with_another_request_are_not_reported_gone():
     do(book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
     (task,) = settle(book)
     assert task.hashes == names(1, 2, 3)[2]
-    assert {key for key, _ in book.sinks[0].acknowledged()} == set(names(1, 2, 4))
+    assert {block.hash for block in book.sinks[0].held_blocks()} == set(names(1, 2, 4))
 
 
 def test_a_branch_point_splits_runs_and_children_go_before_parents():
@@ -192,7 +192,7 @@ def test_gone_while_resident_is_in_flight_is_sent_afterwards():
     assert book.sinks[0].coalesced == 0, "it did not vanish: the sink is hearing of it"
     delivered(book, 0, batch)
     assert shape(settle(book)) == [(GONE, Tier.DEVICE, 0, 1)]
-    assert dict(book.sinks[0].acknowledged()) == {}
+    assert not list(book.sinks[0].held_blocks())
 
 
 @pytest.mark.parametrize("still_resident", [True, False])
@@ -358,7 +358,7 @@ def test_a_full_clear_is_one_task_without_a_path():
     assert [(task.count, task.tokens, task.residency, task.reason) for task in settle(book, 1)] == [
         (0, b"", Residency.GONE, Reason.CLEAR)
     ]
-    assert not list(book.sinks[1].acknowledged())
+    assert not list(book.sinks[1].held_blocks())
     book.check()
 
 
@@ -374,7 +374,8 @@ def test_blocks_that_return_while_a_clear_is_sent_are_sent_again(answered):
     book.check()
     tasks = [*settle(book), *settle(book)]
     assert [task.count for task in tasks] == ([2] if answered else [0, 2])
-    assert dict(book.sinks[0].acknowledged()) == dict.fromkeys(names(1, 2), int(Tier.DEVICE))
+    held = {block.hash: block.tiers for block in book.sinks[0].held_blocks()}
+    assert held == dict.fromkeys(names(1, 2), int(Tier.DEVICE))
     book.check()
 
 

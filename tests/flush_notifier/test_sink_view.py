@@ -21,7 +21,7 @@ def take(view, limit: int = 100):
 
 
 def acknowledged(view) -> set[bytes]:
-    return {key for key, _ in view.acknowledged()}
+    return {block.hash for block in view.held_blocks()}
 
 
 def lose(book, *branch: int) -> None:
