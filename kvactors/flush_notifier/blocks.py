@@ -175,8 +175,8 @@ class LedgerTree:
         idle: idle blocks, the longest idle first.
         step: blocks processed in one slice.
         version: rises with every slice that may have changed something.
-        changing: changes that have slices left. Meanwhile differences and the number of idle blocks
-            may be inconsistent.
+        changing: changes that have slices left, between which differences and the number of idle
+            blocks may be inconsistent.
     """
 
     def __init__(self, idle_limit: int, step: int) -> None:

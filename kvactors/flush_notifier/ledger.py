@@ -353,6 +353,28 @@ class Ledger:
                 if view.filter.takes_clear and not view.table[left]:
                     view.clear_due = True
 
+    def change_namespace(self, namespace: str) -> Iterator[None]:
+        """Requests are of another namespace from now on.
+
+        The namespace is part of the root hash, and a sink is not sent it. To a router, blocks of
+        one token path under two namespaces are one path with different hashes, and the router would
+        answer with blocks that no request can get. So blocks below another root are not announced.
+        """
+        self._namespace = namespace
+        if self._root_of is None:
+            return
+
+        def move(block: LedgerBlock) -> None:
+            before = block.due[:]
+            self.update(block)
+            if block.due != before:
+                for index in (LAST, *BITS[block.tiers]):
+                    block.reasons[index] = REASON_NUMBERS[Reason.NAMESPACE]
+
+        self.tree.begin()
+        yield from self.tree.change_all(move)
+        yield from self.tree.end()
+
     # -- the due state
 
     def _learn(
@@ -445,28 +467,6 @@ class Ledger:
                 node = node.parent
             node = None if node is None or node is top else node.right
         return looked
-
-    def change_namespace(self, namespace: str) -> Iterator[None]:
-        """Requests are of another namespace from now on.
-
-        The namespace is part of the root hash, and a sink is not sent it. To a router, blocks of
-        one token path under two namespaces are one path with different hashes, and the router would
-        answer with blocks that no request can get. So blocks below another root are not announced.
-        """
-        self._namespace = namespace
-        if self._root_of is None:
-            return
-
-        def move(block: LedgerBlock) -> None:
-            before = block.due[:]
-            self.update(block)
-            if block.due != before:
-                for index in (LAST, *BITS[block.tiers]):
-                    block.reasons[index] = REASON_NUMBERS[Reason.NAMESPACE]
-
-        self.tree.begin()
-        yield from self.tree.change_all(move)
-        yield from self.tree.end()
 
     # -- orphans
 

@@ -36,9 +36,11 @@ END = (1 << 64) - 1
 Hash = int | bytes
 
 
-class BlockStored(
-    msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False
-):
+class Event(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False):
+    """A change of blocks."""
+
+
+class BlockStored(Event, frozen=True):
     """Blocks of one path, each the parent of the next, are on `medium`.
 
     Attributes:
@@ -68,18 +70,14 @@ class StoredMap(BlockStored, frozen=True, tag="BlockStored"):
     cache_salt: str | None = None
 
 
-class BlockRemoved(
-    msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False
-):
+class BlockRemoved(Event, frozen=True):
     """Blocks have left `medium`."""
 
     block_hashes: list[Hash]
     medium: str | None
 
 
-class AllBlocksCleared(
-    msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False
-):
+class AllBlocksCleared(Event, frozen=True):
     """Nothing is held any more, on any medium."""
 
 
@@ -100,9 +98,6 @@ class RemovedArray(BlockRemoved, frozen=True, array_like=True, tag="BlockRemoved
 
 class ClearedArray(AllBlocksCleared, frozen=True, array_like=True, tag="AllBlocksCleared"):
     """The same for older readers."""
-
-
-Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -131,8 +126,7 @@ def decode_batch(
 ) -> tuple[float, Sequence[Event], int | None]:
     """A payload frame as timestamp, events and rank. msgspec.DecodeError (or its ValidationError)
     if it is none."""
-    decoded: tuple[float, Sequence[Event], int | None] = _decoders[dialect].decode(payload)
-    return decoded
+    return _decoders[dialect].decode(payload)  # type: ignore[no-any-return]
 
 
 # -- the identity of a block beside its tokens: adapter, salt and media, as vLLM, llm-d and Dynamo
