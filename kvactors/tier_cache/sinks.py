@@ -73,14 +73,8 @@ def make_sinks(config: TierConfig, given: Sequence[Sink]) -> TierSinks | None:
 
 
 def _from_table(table: Mapping[str, Any], config: TierConfig) -> Sink:
-    from kvactors.sink_config import (
-        AnySinkConfig,
-        AttentionStoreSinkConfig,
-        ClassSinkConfig,
-        JsonLinesSinkConfig,
-        KvEventsSinkConfig,
-        check_sinks,
-    )
+    from kvactors.flush_notifier.sinks import make_plain_sink
+    from kvactors.sink_config import AnySinkConfig, AttentionStoreSinkConfig, check_sinks
 
     try:
         data = with_class_paths({"tiers": BELOW, **table}, AnySinkConfig)
@@ -93,21 +87,7 @@ def _from_table(table: Mapping[str, Any], config: TierConfig) -> Sink:
             f"sink {settings.label!r}: AttentionStore's index finds blocks by the hashes that "
             "kvactors computes from tokens, and here the engine computes the hashes"
         )
-    if isinstance(settings, ClassSinkConfig):
-        from kvactors.flush_notifier.sinks import make_class_sink
-
-        return make_class_sink(settings, config.tokens_per_block)
-    if isinstance(settings, KvEventsSinkConfig):
-        from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
-
-        return KvEventsSink(settings.for_model(config.model), config.tokens_per_block)
-    if isinstance(settings, JsonLinesSinkConfig):
-        from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
-
-        return JsonLinesSink(settings, config.tokens_per_block)
-    from kvactors.flush_notifier.sinks.memory import MemorySink
-
-    return MemorySink(settings, config.tokens_per_block)
+    return make_plain_sink(settings, config.model, config.tokens_per_block)
 
 
 def _checked(sink: Sink, config: TierConfig) -> set[Tier]:

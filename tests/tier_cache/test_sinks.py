@@ -15,8 +15,8 @@ from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.sink_config import MemorySinkConfig
-from kvactors.testing.fakes import TreeReader
-from kvactors.tier_cache import SlotMemory, paths, sinks
+from kvactors.testing.tree_reader import TreeReader
+from kvactors.tier_cache import SlotMemory, paths
 from kvactors.tier_cache.paths import block_name
 from kvactors.tier_cache.settings import checked_config
 from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, settle, store
@@ -154,7 +154,7 @@ def test_a_wait_ends_only_when_the_state_was_sent_after_a_restart(
     monkeypatch, waiter, where, limit
 ):
     """A new incarnation of FlushNotifier has nothing that could be due, so it answers at once."""
-    monkeypatch.setattr(sinks, "WATCH", 600.0)  # only the wait notices the restart
+    monkeypatch.setattr("kvactors.tier_cache.sink_service.WATCH", 600.0)  # only the wait notices the restart
     sink = TreeSink()
     cache = open_with(sink)
     describe(cache, 0)
@@ -188,7 +188,7 @@ def test_a_wait_ends_only_when_the_state_was_sent_after_a_restart(
 
 
 def test_a_wait_of_another_thread_ends_unflushed_while_the_owner_does_nothing(monkeypatch):
-    monkeypatch.setattr(sinks, "WATCH", 600.0)
+    monkeypatch.setattr("kvactors.tier_cache.sink_service.WATCH", 600.0)
     sink = TreeSink()
     cache = open_with(sink)
     describe(cache, 0)
@@ -224,7 +224,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
 def test_what_sinks_are_sent_is_a_tree_and_exact(monkeypatch, num_slots, capacity, trouble):
     if trouble == "overflow":
         monkeypatch.setattr(paths, "OUTBOX", 2)
-    monkeypatch.setattr(sinks, "WATCH", 0.01)
+    monkeypatch.setattr("kvactors.tier_cache.sink_service.WATCH", 0.01)
     noise = random.Random(num_slots * 100 + capacity)
     if trouble == "restarts":
         whole, left = Ledger.apply, [3]
@@ -365,7 +365,7 @@ def test_wrong_paths_are_refused_in_the_thread_that_calls(arguments):
 
 
 def test_a_sink_that_fails_degrades_the_health_and_nothing_else(monkeypatch):
-    monkeypatch.setattr(sinks, "WATCH", 0.01)
+    monkeypatch.setattr("kvactors.tier_cache.sink_service.WATCH", 0.01)
 
     class Failing(TreeSink):
         ok = False

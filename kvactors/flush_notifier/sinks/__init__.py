@@ -28,29 +28,30 @@ def make_sink(
 ) -> Sink:
     """The sink that settings describe. SinkError names what it lacks to work (an extra, an SDK, a
     folder). device: the cache's, if it is there."""
-    if isinstance(settings, MemorySinkConfig):
-        return MemorySink(settings, layout.block_size)
-    if isinstance(settings, JsonLinesSinkConfig):
-        return JsonLinesSink(settings, layout.block_size)
     if isinstance(settings, AttentionStoreSinkConfig):
         from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
         from kvactors.sdk_settings import sdk_settings
 
         return AttentionStoreSink(settings, sdk_settings(config, layout, device))
-    if isinstance(settings, ClassSinkConfig):
-        return make_class_sink(settings, layout.block_size)
-    assert isinstance(settings, KvEventsSinkConfig)
-    from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
-
-    return KvEventsSink(settings.for_model(config.cache.model), layout.block_size)
+    return make_plain_sink(settings, config.cache.model, layout.block_size)
 
 
-def make_class_sink(settings: ClassSinkConfig, block_size: int) -> Sink:
-    """A sink of another package.
+def make_plain_sink(settings: SinkConfig, model: str, block_size: int) -> Sink:
+    """A sink of any kind but AttentionStore's, which alone needs more of a cache.
 
     Raises:
         ConfigError: there is no such class, or it cannot be made from these settings.
+        SinkError: it lacks something to work.
     """
+    if isinstance(settings, MemorySinkConfig):
+        return MemorySink(settings, block_size)
+    if isinstance(settings, JsonLinesSinkConfig):
+        return JsonLinesSink(settings, block_size)
+    if isinstance(settings, KvEventsSinkConfig):
+        from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
+
+        return KvEventsSink(settings.for_model(model), block_size)
+    assert isinstance(settings, ClassSinkConfig)
     kind = class_of_sink(settings)
     try:
         made: Sink = kind(settings, block_size)
@@ -104,9 +105,8 @@ def require_sink(sink: Sink) -> None:
 def make_sinks(config: Config, layout: Layout, device: DeviceBlocks | None = None) -> list[Sink]:
     """A config's sinks that this rank reports to: rank 0 alone, or the leader, reports to
     AttentionStore."""
-    reporting = [
-        s
-        for s in config.flush.sinks
-        if not (isinstance(s, AttentionStoreSinkConfig) and config.attention_store.shard_id)
+    return [
+        make_sink(settings, config, layout, device)
+        for settings in config.flush.sinks
+        if not (isinstance(settings, AttentionStoreSinkConfig) and config.attention_store.shard_id)
     ]
-    return [make_sink(settings, config, layout, device) for settings in reporting]

@@ -1,8 +1,8 @@
 """KV events over ZMQ, as vLLM's and SGLang's engines publish them and KV-aware routers read them.
 
 Publishing is sending to ZMQ's queues, which never blocks. A reader that falls behind loses
-messages, sees a gap in the sequence and asks for a replay, which begins with the state if the gap is
-older than what is kept (`kv_stream`).
+messages, sees a gap in the sequence and asks for a replay (`kv_stream`), which begins with the
+state if the gap is older than what is kept.
 """
 
 from __future__ import annotations
