@@ -259,7 +259,7 @@ class FlushNotifier(Actor):
     # -- inspection
 
     def check_steps(self) -> Iterator[None]:
-        """AssertionError if the ledger is inconsistent. It may change between the steps."""
+        """AssertionError if the ledger is inconsistent. It may change between the slices."""
         return self.ledger.check_steps()
 
     def check(self) -> None:

@@ -35,7 +35,7 @@ class LedgerBlock:
         due: per sink, the tiers on which it is to be announced (see `Ledger`).
         views: per sink, the tiers that the sink acknowledged. Above them, shifted by UNSURE, the
             tiers on which an answer was lost: the sink may have them or not.
-        pins: references from outside the tree: deliveries in flight, and steps that continue here.
+        pins: references from outside the tree: deliveries in flight, and slices that continue here.
         finished: whether the path of a finished request covers it.
         reasons: numbers in REASONS of the last change, by LAST or by tier.
         token_addressed: whether tokens alone identify it, in the scope the cache was opened with.
@@ -113,7 +113,7 @@ class HeldBlock(NamedTuple):
 
 
 class BlockOrder:
-    """Blocks in the order they were added: a linked list that can be scanned in steps while blocks
+    """Blocks in the order they were added: a linked list that can be scanned in slices while blocks
     come and go. Numbers rise from 1. A removed block has number 0."""
 
     __slots__ = ("_first", "_last", "last_number")

@@ -98,7 +98,7 @@ class SinkDelivery:
         since: when something became pending, None if nothing is.
         resync_due: the complete state is sent again after the call in flight.
         resync_asks: asks for a resync that has not begun.
-        repeat, repeat_due: the steps left of a slow repetition, and whether one is due.
+        repeat, repeat_due: the slices left of a slow repetition, and whether one is due.
     """
 
     def __init__(self, sink: Sink, view: SinkView, config: FlushConfig) -> None:

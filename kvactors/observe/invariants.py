@@ -24,13 +24,13 @@ from kvactors.sharded import ShardedSet
 from kvactors.system import System
 from kvactors.types import Tier, split_hashes
 
-SLICE = 0.0003
-"""Seconds of steps before other tasks run. The last of them may take three times as long."""
+SLICE_S = 0.0003
+"""Time of steps before other tasks run. The last step may take three times as long."""
 
-PAGE = 64
+PAGE_KEYS = 64
 """Keys a step."""
 
-ATTEMPTS = 3
+GATHER_ATTEMPTS = 3
 """Attempts to collect the keys of a tier while they change."""
 
 Residency = dict[Tier, ShardedSet]
@@ -64,8 +64,8 @@ async def divergence_in_slices(system: System, sinks: Collection[str] | None) ->
 
 
 async def in_slices(steps: Sliced[T] | Iterator[None]) -> T:
-    """Take steps until SLICE is over, let other tasks run, and go on. Returns what they return."""
-    until = now() + SLICE
+    """Take steps until SLICE_S is over, let other tasks run, and go on. Returns their result."""
+    until = now() + SLICE_S
     while True:
         try:
             next(steps)
@@ -73,7 +73,7 @@ async def in_slices(steps: Sliced[T] | Iterator[None]) -> T:
             return end.value  # type: ignore[no-any-return]
         if now() >= until:
             await asyncio.sleep(0)
-            until = now() + SLICE
+            until = now() + SLICE_S
 
 
 def check_steps(system: System, violated: list[str]) -> Iterator[None]:
@@ -232,12 +232,12 @@ def residency_steps(system: System, where: Residency) -> Iterator[None]:
 def _gather(
     names: Callable[[], Iterator[bytes]], keys: Callable[[], list[bytes]], found: ShardedSet
 ) -> Iterator[None]:
-    """Add the keys from `names` to `found`, PAGE of them a step.
+    """Add the keys from `names` to `found`, PAGE_KEYS of them a step.
 
-    If the keys change between two steps, the collection starts over. After ATTEMPTS changes, `keys`
-    copies all of them at once.
+    If the keys change between two steps, the collection starts over. After GATHER_ATTEMPTS changes,
+    `keys` copies all of them at once.
     """
-    for _ in range(ATTEMPTS):
+    for _ in range(GATHER_ATTEMPTS):
         try:
             for page in pages(names()):
                 found.update(page)
@@ -257,15 +257,15 @@ def free(where: Residency) -> Iterator[None]:
 
 
 def listing(system: System) -> Iterator[list[tuple[bytes, int]]]:
-    """The block tree's nodes as pairs of key and state bits, PAGE of them at a time."""
+    """The block tree's nodes as pairs of key and state bits, PAGE_KEYS of them at a time."""
     start = 0
     while start >= 0:
-        keys, states, start = system.index_actor.index.tree.listing(start, PAGE)
+        keys, states, start = system.index_actor.index.tree.listing(start, PAGE_KEYS)
         yield list(zip(split_hashes(keys), states, strict=True))
 
 
 def pages(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """The keys, PAGE of them at a time."""
+    """The keys, PAGE_KEYS of them at a time."""
     left = iter(keys)
-    while page := list(islice(left, PAGE)):
+    while page := list(islice(left, PAGE_KEYS)):
         yield page

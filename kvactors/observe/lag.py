@@ -15,11 +15,8 @@ import numpy as np
 from kvactors.actor.clock import now
 from kvactors.histogram import Histogram
 
-INTERVAL = 0.001
-"""Seconds between ticks."""
-
-TIMER = 0.05
-"""Seconds between the timers of a `LagTimer`: 20 callbacks a second."""
+TICK_S = 0.001
+LAG_TIMER_S = 0.05
 
 SCHEDSTAT = "/proc/thread-self/schedstat"
 """Linux: nanoseconds that a thread ran, and that it was runnable without a core."""
@@ -112,8 +109,8 @@ class LagMonitor:
         clock = self._clock or asyncio.get_running_loop().time
         ran, waited = time.thread_time(), waited_s(schedstat)
         while True:
-            due = clock() + INTERVAL
-            await asyncio.sleep(INTERVAL)
+            due = clock() + TICK_S
+            await asyncio.sleep(TICK_S)
             lag = max(0.0, clock() - due)
             now_ran, now_waited = time.thread_time(), waited_s(schedstat)
             self.ticks.append(Tick(lag, now_ran - ran, now_waited - waited))
@@ -137,7 +134,7 @@ def lags_of(ticks: list[Tick], *, sees_waits: bool) -> Lags:
     """Percentiles of ticks.
 
     A tick is late by what happened after it was due. The counters cover the sleep before as well,
-    which is one INTERVAL. So `cpu` is at most so much above, and `own` so much below the truth.
+    which is one TICK_S. So `cpu` is at most so much above, and `own` so much below the truth.
     """
     return Lags(
         percentiles([tick.lag for tick in ticks]),
@@ -180,8 +177,8 @@ class LagTimer:
             self._handle = None
 
     def _set(self) -> None:
-        due = now() + TIMER
-        self._handle = self._loop.call_later(TIMER, self._late, due)
+        due = now() + LAG_TIMER_S
+        self._handle = self._loop.call_later(LAG_TIMER_S, self._late, due)
 
     def _late(self, due: float) -> None:
         self._lags.observe(max(0.0, now() - due))

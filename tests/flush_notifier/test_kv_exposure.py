@@ -16,7 +16,7 @@ import zmq
 from kvactors.config import Config
 from kvactors.errors import ConfigError, SinkError
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
-from kvactors.flush_notifier.sinks.kv_sockets import LARGEST_REQUEST
+from kvactors.flush_notifier.sinks.kv_sockets import MAX_REQUEST_BYTES
 from kvactors.flush_notifier.sinks.kv_stream import READERS, Window
 from kvactors.flush_notifier.sinks.kv_wire import END
 from kvactors.sink_config import KvEventsSinkConfig
@@ -204,7 +204,7 @@ async def test_a_large_frame_ends_its_connection_before_it_is_read(tmp_path):
                 zmq.DEALER if where is sink.replay_endpoint else zmq.SUB, where
             ) as stranger:
                 if where is sink.replay_endpoint:
-                    await stranger.send_multipart([b"", bytes(LARGEST_REQUEST + 1)])
+                    await stranger.send_multipart([b"", bytes(MAX_REQUEST_BYTES + 1)])
                 else:
                     stranger.setsockopt(zmq.SUBSCRIBE, bytes(100_000))
                 await asyncio.sleep(0.1)
@@ -316,7 +316,7 @@ async def test_a_publisher_can_be_opened_again_at_once_where_it_was_closed(tmp_p
 
 
 async def test_an_endpoint_that_becomes_free_is_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvactors.flush_notifier.sinks.kv_sockets.IN_USE", 30.0)
+    monkeypatch.setattr("kvactors.flush_notifier.sinks.kv_sockets.BIND_TIMEOUT_S", 30.0)
     held = system_socket.socket(system_socket.AF_UNIX)
     held.bind(str(tmp_path / "held"))
     held.listen()

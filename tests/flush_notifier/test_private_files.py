@@ -13,7 +13,7 @@ import kvactors
 from kvactors.config import Config
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.sinks.journal import Journal, PublishedBlocks
-from kvactors.flush_notifier.sinks.jsonl import HASHES_AT_ONCE, JsonLinesSink, replay_jsonl
+from kvactors.flush_notifier.sinks.jsonl import CHUNK_HASHES, JsonLinesSink, replay_jsonl
 from kvactors.sink_config import JsonLinesSinkConfig
 from kvactors.types import Tier
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, memory
@@ -162,6 +162,6 @@ async def test_many_block_hashes_are_one_list(tmp_path):
     sink = lines(tmp_path)
     await sink.open()
     await sink.begin_epoch(1)
-    branch = range(HASHES_AT_ONCE + 3)
+    branch = range(CHUNK_HASHES + 3)
     await sink.deliver([task(*branch)])
-    assert len(replay_jsonl(sink.path)[Tier.DEVICE]) == HASHES_AT_ONCE + 3
+    assert len(replay_jsonl(sink.path)[Tier.DEVICE]) == CHUNK_HASHES + 3

@@ -23,7 +23,12 @@ from kvactors.config import Config
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, FlushTask
 from kvactors.flush_notifier.sinks import make_sink
-from kvactors.flush_notifier.sinks.jsonl import CHUNK, TAIL, JsonLinesSink, replay_jsonl
+from kvactors.flush_notifier.sinks.jsonl import (
+    CHUNK_TOKENS,
+    TAIL_BYTES,
+    JsonLinesSink,
+    replay_jsonl,
+)
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.flush_notifier.view import SinkFilter
 from kvactors.layout.gqa import GQALayout
@@ -86,8 +91,8 @@ async def test_a_line_has_every_field_of_its_task(tmp_path):
 
 
 async def test_a_path_of_many_chunks_is_one_list(tmp_path):
-    sink, steps = lines(tmp_path), range(CHUNK + 1)
-    tokens = path(*range(4))[0] * ((CHUNK + 4) // 4)
+    sink, steps = lines(tmp_path), range(CHUNK_TOKENS + 1)
+    tokens = path(*range(4))[0] * ((CHUNK_TOKENS + 4) // 4)
     await sink.begin_epoch(1)
     await sink.deliver([msgspec.structs.replace(task(1), tokens=tokens[: 4 * BLOCK * len(steps)])])
     told = json.loads(sink.path.read_text().splitlines()[1])["tokens"]
@@ -123,7 +128,9 @@ async def test_an_epoch_makes_everything_sent_before_void(tmp_path):
     assert replay_jsonl(sink.path) == NOTHING | {Tier.HOST: set(names(3))}
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"type": "flush", "residency"', b"x" * (2 * TAIL + 5)])
+@pytest.mark.parametrize(
+    "torn", [b"", b'{"type": "flush", "residency"', b"x" * (2 * TAIL_BYTES + 5)]
+)
 async def test_a_line_cut_short_by_a_crash_is_removed_before_the_next(tmp_path, torn):
     sink = lines(tmp_path)
     await sink.begin_epoch(1)

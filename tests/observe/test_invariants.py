@@ -10,7 +10,7 @@ import pytest
 
 from kvactors.errors import NoRoom
 from kvactors.observe.invariants import (
-    PAGE,
+    PAGE_KEYS,
     _between_actors,
     _unfinished,
     check_steps,
@@ -130,7 +130,7 @@ async def test_an_actor_that_changed_between_two_steps_is_checked_again():
 
 
 async def test_residency_is_gathered_page_by_page():
-    blocks = 2 * PAGE + 1
+    blocks = 2 * PAGE_KEYS + 1
     async with opened(device=blocks) as cache:
         await serve(cache, "long", prompt(1, blocks), verify=False)
         await cache.wait_flushed()
@@ -163,7 +163,7 @@ class Names(OrderedDict):
 
 
 async def test_no_step_looks_at_more_names_of_a_tier_than_a_page():
-    blocks = 3 * PAGE + 1
+    blocks = 3 * PAGE_KEYS + 1
     host = {"slots": blocks, "transit_slots": 16, "mode": "inclusive"}
     async with opened(device=blocks, host=host, storage=STORE) as cache:
         await serve(cache, "long", prompt(1, blocks), verify=False)
@@ -178,13 +178,13 @@ async def test_no_step_looks_at_more_names_of_a_tier_than_a_page():
                 entries.looked + names.looked,
             )
         assert {tier: len(found) for tier, found in where.items()} == dict.fromkeys(Tier, blocks)
-        assert most <= PAGE
+        assert most <= PAGE_KEYS
         tier.blocks, catalog._names = dict(entries), OrderedDict(names)
 
 
 @pytest.mark.parametrize("times", [1, 10])
 async def test_names_that_change_while_they_are_gathered_are_gathered_again(times):
-    blocks = 3 * PAGE + 1
+    blocks = 3 * PAGE_KEYS + 1
     async with opened(
         device=blocks, host={"slots": 2 * blocks, "transit_slots": 16, "mode": "inclusive"}
     ) as cache:

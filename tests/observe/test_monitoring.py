@@ -186,7 +186,7 @@ async def test_an_answer_about_many_quotas_does_not_hold_the_loop(path, monkeypa
         threads.add(threading.get_ident())
         return real(registry)
 
-    monkeypatch.setattr(invariants, "SLICE", 0.0)
+    monkeypatch.setattr(invariants, "SLICE_S", 0.0)
     monkeypatch.setattr(statistics, "_of_salt", read_salt)
     monkeypatch.setattr(metrics, "generate_latest", text)
     salts = {f"tenant-{number}": {"device": 3} for number in range(40)}

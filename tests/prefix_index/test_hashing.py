@@ -201,7 +201,7 @@ async def test_other_tasks_run_while_a_long_prompt_is_hashed(
     call: str, answerable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All blocks are hashed that the store may have."""
-    monkeypatch.setattr(invariants, "SLICE", 0)
+    monkeypatch.setattr(invariants, "SLICE_S", 0)
     blocks, step = 4 * LONG, LONG // 4
     tokens = prompt(0, blocks, tail=1)
     async with opened(device=blocks + 1, sinks=(), storage=STORE, host=HOST) as cache:

@@ -154,7 +154,9 @@ def test_a_wait_ends_only_when_the_state_was_sent_after_a_restart(
     monkeypatch, waiter, where, limit
 ):
     """A new incarnation of FlushNotifier has nothing that could be due, so it answers at once."""
-    monkeypatch.setattr("kvactors.tier_cache.sink_service.WATCH", 600.0)  # only the wait notices the restart
+    monkeypatch.setattr(
+        "kvactors.tier_cache.sink_service.WATCH", 600.0
+    )  # only the wait notices the restart
     sink = TreeSink()
     cache = open_with(sink)
     describe(cache, 0)

@@ -33,14 +33,12 @@ from kvactors.sink_config import JsonLinesSinkConfig
 from kvactors.threads import DaemonExecutor
 from kvactors.types import HASH_BYTES, Residency, Tier, split_hashes
 
-CHUNK = 16_384
-"""Tokens turned into text at a time: between chunks others run."""
+CHUNK_TOKENS = 16_384
+CHUNK_HASHES = 1_024
+"""Values turned into text at a time: between chunks others run."""
 
-HASHES_AT_ONCE = 1_024
-"""Block hashes turned into text at a time."""
-
-TAIL = 65_536
-"""Bytes looked at, at a time, for the end of the last whole line."""
+TAIL_BYTES = 65_536
+"""Looked at, at a time, for the end of the last whole line."""
 
 
 class JsonLinesSink(Sink):
@@ -83,9 +81,9 @@ class JsonLinesSink(Sink):
 
     async def _record(self, task: FlushTask) -> dict[str, object]:
         tokens = np.frombuffer(task.tokens, "<u4")
-        size = HASH_BYTES * HASHES_AT_ONCE
+        size = HASH_BYTES * CHUNK_HASHES
         hashes = (task.hashes[i : i + size] for i in range(0, len(task.hashes), size))
-        chunks = (tokens[i : i + CHUNK] for i in range(0, len(tokens), CHUNK))
+        chunks = (tokens[i : i + CHUNK_TOKENS] for i in range(0, len(tokens), CHUNK_TOKENS))
         return self._identity(task) | {
             "type": "flush",
             "epoch": task.epoch,
@@ -151,7 +149,7 @@ class JsonLinesSink(Sink):
         async with aiofiles.open(self.path, "rb", executor=self._threads) as file:
             end = await file.seek(0, 2)
             while end:
-                start = max(0, end - TAIL)
+                start = max(0, end - TAIL_BYTES)
                 await file.seek(start)
                 found = (await file.read(end - start)).rfind(b"\n")
                 if found >= 0:

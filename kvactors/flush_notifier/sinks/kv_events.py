@@ -26,10 +26,10 @@ from kvactors.flush_notifier.sinks.kv_wire import KvEventEncoder
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.zmq_endpoint import of_rank
 
-LINGER = 0.5
+LINGER_S = 0.5
 """Seconds in which published messages may leave after the sink is closed."""
-CLOCK_SET = 1_735_689_600
-"""Seconds from 1970 to 2025. A clock before that is not set."""
+EARLIEST_TIME_S = 1_735_689_600
+"""The year 2025. A clock before that is not set."""
 
 
 class KvEventsStatistics(NamedTuple):
@@ -65,7 +65,7 @@ def first_number(numbers: str, name: str) -> int:
     if numbers == "from_zero":
         return 0
     now = time.time()
-    if now < CLOCK_SET:
+    if now < EARLIEST_TIME_S:
         get_logger().warning(
             "clock not set: readers may take the batches for old ones",
             sink=name,
@@ -142,13 +142,13 @@ class KvEventsSink(Sink):
         self._tasks.append(asyncio.get_running_loop().create_task(work))
 
     async def close(self) -> None:
-        """Close the sockets. Published messages leave within LINGER seconds, without a wait."""
+        """Close the sockets. Published messages leave within LINGER_S, without a wait."""
         self.events.drop_state()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._sockets is not None:
-            self._sockets.close(LINGER)
+            self._sockets.close(LINGER_S)
 
     def set_snapshot_source(self, source: SnapshotSource) -> None:
         """See `Sink.set_snapshot_source`."""

@@ -32,27 +32,23 @@ __all__ = ["Sockets", "zmq"]
 Send = Callable[[bytes, int, bytes], None]
 """Sends a topic, a sequence number and a payload as one message of three frames."""
 
-LARGEST_SUBSCRIPTION = 4_096
-"""Bytes of a topic that a subscriber may ask for. A larger message ends its connection."""
+MAX_TOPIC_BYTES = 4_096
+"""Of a topic that a subscriber may ask for. A larger message ends its connection."""
 
-LARGEST_REQUEST = 256
-"""Bytes of a frame sent to a replay socket. A larger one ends the connection before it is read."""
+MAX_REQUEST_BYTES = 256
+"""Of a frame sent to a replay socket. A larger one ends the connection before it is read."""
 
-QUEUED_REQUESTS = 16
-"""Requests of one reader that wait in ZMQ's queue."""
+MAX_QUEUED_REQUESTS = 16
+"""Of one reader, in ZMQ's queue."""
 
-IN_USE = 1.0
-"""Seconds in which an endpoint in use may become free."""
+BIND_TIMEOUT_S = 1.0
+BIND_RETRY_S = 0.02
 
-AGAIN = 0.02
-"""Seconds between two tries."""
-
-LEFT = 3
+LEFTOVER_TRIES = 3
 """Tries after which a socket file that nothing listens at counts as left over by a process that has
 ended."""
 
-HANDSHAKE = 5_000
-"""Milliseconds a new connection may take for its handshake."""
+HANDSHAKE_TIMEOUT_MS = 5_000
 
 
 class Sockets:
@@ -74,22 +70,22 @@ class Sockets:
         loses some."""
         socket = self.context.socket(zmq.PUB)
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
-        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_SUBSCRIPTION)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_TOPIC_BYTES)
         return await self._open(socket, endpoint, bind)
 
     async def router(self, endpoint: str, high_water_mark: int) -> Any:
         """A ROUTER socket of the running loop, that reports a peer that is gone or slow."""
         socket = zmq.asyncio.Socket(self.context, zmq.ROUTER)
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
-        socket.setsockopt(zmq.RCVHWM, QUEUED_REQUESTS)
-        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)
+        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_REQUESTS)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         return await self._open(socket, endpoint, "bind")
 
     async def _open(self, socket: Any, text: str, bind: Literal["auto", "bind", "connect"]) -> Any:
         self._opened.append(socket)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
         listen = bind != "connect"
         try:
             endpoint = Endpoint.of(text)
@@ -138,18 +134,18 @@ class Sockets:
 async def bind_when_free(socket: Any, text: str, endpoint: Endpoint) -> None:
     """Listen. ZMQ's thread frees an endpoint after its socket is closed, so an endpoint in use is
     tried again."""
-    last = int(IN_USE / AGAIN)
+    last = int(BIND_TIMEOUT_S / BIND_RETRY_S)
     for number in range(last + 1):
         try:
             if endpoint.transport == "ipc":
-                bind_path(socket, text, Path(endpoint.host), left=number >= LEFT)
+                bind_path(socket, text, Path(endpoint.host), left=number >= LEFTOVER_TRIES)
             else:
                 socket.bind(text)
             return
         except (zmq.ZMQError, OSError) as error:
             if error.errno != errno.EADDRINUSE or number == last:
                 raise
-        await anyio.sleep(AGAIN)
+        await anyio.sleep(BIND_RETRY_S)
 
 
 def bind_path(socket: Any, text: str, path: Path, *, left: bool) -> None:

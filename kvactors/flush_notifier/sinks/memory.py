@@ -14,8 +14,7 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.types import HASH_BYTES, Residency, Tier, split_hashes
 
-KEEP = 10_000
-"""Tasks kept."""
+KEPT_TASKS = 10_000
 
 
 class MemorySink(Sink):
@@ -30,7 +29,7 @@ class MemorySink(Sink):
 
     def __init__(self, config: MemorySinkConfig, block_size: int) -> None:
         super().__init__(config, block_size)
-        self.tasks: deque[FlushTask] = deque(maxlen=KEEP)
+        self.tasks: deque[FlushTask] = deque(maxlen=KEPT_TASKS)
         self.counts: Counter[Residency] = Counter()
         self.epochs: list[int] = []
         self.calls = 0
