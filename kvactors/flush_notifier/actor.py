@@ -81,7 +81,7 @@ class FlushNotifier(Actor):
     def started(self) -> None:
         """Call every sink with the new epoch, once its call of an earlier incarnation has ended,
         and start the timers of resyncs."""
-        for delivery in self.sinks:
+        for delivery in self.sinks.deliveries:
             call = delivery.sink.call
             if call is not None and not call.done():
                 delivery.stuck = True
@@ -93,7 +93,7 @@ class FlushNotifier(Actor):
     async def stopped(self) -> None:
         """Cancel the calls in flight. The next incarnation waits for their end, or the close of the
         sink."""
-        for delivery in self.sinks:
+        for delivery in self.sinks.deliveries:
             if delivery.timer is not None:
                 delivery.timer.cancel()
             if delivery.in_flight and delivery.sink.call is not None:
@@ -109,7 +109,7 @@ class FlushNotifier(Actor):
     @on(NamespaceChanged)
     def fact(self, fact: Report) -> None:
         """Blocks are resident, left a tier, or have a path, or other blocks are due."""
-        if self.sinks:
+        if self.sinks.deliveries:
             self._work(self.ledger.apply(fact))
 
     @on(SetIdleLimit)
@@ -150,7 +150,7 @@ class FlushNotifier(Actor):
         """Send each sink that can be called the differences from its view."""
         self._woken = False
         if not self._unfinished:
-            ready = [delivery for delivery in self.sinks if delivery.ready()]
+            ready = [delivery for delivery in self.sinks.deliveries if delivery.ready()]
             for delivery in ready:
                 delivery.in_flight = True
             for delivery in ready:

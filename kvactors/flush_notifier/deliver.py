@@ -380,12 +380,6 @@ class SinkSet:
         self.waiters = FlushWaiters()
         self._by_name = {delivery.sink.name: delivery for delivery in self.deliveries}
 
-    def __iter__(self) -> Iterator[SinkDelivery]:
-        return iter(self.deliveries)
-
-    def __len__(self) -> int:
-        return len(self.deliveries)
-
     def __getitem__(self, name: str) -> SinkDelivery:
         return self._by_name[name]
 

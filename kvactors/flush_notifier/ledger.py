@@ -100,9 +100,6 @@ class Orphans:
         self.attachable: deque[bytes] = deque()
         self._below: dict[bytes, dict[bytes, None]] = {}  # hashes of waiting orphans, by parent
 
-    def __len__(self) -> int:
-        return len(self.tiers)
-
     def gain(self, block_hash: bytes, bit: int) -> None:
         """A tier holds this block."""
         self.tiers[block_hash] = self.tiers.get(block_hash, 0) | bit

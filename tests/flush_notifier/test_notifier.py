@@ -177,7 +177,7 @@ async def test_divergence_counts_blocks_with_a_path_and_orphans_those_without():
         await wired.settle()
         held = {Tier.DEVICE: set(names(1, 2, 3)), Tier.HOST: set(names(8, 9))}
         assert wired.actor.sinks.divergence(held) == 0
-        assert len(wired.actor.ledger.orphans) == 2
+        assert len(wired.actor.ledger.orphans.tiers) == 2
         assert wired.actor.sinks.divergence({Tier.DEVICE: set(names(1))}) == 2
         assert wired.actor.sinks.divergence({**held, Tier.HOST: set(names(1))}) == 1, (
             "per tier one differs, for the node none does"

@@ -123,7 +123,7 @@ async def test_a_flush_waits_for_every_page_of_the_report_at_the_start(monkeypat
     store = Filled(100)
     async with kvactors.open(config(actors={"channel_bound": 1}), backend=store) as cache:
         await cache.wait_flushed(at_rest=at_rest)
-        assert len(cache.system.notifier_actor.ledger.orphans) == 100
+        assert len(cache.system.notifier_actor.ledger.orphans.tiers) == 100
 
 
 class Unknown(Control, frozen=True, eq=False):

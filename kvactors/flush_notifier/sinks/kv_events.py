@@ -180,8 +180,9 @@ class KvEventsSink(Sink):
         stream = self.events
         stream.begin_call(tasks)
         try:
-            for events, sources, done in parts(tasks, self._encoder, self.config.max_blocks):
-                if stream.published_in_call:
+            messages = parts(tasks, self._encoder, self.config.max_blocks)
+            for number, (events, sources, done) in enumerate(messages):
+                if number:
                     await asyncio.sleep(0)
                 stream.publish(events)
                 self.num_acknowledged = done

@@ -104,15 +104,12 @@ class Window:
         self._next = number + 1
         self.held += len(payload)
         while len(kept) > self.batches or (self.held > self.nbytes and len(kept) > 1):
-            if self._next - len(kept) >= self.needed and self._has_place():
+            place = len(kept) <= 2 * self.batches + EXTRA_BATCHES and (
+                self.held <= 2 * self.nbytes + EXTRA_BYTES
+            )
+            if self._next - len(kept) >= self.needed and place:
                 return
             self.held -= len(kept.popleft())
-
-    def _has_place(self) -> bool:
-        return (
-            len(self._kept) <= 2 * self.batches + EXTRA_BATCHES
-            and self.held <= 2 * self.nbytes + EXTRA_BYTES
-        )
 
     @property
     def first(self) -> int:
@@ -280,11 +277,6 @@ class EventStream:
         self._send(payload)
         self._last = tasks
 
-    @property
-    def published_in_call(self) -> bool:
-        """Whether the call in progress has published a batch."""
-        return self.sequence != self._call_from
-
     def _keep(self) -> None:
         """The window must keep the batches of the call in progress, and those after a state that
         readers are sent."""
@@ -446,11 +438,12 @@ class ReplayAnswer:
 
     __slots__ = ("began", "blocked", "reader", "task")
 
+    task: asyncio.Task[None]
+
     def __init__(self, reader: bytes) -> None:
         self.reader = reader
         self.began = anyio.current_time()
         self.blocked = 0.0
-        self.task: asyncio.Task[None] | None = None
 
 
 class ReplayServer:
@@ -482,18 +475,13 @@ class ReplayServer:
                     await anyio.sleep(SLOW_READER_POLL_S)
         finally:
             for answer in self._answers.values():
-                self._cancel(answer)
-
-    @staticmethod
-    def _cancel(answer: ReplayAnswer) -> None:
-        if answer.task is not None:
-            answer.task.cancel()
+                answer.task.cancel()
 
     async def _turn(self) -> None:
         """Wait until one reader more can be answered. A reader that is too slow while others wait
         loses its answer."""
         while len(self._answers) >= READERS:
-            tasks = [answer.task for answer in self._answers.values() if answer.task is not None]
+            tasks = [answer.task for answer in self._answers.values()]
             await asyncio.wait(
                 tasks, timeout=SLOW_READER_POLL_S, return_when=asyncio.FIRST_COMPLETED
             )
@@ -502,7 +490,7 @@ class ReplayServer:
             slow = self._slowest()
             if slow is not None:
                 self._given_up("too slow while others wait")
-                self._cancel(self._answers.pop(slow.reader))
+                self._answers.pop(slow.reader).task.cancel()
 
     def _slowest(self) -> ReplayAnswer | None:
         """The reader that has taken nothing for the longest time, or whose answer takes longest, if
@@ -533,7 +521,7 @@ class ReplayServer:
         self.requests += 1
         earlier = self._answers.pop(reader, None)
         if earlier is not None:
-            self._cancel(earlier)
+            earlier.task.cancel()
         self._answers[reader] = answer = ReplayAnswer(reader)
         self._publisher.hold()
         answer.task = asyncio.get_running_loop().create_task(self._answer(answer, body))
