@@ -35,7 +35,7 @@ from rich.text import Text
 
 from kvactors.actor.clock import now
 from kvactors.errors import ConfigError, KVActorsError
-from kvactors.observe.families import PREFIX
+from kvactors.observe.metrics import PREFIX
 from kvactors.scenario.output import Output, to_stdout, write_output
 from kvactors.signals import run_terminable
 from kvactors.sizes import human

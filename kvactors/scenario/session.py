@@ -13,7 +13,6 @@ import msgspec
 
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config, StorageConfig
-from kvactors.flush_notifier.select import path_tokens
 from kvactors.flush_notifier.sinks import Sink, make_sinks
 from kvactors.layout import make_layout
 from kvactors.observe.lag import NO_LAGS, LagMonitor

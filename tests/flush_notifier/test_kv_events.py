@@ -23,6 +23,7 @@ from kvactors.flush_notifier.messages import PLAIN, FlushTask, RequestScope
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, parts
 from kvactors.flush_notifier.sinks.kv_stream import SNAPSHOT, Window
 from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, decode_batch
+from kvactors.scenario.mirror import Mirror, Reader
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.types import Reason, Residency, Tier
 from kvactors.zmq_endpoint import Endpoint, of_rank

@@ -23,6 +23,7 @@ from kvactors.flush_notifier.messages import FlushTask, RequestScope
 from kvactors.flush_notifier.sinks import kv_events, kv_stream, kv_wire
 from kvactors.flush_notifier.sinks.kv_stream import SNAPSHOT, StreamChanges, Window
 from kvactors.flush_notifier.sinks.kv_wire import AllBlocksCleared, decode_batch
+from kvactors.scenario.mirror import Mirror
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier.kv_consumers import Dynamo, LlmD, VllmRouter

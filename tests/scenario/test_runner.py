@@ -11,7 +11,7 @@ import pytest
 
 from kvactors.config import read_toml
 from kvactors.errors import ConfigError
-from kvactors.flush_notifier.tasks import path_tokens
+from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import announceable
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
