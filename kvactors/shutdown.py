@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 
 from kvactors.actor.clock import now
-from kvactors.actor.failures import brief
-from kvactors.actor.log import get_logger
+from kvactors.actor.log import brief, get_logger
 from kvactors.actor.supervisor import LEAST_STEP
 from kvactors.actor.uncancelled import ThreadWaits, uncancelled
 from kvactors.device.arena import HostSlots

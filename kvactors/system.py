@@ -22,8 +22,7 @@ from typing import Any
 import msgspec
 
 from kvactors.actor import ActorRef, Group, InFlight, RestartBudget, Supervisor
-from kvactors.actor.failures import brief
-from kvactors.actor.log import get_logger
+from kvactors.actor.log import brief, get_logger
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.capacity import in_blocks
 from kvactors.config import Config, StorageConfig

@@ -166,4 +166,4 @@ def _structlog_as_imported() -> Iterator[None]:
 @pytest.fixture
 def queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every ask goes through its channel, so other tasks run between two asks."""
-    monkeypatch.setattr("kvactors.actor.mailbox_loop.are_possible", lambda _: False)
+    monkeypatch.setattr("kvactors.actor.loop.are_possible", lambda _: False)

@@ -4,12 +4,16 @@ from kvactors.actor.actor import Actor, ActorStatistics, State, on
 from kvactors.actor.channel import Channel, ChannelStatistics
 from kvactors.actor.context import Context, Timer
 from kvactors.actor.graph import Edge, check_graph, edges
-from kvactors.actor.groups import ActorSpec, Group, RestartBudget
-from kvactors.actor.in_flight import InFlight
 from kvactors.actor.instrument import InjectedFailure, Instrument, Instruments, Turn
 from kvactors.actor.message import Ask, Control, Envelope, Later, Message, PeerRestarted, Stop
-from kvactors.actor.ref import ActorRef
-from kvactors.actor.supervisor import Supervisor, SupervisorStatistics
+from kvactors.actor.ref import ActorRef, InFlight
+from kvactors.actor.supervisor import (
+    ActorSpec,
+    Group,
+    RestartBudget,
+    Supervisor,
+    SupervisorStatistics,
+)
 
 __all__ = [
     "Actor",

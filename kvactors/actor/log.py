@@ -2,13 +2,13 @@
 
 The library is silent until the application sets a handler, and never writes to stdout. An
 application that has configured structlog receives the events there too. Values of local variables
-are never logged. An event that repeats is limited: see `RateLimit`.
-"""
+are never logged. An event that repeats is limited: see `RateLimit`."""
 
 from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -173,3 +173,24 @@ def described(error: BaseException) -> str:
     if len(text) > LONGEST_TEXT:
         text = f"{text[:LONGEST_TEXT]}.."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+# -- texts of errors
+
+
+def brief(error: BaseException) -> str:
+    """An error's type and message, truncated: it may quote a caller's argument."""
+    try:
+        text = repr(error)
+    except BaseException:  # an error of foreign code that cannot be printed
+        text = described(error)
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def frames(error: BaseException) -> list[str]:
+    """Where an error comes from, innermost last, without the values of local variables: they may
+    hold prompts."""
+    return [
+        f"{frame.filename}:{frame.lineno} in {frame.name}"
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 import anyio
 
 from kvactors.actor.channel import Channel
-from kvactors.actor.in_flight import InFlight
 from kvactors.actor.instrument import Instruments
 from kvactors.actor.message import (
     Ask,
@@ -27,11 +26,46 @@ from kvactors.actor.message import (
 from kvactors.actor.uncancelled import CANCELLED
 from kvactors.errors import ActorFailed, DeadlineExceeded
 
+
+class InFlight:
+    """A plain count with a way to wait for zero. Every message and job of one system shares one."""
+
+    __slots__ = ("_waiters", "begun", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.begun = 0  # in all: unchanged between two looks, nothing has happened in between
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def begin(self, n: int = 1) -> None:
+        """Add `n` items of work in flight."""
+        self.count += n
+        self.begun += n
+
+    def end(self, n: int = 1) -> None:
+        """Remove `n` items of work. At zero every task in `wait_idle` wakes."""
+        self.count -= n
+        if self.count < 0:
+            raise AssertionError("more endings than beginnings")
+        if not self.count and self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def wait_idle(self) -> None:
+        """Return when nothing is in flight. The caller sets the deadline (`anyio.fail_after`)."""
+        while self.count:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+
 if TYPE_CHECKING:
     import typing_extensions
 
     from kvactors.actor.context import Context
-    from kvactors.actor.direct import DirectTurns
+    from kvactors.actor.loop import DirectTurns
 
     # An unparameterised ActorRef accepts every message.
     M_contra = typing_extensions.TypeVar("M_contra", bound=Message, contravariant=True, default=Any)

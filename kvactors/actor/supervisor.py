@@ -2,14 +2,13 @@
 stops them in reverse.
 
 Actors whose states depend on each other form a group and restart together. Groups nest. Every other
-running actor receives `PeerRestarted` and writes off its work in flight with the failed actors.
-"""
+running actor receives `PeerRestarted` and writes off its work in flight with the failed actors."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,20 +18,158 @@ import anyio
 from kvactors.actor.actor import Actor, State
 from kvactors.actor.channel import Channel
 from kvactors.actor.clock import now
-from kvactors.actor.failures import brief, frames, jobs_run_on, root_cause
+from kvactors.actor.context import JobsRunOn
 from kvactors.actor.graph import check_graph
-from kvactors.actor.groups import ActorSpec, Group, RestartBudget
-from kvactors.actor.in_flight import InFlight
 from kvactors.actor.instrument import Instruments
-from kvactors.actor.jobs import JobsRunOn
-from kvactors.actor.log import get_logger
+from kvactors.actor.log import brief, frames, get_logger
 from kvactors.actor.message import Envelope, PeerRestarted, Stop
-from kvactors.actor.ref import ActorRef
-from kvactors.actor.switch import Switch, SwitchedOff
+from kvactors.actor.ref import ActorRef, InFlight
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.errors import ActorFailed, CacheFailed, ChannelClosed
 
 log = get_logger()
+
+# -- the plan of a system: its actors, and the groups of them that restart together
+
+
+class ActorSpec(NamedTuple):
+    """One actor to be: `factory(ref)` makes it, at the start and after every failure.
+
+    Attributes:
+        substitute: for an actor that the system can do without, alone in its group: makes the one
+            that runs in its place while it is switched off, and answers every message at once.
+    """
+
+    kind: type[Actor]
+    factory: Callable[[ActorRef], Actor]
+    ref: ActorRef
+    substitute: Callable[[ActorRef], Actor] | None = None
+
+
+class Group(NamedTuple):
+    """Actors (or groups) that restart together, in flow order."""
+
+    name: str
+    members: tuple[ActorSpec | Group, ...]
+
+    def specs(self) -> Iterator[ActorSpec]:
+        """Every actor below, in flow order."""
+        for member in self.members:
+            if isinstance(member, Group):
+                yield from member.specs()
+            else:
+                yield member
+
+
+class RestartBudget(NamedTuple):
+    """A group may have this many `failures` in `within` seconds. At the next one an optional actor
+    is switched off. Any other failure passes to the enclosing group."""
+
+    failures: int = 5
+    within: float = 60.0
+
+
+# -- optional actors: switched off when they fail too often, and on again some time later
+
+SWITCHED_OFF, SWITCHED_OFF_MOST = 30.0, 600.0
+"""Seconds an optional actor stays switched off at first, and at most. Doubled each time it fails
+again soon."""
+
+
+class SwitchedOff(NamedTuple):
+    """An optional actor that failed more often than its budget allows. Times of the loop's
+    clock."""
+
+    name: str
+    cause: str
+    since: float
+    again_at: float
+
+
+class Switch:
+    """Whether the optional actor of a group runs, or its substitute. Does nothing for any other
+    group.
+
+    Args:
+        group: the group.
+        switched_off: of the system, by name. The switch adds and removes its actor.
+        is_stopping: whether the system stops.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        switched_off: dict[str, SwitchedOff],
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        first = group.members[0]
+        optional = (
+            len(group.members) == 1
+            and isinstance(first, ActorSpec)
+            and first.substitute is not None
+        )
+        self._spec = first if optional and isinstance(first, ActorSpec) else None
+        self._switched_off = switched_off
+        self._is_stopping = is_stopping
+        self._delay = SWITCHED_OFF
+        self._on_since: float | None = None  # on trial after it was switched off
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _record(self) -> SwitchedOff | None:
+        return None if self._spec is None else self._switched_off.get(self._spec.ref.name)
+
+    def factory(self, spec: ActorSpec) -> Callable[[ActorRef], Actor]:
+        """The factory of the next incarnation. For a substitute, also starts the timer that ends
+        it."""
+        record = self._record
+        spec.ref.switched_off = record is not None
+        if record is None or spec.substitute is None:
+            return spec.factory
+        self._timer = asyncio.get_running_loop().call_at(record.again_at, self._end_substitute)
+        return spec.substitute
+
+    def _end_substitute(self) -> None:
+        if self._spec is not None and not self._is_stopping():
+            self._spec.ref.try_tell(Stop())
+
+    def stop_timer(self) -> None:
+        """The substitute has ended, if one ran."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def relapse(self, budget: RestartBudget) -> bool:
+        """Whether it failed soon after it was switched on again: it is switched off at once, for
+        longer."""
+        if self._record is not None or self._on_since is None:
+            return False
+        again = now() - self._on_since < budget.within
+        self._delay = min(SWITCHED_OFF_MOST, 2 * self._delay) if again else SWITCHED_OFF
+        self._on_since = None
+        return again
+
+    def off(self, cause: BaseException) -> bool:
+        """Switch off; False if that cannot be done, or the substitute itself has failed."""
+        if self._spec is None or self._record is not None:
+            return False
+        name = self._spec.ref.name
+        self._switched_off[name] = SwitchedOff(name, brief(cause), now(), now() + self._delay)
+        log.error("actor switched off", actor=name, error=brief(cause), again_in=self._delay)
+        return True
+
+    def due(self) -> bool:
+        """Whether the time of the substitute is over."""
+        record = self._record
+        return record is not None and now() >= record.again_at
+
+    def on(self) -> None:
+        """Let the actor itself run again."""
+        if self._spec is not None:
+            del self._switched_off[self._spec.ref.name]
+            self._on_since = now()
+            log.warning("actor switched on again", actor=self._spec.ref.name)
+
 
 LEAST_STEP = 0.1
 """Seconds each step of a shutdown has at least, however little is left."""
@@ -169,7 +306,7 @@ class Supervisor:
         try:
             await self._run_group(root, RestartBudget(0, 1.0))
         except Exception as error:
-            self.failed, self.failed_at = jobs_run_on(error) or root_cause(error), now()
+            self.failed, self.failed_at = _jobs_run_on(error) or _root_cause(error), now()
             self.failed_actor = self._failing[0] if self._failing is not None else "an actor"
             log.error("system failed", actor=self.failed_actor, error=brief(self.failed))
         finally:
@@ -193,10 +330,10 @@ class Supervisor:
                     return
                 switch.on()
             except Exception as error:
-                if (stuck := jobs_run_on(error)) is not None:
+                if (stuck := _jobs_run_on(error)) is not None:
                     self._fail_queues(group, stuck)
                     raise
-                cause = root_cause(error)
+                cause = _root_cause(error)
                 failures.append(now())
                 while failures and failures[0] < now() - budget.within:
                     failures.popleft()
@@ -294,3 +431,19 @@ class Supervisor:
         return self.failure() or (
             ChannelClosed("the system has stopped") if self._closed is None else self._closed()
         )
+
+
+def _jobs_run_on(error: BaseException) -> JobsRunOn | None:
+    """The reason why a group cannot restart, if that is among nested errors."""
+    if isinstance(error, BaseExceptionGroup):
+        return next(
+            (found for one in error.exceptions if (found := _jobs_run_on(one)) is not None), None
+        )
+    return error if isinstance(error, JobsRunOn) else None
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """The first real exception inside nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
-from kvactors.actor.jobs import MEMORY_LIMIT, Job, JobsRunOn
+from kvactors.actor.context import MEMORY_LIMIT, Job, JobsRunOn
 from kvactors.data_plane.base import DataPlane
 from kvactors.gpu_swapper.messages import (
     Copied,

@@ -6,7 +6,7 @@ Each method does what the handler of its message would do, or changes nothing an
 from __future__ import annotations
 
 from kvactors.actor import Message
-from kvactors.actor.handlers import Answerer
+from kvactors.actor.actor import Answerer
 from kvactors.flush_notifier.messages import PLAIN
 from kvactors.prefix_index.admission import Admission
 from kvactors.prefix_index.grants import Grants

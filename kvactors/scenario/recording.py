@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from kvactors.actor import ActorRef, Envelope, Instrument, Turn
 from kvactors.actor.clock import now
-from kvactors.actor.failures import brief
-from kvactors.actor.log import get_logger
+from kvactors.actor.log import brief, get_logger
 from kvactors.arguments import kind
 from kvactors.errors import ConfigError
 from kvactors.files import open_private

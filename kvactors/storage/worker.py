@@ -9,7 +9,7 @@ from functools import partial
 
 from kvactors.actor import Actor, ActorRef, on
 from kvactors.actor.clock import now
-from kvactors.actor.jobs import Job
+from kvactors.actor.context import Job
 from kvactors.actor.log import described
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.messages import Report, RequestScope

@@ -65,7 +65,7 @@ class SimLoop(asyncio.BaseEventLoop):
     number. stalled: the waiting tasks when all tasks last waited for time-outs alone (a deadlock
     but for a deadline), with the time. It is empty if that never happened. impatient: whether such
     a stall is a Deadlock at once. direct: share of the asks that may be direct turns (see
-    `kvactors.actor.direct`), drawn from the seed as well.
+    `kvactors.actor.loop`), drawn from the seed as well.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import ClassVar
 import anyio
 import pytest
 
-from kvactors.actor import direct, on
+from kvactors.actor import loop, on
 from kvactors.actor.clock import deadline_after
 from kvactors.actor.instrument import Instrument
 from kvactors.errors import ActorFailed
@@ -25,7 +25,7 @@ WHO = ContextVar("who", default="nobody")
 @pytest.fixture(autouse=True)
 def any_time(monkeypatch):
     """A busy machine takes the processor from a test for longer than direct turns may take."""
-    monkeypatch.setattr(direct, "TIME", 30.0)
+    monkeypatch.setattr(loop, "TIME", 30.0)
 
 
 class Observed(Server):
@@ -118,15 +118,15 @@ async def test_an_unanswered_direct_ask_waits_like_any_other():
 
 @pytest.mark.parametrize("seconds", [30.0, -1.0])
 async def test_direct_turns_in_one_pass_are_bounded(monkeypatch, seconds):
-    monkeypatch.setattr(direct, "TIME", seconds)
+    monkeypatch.setattr(loop, "TIME", seconds)
     system = wired(Quick)
     async with system.running():
         for _ in range(2):
             count = 0
             while in_one_step(ask(system, Ping(count))) is not None:
                 count += 1
-                assert count <= direct.TURNS
-            assert count == (direct.TURNS if seconds > 0 else 1)
+                assert count <= loop.TURNS
+            assert count == (loop.TURNS if seconds > 0 else 1)
             await system.in_flight.wait_idle()
             await asyncio.sleep(0)
 
@@ -143,7 +143,7 @@ async def test_a_caller_that_never_waits_lets_others_run():
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        for value in range(20 * direct.TURNS):
+        for value in range(20 * loop.TURNS):
             await ask(system, Ping(value))
         task.cancel()
         assert ran >= 19

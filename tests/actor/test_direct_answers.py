@@ -10,10 +10,10 @@ from contextlib import suppress
 import anyio
 import pytest
 
-from kvactors.actor import ActorRef, InFlight, direct, on
+from kvactors.actor import ActorRef, InFlight, loop, on
 from kvactors.actor.channel import Channel
-from kvactors.actor.direct import DirectTurns
 from kvactors.actor.instrument import Instrument
+from kvactors.actor.loop import DirectTurns
 from kvactors.errors import ActorFailed, ChannelClosed
 from kvactors.testing.loop import SimLoop, simulate
 from tests.actor.test_actor import Note, Ping, Server
@@ -23,7 +23,7 @@ from tests.actor.test_direct import ask, in_one_step, wired
 @pytest.fixture(autouse=True)
 def any_time(monkeypatch):
     """A busy machine takes the processor from a test for longer than direct turns may take."""
-    monkeypatch.setattr(direct, "TIME", 30.0)
+    monkeypatch.setattr(loop, "TIME", 30.0)
 
 
 class Answering(Server):
@@ -167,7 +167,7 @@ async def test_nothing_is_answered_past_instruments():
 
 
 async def test_an_ask_past_instruments_does_not_wait_for_a_pass(monkeypatch):
-    monkeypatch.setattr(direct, "TURNS", 1)
+    monkeypatch.setattr(loop, "TURNS", 1)
     system = wired(Answering)
     async with system.running():
         await passes()
@@ -180,7 +180,7 @@ async def test_an_ask_past_instruments_does_not_wait_for_a_pass(monkeypatch):
 
 async def test_a_pass_that_begins_with_an_ask_that_has_waited_has_an_end(monkeypatch):
     """Later passes have direct turns as well."""
-    monkeypatch.setattr(direct, "TURNS", 1)
+    monkeypatch.setattr(loop, "TURNS", 1)
     system = wired(Answering)
     async with system.running():
         await passes()
@@ -220,7 +220,7 @@ async def test_an_answer_overtakes_no_message():
 
 
 async def test_an_ask_beyond_the_bound_waits_for_a_pass(monkeypatch):
-    monkeypatch.setattr(direct, "TURNS", 2)
+    monkeypatch.setattr(loop, "TURNS", 2)
     system = wired(Answering)
     async with system.running():
         await passes()
@@ -264,7 +264,7 @@ async def served(clients, each, system):
 
 @pytest.mark.parametrize("clients", [1, 8, 64, 1000])
 async def test_clients_share_the_turns_of_a_pass(monkeypatch, clients):
-    monkeypatch.setattr(direct, "TURNS", 16)
+    monkeypatch.setattr(loop, "TURNS", 16)
     system = wired(Answering)
     async with system.running():
         await passes()
@@ -302,7 +302,7 @@ async def test_turns_of_a_pass_end_in_time(clients, answers):
         await passes()
         system.server.direct._clock = lambda: Timed.clock
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(direct, "TIME", 1.0)
+            patch.setattr(loop, "TIME", 1.0)
             turns, _ = await served(clients, 30, system)
         assert sum(turns) > 0
         assert len(seen(system)) == 30 * clients
@@ -311,7 +311,7 @@ async def test_turns_of_a_pass_end_in_time(clients, answers):
 
 
 async def test_a_cancelled_ask_that_waits_for_a_pass_is_not_made(monkeypatch):
-    monkeypatch.setattr(direct, "TURNS", 1)
+    monkeypatch.setattr(loop, "TURNS", 1)
     system = wired(Answering)
     async with system.running():
         await passes()
@@ -329,7 +329,7 @@ async def test_a_cancelled_ask_that_waits_for_a_pass_is_not_made(monkeypatch):
 
 
 async def test_messages_put_before_it_come_first(monkeypatch):
-    monkeypatch.setattr(direct, "TURNS", 1)
+    monkeypatch.setattr(loop, "TURNS", 1)
     system = wired(Answering)
     async with system.running():
         await passes()
@@ -342,7 +342,7 @@ async def test_messages_put_before_it_come_first(monkeypatch):
 
 
 async def test_asks_that_wait_while_the_actor_restarts(monkeypatch):
-    monkeypatch.setattr(direct, "TURNS", 2)
+    monkeypatch.setattr(loop, "TURNS", 2)
     system = wired(Failing)
     async with system.running():
         await passes()
@@ -359,7 +359,7 @@ async def test_asks_that_wait_while_the_actor_restarts(monkeypatch):
 
 
 async def test_asks_that_wait_while_the_actor_stops(monkeypatch):
-    monkeypatch.setattr(direct, "TURNS", 1)
+    monkeypatch.setattr(loop, "TURNS", 1)
     system = wired(Answering)
     async with system.running():
         await passes()
@@ -397,7 +397,7 @@ async def mixed():
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_a_run_on_virtual_time_repeats_from_its_seed(monkeypatch, share):
-    monkeypatch.setattr(direct, "TURNS", 3)
+    monkeypatch.setattr(loop, "TURNS", 3)
     runs = {}
     for seed in range(20):
         first, again = (simulate(mixed, loop=SimLoop(seed, direct=share)) for _ in range(2))
@@ -408,7 +408,7 @@ def test_a_run_on_virtual_time_repeats_from_its_seed(monkeypatch, share):
 
 def test_clients_of_another_event_loop_share_a_pass(monkeypatch):
     uvloop = pytest.importorskip("uvloop")
-    monkeypatch.setattr(direct, "TURNS", 16)
+    monkeypatch.setattr(loop, "TURNS", 16)
 
     async def run():
         system = wired(Answering)

@@ -10,7 +10,8 @@ from typing import ClassVar
 import anyio
 import pytest
 
-from kvactors.actor import direct, on, passes
+from kvactors.actor import loop as actor_loop
+from kvactors.actor import on
 from kvactors.actor.clock import deadline_after
 from kvactors.errors import KVActorsError
 from kvactors.testing.loop import SimLoop
@@ -20,13 +21,13 @@ from tests.support.cache import opened, prompt, serve
 
 @pytest.fixture(autouse=True)
 def no_direct_turns(monkeypatch):
-    monkeypatch.setattr(direct, "TURNS", 0)
+    monkeypatch.setattr(actor_loop, "TURNS", 0)
 
 
 @pytest.fixture
 def no_time(monkeypatch):
     """Each pass has one turn, and those of actors that have stepped aside."""
-    monkeypatch.setattr(passes, "PASS_TIME", -1.0)
+    monkeypatch.setattr(actor_loop, "PASS_TIME", -1.0)
 
 
 class Passes:
@@ -49,12 +50,12 @@ class Passes:
 
 def test_the_time_of_a_pass_begins_with_its_first_turn():
     loop = Passes()
-    time = passes.PassTime()
+    time = actor_loop.PassTime()
     for _ in range(3):
         assert not time.is_over(loop)
-        loop.now += passes.PASS_TIME / 2
+        loop.now += actor_loop.PASS_TIME / 2
         assert not time.is_over(loop)
-        loop.now += passes.PASS_TIME
+        loop.now += actor_loop.PASS_TIME
         assert time.is_over(loop)
         assert time.is_over(loop)
         assert len(loop.ready) == 1, "one callback a pass"
@@ -178,9 +179,9 @@ def test_a_loop_that_has_ended_is_forgotten():
 
 async def test_caches_on_one_loop_share_its_passes_and_a_loop_of_virtual_time_has_none():
     loop = asyncio.get_running_loop()
-    assert passes.pass_time_of(loop) is passes.pass_time_of(loop) is not None
+    assert actor_loop.pass_time_of(loop) is actor_loop.pass_time_of(loop) is not None
     sim = SimLoop(1)
     try:
-        assert passes.pass_time_of(sim) is None
+        assert actor_loop.pass_time_of(sim) is None
     finally:
         sim.close()

@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 import kvactors
-from kvactors.actor.mailbox_loop import MailboxLoop
+from kvactors.actor.loop import MailboxLoop
 from kvactors.errors import DeadlineExceeded, NotReady, Paused
 from kvactors.flush_notifier.messages import PLAIN
 from kvactors.prefix_index.admission import STEPS, Admission

@@ -10,7 +10,7 @@ import pytest
 
 import kvactors
 from kvactors.actor import Control, State
-from kvactors.actor.switch import SWITCHED_OFF
+from kvactors.actor.supervisor import SWITCHED_OFF
 from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.faults import FaultySink

@@ -12,7 +12,7 @@ import structlog
 import kvactors
 from kvactors.actor import ActorRef
 from kvactors.actor.clock import now
-from kvactors.actor.jobs import JOB_LIMIT, MEMORY_LIMIT
+from kvactors.actor.context import JOB_LIMIT, MEMORY_LIMIT
 from kvactors.cpu_evictor.slots import HostTier, SlotState
 from kvactors.device.arena import Arena
 from kvactors.storage.backends.memory import MemoryBackend

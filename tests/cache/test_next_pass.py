@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import kvactors
-from kvactors.actor import direct
+from kvactors.actor import loop
 from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom
 from tests.support.cache import BLOCK, opened, prompt, settings
 
@@ -26,8 +26,8 @@ CALLS = {
 @pytest.fixture(autouse=True)
 def one_turn(monkeypatch):
     """A pass has one direct turn, on a machine of any speed."""
-    monkeypatch.setattr(direct, "TURNS", 1)
-    monkeypatch.setattr(direct, "TIME", 30.0)
+    monkeypatch.setattr(loop, "TURNS", 1)
+    monkeypatch.setattr(loop, "TIME", 30.0)
 
 
 async def passes(count=5):
@@ -172,7 +172,7 @@ async def test_a_call_that_waits_for_a_pass_is_answered_there(kind):
 @pytest.mark.parametrize("kind", ["acquire", "commit", "finish"])
 async def test_a_call_that_has_waited_for_a_pass_without_a_turn_is_sent(monkeypatch, kind):
     """It does not wait for another pass. The turns of this one are not shared: it has no time."""
-    monkeypatch.setattr(direct, "TIME", 0.0)
+    monkeypatch.setattr(loop, "TIME", 0.0)
     async with opened(device=8, sinks=()) as cache:
         lease = await cache.acquire("a", prompt(1, 1))
         spends, other = [await cache.acquire(name, [1]) for name in ("spends", "other")]
@@ -191,7 +191,7 @@ async def test_a_call_that_has_waited_for_a_pass_without_a_turn_is_sent(monkeypa
 async def test_eight_clients_of_a_small_device_that_try_again(monkeypatch, device, turns):
     """Some calls are cancelled in the middle. Each client gets its requests done, and nothing is
     left."""
-    monkeypatch.setattr(direct, "TURNS", turns)
+    monkeypatch.setattr(loop, "TURNS", turns)
     async with opened(device=device, sinks=()) as cache:
 
         async def client(number):

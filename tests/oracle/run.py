@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import kvactors
-from kvactors.actor import direct
+from kvactors.actor import loop
 from kvactors.prefix_index import parts
 from tests.support.share_watch import ShareWatch
 
@@ -87,12 +87,12 @@ async def serve_round(
 def _limited(drawn: Draw) -> Iterator[None]:
     """Set the direct turns of a pass and the blocks of a turn. With few direct turns asks wait for
     the next pass, with few blocks requests take several turns."""
-    before = direct.TURNS, parts.BLOCKS
-    direct.TURNS, parts.BLOCKS = drawn.turns, drawn.part
+    before = loop.TURNS, parts.BLOCKS
+    loop.TURNS, parts.BLOCKS = drawn.turns, drawn.part
     try:
         yield
     finally:
-        direct.TURNS, parts.BLOCKS = before
+        loop.TURNS, parts.BLOCKS = before
 
 
 def run_seed(

@@ -12,7 +12,7 @@ OVERTAKINGS = "requests that overtake one"
 """The bound of the law of progress, see `tests.support.progress_watch`."""
 
 LIMITS: Mapping[str, tuple[str, str]] = {
-    "messages of a turn": ("kvactors.actor.mailbox_loop", "TURN_BUDGET"),
+    "messages of a turn": ("kvactors.actor.loop", "TURN_BUDGET"),
     "blocks forgotten": ("kvactors.wiring", "FORGOTTEN"),
     "objects of a write": ("kvactors.cpu_evictor.memory", "WRITE_BATCH"),
     "batches at the store": ("kvactors.storage.batches", "IN_FLIGHT"),

@@ -13,8 +13,7 @@ import pytest
 
 import kvactors
 from kvactors import LeaseEnded
-from kvactors.actor.direct import DirectTurns
-from kvactors.actor.mailbox_loop import MailboxLoop
+from kvactors.actor.loop import DirectTurns, MailboxLoop
 from kvactors.prefix_index.at_once import AtOnce
 from kvactors.prefix_index.parts import BLOCKS
 from kvactors.testing.loop import SimLoop, simulate
