@@ -9,6 +9,7 @@ its event loop.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from types import CoroutineType
 
 from kvactors import lookup as look
 from kvactors import sizing, sleeping, steps, tenants, waits
@@ -157,11 +158,9 @@ class CacheCalls(OpenCache):
             stored,
             hints,
         )
-        direct = self._client.index.direct
         try:
-            granted: AcquireResult | None = None if direct is None else direct.answer(message)
-            if granted is None:
-                granted = await self._client.admit(message, at)
+            asked = self._client.index.entrance.begin_ask(message, at, queued=wait_for_room)
+            granted: AcquireResult = await asked if isinstance(asked, CoroutineType) else asked
         except (NoRoom, Paused):
             raise
         except BaseException as error:

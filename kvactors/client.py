@@ -33,8 +33,6 @@ from kvactors.errors import (
 )
 from kvactors.prefix_index.messages import (
     Abandon,
-    Acquire,
-    AcquireResult,
     IndexRequest,
     Withdrawn,
 )
@@ -157,16 +155,6 @@ class Client:
         except ActorFailed as error:
             self.refine(error)
             raise
-
-    async def admit(self, message: Acquire, at: float) -> AcquireResult:
-        """Ask for a request that has no answer in this step. One that waits for blocks is in the
-        channel at once, so that no later request overtakes it. at: the result of `deadline`."""
-        direct = self.index.direct
-        if direct is not None and not message.wait_for_room and direct.is_spent:
-            answer: AcquireResult | None = await direct.answer_later(message)
-            if answer is not None:
-                return answer
-        return await self.index.ask(message, deadline=at, queued=True)
 
     async def wait_device(self, event: Completion | None, stream: Stream | None, at: float) -> None:
         """Wait until the device has completed an event, or the work that a stream has got when the

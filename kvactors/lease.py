@@ -524,16 +524,9 @@ class Lease:
         if event is not None or stream is not None:
             await hold.wait_event(event, stream, computed, self.num_tokens, at)
         if computed <= hold.client.part_tokens:
-            message, direct = Commit(hold.id, computed), hold.client.index.direct
-            done = None
-            if direct is not None:
-                done = direct.answer(message)
-                if done is None and direct.is_spent:
-                    done = await hold.wait_commit(direct.answer_later(message), computed)
-            if done is None:
-                done = hold.begin_ask(message, at, has_effect=True, queued=True)
-                if isinstance(done, CoroutineType):
-                    done = await hold.wait_commit(done, computed)
+            done = hold.begin_ask(Commit(hold.id, computed), at, has_effect=True)
+            if isinstance(done, CoroutineType):
+                done = await hold.wait_commit(done, computed)
             return int(done.count)
         return await hold.commit_in_parts(self._path, computed, self.num_tokens, at)
 

@@ -92,14 +92,11 @@ class LeaseHold(msgspec.Struct, eq=False):
         asked = self.begin_ask(message, at, has_effect=has_effect)
         return await asked if isinstance(asked, CoroutineType) else asked
 
-    def begin_ask(
-        self, message: Ask[Any], at: float, *, has_effect: bool = False, queued: bool = False
-    ) -> Any:
-        """`ask` up to its first wait: the answer, or a coroutine to be awaited in the same step.
-        queued: as in `ActorRef.ask`."""
+    def begin_ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
+        """`ask` up to its first wait: the answer, or a coroutine to be awaited in the same step."""
         lost = self._lost if has_effect else None
         try:
-            asked = self.client.index.begin_ask(message, at, lost, queued=queued)
+            asked = self.client.index.entrance.begin_ask(message, at, lost)
         except LeaseEnded as error:
             raise self._ended_by(error) from None
         return self._answer(asked) if isinstance(asked, CoroutineType) else asked
@@ -122,17 +119,15 @@ class LeaseHold(msgspec.Struct, eq=False):
         """Send a message that adds blocks to the end of the table, while no other call does."""
         self.begin_change(call)
         try:
-            direct, granted = self.client.index.direct, None
-            if direct is not None:
-                granted = direct.answer(message)
-            return await self.take(message, at) if granted is None else granted
+            return await self.take(message, at)
         finally:
             self.changing = ""
 
     async def take(self, message: Extend | Reserve, at: float) -> AcquireResult:
         """Send a message of a change that has begun."""
         try:
-            granted: AcquireResult = await self.ask(message, at, has_effect=True)
+            asked = self.begin_ask(message, at, has_effect=True)
+            granted: AcquireResult = await asked if isinstance(asked, CoroutineType) else asked
         except CANCELLED:
             if not self.ended:
                 self.client.tell(
@@ -275,17 +270,11 @@ class LeaseHold(msgspec.Struct, eq=False):
         if in_pass or event is not None or stream is not None:
             await self.wait_event(event, stream, computed, num_tokens, at, ends=True)
         try:
-            reply: Ack | None = None
             if computed > self.client.part_tokens:
                 await self._commit_parts(path, computed, num_tokens, at)
-            elif (direct := self.client.index.direct) is not None:
-                reply = direct.answer(message)
-                if reply is None and direct.is_spent:
-                    reply = await self.wait_commit(direct.answer_later(message), computed)
-            if reply is None:
-                asked = self.begin_ask(message, at, queued=True)
-                waits = isinstance(asked, CoroutineType)
-                reply = await self.wait_commit(asked, computed) if waits else asked
+            asked = self.begin_ask(message, at)
+            waits = isinstance(asked, CoroutineType)
+            reply: Ack = await self.wait_commit(asked, computed) if waits else asked
         except (ValueError, TypeError, NotReady, LeaseBusy):
             raise
         except BaseException:

@@ -32,7 +32,6 @@ from kvactors.errors import WiringError
 # again.
 
 Handler = Callable[..., None]
-Answerer = Callable[[Any], Any]
 
 S = TypeVar("S")
 M = TypeVar("M", bound=Message)
@@ -177,7 +176,6 @@ class Actor:
         self.handlers: dict[type[Message], Handler] = {
             message: getattr(self, name) for message, name in self.HANDLERS.items()
         }
-        self.answerers: Mapping[type[Message], Answerer] = {}  # see `DirectTurns.answer`
         self.mailbox = MailboxLoop(self)
         # Bound here: a call through a method of this class would cost each message another call.
         self.tell, self.to_self, self.answer = context.tell, context.to_self, context.answer

@@ -67,7 +67,6 @@ class Channel(Generic[T]):
         self._granted = 0  # places promised to senders that were woken but have not run yet
         self._closed: Callable[[], Exception] | None = None
         self._peak = self._peak_control = self.taken = 0
-        self.answered = 0  # asks that took one step and were never in a lane
         self.idle = False
 
     # -- sending
@@ -187,6 +186,11 @@ class Channel(Generic[T]):
         caller may be in another process than the receiver, after a fork."""
         self._closed, self.idle = error, False
 
+    @property
+    def backlog(self) -> int:
+        """Items in the lanes, and senders that wait for a place."""
+        return len(self) + len(self._senders)
+
     def __len__(self) -> int:
         return len(self._data) + len(self._control) + len(self._later)
 
@@ -199,7 +203,7 @@ class Channel(Generic[T]):
             len(self._senders),
             self._peak,
             self._peak_control,
-            self.taken + self.answered,
+            self.taken,
         )
 
     # -- inner parts

@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
 from kvactors.actor.instrument import Turn
-from kvactors.actor.message import Control, Envelope, Message
+from kvactors.actor.message import Control, Envelope, InlineReply, Message
 from kvactors.actor.ref import ActorRef, InFlight
 from kvactors.errors import WiringError, as_exception
 
@@ -150,11 +150,11 @@ class Outbox:
         waiting: the messages. The actor takes no turn before this is empty.
     """
 
-    __slots__ = ("_in_flight", "_instruments", "_waiters", "waiting")
+    __slots__ = ("_channel", "_in_flight", "_instruments", "_waiters", "waiting")
 
     def __init__(self, sender: ActorRef) -> None:
         self.waiting: deque[tuple[ActorRef, Envelope[Any], Turn | None]] = deque()
-        self._in_flight = sender.in_flight
+        self._in_flight, self._channel = sender.in_flight, sender.channel
         self._instruments = sender.instruments
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -162,6 +162,7 @@ class Outbox:
         """Keep a message until the channel of `to` has a place."""
         self.waiting.append((to, envelope, self._instruments.turn))
         self._in_flight.begin()
+        self._channel.wake()  # after an inline turn the actor's task sends it
 
     async def flush(self) -> None:
         """Send every message, waiting for places."""
@@ -280,8 +281,11 @@ class Context:
 
     def answer(self, envelope: Envelope[T], value: T) -> bool:
         """Answer an ask. False, and counted as late, if its asker no longer waits."""
-        self.unanswered.pop(envelope, None)
         reply = envelope.reply
+        if type(reply) is InlineReply and not reply.is_done:
+            reply.value, reply.is_done = value, True  # as `set_result`, which takes longer
+            return True
+        self.unanswered.pop(envelope, None)
         if reply is None or reply.done():
             self.late += 1
             return False

@@ -1,238 +1,257 @@
-"""The turns of an actor: its mailbox loop, the time of all actors in a pass of the event loop, and
-direct turns.
+"""The turns of an actor: its mailbox, the time of all actors in a pass of the event loop, and
+inline turns.
 
 When a receiver's data lane is full, the actor takes no further turn until a place is free. This is
 how back-pressure travels upstream along the acyclic forward channels.
 
-Direct turns: while an actor waits for a message, an ask is handled in the step of its asker, and
-not after two passes of the event loop. A direct turn is the turn that the actor would take next
+Inline turns: while an actor waits for a message, an ask is handled in the step of its asker, and
+not after two passes of the event loop. An inline turn is the turn that the actor would take next
 anyway: no lane of its channel has an item, so it overtakes no message. It runs in the actor's
-context variables, and an exception out of it fails the actor and not the asker. The direct turns in
-one pass of the loop are bounded. After that many an ask waits for the next pass, and other tasks
-run. If that has no direct turn left for it either, it goes through the channel.
-
-An ask that the actor answers in one step (`Actor.answerers`) needs no envelope.
+context variables, and an exception out of it fails the actor and not the asker. The inline turns in
+one pass of the loop are bounded. Asks beyond that wait in a queue, and other tasks run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextvars import copy_context
-from types import CoroutineType, coroutine
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from kvactors.actor.clock import now
 from kvactors.actor.context import JobBroken, State
 from kvactors.actor.instrument import InjectedFailure, Turn
-from kvactors.actor.message import Envelope, Message, PeerRestarted, Stop
+from kvactors.actor.message import Ask, Envelope, InlineReply, PeerRestarted, Stop
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.errors import as_exception
 
 if TYPE_CHECKING:
     from kvactors.actor.actor import Actor
+    from kvactors.actor.ref import Lost
 
-TURNS = 192
-"""Direct turns of one actor in a pass of the loop: about as many short ones as fit in TIME."""
+R = TypeVar("R")
 
-TIME = 0.00075
+INLINE_TURNS = 192
+"""Inline turns of one actor in a pass of the loop: about as many short ones as fit in
+INLINE_TIME_S."""
+
+INLINE_TIME_S = 0.00075
 """Seconds from the first of them after which there are no more in this pass."""
 
-LOOK = 4
-"""Answers of one step after which the time is looked at: it takes as long as a tenth of one."""
+SHARE_TURNS = 12
+"""Inline turns of an ask that has waited, and of its task's next asks, at least: the wake-up of a
+task costs as much as two turns, and its prompt is in the processor's cache only now."""
+
+BUSY_ASKS = 8
+"""Messages in the channel of a busy actor up to which an ask is put behind them. Many asks there
+would keep the actor from being idle for good."""
+
+BUSY_PASSES = 8
+"""Passes in a row in which the actor is busy, after which asks that wait go through the channel."""
+
+PASS_TIME_S = 0.0001
+"""Seconds from the first turn of a pass. An actor with a message steps aside after that."""
+
+PASSES_ASIDE = 2
+"""Passes for which it steps aside. In the next one, callbacks of timers run behind those that were
+ready before: an actor among these would delay them once more."""
+
+TURN_BUDGET = 64
+"""Turns before an actor lets others run: a receive that finds a message does not yield by
+itself."""
 
 
-class DirectTurns:
-    """The direct turns of one incarnation. Made in the actor's task.
-
-    Attributes:
-        loop: that the actor runs on.
-    """
+class InlineTurns:
+    """The inline turns of one incarnation. Made in the actor's task."""
 
     __slots__ = (
-        "_answerers",
-        "_broken",
+        "_busy_passes",
         "_channel",
         "_chosen",
         "_clock",
-        "_end",
-        "_handle",
+        "_ends",
+        "_error",
+        "_extended",
+        "_handlers",
         "_in_flight",
         "_instruments",
         "_left",
+        "_loop",
         "_mailbox",
-        "_outbox",
+        "_none_yet",
         "_ref",
         "_run",
-        "_sharing",
+        "_share",
+        "_unanswered",
         "_until",
         "_waiting",
-        "loop",
     )
 
     def __init__(self, actor: Actor) -> None:
-        self._ref, self._channel, self._outbox = actor.ref, actor.ref.channel, actor.context.outbox
+        self._ref, self._channel = actor.ref, actor.ref.channel
         self._in_flight, self._instruments = actor.ref.in_flight, actor.ref.instruments
-        self._mailbox, self._handle = actor.mailbox, actor.mailbox.handle
-        self._answerers = actor.answerers
-        self.loop = asyncio.get_running_loop()
-        self._chosen = choice_of(self.loop)
-        # A loop of virtual time has its own clock. Others read this one, through another call.
-        self._clock = time.monotonic if self._chosen is None else self.loop.time
+        self._mailbox, self._handlers = actor.mailbox, actor.handlers
+        self._unanswered = actor.context.unanswered
+        self._loop = asyncio.get_running_loop()
+        self._chosen = choice_of(self._loop)
+        # A loop of virtual time has its own clock. uvloop's stands still within a pass.
+        self._clock = time.monotonic if self._chosen is None else self._loop.time
         self._run: Callable[..., None] = copy_context().run
-        # Of this pass, or of the ask that has waited for it. -1: the pass had no direct turn.
+        # Turns left in this pass, or for the task whose ask has waited. -1: there was none yet.
         self._left, self._until = -1, 0.0
-        self._end = 0.0  # for asks that have waited
-        self._waiting = 0  # asks that wait for a pass
-        self._sharing = 1  # those that have waited for this one
-        self._broken: BaseException | None = None
+        self._ends = False  # whether the end of the pass is a callback of the loop already
+        self._extended = 0.0  # the end of the time of asks that have waited
+        self._waiting: dict[object, asyncio.Future[None]] = {}  # in order of their asking
+        self._share = 1  # of how many asks that have waited the turns of this pass are
+        self._none_yet = True  # of them has gone on
+        self._busy_passes = 0
+        self._error: BaseException | None = None
 
-    def answer(self, message: Message) -> Any:
-        """Take a turn that answers an ask by the actor's `answerers`.
-
-        An answerer sends no message and starts no job, so it has the context variables of the
-        asker. None: the ask has to be sent, and nothing has happened. An answerer returns it, and
-        has changed nothing, for an ask that needs its handler.
-        """
-        channel, left = self._channel, self._left
-        if not channel.idle or self._instruments.active:
-            return None
-        answerer = self._answerers.get(type(message))
-        if answerer is None or (self._chosen is not None and not self._chosen()):
-            return None
+    def begin_ask(
+        self, message: Ask[R], deadline: float, lost: Lost[R] = None, *, queued: bool = False
+    ) -> R | CoroutineType[Any, Any, R]:
+        """`ActorRef.begin_ask` by an inline turn, now or in a later pass."""
+        left, ref = self._left, self._ref
+        if not self._channel.idle or (self._chosen is not None and not self._chosen()):
+            return self._begin_later(message, deadline, lost, queued=queued)
         if left < 0:
             self._begin_pass()
-            left = TURNS
-        elif not left % LOOK:
+            left = INLINE_TURNS
+        else:
             clock = self._clock  # a call of an attribute that is no method takes longer
             if not left or clock() > self._until:
                 self._left = 0
-                return None
-        ref = self._ref
-        ref.direct = None  # as in `take`
+                return self._begin_later(message, deadline, lost, queued=queued)
+        self._left = left - 1
+        reply, handler = InlineReply(), self._handlers.get(type(message))
+        envelope: Envelope[Any] = Envelope(message, reply, deadline, ref.incarnation)
+        ref.entrance = ref  # an ask out of this turn, of a finaliser for example, is not nested
         try:
-            found = answerer(message)
+            if self._instruments.active or handler is None:
+                self._take_observed(envelope)
+            else:
+                self._mailbox.turns += 1
+                self._run(handler, message, envelope)
         except BaseException as error:
-            self._break(error)
-            return None  # the ask goes through the channel, and fails with the actor
-        ref.direct = self
-        if found is not None:
-            self._left = left - 1
-            channel.answered += 1
-        return found
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether it is only in a later pass of the loop that an ask can be a direct turn."""
-        if self._left < 0 or self._instruments.active or not self._channel.idle:
-            return False
-        return not self._left or self._clock() > self._until
-
-    async def ask_later(self, message: Message, begin: Callable[[], Any]) -> Any:
-        """An ask in the next pass of the loop, which costs less than the channel. begin: sends it,
-        if the turns of that pass are spent as well."""
-        if (answer := await self.answer_later(message)) is not None:
+            self._fail(error)
+        else:
+            ref.entrance = self
+        if reply.is_done:
+            if reply.error is not None:
+                reply.raise_error()
+            answer: R = reply.value
             return answer
-        asked = begin()
+        if envelope.reply is reply:
+            self._unanswered[envelope] = None
+            envelope.reply = self._loop.create_future()
+        return ref.wait_answer(envelope, lost, taken=True)
+
+    def _take_observed(self, envelope: Envelope[Any]) -> None:
+        envelope.reply = self._loop.create_future()  # instruments may add a callback
+        self._instruments.notify("sent", self._ref, envelope, self._instruments.turn)
+        self._run(self._mailbox.observed_turn, envelope)
+
+    def _begin_later(
+        self, message: Ask[R], deadline: float, lost: Lost[R], *, queued: bool
+    ) -> CoroutineType[Any, Any, R]:
+        """Begin an ask that has no turn now: the actor is busy, or the pass has none any more."""
+        idle, few = self._channel.idle, self._channel.backlog < BUSY_ASKS
+        if queued or (idle and self._left) or (not idle and few and not self._waiting):
+            return self._ref.begin_ask(message, deadline, lost)
+        return cast("CoroutineType[Any, Any, R]", self._ask_later(message, deadline, lost))
+
+    async def _ask_later(self, message: Ask[R], deadline: float, lost: Lost[R]) -> R:
+        """An ask for which this pass of the loop has no turn any more."""
+        await self._wait()
+        asked = self._ref.entrance.begin_ask(message, deadline, lost, queued=True)
         return await asked if isinstance(asked, CoroutineType) else asked
 
-    @coroutine
-    def answer_later(self, message: Message) -> Generator[None, None, Any]:
-        """`answer` in the next pass of the loop: its other tasks run first. Asks that wait share
-        the direct turns of that pass, so that none of them is behind another one for long."""
-        self._waiting += 1
+    async def _wait(self) -> None:
+        """Wait for a pass that has turns for an ask. Asks wait in order, and each has at most a
+        share of a pass, so that none of them is behind another one for long."""
+        waiting, clock, channel, key = self._waiting, self._clock, self._channel, object()
         self._in_flight.begin()  # as in the channel
         try:
-            yield  # as `asyncio.sleep(0)`, without its coroutine
+            while True:
+                waiting[key] = turn = self._loop.create_future()
+                self._end_later()
+                await turn
+                if self._left < 0:
+                    self._begin_pass()
+                # Slow turns may have taken the time of the pass: the first ask goes on in any case.
+                at, busy = clock(), not channel.idle
+                if (
+                    self._busy_passes > BUSY_PASSES
+                    if busy
+                    else self._none_yet or at < self._extended
+                ):
+                    self._none_yet = False
+                    self._left = max(1, INLINE_TURNS // self._share)
+                    self._until = at + INLINE_TIME_S / self._share
+                    return
         finally:
-            self._waiting -= 1
+            del waiting[key]
             self._in_flight.end()
-        if self._left < 0:
-            self._begin_pass()
-        now, share = self._clock(), self._sharing
-        if now < self._end:
-            self._left, self._until = max(1, TURNS // share), now + TIME / share
-        return self.answer(message) if self._ref.direct is self else None
 
-    def take(self, envelope: Envelope[Any]) -> bool:
-        """Take a turn with an ask. False, and nothing happens, if it has to go through the
-        channel."""
-        if self._chosen is not None and not self._chosen():
-            return False
-        if not self._channel.idle:
-            return False
-        if self._left < 0:
-            self._begin_pass()
-        elif not self._left or self._clock() > self._until:
-            return False
-        self._left -= 1
-        self._channel.taken += 1
-        self._in_flight.begun += 1  # and ended, before anything else can look
-        ref = self._ref
-        ref.direct = None  # an ask out of this turn, of a finaliser for example, is not nested
-        try:
-            if self._instruments.active:
-                self._instruments.notify("sent", ref, envelope, self._instruments.turn)
-                self._run(self._mailbox.observed_turn, envelope)
-            else:
-                self._run(self._handle, envelope)
-        except BaseException as error:
-            self._break(error)
-            return True
-        ref.direct = self
-        if self._outbox.waiting:
-            self._channel.wake()  # the actor's task sends them when their receivers have places
-        return True
+    def _begin_pass(self) -> None:
+        """The first inline turn in a pass of the loop."""
+        self._left, self._until = INLINE_TURNS, self._clock() + INLINE_TIME_S
+        self._extended = self._until + INLINE_TIME_S / 2
+        self._end_later()
 
-    def _break(self, error: BaseException) -> None:
-        """The actor has failed in a direct turn: its task ends with the error."""
-        self._broken = error
+    def _end_later(self) -> None:
+        if not self._ends:
+            self._ends = True
+            self._loop.call_soon(self._end_pass)
+
+    def _end_pass(self) -> None:
+        """Wake the asks that have waited longest, as many as share the turns of the next pass."""
+        self._left, self._ends, waiting = -1, False, self._waiting
+        if waiting:
+            first = list(islice(waiting.values(), max(1, INLINE_TURNS // SHARE_TURNS)))
+            self._share, self._none_yet = len(first), True
+            over = self._channel.idle or self._busy_passes > BUSY_PASSES
+            self._busy_passes = 0 if over else self._busy_passes + 1
+            for turn in first:
+                if not turn.done():
+                    turn.set_result(None)
+            self._end_later()
+
+    def _fail(self, error: BaseException) -> None:
+        """The actor has failed in an inline turn: its task ends with the error."""
+        self._error = error
         self._in_flight.begin()
         self._channel.wake()
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise error
 
-    def pop_broken(self) -> BaseException | None:
-        """The exception of a direct turn, for the actor's task, which handles no message after
+    def pop_error(self) -> BaseException | None:
+        """The exception of an inline turn, for the actor's task, which handles no message after
         it."""
-        error, self._broken = self._broken, None
+        error, self._error = self._error, None
         if error is not None:
             self._in_flight.end()
         return error
 
-    def _begin_pass(self) -> None:
-        """The first direct turn in a pass of the loop."""
-        self._left, self._until = TURNS, self._clock() + TIME
-        self._end = self._until + TIME / 2
-        self.loop.call_soon(self._renew)
-
-    def _renew(self) -> None:
-        self._left, self._sharing = -1, max(1, self._waiting)
-
 
 def choice_of(loop: asyncio.AbstractEventLoop) -> Callable[[], bool] | None:
-    """Which asks a loop lets be direct turns: a loop of virtual time draws it from its seed. None:
+    """Which asks a loop lets be inline turns: a loop of virtual time draws it from its seed. None:
     all."""
     return getattr(loop, "takes_directly", None)
 
 
 def are_possible(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether a loop has direct turns at all."""
+    """Whether a loop has inline turns at all."""
     return getattr(loop, "direct", 1.0) > 0.0
 
 
 # -- the time of a pass. A pass of the event loop runs every callback that is ready. Under load each
 # of several actors has messages, and their turns together would delay the loop's other callbacks,
 # although each actor yields soon.
-
-PASS_TIME = 0.0001
-"""Seconds from the first turn of a pass. An actor with a message steps aside after that."""
-
-ASIDE = 2
-"""Passes for which it steps aside. In the next one, callbacks of timers run behind those that were
-ready before: an actor among these would delay them once more."""
 
 
 class PassTime:
@@ -249,7 +268,7 @@ class PassTime:
         now = loop.time()
         if self._begun:
             return now > self._until
-        self._begun, self._until = True, now + PASS_TIME
+        self._begun, self._until = True, now + PASS_TIME_S
         loop.call_soon(self._end)
         return False
 
@@ -271,26 +290,49 @@ def pass_time_of(loop: asyncio.AbstractEventLoop) -> PassTime | None:
     return found
 
 
-# -- the mailbox
+class Budget:
+    """The turns that an actor takes before it lets other tasks of the loop run: at most
+    TURN_BUDGET, and those for which the pass has time."""
 
-TURN_BUDGET = 64
-"""Turns before an actor lets others run: a receive that finds a message does not yield by
-itself."""
+    __slots__ = ("_aside", "_left", "_loop", "_pass_time")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._pass_time = loop, pass_time_of(loop)
+        self.renew()
+
+    def renew(self) -> None:
+        """The actor has waited for a message."""
+        self._left, self._aside = TURN_BUDGET, False
+
+    def spent(self) -> int:
+        """Count the next turn. Returns the passes for which the actor steps aside before it."""
+        if self._left == 0:
+            passes, self._aside = 1, False
+        elif self._aside or self._pass_time is None or not self._pass_time.is_over(self._loop):
+            self._aside = False  # an actor that has stepped aside takes a turn in any case
+            self._left -= 1
+            return 0
+        else:
+            passes, self._aside = PASSES_ASIDE, True
+        self._left = TURN_BUDGET - 1
+        return passes
+
+
+# -- the mailbox
 
 
 class MailboxLoop:
     """Runs one incarnation of an actor.
 
     Attributes:
+        turns: taken so far.
         skipped: asks given up before their turn, and messages for an earlier incarnation.
         ended_at: when the failure or the stop came, on the loop's clock.
         failed_peer: the failure of another actor, if it is the reason why this one is cancelled.
     """
 
     def __init__(self, actor: Actor) -> None:
-        self.skipped = 0
-        self._handled, self._answered_before = 0, actor.ref.channel.answered
-        self._answered_until: int | None = None
+        self.turns = self.skipped = 0
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended_at: float | None = None
         self.failed_peer: Callable[[], tuple[str, BaseException] | None] = lambda: None
@@ -298,13 +340,6 @@ class MailboxLoop:
         self._context = actor.context
         self._ref = actor.ref
         self._handlers = actor.handlers
-
-    @property
-    def turns(self) -> int:
-        """Turns taken so far."""
-        until = self._answered_until
-        answered = self._ref.channel.answered if until is None else until
-        return self._handled + answered - self._answered_before
 
     async def run(self) -> None:
         """Take turns until the actor is stopped.
@@ -344,35 +379,27 @@ class MailboxLoop:
             instruments.turn = None
 
     async def _take_turns(self) -> None:
-        channel, budget, loop = self._ref.channel, TURN_BUDGET, asyncio.get_running_loop()
-        in_flight, context, outbox = self._ref.in_flight, self._context, self._context.outbox
-        instruments, ref = self._ref.instruments, self._ref
-        direct = DirectTurns(self._actor) if are_possible(loop) else None
-        passes, aside = pass_time_of(loop), False
+        ref, context, loop = self._ref, self._context, asyncio.get_running_loop()
+        channel, outbox, in_flight = ref.channel, context.outbox, ref.in_flight
+        inline = InlineTurns(self._actor) if are_possible(loop) else None
+        budget = Budget(loop)
+        ref.entrance = inline or ref
         while context.state is State.RUNNING:
             if outbox.waiting:
                 await outbox.flush()
             envelope = channel.get_nowait()
             if envelope is None:
-                ref.direct = direct
                 try:
                     await channel.wait_for_item()
                 finally:
-                    ref.direct = None
-                    if direct is not None and (broken := direct.pop_broken()) is not None:
-                        _fail(broken)
-                budget, aside = TURN_BUDGET, False
+                    if inline is not None and (error := inline.pop_error()) is not None:
+                        _fail(error)
+                budget.renew()
                 continue
-            # An actor that has stepped aside takes a turn in any case.
-            if budget == 0 or (not aside and passes is not None and passes.is_over(loop)):
-                aside = budget != 0
-                await self._step_aside(envelope, ASIDE if aside else 1)
-                budget = TURN_BUDGET
-            else:
-                aside = False
-            budget -= 1
+            if passes := budget.spent():
+                await self._step_aside(envelope, passes)
             try:
-                if instruments.active:
+                if ref.instruments.active:
                     self.observed_turn(envelope)
                 else:
                     self.turn(envelope)
@@ -406,7 +433,7 @@ class MailboxLoop:
         """Give a message to its handler."""
         message, context = envelope.message, self._context
         kind = type(message)
-        self._handled += 1
+        self.turns += 1
         handler = self._handlers.get(kind)
         if envelope.reply is not None and handler is not None:
             context.unanswered[envelope] = None
@@ -441,8 +468,8 @@ class MailboxLoop:
 
     async def _end(self, cause: BaseException | None) -> None:
         """Leave nothing behind: fail open asks, drop unsent messages and timers, end the jobs."""
-        context = self._context
-        self.ended_at, self._answered_until = now(), self._ref.channel.answered
+        context, self._ref.entrance = self._context, self._ref
+        self.ended_at = now()
         if context.state < State.STOPPING:
             context.state = State.STOPPING
         if isinstance(cause, Exception):

@@ -52,9 +52,9 @@ class PeerRestarted(Control, frozen=True, eq=False):
     incarnation: int = -1
 
 
-class DirectReply(msgspec.Struct, eq=False):
-    """The port of an ask's answer during its direct turn: what handlers use of a future, at a third
-    of its cost.
+class InlineReply(msgspec.Struct, eq=False, gc=False):
+    """The port of an ask's answer during its inline turn: what is used of a future, at a third of
+    its cost.
 
     Attributes:
         is_done: whether there is an answer.
@@ -91,7 +91,7 @@ class Envelope(msgspec.Struct, Generic[R], eq=False):
     """A message in flight, and for an ask the port of its answer.
 
     Attributes:
-        reply: a future, or within a direct turn a `DirectReply`.
+        reply: a future, or within an inline turn an `InlineReply`.
         deadline: absolute loop time after which the asker no longer waits, or None for a tell.
         incarnation: the receiver's incarnation that this is addressed to. A later one drops it.
     """

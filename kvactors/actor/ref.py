@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from math import inf
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
@@ -17,7 +16,6 @@ from kvactors.actor.instrument import Instruments
 from kvactors.actor.message import (
     Ask,
     Control,
-    DirectReply,
     Envelope,
     Later,
     Message,
@@ -65,7 +63,7 @@ if TYPE_CHECKING:
     import typing_extensions
 
     from kvactors.actor.context import Context
-    from kvactors.actor.loop import DirectTurns
+    from kvactors.actor.loop import InlineTurns
 
     # An unparameterised ActorRef accepts every message.
     M_contra = typing_extensions.TypeVar("M_contra", bound=Message, contravariant=True, default=Any)
@@ -132,15 +130,14 @@ class ActorRef(Generic[M_contra]):
         switched_off: whether a substitute runs in the actor's place.
         make_context: makes the context of each incarnation in place of `Context`, for tests.
         instruments: of the system, shared by all its refs.
-        direct: takes asks while the actor waits for a message, else None. An asker may try its
-            `answer` first, which costs least.
+        entrance: begins an ask: the inline turns of an actor that runs, else this ref.
     """
 
     __slots__ = (
         "_asks",
         "_restarting",
         "channel",
-        "direct",
+        "entrance",
         "failure_pending",
         "in_flight",
         "incarnation",
@@ -169,7 +166,7 @@ class ActorRef(Generic[M_contra]):
         self.make_context: Callable[..., Context] | None = None
         self._asks: OpenAsks[Any] = OpenAsks(name)
         self._restarting = 0
-        self.direct: DirectTurns | None = None
+        self.entrance: ActorRef[Any] | InlineTurns = self
         self.failure_pending = False  # and the other actors are not notified yet
 
     def begin_restart(self) -> None:
@@ -205,55 +202,38 @@ class ActorRef(Generic[M_contra]):
         lost: called with an answer that does not reach the caller, because it was cancelled after
         the actor had answered.
 
-        queued: it waits in the channel, and not for a pass with direct turns: no later ask
+        queued: it waits in the channel, and not for a pass with inline turns: no later ask
         overtakes it.
         """
-        asked = self.begin_ask(message, deadline, lost, queued=queued)
+        asked = self.entrance.begin_ask(message, deadline, lost, queued=queued)
         return await asked if isinstance(asked, CoroutineType) else asked
 
     def begin_ask(
         self, message: Ask[R], deadline: float, lost: Lost[R] = None, *, queued: bool = False
     ) -> R | CoroutineType[Any, Any, R]:
-        """`ask` up to its first wait.
+        """`ask` up to its first wait, through the channel. By `entrance.begin_ask` an ask may be
+        answered at once.
 
         Returns:
-            The answer, if a direct turn gives it at once. Otherwise a coroutine to be awaited in
-            the same step.
+            A coroutine to be awaited in the same step, or of `entrance` the answer.
         """
-        direct = self.direct
-        if direct is not None and not queued and direct.is_spent:
-            later = direct.ask_later(message, partial(self._begin, message, deadline, lost))
-            return cast("CoroutineType[Any, Any, R]", later)
-        return self._begin(message, deadline, lost)
+        reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        envelope = Envelope(message, reply, deadline, self.incarnation)
+        return self.wait_answer(envelope, lost, taken=False)
 
-    def _begin(
-        self, message: Ask[R], deadline: float, lost: Lost[R]
-    ) -> R | CoroutineType[Any, Any, R]:
-        direct, incarnation, taken = self.direct, self.incarnation, False
-        if direct is not None and not self.instruments.active:
-            reply: Any = DirectReply()
-            envelope: Envelope[R] = Envelope(message, reply, deadline, incarnation)
-            taken = direct.take(envelope)
-            if reply.is_done:
-                if reply.error is not None:
-                    reply.raise_error()
-                answer: R = reply.value
-                return answer
-            envelope.reply = future = direct.loop.create_future()
-        else:
-            future = asyncio.get_running_loop().create_future()
-            envelope = Envelope(message, future, deadline, incarnation)
-            if direct is not None:
-                taken = direct.take(envelope)
-        waiting = self._answer(envelope, future, lost, taken=taken)
-        return cast("CoroutineType[Any, Any, R]", waiting)
-
-    async def _answer(
-        self, envelope: Envelope[R], reply: asyncio.Future[R], lost: Lost[R], *, taken: bool
-    ) -> R:
+    def wait_answer(
+        self, envelope: Envelope[R], lost: Lost[R], *, taken: bool
+    ) -> CoroutineType[Any, Any, R]:
         """Wait for the answer of an ask. taken: the actor has begun with it, else it goes through
         the channel."""
-        asks, deadline = self._asks, envelope.deadline
+        return cast("CoroutineType[Any, Any, R]", self._answer(envelope, lost, taken=taken))
+
+    async def _answer(self, envelope: Envelope[R], lost: Lost[R], *, taken: bool) -> R:
+        asks, deadline, reply = (
+            self._asks,
+            envelope.deadline,
+            cast("asyncio.Future[R]", envelope.reply),
+        )
         try:
             if not taken and not self.try_send(envelope):
                 with anyio.CancelScope(deadline=inf if deadline is None else deadline):

@@ -125,9 +125,9 @@ def _between_actors(system: System, violated: list[str]) -> Iterator[None]:
     violated += found
 
 
-def _events(system: System) -> int:
-    """Messages, jobs and answers so far: nothing has happened between two equal numbers."""
-    return system.in_flight.begun + sum(ref.channel.answered for ref in system.wiring.refs())
+def _events(system: System) -> tuple[int, ...]:
+    """Messages, jobs and turns so far: nothing has happened between two equal values."""
+    return (system.in_flight.begun, *(actor.turns for actor in system.supervisor.actors()))
 
 
 def _comparisons(system: System, found: list[str]) -> Iterator[None]:

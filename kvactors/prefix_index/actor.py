@@ -6,10 +6,11 @@ Each handler calls the object that decides (`core.py`) and carries out the actio
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, on
+from kvactors.actor.actor import Handler
 from kvactors.cpu_evictor.messages import (
     HostBlocksAdded,
     HostBlocksRemoved,
@@ -88,6 +89,20 @@ class PrefixIndex(Actor):
         self.runner = ActionRunner(self.context, evictor, swapper, notifier, core.at_once)
         self._perform, self._requests = self.runner.perform, core.requests  # bound: hot
         self.answerers = core.at_once.answerers
+        for kind, answerer in self.answerers.items():
+            self.handlers[kind] = self._at_once_first(answerer, self.handlers[kind])
+
+    def _at_once_first(self, answerer: Callable[[Any], Any], handler: Handler) -> Handler:
+        answer = self.answer
+
+        def handle(message: Any, envelope: Envelope[Any]) -> None:
+            found = answerer(message)
+            if found is None:
+                handler(message, envelope)
+            else:
+                answer(envelope, found)
+
+        return handle
 
     def started(self) -> None:
         """A restarted index begins with an empty device tier."""

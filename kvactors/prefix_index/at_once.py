@@ -5,8 +5,10 @@ Each method does what the handler of its message would do, or changes nothing an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from kvactors.actor import Message
-from kvactors.actor.actor import Answerer
 from kvactors.flush_notifier.messages import PLAIN
 from kvactors.prefix_index.admission import Admission
 from kvactors.prefix_index.grants import Grants
@@ -37,7 +39,7 @@ class AtOnce:
     Attributes:
         calm: no request waits, and the end of one has no consequences. False if that is not known:
             each turn of a handler may change it.
-        answerers: the methods by their messages, for direct turns.
+        answerers: the methods by their messages.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class AtOnce:
         self._only_known = settings.announce or settings.host_tier
         self._ends = not (settings.announce or settings.save_after) and settings.exclusive
         self._root = b""  # of the last request, if no other scope was used since
-        self.answerers: dict[type[Message], Answerer] = {
+        self.answerers: dict[type[Message], Callable[[Any], Any]] = {
             Acquire: self.acquire,
             Commit: self.commit,
             Finish: self.finish,

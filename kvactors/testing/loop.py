@@ -64,7 +64,7 @@ class SimLoop(asyncio.BaseEventLoop):
     limit: steps that may run at one instant of virtual time before that is a Livelock, None for any
     number. stalled: the waiting tasks when all tasks last waited for time-outs alone (a deadlock
     but for a deadline), with the time. It is empty if that never happened. impatient: whether such
-    a stall is a Deadlock at once. direct: share of the asks that may be direct turns (see
+    a stall is a Deadlock at once. direct: share of the asks that may be inline turns (see
     `kvactors.actor.loop`), drawn from the seed as well.
     """
 
@@ -110,7 +110,7 @@ class SimLoop(asyncio.BaseEventLoop):
             self._now, self._standing = when, 0
 
     def takes_directly(self) -> bool:
-        """Whether the next ask may be a direct turn."""
+        """Whether the next ask may be an inline turn."""
         return self._direct.random() < self.direct
 
     # -- tasks

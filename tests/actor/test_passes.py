@@ -20,14 +20,14 @@ from tests.support.cache import opened, prompt, serve
 
 
 @pytest.fixture(autouse=True)
-def no_direct_turns(monkeypatch):
-    monkeypatch.setattr(actor_loop, "TURNS", 0)
+def no_inline_turns(monkeypatch):
+    monkeypatch.setattr(actor_loop, "are_possible", lambda _: False)
 
 
 @pytest.fixture
 def no_time(monkeypatch):
     """Each pass has one turn, and those of actors that have stepped aside."""
-    monkeypatch.setattr(actor_loop, "PASS_TIME", -1.0)
+    monkeypatch.setattr(actor_loop, "PASS_TIME_S", -1.0)
 
 
 class Passes:
@@ -53,9 +53,9 @@ def test_the_time_of_a_pass_begins_with_its_first_turn():
     time = actor_loop.PassTime()
     for _ in range(3):
         assert not time.is_over(loop)
-        loop.now += actor_loop.PASS_TIME / 2
+        loop.now += actor_loop.PASS_TIME_S / 2
         assert not time.is_over(loop)
-        loop.now += actor_loop.PASS_TIME
+        loop.now += actor_loop.PASS_TIME_S
         assert time.is_over(loop)
         assert time.is_over(loop)
         assert len(loop.ready) == 1, "one callback a pass"

@@ -112,7 +112,7 @@ async def test_a_call_whose_coroutine_is_closed_did_not_happen_or_ended_the_leas
             "fork": lambda lease: lease.fork("f"),
             "step": lambda lease: cache.step([Step(lease, [1])]),
         }[name]
-        index.direct = None  # the call waits, as while the index is in another turn
+        index.entrance = index  # the call waits, as while the index is in another turn
         call = begin(lease)
         with contextlib.suppress(StopIteration):
             call.send(None)

@@ -1,4 +1,4 @@
-"""Calls that wait for the next pass of the loop, since this one has no direct turn left: order,
+"""Calls that wait for the next pass of the loop, since this one has no inline turn left: order,
 cancellation, restarts and the end of the cache."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 import kvactors
 from kvactors.actor import loop
 from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom
+from kvactors.prefix_index.messages import Acquire
 from tests.support.cache import BLOCK, opened, prompt, settings
 
 timeout = asyncio.timeout  # noqa: TID251  (as callers may use it)
@@ -25,9 +26,9 @@ CALLS = {
 
 @pytest.fixture(autouse=True)
 def one_turn(monkeypatch):
-    """A pass has one direct turn, on a machine of any speed."""
-    monkeypatch.setattr(loop, "TURNS", 1)
-    monkeypatch.setattr(loop, "TIME", 30.0)
+    """A pass has one inline turn, on a machine of any speed."""
+    monkeypatch.setattr(loop, "INLINE_TURNS", 1)
+    monkeypatch.setattr(loop, "INLINE_TIME_S", 30.0)
 
 
 async def passes(count=5):
@@ -154,34 +155,20 @@ def hot_calls(cache, lease):
     }
 
 
+@pytest.mark.parametrize("seconds", [0.0, 30.0])
 @pytest.mark.parametrize("kind", ["acquire", "commit", "finish"])
-async def test_a_call_that_waits_for_a_pass_is_answered_there(kind):
-    async with opened(device=8, sinks=()) as cache:
-        lease = await cache.acquire("a", prompt(1, 1))
-        spends = await cache.acquire("spends", [1])
-        await passes()
-        channel = cache.system.index.channel
-        taken, answered = channel.taken, channel.answered
-        call = hot_calls(cache, lease)[kind]
-        _, found = await asyncio.gather(spends.commit(0), call())
-        assert (channel.taken, channel.answered) == (taken, answered + 2)
-        for one in (lease, spends, *([found] if kind == "acquire" else [])):
-            one.abandon()
-
-
-@pytest.mark.parametrize("kind", ["acquire", "commit", "finish"])
-async def test_a_call_that_has_waited_for_a_pass_without_a_turn_is_sent(monkeypatch, kind):
-    """It does not wait for another pass. The turns of this one are not shared: it has no time."""
-    monkeypatch.setattr(loop, "TIME", 0.0)
+async def test_a_call_that_waits_for_a_pass_is_answered_there(monkeypatch, kind, seconds):
+    """The oldest call has a turn of each pass, also of one without time."""
+    monkeypatch.setattr(loop, "INLINE_TIME_S", seconds)
     async with opened(device=8, sinks=()) as cache:
         lease = await cache.acquire("a", prompt(1, 1))
         spends, other = [await cache.acquire(name, [1]) for name in ("spends", "other")]
         await passes()
-        channel = cache.system.index.channel
-        taken, answered = channel.taken, channel.answered
+        taken, turns = cache.system.index.channel.taken, index_of(cache).turns
         call = hot_calls(cache, lease)[kind]
         *_, found = await asyncio.gather(spends.commit(0), other.commit(0), call())
-        assert (channel.taken, channel.answered) == (taken + 1, answered + 2)
+        assert index_of(cache).turns == turns + 3
+        assert seconds == 0 or cache.system.index.channel.taken == taken
         for one in (lease, spends, other, *([found] if kind == "acquire" else [])):
             one.abandon()
 
@@ -191,7 +178,7 @@ async def test_a_call_that_has_waited_for_a_pass_without_a_turn_is_sent(monkeypa
 async def test_eight_clients_of_a_small_device_that_try_again(monkeypatch, device, turns):
     """Some calls are cancelled in the middle. Each client gets its requests done, and nothing is
     left."""
-    monkeypatch.setattr(loop, "TURNS", turns)
+    monkeypatch.setattr(loop, "INLINE_TURNS", turns)
     async with opened(device=device, sinks=()) as cache:
 
         async def client(number):
@@ -226,25 +213,27 @@ async def test_eight_clients_of_a_small_device_that_try_again(monkeypatch, devic
         index_of(cache).check()
 
 
-async def test_a_small_request_overtakes_no_large_one():
-    """The second task runs first in the next pass."""
+async def test_a_request_that_waits_for_blocks_is_handled_in_the_order_of_the_calls(monkeypatch):
+    """The task of the later one has two turns of a pass, for another call before it."""
+    monkeypatch.setattr(loop, "INLINE_TURNS", 2)
     async with opened(device=4, sinks=()) as cache:
-        runs = await cache.acquire("runs", prompt(1, 4))
-        order = []
+        runs = await cache.acquire("runs", prompt(1, 1))
+        handlers, handled = index_of(cache).handlers, []
+        acquire = handlers[Acquire]
 
-        async def serve(number, blocks, pauses):
-            for _ in range(pauses):
-                await asyncio.sleep(0)
-            lease = await cache.acquire(f"r{number}", prompt(number, blocks), wait_for_room=True)
-            order.append(number)
-            await lease.finish()
+        def recorded(message, envelope):
+            handled.append(message.request_id)
+            acquire(message, envelope)
+
+        monkeypatch.setitem(handlers, Acquire, recorded)
+
+        async def serve(name, commits):
+            for _ in range(commits):
+                await runs.commit(0)
+            async with await cache.acquire(name, prompt(2, 1), wait_for_room=True):
+                pass
 
         await passes()
-        spends = asyncio.create_task(runs.commit(0))
-        small, large = (asyncio.create_task(serve(*one)) for one in ((2, 1, 1), (3, 4, 0)))
-        await passes(20)
-        assert cache.statistics().prefix.waiting == 2
+        await asyncio.gather(serve("spends", 2), serve("second", 1), serve("first", 0))
         await runs.finish()
-        with anyio.fail_after(30):
-            await asyncio.gather(spends, small, large)
-        assert order == [3, 2], "a small request overtook a large one"
+        assert handled.index("first") < handled.index("second")

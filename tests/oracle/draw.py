@@ -26,7 +26,7 @@ def limit(rng: random.Random, low: int = 1, high: int = 64) -> int:
 class Draw:
     """tables: the config in TOML's types. work: the actions of clients and the controller.
     recorded: a sink records what is announced. Without any sink a request that hits the device
-    ends in one step. turns: direct turns in a pass of the loop. batches: share of the requests that
+    ends in one step. turns: inline turns in a pass of the loop. batches: share of the requests that
     are batches. part: blocks that one turn handles.
     """
 

@@ -85,14 +85,14 @@ async def serve_round(
 
 @contextmanager
 def _limited(drawn: Draw) -> Iterator[None]:
-    """Set the direct turns of a pass and the blocks of a turn. With few direct turns asks wait for
+    """Set the inline turns of a pass and the blocks of a turn. With few inline turns asks wait for
     the next pass, with few blocks requests take several turns."""
-    before = loop.TURNS, parts.BLOCKS
-    loop.TURNS, parts.BLOCKS = drawn.turns, drawn.part
+    before = loop.INLINE_TURNS, parts.BLOCKS
+    loop.INLINE_TURNS, parts.BLOCKS = drawn.turns, drawn.part
     try:
         yield
     finally:
-        loop.TURNS, parts.BLOCKS = before
+        loop.INLINE_TURNS, parts.BLOCKS = before
 
 
 def run_seed(

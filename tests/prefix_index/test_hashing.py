@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.actor import Envelope
+from kvactors.actor.actor import Handler
 from kvactors.cache import KVCache
 from kvactors.hints import Hints
 from kvactors.lookup import FIRST_STEP
@@ -157,13 +157,16 @@ async def hashed_by_turn(
 ) -> tuple[Any, list[int]]:
     """The result of a call, and how many blocks of a path each turn of the index hashes."""
     index = cache.system.index_actor
-    counts, handle = [path.num_hashed], index.mailbox.handle
+    counts = [path.num_hashed]
 
-    def counted(envelope: Envelope[Any]) -> None:
-        handle(envelope)
-        counts.append(path.num_hashed)
+    def counted(handler: Handler) -> Handler:
+        def handle(*arguments: Any) -> None:
+            handler(*arguments)
+            counts.append(path.num_hashed)
 
-    index.mailbox.handle = cache.system.index.direct._handle = counted
+        return handle
+
+    index.handlers.update({kind: counted(handler) for kind, handler in index.handlers.items()})
     result = await asked
     return result, [after - before for before, after in pairwise(counts) if after > before]
 

@@ -75,7 +75,7 @@ def run_simulate(
 ) -> int:
     """Run, print and write. Returns the exit status, 0 only if nothing was violated. minutes: as
     many seeds as they allow, in place of `seeds`. seed: only this one, with its plan, its
-    configuration and its trace. direct: share of the asks that may be direct turns. sharing: with forks, sleeps, quotas, hints,
+    configuration and its trace. direct: share of the asks that may be inline turns. sharing: with forks, sleeps, quotas, hints,
     pins and clears of one salt. ConfigError for counts that cannot be."""
     _check(seeds, first, minutes, processes, seed, direct)
     if seed is not None:

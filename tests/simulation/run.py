@@ -49,7 +49,7 @@ def run_seed(
     sharing: bool = False,
 ) -> SeedReport:
     """Run one seed. drawn: in place of what the seed draws. keep: lines of the trace in the report,
-    the last ones. direct: share of the asks that may be direct turns, by the seed as well. sharing:
+    the last ones. direct: share of the asks that may be inline turns, by the seed as well. sharing:
     with the parts of `simulation.sharing`."""
     drawn = drawn or draw_run(seed)
     drawn = with_sharing(drawn) if sharing else drawn

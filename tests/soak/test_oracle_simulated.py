@@ -1,4 +1,4 @@
-"""The soak's engine on a loop of virtual time, with and without direct turns: orders of steps that
+"""The soak's engine on a loop of virtual time, with and without inline turns: orders of steps that
 an idle machine never has."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 import kvactors
 from kvactors import LeaseEnded
-from kvactors.actor.loop import DirectTurns, MailboxLoop
+from kvactors.actor.loop import InlineTurns, MailboxLoop
 from kvactors.prefix_index.at_once import AtOnce
 from kvactors.prefix_index.parts import BLOCKS
 from kvactors.testing.loop import SimLoop, simulate
@@ -52,7 +52,7 @@ def test_rounds_find_nothing(direct):
 
 @pytest.mark.parametrize("direct", [0.5, 1.0])
 def test_rounds_with_answers_in_one_step_find_nothing(monkeypatch, direct):
-    """Without a sink, and with few direct turns in a pass: asks wait for the next one."""
+    """Without a sink, and with few inline turns in a pass: asks wait for the next one."""
     reached = Counter()
 
     def counted(kind, name):
@@ -67,7 +67,7 @@ def test_rounds_with_answers_in_one_step_find_nothing(monkeypatch, direct):
 
     for name in ("acquire", "commit", "finish"):
         counted(AtOnce, name)
-    counted(DirectTurns, "answer_later")
+    counted(InlineTurns, "_ask_later")
     for seed in range(8):
         drawn = draw(seed, "", store=("none", "memory")[seed % 4 == 3], threads=False, sinks=False)
         drawn.forgotten, drawn.recorded, drawn.turns = 0.0, False, 1 + seed % 2
@@ -80,7 +80,7 @@ def test_rounds_with_answers_in_one_step_find_nothing(monkeypatch, direct):
             direct,
         )
         assert (record.wrong, record.failures) == (0, [])
-    names = ("acquire", "commit", "finish", "answer_later")
+    names = ("acquire", "commit", "finish", "_ask_later")
     assert min(reached[name] for name in names) > 5, reached
 
 
