@@ -32,8 +32,7 @@ KVActorsError
 │   ├── StoreUnavailable          the back end does not answer
 │   └── StoreUnsupported          the configured store has no such operation
 └── SinkError                     a flush sink did not accept a task
-    └── SdkError                  AttentionStore's SDK is not installed, or refused a call
-"""
+    └── SdkError                  AttentionStore's SDK is not installed, or refused a call"""
 
 from __future__ import annotations
 
@@ -233,3 +232,10 @@ def as_exception(error: BaseException) -> Exception:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def ensure(holds: bool, otherwise: str) -> None:
+    """Raise AssertionError with the text `otherwise` unless an invariant holds, under `python -O`,
+    which removes `assert`, too."""
+    if not holds:
+        raise AssertionError(otherwise)

@@ -68,7 +68,7 @@ COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
         "blocks_within_device",
     ),
     SinkStatistics: ("delivered", "resident", "gone", "blocks", "retried", "coalesced", "resyncs"),
-    ActorStatistics: ("turns", "told", "late_replies", "skipped"),
+    ActorStatistics: ("turns", "sent", "late_replies", "skipped"),
 }
 """The fields of each record that count from the start of an incarnation. The others describe the
 present."""

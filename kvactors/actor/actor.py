@@ -129,7 +129,9 @@ class ActorStatistics(NamedTuple):
     Attributes:
         name: the name of the actor.
         state: starting, running, stopping or stopped.
+        restarts: of the actor so far.
         turns: messages that it handled.
+        sent: messages that it has sent.
         jobs: child jobs running now.
         outbox: messages waiting for a place in their receivers' channels.
         open_replies: asks taken in and not answered yet.
@@ -140,9 +142,9 @@ class ActorStatistics(NamedTuple):
 
     name: str
     state: str
-    life: int  # restarts so far
+    restarts: int
     turns: int
-    told: int  # messages sent
+    sent: int
     jobs: int
     outbox: int
     open_replies: int
@@ -242,7 +244,7 @@ class Actor:
             context.state.name.lower(),
             context.incarnation,
             self.mailbox.turns,
-            context.told,
+            context.sent,
             len(context.jobs.running),
             len(context.outbox.waiting),
             len(context.unanswered),

@@ -237,9 +237,9 @@ class Context:
         "outbox",
         "peer_incarnations",
         "ref",
+        "sent",
         "state",
         "timers",
-        "told",
         "unanswered",
     )
 
@@ -254,7 +254,7 @@ class Context:
         self.jobs = Jobs(ref.name, ref.in_flight, self.to_self)
         self.timers: set[Timer] = set()
         self.unanswered: dict[Envelope[Any], None] = {}
-        self.told = self.late = 0
+        self.sent = self.late = 0
         self._role = role
         self._instruments = ref.instruments
         self._allowed = {role: frozenset(types) for role, types in sends.items()}
@@ -267,7 +267,7 @@ class Context:
         """
         if type(message) not in self._allowed.get(to.role, ()):
             raise self.undeclared(to, message)
-        self.told += 1
+        self.sent += 1
         envelope: Envelope[Any] = Envelope(
             message, None, None, self.peer_incarnations.get(to.name, to.incarnation)
         )

@@ -109,20 +109,6 @@ class Envelope(msgspec.Struct, Generic[R], eq=False):
         """Whether an asker existed and no longer waits."""
         return self.reply is not None and self.reply.done()
 
-    def answer(self, value: R) -> bool:
-        """Deliver the reply. Returns False if the asker no longer waits: the value is dropped."""
-        if self.reply is None or self.reply.done():
-            return False
-        self.reply.set_result(value)
-        return True
-
-    def fail(self, error: Exception) -> bool:
-        """Deliver an error in place of the reply. Returns False if the asker no longer waits."""
-        if self.reply is None or self.reply.done():
-            return False
-        self.reply.set_exception(error)
-        return True
-
 
 def fail_with_deadline(reply: asyncio.Future[Any], actor: str, message: str) -> None:
     """End an unanswered ask at its deadline."""

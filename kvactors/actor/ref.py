@@ -287,8 +287,9 @@ class ActorRef(Generic[M_contra]):
 
     def reply(self, envelope: Envelope[R], value: R) -> bool:
         """Answer an ask that was sent to this actor. False if its asker no longer waits."""
-        if not envelope.answer(value):
+        if envelope.reply is None or envelope.reply.done():
             return False
+        envelope.reply.set_result(value)
         if self.instruments.active:
             self.instruments.notify("answered", self, envelope, value, None)
         return True
@@ -296,8 +297,9 @@ class ActorRef(Generic[M_contra]):
     def reply_error(self, envelope: Envelope[Any], error: Exception) -> bool:
         """Answer an ask that was sent to this actor with an error. False if its asker no longer
         waits."""
-        if not envelope.fail(error):
+        if envelope.reply is None or envelope.reply.done():
             return False
+        envelope.reply.set_exception(error)
         if self.instruments.active:
             self.instruments.notify("answered", self, envelope, None, error)
         return True

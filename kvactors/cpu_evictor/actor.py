@@ -63,9 +63,9 @@ from kvactors.cpu_evictor.requests import (
 from kvactors.cpu_evictor.save import PrefetchJob, SaveJob
 from kvactors.cpu_evictor.slots import POLICIES, HostShares, HostTier
 from kvactors.device.arena import HostSlots
+from kvactors.errors import ensure
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, Report, TierCleared
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
-from kvactors.invariant import ensure
 from kvactors.storage.messages import (
     ClearStore,
     DeviceFetched,

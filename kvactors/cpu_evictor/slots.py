@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from kvactors.discreet import discreet
-from kvactors.invariant import ensure
+from kvactors.errors import ensure
 from kvactors.types import MAX_PRIORITY, MIN_PRIORITY, split_hashes
 
 if TYPE_CHECKING:

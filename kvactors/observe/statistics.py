@@ -103,7 +103,7 @@ def collect(system: System) -> CacheStatistics:
         index.host_hits,
         index.storage_hits,
         index.no_room,
-        sum(actor.told for actor in actors),
+        sum(actor.sent for actor in actors),
         sum(actor.late_replies for actor in actors),
         index,
         sums(system.evictor_actor.host_statistics()),

@@ -8,10 +8,9 @@ from itertools import chain, count
 
 from kvactors.actor import Envelope
 from kvactors.cpu_evictor.messages import HostBlocksAdded, HostBlocksRemoved
-from kvactors.errors import CacheAsleep, RankLost
+from kvactors.errors import CacheAsleep, RankLost, ensure
 from kvactors.flush_notifier.messages import PLAIN
 from kvactors.gpu_swapper.messages import DataPlaneStatus
-from kvactors.invariant import ensure
 from kvactors.native import BlockTree
 from kvactors.prefix_index.actions import Action, Refusal, Reply, Work
 from kvactors.prefix_index.admission import Admission

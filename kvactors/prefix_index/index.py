@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvactors.errors import ensure
 from kvactors.hints import Traits
-from kvactors.invariant import ensure
 from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path, TreeCheck
 from kvactors.prefix_index.parts import part_of
 from kvactors.prefix_index.policy import TierPolicies

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvactors.actor import Envelope
-from kvactors.errors import KVActorsError, LeaseEnded, NoRoom
-from kvactors.invariant import ensure
+from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, ensure
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.index import BlockIndex

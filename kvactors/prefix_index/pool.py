@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvactors.invariant import ensure
+from kvactors.errors import ensure
 from kvactors.native import Path
 from kvactors.prefix_index.ages import BlockAges
 

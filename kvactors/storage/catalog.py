@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvactors.invariant import ensure
+from kvactors.errors import ensure
 from kvactors.storage.shares import StoreShares
 
 

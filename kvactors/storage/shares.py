@@ -8,8 +8,7 @@ from collections.abc import Container, Iterable
 from itertools import islice
 from math import inf
 
-from kvactors.errors import ConfigError
-from kvactors.invariant import ensure
+from kvactors.errors import ConfigError, ensure
 from kvactors.quotas import StorageQuotas
 
 COUNTED_SALTS = 4096

@@ -26,7 +26,7 @@ async def test_only_a_sent_ask_without_an_answer_is_open():
     for value, left in ((1, 1), (2, 0)):
         envelope = ref.channel.get_nowait()
         assert (ref.open_asks, ref.in_flight.count) == (1, 1 + left)
-        envelope.answer(10 * value)
+        envelope.reply.set_result(10 * value)
         ref.in_flight.end()
         assert (ref.open_asks, ref.in_flight.count) == (0, left), "its caller has not run since"
         await asyncio.sleep(0)

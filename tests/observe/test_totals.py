@@ -91,7 +91,7 @@ def test_counters_never_fall_back_and_add_up_over_restarts(seed):
             assert found.swapper.blocks_to_host == model.seen["blocks_to_host"] > 0
             assert found.swapper.blocks_to_device == model.seen["blocks_to_device"]
             turns = {actor.name: actor.turns for actor in found.actors}
-            failed = Counter(actor.name for actor in found.actors for _ in range(actor.life))
+            failed = Counter(actor.name for actor in found.actors for _ in range(actor.restarts))
             assert failed  # the turn of the message that fails an actor does not finish
             for name, count in turns.items():
                 missing = count - before[name] - model.turns[name]

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, overload
 
-from kvactors.errors import NoRoom
+from kvactors.errors import NoRoom, ensure
 from kvactors.extra_keys import block_extras
-from kvactors.invariant import ensure
 from kvactors.native import Path
 from kvactors.types import HASH_BYTES
 
