@@ -1,8 +1,8 @@
 """Actor runtime: channels, mailboxes, supervision. Independent of the cache."""
 
-from kvactors.actor.actor import Actor, ActorStatistics, State, on
+from kvactors.actor.actor import Actor, ActorStatistics, on
 from kvactors.actor.channel import Channel, ChannelStatistics
-from kvactors.actor.context import Context, Timer
+from kvactors.actor.context import Context, State, Timer
 from kvactors.actor.graph import Edge, check_graph, edges
 from kvactors.actor.instrument import InjectedFailure, Instrument, Instruments, Turn
 from kvactors.actor.message import Ask, Control, Envelope, Later, Message, PeerRestarted, Stop

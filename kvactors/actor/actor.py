@@ -21,7 +21,7 @@ from typing import (
 )
 
 from kvactors.actor.channel import ChannelStatistics
-from kvactors.actor.context import JOB_LIMIT, Context, Job, State, Timer
+from kvactors.actor.context import JOB_LIMIT, Context, Job, State
 from kvactors.actor.log import get_logger
 from kvactors.actor.loop import MailboxLoop
 from kvactors.actor.message import Ask, Envelope, Message
@@ -120,9 +120,6 @@ def _misfit(name: str, message: type[Message], annotation: Any) -> str:
     return f"{name} is marked as the handler of {message.__name__} and takes {shown}"
 
 
-__all__ = ["Actor", "ActorStatistics", "Handler", "State", "Timer", "on"]
-
-
 class ActorStatistics(NamedTuple):
     """A moment's picture of an actor's present incarnation.
 
@@ -218,7 +215,7 @@ class Actor:
     # -- for the supervisor, and for inspection of a running system
 
     def run(self) -> Coroutine[Any, Any, None]:
-        """Take turns until stopped. See `MailboxLoop.run`."""
+        """Take turns until stopped."""
         return self.mailbox.run()
 
     @property

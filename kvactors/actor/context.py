@@ -65,7 +65,7 @@ class Jobs:
         failed: Callable[[Exception], Control],
         job: Job,
     ) -> None:
-        """Run `work` in a task. See `Context.start_job`."""
+        """Run `work` in a task."""
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._run(work, done, failed), name=self._name)
         self.running[task] = job
@@ -227,22 +227,6 @@ class Context:
         unanswered: asks taken in and not answered.
     """
 
-    __slots__ = (
-        "_allowed",
-        "_instruments",
-        "_role",
-        "incarnation",
-        "jobs",
-        "late",
-        "outbox",
-        "peer_incarnations",
-        "ref",
-        "sent",
-        "state",
-        "timers",
-        "unanswered",
-    )
-
     def __init__(
         self, ref: ActorRef, role: str, sends: Mapping[str, tuple[type[Message], ...]]
     ) -> None:
@@ -281,7 +265,7 @@ class Context:
 
     def answer(self, envelope: Envelope[T], value: T) -> bool:
         """Answer an ask. False, and counted as late, if its asker no longer waits."""
-        reply = envelope.reply
+        reply: Any = envelope.reply
         if type(reply) is InlineReply and not reply.is_done:
             reply.value, reply.is_done = value, True  # as `set_result`, which takes longer
             return True

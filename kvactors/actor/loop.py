@@ -31,7 +31,7 @@ from kvactors.errors import as_exception
 
 if TYPE_CHECKING:
     from kvactors.actor.actor import Actor
-    from kvactors.actor.ref import Lost
+    from kvactors.actor.ref import ActorRef, Lost
 
 R = TypeVar("R")
 
@@ -68,31 +68,9 @@ itself."""
 class InlineTurns:
     """The inline turns of one incarnation. Made in the actor's task."""
 
-    __slots__ = (
-        "_busy_passes",
-        "_channel",
-        "_chosen",
-        "_clock",
-        "_ends",
-        "_error",
-        "_extended",
-        "_handlers",
-        "_in_flight",
-        "_instruments",
-        "_left",
-        "_loop",
-        "_mailbox",
-        "_none_yet",
-        "_ref",
-        "_run",
-        "_share",
-        "_unanswered",
-        "_until",
-        "_waiting",
-    )
-
     def __init__(self, actor: Actor) -> None:
-        self._ref, self._channel = actor.ref, actor.ref.channel
+        self._ref: ActorRef[Any] = actor.ref
+        self._channel = actor.ref.channel
         self._in_flight, self._instruments = actor.ref.in_flight, actor.ref.instruments
         self._mailbox, self._handlers = actor.mailbox, actor.handlers
         self._unanswered = actor.context.unanswered
@@ -127,7 +105,8 @@ class InlineTurns:
                 self._left = 0
                 return self._begin_later(message, deadline, lost, queued=queued)
         self._left = left - 1
-        reply, handler = InlineReply(), self._handlers.get(type(message))
+        reply: Any = InlineReply()  # what is used of a future
+        handler = self._handlers.get(type(message))
         envelope: Envelope[Any] = Envelope(message, reply, deadline, ref.incarnation)
         ref.entrance = ref  # an ask out of this turn, of a finaliser for example, is not nested
         try:

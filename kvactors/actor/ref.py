@@ -133,21 +133,6 @@ class ActorRef(Generic[M_contra]):
         entrance: begins an ask: the inline turns of an actor that runs, else this ref.
     """
 
-    __slots__ = (
-        "_asks",
-        "_restarting",
-        "channel",
-        "entrance",
-        "failure_pending",
-        "in_flight",
-        "incarnation",
-        "instruments",
-        "make_context",
-        "name",
-        "role",
-        "switched_off",
-    )
-
     def __init__(
         self,
         name: str,

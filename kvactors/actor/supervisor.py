@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from kvactors.actor.actor import Actor, State
+from kvactors.actor.actor import Actor
 from kvactors.actor.channel import Channel
 from kvactors.actor.clock import now
-from kvactors.actor.context import JobsRunOn
+from kvactors.actor.context import JobsRunOn, State
 from kvactors.actor.graph import check_graph
 from kvactors.actor.instrument import Instruments
 from kvactors.actor.log import brief, frames, get_logger

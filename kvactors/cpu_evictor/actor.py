@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, on
-from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
+from kvactors.actor.context import Timer
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actions import Action, Send, StartTimer, send
 from kvactors.cpu_evictor.load import LoadJob

@@ -9,9 +9,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, ClassVar
 
 from kvactors.actor import Actor, ActorRef, Message, on
-from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
-from kvactors.actor.context import MEMORY_LIMIT, Job, JobsRunOn
+from kvactors.actor.context import MEMORY_LIMIT, Job, JobsRunOn, Timer
 from kvactors.actor.log import described
 from kvactors.errors import StoreError
 from kvactors.storage.backends.device_store import DeviceStore

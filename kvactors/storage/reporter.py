@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvactors.actor import Actor, ActorRef
-from kvactors.actor.actor import State
+from kvactors.actor.context import State
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
     BlocksRemoved,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from types import SimpleNamespace
 
-from kvactors.actor.actor import State
+from kvactors.actor.context import State
 from kvactors.flush_notifier.messages import (
     PLAIN,
     BlocksAdded,
