@@ -140,8 +140,10 @@ class InlineTurns:
         """Begin an ask that has no turn now: the actor is busy, or the pass has none any more."""
         idle, few = self._channel.idle, self._channel.backlog < BUSY_ASKS
         if queued or (idle and self._left) or (not idle and few and not self._waiting):
-            return self._ref.begin_ask(message, deadline, lost)
-        return cast("CoroutineType[Any, Any, R]", self._ask_later(message, deadline, lost))
+            begun: Any = self._ref.begin_ask(message, deadline, lost)
+        else:
+            begun = self._ask_later(message, deadline, lost)
+        return cast("CoroutineType[Any, Any, R]", begun)
 
     async def _ask_later(self, message: Ask[R], deadline: float, lost: Lost[R]) -> R:
         """An ask for which this pass of the loop has no turn any more."""
