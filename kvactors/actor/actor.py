@@ -126,7 +126,7 @@ class ActorStatistics(NamedTuple):
     Attributes:
         name: the name of the actor.
         state: starting, running, stopping or stopped.
-        restarts: of the actor so far.
+        restarts: restarts so far.
         turns: messages that it handled.
         sent: messages that it has sent.
         jobs: child jobs running now.
