@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from kvactors.actor import Envelope
-from kvactors.actor.actor import Timer
+from kvactors.actor import Envelope, Timer
 from kvactors.actor.clock import now
 from kvactors.actor.log import described, get_logger
 from kvactors.actor.sliced import Sliced, finish

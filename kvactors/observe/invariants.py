@@ -17,7 +17,7 @@ from itertools import islice
 from kvactors.actor import Actor
 from kvactors.actor.clock import now
 from kvactors.actor.log import brief
-from kvactors.flush_notifier.steps import Steps, T
+from kvactors.actor.sliced import Sliced, T, finish
 from kvactors.native import DEVICE, HOST
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.sharded import ShardedSet

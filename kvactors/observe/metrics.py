@@ -441,7 +441,7 @@ FAMILIES: tuple[Family, ...] = (
           each("flush", lambda sink: float(not sink.failures)), "sink"),
     # actors and ranks
     counter("actor_restarts", "Restarts of an actor.",
-            each("actors", lambda actor: actor.life), "actor"),
+            each("actors", lambda actor: actor.restarts), "actor"),
     counter("actor_turns", "Messages that an actor handled.",
             each("actors", lambda actor: actor.turns), "actor"),
     gauge("actor_queued", "Messages in an actor's channel.",

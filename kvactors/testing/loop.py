@@ -23,8 +23,8 @@ from weakref import WeakKeyDictionary
 import anyio.to_thread
 
 from kvactors.actor import ActorRef, Channel, InFlight, Timer
-from kvactors.actor.jobs import JOB, is_job
-from kvactors.actor.mailbox_loop import MailboxLoop
+from kvactors.actor.context import JOB, is_job
+from kvactors.actor.loop import MailboxLoop
 from kvactors.actor.ref import OpenAsks
 from kvactors.actor.uncancelled import ThreadWaits
 

@@ -20,6 +20,8 @@ import msgspec
 from kvactors.actor import ActorRef, Control, Envelope, Instrument, Instruments, Message, Turn
 from kvactors.actor.clock import now
 from kvactors.actor.context import is_job
+from kvactors.flush_notifier.messages import PLAIN, RequestScope
+from kvactors.native import Path
 from kvactors.testing.loop import SimLoop
 from kvactors.types import HASH_BYTES
 
