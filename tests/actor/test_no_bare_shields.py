@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "kvactors"
-TOOLS = {"chaos", "simulation", "testing", "scenario"}
+TOOLS = {"testing", "scenario", "top.py"}
 
 
 def test_shields_and_thread_hand_offs_are_in_one_module():
