@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvactors.cache import KVCache
     from kvactors.cache import open_cache as open  # noqa: A004  (the public name is kvactors.open)
-    from kvactors.config import Config
     from kvactors.data_plane.ranks.worker import serve_rank
     from kvactors.errors import (
         ActorFailed,
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from kvactors.observe.health import Health
     from kvactors.observe.statistics import CacheStatistics
     from kvactors.scenario.recording import record
+    from kvactors.settings import Config
     from kvactors.steps import Step, Stepped
     from kvactors.tenants import Cleared
     from kvactors.tier_cache import TierCache, TierConfig, open_tiers
@@ -108,7 +108,7 @@ HOMES = {
     "CacheFailed": "kvactors.errors",
     "CacheStatistics": "kvactors.observe.statistics",
     "Cleared": "kvactors.tenants",
-    "Config": "kvactors.config",
+    "Config": "kvactors.settings",
     "ConfigError": "kvactors.errors",
     "DeadlineExceeded": "kvactors.errors",
     "DeviceError": "kvactors.errors",

@@ -21,12 +21,12 @@ from kvactors.arguments import (
     kind,
 )
 from kvactors.calls import CacheCalls
-from kvactors.config import Config
 from kvactors.device.base import Device
 from kvactors.errors import WrongLoop
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.from_thread import FromThread
 from kvactors.given_clock import GivenClock
+from kvactors.settings import Config
 from kvactors.storage.backends import Backend
 from kvactors.system import System
 

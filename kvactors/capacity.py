@@ -7,11 +7,11 @@ from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from kvactors.config import Config, StorageConfig
 from kvactors.device.arena import slot_stride
 from kvactors.errors import ConfigError
 from kvactors.layout.base import Layout
-from kvactors.sizes import human, in_bytes
+from kvactors.settings import Config, StorageConfig
+from kvactors.settings.check import human, in_bytes
 from kvactors.storage.backends import Backend, object_bytes, slot_trailer_bytes
 
 C = TypeVar("C", bound=Config)

@@ -14,10 +14,8 @@ import structlog
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
-from kvactors import sizes
 from kvactors.actor.log import structlog_settings
 from kvactors.capacity import in_blocks
-from kvactors.config import read_toml
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.output import (
     Output,
@@ -36,8 +34,9 @@ from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import disappointments, requests_of
 from kvactors.scenario.trace import count_requests
 from kvactors.scenario.watching import Watching
-from kvactors.settings_commands import config as config_app
-from kvactors.settings_commands import size
+from kvactors.settings import check, read_toml
+from kvactors.settings_report import config as config_app
+from kvactors.settings_report import size
 from kvactors.signals import (
     GONE,
     flush_stdout,
@@ -277,7 +276,7 @@ def sweep_command(
     if html is not None or png is not None:
         check_charts()
     trace = find_file(trace, "trace")
-    nbytes = None if block_bytes is None else sizes.in_bytes(block_bytes, "--block-bytes")
+    nbytes = None if block_bytes is None else check.in_bytes(block_bytes, "--block-bytes")
     if nbytes == 0:
         raise ConfigError("--block-bytes must be at least 1")
     settings = None
@@ -289,7 +288,7 @@ def sweep_command(
     with live_line(SWEEP_STEPS) as show:
         report = sweep(
             trace,
-            sizes=[sizes.in_blocks(size, "--device", nbytes) for size in device or ()],
+            sizes=[check.in_blocks(size, "--device", nbytes) for size in device or ()],
             coarse=coarse,
             limit=limit,
             block_bytes=nbytes,

@@ -15,7 +15,6 @@ import msgspec
 
 from kvactors.arguments import Media, check_seconds
 from kvactors.calls import CacheCalls
-from kvactors.config import Config
 from kvactors.device_events import Completion, Stream
 from kvactors.errors import CacheClosed, DeadlineExceeded, WrongLoop
 from kvactors.flush_notifier.sinks.base import Sink
@@ -24,6 +23,7 @@ from kvactors.lease_hold import AFTER_LOADS
 from kvactors.lookup import FreeBlocks, PromptHits
 from kvactors.observe.health import Health
 from kvactors.observe.statistics import CacheStatistics, Tenants
+from kvactors.settings import Config
 from kvactors.steps import Step, Stepped, SteppedLease
 from kvactors.types import Tokens
 

@@ -11,7 +11,7 @@ import sys
 
 NEEDS = (
     "this part of kvactors needs Linux (file locks, O_DIRECT, futexes), and this system is "
-    "{system}. Settings and layouts work everywhere (kvactors.config, kvactors.layout). Run the "
+    "{system}. Settings and layouts work everywhere (kvactors.settings, kvactors.layout). Run the "
     "cache in a Linux container or virtual machine"
 )
 

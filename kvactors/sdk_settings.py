@@ -6,10 +6,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvactors.config import CacheConfig, Config, StorageConfig
 from kvactors.identity import StoreIdentity
 from kvactors.layout.base import Layout
-from kvactors.sink_config import MODEL_VERSION, NAMESPACE, POD_NAME, AttentionStoreConfig
+from kvactors.settings import CacheConfig, Config, StorageConfig
+from kvactors.settings.sinks import MODEL_VERSION, NAMESPACE, POD_NAME, AttentionStoreConfig
 
 if TYPE_CHECKING:
     from kvactors.device.base import DeviceBlocks

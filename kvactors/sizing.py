@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from kvactors.actor.uncancelled import ended, retrieve, uncancelled
 from kvactors.arguments import check_int, kind
-from kvactors.config import Config
 from kvactors.data_plane.engine import CopyEngine
 from kvactors.data_plane.local import make_device
 from kvactors.data_plane.ranks.plane import RanksPlane
@@ -24,6 +23,7 @@ from kvactors.errors import CacheClosed, ConfigError, DeadlineExceeded, DeviceEr
 from kvactors.open_cache import OpenCache
 from kvactors.opening import Opening
 from kvactors.sdk_settings import gpu_of
+from kvactors.settings import Config
 from kvactors.system import System
 
 MOST_BLOCKS = 1 << 31

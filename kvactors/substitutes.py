@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from kvactors.actor import Actor, ActorRef, Envelope, Message, on
-from kvactors.config import FlushConfig
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.deliver import SinkSet
 from kvactors.flush_notifier.ledger import Ledger
@@ -23,6 +22,7 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
     WaitFlushed,
 )
+from kvactors.settings import FlushConfig
 from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.storage.device_store import StorageDirect
 from kvactors.storage.messages import (

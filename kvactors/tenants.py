@@ -18,7 +18,7 @@ from kvactors.arguments import (
 from kvactors.errors import ConfigError, StoreError, StoreUnsupported
 from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.messages import ChangeShares, Clear, SetQuota, Unpin
-from kvactors.quota_settings import quota_in_blocks
+from kvactors.settings.load import quota_in_blocks
 from kvactors.types import Tokens
 
 

@@ -37,8 +37,8 @@ from kvactors.actor.clock import now
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.observe.metrics import PREFIX
 from kvactors.scenario.output import Output, to_stdout, write_output
+from kvactors.settings.check import human
 from kvactors.signals import run_terminable
-from kvactors.sizes import human
 from kvactors.threads import DaemonExecutor
 
 STEP_S = 0.1

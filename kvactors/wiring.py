@@ -11,7 +11,6 @@ from functools import partial
 
 from kvactors.actor import Actor, ActorRef, ActorSpec, Group, Supervisor
 from kvactors.actor.clock import clock_of
-from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.messages import EmptyHost, HostReply, HostRequest
 from kvactors.cpu_evictor.slots import HostShares
@@ -36,6 +35,7 @@ from kvactors.prefix_index.policy import Clock, policies_of
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.quotas import Quotas, salt_id
+from kvactors.settings import Config, StorageConfig
 from kvactors.storage.device_store import StorageDirect
 from kvactors.storage.messages import DeviceStoreMessage, ReaderMessage, StorageReply, WriterMessage
 from kvactors.storage.reader import StorageReader

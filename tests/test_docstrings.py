@@ -11,7 +11,6 @@ import pytest
 
 import kvactors
 from kvactors import errors
-from kvactors.config import Config
 from kvactors.device.base import Device
 from kvactors.device.host import HostDevice
 from kvactors.device.tensors import TensorDevice
@@ -19,7 +18,8 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.from_thread import FromThread, ThreadLease
 from kvactors.layout.base import Layout
 from kvactors.layout.latent import DSALayout, MLALayout
-from kvactors.sink_config import AnySinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import AnySinkConfig
 from kvactors.storage.backends.base import Backend
 
 EXPORTED = tuple(getattr(kvactors, name) for name in kvactors.__all__)

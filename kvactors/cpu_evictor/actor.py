@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.actor.clock import now
-from kvactors.actor.context import Timer
-from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actions import Action, Send, StartTimer, send
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.memory import (
@@ -66,6 +64,8 @@ from kvactors.device.arena import HostSlots
 from kvactors.errors import ensure
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, Report, TierCleared
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
+from kvactors.invariant import ensure
+from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import (
     ClearStore,
     DeviceFetched,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import msgspec
 
 from kvactors.actor import Envelope
-from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actions import Action, send
 from kvactors.cpu_evictor.messages import (
     ClearHost,
@@ -23,6 +22,7 @@ from kvactors.cpu_evictor.requests import RequestTable
 from kvactors.cpu_evictor.slots import NOTHING, HostBlock, HostTier, SlotState, clear_salt
 from kvactors.device.arena import HostSlots
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
+from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import Outcome
 from kvactors.types import Reason, Tier, join_hashes, split_hashes
 

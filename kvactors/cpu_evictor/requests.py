@@ -12,12 +12,12 @@ import msgspec
 
 from kvactors.actor import ActorRef
 from kvactors.actor.message import Message
-from kvactors.config import StorageConfig
 from kvactors.cpu_evictor.actions import Action, Send, send
 from kvactors.cpu_evictor.messages import HostReply
 from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.flush_notifier.messages import Report
 from kvactors.gpu_swapper.messages import Copy, Direction
+from kvactors.settings import StorageConfig
 from kvactors.storage.messages import (
     ClearStore,
     DeviceStoreMessage,

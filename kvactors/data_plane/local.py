@@ -7,8 +7,6 @@ from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Any
 
-from kvactors.applicable import given_in
-from kvactors.config import Config, DeviceConfig, HostConfig, StorageConfig
 from kvactors.data_plane.base import DataPlane, Direction, EngineStreams, Progress, StatusChanged
 from kvactors.data_plane.engine import CopyEngine, InlineCopies, NoCopies, ThreadedCopies
 from kvactors.device.arena import Arena, bring_in
@@ -18,6 +16,8 @@ from kvactors.errors import ConfigError, DeviceError, StoreError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
 from kvactors.sdk_settings import gpu_of
+from kvactors.settings import Config, DeviceConfig, HostConfig, StorageConfig
+from kvactors.settings.load import given_in
 from kvactors.storage.backends import Backend, DeviceStore, make_backend, make_device_store
 
 # -- The device that a config describes.

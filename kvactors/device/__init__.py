@@ -2,13 +2,13 @@
 
 from msgspec.structs import replace
 
-from kvactors.config import Config, DeviceConfig, LayoutConfig
 from kvactors.device.base import Device
 from kvactors.device.host import HostDevice
 from kvactors.device.tensors import TensorDevice
 from kvactors.errors import ConfigError, LayoutError
 from kvactors.layout import Layout, make_layout
-from kvactors.sizes import in_bytes
+from kvactors.settings import Config, DeviceConfig, LayoutConfig
+from kvactors.settings.check import in_bytes
 
 __all__ = ["Device", "HostDevice", "TensorDevice", "config_for", "layout_for"]
 

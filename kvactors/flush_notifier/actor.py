@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from kvactors.actor import Actor, ActorRef, Envelope, Message, on
-from kvactors.config import FlushConfig
 from kvactors.flush_notifier.deliver import SinkDelivery, SinkSet, error_of
 from kvactors.flush_notifier.ledger import IDLE_LIMIT, Ledger, RootOf
 from kvactors.flush_notifier.messages import (
@@ -31,6 +30,7 @@ from kvactors.flush_notifier.messages import (
 )
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.view import SinkFilter
+from kvactors.settings import FlushConfig
 
 
 class FlushNotifier(Actor):

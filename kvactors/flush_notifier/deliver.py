@@ -18,13 +18,13 @@ from kvactors.actor import Envelope, Timer
 from kvactors.actor.clock import now
 from kvactors.actor.log import described, get_logger
 from kvactors.actor.sliced import Sliced, finish
-from kvactors.config import FlushConfig
 from kvactors.errors import KVActorsError, SinkError
 from kvactors.flush_notifier.ledger import Ledger, Tiers
 from kvactors.flush_notifier.messages import FlushTask, WaitFlushed
 from kvactors.flush_notifier.select import DeliveryBatch
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.view import SinkView
+from kvactors.settings import FlushConfig
 from kvactors.types import Residency, Tier
 
 CLOSE_GRACE_S = 0.5

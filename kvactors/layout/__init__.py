@@ -1,11 +1,11 @@
 """Layouts: the pieces of a block, and the layout that a config names."""
 
-from kvactors.class_path import class_at
-from kvactors.config import LayoutConfig
 from kvactors.errors import LayoutError
 from kvactors.layout.base import Layout, Piece, Role, heads_on_rank
 from kvactors.layout.gqa import GQALayout
 from kvactors.layout.latent import DSALayout, MLALayout
+from kvactors.settings import LayoutConfig
+from kvactors.settings.check import class_at
 
 __all__ = [
     "DSALayout",

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvactors.native import Path
 from kvactors.prefix_index.messages import Stored
-from kvactors.setting_types import WritePolicy
+from kvactors.settings.check import WritePolicy
 
 
 class IndexSettings(NamedTuple):

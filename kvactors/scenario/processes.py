@@ -24,7 +24,7 @@ from kvactors.scenario.child import Child, child, compare, routing
 from kvactors.scenario.report import Report
 from kvactors.scenario.session import session
 from kvactors.scenario.spec import Scenario, events_of
-from kvactors.sink_config import JsonLinesSinkConfig
+from kvactors.settings.sinks import JsonLinesSinkConfig
 from kvactors.storage.inspect import keys_in
 from kvactors.types import Tier
 

@@ -32,9 +32,9 @@ from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import Abandon, Acquire, AcquireResult, Finish, Preempt
 from kvactors.scenario.output import Output, live_line, to_stdout
+from kvactors.settings.sinks import Endpoint
 from kvactors.signals import signals_noted
 from kvactors.threads import Workers, in_thread
-from kvactors.zmq_endpoint import Endpoint
 
 log = get_logger()
 

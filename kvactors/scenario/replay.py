@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from kvactors.cache import open_cache
-from kvactors.config import Config, convert
 from kvactors.errors import ConfigError, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
 from kvactors.scenario.engine import Engine
@@ -33,8 +32,9 @@ from kvactors.scenario.serving import (
 )
 from kvactors.scenario.sweep import lru_rates
 from kvactors.scenario.trace import TraceRequest, check_range, read_trace, tokens_of
+from kvactors.settings import Config, convert
+from kvactors.settings.load import validate
 from kvactors.threads import in_thread
-from kvactors.validation import validate
 
 Progress = Callable[[Totals], None]
 

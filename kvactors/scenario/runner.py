@@ -12,7 +12,6 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 
-from kvactors.config_tables import QuotaConfig
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.child import compare, routing
 from kvactors.scenario.engine import Engine
@@ -23,8 +22,9 @@ from kvactors.scenario.report import Report, Totals
 from kvactors.scenario.session import Progress, Session, beside, session
 from kvactors.scenario.spec import Pool, Scenario, Workload, events_of
 from kvactors.scenario.workload import random_tokens
+from kvactors.settings.sinks import MemorySinkConfig
+from kvactors.settings.tables import QuotaConfig
 from kvactors.signals import run_terminable, temporary_folder
-from kvactors.sink_config import MemorySinkConfig
 
 TEMP = "@temp"
 """Stands for a fresh folder, removed after the run, in paths and endpoints."""

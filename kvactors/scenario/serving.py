@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor.uncancelled import wait_uncancelled
-from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.scenario.engine import Engine, Request
 from kvactors.scenario.report import Totals
 from kvactors.scenario.trace import TraceRequest, tokens_of
+from kvactors.settings import Config
 from kvactors.steps import Step
 from kvactors.threads import Workers
 

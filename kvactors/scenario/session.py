@@ -12,7 +12,6 @@ import anyio
 import msgspec
 
 from kvactors.cache import KVCache, open_cache
-from kvactors.config import Config, StorageConfig
 from kvactors.flush_notifier.sinks import Sink, make_sinks
 from kvactors.layout import make_layout
 from kvactors.observe.lag import NO_LAGS, LagMonitor
@@ -23,7 +22,8 @@ from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Report, Totals, make_report
 from kvactors.scenario.spec import FaultSpec, Scenario
 from kvactors.scenario.workload import Script, chat
-from kvactors.sink_config import AttentionStoreConfig
+from kvactors.settings import Config, StorageConfig
+from kvactors.settings.sinks import AttentionStoreConfig
 from kvactors.storage.backends import make_backend
 from kvactors.testing.faults import FaultyBackend, FaultySink, StoreFaults
 from kvactors.types import Tier

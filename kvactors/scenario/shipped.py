@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvactors.errors import ConfigError
-from kvactors.ranges import unknown
+from kvactors.settings.check import unknown
 
 INSTALLED = Path(__file__).resolve().parents[1] / "scenarios"
 """The files in an installed package."""

@@ -9,12 +9,12 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from kvactors.config import Config, convert
 from kvactors.errors import ConfigError
 from kvactors.scenario.report import Report, lookup
-from kvactors.sink_config import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
+from kvactors.settings import Config, convert
+from kvactors.settings.load import validate
+from kvactors.settings.sinks import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 from kvactors.testing.faults import Fault, Kind
-from kvactors.validation import validate
 
 
 class ScenarioInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.config import Config
 from kvactors.errors import ConfigError
 from kvactors.native import BlockTree, LifeTables, Path
 from kvactors.prefix_index.policy import FIRST
 from kvactors.scenario.trace import TraceRequest
+from kvactors.settings import Config
 
 Blocks = NDArray[np.int64]
 """Numbers of blocks [n], dense from 0."""

@@ -12,13 +12,13 @@ import msgspec
 from rich.console import Console
 
 from kvactors.cache import KVCache
-from kvactors.config import Config
 from kvactors.errors import ConfigError
 from kvactors.observe.chrome_trace import ChromeTrace
 from kvactors.scenario.output import to_stdout, write_json, write_output
 from kvactors.scenario.pages import check_charts, run_page, write_page
 from kvactors.scenario.recorder import Observe, Recorder
 from kvactors.scenario.report import Report, print_report
+from kvactors.settings import Config
 
 
 class Watching:

@@ -14,12 +14,12 @@ from functools import partial
 from math import prod
 from typing import Any, ClassVar
 
-from kvactors.config import LayoutConfig
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.errors import LayoutError
 from kvactors.layout import KINDS, Layout, make_layout
 from kvactors.layout.base import ITEM_BYTES, ORDER
+from kvactors.settings import LayoutConfig
 
 BLOCKS = 4
 

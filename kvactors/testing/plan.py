@@ -13,8 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvactors.cache import KVCache
-from kvactors.config import convert, read_toml
 from kvactors.errors import ConfigError
+from kvactors.settings import convert, read_toml
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink
 from kvactors.testing.faults import LASTING, STEPPED, Fault, Kind
 from kvactors.testing.loop import SimLoop

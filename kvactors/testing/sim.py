@@ -14,13 +14,13 @@ from kvactors.actor import ActorRef, Envelope
 from kvactors.actor.clock import now
 from kvactors.actor.instrument import Instrument, Turn
 from kvactors.cache import KVCache
-from kvactors.config import Config
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device import Device, layout_for
 from kvactors.errors import ConfigError, DeadlineExceeded, KVActorsError
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.prefix_index.messages import Acquire
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.system import System
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink
 from kvactors.testing.faults import latency

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import anyio
 import numpy as np
 
-from kvactors.config import Config
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks import MemorySink, Sink, require_sink
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.testing import asyncio_marks
 from kvactors.types import Tier
 

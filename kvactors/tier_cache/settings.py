@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvactors.config_faults import convert
 from kvactors.cpu_evictor.slots import ALONE
 from kvactors.errors import ConfigError
-from kvactors.setting_types import (
+from kvactors.settings.check import (
     ByteSize,
     Count,
     Depth,
@@ -22,8 +21,10 @@ from kvactors.setting_types import (
     Seconds,
     SecondsOrZero,
     WritePolicy,
+    convert,
+    human,
+    in_bytes,
 )
-from kvactors.sizes import human, in_bytes
 from kvactors.tier_cache.slots import PAGE
 
 FINGERPRINT_DOMAIN = b"kvactors.tiers.v1"

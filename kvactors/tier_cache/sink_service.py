@@ -13,12 +13,12 @@ from typing import Any
 import anyio
 
 from kvactors.actor import ActorRef, ActorSpec, Group, InFlight, Supervisor
-from kvactors.config_tables import FlushConfig
 from kvactors.errors import ActorFailed, CacheClosed, KVActorsError
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.deliver import close_sink, open_sink
 from kvactors.flush_notifier.messages import Report, WaitFlushed
 from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.settings.tables import FlushConfig
 from kvactors.substitutes import NoNotifier
 from kvactors.tier_cache.paths import SinkFeed, StateSent
 

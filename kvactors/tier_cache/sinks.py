@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from kvactors.config_faults import with_class_paths
 from kvactors.errors import ConfigError
 from kvactors.identity import CacheScope
+from kvactors.settings.check import with_class_paths
 from kvactors.tier_cache.checks import checked_keys, checked_limit
 from kvactors.tier_cache.paths import SinkFeed, checked_path
 from kvactors.types import Tier
@@ -74,7 +74,7 @@ def make_sinks(config: TierConfig, given: Sequence[Sink]) -> TierSinks | None:
 
 def _from_table(table: Mapping[str, Any], config: TierConfig) -> Sink:
     from kvactors.flush_notifier.sinks import make_plain_sink
-    from kvactors.sink_config import AnySinkConfig, AttentionStoreSinkConfig, check_sinks
+    from kvactors.settings.sinks import AnySinkConfig, AttentionStoreSinkConfig, check_sinks
 
     try:
         data = with_class_paths({"tiers": BELOW, **table}, AnySinkConfig)

@@ -26,9 +26,9 @@ os.environ["OMP_NUM_THREADS"] = (
 
 import numpy as np
 
-from kvactors.config import LayoutConfig
 from kvactors.device.paddle import PaddleDevice, import_paddle
 from kvactors.layout import make_layout
+from kvactors.settings import LayoutConfig
 
 BLOCK = 16
 """Tokens a block, and rows a chunk."""

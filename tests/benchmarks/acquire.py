@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.cache import KVCache, open_cache
-from kvactors.config import Config
+from kvactors.settings import Config
 from kvactors.signals import run_terminable
 from tests.benchmarks.report import Row, bench_report, rate_row, time_row
 

@@ -16,13 +16,13 @@ from statistics import median
 import msgspec
 
 from kvactors.cache import open_cache
-from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig
 from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
-from kvactors.ranks_config import RanksConfig
 from kvactors.scenario.child import child
+from kvactors.settings import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig
+from kvactors.settings.ranks import RanksConfig
 from tests.benchmarks.report import Row, time_row
 
 RANKS = 4

@@ -22,7 +22,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvactors.actor import ActorRef, ActorSpec, Group, InFlight, Supervisor
 from kvactors.actor.clock import deadline_after
-from kvactors.config import FlushConfig
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import (
@@ -38,8 +37,9 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.native import HASH_BYTES, chain_hashes
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.scenario.child import Child, child, start_child
+from kvactors.settings import FlushConfig
+from kvactors.settings.sinks import KvEventsSinkConfig, MemorySinkConfig
 from kvactors.signals import run_terminable
-from kvactors.sink_config import KvEventsSinkConfig, MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier, split_hashes
 from tests.benchmarks.report import Row, bench_report, rate_row, time_row
 

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.cache import KVCache, open_cache
-from kvactors.config import Config
 from kvactors.errors import NoRoom
 from kvactors.observe.lag import Lag, LagMonitor, Lags
+from kvactors.settings import Config
 from kvactors.signals import run_terminable
 from tests.benchmarks import callbacks
 from tests.benchmarks.report import Row, bench_report, time_row

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kvactors
-from kvactors.config import HostConfig, StorageConfig
+from kvactors.settings import HostConfig, StorageConfig
 from kvactors.signals import run_terminable
 from tests.benchmarks.child import ChildProcess
 from tests.benchmarks.engine import HOW, VARIABLES

@@ -12,9 +12,9 @@ from enum import IntEnum
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_config import MooncakeConfig
 from kvactors.native import check_headers, make_headers
 from kvactors.scenario.mooncake_master import master
+from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.signals import run_terminable
 from kvactors.storage.backends.header import HEADER, Fit
 from kvactors.storage.backends.mooncake import MooncakeBackend

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 import kvactors
-from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, StorageConfig
+from kvactors.settings import CacheConfig, Config, DeviceConfig, HostConfig, StorageConfig
 from kvactors.testing.loop import simulate
 
 BLOCK = 8

@@ -12,7 +12,7 @@ import kvactors
 from kvactors.actor import Control, State
 from kvactors.actor.supervisor import SWITCHED_OFF
 from kvactors.flush_notifier.sinks import MemorySink
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.testing.faults import FaultySink
 from kvactors.testing.loop import simulate
 from kvactors.types import Tier

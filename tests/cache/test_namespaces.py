@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.config import Config
 from kvactors.errors import StoreUnsupported
 from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.hints import Hints
 from kvactors.observe.statistics import announceable, residency
+from kvactors.settings import Config
 from kvactors.types import Reason, Tier
 from tests.support.cache import opened, prompt, serve
 

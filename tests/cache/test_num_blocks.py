@@ -9,7 +9,6 @@ import pytest
 
 import kvactors
 from kvactors import ConfigError, DeadlineExceeded, LayoutError, NumBlocksUnset
-from kvactors.config import DeviceConfig
 from kvactors.data_plane.engine import InlineCopies
 from kvactors.device.base import Device
 from kvactors.device.host import HostDevice
@@ -18,6 +17,7 @@ from kvactors.flush_notifier.messages import Deliver
 from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.layout import GQALayout
 from kvactors.prefix_index.messages import Sweep
+from kvactors.settings import DeviceConfig
 from kvactors.testing.loop import simulate
 from kvactors.testing.sim import Sim
 from tests.ranks.simulated import Clients, Rank

@@ -10,10 +10,10 @@ import pytest
 
 import kvactors
 from kvactors import KVCache
-from kvactors.config_tables import QuotaConfig, StorageConfig
 from kvactors.errors import ConfigError, KVActorsError, StoreUnsupported
-from kvactors.quota_settings import check_quota
 from kvactors.quotas import salt_id
+from kvactors.settings.load import check_quota
+from kvactors.settings.tables import QuotaConfig, StorageConfig
 from kvactors.storage.backends import slab_writes
 from kvactors.testing.fakes import SimBackend, SimPool
 from kvactors.testing.faults import latency

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import kvactors
-from kvactors.config import CacheConfig, DeviceConfig, HostConfig
 from kvactors.cpu_evictor.slots import POLICIES
 from kvactors.prefix_index.policy import FIRST
+from kvactors.settings import CacheConfig, DeviceConfig, HostConfig
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import numpy as np
 
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.cache import KVCache, open_cache
-from kvactors.config import Config
 from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import announceable, residency
+from kvactors.settings import Config
 from kvactors.storage import attempts
 from kvactors.testing.faults import Fault
 from kvactors.types import Tier

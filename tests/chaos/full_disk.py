@@ -10,7 +10,7 @@ import anyio
 from anyio.to_thread import run_sync
 
 from kvactors.cache import KVCache, open_cache
-from kvactors.config import Config
+from kvactors.settings import Config
 from tests.chaos.mounts import fill_disk, mounted
 from tests.chaos.record import Setting, Situation, Tally, reached
 from tests.chaos.rest import at_rest, compare_lines, jsonl, loaded, named, settings

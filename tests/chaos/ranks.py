@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack
 import anyio
 
 from kvactors.cache import KVCache, open_cache
-from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded, KVActorsError, LeaseEnded, RankLost
 from kvactors.scenario.engine import Request
+from kvactors.settings import Config
 from kvactors.testing.faults import Fault, Kind
 from kvactors.testing.plan import carry_out
 from tests.chaos.load import Load

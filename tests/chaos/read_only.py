@@ -9,8 +9,8 @@ from pathlib import Path
 from anyio.to_thread import run_sync
 
 from kvactors.cache import open_cache
-from kvactors.config import Config
 from kvactors.errors import StoreError
+from kvactors.settings import Config
 from tests.chaos.mounts import can_freeze, command, immutable, mounted
 from tests.chaos.record import Setting, Situation, Tally
 from tests.chaos.rest import MEMORY, at_rest, compare_lines, jsonl, loaded, named, settings

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvactors.cache import KVCache, open_cache
-from kvactors.config import Config
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.observe.statistics import announceable
+from kvactors.settings import Config
 from kvactors.storage import attempts
 from kvactors.testing.sim import problems_at_rest
 from kvactors.types import Tier

@@ -21,9 +21,9 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from kvactors.config import Config
 from kvactors.errors import KVActorsError
 from kvactors.scenario.child import Child, child
+from kvactors.settings import Config
 from kvactors.storage import attempts
 from kvactors.testing.faults import Fault
 from kvactors.types import Tier

@@ -18,10 +18,10 @@ import pytest
 
 import kvactors as kvactors_package
 from kvactors import cli
-from kvactors.config import Config
 from kvactors.layout import make_layout
 from kvactors.observe.lag import SCHEDSTAT
 from kvactors.scenario.output import Output
+from kvactors.settings import Config
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {

@@ -17,7 +17,7 @@ import kvactors
 from kvactors.errors import ConfigError
 from kvactors.scenario import shipped
 from kvactors.scenario.shipped import SUFFIXES, find_file, find_toml, names_of
-from kvactors.settings_commands import config_check
+from kvactors.settings_report import config_check
 from tests.scenario.small_chat import FILE, text
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +152,13 @@ for name in ("eventfd", "posix_fallocate", "O_DIRECT", "fdatasync", "preadv"):
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_other_systems_have_settings_and_sizes_and_a_named_error_for_the_rest(tmp_path, system):
     """The functions that these systems lack are removed, since none of them is at hand."""
-    works = ("kvactors", "kvactors.config", "kvactors.layout", "kvactors.errors", "kvactors.sizes")
+    works = (
+        "kvactors",
+        "kvactors.settings",
+        "kvactors.layout",
+        "kvactors.errors",
+        "kvactors.settings.check",
+    )
     needs = (
         "kvactors.cache",
         "kvactors.tier_cache",

@@ -10,10 +10,9 @@ import pytest
 import structlog
 
 import kvactors
-from kvactors import environment
-from kvactors.config import Config
-from kvactors.environment import HONOURED, NOT_HONOURED
 from kvactors.errors import ConfigError
+from kvactors.settings import Config, load
+from kvactors.settings.load import HONOURED, NOT_HONOURED
 
 STORE = {"backend": "attention_store", "write_policy": "write_through"}
 BASE = {"cache": {"model": "m"}, "storage": STORE}
@@ -21,7 +20,7 @@ BASE = {"cache": {"model": "m"}, "storage": STORE}
 
 @pytest.fixture(autouse=True)
 def nothing_logged_yet(monkeypatch):
-    monkeypatch.setattr(environment, "_logged", set())
+    monkeypatch.setattr(load, "_logged", set())
 
 
 def resolved(environ, tables) -> tuple[Config, list[dict]]:

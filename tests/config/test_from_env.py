@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.config import Config
 from kvactors.errors import ConfigError, SinkError
 from kvactors.flush_notifier.sinks import make_sinks
 from kvactors.layout.gqa import GQALayout
-from kvactors.sink_config import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 
 LAYOUT = GQALayout(1, 1, 2, 4)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.config import Config
 from kvactors.errors import ConfigError
+from kvactors.settings import Config
 
 MOONCAKE = {
     "backend": "mooncake",

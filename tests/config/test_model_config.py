@@ -8,8 +8,8 @@ import pytest
 
 from kvactors.errors import ConfigError, LayoutError
 from kvactors.layout import make_layout
-from kvactors.model_config import read_model
-from kvactors.size_report import size_report
+from kvactors.settings.model import read_model
+from kvactors.settings_report import size_report
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,11 +10,11 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from kvactors.config import Config
 from kvactors.errors import ConfigError
-from kvactors.ranges import hints_of, value_fault
-from kvactors.sink_config import AnySinkConfig
-from kvactors.validation import CONFIG_TABLES, validate
+from kvactors.settings import Config
+from kvactors.settings.check import hints_of, value_fault
+from kvactors.settings.load import CONFIG_TABLES, validate
+from kvactors.settings.sinks import AnySinkConfig
 
 
 def leaves(settings: msgspec.Struct, where: str) -> Iterator[tuple[str, Any]]:

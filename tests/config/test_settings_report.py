@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 import kvactors
-from kvactors.config import Config
 from kvactors.errors import ConfigError
-from kvactors.ranges import bounds, choices, hints_of
-from kvactors.settings_docs import _tables, field_docs, json_schema
+from kvactors.settings import Config
+from kvactors.settings.check import bounds, choices, hints_of
+from kvactors.settings.schema import _tables, field_docs, json_schema
 from kvactors.settings_report import as_toml, check_file, effective
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 import kvactors
-from kvactors.applicable import LAYOUT_COMMON, LAYOUT_USES, STORAGE_USES
-from kvactors.config import Config, LayoutConfig, StorageConfig, read_toml
 from kvactors.errors import ConfigError
+from kvactors.settings import Config, LayoutConfig, StorageConfig, read_toml
+from kvactors.settings.load import LAYOUT_COMMON, LAYOUT_USES, STORAGE_USES
 
 VALUES: dict[str, Any] = {
     "num_kv_heads": 4,

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 import kvactors
 from kvactors.capacity import block_bytes, in_blocks
-from kvactors.config import Config, LayoutConfig
 from kvactors.device.host import HostDevice
 from kvactors.errors import ConfigError
 from kvactors.layout import GQALayout, make_layout
-from kvactors.size_report import size_report
-from kvactors.sizes import human, in_bytes
+from kvactors.settings import Config, LayoutConfig
+from kvactors.settings.check import human, in_bytes
+from kvactors.settings_report import size_report
 
 TINY = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 40}
 """Blocks of 2,560 bytes at 8 tokens, so that a slot and an object are larger than a block."""

@@ -8,7 +8,6 @@ from hashlib import sha256
 from typing import Any
 
 from kvactors.actor import Message
-from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actions import Action, Send, StartTimer
 from kvactors.cpu_evictor.actor import Completions
 from kvactors.cpu_evictor.load import LoadJob
@@ -17,6 +16,7 @@ from kvactors.cpu_evictor.messages import Load
 from kvactors.cpu_evictor.requests import Peers, RequestTable
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
 from kvactors.gpu_swapper.messages import Copied, Copy, Direction
+from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
 from kvactors.types import split_hashes
 from tests.support.probe import Probe as ProbeRef

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvactors.actor import PeerRestarted
-from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.messages import (
     Cancel,
@@ -30,6 +29,7 @@ from kvactors.cpu_evictor.slots import SlotState
 from kvactors.device.arena import HostSlots
 from kvactors.flush_notifier.messages import BlocksAdded, TierCleared
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
+from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import (
     ClearStore,
     DeviceFetched,

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvactors.actor import PeerRestarted
-from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.messages import PLAIN
@@ -29,6 +28,7 @@ from kvactors.prefix_index.messages import (
 )
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
+from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
 from kvactors.types import split_hashes
 from tests.support.probe import Probe as ProbeRef

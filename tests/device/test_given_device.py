@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import kvactors
-from kvactors.config import Config
 from kvactors.device.host import HostDevice
 from kvactors.layout import GQALayout, make_layout
+from kvactors.settings import Config
 
 LAYOUT = GQALayout(1, 1, 8, 4)
 

@@ -12,7 +12,6 @@ import pytest
 
 import kvactors
 from kvactors import Config
-from kvactors.config import DeviceConfig
 from kvactors.data_plane.cuda import device as cuda_device
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
@@ -23,6 +22,7 @@ from kvactors.device.tensors import TensorDevice
 from kvactors.errors import DeviceError
 from kvactors.layout import GQALayout
 from kvactors.layout.base import ITEM_BYTES
+from kvactors.settings import DeviceConfig
 from tests.support.cuda import GpuTensor, stand_in
 
 BLOCK = 4

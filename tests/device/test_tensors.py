@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors.config import Config, DeviceConfig
 from kvactors.data_plane.local import make_device
 from kvactors.device import HostDevice, TensorDevice, paddle
 from kvactors.device.arena import Arena
@@ -20,6 +19,7 @@ from kvactors.device.paddle import PaddleDevice, allocator, gpus, import_paddle
 from kvactors.device.tensors import address_of, region_of
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout import DSALayout, GQALayout, MLALayout
+from kvactors.settings import Config, DeviceConfig
 
 pytestmark = pytest.mark.full
 

@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 import kvactors
-from kvactors.config import Config
+from kvactors.settings import Config
 from tests.docs.pages import HOW_TO, output_of
 
 BLOCK = re.compile(r"```(python|toml) title=\"([^\"]+)\"\n(.*?)```", re.DOTALL)

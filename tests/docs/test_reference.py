@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from kvactors import errors
-from kvactors.config import Config
-from kvactors.ranges import hints_of
-from kvactors.settings_docs import _tables
+from kvactors.settings import Config
+from kvactors.settings.check import hints_of
+from kvactors.settings.schema import _tables
 from tests.docs.generators import DOCS, HINT, pages
 from tests.docs.generators.reference import commands, described_parameters, error_classes, raisers
 

@@ -9,8 +9,8 @@ import msgspec
 
 import kvactors
 from kvactors.cache import KVCache
-from kvactors.config import Config
 from kvactors.flush_notifier.deliver import SinkStatistics
+from kvactors.settings import Config
 from tests.support.cache import opened
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "tune.md"

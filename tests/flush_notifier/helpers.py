@@ -9,7 +9,6 @@ import numpy as np
 from kvactors.actor import ActorSpec, Group, InFlight, Supervisor
 from kvactors.actor.clock import deadline_after
 from kvactors.actor.sliced import finish
-from kvactors.config import FlushConfig
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import PathCached, WaitFlushed
@@ -17,7 +16,8 @@ from kvactors.flush_notifier.select import DeliveryBatch
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.flush_notifier.view import SinkFilter
 from kvactors.identity import hash_of_block
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings import FlushConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.testing.faults import FaultySink
 from kvactors.types import ALL_TIERS, HASH_BYTES, Reason, Tier, hash_at, join_hashes, split_hashes
 

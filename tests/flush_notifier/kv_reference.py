@@ -20,7 +20,7 @@ from kvactors.flush_notifier.sinks.kv_wire import (
     identity_fields,
     text,
 )
-from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import Residency, split_hashes
 
 

@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 import kvactors
-from kvactors.config import Config
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import residency
-from kvactors.sink_config import AttentionStoreSinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import AttentionStoreSinkConfig
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier.helpers import (
     BLOCK,

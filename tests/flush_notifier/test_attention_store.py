@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 import kvactors
 from kvactors.attention_sdk import Sdk
-from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded, SdkError, SinkError
 from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.flush_notifier.select import path_tokens
@@ -22,7 +21,8 @@ from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.layout import GQALayout
 from kvactors.observe.statistics import announceable
 from kvactors.sdk_settings import complete, sdk_settings
-from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import AttentionStoreConfig, AttentionStoreSinkConfig
 from kvactors.types import Reason, Tier
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, finished, names, path
 from tests.support import attentionstore_sdk as stand_in

@@ -9,11 +9,11 @@ import pytest
 
 import kvactors
 from kvactors.actor.clock import deadline_after
-from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded
 from kvactors.flush_notifier.messages import BlocksRemoved, WaitFlushed
 from kvactors.flush_notifier.sinks import MemorySink
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.testing.faults import FaultySink
 from kvactors.testing.loop import simulate
 from kvactors.types import Reason, Tier

@@ -9,7 +9,7 @@ import pytest
 import kvactors
 from kvactors import Config, ConfigError, open_tiers
 from kvactors.flush_notifier.sinks import MemorySink, Sink
-from kvactors.settings_docs import json_schema
+from kvactors.settings.schema import json_schema
 from tests.support.cache import opened, prompt, serve, settings
 
 PATH = f"{__name__}:CountingSink"

@@ -14,11 +14,11 @@ import structlog
 
 import kvactors
 import kvactors.flush_notifier.sinks
-from kvactors.config import Config
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.flush_notifier.sinks import MemorySink
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.types import Reason, Tier
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, memory, names
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvactors.actor.sliced import finish
-from kvactors.config import FlushConfig
 from kvactors.flush_notifier import deliver
 from kvactors.flush_notifier.deliver import SinkDelivery, slice_pause
+from kvactors.settings import FlushConfig
 from tests.flush_notifier.helpers import announced, do, ledger, memory, names
 
 EPOCH = 1

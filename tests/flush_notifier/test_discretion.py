@@ -12,7 +12,6 @@ import structlog
 from rich.pretty import pretty_repr
 
 import kvactors
-from kvactors.config import Config
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.ledger import OrphanBlock
@@ -22,7 +21,8 @@ from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.flush_notifier.sinks.journal import Retraction
 from kvactors.flush_notifier.sinks.kv_wire import BlockStored, StoredMap
 from kvactors.identity import CacheScope
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier
 
 BLOCK = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvactors.flush_notifier.sinks import Sink
 from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT, SinkFilter
-from kvactors.sink_config import SinkConfig
+from kvactors.settings.sinks import SinkConfig
 from kvactors.types import ALL_TIERS, Tier
 
 DEVICE, HOST, STORAGE = int(Tier.DEVICE), int(Tier.HOST), int(Tier.STORAGE)

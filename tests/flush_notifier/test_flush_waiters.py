@@ -6,10 +6,10 @@ import pytest
 
 from kvactors.actor import Envelope
 from kvactors.actor.sliced import finish
-from kvactors.config import FlushConfig
 from kvactors.flush_notifier import deliver
 from kvactors.flush_notifier.deliver import FlushWaiters, SinkDelivery
 from kvactors.flush_notifier.messages import WaitFlushed
+from kvactors.settings import FlushConfig
 from kvactors.types import Reason, Tier
 from tests.flush_notifier.helpers import announced, do, ledger, memory, path
 

@@ -13,7 +13,7 @@ from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import PLAIN, FlushTask, RequestScope
 from kvactors.flush_notifier.sinks.kv_wire import KvEventEncoder
 from kvactors.native import EventEncoder
-from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier import kv_reference
 

@@ -15,7 +15,6 @@ import zmq
 import zmq.asyncio
 
 import kvactors
-from kvactors.config import Config
 from kvactors.errors import SinkError
 from kvactors.extra_keys import media_extra
 from kvactors.flush_notifier.blocks import HeldBlock
@@ -24,9 +23,9 @@ from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, parts
 from kvactors.flush_notifier.sinks.kv_stream import SNAPSHOT, Window
 from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, decode_batch
 from kvactors.scenario.mirror import Mirror, Reader
-from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import Endpoint, KvEventsSinkConfig, of_rank
 from kvactors.types import Reason, Residency, Tier
-from kvactors.zmq_endpoint import Endpoint, of_rank
 
 pytestmark = pytest.mark.full
 

@@ -13,14 +13,13 @@ import pytest
 import structlog
 import zmq
 
-from kvactors.config import Config
 from kvactors.errors import ConfigError, SinkError
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 from kvactors.flush_notifier.sinks.kv_sockets import MAX_REQUEST_BYTES
 from kvactors.flush_notifier.sinks.kv_stream import READERS, Window
 from kvactors.flush_notifier.sinks.kv_wire import END
-from kvactors.sink_config import KvEventsSinkConfig
-from kvactors.zmq_endpoint import Endpoint, of_rank
+from kvactors.settings import Config
+from kvactors.settings.sinks import Endpoint, KvEventsSinkConfig, of_rank
 from tests.flush_notifier.test_kv_events import (
     BLOCK,
     answers,

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvactors
-from kvactors.config import Config
 from kvactors.errors import ConfigError, SinkError
 from kvactors.extra_keys import block_extras
 from kvactors.flush_notifier.messages import BlocksAdded, FlushTask, RequestScope
@@ -29,7 +28,8 @@ from kvactors.flush_notifier.sinks.kv_wire import (
     mm_hash,
 )
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.sink_config import JsonLinesSinkConfig, KvEventsSinkConfig, MemorySinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import JsonLinesSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier
 
 pytestmark = pytest.mark.full

@@ -16,7 +16,6 @@ import zmq
 import zmq.asyncio
 
 import kvactors
-from kvactors.config import Config
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask, RequestScope
@@ -24,7 +23,8 @@ from kvactors.flush_notifier.sinks import kv_events, kv_stream, kv_wire
 from kvactors.flush_notifier.sinks.kv_stream import SNAPSHOT, StreamChanges, Window
 from kvactors.flush_notifier.sinks.kv_wire import AllBlocksCleared, decode_batch
 from kvactors.scenario.mirror import Mirror
-from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier.kv_consumers import Dynamo, LlmD, VllmRouter
 from tests.flush_notifier.test_kv_events import (

@@ -11,7 +11,7 @@ from kvactors.errors import SinkError
 from kvactors.flush_notifier.sinks import kv_sockets
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 from kvactors.native import FrameSender
-from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.settings.sinks import KvEventsSinkConfig
 
 pytestmark = pytest.mark.full
 

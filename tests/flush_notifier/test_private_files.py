@@ -10,11 +10,11 @@ import stat
 import pytest
 
 import kvactors
-from kvactors.config import Config
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.sinks.journal import Journal, PublishedBlocks
 from kvactors.flush_notifier.sinks.jsonl import CHUNK_HASHES, JsonLinesSink, replay_jsonl
-from kvactors.sink_config import JsonLinesSinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import JsonLinesSinkConfig
 from kvactors.types import Tier
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, memory
 from tests.flush_notifier.test_sinks import LAYOUT, lines, task

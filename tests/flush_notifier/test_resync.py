@@ -12,7 +12,6 @@ import pytest
 
 import kvactors
 from kvactors.actor.clock import deadline_after
-from kvactors.config import Config
 from kvactors.errors import ConfigError, DeadlineExceeded, SinkError
 from kvactors.flush_notifier.deliver import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, slice_pause
 from kvactors.flush_notifier.ledger import Ledger
@@ -20,7 +19,8 @@ from kvactors.flush_notifier.messages import BlocksRemoved, FlushTask, Resync
 from kvactors.flush_notifier.sinks import Sink
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.observe.statistics import residency
-from kvactors.sink_config import SinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import SinkConfig
 from kvactors.testing.faults import FaultySink
 from kvactors.types import Reason, Residency, Tier, split_hashes
 from tests.flush_notifier.helpers import (

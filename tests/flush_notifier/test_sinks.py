@@ -19,7 +19,6 @@ import msgspec
 import pytest
 
 import kvactors
-from kvactors.config import Config
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, FlushTask
 from kvactors.flush_notifier.sinks import make_sink
@@ -32,7 +31,8 @@ from kvactors.flush_notifier.sinks.jsonl import (
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.flush_notifier.view import SinkFilter
 from kvactors.layout.gqa import GQALayout
-from kvactors.sink_config import JsonLinesSinkConfig, MemorySinkConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import JsonLinesSinkConfig, MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import BLOCK, ROOT, Wired, announced, memory, names, path
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvactors.config import FlushConfig
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.deliver import SinkDelivery
 from kvactors.flush_notifier.messages import (
@@ -21,6 +20,7 @@ from kvactors.flush_notifier.messages import (
     RetryDue,
     WaitFlushed,
 )
+from kvactors.settings import FlushConfig
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier.helpers import BLOCK, announced, memory, names
 from tests.support.stepper import Effects, Stepper

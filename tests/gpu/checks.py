@@ -13,7 +13,6 @@ import anyio
 import numpy as np
 
 import kvactors
-from kvactors.config import Config
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda.copies import NEVER
 from kvactors.data_plane.cuda.device import CudaDevice
@@ -21,6 +20,7 @@ from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.device.arena import Arena
 from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout, make_layout
+from kvactors.settings import Config
 from kvactors.tier_cache import CopyWorker, SlotMemory
 from tests.gpu.common import LIMIT, ensure, settings
 from tests.gpu.streams import loads_under_a_stream, ordered_calls

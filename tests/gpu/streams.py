@@ -12,11 +12,11 @@ from typing import Any
 
 import kvactors
 from kvactors import NotReady, Step
-from kvactors.config import Config
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import NON_BLOCKING, NOT_READY, UNTIMED, CudaDriver
 from kvactors.layout import make_layout
+from kvactors.settings import Config
 from tests.gpu.common import LIMIT, ensure, settings
 
 HELD = 0.02

@@ -13,7 +13,9 @@ from pathlib import Path
 import anyio
 
 import kvactors
-from kvactors.config import (
+from kvactors.scenario.engine import Engine
+from kvactors.scenario.report import Totals
+from kvactors.settings import (
     CacheConfig,
     Config,
     DeviceConfig,
@@ -21,9 +23,7 @@ from kvactors.config import (
     LayoutConfig,
     StorageConfig,
 )
-from kvactors.ranks_config import RanksConfig
-from kvactors.scenario.engine import Engine
-from kvactors.scenario.report import Totals
+from kvactors.settings.ranks import RanksConfig
 from kvactors.testing.sim import problems_at_rest
 from tests.support.rank_model import ProcessModel, WorkerGone
 from tests.support.rank_process import RankProcess

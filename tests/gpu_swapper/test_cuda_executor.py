@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors.config import Config
 from kvactors.data_plane import local
 from kvactors.data_plane.cuda import copies as cuda_copies
 from kvactors.data_plane.cuda import engine as cuda_executor
@@ -21,6 +20,7 @@ from kvactors.data_plane.cuda.host_pin import STAGING_BYTES
 from kvactors.device.arena import Arena
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import DSALayout, GQALayout, MLALayout
+from kvactors.settings import Config
 from tests.support import cuda
 from tests.support.cuda_stand import SMALL, Stand, standing, until
 

@@ -12,7 +12,6 @@ import pytest
 
 import kvactors
 from kvactors import Step
-from kvactors.config import Config
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda import engine as cuda_engine
 from kvactors.data_plane.cuda.device import CudaDevice
@@ -20,6 +19,7 @@ from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.errors import DeadlineExceeded, DeviceError, NotReady
 from kvactors.from_thread import ThreadLease
 from kvactors.layout import GQALayout
+from kvactors.settings import Config
 from tests.support import cuda
 from tests.support.cache import opened as opened_on_host
 from tests.support.cache import prompt

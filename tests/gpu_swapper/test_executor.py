@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig
 from kvactors.data_plane import engine as module
 from kvactors.data_plane.engine import InlineCopies, ThreadedCopies
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import DSALayout, GQALayout, MLALayout
+from kvactors.settings import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig
 
 LAYOUTS = {
     "gqa": GQALayout(5, 2, 32, 16),

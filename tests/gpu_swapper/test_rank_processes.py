@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 import kvactors
-from kvactors.config import ActorsConfig, LayoutConfig
-from kvactors.ranks_config import RanksConfig
+from kvactors.settings import ActorsConfig, LayoutConfig
+from kvactors.settings.ranks import RanksConfig
 from kvactors.testing.plan import carry_out
 from tests.gpu_swapper.rank_processes import (
     BLOCK,

@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 import kvactors
-from kvactors.config import DeviceConfig, FlushConfig, HostConfig, StorageConfig
 from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import residency
-from kvactors.ranks_config import RanksConfig
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.report import Totals
-from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
+from kvactors.settings import DeviceConfig, FlushConfig, HostConfig, StorageConfig
+from kvactors.settings.ranks import RanksConfig
+from kvactors.settings.sinks import AttentionStoreConfig, AttentionStoreSinkConfig
 from tests.gpu_swapper.rank_processes import BLOCK, HANG, PATIENT, Clients, led, settings
 from tests.support import attentionstore_sdk as stand_in
 from tests.support.rank_model import ProcessModel

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from kvactors.config import read_toml
 from kvactors.scenario.fleet import run_fleet
 from kvactors.scenario.report import Report, Totals
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import Scenario, disappointments
+from kvactors.settings import read_toml
 from tests.interop.network import raise_loopback
 
 pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("tmp_path")]

@@ -20,8 +20,8 @@ import pytest
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_config import MooncakeConfig
 from kvactors.scenario.mooncake_master import Master, free_port
+from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.messages import Outcome

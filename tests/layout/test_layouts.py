@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors.config import Config, LayoutConfig
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.errors import LayoutError
@@ -19,6 +18,7 @@ from kvactors.layout import (
     heads_on_rank,
     make_layout,
 )
+from kvactors.settings import Config, LayoutConfig
 from tests.support import cache as support
 
 BLOCK = 64

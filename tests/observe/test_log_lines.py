@@ -14,7 +14,7 @@ from kvactors.actor import log as log_module
 from kvactors.actor.log import BURST, WINDOW, RateLimit, get_logger
 from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.metrics import CacheMetrics
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.attempts import FAILURES
 from kvactors.storage.backends.base import WriteReport
 from kvactors.storage.messages import Outcome
@@ -234,7 +234,7 @@ def test_the_limits_memory_is_bounded():
 
 LEVELS = {"debug", "info", "warning", "error"}
 SECRET = {"tokens", "token", "token_ids", "prompt", "salt", "message", "path", "extra_keys", "args"}
-ALLOWED = {("mooncake_config.py", "path"), ("worker.py", "message")}
+ALLOWED = {("mooncake.py", "path"), ("worker.py", "message")}
 """File and field: the path of a settings file, the type of a message."""
 
 

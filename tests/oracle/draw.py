@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvactors.config import CacheConfig
 from kvactors.prefix_index.parts import BLOCKS
+from kvactors.settings import CacheConfig
 
 MODEL = "model-a"
 

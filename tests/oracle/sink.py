@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvactors import Residency, Tier
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.sinks import MemorySinkConfig
 
 from .record import Record
 

@@ -19,7 +19,7 @@ from kvactors.data_plane.ranks.store import RankStore
 from kvactors.device.arena import Arena
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.identity import StoreIdentity
-from kvactors.ranks_config import RanksConfig, Secret
+from kvactors.settings.ranks import RanksConfig, Secret
 from kvactors.storage.backends.file import FileBackend
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.storage.messages import Outcome

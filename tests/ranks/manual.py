@@ -11,7 +11,7 @@ from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.protocol import CopyBlocks, Identity, Names, SendNames, Welcome
 from kvactors.data_plane.ranks.store import RankStore
 from kvactors.identity import StoreIdentity
-from kvactors.ranks_config import RanksConfig, Secret
+from kvactors.settings.ranks import RanksConfig, Secret
 from kvactors.testing.loop import simulate
 
 ENDPOINT = "memory://by-hand"

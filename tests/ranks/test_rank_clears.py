@@ -8,10 +8,10 @@ import asyncio
 import pytest
 
 import kvactors
-from kvactors.config import HostConfig
 from kvactors.data_plane.ranks.protocol import RankAnswer, StoreObjects
 from kvactors.data_plane.ranks.store import RankStore
 from kvactors.errors import StoreUnavailable
+from kvactors.settings import HostConfig
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from tests.ranks.manual import A, B, come, group_at, opened, settle, simulated

@@ -14,7 +14,6 @@ import pytest
 import structlog
 
 import kvactors
-from kvactors.config import Config, LayoutConfig
 from kvactors.data_plane.ranks import connection
 from kvactors.data_plane.ranks.connection import Listener, connect
 from kvactors.data_plane.ranks.entrance import SOURCES, UNCLAIMED, Strangers, check_leader, mac
@@ -28,9 +27,9 @@ from kvactors.data_plane.ranks.protocol import (
     Refused,
 )
 from kvactors.device.host import HostDevice
-from kvactors.endpoint import split_endpoint
 from kvactors.layout import make_layout
-from kvactors.ranks_config import RanksConfig, Secret
+from kvactors.settings import Config, LayoutConfig
+from kvactors.settings.ranks import RanksConfig, Secret, split_endpoint
 from tests.ranks.manual import (
     ENDPOINT,
     SECRET,

@@ -9,10 +9,10 @@ import anyio
 import pytest
 
 import kvactors
-from kvactors.config import ActorsConfig, DeviceConfig, HostConfig, LayoutConfig
 from kvactors.data_plane.ranks.connection import MemoryConnection
 from kvactors.data_plane.ranks.protocol import RankAnswer
-from kvactors.ranks_config import RanksConfig
+from kvactors.settings import ActorsConfig, DeviceConfig, HostConfig, LayoutConfig
+from kvactors.settings.ranks import RanksConfig
 from kvactors.testing.loop import simulate
 from tests.ranks.simulated import (
     BLOCK,

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 
 import kvactors
-from kvactors.config import (
+from kvactors.layout import make_layout
+from kvactors.settings import (
     CacheConfig,
     Config,
     DeviceConfig,
@@ -14,9 +15,8 @@ from kvactors.config import (
     LayoutConfig,
     StorageConfig,
 )
-from kvactors.layout import make_layout
-from kvactors.mooncake_config import MooncakeConfig
-from kvactors.ranks_config import RanksConfig
+from kvactors.settings.mooncake import MooncakeConfig
+from kvactors.settings.ranks import RanksConfig
 from kvactors.storage.backends.base import ReadReport
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimPool

@@ -10,11 +10,11 @@ import anyio
 import pytest
 
 import kvactors
-from kvactors.config import DeviceConfig, HostConfig
 from kvactors.data_plane.ranks.protocol import RankCopyWithin
 from kvactors.data_plane.ranks.store import cannot_copy
 from kvactors.device.base import DeviceBlocks
-from kvactors.ranks_config import RanksConfig
+from kvactors.settings import DeviceConfig, HostConfig
+from kvactors.settings.ranks import RanksConfig
 from kvactors.testing.loop import simulate
 from tests.ranks.simulated import (
     BLOCK,

@@ -11,7 +11,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvactors.config import (
+from kvactors.data_plane.ranks.leader import RankGroup
+from kvactors.data_plane.ranks.worker import serve_rank
+from kvactors.device.host import HostDevice
+from kvactors.identity import StoreIdentity
+from kvactors.layout import make_layout
+from kvactors.settings import (
     CacheConfig,
     Config,
     DeviceConfig,
@@ -19,12 +24,7 @@ from kvactors.config import (
     LayoutConfig,
     StorageConfig,
 )
-from kvactors.data_plane.ranks.leader import RankGroup
-from kvactors.data_plane.ranks.worker import serve_rank
-from kvactors.device.host import HostDevice
-from kvactors.identity import StoreIdentity
-from kvactors.layout import make_layout
-from kvactors.ranks_config import RanksConfig
+from kvactors.settings.ranks import RanksConfig
 
 BLOCK, STEPS = 4, 60
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kvactors.config import read_toml
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.fleet import run_fleet
 from kvactors.scenario.fleet.driver import Figures, choose
@@ -19,6 +18,7 @@ from kvactors.scenario.fleet.node import Answer, Blocks, Conversation
 from kvactors.scenario.report import print_fleet
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import Scenario, Workload
+from kvactors.settings import read_toml
 
 WORK = Workload(system_tokens=40, user_tokens=30, output_tokens=20)
 

@@ -48,7 +48,7 @@ def test_a_quota_that_does_not_hold_is_not_as_expected(monkeypatch):
 def without_quota(scenario, policy, case):
     import msgspec
 
-    from kvactors.config_tables import QuotaConfig
+    from kvactors.settings.tables import QuotaConfig
 
     device = msgspec.structs.replace(scenario.device, policy=policy)
     return msgspec.structs.replace(scenario, device=device, quota=QuotaConfig())

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvactors.cache import open_cache
-from kvactors.config import DeviceConfig
 from kvactors.errors import ConfigError
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.replay import ReplayConfig, cache_config, replay
 from kvactors.scenario.report import MAX_ERRORS, Totals
+from kvactors.settings import DeviceConfig
 
 SHIPPED = sorted((Path(__file__).parents[2] / "scenarios" / "replay").glob("*.toml"))
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from kvactors.config import (
+from kvactors.settings import (
     ActorsConfig,
     CacheConfig,
     Config,
@@ -17,8 +17,8 @@ from kvactors.config import (
     LayoutConfig,
     StorageConfig,
 )
-from kvactors.ranks_config import RanksConfig
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.ranks import RanksConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.testing.plan import FaultPlan, Targets, draw
 from tests.simulation.limits import draw_limit, draw_limits
 from tests.simulation.sharing import Extra

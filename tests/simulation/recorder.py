@@ -19,13 +19,13 @@ from kvactors.actor import (
     Message,
     Turn,
 )
-from kvactors.config import Config
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.messages import Cancel, Load, Loaded, LoadStalled, SetTargets
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.data_plane.ranks.state import RankState
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.settings import Config
 from kvactors.storage.backends.base import Backend
 from kvactors.system import System
 from kvactors.testing.faults import Fault

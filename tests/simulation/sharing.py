@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvactors.config_tables import HintsConfig, QuotaConfig, SaltQuota
 from kvactors.hints import Hints
 from kvactors.native import DEVICE
 from kvactors.observe.invariants import listing
 from kvactors.quotas import salt_id
+from kvactors.settings.tables import HintsConfig, QuotaConfig, SaltQuota
 from kvactors.testing.plan import FaultPlan
 from kvactors.types import HASH_BYTES, split_hashes
 from tests.simulation.limits import draw_limit

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from kvactors.config import StorageConfig
+from kvactors.settings import StorageConfig
 from kvactors.testing.plan import FaultPlan
 from tests.simulation.draw import Draw, draw_run
 from tests.simulation.run import run_seed

@@ -8,7 +8,6 @@ import random
 import anyio
 import pytest
 
-from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, RanksConfig
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.device.arena import Arena
@@ -18,7 +17,15 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.identity import StoreIdentity
 from kvactors.layout import make_layout
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings import (
+    CacheConfig,
+    Config,
+    DeviceConfig,
+    HostConfig,
+    LayoutConfig,
+    RanksConfig,
+)
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimPool, SimSink
 from kvactors.testing.faults import Gate, latency

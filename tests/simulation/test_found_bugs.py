@@ -23,7 +23,13 @@ from kvactors.actor import (
     on,
 )
 from kvactors.actor.uncancelled import wait_uncancelled
-from kvactors.config import (
+from kvactors.data_plane.ranks.protocol import RankAnswer
+from kvactors.data_plane.ranks.store import RankStore
+from kvactors.flush_notifier.ledger import Ledger
+from kvactors.flush_notifier.messages import PathCached
+from kvactors.flush_notifier.view import SinkFilter
+from kvactors.layout import make_layout
+from kvactors.settings import (
     CacheConfig,
     Config,
     DeviceConfig,
@@ -32,12 +38,6 @@ from kvactors.config import (
     RanksConfig,
     StorageConfig,
 )
-from kvactors.data_plane.ranks.protocol import RankAnswer
-from kvactors.data_plane.ranks.store import RankStore
-from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.messages import PathCached
-from kvactors.flush_notifier.view import SinkFilter
-from kvactors.layout import make_layout
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend, SimPool
 from kvactors.testing.loop import simulate

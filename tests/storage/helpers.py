@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvactors.actor import Actor
-from kvactors.config import Config
 from kvactors.device.arena import Arena
+from kvactors.settings import Config
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench

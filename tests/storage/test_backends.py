@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.config import Config, StorageConfig
 from kvactors.errors import ConfigError
+from kvactors.settings import Config, StorageConfig
 from kvactors.storage.backends import MemoryBackend, capacity_of, make_backend
 from kvactors.storage.catalog import Catalog
 

@@ -8,9 +8,9 @@ import asyncio
 import pytest
 
 import kvactors
-from kvactors.config import Config
 from kvactors.errors import StoreError
 from kvactors.layout import make_layout
+from kvactors.settings import Config
 from kvactors.storage.attempts import FAILURES
 from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.backends.base import ReadReport, WriteReport

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kvactors.config import StorageConfig
+from kvactors.settings import StorageConfig
 from kvactors.storage.backends import FileBackend, MemoryBackend, OwnedBackend, file, make_backend
 from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.testing.store_contract import StoreContract

@@ -17,9 +17,9 @@ import pytest
 import structlog
 
 import kvactors
-from kvactors.config import Config
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
+from kvactors.settings import Config
 from kvactors.storage.backends import FileBackend, slab_scrub
 from kvactors.storage.backends import file as file_module
 from kvactors.storage.backends.slab_table import ENTRY_BYTES as ENTRY

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError, StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_config import MooncakeConfig, resolve
+from kvactors.settings.mooncake import MooncakeConfig, resolve
 from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.backends.mooncake_client import MooncakeClient

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors.config import Config
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreUnavailable
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_config import MooncakeConfig
+from kvactors.settings import Config
+from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.messages import Outcome
 from tests.storage.pools import master

@@ -11,9 +11,9 @@ import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.config import Config
 from kvactors.errors import ConfigError
-from kvactors.mooncake_config import MooncakeConfig, resolve
+from kvactors.settings import Config
+from kvactors.settings.mooncake import MooncakeConfig, resolve
 from kvactors.storage.backends.header import HEADER, MAGIC, VERSION
 from kvactors.storage.backends.mooncake_client import MooncakeClient
 from kvactors.storage.messages import Outcome

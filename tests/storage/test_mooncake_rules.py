@@ -16,8 +16,13 @@ import pytest
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError, StoreError
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_address import Endpoint, endpoints, metadata_endpoints
-from kvactors.mooncake_config import MooncakeConfig, largest_registration
+from kvactors.settings.mooncake import (
+    Endpoint,
+    MooncakeConfig,
+    endpoints,
+    largest_registration,
+    metadata_endpoints,
+)
 from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.backends.mooncake_client import MooncakeClient, defaults

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors.config import Config, StorageConfig
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
+from kvactors.settings import Config, StorageConfig
 from kvactors.storage.backends import Backend, make_backend
 from kvactors.storage.messages import Outcome
 

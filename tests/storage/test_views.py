@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_config import MooncakeConfig
+from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.backends import FileBackend, MemoryBackend
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.backends.mooncake import MooncakeBackend

@@ -19,13 +19,13 @@ import anyio
 import msgspec
 from msgspec.structs import replace
 
-from kvactors.config import Config
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
 from kvactors.errors import KVActorsError
 from kvactors.layout import make_layout
-from kvactors.ranks_config import SECRET_VARIABLE
 from kvactors.scenario.child import Child, start_child
+from kvactors.settings import Config
+from kvactors.settings.ranks import SECRET_VARIABLE
 from kvactors.testing.faults import Fault
 
 ROOT = Path(__file__).parents[2]

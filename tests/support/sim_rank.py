@@ -7,10 +7,10 @@ import asyncio
 
 import anyio
 
-from kvactors.config import Config
 from kvactors.data_plane.ranks.connection import Connection, Listener, connect
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.layout import make_layout
+from kvactors.settings import Config
 from kvactors.storage.backends.base import Backend
 from kvactors.testing.fakes import SimDevice
 from kvactors.testing.faults import Fault, Gate, Latency, instant

@@ -11,7 +11,7 @@ from kvactors.errors import StoreUnavailable
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.lineage import Lineage
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.backends import FileBackend, MemoryBackend
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.messages import Outcome

@@ -11,7 +11,7 @@ import pytest
 
 from kvactors import CacheClosed
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.tier_cache import Lookup, SlotMemory, TierCache, open_storage
 from kvactors.tier_cache.settings import checked_config
 from tests.tier_cache.helpers import (

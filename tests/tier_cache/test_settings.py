@@ -7,8 +7,8 @@ import math
 import pytest
 
 from kvactors import ConfigError, open_tiers
-from kvactors.config_tables import HostConfig, StorageConfig
-from kvactors.ranges import hints_of
+from kvactors.settings.check import hints_of
+from kvactors.settings.tables import HostConfig, StorageConfig
 from kvactors.tier_cache.settings import TierConfig, TierStorage, checked_config
 
 NEEDED = {"model": "m", "block_bytes": 96, "num_slots": 4}

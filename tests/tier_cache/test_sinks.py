@@ -14,7 +14,7 @@ from kvactors.flush_notifier.deliver import SinkSet
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.testing.fakes import TreeReader
 from kvactors.tier_cache import SlotMemory, paths
 from kvactors.tier_cache.paths import block_name

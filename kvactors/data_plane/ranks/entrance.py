@@ -29,7 +29,7 @@ from kvactors.data_plane.ranks.protocol import (
 from kvactors.data_plane.ranks.state import Rank, RankState
 from kvactors.errors import RankError
 from kvactors.identity import StoreIdentity
-from kvactors.ranks_config import RanksConfig, Secret
+from kvactors.settings.ranks import RanksConfig, Secret
 from kvactors.unclaimed import Unclaimed
 
 # -- Proof in both directions that leader and rank have the same secret: HMAC-SHA256 over two

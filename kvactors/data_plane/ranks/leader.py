@@ -47,7 +47,7 @@ from kvactors.data_plane.ranks.state import (
 )
 from kvactors.errors import RankError
 from kvactors.identity import StoreIdentity
-from kvactors.ranks_config import RanksConfig, Secret
+from kvactors.settings.ranks import RanksConfig, Secret
 
 log = get_logger()
 

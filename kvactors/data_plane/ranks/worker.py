@@ -15,7 +15,6 @@ from kvactors.actor.log import described, get_logger
 from kvactors.actor.supervisor import LEAST_STEP
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.capacity import in_blocks
-from kvactors.config import Config, StorageConfig
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.local import LocalPlane, make_local_plane
 from kvactors.data_plane.ranks.connection import Connection, connect
@@ -42,8 +41,9 @@ from kvactors.device.base import Device
 from kvactors.errors import ConfigError, LayoutError, RankError
 from kvactors.identity import StoreIdentity
 from kvactors.opening import Opening
-from kvactors.ranks_config import Secret
 from kvactors.sdk_settings import store_identity
+from kvactors.settings import Config, StorageConfig
+from kvactors.settings.ranks import Secret
 from kvactors.shutdown import STOP, Shutdown
 from kvactors.storage.backends import Backend
 from kvactors.types import HASH_BYTES

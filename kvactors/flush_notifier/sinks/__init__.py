@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from kvactors.class_path import class_at
-from kvactors.config import Config
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.sinks.base import Sink
@@ -11,7 +9,9 @@ from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.flush_notifier.view import SinkFilter
 from kvactors.layout.base import Layout
-from kvactors.sink_config import (
+from kvactors.settings import Config
+from kvactors.settings.check import class_at
+from kvactors.settings.sinks import (
     AttentionStoreSinkConfig,
     ClassSinkConfig,
     JsonLinesSinkConfig,

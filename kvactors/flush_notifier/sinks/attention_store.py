@@ -14,7 +14,7 @@ from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.journal import Journal, PublishedBlocks, Retraction
 from kvactors.sdk_settings import SdkSettings
-from kvactors.sink_config import AttentionStoreSinkConfig
+from kvactors.settings.sinks import AttentionStoreSinkConfig
 from kvactors.types import Residency, split_hashes
 
 RETRY_AT_CLOSE = (0.0, 0.05, 0.2, 0.8)

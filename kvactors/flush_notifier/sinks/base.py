@@ -10,7 +10,7 @@ from typing import Protocol
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.view import SinkFilter
-from kvactors.sink_config import SinkConfig
+from kvactors.settings.sinks import SinkConfig
 from kvactors.types import Tier
 
 

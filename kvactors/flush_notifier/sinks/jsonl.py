@@ -29,7 +29,7 @@ from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.kv_wire import identifier
-from kvactors.sink_config import JsonLinesSinkConfig
+from kvactors.settings.sinks import JsonLinesSinkConfig
 from kvactors.threads import DaemonExecutor
 from kvactors.types import HASH_BYTES, Residency, Tier, split_hashes
 

@@ -23,8 +23,7 @@ from kvactors.flush_notifier.sinks.kv_stream import (
     ReplayServer,
 )
 from kvactors.flush_notifier.sinks.kv_wire import KvEventEncoder
-from kvactors.sink_config import KvEventsSinkConfig
-from kvactors.zmq_endpoint import of_rank
+from kvactors.settings.sinks import KvEventsSinkConfig, of_rank
 
 LINGER_S = 0.5
 """Seconds in which published messages may leave after the sink is closed."""

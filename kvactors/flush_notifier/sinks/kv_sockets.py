@@ -18,7 +18,7 @@ import anyio
 
 from kvactors.errors import SinkError
 from kvactors.native import FrameSender
-from kvactors.zmq_endpoint import Endpoint
+from kvactors.settings.sinks import Endpoint
 
 try:
     import zmq

@@ -30,7 +30,7 @@ from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import SnapshotSource
 from kvactors.flush_notifier.sinks.kv_sockets import Send, zmq
 from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, encode_batch, encode_sequence
-from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import ALL_TIERS, HASH_BYTES, Residency, Tier
 
 STATE_PART_BLOCKS = 256

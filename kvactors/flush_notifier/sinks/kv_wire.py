@@ -21,7 +21,7 @@ from kvactors.extra_keys import MediaHash, media_items
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import PLAIN, ExtraKeys, FlushTask, RequestScope
 from kvactors.native import EventEncoder
-from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import HASH_BYTES, Residency, Tier
 
 MEDIA = {

@@ -11,7 +11,7 @@ from kvactors.errors import SinkError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.types import HASH_BYTES, Residency, Tier, split_hashes
 
 KEPT_TASKS = 10_000

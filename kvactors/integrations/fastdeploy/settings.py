@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvactors.applicable import STORAGE_USES
-from kvactors.config import Config
-from kvactors.config_faults import convert
 from kvactors.cpu_evictor.slots import ALONE
 from kvactors.errors import ConfigError
 from kvactors.integrations.fastdeploy.requests import at_least
-from kvactors.setting_types import CopyThreads, Count, DeviceNumber, Seconds
+from kvactors.settings import Config
+from kvactors.settings.check import CopyThreads, Count, DeviceNumber, Seconds, convert
+from kvactors.settings.load import STORAGE_USES
 from kvactors.tier_cache import TierStorage
 
 # -- The version of the model's weights, as FastDeploy reads it for the names of stored blocks.

@@ -7,10 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvactors.config_faults import convert, located
 from kvactors.errors import ConfigError
-from kvactors.setting_types import DeviceNumber
-from kvactors.sizes import in_bytes
+from kvactors.settings.check import DeviceNumber, convert, in_bytes, located
 from kvactors.tier_cache import SlotMemory, TierConfig, TierStorage
 from kvactors.tier_cache.settings import checked_config
 

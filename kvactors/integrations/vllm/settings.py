@@ -9,11 +9,9 @@ from typing import Any, Literal
 import msgspec
 
 from kvactors.actor.log import get_logger
-from kvactors.config_faults import convert, located
 from kvactors.errors import ConfigError
 from kvactors.integrations.model_files import configuration, model_digest
-from kvactors.setting_types import ByteSize, DeviceNumber
-from kvactors.sizes import in_bytes
+from kvactors.settings.check import ByteSize, DeviceNumber, convert, in_bytes, located
 from kvactors.tier_cache import TierStorage
 
 WHERE = "kv_connector_extra_config"

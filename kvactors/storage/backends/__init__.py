@@ -1,11 +1,10 @@
 """Storage back ends behind one contract."""
 
-from kvactors.class_path import class_at
-from kvactors.config import Config, StorageConfig
 from kvactors.device.base import Device, DeviceBlocks
 from kvactors.errors import ConfigError
 from kvactors.identity import StoreIdentity
-from kvactors.sizes import in_bytes
+from kvactors.settings import Config, StorageConfig
+from kvactors.settings.check import class_at, in_bytes
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.storage.backends.file import FileBackend, object_stride

@@ -16,7 +16,7 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.lineage import Lineage
-from kvactors.mooncake_config import MooncakeConfig, largest_registration
+from kvactors.settings.mooncake import MooncakeConfig, largest_registration
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.backends.header import HEADER
 from kvactors.storage.backends.mooncake_client import MooncakeClient

@@ -24,9 +24,8 @@ import anyio
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
 from kvactors.errors import StoreError
-from kvactors.mooncake_address import Endpoint, endpoints, metadata_endpoints
-from kvactors.mooncake_config import MooncakeConfig
-from kvactors.sizes import in_bytes
+from kvactors.settings.check import in_bytes
+from kvactors.settings.mooncake import Endpoint, MooncakeConfig, endpoints, metadata_endpoints
 from kvactors.storage.backends.mooncake_codes import NO_SPACE, OK, RPC_FAILED
 from kvactors.storage.backends.mooncake_warm_up import PREFIX, check_result, put_and_get
 from kvactors.threads import Workers

@@ -16,7 +16,7 @@ from kvactors.observe.metrics import (
     Family,
 )
 from kvactors.observe.statistics import CacheStatistics
-from kvactors.settings_docs import entries_of
+from kvactors.settings.schema import entries_of
 from kvactors.tier_cache import TierHealth, TierStatistics, tier_metrics
 from kvactors.totals import COUNTERS
 

@@ -11,9 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvactors.mooncake_config import MooncakeConfig
-from kvactors.ranks_config import RanksConfig
-from kvactors.setting_types import (
+from kvactors.settings.check import (
     BlockSize,
     BlockTokens,
     ByteCount,
@@ -35,7 +33,9 @@ from kvactors.setting_types import (
     Threads,
     WritePolicy,
 )
-from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig
+from kvactors.settings.mooncake import MooncakeConfig
+from kvactors.settings.ranks import RanksConfig
+from kvactors.settings.sinks import AnySinkConfig, AttentionStoreConfig
 
 ROUNDING = 1e-5
 """A share of blocks that differs from a whole number by less counts as that number."""

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvactors.config import LayoutConfig
 from kvactors.errors import ConfigError
-from kvactors.settings_file import read_settings
+from kvactors.settings import LayoutConfig
+from kvactors.settings.check import read_settings
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")

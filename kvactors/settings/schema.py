@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
-from kvactors.config import Config
-from kvactors.config_faults import structs_of
-from kvactors.ranges import hints_of
-from kvactors.sink_config import ClassSinkConfig
+from kvactors.settings import Config
+from kvactors.settings.check import hints_of, structs_of
+from kvactors.settings.sinks import ClassSinkConfig
 
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

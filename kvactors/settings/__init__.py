@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvactors.config_faults import check_keys, convert
-from kvactors.config_tables import (
+from kvactors.settings.check import check_keys, convert, read_toml
+from kvactors.settings.load import from_environment, validate
+from kvactors.settings.ranks import RanksConfig
+from kvactors.settings.tables import (
     ActorsConfig,
     CacheConfig,
     ConfigTables,
@@ -21,10 +23,6 @@ from kvactors.config_tables import (
     LayoutConfig,
     StorageConfig,
 )
-from kvactors.environment import from_environment
-from kvactors.ranks_config import RanksConfig
-from kvactors.settings_file import read_toml
-from kvactors.validation import validate
 
 __all__ = [
     "ActorsConfig",
