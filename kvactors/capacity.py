@@ -1,8 +1,9 @@
-"""Sizes of the tiers in blocks: resolves the sizes that settings give in bytes, and tells the bytes
-that a block takes in each tier."""
+"""Sizes of tiers and quotas in blocks, from settings in bytes too, and the bytes of a block in each
+tier."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
@@ -10,8 +11,10 @@ from msgspec.structs import replace
 from kvactors.device.arena import slot_stride
 from kvactors.errors import ConfigError
 from kvactors.layout.base import Layout
-from kvactors.settings import Config, StorageConfig
+from kvactors.quotas import Quota, Quotas
+from kvactors.settings import Config, QuotaConfig, SaltQuota, StorageConfig
 from kvactors.settings.check import human, in_bytes
+from kvactors.settings.check import in_blocks as size_in_blocks
 from kvactors.storage.backends import Backend, object_bytes, slot_trailer_bytes
 
 C = TypeVar("C", bound=Config)
@@ -93,3 +96,40 @@ def _slots(name: str, size: int | str, slot: int) -> int:
 def _check_one(name: str, blocks: int, size: int, least: int) -> None:
     if not blocks:
         raise ConfigError(f"{name} is {human(size)}, and one block takes {human(least)}")
+
+
+def quota_in_blocks(
+    name: str, sizes: Sequence[int | str | None], block_bytes: int, object_bytes: int
+) -> Quota:
+    """A quota in blocks. ConfigError for a size that holds no block.
+
+    Args:
+        name: of the quota, for the error.
+        sizes: of device, host and storage.
+        block_bytes: of a block in memory.
+        object_bytes: of a block in the store.
+    """
+    each = (block_bytes, block_bytes, object_bytes)
+    return Quota(
+        *(
+            None if size is None else size_in_blocks(size, f"{name}.{tier}", nbytes)
+            for tier, size, nbytes in zip(Quota._fields, sizes, each, strict=True)
+        )
+    )
+
+
+def quotas_of(config: QuotaConfig, block_bytes: int, object_bytes: int) -> Quotas:
+    """The quotas of the settings. ConfigError names the wrong one.
+
+    Args:
+        config: the settings.
+        block_bytes: of a block in memory.
+        object_bytes: of a block in the store.
+    """
+
+    def quota(name: str, one: QuotaConfig | SaltQuota) -> Quota:
+        sizes = (one.device, one.host, one.storage)
+        return quota_in_blocks(name, sizes, block_bytes, object_bytes)
+
+    named = {salt: quota(f"quota.salts.{salt}", one) for salt, one in config.salts.items()}
+    return Quotas(quota("quota", config), named)

@@ -1,4 +1,5 @@
-"""Checks a file of settings as a whole, and shows the effective settings with their origins."""
+"""The commands about settings: `config check` (a file as a whole), `config show` (the effective
+settings with their origins), `config schema`, and `size`."""
 
 from __future__ import annotations
 
@@ -27,12 +28,11 @@ from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.shipped import find_toml
 from kvactors.scenario.spec import Scenario
 from kvactors.settings import Config, LayoutConfig, StorageConfig, read_toml
-from kvactors.settings.check import faults, human, in_bytes, with_class_paths
+from kvactors.settings.check import human, in_bytes, read, settings_of
 from kvactors.settings.load import (
-    CONFIG_TABLES,
     check_setting,
     contradictions,
-    disagreements,
+    replaced,
     unused,
     variables_of,
 )
@@ -97,16 +97,12 @@ def check_mapping(
     data: Mapping[str, Any], kind: type[Config], environ: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """Everything that is wrong with settings, and the sizes in blocks."""
-    tables = with_class_paths(data, kind)
-    if found := list(faults(tables, kind)):
-        return found, []
-    config = msgspec.convert(tables, kind)
-    found = [*contradictions(config, tables), *disagreements(config)]
-    if found:
+    config, found = read(data, kind)
+    if found := found or list(contradictions(config, data)):
         return found, []
     try:
-        kind.from_mapping(data)
-        config = Config.from_env(environ, config) if kind is Config else config
+        own = kind is Config
+        config = Config.from_env(environ, config) if own else kind.from_mapping(data)
         for sink in config.flush.sinks:
             if isinstance(sink, ClassSinkConfig):
                 class_of_sink(sink)
@@ -121,32 +117,16 @@ def sizes(config: Config) -> Iterator[str]:
     Raises:
         ConfigError, LayoutError: a size holds no block, or the layout is not possible.
     """
-    layout = make_layout(config.layout, config.cache.block_size)
-    config = in_blocks(config, layout, config.storage)
-    each = block_bytes(layout, config.storage)
-    if config.device.num_blocks:
-        yield _size("device", config.device.num_blocks, each.device, layout)
-    else:
+    tiers = _own(config, make_layout(config.layout, config.cache.block_size))
+    sized = {one.tier for one in tiers}
+    if "device" not in sized:
         yield "device: the number of blocks is set after opening"
-    if config.host.slots:
-        yield _size("host", config.host.slots, each.host, layout)
-    if config.storage.backend != "none":
-        yield _size("transit", config.host.transit_slots, each.host, layout)
-        yield from _store_size(config.storage, each.storage, layout)
-
-
-def _store_size(storage: StorageConfig, each: int, layout: Layout) -> Iterator[str]:
-    if storage.capacity_blocks is not None or storage.capacity_bytes is not None:
-        yield _size("storage", capacity_of(storage, each), each, layout)
-    elif storage.backend == "file":
-        yield "storage: 80 % of the space that the file system can give"
-    else:
-        yield f"storage: no limit is set for {storage.backend}"
-
-
-def _size(tier: str, blocks: int, nbytes: float, layout: Layout) -> str:
-    tokens = blocks * layout.block_size
-    return f"{tier}: {blocks:,} blocks, {tokens:,} tokens, {human(blocks * nbytes)}"
+    for one in tiers:
+        yield f"{one.tier}: {one.blocks:,} blocks, {one.tokens:,} tokens, {human(one.bytes)}"
+    backend = config.storage.backend
+    if backend != "none" and "storage" not in sized:
+        of_file = "80 % of the space that the file system can give"
+        yield f"storage: {of_file if backend == 'file' else f'no limit is set for {backend}'}"
 
 
 class Shown(msgspec.Struct):
@@ -177,10 +157,10 @@ def effective(data: Mapping[str, Any], environ: Mapping[str, str]) -> list[Shown
     base = Config.from_mapping(data)
     config = Config.from_env(environ, base)
     found: list[Shown] = []
-    for table in CONFIG_TABLES:
+    for table in settings_of(Config):
         values = (getattr(config, table), getattr(base, table))
         found += _shown(*values, data.get(table, {}), table, environ)
-    without_use = unused(config)
+    without_use = {*unused(config), *replaced(config)}
     for one in found:
         table = one.name.rpartition(".")[0]
         if one.origin == "default" and {one.name, table} & without_use:
@@ -254,8 +234,7 @@ def toml_value(value: Any) -> str:
     return repr(value)
 
 
-# -- Bytes of a block in each tier, and the tiers that fit memory and disks of given sizes.
-
+# -- bytes of a block in each tier, and the tiers that fit memory and disks of given sizes
 
 GIB = 1 << 30
 
@@ -265,6 +244,13 @@ DISK_RATE = "4 GiB"
 """Bytes a second of a fast NVMe drive."""
 TURNAROUND_S = 0.02
 """Seconds that a block waits in its transit slot between a transfer of the disk and its copy."""
+
+SIZE_SETTINGS = {
+    "device": "device.num_blocks",
+    "host": "host.slots",
+    "transit": "host.transit_slots",
+    "storage": "storage.capacity_blocks",
+}
 
 CacheDtype = Literal["float32", "float16", "bfloat16", "uint8", "int8"]
 
@@ -335,18 +321,7 @@ def size_report(
     disk: str | None = None,
     disk_rate: str | None = None,
 ) -> SizeReport:
-    """Sizes of a model's or a file's layout.
-
-    Args:
-        source: a TOML file of settings, or a model's config.json or the folder that has it.
-        block_size: tokens a block. 64 for a model, a file's own if None.
-        dtype: of a model's cache, the model's own if None.
-        tensor_parallel: ranks of a model, 1 if None.
-        extra_layers: MTP or draft layers of a model with a cache, 0 if None.
-        device: bytes for the device blocks of one rank, as a text.
-        host: bytes for the arena of one rank.
-        disk: bytes for the store of one rank.
-        disk_rate: bytes that the disk moves in a second for one rank, DISK_RATE if None.
+    """Sizes of a model's or a file's layout, for the arguments of `size`.
 
     Raises:
         ConfigError, LayoutError: a value is invalid.
@@ -413,17 +388,14 @@ def _own(config: Config, layout: Layout) -> list[TierSize]:
     each = block_bytes(layout, config.storage)
     found: list[TierSize] = []
     if config.device.num_blocks:
-        found.append(_tier("device", config.device.num_blocks, layout, "device.num_blocks"))
-    stored = config.storage.backend != "none"
-    for tier, slots, setting in (
-        ("host", config.host.slots, "host.slots"),
-        ("transit", config.host.transit_slots, "host.transit_slots"),
-    ):
-        if config.host.slots or (stored and tier == "transit"):
-            found.append(_tier(tier, slots, layout, setting, each.host))
+        found.append(_tier("device", config.device.num_blocks, layout))
+    if config.host.slots:
+        found.append(_tier("host", config.host.slots, layout, each.host))
+    if config.host.arena_slots(stored=config.storage.backend != "none"):
+        found.append(_tier("transit", config.host.transit_slots, layout, each.host))
     if config.storage.capacity_bytes is not None or config.storage.capacity_blocks is not None:
         blocks = capacity_of(config.storage, each.storage)
-        found.append(_tier("storage", blocks, layout, "storage.capacity_blocks", each.storage))
+        found.append(_tier("storage", blocks, layout, each.storage))
     return found
 
 
@@ -452,18 +424,18 @@ def _given(
     if device is not None:
         blocks = layout.blocks_in(in_bytes(device, "--device"))
         _check_fits("--device", device, blocks, each.device)
-        found.append(_tier("device", blocks, layout, "device.num_blocks"))
+        found.append(_tier("device", blocks, layout))
     if host is not None:
         slots = in_bytes(host, "--host") // each.host
         _check_fits("--host", host, slots, each.host)
         transit = min(transit, slots // TRANSIT_SHARE)
-        found.append(_tier("host", slots - transit, layout, "host.slots", each.host))
+        found.append(_tier("host", slots - transit, layout, each.host))
     if transit:
-        found.append(_tier("transit", transit, layout, "host.transit_slots", each.host))
+        found.append(_tier("transit", transit, layout, each.host))
     if disk is not None:
         objects = in_bytes(disk, "--disk") // each.storage
         _check_fits("--disk", disk, objects, each.storage)
-        found.append(_tier("storage", objects, layout, "storage.capacity_blocks", each.storage))
+        found.append(_tier("storage", objects, layout, each.storage))
     return found
 
 
@@ -472,11 +444,9 @@ def _check_fits(option: str, size: str, blocks: int, each: float) -> None:
         raise ConfigError(f"{option} {size} holds no block of {human(each)}")
 
 
-def _tier(
-    tier: str, blocks: int, layout: Layout, setting: str, each: int | None = None
-) -> TierSize:
+def _tier(tier: str, blocks: int, layout: Layout, each: int | None = None) -> TierSize:
     nbytes = layout.device_bytes(blocks) if each is None else blocks * each
-    return TierSize(tier, blocks, blocks * layout.block_size, nbytes, setting)
+    return TierSize(tier, blocks, blocks * layout.block_size, nbytes, SIZE_SETTINGS[tier])
 
 
 def _settings(config: Config, tiers: list[TierSize]) -> str:
@@ -499,8 +469,7 @@ def _settings(config: Config, tiers: list[TierSize]) -> str:
     return "\n\n".join(shown) + "\n"
 
 
-# -- The commands about settings: `config check`, `config show`, `config schema`, and `size`.
-
+# -- the commands
 
 config = App(name="config", help="Check, show and describe the settings of a cache.")
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from kvactors.actor.uncancelled import ended, retrieve, uncancelled
 from kvactors.arguments import check_int, kind
+from kvactors.attention_sdk import gpu_of
 from kvactors.data_plane.engine import CopyEngine
 from kvactors.data_plane.local import make_device
 from kvactors.data_plane.ranks.plane import RanksPlane
@@ -22,7 +23,6 @@ from kvactors.device.base import Device
 from kvactors.errors import CacheClosed, ConfigError, DeadlineExceeded, DeviceError, LayoutError
 from kvactors.open_cache import OpenCache
 from kvactors.opening import Opening
-from kvactors.sdk_settings import gpu_of
 from kvactors.settings import Config
 from kvactors.system import System
 

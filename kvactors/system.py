@@ -24,7 +24,7 @@ import msgspec
 from kvactors.actor import ActorRef, Group, InFlight, RestartBudget, Supervisor
 from kvactors.actor.log import brief, get_logger
 from kvactors.actor.uncancelled import ended, uncancelled
-from kvactors.capacity import in_blocks
+from kvactors.capacity import in_blocks, quotas_of
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.data_plane.local import LocalPlane, make_local_plane
 from kvactors.data_plane.ranks.plane import RanksPlane, make_ranks_plane
@@ -47,7 +47,6 @@ from kvactors.opening import Opening
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.policy import Clock
 from kvactors.settings import Config, StorageConfig
-from kvactors.settings.load import quotas_of
 from kvactors.shutdown import QUIET, STOP, Shutdown
 from kvactors.storage.backends import Backend, object_bytes
 from kvactors.storage.shares import keep_quotas

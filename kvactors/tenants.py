@@ -15,10 +15,10 @@ from kvactors.arguments import (
     request_path,
     request_scope,
 )
+from kvactors.capacity import quota_in_blocks
 from kvactors.errors import ConfigError, StoreError, StoreUnsupported
 from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.messages import ChangeShares, Clear, SetQuota, Unpin
-from kvactors.settings.load import quota_in_blocks
 from kvactors.types import Tokens
 
 

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Any
 
+from kvactors.attention_sdk import gpu_of
 from kvactors.data_plane.base import DataPlane, Direction, EngineStreams, Progress, StatusChanged
 from kvactors.data_plane.engine import CopyEngine, InlineCopies, NoCopies, ThreadedCopies
 from kvactors.device.arena import Arena, bring_in
@@ -15,9 +16,8 @@ from kvactors.device.host import HostDevice
 from kvactors.errors import ConfigError, DeviceError, StoreError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
-from kvactors.sdk_settings import gpu_of
 from kvactors.settings import Config, DeviceConfig, HostConfig, StorageConfig
-from kvactors.settings.load import given_in
+from kvactors.settings.load import changed_in
 from kvactors.storage.backends import Backend, DeviceStore, make_backend, make_device_store
 
 # -- The device that a config describes.
@@ -230,7 +230,7 @@ def check_copy_settings(kind: str, config: HostConfig) -> None:
     Raises:
         ConfigError: names a setting that is given and has no use with this device.
     """
-    given = given_in(config, {})
+    given = changed_in(config)
     if not config.staging_bytes:
         given.discard("staging_bytes")  # none is what a device of the host has
     on_gpu = kind == "cuda"

@@ -32,8 +32,7 @@ from kvactors.scenario.serving import (
 )
 from kvactors.scenario.sweep import lru_rates
 from kvactors.scenario.trace import TraceRequest, check_range, read_trace, tokens_of
-from kvactors.settings import Config, convert
-from kvactors.settings.load import validate
+from kvactors.settings import Config
 from kvactors.threads import in_thread
 
 Progress = Callable[[Totals], None]
@@ -77,8 +76,7 @@ class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def from_mapping(cls, data: Any) -> ReplayConfig:
         """Check a mapping. Raises ConfigError with the reason."""
-        config = convert(data, cls)
-        validate(config, data)
+        config = super().from_mapping(data)
         for name in ("speed", "prefill_tokens_per_s", "decode_tokens_per_s", "patience"):
             if not 0 < getattr(config.replay, name) < math.inf:
                 raise ConfigError(

@@ -11,8 +11,7 @@ import msgspec
 
 from kvactors.errors import ConfigError
 from kvactors.scenario.report import Report, lookup
-from kvactors.settings import Config, convert
-from kvactors.settings.load import validate
+from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 from kvactors.testing.faults import Fault, Kind
 
@@ -274,8 +273,7 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def from_mapping(cls, data: Any) -> Scenario:
         """Check a mapping. Raises ConfigError with the reason."""
         data = {**data, "expect": flatten(data.get("expect", {}))}
-        scenario = convert(data, cls)
-        validate(scenario, data)
+        scenario = super().from_mapping(data)
         checks = (checks_of_workload, checks_of_parts, checks_of_fleet)
         for is_wrong, complaint in chain.from_iterable(check(scenario) for check in checks):
             if is_wrong:

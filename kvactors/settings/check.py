@@ -1,5 +1,5 @@
-"""Types of settings with their ranges. `ranges` enforces them, the JSON schema and the reference of
-the settings show them."""
+"""Types of settings with their ranges, and the walk that compares tables of settings with their
+types, finds every fault and builds the structs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import difflib
 import re
 import tomllib
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import get_type_hints as type_hints_of
 
 import msgspec
 from msgspec import Meta
 
 from kvactors.errors import ConfigError
+
+S = TypeVar("S")
+
+# -- types: the walk enforces the ranges, the JSON schema and the reference show them
 
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 """At least one: blocks, ranks, heads."""
@@ -55,19 +60,85 @@ Multiple = Annotated[float, Meta(ge=1, le=1 << 10)]
 SIZE_PATTERN = r"^\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[iI]?[bB]?\s*$"
 
 BlockSize = Count | Annotated[str, Meta(pattern=SIZE_PATTERN)]
-"""Blocks, or bytes as a text with a unit such as "8 GiB" (see `sizes`)."""
+"""Blocks, or bytes as a text with a unit such as "8 GiB" (see `in_bytes`)."""
 
 ByteSize = ByteCount | Annotated[str, Meta(pattern=SIZE_PATTERN)]
-"""Bytes, or a text such as "8 GiB" (see `sizes`)."""
+"""Bytes, or a text such as "8 GiB" (see `in_bytes`)."""
 
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
 
 
-# -- Sizes in bytes, or in blocks and bytes: a number, or a text with a unit. k, M, G and T are
-# powers of 1024, with or without an i: "8 GB", "8 GiB" and "8g" are the same size.
+# -- rules beside a setting, in its annotation (`load` applies them)
 
+
+class UsedIf(NamedTuple):
+    """A condition under which a setting has a use. Given without it, the setting is an error.
+
+    Attributes:
+        holds: the condition, of the whole config.
+        why: the reason in the error, a format of the config.
+        at_default: whether the setting counts as given if a file has it with its default value.
+    """
+
+    holds: Callable[[Any], object]
+    why: str
+    at_default: bool = True
+
+
+class InPlaceOf(NamedTuple):
+    """A size in bytes that is given in place of the setting with the same size in blocks."""
+
+    blocks: str
+
+
+class Variable(NamedTuple):
+    """An environment variable that fills a setting which the config leaves unset.
+
+    Attributes:
+        name: of the variable.
+        switch: the values that 0 and 1 stand for. None: the text or the number is the value.
+    """
+
+    name: str
+    switch: tuple[Any, Any] | None = None
+
+
+class Setting(NamedTuple):
+    """A field of a table.
+
+    Attributes:
+        hint: its type with its range.
+        marks: the rules beside it.
+        default: its default value, `msgspec.NODEFAULT` without one or with a factory.
+        required: whether a table must have it.
+    """
+
+    hint: Any
+    marks: tuple[Any, ...]
+    default: Any
+    required: bool
+
+
+@lru_cache
+def settings_of(table: type[msgspec.Struct]) -> dict[str, Setting]:
+    """The settings of a table by name."""
+    fields = {field.name: field for field in msgspec.structs.fields(table)}
+    found = {}
+    for name, hint in type_hints_of(table, include_extras=True).items():
+        field, marks = fields[name], ()
+        if get_origin(hint) is Annotated:
+            metas = hint.__metadata__
+            marks = tuple(one for one in metas if not isinstance(one, Meta))
+            ranges = tuple(one for one in metas if isinstance(one, Meta))
+            hint = Annotated[hint.__origin__, *ranges] if ranges else hint.__origin__
+        found[name] = Setting(hint, marks, field.default, field.required)
+    return found
+
+
+# -- sizes in bytes, or in blocks and bytes: a number, or a text with a unit
 
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+"""Powers of 1024, with or without an i: "8 GB", "8 GiB" and "8g" are the same size."""
 
 
 def in_bytes(size: int | str, name: str) -> int:
@@ -125,8 +196,7 @@ def human(size: float) -> str:
     return f"{size:.0f} B"
 
 
-# -- Reads files of settings: their size and their nesting are bounded.
-
+# -- files of settings: their size and their nesting are bounded
 
 SETTINGS_BYTES = 16 << 20
 """Bytes of a file of settings at most."""
@@ -174,11 +244,284 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     return data
 
 
-# -- Classes that a setting names by their module path.
-
+# -- the walk
 
 CLASS_KIND = "class"
 """Tag of the struct whose `class_path` names a class of another package."""
+
+
+def convert(data: Any, kind: type[S], where: str = "") -> S:
+    """Settings as `read` builds them.
+
+    Raises:
+        ConfigError: names the first fault, with the choices or the range, or the nearest name.
+    """
+    built, faults = read(data, kind, where)
+    if faults:
+        raise ConfigError(faults[0])
+    found: S = built
+    return found
+
+
+def read(data: Any, kind: Any, where: str = "") -> tuple[Any, list[str]]:
+    """Check every value of settings once, and build their structs.
+
+    Args:
+        data: a mapping, or a struct that was constructed, or a list of them.
+        kind: a struct, a union of tagged ones, or a tuple of either.
+        where: the table's name.
+
+    Returns:
+        The structs, which are whole if there is no fault, and every fault.
+    """
+    faults: list[str] = []
+    return _read(data, kind, where, faults), faults
+
+
+def _read(data: Any, kind: Any, where: str, faults: list[str]) -> Any:
+    """`read`, for a part of the settings. None for a part with faults."""
+    tables = structs_of(kind)
+    try:
+        if not tables:
+            return checked_value(where, data, kind)
+        if get_origin(kind) is tuple:
+            return _read_list(data, get_args(kind)[0], where, faults)
+        if isinstance(data, Mapping):
+            return _read_mapping(data, tables, where, faults)
+        if not isinstance(data, tables):
+            raise ConfigError(f"{where or 'the settings'} must be a table, not {data!r:.80}")
+    except ConfigError as error:
+        faults.append(str(error))
+        return None
+    changed: dict[str, Any] = {}
+    for name, setting in settings_of(type(data)).items():
+        if (value := getattr(data, name)) is not setting.default:
+            changed[name] = _read(value, setting.hint, f"{where}.{name}" if where else name, faults)
+    return data if faults else msgspec.structs.replace(data, **changed)
+
+
+def _read_list(data: Any, kind: Any, where: str, faults: list[str]) -> tuple[Any, ...]:
+    if not isinstance(data, list | tuple):
+        raise ConfigError(f"{where} must be a list of tables ([[{where}]]), not {data!r:.80}")
+    places = [f"{where}[{number}]" if len(data) > 1 else where for number in range(len(data))]
+    return tuple(_read(one, kind, place, faults) for one, place in zip(data, places, strict=True))
+
+
+def _read_mapping(
+    data: Mapping[str, Any],
+    tables: tuple[type[msgspec.Struct], ...],
+    where: str,
+    faults: list[str],
+) -> Any:
+    table, tag = tables[0], tables[0].__struct_config__.tag_field
+    if tag is not None:
+        by_tag = {str(one.__struct_config__.tag): one for one in tables}
+        known = ["package.module:Class" if one == CLASS_KIND else one for one in by_tag]
+        if tag not in data:
+            raise ConfigError(f"{where}.{tag} is missing: choose one of {', '.join(known)}")
+        kind = data[tag]
+        if CLASS_KIND in by_tag and isinstance(kind, str) and ":" in kind:
+            data, kind = {**data, "class_path": kind}, CLASS_KIND
+        if str(kind) not in by_tag:
+            raise ConfigError(unknown(f"{where}.{tag}", str(kind), known))
+        table = by_tag[str(kind)]
+    prefix = f"{where}." if where else ""
+    settings, values = settings_of(table), {}
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if key in settings:
+            values[key] = _read(value, settings[key].hint, name, faults)
+        elif key != tag:
+            text = unknown("key", str(key), list(settings))
+            faults.append(text.replace(repr(key), repr(name), 1))
+    missing = [name for name, one in settings.items() if one.required and name not in data]
+    faults += [f"{prefix}{name} is missing" for name in missing]
+    return None if faults else table(**values)
+
+
+def structs_of(kind: Any) -> tuple[type[msgspec.Struct], ...]:
+    """The structs of a type, none if it has other values too."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return (kind,)
+    if get_origin(kind) is tuple:
+        return structs_of(get_args(kind)[0])
+    found = [structs_of(inner) for inner in _parts(kind) if inner is not kind]
+    return tuple(one for structs in found for one in structs) if all(found) else ()
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Begin the text of a ConfigError with the place of the settings."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+# -- single values: type, range and choices
+
+LONGEST = 4096
+"""Characters in a text setting."""
+
+SHOWN = 80
+"""Characters of a wrong value in an error."""
+
+NEAR = 0.5
+"""Similarity of two names from which on one is suggested for the other."""
+
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def checked_value(name: str, value: Any, hint: Any) -> Any:
+    """A setting's value as its type has it.
+
+    Args:
+        name: the setting, as `table.name`.
+        value: its value.
+        hint: its type.
+
+    Raises:
+        ConfigError: it has another type, is out of range or none of the choices.
+    """
+    # The text is checked before its type: an error about a choice would contain all of it.
+    if isinstance(value, str):
+        _check_text(name, value)
+    try:
+        found = msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_mismatch(name, value, hint, error)) from None
+    if isinstance(found, str) and _is_size(hint):
+        in_bytes(found, name)
+    return found
+
+
+def _is_size(hint: Any) -> bool:
+    return any(meta.pattern == SIZE_PATTERN for meta in _ranges(hint))
+
+
+def _check_text(name: str, value: str) -> None:
+    if "\0" in value or len(value) > LONGEST:
+        raise ConfigError(
+            f"{name} must have no NUL character and at most {LONGEST} characters, not "
+            f"{value[:40]!r}"
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} is no text: {error}") from None
+
+
+def unknown(what: str, value: str, known: list[str]) -> str:
+    """An error about a name that is not one of those known, with the nearest one."""
+    near = difflib.get_close_matches(value, known, n=1, cutoff=NEAR)
+    hint = f". Did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {value[:SHOWN]!r}{hint}" + (
+        f" There are {', '.join(known)}" if near else f": there are {', '.join(known)}"
+    )
+
+
+def describe(hint: Any) -> str:
+    """The values that a type allows."""
+    parts = [part for part in _parts(hint) if part is not type(None)]
+    if _is_size(hint):
+        return 'a size: bytes, or a text such as "8 GiB"'
+    return " or ".join(_describe(part) for part in parts)
+
+
+def choices(hint: Any) -> tuple[str, ...]:
+    """The choices of a type, none if it has other values too."""
+    parts = [part for part in _parts(hint) if part is not type(None)]
+    if len(parts) == 1 and get_origin(parts[0]) is Literal:
+        return tuple(map(str, get_args(parts[0])))
+    return ()
+
+
+def bounds(hint: Any) -> str:
+    """The range of a type, empty if it has none."""
+    for meta in _ranges(hint):
+        if meta.gt is not None:
+            return f"above {meta.gt:g}, at most {_plain(meta.le)}"
+        if meta.ge is not None:
+            return f"{_plain(meta.ge)} to {_plain(meta.le)}"
+    return ""
+
+
+def _describe(part: Any) -> str:
+    if get_origin(part) is Annotated:
+        base = describe(get_args(part)[0])
+        return f"{base}, {span}" if (span := bounds(part)) else base
+    if get_origin(part) is Literal:
+        return "one of " + ", ".join(map(str, get_args(part)))
+    if get_origin(part) in (list, tuple):
+        return f"a list, each {describe(get_args(part)[0])}"
+    if (get_origin(part) or part) in (dict, Mapping) or structs_of(part):
+        return "a table"
+    return NAMES.get(part, "any value")
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _ranges(hint: Any) -> list[Meta]:
+    metas = [meta for part in _parts(hint) for meta in getattr(part, "__metadata__", ())]
+    return [meta for meta in metas if isinstance(meta, Meta)]
+
+
+def _mismatch(name: str, value: Any, hint: Any, error: Exception) -> str:
+    """A value of another type, out of range, or none of the choices."""
+    if (known := choices(hint)) and isinstance(value, str):
+        return unknown(name, value, list(known))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        for meta in _ranges(hint):
+            if bound := _exceeded(value, meta):
+                return f"{name} must be {bound}, not {value} (allowed: {bounds(hint)})"
+    shown, text = repr(value)[:SHOWN], describe(hint)
+    item_is_wrong = (isinstance(value, Mapping) and "a table" in text) or (
+        isinstance(value, list | tuple) and "a list" in text
+    )
+    if item_is_wrong or "any value" in text:
+        return f"{name}: {error}, namely {shown}"
+    return f"{name} must be {text}, not {shown}"
+
+
+def _exceeded(value: float, meta: Meta) -> str:
+    """The bound that a number exceeds, empty if there is none."""
+    if meta.gt is not None and not value > meta.gt:
+        return f"above {_plain(meta.gt)}"
+    if meta.ge is not None and not value >= meta.ge:
+        return f"at least {_plain(meta.ge)}"
+    return f"at most {_plain(meta.le)}" if meta.le is not None and not value <= meta.le else ""
+
+
+def _plain(number: float | None) -> str:
+    assert number is not None
+    return f"{number:.0f}" if number == int(number) else f"{number:g}"
+
+
+# -- addresses and classes of other packages
+
+LAST_PORT = 65_535
+
+
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """The host, without brackets, and the port of tcp://host:port.
+
+    Raises:
+        ValueError: with the reason, which continues the name of the setting.
+    """
+    host, _, port = endpoint.partition("://")[2].rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()):
+        raise ValueError(f"must be tcp://host:port with a number for the port, not {endpoint!r}")
+    if int(port) > LAST_PORT:
+        raise ValueError(f"must have a port of at most {LAST_PORT}, not {endpoint!r}")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if ":" in host and not bracketed:
+        raise ValueError(
+            f"must have an IPv6 address in brackets, as in tcp://[::1]:5557, not {endpoint!r}"
+        )
+    return host[1:-1] if bracketed else host, int(port)
 
 
 def class_at(
@@ -207,334 +550,3 @@ def class_at(
     if not (isinstance(found, type) and issubclass(found, base)):
         raise error(f"{setting} {path!r} is not a {base.__name__}")
     return found
-
-
-# -- Checks of single values: type, range and choices, as the annotations of settings have them.
-
-
-LONGEST = 4096
-"""Characters in a text setting."""
-
-SHOWN = 80
-"""Characters of a wrong value in an error."""
-
-NEAR = 0.5
-"""Similarity of two names from which on one is suggested for the other."""
-
-NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-
-
-@lru_cache
-def hints_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """The types of a struct's fields, with their ranges."""
-    return get_type_hints(struct, include_extras=True)
-
-
-def check_values(settings: msgspec.Struct, where: str = "") -> None:
-    """Raise ConfigError for the first value of a struct, nested structs included, that has
-    another type than its field or is out of range."""
-    for name, value in fields_of(settings):
-        full = f"{where}.{name}" if where else name
-        if isinstance(value, msgspec.Struct):
-            check_values(value, full)
-        elif isinstance(value, tuple) and any(isinstance(item, msgspec.Struct) for item in value):
-            for item in value:
-                check_values(item, full)
-        elif fault := value_fault(full, value, hints_of(type(settings))[name]):
-            raise ConfigError(fault)
-
-
-def fields_of(settings: msgspec.Struct) -> Iterator[tuple[str, Any]]:
-    """A struct's fields and their values."""
-    if not isinstance(settings, msgspec.Struct):
-        raise ConfigError(f"a table of settings was expected, not {settings!r}")
-    for name in settings.__struct_fields__:
-        yield name, getattr(settings, name)
-
-
-def value_fault(name: str, value: Any, hint: Any) -> str:
-    """The fault of a setting's value, empty if there is none.
-
-    Args:
-        name: the setting, as `table.name`.
-        value: its value.
-        hint: its type.
-    """
-    # The text is checked before its type: an error about a choice would contain all of it.
-    if isinstance(value, str) and (fault := _text_fault(name, value)):
-        return fault
-    try:
-        msgspec.convert(value, hint)
-    except msgspec.ValidationError as error:
-        return _mismatch(name, value, hint, error)
-    return ""
-
-
-def unknown(what: str, value: str, known: list[str]) -> str:
-    """An error about a name that is not one of those known, with the nearest one."""
-    near = difflib.get_close_matches(value, known, n=1, cutoff=NEAR)
-    hint = f". Did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {value[:SHOWN]!r}{hint}" + (
-        f" There are {', '.join(known)}" if near else f": there are {', '.join(known)}"
-    )
-
-
-def describe(hint: Any) -> str:
-    """The values that a type allows."""
-    parts = [part for part in _parts(hint) if part is not type(None)]
-    metas = [meta for part in parts for meta in _metas(part)]
-    if any(meta.pattern == SIZE_PATTERN for meta in metas):
-        return 'a size: bytes, or a text such as "8 GiB"'
-    return " or ".join(_describe(part) for part in parts)
-
-
-def choices(hint: Any) -> tuple[str, ...]:
-    """The choices of a type, none if it has other values too."""
-    parts = [part for part in _parts(hint) if part is not type(None)]
-    if len(parts) == 1 and get_origin(parts[0]) is Literal:
-        return tuple(map(str, get_args(parts[0])))
-    return ()
-
-
-def bounds(hint: Any) -> str:
-    """The range of a type, empty if it has none."""
-    for part in _parts(hint):
-        for meta in _metas(part):
-            if meta.gt is not None:
-                return f"above {meta.gt:g}, at most {_plain(meta.le)}"
-            if meta.ge is not None:
-                return f"{_plain(meta.ge)} to {_plain(meta.le)}"
-    return ""
-
-
-def _describe(part: Any) -> str:
-    if get_origin(part) is Annotated:
-        base = describe(get_args(part)[0])
-        return f"{base}, {span}" if (span := bounds(part)) else base
-    if get_origin(part) is Literal:
-        return "one of " + ", ".join(map(str, get_args(part)))
-    if get_origin(part) in (list, tuple):
-        return f"a list, each {describe(get_args(part)[0])}"
-    if (get_origin(part) or part) in (dict, Mapping) or _is_struct(part):
-        return "a table"
-    return NAMES.get(part, "any value")
-
-
-def _is_struct(part: Any) -> bool:
-    return isinstance(part, type) and issubclass(part, msgspec.Struct)
-
-
-def _parts(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type itself. A range around a union belongs to each."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return get_args(hint)
-    if get_origin(hint) is Annotated:
-        inner, *metas = get_args(hint)
-        if get_origin(inner) in (Union, types.UnionType):
-            return tuple(Annotated[part, *metas] for part in get_args(inner))
-    return (hint,)
-
-
-def _metas(part: Any) -> tuple[msgspec.Meta, ...]:
-    return tuple(m for m in getattr(part, "__metadata__", ()) if isinstance(m, msgspec.Meta))
-
-
-def _mismatch(name: str, value: Any, hint: Any, error: Exception) -> str:
-    """A value of another type, out of range, or none of the choices."""
-    if (known := choices(hint)) and isinstance(value, str):
-        return unknown(name, value, list(known))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and not _in_range(value, hint):
-        return _out_of_range(name, value, hint)
-    shown = repr(value)[:SHOWN]
-    text = describe(hint)
-    is_collection = isinstance(value, Mapping) and "a table" in text
-    if is_collection or (isinstance(value, list | tuple) and "a list" in text):
-        return f"{name}: {error}, namely {shown}"  # one of its items
-    if "any value" in text:
-        return f"{name}: {error}, namely {shown}"
-    return f"{name} must be {text}, not {shown}"
-
-
-def _in_range(value: float, hint: Any) -> bool:
-    for part in _parts(hint):
-        for meta in _metas(part):
-            if meta.gt is not None and not value > meta.gt:
-                return False
-            if meta.ge is not None and not value >= meta.ge:
-                return False
-            if meta.le is not None and not value <= meta.le:
-                return False
-    return True
-
-
-def _out_of_range(name: str, value: float, hint: Any) -> str:
-    meta = next(meta for part in _parts(hint) for meta in _metas(part))
-    if meta.gt is not None and not value > meta.gt:
-        text = f"above {_plain(meta.gt)}"
-    elif meta.ge is not None and not value >= meta.ge:
-        text = f"at least {_plain(meta.ge)}"
-    else:
-        text = f"at most {_plain(meta.le)}"
-    return f"{name} must be {text}, not {value} (allowed: {bounds(hint)})"
-
-
-def _plain(number: float | None) -> str:
-    assert number is not None
-    return f"{number:,.0f}".replace(",", "") if number == int(number) else f"{number:g}"
-
-
-def _text_fault(name: str, value: str) -> str:
-    if "\0" in value or len(value) > LONGEST:
-        return (
-            f"{name} must have no NUL character and at most {LONGEST} characters, not "
-            f"{value[:40]!r}"
-        )
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        return f"{name} is no text: {error}"
-    return ""
-
-
-# -- Finds every fault of a mapping of settings: unknown keys, missing ones, values of other types,
-# out of range or none of the choices.
-
-
-S = TypeVar("S", bound=msgspec.Struct)
-
-
-def faults(data: Any, kind: Any, where: str = "") -> Iterator[str]:
-    """The faults of settings.
-
-    Args:
-        data: the settings.
-        kind: a struct, a union of tagged ones, or a tuple of either.
-        where: the table's name.
-    """
-    kinds = list(structs_of(kind))
-    if isinstance(data, Mapping):
-        yield from _table_faults(data, kinds, where)
-    elif get_origin(kind) is not tuple:
-        yield f"{where or 'the settings'} must be a table, not {data!r:.80}"
-    elif not isinstance(data, list | tuple):
-        yield f"{where} must be a list of tables ([[{where}]]), not {data!r:.80}"
-    else:
-        for number, item in enumerate(data):
-            place = f"{where}[{number}]" if len(data) > 1 else where
-            yield from faults(item, get_args(kind)[0], place)
-
-
-def structs_of(kind: Any) -> Iterator[type[msgspec.Struct]]:
-    """The structs of a type."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        yield kind
-    for inner in () if get_origin(kind) is dict else get_args(kind):
-        yield from structs_of(inner)
-
-
-def with_class_paths(data: Any, kind: Any) -> Any:
-    """Data for `kind` with `with_class_path` applied to every table."""
-    kinds = list(structs_of(kind))
-    if isinstance(data, list | tuple):
-        return [with_class_paths(item, kind) for item in data]
-    if isinstance(data, Mapping):
-        data = with_class_path(data, kinds)
-    struct = struct_of(data, kinds) if isinstance(data, Mapping) else None
-    if struct is None:
-        return data
-    hints = hints_of(struct)
-    return {
-        key: with_class_paths(value, hints[key]) if key in hints else value
-        for key, value in data.items()
-    }
-
-
-def with_class_path(
-    data: Mapping[str, Any], kinds: list[type[msgspec.Struct]]
-) -> Mapping[str, Any]:
-    """A table whose kind is `package.module:Class`, as the struct of a union that holds such a
-    path. Other tables are returned as they are."""
-    tags = {kind.__struct_config__.tag for kind in kinds}
-    field = kinds[0].__struct_config__.tag_field if kinds else None
-    kind = None if field is None else data.get(field)
-    if CLASS_KIND not in tags or not isinstance(kind, str) or ":" not in kind:
-        return data
-    return {**data, str(field): CLASS_KIND, "class_path": kind}
-
-
-def struct_of(
-    data: Mapping[str, Any], kinds: list[type[msgspec.Struct]]
-) -> type[msgspec.Struct] | None:
-    """The struct of a union that the data's tag names, None if there is none."""
-    if not kinds:
-        return None
-    tag = kinds[0].__struct_config__.tag_field
-    if tag is None:
-        return kinds[0]
-    named = {kind.__struct_config__.tag: kind for kind in kinds}
-    value = data.get(tag)
-    return named.get(value) if isinstance(value, str) else None
-
-
-def _table_faults(
-    data: Mapping[str, Any], kinds: list[type[msgspec.Struct]], where: str
-) -> Iterator[str]:
-    struct = struct_of(data, kinds)
-    tag = kinds[0].__struct_config__.tag_field
-    if struct is None:
-        tags = [str(kind.__struct_config__.tag) for kind in kinds]
-        known = ["package.module:Class" if one == CLASS_KIND else one for one in tags]
-        if tag is None or tag not in data:
-            yield f"{where}.{tag} is missing: choose one of {', '.join(known)}"
-        else:
-            yield unknown(f"{where}.{tag}", str(data[tag]), known)
-        return
-    hints = hints_of(struct)
-    for key, value in data.items():
-        name = f"{where}.{key}" if where else str(key)
-        if key == tag:
-            continue
-        if key not in hints:
-            yield _unknown_key(name, str(key), list(hints))
-        elif any(structs_of(hints[key])):
-            yield from faults(value, hints[key], name)
-        elif fault := value_fault(name, value, hints[key]):
-            yield fault
-    for field in msgspec.structs.fields(struct):
-        if field.required and field.name not in data:
-            yield f"{where}.{field.name} is missing" if where else f"{field.name} is missing"
-
-
-def _unknown_key(name: str, key: str, known: list[str]) -> str:
-    return unknown("key", key, known).replace(repr(key), repr(name), 1)
-
-
-def convert(data: Mapping[str, Any], kind: type[S]) -> S:
-    """A mapping as a struct.
-
-    Raises:
-        ConfigError: names the first fault, with the choices or the range, or the nearest name.
-    """
-    data = with_class_paths(data, kind)
-    check_keys(data, kind, "")
-    try:
-        return msgspec.convert(data, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from error
-
-
-@contextmanager
-def located(where: str) -> Iterator[None]:
-    """Begin the text of a ConfigError with the place of the settings."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def check_keys(data: Any, kind: Any, where: str) -> None:
-    """Raise ConfigError for the first fault of data for `kind` (a struct, a union of tagged ones,
-    or a tuple of either)."""
-    for fault in faults(data, kind, where):
-        raise ConfigError(fault)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvactors.errors import ConfigError
-from kvactors.settings import LayoutConfig
-from kvactors.settings.check import read_settings
+from kvactors.settings.check import convert, located, read_settings
+from kvactors.settings.tables import LayoutConfig
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -74,10 +74,10 @@ def read_model(
 
 class _Reader:
     def __init__(self, where: str, data: Mapping[str, Any]) -> None:
-        self.where = where
         self.outer = data
         self.name = str((data.get("architectures") or [data.get("model_type") or "unknown"])[0])
-        self.data, self.prefix = _language_part(data)
+        self.data, part = _language_part(data)
+        self.place = f"{where} ({self.name}{part})"
         self.notes: list[str] = []
 
     def layout(self, dtype: str | None, tensor_parallel: int, extra_layers: int) -> ModelLayout:
@@ -109,10 +109,8 @@ class _Reader:
         )
 
     def _made(self, fields: dict[str, Any]) -> ModelLayout:
-        try:
-            layout = msgspec.convert(fields, LayoutConfig)
-        except msgspec.ValidationError as error:
-            raise self._fault(str(error)) from error
+        with located(self.place):
+            layout = convert(fields, LayoutConfig)
         return ModelLayout(self.name, layout, tuple(self.notes))
 
     def _latent(self, dtype: str | None) -> dict[str, Any]:
@@ -187,7 +185,7 @@ class _Reader:
         raise self._fault(f"{names[0]} is missing: is it the config.json of a language model?")
 
     def _fault(self, text: str) -> ConfigError:
-        return ConfigError(f"{self.where} ({self.name}{self.prefix}): {text}")
+        return ConfigError(f"{self.place}: {text}")
 
 
 def _language_part(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:

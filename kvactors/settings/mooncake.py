@@ -1,17 +1,31 @@
-"""Addresses of a Mooncake pool: its master, `host:port`, or `etcd://host:port;host:port` where etcd
-elects the master of several, and its metadata server."""
+"""Settings of a Mooncake store: from TOML, from the JSON file that MOONCAKE_CONFIG_PATH names, and
+from MOONCAKE_* variables, in this order of precedence. The addresses of a pool's servers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import ConfigError
-from kvactors.settings.check import ByteSize, Seconds, check_values, faults, in_bytes, read_settings
+from kvactors.settings.check import (
+    ByteSize,
+    Seconds,
+    Variable,
+    convert,
+    in_bytes,
+    read_settings,
+    settings_of,
+)
+
+log = get_logger()
+
+TABLE = "storage.mooncake"
+MASTER = f"{TABLE}.master_server_address"
+METADATA = f"{TABLE}.metadata_server"
 
 SCHEMES = ("etcd", "redis")
 """Services that elect masters. Mooncake's client takes the addresses as they are."""
@@ -19,18 +33,140 @@ SCHEMES = ("etcd", "redis")
 HANDSHAKE = "P2PHANDSHAKE"
 """In place of a metadata server: clients ask each other."""
 
-MASTER = "storage.mooncake.master_server_address"
-METADATA = "storage.mooncake.metadata_server"
+SYNONYMS = {"device_name": "rdma_devices", "master_server_addr": "master_server_address"}
+"""Names that sample files of Mooncake and FastDeploy use."""
 
 
-class Endpoint(NamedTuple):
+class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How a Mooncake pool is joined. Sizes may be written "4gb".
+
+    Attributes:
+        master_server_address: host:port of mooncake_master, or etcd://host:port;host:port where
+            etcd elects one of several masters.
+        metadata_server: P2PHANDSHAKE, http://host:port/metadata, or etcd://host:port;host:port.
+        local_hostname: by which other clients reach this one (this machine's address if empty).
+        global_segment_size: bytes of memory given to the pool (0: none).
+        local_buffer_size: bytes of staging.
+        protocol: of transfers.
+        rdma_devices: names, comma-separated. With several, rank r takes the r-th (round robin).
+        timeout_s: seconds a call may take before the client gives it up.
+        connect_timeout_s: seconds to join.
+        payload_checksums: whether objects are written with a checksum of their payload, and every
+            read verifies it. With false, changed bytes of a payload are served. Set the same value
+            on every node of a pool: nodes with true do not serve objects without a checksum.
+    """
+
+    master_server_address: Annotated[
+        str, Variable("MOONCAKE_MASTER_SERVER_ADDR"), Variable("MOONCAKE_MASTER_SERVER_ADDRESS")
+    ] = ""
+    metadata_server: Annotated[str, Variable("MOONCAKE_METADATA_SERVER")] = "P2PHANDSHAKE"
+    local_hostname: Annotated[str, Variable("MOONCAKE_LOCAL_HOSTNAME")] = ""
+    global_segment_size: Annotated[ByteSize, Variable("MOONCAKE_GLOBAL_SEGMENT_SIZE")] = 1 << 30
+    local_buffer_size: Annotated[ByteSize, Variable("MOONCAKE_LOCAL_BUFFER_SIZE")] = 128 << 20
+    protocol: Annotated[Literal["tcp", "rdma"], Variable("MOONCAKE_PROTOCOL")] = "tcp"
+    rdma_devices: Annotated[str, Variable("MOONCAKE_RDMA_DEVICES")] = ""
+    timeout_s: Seconds = 5.0
+    connect_timeout_s: Seconds = 15.0
+    payload_checksums: bool = True
+
+    def devices_of(self, rank: int) -> str:
+        """The RDMA device of a rank."""
+        names = [name.strip() for name in self.rdma_devices.split(",") if name.strip()]
+        return names[rank % len(names)] if names else ""
+
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot be."""
+        if not self.master_server_address:
+            raise ConfigError(
+                "storage.mooncake.master_server_address is missing (host:port of mooncake_master)"
+            )
+        endpoints(self.master_server_address)
+        metadata_endpoints(self.metadata_server)
+        if self.local_hostname == "localhost":
+            raise ConfigError(
+                "storage.mooncake.local_hostname must be an address that other nodes can reach, "
+                "not 'localhost'"
+            )
+
+
+def largest_registration(environ: Mapping[str, str]) -> int | None:
+    """Bytes of a memory registration at most (MC_MAX_MR_SIZE), None without a limit.
+
+    Raises:
+        ConfigError: the variable is no number of bytes.
+    """
+    text = environ.get("MC_MAX_MR_SIZE", "")
+    try:
+        size = int(text or "0", 0)
+    except ValueError:
+        size = -1
+    if size < 0:
+        raise ConfigError(f"MC_MAX_MR_SIZE must be a number of bytes, 0 for no limit, not {text!r}")
+    return size or None
+
+
+def resolve(config: MooncakeConfig, environ: Mapping[str, str]) -> MooncakeConfig:
+    """The settings, with values that TOML leaves at their defaults taken from the file and the
+    variables.
+
+    Raises:
+        ConfigError: a value cannot be, or the client's own buffer, which it registers in one piece
+            over RDMA, is larger than a registration may be.
+    """
+    found: dict[str, Any] = {
+        field: environ[variable.name]
+        for field, setting in settings_of(MooncakeConfig).items()
+        for variable in setting.marks
+        if environ.get(variable.name)
+    }
+    found |= _from_file(environ.get("MOONCAKE_CONFIG_PATH", ""))
+    defaults = MooncakeConfig()
+    chosen = {
+        name: value
+        for name, value in found.items()
+        if getattr(config, name) == getattr(defaults, name)
+    }
+    resolved = convert({**msgspec.to_builtins(config), **chosen}, MooncakeConfig, TABLE)
+    resolved.check()
+    largest = largest_registration(environ)
+    size = in_bytes(resolved.local_buffer_size, "local_buffer_size")
+    if resolved.protocol == "rdma" and largest is not None and size > largest:
+        raise ConfigError(
+            f"{TABLE}.local_buffer_size is {size} bytes, and MC_MAX_MR_SIZE allows registrations "
+            f"of {largest}"
+        )
+    return resolved
+
+
+def _from_file(path: str) -> dict[str, Any]:
+    if not path:
+        return {}
+    try:
+        data = msgspec.json.decode(read_settings(path))
+    except (OSError, ConfigError, msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path}: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path} must hold an object")
+    named = {SYNONYMS.get(str(name), str(name)): value for name, value in data.items()}
+    strange = sorted(set(named) - set(MooncakeConfig.__struct_fields__))
+    if strange:
+        log.warning("settings of a Mooncake file that mean nothing here", path=path, names=strange)
+    return {
+        name: value for name, value in named.items() if name in MooncakeConfig.__struct_fields__
+    }
+
+
+# -- addresses of servers
+
+
+class PoolServer(NamedTuple):
     """A server that can be connected to."""
 
     host: str
     port: int
 
 
-def endpoints(address: str) -> list[Endpoint]:
+def endpoints(address: str) -> list[PoolServer]:
     """The servers of an address: the master, or those that have the elected one's address.
 
     Raises:
@@ -46,7 +182,7 @@ def endpoints(address: str) -> list[Endpoint]:
     return [_endpoint(MASTER, address, text) for text in texts]
 
 
-def metadata_endpoints(server: str) -> Sequence[Endpoint]:
+def metadata_endpoints(server: str) -> Sequence[PoolServer]:
     """The metadata servers of a pool. Empty if its clients ask each other.
 
     Mooncake's client aborts the process for a scheme that it was built without (its packages have
@@ -75,157 +211,11 @@ def metadata_endpoints(server: str) -> Sequence[Endpoint]:
     return [_endpoint(METADATA, server, text) for text in rest.split(";")]
 
 
-def _endpoint(setting: str, address: str, text: str) -> Endpoint:
+def _endpoint(setting: str, address: str, text: str) -> PoolServer:
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{setting} {address!r}: {text!r} has no port (host:port)")
     if "/" in host or (":" in host and not bracketed):
         raise ConfigError(f"{setting} {address!r}: {host!r} is no host")
-    return Endpoint(host.strip("[]") or "127.0.0.1", int(port))
-
-
-# -- Settings of a Mooncake store: from TOML, from the JSON file that MOONCAKE_CONFIG_PATH names,
-# and from MOONCAKE_* variables, in this order of precedence.
-
-
-log = get_logger()
-
-VARIABLES = {
-    "MOONCAKE_LOCAL_HOSTNAME": "local_hostname",
-    "MOONCAKE_METADATA_SERVER": "metadata_server",
-    "MOONCAKE_GLOBAL_SEGMENT_SIZE": "global_segment_size",
-    "MOONCAKE_LOCAL_BUFFER_SIZE": "local_buffer_size",
-    "MOONCAKE_PROTOCOL": "protocol",
-    "MOONCAKE_RDMA_DEVICES": "rdma_devices",
-    "MOONCAKE_MASTER_SERVER_ADDR": "master_server_address",
-    "MOONCAKE_MASTER_SERVER_ADDRESS": "master_server_address",
-}
-SYNONYMS = {"device_name": "rdma_devices", "master_server_addr": "master_server_address"}
-"""Names that sample files of Mooncake and FastDeploy use."""
-
-
-class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How a Mooncake pool is joined. Sizes may be written "4gb".
-
-    Attributes:
-        master_server_address: host:port of mooncake_master, or etcd://host:port;host:port where
-            etcd elects one of several masters.
-        metadata_server: P2PHANDSHAKE, http://host:port/metadata, or etcd://host:port;host:port.
-        local_hostname: by which other clients reach this one (this machine's address if empty).
-        global_segment_size: bytes of memory given to the pool (0: none).
-        local_buffer_size: bytes of staging.
-        protocol: tcp or rdma.
-        rdma_devices: names, comma-separated. With several, rank r takes the r-th (round robin).
-        timeout_s: seconds a call may take before the client gives it up.
-        connect_timeout_s: seconds to join.
-        payload_checksums: whether objects are written with a checksum of their payload, and every
-            read verifies it. With false, changed bytes of a payload are served. Set the same value
-            on every node of a pool: nodes with true do not serve objects without a checksum.
-    """
-
-    master_server_address: str = ""
-    metadata_server: str = "P2PHANDSHAKE"
-    local_hostname: str = ""
-    global_segment_size: ByteSize = 1 << 30
-    local_buffer_size: ByteSize = 128 << 20
-    protocol: str = "tcp"
-    rdma_devices: str = ""
-    timeout_s: Seconds = 5.0
-    connect_timeout_s: Seconds = 15.0
-    payload_checksums: bool = True
-
-    def devices_of(self, rank: int) -> str:
-        """The RDMA device of a rank."""
-        names = [name.strip() for name in self.rdma_devices.split(",") if name.strip()]
-        return names[rank % len(names)] if names else ""
-
-    def check(self) -> None:
-        """Raise ConfigError for values that cannot be."""
-        if not self.master_server_address:
-            raise ConfigError(
-                "storage.mooncake.master_server_address is missing (host:port of mooncake_master)"
-            )
-        endpoints(self.master_server_address)
-        metadata_endpoints(self.metadata_server)
-        if self.local_hostname == "localhost":
-            raise ConfigError(
-                "storage.mooncake.local_hostname must be an address that other nodes can reach, "
-                "not 'localhost'"
-            )
-        if self.protocol not in ("tcp", "rdma"):
-            raise ConfigError(
-                f"storage.mooncake.protocol must be tcp or rdma, not {self.protocol!r}"
-            )
-        check_values(self, "storage.mooncake")
-
-
-def largest_registration(environ: Mapping[str, str]) -> int | None:
-    """Bytes of a memory registration at most (MC_MAX_MR_SIZE), None without a limit.
-
-    Raises:
-        ConfigError: the variable is no number of bytes.
-    """
-    text = environ.get("MC_MAX_MR_SIZE", "")
-    try:
-        size = int(text or "0", 0)
-    except ValueError:
-        size = -1
-    if size < 0:
-        raise ConfigError(f"MC_MAX_MR_SIZE must be a number of bytes, 0 for no limit, not {text!r}")
-    return size or None
-
-
-def _check_local_buffer(config: MooncakeConfig, environ: Mapping[str, str]) -> None:
-    """The client registers its own buffer in one piece, over RDMA only.
-
-    Raises:
-        ConfigError: it is larger than a registration may be.
-    """
-    largest = largest_registration(environ)
-    size = in_bytes(config.local_buffer_size, "local_buffer_size")
-    if config.protocol == "rdma" and largest is not None and size > largest:
-        raise ConfigError(
-            f"storage.mooncake.local_buffer_size is {size} bytes, and MC_MAX_MR_SIZE allows "
-            f"registrations of {largest}"
-        )
-
-
-def resolve(config: MooncakeConfig, environ: Mapping[str, str]) -> MooncakeConfig:
-    """The settings, with values that TOML leaves at their defaults taken from the file and the
-    variables. ConfigError."""
-    found: dict[str, Any] = {
-        field: environ[name] for name, field in VARIABLES.items() if environ.get(name)
-    }
-    found |= _from_file(environ.get("MOONCAKE_CONFIG_PATH", ""))
-    defaults = MooncakeConfig()
-    chosen = {
-        name: value
-        for name, value in found.items()
-        if getattr(config, name) == getattr(defaults, name)
-    }
-    merged = {**msgspec.to_builtins(config), **chosen}
-    for fault in faults(merged, MooncakeConfig, "storage.mooncake"):
-        raise ConfigError(fault)
-    resolved = msgspec.convert(merged, MooncakeConfig)
-    resolved.check()
-    _check_local_buffer(resolved, environ)
-    return resolved
-
-
-def _from_file(path: str) -> dict[str, Any]:
-    if not path:
-        return {}
-    try:
-        data = msgspec.json.decode(read_settings(path))
-    except (OSError, ConfigError, msgspec.DecodeError, RecursionError) as error:
-        raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path}: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path} must hold an object")
-    named = {SYNONYMS.get(str(name), str(name)): value for name, value in data.items()}
-    strange = sorted(set(named) - set(MooncakeConfig.__struct_fields__))
-    if strange:
-        log.warning("settings of a Mooncake file that mean nothing here", path=path, names=strange)
-    return {
-        name: value for name, value in named.items() if name in MooncakeConfig.__struct_fields__
-    }
+    return PoolServer(host.strip("[]") or "127.0.0.1", int(port))

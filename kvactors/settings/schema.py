@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvactors.settings import Config
-from kvactors.settings.check import hints_of, structs_of
+from kvactors.settings.check import settings_of, structs_of
 from kvactors.settings.sinks import ClassSinkConfig
 
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -61,8 +61,8 @@ def _tables() -> list[type[msgspec.Struct]]:
     found: dict[type[msgspec.Struct], None] = {Config: None}
     waiting: list[type[msgspec.Struct]] = [Config]
     while waiting:
-        for hint in hints_of(waiting.pop()).values():
-            for struct in structs_of(hint):
+        for setting in settings_of(waiting.pop()).values():
+            for struct in structs_of(setting.hint):
                 if struct not in found:
                     found[struct] = None
                     waiting.append(struct)

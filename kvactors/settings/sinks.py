@@ -1,9 +1,11 @@
-"""Parsing of ZMQ endpoints: validity, reachability from other machines, and equality."""
+"""Settings of the flush sinks, one struct for each value of `kind` in TOML, and of AttentionStore's
+SDK. The ZMQ endpoints of KV events."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from string import Formatter
 from typing import Annotated, Any, Literal, NamedTuple
@@ -22,119 +24,16 @@ from kvactors.settings.check import (
     Seconds,
     SecondsOrZero,
     SmallCount,
-    check_values,
+    UsedIf,
+    Variable,
+    host_and_port,
 )
-
-LAST_PORT = 65_535
-TRANSPORTS = ("tcp", "ipc", "inproc")
-
-
-class Endpoint(NamedTuple):
-    """host: without brackets. Of ipc and inproc the path or name. port: 0 lets the system choose,
-    -1 without tcp."""
-
-    transport: str
-    host: str
-    port: int = -1
-
-    @classmethod
-    def of(cls, text: str) -> Endpoint:
-        """Parse an endpoint. Raises ValueError with the reason."""
-        transport, mark, rest = text.partition("://")
-        if not mark or transport not in TRANSPORTS:
-            raise ValueError(f"must begin with tcp://, ipc:// or inproc://, not {text!r}")
-        if transport != "tcp":
-            if not rest or "\0" in rest:
-                raise ValueError(
-                    f"must have a {'path' if transport == 'ipc' else 'name'} after {transport}://, "
-                    f"not {text!r}"
-                )
-            return cls(transport, rest)
-        host, mark, port = rest.rpartition(":")
-        if not mark or not host or not (port.isascii() and port.isdigit()):
-            raise ValueError(f"must be tcp://host:port with a number for the port, not {text!r}")
-        if int(port) > LAST_PORT:
-            raise ValueError(f"must have a port of at most {LAST_PORT}, not {text!r}")
-        bracketed = host.startswith("[") and host.endswith("]")
-        if ":" in host and not bracketed:
-            raise ValueError(
-                f"must have an IPv6 address in brackets, as in tcp://[::1]:5557, not {text!r}"
-            )
-        return cls(transport, host[1:-1] if bracketed else host, int(port))
-
-    @property
-    def any_host(self) -> bool:
-        """Whether it stands for every interface of this machine."""
-        address = self._address
-        return self.transport == "tcp" and (
-            self.host == "*" or (address is not None and address.is_unspecified)
-        )
-
-    @property
-    def _address(self) -> IPv4Address | IPv6Address | None:
-        """The host as an address, in any notation. None for a name. An IPv4 address in IPv6
-        notation is returned as IPv4."""
-        try:
-            address = ip_address(self.host)
-        except ValueError:
-            return None
-        mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-        return mapped or address
-
-    @property
-    def ipv6(self) -> bool:
-        """Whether its address is one of IPv6."""
-        return self.transport == "tcp" and ":" in self.host
-
-    @property
-    def own(self) -> bool:
-        """Whether a publisher listens there (this machine's addresses, ipc, inproc) rather than
-        connecting to it."""
-        address = self._address
-        named = self.host == "localhost" or self.host.startswith(
-            "127."
-        )  # also in short forms, as 127.1
-        return (
-            self.transport != "tcp"
-            or self.any_host
-            or named
-            or (address is not None and address.is_loopback)
-        )
-
-    def clashes(self, other: Endpoint) -> bool:
-        """Whether two sockets cannot both listen there."""
-        if self.transport != other.transport:
-            return False
-        if self.transport != "tcp":
-            return self.host == other.host
-        same_host = self.host == other.host or self.any_host or other.any_host
-        return self.port == other.port != 0 and same_host
-
-
-def of_rank(text: str, dp_rank: int) -> str:
-    """The endpoint of a data-parallel rank: a tcp port is raised by it, other names get a suffix.
-    ValueError for a port that is too high."""
-    if not text or not dp_rank:
-        return text
-    endpoint = Endpoint.of(text)
-    if endpoint.transport != "tcp":
-        return f"{text}_dp{dp_rank}"
-    if not endpoint.port:
-        return text
-    raised = f"{text.rpartition(':')[0]}:{endpoint.port + dp_rank}"
-    Endpoint.of(raised)
-    return raised
-
-
-# -- Settings of the flush sinks, one struct for each value of `kind` in TOML.
-
 
 TOPIC_FIELDS = ("model", "host", "dp_rank")
 """Names that a topic may contain in braces."""
 
-LEAST_RESYNC = 0.1
-MAX_RESYNC = 1e9
-"""Limits of the seconds between two resyncs."""
+LEAST_RESYNC_S = 0.1
+"""Seconds between two resyncs at least."""
 
 MAX_HIGH_WATER_MARK = (1 << 31) - 1
 """ZMQ's socket option is a C int."""
@@ -174,17 +73,22 @@ class SinkConfig(
         return self.name or self.kind
 
     def check(self) -> None:
-        """Raise ConfigError for an invalid value."""
-        check_values(self, f"flush.sinks {self.label!r}")
+        """Raise ConfigError for values that do not go together."""
+        for fault in self.faults():
+            raise ConfigError(fault)
+
+    def faults(self) -> Iterator[str]:
+        """Values that do not go together."""
+        for fault in self._faults():
+            yield f"flush.sinks {self.label!r}: {fault}"
+
+    def _faults(self) -> Iterator[str]:
         if not self.tiers:
-            raise ConfigError(f"flush.sinks {self.label!r}: tiers must name at least one tier")
-        if not (
-            self.resync_interval_s == 0 or LEAST_RESYNC <= self.resync_interval_s <= MAX_RESYNC
-        ):
-            raise ConfigError(
-                f"flush.sinks {self.label!r}: resync_interval_s must be 0 (never) or from "
-                f"{LEAST_RESYNC} to {MAX_RESYNC:.0f} seconds, "
-                f"not {self.resync_interval_s}"
+            yield "tiers must name at least one tier"
+        if self.resync_interval_s and self.resync_interval_s < LEAST_RESYNC_S:
+            yield (
+                f"resync_interval_s must be 0 (never) or at least {LEAST_RESYNC_S} seconds, not "
+                f"{self.resync_interval_s}"
             )
 
 
@@ -201,11 +105,10 @@ class JsonLinesSinkConfig(SinkConfig, frozen=True, tag="jsonl"):
 
     path: str = ""
 
-    def check(self) -> None:
-        """See `SinkConfig.check`."""
-        super().check()
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
         if not self.path:
-            raise ConfigError(f"flush.sinks {self.label!r}: path is missing")
+            yield "path is missing"
 
 
 class ClassSinkConfig(SinkConfig, frozen=True, tag=CLASS_KIND):
@@ -225,14 +128,11 @@ class ClassSinkConfig(SinkConfig, frozen=True, tag=CLASS_KIND):
         """The sink's name."""
         return self.name or self.class_path.rpartition(":")[2]
 
-    def check(self) -> None:
-        """See `SinkConfig.check`."""
-        super().check()
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
         module, _, name = self.class_path.partition(":")
         if not (module and name):
-            raise ConfigError(
-                f"flush.sinks: class_path {self.class_path!r} must be package.module:Class"
-            )
+            yield f"class_path {self.class_path!r} must be package.module:Class"
 
 
 class AttentionStoreSinkConfig(SinkConfig, frozen=True, tag="attention_store"):
@@ -253,14 +153,10 @@ class AttentionStoreSinkConfig(SinkConfig, frozen=True, tag="attention_store"):
     announce: Literal["difference", "full"] = "difference"
     journal: str = ""
 
-    def check(self) -> None:
-        """See `SinkConfig.check`."""
-        super().check()
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
         if self.granularity != "node":
-            raise ConfigError(
-                f"flush.sinks {self.label!r}: AttentionStore's index has no tiers: granularity "
-                "must be 'node'"
-            )
+            yield "AttentionStore's index has no tiers: granularity must be 'node'"
 
 
 class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
@@ -325,42 +221,37 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     detail_endpoint: str = ""
     snapshot_interval_s: SecondsOrZero = 0.0
 
-    def check(self) -> None:
-        """See `SinkConfig.check`."""
-        super().check()
-        where = f"flush.sinks {self.label!r}"
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
         if self.granularity != "per_tier":
-            raise ConfigError(
-                f"{where}: KV events are sent for each tier: granularity must be 'per_tier'"
-            )
-        self.endpoints()
+            yield "KV events are sent for each tier: granularity must be 'per_tier'"
+        try:
+            self.endpoints()
+        except ValueError as error:
+            yield str(error)
         for name in ("topic", "detail_topic"):
-            _check_topic(where, name, getattr(self, name))
+            yield from _topic_faults(name, getattr(self, name))
         if self.arrays_for != "vllm" and self.dialect != "array":
-            raise ConfigError(
-                f"{where}: arrays_for is for dialect 'array' only: maps carry salts and media for "
-                "every reader"
+            yield (
+                "arrays_for is for dialect 'array' only: maps carry salts and media for every "
+                "reader"
             )
         if self.maps_for != "all" and self.dialect != "map":
-            raise ConfigError(f"{where}: maps_for is for dialect 'map' only: see arrays_for")
+            yield "maps_for is for dialect 'map' only: see arrays_for"
         if (self.detail_endpoint or self.snapshot_interval_s) and not self.detail_topic:
-            raise ConfigError(
-                f"{where}: detail_endpoint and snapshot_interval_s need a detail_topic"
-            )
-        self._check_details()
+            yield "detail_endpoint and snapshot_interval_s need a detail_topic"
+        yield from self._detail_faults()
 
-    def _check_details(self) -> None:
-        where = f"flush.sinks {self.label!r}"
+    def _detail_faults(self) -> Iterator[str]:
         if (
             self.detail_topic
             and not self.detail_endpoint
             and self.detail_topic.startswith(self.topic)
         ):
-            raise ConfigError(
-                f"{where}: a reader of topic {self.topic!r} would get {self.detail_topic!r} as "
-                "well, and it may not bear that: give the "
-                "details a topic that does not begin like the events', or a detail_endpoint of "
-                "their own"
+            yield (
+                f"a reader of topic {self.topic!r} would get {self.detail_topic!r} as well, and it "
+                "may not bear that: give the details a topic that does not begin like the events', "
+                "or a detail_endpoint of their own"
             )
 
     def for_model(self, model: str) -> KvEventsSinkConfig:
@@ -369,12 +260,16 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         values = {"model": model, "host": socket.gethostname(), "dp_rank": self.dp_rank}
         topics = {name: getattr(self, name).format(**values) for name in ("topic", "detail_topic")}
         resolved = msgspec.structs.replace(self, **topics)
-        resolved._check_details()
+        for fault in resolved._detail_faults():
+            raise ConfigError(f"flush.sinks {self.label!r}: {fault}")
         return resolved
 
     def endpoints(self) -> dict[str, Endpoint]:
-        """The endpoints of this rank, by setting. ConfigError for one that cannot be, or for two
-        that are the same."""
+        """The endpoints of this rank, by setting.
+
+        Raises:
+            ValueError: one cannot be, or two are the same.
+        """
         found: dict[str, Endpoint] = {}
         for name in ("endpoint", "replay_endpoint", "detail_endpoint"):
             text = getattr(self, name)
@@ -383,46 +278,42 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
             try:
                 one = Endpoint.of(of_rank(text, self.dp_rank))
             except ValueError as error:
-                raise ConfigError(f"flush.sinks {self.label!r}: {name} {error}") from None
+                raise ValueError(f"{name} {error}") from None
             for other, taken in found.items():
                 if one.clashes(taken):
-                    raise ConfigError(
-                        f"flush.sinks {self.label!r}: {name} {text!r} is taken by {other}"
-                    )
+                    raise ValueError(f"{name} {text!r} is taken by {other}")
             found[name] = one
         return found
 
 
-def _check_topic(where: str, name: str, topic: str) -> None:
-    """Raise ConfigError for a topic with unknown names in braces."""
+def _topic_faults(name: str, topic: str) -> Iterator[str]:
+    """Unknown names in braces."""
     try:
         parts = list(Formatter().parse(topic))
     except ValueError as error:
-        raise ConfigError(
-            f"{where}: {name} {topic!r}: {error} (a brace itself is written twice)"
-        ) from None
+        yield f"{name} {topic!r}: {error} (a brace itself is written twice)"
+        return
     for _, field, form, conversion in parts:
         if field is not None and (field not in TOPIC_FIELDS or form or conversion):
             known = ", ".join(f"{{{known}}}" for known in TOPIC_FIELDS)
-            raise ConfigError(f"{where}: {name} {topic!r}: there are {known}, and no other field")
+            yield f"{name} {topic!r}: there are {known}, and no other field"
 
 
-def check_sinks(sinks: Sequence[SinkConfig]) -> None:
-    """Raise ConfigError for invalid sinks, alone or in combination."""
-    names = [sink.label for sink in sinks]
-    if len(set(names)) != len(names):
-        raise ConfigError("flush.sinks need different names")
-    for sink in sinks:
-        sink.check()
+def sink_faults(sinks: Sequence[SinkConfig]) -> Iterator[str]:
+    """What is wrong with sinks, alone or in combination."""
+    if len({sink.label for sink in sinks}) < len(sinks):
+        yield "flush.sinks need different names"
     taken: dict[Endpoint, str] = {}
     for sink in sinks:
-        ours = sink.endpoints() if isinstance(sink, KvEventsSinkConfig) else {}
+        yield from sink.faults()
+        ours: dict[str, Endpoint] = {}
+        if isinstance(sink, KvEventsSinkConfig):
+            with suppress(ValueError):  # among the faults of the sink
+                ours = sink.endpoints()
         for one in ours.values():
             for other, owner in taken.items():
                 if owner != sink.label and one.own and one.clashes(other):
-                    raise ConfigError(
-                        f"flush.sinks {sink.label!r} and {owner!r} have the same endpoint"
-                    )
+                    yield f"flush.sinks {sink.label!r} and {owner!r} have the same endpoint"
         taken |= dict.fromkeys(ours.values(), sink.label)
 
 
@@ -433,6 +324,16 @@ AnySinkConfig = (
     | KvEventsSinkConfig
     | ClassSinkConfig
 )
+
+
+def _uses_sdk(config: Any) -> bool:
+    sinks = any(sink.kind == "attention_store" for sink in config.flush.sinks)
+    return sinks or config.storage.backend == "attention_store"
+
+
+SDK_USED = UsedIf(_uses_sdk, "without a sink or a storage back end of that kind")
+NAME_USED = UsedIf(lambda config: _uses_sdk(config) or not config.cache.model, SDK_USED.why)
+"""Without `cache.model`, the namespace and the version of AttentionStore name the model."""
 
 NAMESPACE, POD_NAME, MODEL_VERSION = "default_ns", "default_pod", "v0"
 """Names that AttentionStore's SDK is given where none is set, as FastDeploy passes them."""
@@ -466,9 +367,9 @@ class AttentionStoreConfig(
     """
 
     sdk: str = "attentionstore_sdk"
-    namespace: str = ""
-    pod_name: str = ""
-    model_version: str = ""
+    namespace: Annotated[str, Variable("AS_NAMESPACE"), NAME_USED] = ""
+    pod_name: Annotated[str, Variable("AS_POD_NAME")] = ""
+    model_version: Annotated[str, Variable("AS_MODEL_VERSION"), NAME_USED] = ""
     shard_id: Number | None = None
     shard_num: Count | None = None
     layer_num: Number = 0
@@ -476,38 +377,126 @@ class AttentionStoreConfig(
     device_id: DeviceNumber | None = None
     dp_id: Number = 0
     splitwise_role: str = "mixed"
-    role_suffix: bool | None = None
+    role_suffix: Annotated[bool | None, Variable("ENABLE_EP_DP_IN_FD", (False, True))] = None
     platform: Literal["cuda", "other"] | None = None
     ready_timeout_s: Seconds = 300.0
     ready_interval_s: Seconds = 5.0
-    write_slice_blocks: Count | None = None
-    write_slice_timeout_s: Seconds | None = None
-    write_total_timeout_s: SecondsOrZero | None = None
+    write_slice_blocks: Annotated[Count | None, Variable("AS_WRITE_SLICE_BLOCK_NUM")] = None
+    write_slice_timeout_s: Annotated[Seconds | None, Variable("AS_WRITE_SLICE_TIMEOUT")] = None
+    write_total_timeout_s: Annotated[SecondsOrZero | None, Variable("AS_WRITE_TOTAL_TIMEOUT")] = (
+        None
+    )
 
-    def check(self, tensor_parallel: int, ranks: int) -> None:
-        """Check the values, alone and with the ranks.
+    def faults(self, tensor_parallel: int, ranks: int) -> Iterator[str]:
+        """Numbers of shards that contradict the ranks.
 
         Args:
             tensor_parallel: of the layout.
             ranks: `ranks.count`.
-
-        Raises:
-            ConfigError: a value is invalid.
         """
         if ranks > 1 and self.shard_id is not None:
-            raise ConfigError(
+            yield (
                 f"attention_store.shard_id must be left out with ranks.count {ranks}: the leader "
                 "and each rank have one shard each"
             )
         shards = max(ranks, tensor_parallel)
         if shards > 1 and self.shard_num not in (None, shards):
-            raise ConfigError(
+            yield (
                 f"attention_store.shard_num is {self.shard_num}, and there are {shards} ranks "
-                "(ranks.count, layout.tensor_parallel): "
-                "leave it out, or make them agree"
+                "(ranks.count, layout.tensor_parallel): leave it out, or make them agree"
             )
-        shard_num = shards if self.shard_num is None else self.shard_num
-        if not 0 <= (self.shard_id or 0) < shard_num:
-            raise ConfigError(
-                f"attention_store.shard_id must be in 0..{shard_num - 1}, not {self.shard_id}"
-            )
+        shard_num = self.shard_num or shards
+        if (self.shard_id or 0) >= shard_num:
+            yield f"attention_store.shard_id must be in 0..{shard_num - 1}, not {self.shard_id}"
+
+
+# -- ZMQ endpoints: validity, reachability from other machines, and equality
+
+TRANSPORTS = ("tcp", "ipc", "inproc")
+
+
+class Endpoint(NamedTuple):
+    """host: without brackets. Of ipc and inproc the path or name. port: 0 lets the system choose,
+    -1 without tcp."""
+
+    transport: str
+    host: str
+    port: int = -1
+
+    @classmethod
+    def of(cls, text: str) -> Endpoint:
+        """Parse an endpoint. Raises ValueError with the reason."""
+        transport, mark, rest = text.partition("://")
+        if not mark or transport not in TRANSPORTS:
+            raise ValueError(f"must begin with tcp://, ipc:// or inproc://, not {text!r}")
+        if transport != "tcp":
+            if not rest or "\0" in rest:
+                raise ValueError(
+                    f"must have a {'path' if transport == 'ipc' else 'name'} after {transport}://, "
+                    f"not {text!r}"
+                )
+            return cls(transport, rest)
+        return cls(transport, *host_and_port(text))
+
+    @property
+    def any_host(self) -> bool:
+        """Whether it stands for every interface of this machine."""
+        address = self._address
+        return self.transport == "tcp" and (
+            self.host == "*" or (address is not None and address.is_unspecified)
+        )
+
+    @property
+    def _address(self) -> IPv4Address | IPv6Address | None:
+        """The host as an address, in any notation. None for a name. An IPv4 address in IPv6
+        notation is returned as IPv4."""
+        try:
+            address = ip_address(self.host)
+        except ValueError:
+            return None
+        mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+        return mapped or address
+
+    @property
+    def ipv6(self) -> bool:
+        """Whether its address is one of IPv6."""
+        return self.transport == "tcp" and ":" in self.host
+
+    @property
+    def own(self) -> bool:
+        """Whether a publisher listens there (this machine's addresses, ipc, inproc) rather than
+        connecting to it."""
+        address = self._address
+        named = self.host == "localhost" or self.host.startswith(
+            "127."
+        )  # also in short forms, as 127.1
+        return (
+            self.transport != "tcp"
+            or self.any_host
+            or named
+            or (address is not None and address.is_loopback)
+        )
+
+    def clashes(self, other: Endpoint) -> bool:
+        """Whether two sockets cannot both listen there."""
+        if self.transport != other.transport:
+            return False
+        if self.transport != "tcp":
+            return self.host == other.host
+        same_host = self.host == other.host or self.any_host or other.any_host
+        return self.port == other.port != 0 and same_host
+
+
+def of_rank(text: str, dp_rank: int) -> str:
+    """The endpoint of a data-parallel rank: a tcp port is raised by it, other names get a suffix.
+    ValueError for a port that is too high."""
+    if not text or not dp_rank:
+        return text
+    endpoint = Endpoint.of(text)
+    if endpoint.transport != "tcp":
+        return f"{text}_dp{dp_rank}"
+    if not endpoint.port:
+        return text
+    raised = f"{text.rpartition(':')[0]}:{endpoint.port + dp_rank}"
+    Endpoint.of(raised)
+    return raised

@@ -1,13 +1,17 @@
 """The tables of the settings, as frozen structs. Times are in seconds.
 
 A size is a number of blocks, or in the setting whose name ends in `_bytes` a number of bytes or a
-text with a unit ("8 GiB", see `sizes`). For device and host one of the two is given. The sizes are
-those of one rank.
+text with a unit ("8 GiB", see `in_bytes`). For device and host one of the two is given. The sizes
+are those of one rank.
+
+A setting has its rules beside it: its range, the configs in which it has a use, the setting whose
+place it takes, and the variables that fill it. A new one is a line here and an entry of
+`Attributes`, from which `python -m tests.docs.generators` writes the reference.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -20,6 +24,7 @@ from kvactors.settings.check import (
     Depth,
     DeviceNumber,
     Dimension,
+    InPlaceOf,
     LayerCount,
     Multiple,
     Number,
@@ -31,11 +36,52 @@ from kvactors.settings.check import (
     SmallCount,
     SmallNumber,
     Threads,
+    UsedIf,
+    Variable,
     WritePolicy,
 )
 from kvactors.settings.mooncake import MooncakeConfig
-from kvactors.settings.ranks import RanksConfig
-from kvactors.settings.sinks import AnySinkConfig, AttentionStoreConfig
+from kvactors.settings.sinks import AnySinkConfig
+
+LAYOUTS = ("gqa", "mla", "dsa")
+BACKENDS = ("none", "memory", "file", "mooncake", "attention_store")
+"""Kinds of `[layout]` and `[storage]`. One of another package may use every setting."""
+
+
+def _of_device(kind: str) -> UsedIf:
+    return UsedIf(lambda c: c.device.kind == kind, "with device.kind {0.device.kind!r}")
+
+
+def _of_layout(*kinds: str) -> UsedIf:
+    return UsedIf(
+        lambda c: c.layout.kind in kinds or c.layout.kind not in LAYOUTS,
+        "with layout.kind {0.layout.kind!r}",
+    )
+
+
+def _of_store(*backends: str) -> UsedIf:
+    return UsedIf(
+        lambda c: c.storage.backend in backends or c.storage.backend not in BACKENDS,
+        "with storage.backend {0.storage.backend!r}",
+    )
+
+
+_WITH_HOST = UsedIf(
+    lambda c: c.host.slots or c.host.capacity_bytes is not None,
+    "without a host tier (host.slots = 0)",
+    at_default=False,  # watermarks of 0 are off
+)
+_STAGED = UsedIf(lambda c: c.host.staging_bytes, "with host.staging_bytes = 0")
+_QUANTIZED = UsedIf(
+    lambda c: c.layout.quantization != "none" or c.layout.kind not in LAYOUTS,
+    "without layout.quantization",
+)
+_EXTRA = UsedIf(
+    lambda c: c.layout.extra_layers or c.layout.kind not in LAYOUTS, "without layout.extra_layers"
+)
+_HEADS, _LATENT, _INDEXED = _of_layout("gqa"), _of_layout("mla", "dsa"), _of_layout("dsa")
+_BY_SLOTS = _of_store("none", "memory", "file", "mooncake")
+_BOUNDED, _FILE = _of_store("memory", "file"), _of_store("file")
 
 ROUNDING = 1e-5
 """A share of blocks that differs from a whole number by less counts as that number."""
@@ -102,7 +148,7 @@ class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     """
 
     block_size: BlockTokens = 64
-    model: str = ""
+    model: Annotated[str, Variable("KVACTORS_MODEL")] = ""
     namespace: str = "default"
     recompute_last_token: bool = True
     split_media: bool = False
@@ -129,10 +175,10 @@ class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     """
 
     kind: Literal["host", "paddle", "cuda"] = "host"
-    place: str = "cpu"
-    ordinal: DeviceNumber = 0
+    place: Annotated[str, _of_device("paddle")] = "cpu"
+    ordinal: Annotated[DeviceNumber, _of_device("cuda")] = 0
     num_blocks: Number = 1024
-    capacity_bytes: ByteSize | None = None
+    capacity_bytes: Annotated[ByteSize | None, InPlaceOf("num_blocks")] = None
     low_watermark: Share = 0.0
     high_watermark: Share = 0.0
     layerwise: bool = False
@@ -179,19 +225,25 @@ class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
     kind: str = "gqa"
     num_layers: Dimension = 4
-    num_kv_heads: Dimension = 2
-    head_dim: Dimension = 32
-    dtype: Literal["float32", "float16", "bfloat16", "uint8", "int8"] = "float16"
-    quantization: Literal["none", "block_wise_fp8"] = "none"
-    scale_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    kv_lora_rank: SmallCount = 512
-    qk_rope_head_dim: Dimension = 64
-    index_head_dim: Dimension = 128
+    num_kv_heads: Annotated[Dimension, _HEADS] = 2
+    head_dim: Annotated[Dimension, _HEADS] = 32
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16", "uint8", "int8"], _of_layout("gqa", "mla")
+    ] = "float16"
+    quantization: Annotated[Literal["none", "block_wise_fp8"], _HEADS] = "none"
+    scale_dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"],
+        _HEADS,
+        _QUANTIZED,
+    ] = "float32"
+    kv_lora_rank: Annotated[SmallCount, _LATENT] = 512
+    qk_rope_head_dim: Annotated[Dimension, _LATENT] = 64
+    index_head_dim: Annotated[Dimension, _INDEXED] = 128
     layer_offset: LayerCount = 0
     extra_layers: LayerCount = 0
-    extra_block_ratio: Multiple = 1.0
+    extra_block_ratio: Annotated[Multiple, _EXTRA] = 1.0
     tensor_parallel: RankCount = 1
-    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    options: Annotated[dict[str, Any], _of_layout()] = msgspec.field(default_factory=dict)
 
 
 class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -224,19 +276,19 @@ class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     """
 
     slots: Number = 0
-    capacity_bytes: ByteSize | None = None
+    capacity_bytes: Annotated[ByteSize | None, InPlaceOf("slots")] = None
     transit_slots: Count = 256
-    transit_bytes: ByteSize | None = None
+    transit_bytes: Annotated[ByteSize | None, InPlaceOf("transit_slots")] = None
     mode: Literal["exclusive", "inclusive"] = "exclusive"
     policy: Literal["lru", "retain"] | None = None
-    low_watermark: Share = 0.0
-    high_watermark: Share = 0.0
+    low_watermark: Annotated[Share, _WITH_HOST] = 0.0
+    high_watermark: Annotated[Share, _WITH_HOST] = 0.0
     pinned: bool = False
     numa_node: DeviceNumber | None = None
     copy_threads: Threads = 1
     dma_min_bytes: ByteCount | None = None
     staging_bytes: ByteCount = 16 << 20
-    staging_min_bytes: ByteCount | None = None
+    staging_min_bytes: Annotated[ByteCount | None, _STAGED] = None
     merge_min_blocks: Several | None = None
 
     def policy_below(self, device: DeviceConfig) -> Literal["lru", "retain"]:
@@ -304,30 +356,30 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     """
 
     backend: str = "none"
-    directory: str = ""
-    capacity_blocks: ObjectCount | None = None
-    namespace: str = "default"
-    rank: Number = 0
-    ranks: Count = 1
-    capacity_bytes: ByteSize | None = None
-    free_space_floor: ByteSize = "64MB"
-    durability: Literal["written", "synced"] = "written"
-    read_only: bool = False
-    io_depth: Depth = 16
-    io_write_depth: Depth | None = None
-    exclusive: bool = False
-    keep_tokens: bool = True
-    scrub_rate: ByteSize = 0
+    directory: Annotated[str, Variable("FILE_BACKEND_STORAGE_DIR"), _FILE] = ""
+    capacity_blocks: Annotated[ObjectCount | None, _BOUNDED] = None
+    namespace: Annotated[str, _BY_SLOTS] = "default"
+    rank: Annotated[Number, _BY_SLOTS] = 0
+    ranks: Annotated[Count, _BY_SLOTS] = 1
+    capacity_bytes: Annotated[ByteSize | None, _BOUNDED] = None
+    free_space_floor: Annotated[ByteSize, _FILE] = "64MB"
+    durability: Annotated[Literal["written", "synced"], _FILE] = "written"
+    read_only: Annotated[bool, _FILE] = False
+    io_depth: Annotated[Depth, _FILE] = 16
+    io_write_depth: Annotated[Depth | None, _FILE] = None
+    exclusive: bool = False  # another error than that of a setting without use: has_device_store
+    keep_tokens: Annotated[bool, _FILE] = True
+    scrub_rate: Annotated[ByteSize, _FILE] = 0
     write_policy: WritePolicy | None = None
     min_hits: Count = 2
     fetch: bool = True
-    min_fetch_blocks: Count = 1
-    readers: Threads = 2
-    writers: Threads = 2
+    min_fetch_blocks: Annotated[Count, _BY_SLOTS] = 1
+    readers: Annotated[Threads, _BY_SLOTS] = 2
+    writers: Annotated[Threads, _BY_SLOTS] = 2
     timeout_s: Seconds = 10.0
-    on_full: Literal["wait", "shed"] = "wait"
-    on_full_wait_s: Seconds = 1.0
-    mooncake: MooncakeConfig = MooncakeConfig()
+    on_full: Annotated[Literal["wait", "shed"], _BY_SLOTS] = "wait"
+    on_full_wait_s: Annotated[Seconds, _BY_SLOTS] = 1.0
+    mooncake: Annotated[MooncakeConfig, _of_store("mooncake")] = MooncakeConfig()
 
     @property
     def saves(self) -> WritePolicy:
@@ -351,7 +403,10 @@ class FlushConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     """
 
     sinks: tuple[AnySinkConfig, ...] = ()
-    mode: Literal["normal", "flush_only"] | None = None
+    mode: Annotated[
+        Literal["normal", "flush_only"] | None,
+        Variable("FD_AS_ONLY_FLUSH", ("normal", "flush_only")),
+    ] = None
     timeout_s: Seconds = 10.0
     retry_min_s: Seconds = 0.05
     retry_max_s: Seconds = 5.0
@@ -377,19 +432,3 @@ class ActorsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     open_timeout_s: Seconds = 120.0
     drain_timeout_s: Seconds = 10.0
     max_restarts_per_minute: SmallNumber = 5
-
-
-class ConfigTables(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """All tables. `Config` adds reading and checking them."""
-
-    cache: CacheConfig = CacheConfig()
-    device: DeviceConfig = DeviceConfig()
-    layout: LayoutConfig = LayoutConfig()
-    host: HostConfig = HostConfig()
-    storage: StorageConfig = StorageConfig()
-    flush: FlushConfig = FlushConfig()
-    attention_store: AttentionStoreConfig = AttentionStoreConfig()
-    actors: ActorsConfig = ActorsConfig()
-    ranks: RanksConfig = RanksConfig()
-    quota: QuotaConfig = QuotaConfig()
-    hints: HintsConfig = HintsConfig()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kvactors.cpu_evictor.slots import ALONE
 from kvactors.errors import ConfigError
 from kvactors.settings.check import (
+    MOST_BYTES,
     ByteSize,
     Count,
     Depth,
@@ -107,7 +109,7 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     """
 
     model: str
-    block_bytes: int
+    block_bytes: Annotated[int, Meta(ge=1, le=MOST_BYTES)]
     num_slots: int = 0
     identity: Mapping[str, str | int | float | bool | None] = {}
     policy: str = "lru"
@@ -132,12 +134,9 @@ def checked_config(config: TierConfig | Mapping[str, Any]) -> TierConfig:
     Raises:
         ConfigError: names the first setting that is unknown, malformed or out of range.
     """
-    data = msgspec.to_builtins(config) if isinstance(config, TierConfig) else config
-    found = convert(data, TierConfig)
+    found = convert(config, TierConfig)
     if not found.model:
         raise ConfigError("model is needed: blocks of different models must not mix")
-    if found.block_bytes < 1:
-        raise ConfigError(f"block_bytes must be at least 1, not {found.block_bytes}")
     if found.capacity_bytes is not None:
         found = _with_slots(found, found.capacity_bytes)
     elif found.num_slots < 1:
@@ -174,11 +173,7 @@ def _check_storage(storage: TierStorage) -> None:
         raise ConfigError("storage.directory is needed with storage.backend = 'file'")
     if storage.mooncake and storage.backend != "mooncake":
         raise ConfigError("storage.mooncake is for storage.backend = 'mooncake'")
-    if "\0" in storage.directory:
-        raise ConfigError(f"storage.directory {storage.directory!r} contains a NUL character")
-    if storage.capacity_blocks is not None and storage.capacity_blocks < 1:
-        raise ConfigError(
-            f"storage.capacity_blocks must be at least 1, not {storage.capacity_blocks}"
-        )
+    if storage.capacity_blocks == 0:
+        raise ConfigError("storage.capacity_blocks must be at least 1, not 0")
     if not 0 <= storage.rank < storage.ranks:
         raise ConfigError(f"storage.rank must be below {storage.ranks}, not {storage.rank}")

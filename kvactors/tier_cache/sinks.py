@@ -8,11 +8,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
 from kvactors.errors import ConfigError
 from kvactors.identity import CacheScope
-from kvactors.settings.check import with_class_paths
+from kvactors.settings.check import convert
 from kvactors.tier_cache.checks import checked_keys, checked_limit
 from kvactors.tier_cache.paths import SinkFeed, checked_path
 from kvactors.types import Tier
@@ -74,14 +72,11 @@ def make_sinks(config: TierConfig, given: Sequence[Sink]) -> TierSinks | None:
 
 def _from_table(table: Mapping[str, Any], config: TierConfig) -> Sink:
     from kvactors.flush_notifier.sinks import make_plain_sink
-    from kvactors.settings.sinks import AnySinkConfig, AttentionStoreSinkConfig, check_sinks
+    from kvactors.settings.sinks import AnySinkConfig, AttentionStoreSinkConfig
 
-    try:
-        data = with_class_paths({"tiers": BELOW, **table}, AnySinkConfig)
-        settings = msgspec.convert(data, AnySinkConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"sinks: {error}") from error
-    check_sinks([settings])
+    kinds: Any = AnySinkConfig
+    settings: AnySinkConfig = convert({"tiers": BELOW, **table}, kinds, "sinks")
+    settings.check()
     if isinstance(settings, AttentionStoreSinkConfig):
         raise ConfigError(
             f"sink {settings.label!r}: AttentionStore's index finds blocks by the hashes that "

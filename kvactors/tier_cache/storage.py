@@ -655,15 +655,10 @@ def _mooncake(table: Mapping[str, Any], environ: Mapping[str, str]) -> MooncakeC
     Raises:
         ConfigError: one is unknown, malformed or missing.
     """
+    from kvactors.settings.check import convert
     from kvactors.settings.mooncake import MooncakeConfig, resolve
 
-    try:
-        config = msgspec.convert(table, MooncakeConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"storage.mooncake: {error}") from error
-    found = resolve(config, environ)
-    found.check()
-    return found
+    return resolve(convert(table, MooncakeConfig, "storage.mooncake"), environ)
 
 
 def whole(memory: Any) -> SlotMemory:

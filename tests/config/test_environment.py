@@ -12,7 +12,7 @@ import structlog
 import kvactors
 from kvactors.errors import ConfigError
 from kvactors.settings import Config, load
-from kvactors.settings.load import HONOURED, NOT_HONOURED
+from kvactors.settings.load import NOT_HONOURED, honoured
 
 STORE = {"backend": "attention_store", "write_policy": "write_through"}
 BASE = {"cache": {"model": "m"}, "storage": STORE}
@@ -135,7 +135,7 @@ def test_other_names_are_not(name):
 def test_every_variable_is_in_the_page_for_operators_and_every_name_there_is_known():
     text = (Path(kvactors.__file__).parents[1] / "docs" / "how-to" / "fastdeploy.md").read_text()
     named = set(re.findall(r"`((?:FD|AS|KVACTORS|ENABLE|FILE|USE|DISABLE|MC)_[A-Z0-9_]+)`", text))
-    assert named == {*HONOURED, *NOT_HONOURED}
+    assert named == {*honoured(), *NOT_HONOURED}
 
 
 @pytest.mark.parametrize("backend", [{}, {"storage": {"backend": "memory"}}])
@@ -191,8 +191,8 @@ def test_shards_that_contradict_the_ranks_are_named(tables, complaint):
     [({}, 1), (TP2, 2), (RANKS, 2), ({"attention_store": {"shard_num": 3}}, 3)],
 )
 def test_the_number_of_shards_is_that_of_the_ranks(tables, shards):
+    from kvactors.attention_sdk import sdk_settings
     from kvactors.layout import make_layout
-    from kvactors.sdk_settings import sdk_settings
 
     config = Config.from_mapping({**BASE, **tables})
     assert sdk_settings(config, make_layout(config.layout, 64)).shard_num == shards

@@ -13,7 +13,7 @@ import pytest
 import kvactors
 from kvactors.errors import ConfigError
 from kvactors.settings import Config
-from kvactors.settings.check import bounds, choices, hints_of
+from kvactors.settings.check import bounds, choices, settings_of
 from kvactors.settings.schema import _tables, field_docs, json_schema
 from kvactors.settings_report import as_toml, check_file, effective
 
@@ -162,7 +162,7 @@ def test_the_schema_has_every_setting_with_its_description_and_range():
     tables = _tables()
     assert len(tables) > 12
     for struct in tables:
-        docs, hints = field_docs(struct), hints_of(struct)
+        docs, settings = field_docs(struct), settings_of(struct)
         properties = schema["$defs"][struct.__name__]["properties"]
         if struct is Config:
             continue
@@ -171,8 +171,8 @@ def test_the_schema_has_every_setting_with_its_description_and_range():
             prop = properties[name]
             assert prop["description"] == text
             plain = json.dumps(prop)
-            assert bool(bounds(hints[name])) == ("aximum" in plain), name
-            assert all(f'"{choice}"' in plain for choice in choices(hints[name]))
+            assert bool(bounds(settings[name].hint)) == ("aximum" in plain), name
+            assert all(f'"{choice}"' in plain for choice in choices(settings[name].hint))
         assert schema["$defs"][struct.__name__]["additionalProperties"] is False
 
 

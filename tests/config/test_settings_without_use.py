@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -10,53 +11,53 @@ import pytest
 import kvactors
 from kvactors.errors import ConfigError
 from kvactors.settings import Config, LayoutConfig, StorageConfig, read_toml
-from kvactors.settings.load import LAYOUT_COMMON, LAYOUT_USES, STORAGE_USES
+from kvactors.settings.check import choices, convert, settings_of
+from kvactors.settings.load import unused
 
-VALUES: dict[str, Any] = {
-    "num_kv_heads": 4,
-    "head_dim": 8,
-    "dtype": "uint8",
-    "quantization": "block_wise_fp8",
-    "scale_dtype": "float16",
-    "kv_lora_rank": 128,
-    "qk_rope_head_dim": 8,
-    "index_head_dim": 128,
-    "options": {"nonsense": 3},
-    "extra_block_ratio": 2.0,
-    "directory": "/x",
-    "capacity_blocks": 9,
-    "capacity_bytes": "4GB",
-    "namespace": "n",
-    "rank": 1,
-    "ranks": 2,
-    "free_space_floor": 7,
-    "durability": "synced",
-    "read_only": True,
-    "io_depth": 9,
-    "io_write_depth": 9,
-    "keep_tokens": False,
-    "scrub_rate": "1MB",
-    "exclusive": True,
-    "min_fetch_blocks": 2,
-    "readers": 3,
-    "writers": 3,
-    "on_full": "shed",
-    "on_full_wait_s": 2.0,
-    "mooncake": {"protocol": "rdma"},
+LAYOUT_COMMON = {"kind", "num_layers", "layer_offset", "extra_layers", "extra_block_ratio"}
+LAYOUT_COMMON |= {"tensor_parallel"}
+LAYOUTS = {
+    "gqa": {"num_kv_heads", "head_dim", "dtype", "quantization", "scale_dtype"},
+    "mla": {"kv_lora_rank", "qk_rope_head_dim", "dtype"},
+    "dsa": {"kv_lora_rank", "qk_rope_head_dim", "index_head_dim"},
 }
+STORE_COMMON = {"backend", "write_policy", "min_hits", "fetch", "timeout_s", "exclusive"}
+BY_SLOTS = {"min_fetch_blocks", "readers", "writers", "on_full", "on_full_wait_s"}
+BY_SLOTS |= {"namespace", "rank", "ranks"}
+CAPACITY = {"capacity_blocks", "capacity_bytes"}
+ALL = set(StorageConfig.__struct_fields__)
+STORES = {
+    "none": BY_SLOTS,
+    "memory": BY_SLOTS | CAPACITY,
+    "file": ALL - {"mooncake"},
+    "mooncake": BY_SLOTS | {"mooncake"},
+    "attention_store": set(),
+}
+USELESS = [
+    *(
+        ("layout", "kind", kind, name)
+        for kind, used in LAYOUTS.items()
+        for name in LayoutConfig.__struct_fields__
+        if name not in used | LAYOUT_COMMON
+    ),
+    *(
+        ("storage", "backend", kind, name)
+        for kind, used in STORES.items()
+        for name in sorted(ALL - used - STORE_COMMON)
+    ),
+]
 
-LAYOUTS = [
-    (kind, name)
-    for kind, used in LAYOUT_USES.items()
-    for name in LayoutConfig.__struct_fields__
-    if name not in used | LAYOUT_COMMON
-]
-STORES = [
-    (kind, name)
-    for kind, used in STORAGE_USES.items()
-    for name in StorageConfig.__struct_fields__
-    if name not in used
-]
+
+def other_value(table: type[msgspec.Struct], name: str) -> Any:
+    """A value that is allowed and is not the default."""
+    setting = settings_of(table)[name]
+    for value in (*choices(setting.hint), 9, 2.0, "1MB", not setting.default, {"protocol": "rdma"}):
+        with suppress(ConfigError):
+            convert({name: value}, table)
+            if value != setting.default:
+                return value
+    raise AssertionError(name)
+
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
     (
@@ -95,22 +96,24 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def given(table: str, kind_name: str, kind: str, name: str) -> dict[str, Any]:
-    return {table: {kind_name: kind, name: VALUES[name]}}
-
-
-@pytest.mark.parametrize(("kind", "name"), LAYOUTS)
-def test_a_setting_that_a_layout_does_not_have_is_an_error(kind, name):
-    with pytest.raises(ConfigError, match=rf"layout\.{name} has no use with layout\.kind '{kind}'"):
-        Config.from_mapping(given("layout", "kind", kind, name))
-
-
-@pytest.mark.parametrize(("kind", "name"), STORES)
-def test_a_setting_that_a_store_does_not_have_is_an_error(kind, name):
+@pytest.mark.parametrize(("table", "by", "kind", "name"), USELESS)
+def test_a_setting_that_a_layout_or_a_store_does_not_have_is_an_error(table, by, kind, name):
+    struct = LayoutConfig if table == "layout" else StorageConfig
     with pytest.raises(
-        ConfigError, match=rf"storage\.{name} has no use with storage\.backend '{kind}'"
+        ConfigError, match=rf"{table}\.{name} has no use with {table}\.{by} '{kind}'"
     ):
-        Config.from_mapping(given("storage", "backend", kind, name))
+        Config.from_mapping({table: {by: kind, name: other_value(struct, name)}})
+
+
+@pytest.mark.parametrize(
+    ("table", "by", "kind"),
+    [*(("layout", "kind", kind) for kind in LAYOUTS), *(("storage", "backend", k) for k in STORES)],
+)
+def test_every_other_setting_of_a_layout_or_a_store_has_a_use(table, by, kind):
+    found = {one for one in unused(Config.from_mapping({table: {by: kind}})) if table in one}
+    without = {"layout.scale_dtype", "layout.extra_block_ratio"}  # have other conditions too
+    useless = {f"{where}.{name}" for where, _, of, name in USELESS if (where, of) == (table, kind)}
+    assert found - without == useless - without
 
 
 @pytest.mark.parametrize(("tables", "complaint"), OTHERS)

@@ -9,7 +9,7 @@ import pytest
 
 from kvactors import errors
 from kvactors.settings import Config
-from kvactors.settings.check import hints_of
+from kvactors.settings.check import settings_of
 from kvactors.settings.schema import _tables
 from tests.docs.generators import DOCS, HINT, pages
 from tests.docs.generators.reference import commands, described_parameters, error_classes, raisers
@@ -33,7 +33,7 @@ def test_every_setting_is_on_the_page():
         for field in msgspec.structs.fields(table):
             if table is Config:
                 assert f"## `[{field.name}]`" in text
-            elif "Config" not in str(hints_of(table)[field.name]):
+            elif "Config" not in str(settings_of(table)[field.name].hint):
                 assert f"| `{field.name}` |" in text
 
 

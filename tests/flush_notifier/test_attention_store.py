@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import kvactors
-from kvactors.attention_sdk import Sdk
+from kvactors.attention_sdk import Sdk, complete, sdk_settings
 from kvactors.errors import DeadlineExceeded, SdkError, SinkError
 from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.flush_notifier.select import path_tokens
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.layout import GQALayout
 from kvactors.observe.statistics import announceable
-from kvactors.sdk_settings import complete, sdk_settings
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreConfig, AttentionStoreSinkConfig
 from kvactors.types import Reason, Tier

@@ -38,14 +38,14 @@ def keys(*numbers: int) -> list[bytes]:
         (None, "host_bytes is missing"),
         ({"host_bytes": 100, "directory": "x"}, "unknown key 'directory'"),
         ({"host_bytes": "many"}, "host_bytes must be a size"),
-        ({"host_bytes": -1}, "host_bytes must be a size"),
+        ({"host_bytes": -1}, "host_bytes must be at least 0"),
         ({"host_bytes": 100, "storage": {"backend": "file"}}, "storage.directory is needed"),
         ({"host_bytes": 100, "storage": FILE | {"rank": 1, "ranks": 2}}, "SGLang's workers"),
         ({"host_bytes": 100, "eviction_policy": "newest"}, "unknown policy 'newest'"),
         ({"host_bytes": 100, "numa_node": -1}, "numa_node"),
         ({"host_bytes": 100, "numa_node": "0"}, "numa_node"),
         ({"host_bytes": 100, "fetch_wait_s": -1}, "fetch_wait_s must be at least 0"),
-        ({"host_bytes": 100, "fetch_wait_s": float("inf")}, "fetch_wait_s must be at least 0"),
+        ({"host_bytes": 100, "fetch_wait_s": float("inf")}, "fetch_wait_s must be at most"),
     ],
 )
 def test_a_bad_setting_of_the_linker_is_named(extra: Any, error: str) -> None:

@@ -119,7 +119,7 @@ def test_no_module_logs_past_the_packages_logger():
         "__main__.py",
         "cli.py",
         "top.py",
-        "settings_commands.py",
+        "settings_report.py",
     }
     found = [
         file.name

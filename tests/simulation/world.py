@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import anyio
 
-from kvactors.attention_sdk import SHARED, Sdk, Shared
+from kvactors.attention_sdk import SHARED, Sdk, Shared, sdk_settings
 from kvactors.cache import KVCache
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device.base import Device
@@ -20,7 +20,6 @@ from kvactors.device.host import HostDevice
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
-from kvactors.sdk_settings import sdk_settings
 from kvactors.settings.sinks import AttentionStoreSinkConfig
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimPool, SimSink

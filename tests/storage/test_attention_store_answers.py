@@ -9,11 +9,10 @@ import anyio
 import numpy as np
 import pytest
 
-from kvactors.attention_sdk import Sdk
+from kvactors.attention_sdk import Sdk, complete
 from kvactors.device.host import HostDevice
 from kvactors.errors import DeadlineExceeded, LayoutError, SdkError
 from kvactors.layout import GQALayout
-from kvactors.sdk_settings import complete
 from kvactors.settings.sinks import AttentionStoreConfig
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
 from tests.storage.test_attention_store_backend import BLOCK, LAYOUT, STAND_IN, calls, path

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import kvactors
+from kvactors.attention_sdk import complete
 from kvactors.device.host import HostDevice
 from kvactors.errors import SdkError
 from kvactors.layout import DSALayout, GQALayout, MLALayout
-from kvactors.sdk_settings import complete
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreConfig
 from kvactors.storage.backends.attention_store import AttentionStoreBackend

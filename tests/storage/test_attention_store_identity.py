@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import kvactors
+from kvactors.attention_sdk import complete
 from kvactors.device.host import HostDevice
 from kvactors.errors import StoreUnsupported
 from kvactors.layout import GQALayout
-from kvactors.sdk_settings import complete
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreConfig
 from kvactors.storage.attempts import Attempts

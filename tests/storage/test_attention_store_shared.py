@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors.attention_sdk import Sdk
+from kvactors.attention_sdk import Sdk, complete, gpu_of, sdk_settings
 from kvactors.device.host import HostDevice
 from kvactors.errors import SdkError
 from kvactors.layout import GQALayout, MLALayout
-from kvactors.sdk_settings import complete, gpu_of, sdk_settings
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreConfig
 from kvactors.storage.backends.attention_store import AttentionStoreBackend

@@ -182,7 +182,7 @@ def test_toml_comes_before_the_file_and_the_file_before_variables(tmp_path):
     [
         ({}, {}, "master_server_address is missing"),
         ({"master_server_address": "m:1", "local_hostname": "localhost"}, {}, "not 'localhost'"),
-        ({"master_server_address": "m:1", "protocol": "udp"}, {}, "tcp or rdma"),
+        ({"master_server_address": "m:1", "protocol": "udp"}, {}, "there are tcp, rdma"),
         ({"master_server_address": "m:1", "timeout_s": 0.0}, {}, "timeout_s must be above 0"),
         (
             {"master_server_address": "m:1", "global_segment_size": "much"},

@@ -17,8 +17,8 @@ from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError, StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.settings.mooncake import (
-    Endpoint,
     MooncakeConfig,
+    PoolServer,
     endpoints,
     largest_registration,
     metadata_endpoints,
@@ -176,10 +176,10 @@ async def test_any_server_of_an_election_will_do(standin):
 @pytest.mark.parametrize(
     ("address", "found"),
     [
-        ("10.0.0.1:50051", [Endpoint("10.0.0.1", 50051)]),
-        ("[fd00::1]:50051", [Endpoint("fd00::1", 50051)]),
-        ("etcd://a:2379;b:2380", [Endpoint("a", 2379), Endpoint("b", 2380)]),
-        ("redis://r:6379", [Endpoint("r", 6379)]),
+        ("10.0.0.1:50051", [PoolServer("10.0.0.1", 50051)]),
+        ("[fd00::1]:50051", [PoolServer("fd00::1", 50051)]),
+        ("etcd://a:2379;b:2380", [PoolServer("a", 2379), PoolServer("b", 2380)]),
+        ("redis://r:6379", [PoolServer("r", 6379)]),
     ],
 )
 def test_addresses(address, found):
@@ -211,11 +211,11 @@ def test_an_address_of_another_form_is_named(address, complaint):
     ("server", "found"),
     [
         ("P2PHANDSHAKE", []),
-        ("http://m:8080/metadata", [Endpoint("m", 8080)]),
-        ("http://user:word@m/metadata", [Endpoint("m", 80)]),
-        ("https://[fd00::1]/metadata", [Endpoint("fd00::1", 443)]),
-        ("etcd://a:2379;b:2380", [Endpoint("a", 2379), Endpoint("b", 2380)]),
-        ("a:2379", [Endpoint("a", 2379)]),
+        ("http://m:8080/metadata", [PoolServer("m", 8080)]),
+        ("http://user:word@m/metadata", [PoolServer("m", 80)]),
+        ("https://[fd00::1]/metadata", [PoolServer("fd00::1", 443)]),
+        ("etcd://a:2379;b:2380", [PoolServer("a", 2379), PoolServer("b", 2380)]),
+        ("a:2379", [PoolServer("a", 2379)]),
     ],
 )
 def test_metadata_servers(server, found):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvactors import ConfigError, open_tiers
-from kvactors.settings.check import hints_of
+from kvactors.settings.check import settings_of
 from kvactors.settings.tables import HostConfig, StorageConfig
 from kvactors.tier_cache.settings import TierConfig, TierStorage, checked_config
 
@@ -15,12 +15,12 @@ NEEDED = {"model": "m", "block_bytes": 96, "num_slots": 4}
 
 
 def test_settings_of_the_same_name_have_the_same_range():
-    of_tier, of_cache = hints_of(TierStorage), hints_of(StorageConfig)
+    of_tier, of_cache = settings_of(TierStorage), settings_of(StorageConfig)
     shared = (of_tier.keys() & of_cache.keys()) - {"mooncake", "write_policy"}
     assert len(shared) > 10
-    different = {name for name in shared if of_tier[name] != of_cache[name]}
+    different = {name for name in shared if of_tier[name].hint != of_cache[name].hint}
     assert different == set()
-    assert hints_of(TierConfig)["numa_node"] == hints_of(HostConfig)["numa_node"]
+    assert settings_of(TierConfig)["numa_node"] == settings_of(HostConfig)["numa_node"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
+from kvactors.attention_sdk import store_identity
 from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChanged
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.protocol import CopyBlocks, RankCopyWithin
@@ -15,7 +16,6 @@ from kvactors.device.base import DeviceBlocks
 from kvactors.errors import ConfigError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
-from kvactors.sdk_settings import store_identity
 from kvactors.settings import Config, StorageConfig
 from kvactors.storage.backends import DeviceStore, has_device_store
 from kvactors.storage.slot_store import SlotStore

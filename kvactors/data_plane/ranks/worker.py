@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from kvactors.actor.log import described, get_logger
 from kvactors.actor.supervisor import LEAST_STEP
 from kvactors.actor.uncancelled import ended, uncancelled
+from kvactors.attention_sdk import store_identity
 from kvactors.capacity import in_blocks
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.local import LocalPlane, make_local_plane
@@ -41,7 +42,6 @@ from kvactors.device.base import Device
 from kvactors.errors import ConfigError, LayoutError, RankError
 from kvactors.identity import StoreIdentity
 from kvactors.opening import Opening
-from kvactors.sdk_settings import store_identity
 from kvactors.settings import Config, StorageConfig
 from kvactors.settings.ranks import Secret
 from kvactors.shutdown import STOP, Shutdown

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvactors.actor.log import get_logger
-from kvactors.attention_sdk import MARGIN, Sdk
+from kvactors.attention_sdk import MARGIN, Sdk, SdkSettings
 from kvactors.errors import SdkError, SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.journal import Journal, PublishedBlocks, Retraction
-from kvactors.sdk_settings import SdkSettings
 from kvactors.settings.sinks import AttentionStoreSinkConfig
 from kvactors.types import Residency, split_hashes
 

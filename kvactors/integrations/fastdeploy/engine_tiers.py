@@ -140,8 +140,8 @@ class EngineTiers:
         direct = settings.backend == "attention_store" and not settings.flush_only
         if tensors is None or not (direct or config.flush.sinks):
             return
+        from kvactors.attention_sdk import sdk_settings
         from kvactors.flush_notifier.sinks import make_sinks
-        from kvactors.sdk_settings import sdk_settings
 
         device: Any = tensors.device(0)
         limit = settings.storage.open_timeout_s

@@ -17,7 +17,7 @@ from kvactors.errors import ConfigError
 from kvactors.integrations.fastdeploy.requests import at_least
 from kvactors.settings import Config
 from kvactors.settings.check import CopyThreads, Count, DeviceNumber, Seconds, convert
-from kvactors.settings.load import STORAGE_USES
+from kvactors.settings.load import changed_in, unused
 from kvactors.tier_cache import TierStorage
 
 # -- The version of the model's weights, as FastDeploy reads it for the names of stored blocks.
@@ -200,8 +200,7 @@ def read_options(options: FastDeployOptions | Mapping[str, Any] | None) -> FastD
     Raises:
         ConfigError: names the option that is unknown, malformed or out of range.
     """
-    given = msgspec.to_builtins(options) if isinstance(options, FastDeployOptions) else options
-    found = convert(given or {}, FastDeployOptions)
+    found = convert(options or {}, FastDeployOptions)
     if found.eviction_policy not in ALONE:
         raise ConfigError(
             f"options: unknown eviction_policy {found.eviction_policy!r}, known are "
@@ -294,21 +293,27 @@ def check_uses(settings: ManagerSettings) -> None:
     """
     stored = settings.storage.backend != "none"
     direct = settings.backend == "attention_store" and not settings.flush_only
-    unused = set() if stored else set(READS)
+    useless = set() if stored else set(READS)
     if not (stored or settings.host_blocks or settings.swap_gib):
-        unused |= SLOTS
+        useless |= SLOTS
     used = {"backend", "write_policy", "rank", "ranks"}
     if stored:
-        used |= STORAGE_USES[settings.backend] | OPENING | SLOT_WAITS
+        without_use = unused(settings.config)
+        used |= OPENING | SLOT_WAITS
+        used |= {
+            name
+            for name in settings.config.storage.__struct_fields__
+            if f"storage.{name}" not in without_use
+        }
         used -= {"min_hits"}
     elif direct:
         used |= OPENING | {"timeout_s"}
     elif settings.config.flush.sinks:
         used |= OPENING
     options = settings.options
-    for name in sorted(unused & _given(options)):
+    for name in sorted(useless & changed_in(options)):
         raise ConfigError(f"options: {name} has no use {_where(settings)}: remove it")
-    for name in sorted(_given(options.storage) - used):
+    for name in sorted(changed_in(options.storage) - used):
         raise ConfigError(f"options: storage.{name} has no use {_where(settings)}: remove it")
 
 
@@ -322,19 +327,11 @@ def check_tensor_uses(settings: ManagerSettings, *, on_gpu: bool) -> None:
     Raises:
         ConfigError: names an option that is given and has no use with these tensors.
     """
-    if on_gpu and "copy_threads" in _given(settings.options):
+    if on_gpu and "copy_threads" in changed_in(settings.options):
         raise ConfigError(
             "options: copy_threads has no use with tensors of a GPU, whose copy engines move the "
             "bytes: remove it"
         )
-
-
-def _given(table: msgspec.Struct) -> set[str]:
-    """Options that differ from their defaults."""
-    default = type(table)()
-    return {
-        name for name in table.__struct_fields__ if getattr(table, name) != getattr(default, name)
-    }
 
 
 def _where(settings: ManagerSettings) -> str:

@@ -8,7 +8,14 @@ from typing import Any
 import msgspec
 
 from kvactors.errors import ConfigError
-from kvactors.settings.check import DeviceNumber, convert, in_bytes, located
+from kvactors.settings.check import (
+    ByteSize,
+    DeviceNumber,
+    SecondsOrZero,
+    convert,
+    in_bytes,
+    located,
+)
 from kvactors.tier_cache import TierConfig, TierStorage
 from kvactors.tier_cache.settings import checked_config
 
@@ -57,10 +64,10 @@ class LinkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         storage: the tier below, none by default.
     """
 
-    host_bytes: int | str
+    host_bytes: ByteSize
     model: str | None = None
     eviction_policy: str = "lru"
-    fetch_wait_s: float = 1.0
+    fetch_wait_s: SecondsOrZero = 1.0
     numa_node: DeviceNumber | None = None
     storage: TierStorage = TierStorage()
 
@@ -74,11 +81,6 @@ def read_linker_settings(extra_config: Mapping[str, Any] | None) -> LinkerSettin
     with located(LINKER_WHERE):
         settings = convert(extra_config or {}, LinkerSettings)
         _check_storage(settings.storage, settings.eviction_policy)
-        in_bytes(settings.host_bytes, "host_bytes")
-        if not 0 <= settings.fetch_wait_s < float("inf"):
-            raise ConfigError(
-                f"fetch_wait_s must be at least 0 and finite, not {settings.fetch_wait_s}"
-            )
     return settings
 
 

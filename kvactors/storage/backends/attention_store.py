@@ -10,10 +10,9 @@ import numpy as np
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
-from kvactors.attention_sdk import MARGIN, Sdk
+from kvactors.attention_sdk import MARGIN, Sdk, SdkSettings
 from kvactors.device.base import Device
 from kvactors.errors import LayoutError, SdkError
-from kvactors.sdk_settings import SdkSettings
 from kvactors.storage.attempts import Attempts
 from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.storage.messages import Outcome

@@ -25,7 +25,7 @@ from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
 from kvactors.errors import StoreError
 from kvactors.settings.check import in_bytes
-from kvactors.settings.mooncake import Endpoint, MooncakeConfig, endpoints, metadata_endpoints
+from kvactors.settings.mooncake import MooncakeConfig, PoolServer, endpoints, metadata_endpoints
 from kvactors.storage.backends.mooncake_codes import NO_SPACE, OK, RPC_FAILED
 from kvactors.storage.backends.mooncake_warm_up import PREFIX, check_result, put_and_get
 from kvactors.threads import Workers
@@ -243,7 +243,7 @@ def defaults(timeout_s: float) -> dict[str, str]:
     }
 
 
-async def any_answers(servers: Sequence[Endpoint], seconds: float) -> bool:
+async def any_answers(servers: Sequence[PoolServer], seconds: float) -> bool:
     """Whether one of some servers accepts connections. Each is given `seconds`."""
     for host, port in servers:
         with anyio.move_on_after(seconds), suppress(OSError):

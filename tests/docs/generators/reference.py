@@ -15,7 +15,7 @@ import kvactors
 from kvactors import errors
 from kvactors.cli import app
 from kvactors.settings import Config
-from kvactors.settings.check import describe, hints_of, structs_of
+from kvactors.settings.check import describe, settings_of, structs_of
 from kvactors.settings.load import variables_of
 from kvactors.settings.schema import field_docs, summary
 from kvactors.settings_report import toml_value
@@ -46,10 +46,11 @@ def settings_page() -> str:
         "",
         "In sizes k, M, G and T are powers of 1024, with or without an i or a B.",
     ]
-    for table, hint in hints_of(Config).items():
+    for table, entry in settings_of(Config).items():
+        (hint,) = structs_of(entry.hint)
         lines += _table(f"[{table}]", hint)
-        for name, inner in hints_of(hint).items():
-            structs = list(structs_of(inner))
+        for name, inner in settings_of(hint).items():
+            structs = structs_of(inner.hint)
             brackets = "[[{}]]" if len(structs) > 1 else "[{}]"
             for struct in structs:
                 tag = struct.__struct_config__.tag
@@ -59,16 +60,16 @@ def settings_page() -> str:
 
 
 def _table(title: str, struct: type[msgspec.Struct]) -> Iterator[str]:
-    docs, hints = field_docs(struct), hints_of(struct)
+    docs, settings = field_docs(struct), settings_of(struct)
     prefix = title.strip("[").partition("]")[0]
     yield from ("", f"## `{title}`", "", summary(struct), "")
     yield from ("| setting | values | default | meaning |", "|---|---|---|---|")
     for field in msgspec.structs.fields(struct):
-        if any(structs_of(hints[field.name])):
+        if structs_of(settings[field.name].hint):
             continue
         cells = (
             f"`{field.name}`",
-            describe(hints[field.name]),
+            describe(settings[field.name].hint),
             _default(field),
             docs[field.name] + _variables(f"{prefix}.{field.name}"),
         )
