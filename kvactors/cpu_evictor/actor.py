@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, on
+from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, Timer, on
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.actions import Action, Send, StartTimer, send
 from kvactors.cpu_evictor.load import LoadJob
@@ -64,7 +64,6 @@ from kvactors.device.arena import HostSlots
 from kvactors.errors import ensure
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, Report, TierCleared
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
-from kvactors.invariant import ensure
 from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import (
     ClearStore,
