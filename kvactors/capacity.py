@@ -11,11 +11,9 @@ from msgspec.structs import replace
 from kvactors.device.arena import slot_stride
 from kvactors.errors import ConfigError
 from kvactors.layout.base import Layout
-from kvactors.quotas import Quota, Quotas
-from kvactors.settings import Config, QuotaConfig, SaltQuota, StorageConfig
-from kvactors.settings.check import human, in_bytes
-from kvactors.settings.check import in_blocks as size_in_blocks
-from kvactors.storage.backends import Backend, object_bytes, slot_trailer_bytes
+from kvactors.sizes import human, in_bytes
+from kvactors.storage.backend import Backend
+from kvactors.storage.factory import object_bytes, slot_trailer_bytes
 
 C = TypeVar("C", bound=Config)
 

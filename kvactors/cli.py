@@ -369,10 +369,10 @@ def store_prune(
     json
         Where to write what was done.
     """
-    from kvactors.storage.prune import lines, prune
+    from kvactors.storage.inspect import prune, prune_lines
 
     done = prune(directory, keep=keep, namespace=namespace, dry_run=dry_run)
-    for line in lines(done, dry_run=dry_run):
+    for line in prune_lines(done, dry_run=dry_run):
         print(line, file=sys.stderr if to_stdout(json) else None)
     if json is not None:
         write_json(done, json)
@@ -381,10 +381,10 @@ def store_prune(
 
 def show_stores(directory: Path, json: Path | None, *, verify: bool) -> int:
     """Print the stores found. Returns exit status 1 if any of them is bad."""
-    from kvactors.storage.inspect import inspect, lines
+    from kvactors.storage.inspect import inspect, inspection_lines
 
     found = inspect(directory, verify=verify)
-    for line in lines(found):
+    for line in inspection_lines(found):
         print(line, file=sys.stderr if to_stdout(json) else None)
     if json is not None:
         write_json(found, json)

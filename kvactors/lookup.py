@@ -20,7 +20,7 @@ from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import Stored
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.quotas import salt_id
-from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.guarded import CheckedBackend
 from kvactors.system import System
 from kvactors.types import Tokens, split_hashes
 

@@ -22,9 +22,8 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
     WaitFlushed,
 )
-from kvactors.settings import FlushConfig
-from kvactors.storage.backends.device_store import DeviceStore
-from kvactors.storage.device_store import StorageDirect
+from kvactors.storage.actors import StorageReader, StorageWorker, StoreOwner, unwritten
+from kvactors.storage.device_store import DeviceStore, StorageDirect
 from kvactors.storage.messages import (
     DeviceFetched,
     DeviceSaved,
@@ -38,10 +37,6 @@ from kvactors.storage.messages import (
     SaveDevice,
     Write,
 )
-from kvactors.storage.plane import DeviceStorePlane
-from kvactors.storage.reader import StorageReader
-from kvactors.storage.worker import StorageWorker
-from kvactors.storage.writer import StoreOwner, unwritten
 
 OFF = "the flush notifier is switched off after too many failures: see cache.health()"
 

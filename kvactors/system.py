@@ -48,8 +48,9 @@ from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.policy import Clock
 from kvactors.settings import Config, StorageConfig
 from kvactors.shutdown import QUIET, STOP, Shutdown
-from kvactors.storage.backends import Backend, object_bytes
-from kvactors.storage.shares import keep_quotas
+from kvactors.storage.backend import Backend
+from kvactors.storage.catalog import keep_quotas
+from kvactors.storage.factory import object_bytes
 from kvactors.summary import summarize
 from kvactors.totals import Totals
 from kvactors.wiring import Wiring

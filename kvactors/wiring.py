@@ -35,11 +35,9 @@ from kvactors.prefix_index.policy import Clock, policies_of
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.quotas import Quotas, salt_id
-from kvactors.settings import Config, StorageConfig
+from kvactors.storage.actors import StorageReader, StorageWriter
 from kvactors.storage.device_store import StorageDirect
 from kvactors.storage.messages import DeviceStoreMessage, ReaderMessage, StorageReply, WriterMessage
-from kvactors.storage.reader import StorageReader
-from kvactors.storage.writer import StorageWriter
 from kvactors.substitutes import NoDeviceStore, NoNotifier, NoReader, NoWriter
 
 FORGOTTEN = 1024

@@ -20,11 +20,10 @@ from kvactors.device_events import RecordedEvent
 from kvactors.errors import DeviceError, StoreError
 from kvactors.lineage import Lineage
 from kvactors.opening import Opening
-from kvactors.storage.backends import DeviceStore
-from kvactors.storage.backends.base import Expired, ReadReport, WriteReport
-from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.backend import Expired, ReadReport, WriteReport
+from kvactors.storage.device_store import DeviceStore
+from kvactors.storage.guarded import CheckedBackend, SlotStore
 from kvactors.storage.messages import Outcome
-from kvactors.storage.slot_store import SlotStore
 
 # -- The interface to the CUDA streams of an engine: waits for copies, and events.
 

@@ -16,9 +16,10 @@ from kvactors.device.host import HostDevice
 from kvactors.errors import ConfigError, DeviceError, StoreError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
-from kvactors.settings import Config, DeviceConfig, HostConfig, StorageConfig
-from kvactors.settings.load import changed_in
-from kvactors.storage.backends import Backend, DeviceStore, make_backend, make_device_store
+from kvactors.sdk_settings import gpu_of
+from kvactors.storage.backend import Backend
+from kvactors.storage.device_store import DeviceStore
+from kvactors.storage.factory import make_backend, make_device_store
 
 # -- The device that a config describes.
 

@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 from kvactors.actor import State
 from kvactors.actor.clock import now
-from kvactors.actor.log import brief, get_logger
-from kvactors.storage.backends.checked import CheckedBackend
-from kvactors.storage.backends.device_store import DeviceStore
+from kvactors.actor.failures import brief
+from kvactors.actor.log import get_logger
+from kvactors.storage.device_store import DeviceStore
+from kvactors.storage.guarded import CheckedBackend
 from kvactors.system import System
 
 log = get_logger()

@@ -16,13 +16,13 @@ from kvactors.gpu_swapper.actor import SwapperStatistics
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.quotas import SaltCount
 from kvactors.sharded import ShardedDict
-from kvactors.storage.backends.base import StoreStatistics
+from kvactors.storage.backend import StoreStatistics
 from kvactors.system import System
 from kvactors.types import ALL_TIERS, Tier, split_hashes
 
 if TYPE_CHECKING:
     from kvactors.data_plane.cuda.engine import CudaStatistics
-    from kvactors.storage.shares import StoreShares
+    from kvactors.storage.catalog import StoreShares
 
 PER_TIER = SinkFilter(int(ALL_TIERS), node=False, at_finish=False)
 """Filter of a sink that receives every event immediately, with each tier separate."""

@@ -1,15 +1,20 @@
-"""Keys of a store, in order of use, within a capacity. Pure state, changed on the event loop
-only."""
+"""Keys of a store that one process owns, in LRU order, and their shares by salt. Pure state,
+changed on the event loop only."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import islice
+from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvactors.errors import ensure
-from kvactors.storage.shares import StoreShares
+from kvactors.errors import ConfigError
+from kvactors.invariant import ensure
+from kvactors.quotas import StorageQuotas
 
 
 class BatchAdmission(NamedTuple):
@@ -184,3 +189,296 @@ class Catalog:
         for key in reversed(keys[:run]):
             self._use(key, None)
         return run
+
+
+# -- shares by salt
+
+
+COUNTED_SALTS = 4096
+"""Salts without a named quota whose victims are counted."""
+
+
+class StoreShares:
+    """Keys by salt, in the order of their last use. A key whose salt is not known counts to none.
+
+    Attributes:
+        quotas: of the salts.
+        quota_evictions: objects that left, or were not taken, because of a quota.
+        evicted: the same by salt, of the first COUNTED_SALTS salts and of those that are named.
+    """
+
+    def __init__(self, quotas: StorageQuotas | None = None) -> None:
+        self.quotas = StorageQuotas() if quotas is None else quotas
+        self.quota_evictions = 0
+        self.evicted: dict[int, int] = {}
+        self._orders: dict[int, OrderedDict[bytes, None]] = {}
+        self._above: dict[int, None] = {}  # salts above their quota
+
+    def follow(self, quotas: StorageQuotas) -> None:
+        """Keep these quotas from now on, and their changes."""
+        self.quotas = quotas
+        quotas.changed = self._settle
+        for salt in self._orders:
+            self._settle(salt)
+
+    def held(self, salt: int) -> int:
+        """Objects of a salt."""
+        return len(self._orders.get(salt, ()))
+
+    @property
+    def counted(self) -> int:
+        """Objects whose salt is known."""
+        return sum(map(len, self._orders.values()))
+
+    def check(self) -> None:
+        """AssertionError if the salts above their quotas are not those of the counts."""
+        ensure(all(self._orders.values()), "a salt without objects")
+        above = {salt for salt, order in self._orders.items() if len(order) > self._quota(salt)}
+        ensure(above == set(self._above), "salts above their quotas in the store")
+
+    def add(self, key: bytes, salt: int) -> None:
+        """A key has entered, as the most recently used."""
+        self._orders.setdefault(salt, OrderedDict())[key] = None
+        self._settle(salt)
+
+    def remove(self, key: bytes, salt: int) -> None:
+        """A key has left."""
+        order = self._orders[salt]
+        del order[key]
+        if not order:
+            del self._orders[salt]
+        self._settle(salt)
+
+    def touch(self, key: bytes, salt: int) -> None:
+        """A key was used."""
+        self._orders[salt].move_to_end(key)
+
+    def first(self, salt: int, most: int) -> list[bytes]:
+        """The least recently used keys of a salt, at most `most`."""
+        return list(islice(self._orders.get(salt, ()), most))
+
+    def clear(self) -> None:
+        """Every key has left."""
+        self._orders.clear()
+        self._above.clear()
+
+    def victims(self, over: int, incoming: Iterable[int | None]) -> list[bytes]:
+        """Choose up to `over` keys of salts above their quotas, as many as each has beyond it, the
+        least recently used first. No key leaves yet.
+
+        Args:
+            over: keys that are to leave.
+            incoming: salts whose keys were used now. Theirs leave before those of other salts.
+        """
+        found: list[bytes] = []
+        if not self._above:
+            return found
+        first = dict.fromkeys(salt for salt in incoming if salt is not None)
+        for salt in [*first, *(salt for salt in self._above if salt not in first)]:
+            if salt not in self._above:
+                continue
+            order = self._orders[salt]
+            beyond = min(over - len(found), len(order) - int(self._quota(salt)))
+            found += islice(order, beyond)
+            self._count(salt, beyond)
+            if len(found) == over:
+                break
+        return found
+
+    def first_beyond(self, busy: Container[bytes]) -> bytes | None:
+        """The least recently used key of a salt above its quota that is not in `busy`, None if
+        there is none."""
+        for salt in self._above:
+            for key in self._orders[salt]:
+                if key not in busy:
+                    self._count(salt, 1)
+                    return key
+        return None
+
+    def _quota(self, salt: int) -> float:
+        quota = self.quotas.get(salt)
+        return inf if quota is None else quota
+
+    def _settle(self, salt: int) -> None:
+        if self.held(salt) > self._quota(salt):
+            self._above[salt] = None
+        else:
+            self._above.pop(salt, None)
+
+    def _count(self, salt: int, objects: int) -> None:
+        self.quota_evictions += objects
+        if not objects:
+            return
+        named = self.quotas.is_named(salt)
+        if salt in self.evicted or len(self.evicted) < COUNTED_SALTS or named:
+            self.evicted[salt] = self.evicted.get(salt, 0) + objects
+
+
+def keep_quotas(quotas: StorageQuotas, shares: StoreShares | None, backend: str) -> None:
+    """Have a store keep the quotas of salts. ConfigError if it cannot, and there is one.
+
+    Args:
+        quotas: of salts.
+        shares: the store's objects by salt, None if it cannot keep quotas.
+        backend: `storage.backend`.
+    """
+    if shares is not None:
+        shares.follow(quotas)
+    elif quotas:
+        raise ConfigError(
+            f"storage.backend = {backend!r} keeps no quota of a salt: leave out quota.storage, or "
+            "set storage.backend = 'file'"
+        )
+
+
+# -- inventories
+
+
+REMOVED_PAGE = 1024
+"""Keys that one call of `take_removed` returns at most."""
+
+
+Salts = Mapping[bytes, int | None]
+"""Numbers of salts (`quotas.salt_id`) by key, None for one that is not known."""
+
+_salts: ContextVar[Salts] = ContextVar("salts of a batch", default=MappingProxyType({}))
+
+
+@contextmanager
+def batch_salts(keys: Sequence[bytes], salts: Sequence[int | None]) -> Iterator[None]:
+    """A batch is written inside, with these salts. They do not pass through `Backend.write`, whose
+    arguments are those of stores of other packages.
+
+    Args:
+        keys: the batch.
+        salts: one for each, or none at all.
+    """
+    token = _salts.set(dict(zip(keys, salts, strict=True)) if salts else {})
+    try:
+        yield
+    finally:
+        _salts.reset(token)
+
+
+def salts_of_batch() -> Salts:
+    """The salts of the batch that the present task writes."""
+    return _salts.get()
+
+
+class Inventory:
+    """The inventory of a store that several nodes share: it answers for no keys, so nothing is
+    reported to indexes."""
+
+    @property
+    def lists_keys(self) -> bool:
+        """Whether `keys` returns every key of the store."""
+        return type(self).keys is not Inventory.keys
+
+    @property
+    def capacity(self) -> int:
+        """Objects at most, 0 without a limit or if it is not known."""
+        return 0
+
+    def keys(self) -> list[bytes]:
+        """See `Backend.keys`."""
+        return []
+
+    def iter_keys(self) -> Iterator[bytes]:
+        """See `Backend.iter_keys`."""
+        return iter(self.keys())
+
+    def count(self) -> int:
+        """See `Backend.count`."""
+        return len(self.keys())
+
+    def holds(self, key: bytes) -> bool:
+        """See `Backend.holds`."""
+        return False
+
+    def take(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.take`."""
+
+    def take_removed(self) -> list[bytes]:
+        """See `Backend.take_removed`."""
+        return []
+
+    def acknowledge_removed(self, keys: Iterable[bytes]) -> None:
+        """See `Backend.acknowledge_removed`."""
+
+
+class OwnedInventory(Inventory):
+    """The inventory of a store that one process owns: a catalog, without the objects that are still
+    being written.
+
+    Attributes:
+        catalog: every key, those being written included, in order of use.
+        pending: keys in the catalog whose objects are being written.
+        answerable: whether this process alone decides about the store's contents. If not, no key is
+            listed.
+        keeps_salts: whether salts reach the catalog, so that quotas of salts can be kept.
+    """
+
+    def __init__(self, capacity: int = 0, *, answerable: bool = True) -> None:
+        self.catalog = Catalog(capacity)
+        self.pending: set[bytes] = set()
+        self.answerable = answerable
+        self.keeps_salts = False
+
+    @property
+    def capacity(self) -> int:
+        """See `Inventory.capacity`."""
+        return self.catalog.capacity
+
+    @property
+    def lists_keys(self) -> bool:
+        """See `Inventory.lists_keys`."""
+        return self.answerable
+
+    def keys(self) -> list[bytes]:
+        """See `Backend.keys`."""
+        keys = self.catalog.keys() if self.answerable else []
+        return [key for key in keys if key not in self.pending] if self.pending else keys
+
+    def iter_keys(self) -> Iterator[bytes]:
+        """See `Backend.iter_keys`."""
+        pending = self.pending
+        return (key for key in self.catalog if key not in pending) if self.answerable else iter(())
+
+    def key_slices(self) -> Iterator[list[bytes]]:
+        """`keys` in parts. The store may change between two of them: a key that it holds all the
+        time is in one."""
+        if not self.answerable:
+            return iter(())
+        pending = self.pending
+        parts = self.catalog.slices()
+        return ([key for key in part if key not in pending] for part in parts)
+
+    def count(self) -> int:
+        """See `Backend.count`. Keys of a store that is not answerable count as well."""
+        return len(self.catalog) - sum(key in self.catalog for key in self.pending)
+
+    def holds(self, key: bytes) -> bool:
+        """See `Backend.holds`."""
+        return self.answerable and key in self.catalog and key not in self.pending
+
+    def readable_run(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run of keys whose objects can be read. They count as used now."""
+        ready = next((i for i, key in enumerate(keys) if key in self.pending), len(keys))
+        return self.catalog.run(keys[:ready])
+
+    def take(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.take`."""
+        self.catalog.remove(key for key in keys if key not in self.pending)
+
+    def take_removed(self) -> list[bytes]:
+        """See `Backend.take_removed`. Returns a page of them."""
+        departed, removed = self.catalog.departed, list[bytes]()
+        while departed and not removed:
+            page = list(islice(departed, REMOVED_PAGE))
+            departed.difference_update(page)
+            removed = [key for key in page if not self.holds(key)]
+        return removed
+
+    def acknowledge_removed(self, keys: Iterable[bytes]) -> None:
+        """See `Backend.acknowledge_removed`."""
+        self.catalog.departed.difference_update(keys)

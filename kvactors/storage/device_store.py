@@ -1,19 +1,22 @@
-"""`StorageDirect`: moves blocks between the device and a store that accesses device memory itself
-and is addressed by tokens (AttentionStore)."""
+"""A store that accesses device memory itself: the contract `DeviceStore`, and its actor."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
 from kvactors.actor.context import MEMORY_LIMIT, Job, JobsRunOn, Timer
 from kvactors.actor.log import described
+from kvactors.device.arena import HostSlots
 from kvactors.errors import StoreError
-from kvactors.storage.backends.device_store import DeviceStore
+from kvactors.lineage import Lineage
+from kvactors.storage.attempts import StoreAttempts
+from kvactors.storage.backend import Expired, ReadReport, StoreStatistics, WriteReport
 from kvactors.storage.messages import (
     DeviceFetched,
     DeviceSaved,
@@ -23,7 +26,89 @@ from kvactors.storage.messages import (
     TransferDone,
     TransferLate,
 )
-from kvactors.storage.plane import DeviceStorePlane
+
+# -- the contract
+
+
+class DeviceStore(ABC):
+    """Blocks are addressed by the tokens of their whole path. One call runs at a time. Errors are
+    counts, never exceptions: a fetch or a save that fails has moved 0 blocks.
+
+    Attributes:
+        attempts: whether look-ups, reads and writes work.
+        ready_timeout: seconds that `open` may take, where they are more than
+            `actors.open_timeout_s`.
+        late_since: start, on the loop's clock, of a call that takes longer than it may; None if
+            there is none.
+    """
+
+    ready_timeout: float = 0.0
+    late_since: float | None = None
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.attempts = StoreAttempts(type(self).__name__)
+        self.reads = self.writes = self.misses = self.unavailable = 0
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Connect.
+
+        Raises:
+            StoreError, SinkError: the store cannot be used.
+        """
+
+    @abstractmethod
+    async def fetch(
+        self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
+    ) -> int:
+        """Read blocks of a path into device blocks. When the call has ended, cancelled or not, no
+        device block is accessed any more.
+
+        Args:
+            tokens: of the path (little-endian uint32), up to the last block at least.
+            start: index of the first block to read, which goes into blocks[0].
+            blocks: device blocks.
+            seconds: limit of the call.
+
+        Returns:
+            How many blocks, from the first on, arrived.
+        """
+
+    @abstractmethod
+    async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
+        """Write blocks of a path from device blocks. The arguments and the end are as in `fetch`.
+
+        Returns:
+            How many blocks, from the first on, are stored.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release everything."""
+
+    def _unavailable(self, blocks: int) -> int:
+        """Count blocks that were not moved because a call failed, or was not made in a pause."""
+        self.unavailable += blocks
+        return 0
+
+    def statistics(self) -> StoreStatistics:
+        """Counters. Such a store does not list its objects."""
+        return StoreStatistics(
+            objects=0,
+            object_bytes=self.block_bytes,
+            reads=self.reads,
+            writes=self.writes,
+            existing=0,
+            misses=self.misses,
+            corrupt=0,
+            no_space=0,
+            unavailable=self.unavailable,
+            late=0,
+            evicted=0,
+            breaker=self.attempts.state,
+        )
+
 
 WAITING = 64
 """Saves that wait at most. Beyond that the oldest is refused."""
@@ -157,3 +242,42 @@ class StorageDirect(Actor):
                 f"a transfer of the store has not ended {MEMORY_LIMIT:g} s after a failure, and "
                 "accesses device blocks"
             )
+
+
+# -- the data plane
+
+
+class StoragePlane(Protocol):
+    """Moves objects between a store and host slots. See `DataPlane`."""
+
+    slots: HostSlots
+
+    async def read(
+        self, generation: int, keys: Sequence[bytes], slots: Sequence[int], expired: Expired
+    ) -> ReadReport:
+        """Read objects into slots of a memory generation."""
+
+    async def write(
+        self,
+        generation: int,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int] = (),
+    ) -> WriteReport:
+        """Write objects from slots of a memory generation."""
+
+
+class DeviceStorePlane(Protocol):
+    """Moves blocks between a store and device memory. See `DataPlane`."""
+
+    async def fetch(
+        self, generation: int, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
+    ) -> int:
+        """Read blocks of a path into device blocks of a memory generation."""
+
+    async def save(
+        self, generation: int, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
+    ) -> int:
+        """Write blocks of a path from device blocks of a memory generation."""

@@ -25,11 +25,9 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout.base import Layout
 from kvactors.lineage import Lineage
-from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
-from kvactors.storage.backends.owned_batches import OwnedBatches
-from kvactors.storage.backends.path_source import PathSource
-from kvactors.storage.catalog import Catalog
-from kvactors.storage.inventory import OwnedInventory
+from kvactors.storage.backend import Backend, Expired, PathSource, ReadReport, WriteReport
+from kvactors.storage.catalog import Catalog, OwnedInventory
+from kvactors.storage.local_store import OwnedBatches
 from kvactors.storage.messages import Outcome
 from kvactors.testing.faults import SLOWER, Fault, FaultySink, Gate, Latency, StoreFaults, instant
 from kvactors.types import Residency, Tier, split_hashes

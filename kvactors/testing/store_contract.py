@@ -19,8 +19,8 @@ import numpy as np
 
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.storage.backends.base import Backend
-from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.backend import Backend
+from kvactors.storage.guarded import CheckedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing import asyncio_marks
 

@@ -20,8 +20,8 @@ from kvactors.tier_cache.checks import checked_key, checked_keys, checked_limit,
 from kvactors.tier_cache.settings import TierConfig, checked_config
 
 if TYPE_CHECKING:
-    from kvactors.settings.mooncake import MooncakeConfig
-    from kvactors.storage.slot_store import SlotStore
+    from kvactors.mooncake_config import MooncakeConfig
+    from kvactors.storage.guarded import SlotStore
     from kvactors.tier_cache.copies import LoopThread, Service
     from kvactors.tier_cache.slots import SlotMemory
     from kvactors.tier_cache.storage_loop import JobEnd, StorageLoop
@@ -624,9 +624,9 @@ def make_storage(
         )  # a wrong setting is found here, not in the store's thread
 
     def make() -> SlotStore:
-        from kvactors.settings.mooncake import MooncakeConfig
-        from kvactors.settings.tables import StorageConfig
-        from kvactors.storage.backends import make_backend
+        from kvactors.config_tables import StorageConfig
+        from kvactors.mooncake_config import MooncakeConfig
+        from kvactors.storage.factory import make_backend
 
         fields = msgspec.structs.asdict(storage)
         fields["mooncake"] = _mooncake(storage.mooncake, variables) if is_pool else MooncakeConfig()

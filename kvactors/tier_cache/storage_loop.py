@@ -9,10 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvactors.errors import StoreError
-from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.guarded import CheckedBackend, SlotStore, lists_keys
 from kvactors.storage.messages import Outcome
-from kvactors.storage.presence import lists_keys
-from kvactors.storage.slot_store import SlotStore
 from kvactors.tier_cache.storage import JobKind, KnownObjects, ObjectMemory, StorageJob
 
 MOST: dict[JobKind, int] = {"load": 4, "store": 2, "lookup": 2}

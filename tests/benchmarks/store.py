@@ -15,8 +15,8 @@ from typing import Any
 
 from kvactors.observe.lag import LagMonitor, Lags
 from kvactors.signals import run_terminable
-from kvactors.storage.backends import FileBackend
-from kvactors.storage.backends.slab_table import PAGE, Meta, entry_of
+from kvactors.storage.file.store import FileBackend
+from kvactors.storage.file.table import PAGE, Meta, entry_of
 from tests.benchmarks.report import Row, bench_report, time_row
 from tests.benchmarks.store_pool import pool_rows
 from tests.benchmarks.store_rounds import (

@@ -16,11 +16,8 @@ from kvactors.native import check_headers, make_headers
 from kvactors.scenario.mooncake_master import master
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.signals import run_terminable
-from kvactors.storage.backends.header import HEADER, Fit
-from kvactors.storage.backends.mooncake import MooncakeBackend
-from kvactors.storage.backends.mooncake_headers import PoolHeaders
-from kvactors.storage.backends.mooncake_objects import MooncakeObjects
 from kvactors.storage.messages import Outcome
+from kvactors.storage.mooncake import HEADER, Fit, MooncakeBackend, MooncakeObjects, PoolHeaders
 from tests.benchmarks.report import Row, rate_row
 from tests.benchmarks.store_rounds import DIGEST, names, processor_seconds, rounds_within
 

@@ -24,12 +24,11 @@ from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathsFo
 from kvactors.lineage import Lineage
 from kvactors.observe.lag import LagMonitor, Lags
 from kvactors.signals import run_terminable
-from kvactors.storage.backends import FileBackend
-from kvactors.storage.backends.base import Expired, ReadReport, WriteReport
-from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.actors import StorageReader, StorageWriter
+from kvactors.storage.backend import Expired, ReadReport, WriteReport
+from kvactors.storage.file.store import FileBackend
+from kvactors.storage.guarded import CheckedBackend
 from kvactors.storage.messages import Outcome, Probed, Read, ReadDone, StoreCleared, Write, Written
-from kvactors.storage.reader import StorageReader
-from kvactors.storage.writer import StorageWriter
 from kvactors.types import join_hashes
 from tests.benchmarks.engine import EngineProcess
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvactors.signals import run_terminable
-from kvactors.storage.backends.mooncake_client import MooncakeClient
+from kvactors.storage.mooncake_client import MooncakeClient
 from tests.benchmarks.store_pool import (
     NAMES,
     Runner,
@@ -65,7 +65,7 @@ def test_every_runner_moves_its_own_kind_of_objects(monkeypatch):
     async def answers(*_):
         return True
 
-    monkeypatch.setattr("kvactors.storage.backends.mooncake_client.any_answers", answers)
+    monkeypatch.setattr("kvactors.storage.mooncake_client.any_answers", answers)
     found = run_terminable(in_pool("127.0.0.1:1", 4096, 8 * 4096, 1))
     assert {key: len(of) for key, of in found.items()} == {
         (what, one): 1 for what in ("write", "read") for one in Runner
@@ -84,6 +84,6 @@ def test_lost_objects_give_no_figures(monkeypatch, lost):
     async def answers(*_):
         return True
 
-    monkeypatch.setattr("kvactors.storage.backends.mooncake_client.any_answers", answers)
+    monkeypatch.setattr("kvactors.storage.mooncake_client.any_answers", answers)
     with pytest.raises(RuntimeError, match="an object was lost"):
         run_terminable(in_pool("127.0.0.1:1", 4096, 8 * 4096, 1))

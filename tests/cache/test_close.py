@@ -17,8 +17,8 @@ import structlog
 import kvactors
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.settings.sinks import MemorySinkConfig
-from kvactors.storage.backends.memory import MemoryBackend
+from kvactors.sink_config import MemorySinkConfig
+from kvactors.storage.memory import MemoryBackend
 from kvactors.threads import Workers
 from tests.support.cache import BLOCK, prompt, settings
 

@@ -13,7 +13,7 @@ import pytest
 import kvactors
 from kvactors.errors import KVActorsError, StoreError, StoreUnsupported
 from kvactors.quotas import salt_id
-from kvactors.storage.backends import slab_writes
+from kvactors.storage.file import io as io_module
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend, SimPool
 from kvactors.testing.faults import latency
@@ -126,7 +126,7 @@ async def test_bytes_of_an_erased_tenant_are_not_in_the_files(
 async def test_objects_of_the_earlier_format_stay_and_are_counted(tmp_path, monkeypatch):
     disk = files(tmp_path)
     with monkeypatch.context() as earlier:  # writes entries without salts
-        earlier.setattr(slab_writes, "_with_salt", lambda fields, salt: fields)
+        earlier.setattr(io_module, "_with_salt", lambda fields, salt: fields)
         async with opened(device=32, storage=disk) as cache:
             await fill(cache, "gone")
     async with opened(device=32, storage=disk) as cache:
@@ -180,7 +180,7 @@ async def test_after_a_failure_the_whole_store_is_cleared(tmp_path):
 
 
 async def test_an_erasure_stops_at_the_deadline_and_can_be_continued(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvactors.storage.backends.slab_medium.WIPE_BYTES", 1)
+    monkeypatch.setattr("kvactors.storage.file.store.WIPE_BYTES", 1)
     async with opened(device=32, storage=files(tmp_path)) as cache:
         await fill(cache, "gone")
         medium, looks = cache.system.store.inner.medium, iter([False] * 3)
@@ -216,7 +216,7 @@ async def test_a_refused_erasure_is_an_error(tmp_path, monkeypatch):
 
 
 async def test_an_erasure_ends_when_the_cache_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvactors.storage.backends.slab_medium.WIPE_BYTES", 1)
+    monkeypatch.setattr("kvactors.storage.file.store.WIPE_BYTES", 1)
     config = settings(device=32, storage=files(tmp_path))
     async with kvactors.open(config) as cache:
         await fill(cache, "gone")

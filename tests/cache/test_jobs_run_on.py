@@ -15,7 +15,7 @@ from kvactors.actor.clock import now
 from kvactors.actor.context import JOB_LIMIT, MEMORY_LIMIT
 from kvactors.cpu_evictor.slots import HostTier, SlotState
 from kvactors.device.arena import Arena
-from kvactors.storage.backends.memory import MemoryBackend
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import ProbeStore, Write
 from kvactors.testing.loop import simulate
 from tests.support.cache import BLOCK, opened, prompt, serve

@@ -11,9 +11,9 @@ import structlog
 import kvactors
 from kvactors.actor.clock import now
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.settings.sinks import MemorySinkConfig
-from kvactors.storage.backends.device_store import DeviceStore
-from kvactors.storage.backends.memory import MemoryBackend
+from kvactors.sink_config import MemorySinkConfig
+from kvactors.storage.device_store import DeviceStore
+from kvactors.storage.memory import MemoryBackend
 from kvactors.testing.loop import simulate
 from tests.support.cache import BLOCK, settings
 

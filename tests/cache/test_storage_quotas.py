@@ -12,9 +12,7 @@ import kvactors
 from kvactors import KVCache
 from kvactors.errors import ConfigError, KVActorsError, StoreUnsupported
 from kvactors.quotas import salt_id
-from kvactors.settings.load import quota_faults
-from kvactors.settings.tables import QuotaConfig, StorageConfig
-from kvactors.storage.backends import slab_writes
+from kvactors.storage.file import io
 from kvactors.testing.fakes import SimBackend, SimPool
 from kvactors.testing.faults import latency
 from kvactors.testing.loop import simulate
@@ -166,7 +164,7 @@ async def test_blocks_of_an_earlier_format_count_to_no_salt_and_stay_readable(
 ):
     disk = store(kind="file", directory=str(tmp_path))
     with monkeypatch.context() as earlier:  # writes entries without salts
-        earlier.setattr(slab_writes, "_with_salt", lambda fields, salt: fields)
+        earlier.setattr(io, "_with_salt", lambda fields, salt: fields)
         async with opened(storage=disk) as cache:
             await use(cache, 1, salt="noisy")
     folders = list(tmp_path.rglob("table"))

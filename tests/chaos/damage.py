@@ -13,8 +13,8 @@ from typing import Any
 from anyio.to_thread import run_sync
 
 from kvactors.errors import StoreError
-from kvactors.storage.backends.file import FileBackend
-from kvactors.storage.backends.slab_table import PAGE
+from kvactors.storage.file.store import FileBackend
+from kvactors.storage.file.table import PAGE
 from tests.chaos.record import Setting, Situation, Tally, reached
 from tests.chaos.rest import at_rest, loaded, settings, varied
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvactors.cli import main
 from kvactors.device.arena import Arena
-from kvactors.storage.backends import FileBackend
+from kvactors.storage.file.store import FileBackend
 from kvactors.testing.faults import corrupt_objects
 from kvactors.testing.store_contract import Bench, key
 

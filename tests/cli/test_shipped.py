@@ -163,7 +163,7 @@ def test_other_systems_have_settings_and_sizes_and_a_named_error_for_the_rest(tm
         "kvactors.cache",
         "kvactors.tier_cache",
         "kvactors.cli",
-        "kvactors.storage.backends.file",
+        "kvactors.storage.file.store",
         "kvactors.storage.inspect",
         "kvactors.files",
         "kvactors.threads",

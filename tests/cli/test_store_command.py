@@ -12,7 +12,7 @@ from kvactors.cli import main
 from kvactors.device.arena import Arena
 from kvactors.identity import StoreIdentity
 from kvactors.storage import inspect as inspect_module
-from kvactors.storage.backends import FileBackend
+from kvactors.storage.file.store import FileBackend
 from kvactors.testing.faults import corrupt_objects
 from kvactors.testing.store_contract import Bench, key
 
@@ -40,7 +40,7 @@ async def made(directory, identity, count=3):
 
 @pytest.fixture
 async def directory(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvactors.storage.backends.file.SLAB_BYTES", 8 * 8192)
+    monkeypatch.setattr("kvactors.storage.file.store.SLAB_BYTES", 8 * 8192)
     for at, identity in enumerate((A, B, OTHER)):
         backend = await made(tmp_path, identity)
         await backend.close()

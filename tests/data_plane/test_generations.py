@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvactors.data_plane.base import Direction
-from kvactors.storage.backends.base import ReadReport, WriteReport
-from kvactors.storage.backends.device_store import DeviceStore
-from kvactors.storage.backends.memory import MemoryBackend
+from kvactors.storage.backend import ReadReport, WriteReport
+from kvactors.storage.device_store import DeviceStore
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from tests.data_plane.planes import StubPlane
 

@@ -21,10 +21,8 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.scenario.mooncake_master import Master, free_port
-from kvactors.settings.mooncake import MooncakeConfig
-from kvactors.storage.backends.header import HEADER
-from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.messages import Outcome
+from kvactors.storage.mooncake import HEADER, MooncakeBackend
 from tests.interop.environments import InteropError
 from tests.interop.network import raise_loopback
 

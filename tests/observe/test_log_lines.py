@@ -16,7 +16,7 @@ from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.metrics import CacheMetrics
 from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.attempts import FAILURES
-from kvactors.storage.backends.base import WriteReport
+from kvactors.storage.backend import WriteReport
 from kvactors.storage.messages import Outcome
 from kvactors.testing.faults import FaultySink
 from kvactors.testing.loop import simulate

@@ -19,9 +19,9 @@ from kvactors.data_plane.ranks.store import RankStore
 from kvactors.device.arena import Arena
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.identity import StoreIdentity
-from kvactors.settings.ranks import RanksConfig, Secret
-from kvactors.storage.backends.file import FileBackend
-from kvactors.storage.backends.memory import MemoryBackend
+from kvactors.ranks_config import RanksConfig, Secret
+from kvactors.storage.file.store import FileBackend
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from kvactors.testing.store_contract import key, never

@@ -25,7 +25,7 @@ from kvactors.data_plane.ranks.protocol import (
 )
 from kvactors.data_plane.ranks.state import Link, Violation
 from kvactors.data_plane.ranks.store import RankStore
-from kvactors.storage.backends.memory import MemoryBackend
+from kvactors.storage.memory import MemoryBackend
 from kvactors.testing.loop import simulate
 from tests.ranks.manual import SCOPE, authenticated, come, group_at, identity, settle
 

@@ -12,8 +12,8 @@ from kvactors.data_plane.ranks.store import proved
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
-from kvactors.storage import reporter
-from kvactors.storage.backends.slab_lineage import lineage_in
+from kvactors.storage import actors
+from kvactors.storage.file.table import lineage_in
 from kvactors.types import Tier, split_hashes
 
 BLOCK = 4
@@ -85,7 +85,7 @@ def announced(cache) -> set[bytes]:
 
 
 async def test_the_leader_announces_the_blocks_that_all_ranks_hold(tmp_path, monkeypatch):
-    monkeypatch.setattr(reporter.reports, "PATH_PAGE", 3)
+    monkeypatch.setattr(actors, "PATH_PAGE", 3)
     async with opened(tmp_path) as cache:
         paths = [(await request(cache, seed))[:4] for seed in range(10, 15)]
         await cache.wait_flushed()
@@ -126,7 +126,7 @@ async def test_the_blocks_of_a_rank_whose_folder_was_deleted_are_reported_gone(t
 def test_a_part_of_a_path_is_proved_by_its_keys():
     first = kvactors.lineage.Lineage(bytes(32), b"t" * 8, b"x")
     second = kvactors.lineage.Lineage(first.block_hash(), b"u" * 8)
-    part = reporter.PathPart(
+    part = actors.PathPart(
         bytes(32),
         first.block_hash() + second.block_hash(),
         b"t" * 8 + b"u" * 8,
@@ -147,7 +147,7 @@ def test_a_part_of_a_path_is_proved_by_its_keys():
 async def test_paths_of_a_rank_that_are_not_proved_are_left_out(tmp_path, monkeypatch):
     async with opened(tmp_path) as cache:
         await request(cache, 10)
-    monkeypatch.setattr("kvactors.storage.backends.slab_paths.lineage_in", forged)
+    monkeypatch.setattr("kvactors.storage.file.table.lineage_in", forged)
     async with opened(tmp_path) as cache:
         await cache.wait_flushed()
         assert announced(cache) == set()

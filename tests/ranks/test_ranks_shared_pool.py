@@ -15,9 +15,10 @@ from kvactors.settings import (
     LayoutConfig,
     StorageConfig,
 )
-from kvactors.settings.mooncake import MooncakeConfig
-from kvactors.settings.ranks import RanksConfig
-from kvactors.storage.backends.base import ReadReport
+from kvactors.layout import make_layout
+from kvactors.mooncake_config import MooncakeConfig
+from kvactors.ranks_config import RanksConfig
+from kvactors.storage.backend import ReadReport
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimPool
 from kvactors.testing.loop import simulate

@@ -12,9 +12,8 @@ from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.storage.actors import StorageReader, StorageWriter
 from kvactors.storage.device_store import StorageDirect
-from kvactors.storage.reader import StorageReader
-from kvactors.storage.writer import StorageWriter
 from kvactors.testing.plan import DRAWN
 
 ACTORS: tuple[type[Actor], ...] = (

@@ -10,8 +10,7 @@ import pytest
 
 from kvactors.actor import Actor
 from kvactors.device.arena import Arena
-from kvactors.settings import Config
-from kvactors.storage.backends import FileBackend
+from kvactors.storage.file.store import FileBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench
 from tests.support import cache as support

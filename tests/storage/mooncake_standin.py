@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from kvactors.storage.backends.mooncake_codes import NO_SPACE, NOT_FOUND, OK
+from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND, OK
 
 INVALID, FAILED = -600, -800
 UNREACHABLE = 2

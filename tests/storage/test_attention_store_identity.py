@@ -18,7 +18,7 @@ from kvactors.layout import GQALayout
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreConfig
 from kvactors.storage.attempts import Attempts
-from kvactors.storage.backends.attention_store import AttentionStoreBackend
+from kvactors.storage.attention_store import AttentionStoreBackend
 from tests.support import attentionstore_sdk as stand_in
 from tests.support import cache as support
 from tests.support.attentionstore_sdk.sdk import AttentionStoreSDK

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvactors.errors import ConfigError
-from kvactors.settings import Config, StorageConfig
-from kvactors.storage.backends import MemoryBackend, capacity_of, make_backend
 from kvactors.storage.catalog import Catalog
+from kvactors.storage.factory import capacity_of, make_backend
+from kvactors.storage.memory import MemoryBackend
 
 SIZE = 5000
 PRINT = bytes(range(32))

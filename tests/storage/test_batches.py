@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvactors.storage.batches import IN_FLIGHT, Batch, BatchQueue, changes_of
+from kvactors.storage.actors import IN_FLIGHT, Batch, BatchQueue, changes_of
 from kvactors.storage.messages import BatchDone, Written
 from kvactors.types import Reason
 

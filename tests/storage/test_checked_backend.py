@@ -12,9 +12,9 @@ from kvactors.errors import StoreError
 from kvactors.layout import make_layout
 from kvactors.settings import Config
 from kvactors.storage.attempts import FAILURES
-from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.backends.base import ReadReport, WriteReport
-from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.backend import ReadReport, WriteReport
+from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from kvactors.testing.store_contract import key, never
@@ -467,7 +467,7 @@ async def test_errors_whose_text_cannot_be_had_are_counted_as_faults():
 @pytest.mark.parametrize("name", ["ask", "read", "write"])
 async def test_while_a_call_does_not_return_no_other_one_begins(name, monkeypatch):
     clock, calls, release = [0.0], [], asyncio.Event()
-    monkeypatch.setattr("kvactors.storage.containment.now", lambda: clock[0])
+    monkeypatch.setattr("kvactors.storage.guarded.now", lambda: clock[0])
     inner = MemoryBackend(bytes(32), 16)
     store = CheckedBackend(inner, 2.0)
     work = {

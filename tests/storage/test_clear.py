@@ -14,8 +14,8 @@ import kvactors
 from kvactors.actor import Control
 from kvactors.errors import DeadlineExceeded, StoreError
 from kvactors.layout import make_layout
-from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend
 from kvactors.testing.loop import simulate

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from kvactors.flush_notifier.messages import PathPart
-from kvactors.storage.clears import Clears
-from kvactors.storage.containment import Containment
+from kvactors.storage.guarded import Clears, Containment
 from kvactors.storage.messages import Outcome
 
 KEY = bytes(32)

@@ -7,9 +7,13 @@ import os
 
 import pytest
 
-from kvactors.settings import StorageConfig
-from kvactors.storage.backends import FileBackend, MemoryBackend, OwnedBackend, file, make_backend
-from kvactors.storage.backends.slab_files import SlabFiles
+from kvactors.config import StorageConfig
+from kvactors.storage.factory import make_backend
+from kvactors.storage.file import store
+from kvactors.storage.file.layout import SlabFiles
+from kvactors.storage.file.store import FileBackend
+from kvactors.storage.local_store import OwnedBackend
+from kvactors.storage.memory import MemoryBackend
 from kvactors.testing.store_contract import StoreContract
 
 PRINT = bytes(range(32))
@@ -40,7 +44,7 @@ class TestFileSynced(StoreContract):
 class TestFileWithoutDirectIO(StoreContract):
     async def make(self, folder, capacity):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(file, "SlabFiles", RefusesDirect)
+            patch.setattr(store, "SlabFiles", RefusesDirect)
             return FileBackend(folder, PRINT, self.block_bytes, capacity)
 
 

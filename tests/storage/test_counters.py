@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvactors.storage.counters import StoreCounters
+from kvactors.storage.backend import StoreCounters
 from kvactors.storage.messages import Outcome
 
 

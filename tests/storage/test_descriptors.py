@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvactors.storage.backends import slab_files
-from kvactors.storage.backends.file_survey import own_bytes
+from kvactors.storage.file import layout
+from kvactors.storage.file.store import own_bytes
 from kvactors.storage.messages import Outcome
 from tests.storage.helpers import MISS, OK, SIZE, opened, whole
 
@@ -32,7 +32,7 @@ def few_descriptors(more: int):
 @pytest.fixture
 def held(monkeypatch):
     """Slabs that stay open."""
-    monkeypatch.setattr(slab_files, "HELD", 4)
+    monkeypatch.setattr(layout, "HELD", 4)
     return 4
 
 

@@ -19,11 +19,10 @@ import structlog
 import kvactors
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
-from kvactors.settings import Config
-from kvactors.storage.backends import FileBackend, slab_scrub
-from kvactors.storage.backends import file as file_module
-from kvactors.storage.backends.slab_table import ENTRY_BYTES as ENTRY
-from kvactors.storage.backends.slab_table import PAGE, Meta, scan
+from kvactors.storage.file import store as file_module
+from kvactors.storage.file.store import FileBackend
+from kvactors.storage.file.table import ENTRY_BYTES as ENTRY
+from kvactors.storage.file.table import PAGE, Meta, scan
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench, key, never
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, at_step, opened, whole
@@ -295,7 +294,7 @@ async def test_a_disk_that_is_really_full(tmp_path):
     script = f"""
 import asyncio, resource, signal, sys
 sys.path[:0] = {sys.path!r}
-from kvactors.storage.backends import FileBackend
+from kvactors.storage.file.store import FileBackend
 from kvactors.storage.messages import Outcome
 from tests.support.killed_writer import kill_loop
 from kvactors.testing.store_contract import Bench
@@ -347,7 +346,7 @@ async def test_a_restart_finds_everything_in_the_order_it_was_written(tmp_path):
 
 
 async def test_a_smaller_capacity_keeps_the_youngest_and_gives_slabs_back(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvactors.storage.backends.file.SLAB_BYTES", 8 * 8192)
+    monkeypatch.setattr("kvactors.storage.file.store.SLAB_BYTES", 8 * 8192)
     async with opened(tmp_path) as bench:
         await bench.put(*range(28))
         folder = bench.store.files.folder
@@ -602,7 +601,7 @@ async def test_a_scrub_gives_up_damaged_objects(tmp_path):
 
 
 async def test_a_cache_with_a_scrub_reports_the_damage_that_it_finds(tmp_path, monkeypatch):
-    monkeypatch.setattr(slab_scrub, "PAUSE_S", 0.001)
+    monkeypatch.setattr(file_module, "PAUSE_S", 0.001)
     async with kvactors.open(config(tmp_path, scrub_rate="1TB")) as cache:
         store = cache.system.backend
         for seed in range(5):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvactors.storage import inventory
-from kvactors.storage.inventory import Inventory, OwnedInventory
+from kvactors.storage import catalog
+from kvactors.storage.catalog import Inventory, OwnedInventory
 
 A, B, C = (bytes([letter]) * 32 for letter in b"abc")
 
@@ -42,7 +42,7 @@ def test_a_store_of_another_process_lists_no_keys():
 
 
 def test_removed_keys_are_returned_once_unless_they_are_back(monkeypatch):
-    monkeypatch.setattr(inventory, "REMOVED_PAGE", 1)
+    monkeypatch.setattr(catalog, "REMOVED_PAGE", 1)
     owned = OwnedInventory()
     owned.catalog.admit([A, B, C])
     owned.take([A, B, C])

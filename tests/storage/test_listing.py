@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hashlib import sha256
 
-from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.backends.checked import CheckedBackend
-from kvactors.storage.reports import ReportPages
+from kvactors.storage.actors import ReportPages
+from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.memory import MemoryBackend
 from kvactors.types import split_hashes
 
 COUNT = 20_000

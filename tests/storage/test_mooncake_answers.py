@@ -14,13 +14,10 @@ from hypothesis import strategies as st
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError, StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
-from kvactors.settings.mooncake import MooncakeConfig, resolve
-from kvactors.storage.backends.header import HEADER
-from kvactors.storage.backends.mooncake import MooncakeBackend
-from kvactors.storage.backends.mooncake_client import MooncakeClient
-from kvactors.storage.backends.mooncake_codes import NO_SPACE, NOT_FOUND, RPC_FAILED
-from kvactors.storage.backends.mooncake_registration import pieces
+from kvactors.mooncake_config import MooncakeConfig, resolve
 from kvactors.storage.messages import Outcome
+from kvactors.storage.mooncake import HEADER, MooncakeBackend
+from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND, RPC_FAILED, MooncakeClient, pieces
 from kvactors.testing.store_contract import Bench, key, never
 from tests.storage.mooncake_standin import FAILED, StandIn
 from tests.storage.test_mooncake_rules import config, listening
@@ -136,7 +133,7 @@ async def test_a_client_that_raises_at_a_registration_fails_the_start(standin, m
 
 async def test_each_object_of_a_batch_has_its_own_result(standin, monkeypatch):
     """A failure costs one object and not its neighbours."""
-    monkeypatch.setattr("kvactors.storage.backends.mooncake_objects.RETRY", 0.0)
+    monkeypatch.setattr("kvactors.storage.mooncake.RETRY", 0.0)
     put = standin.batch_put_from_multi_buffers
     codes = {2: NO_SPACE, 4: FAILED}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.storage.backends.mooncake_calls import (
+from kvactors.storage.mooncake import (
     CALL_SECONDS,
     LEAST_BYTES,
     LEAST_OBJECTS,

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvactors.errors import ConfigError
-from kvactors.settings import Config
-from kvactors.settings.mooncake import MooncakeConfig, resolve
-from kvactors.storage.backends.header import HEADER, MAGIC, VERSION
-from kvactors.storage.backends.mooncake_client import MooncakeClient
+from kvactors.mooncake_config import MooncakeConfig, resolve
 from kvactors.storage.messages import Outcome
+from kvactors.storage.mooncake import HEADER, MAGIC, VERSION
+from kvactors.storage.mooncake_client import MooncakeClient
 from kvactors.testing.store_contract import key, never
 from tests.storage.mooncake_standin import StandIn
 from tests.storage.test_mooncake_answers import joined

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
-from kvactors.storage.backends.header import HEADER, Fit
-from kvactors.storage.backends.mooncake_codes import NO_SPACE, NOT_FOUND
-from kvactors.storage.backends.mooncake_headers import Compared, PoolHeaders, outcome_of
 from kvactors.storage.messages import Outcome
+from kvactors.storage.mooncake import HEADER, Compared, Fit, PoolHeaders, outcome_of
+from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND
 from kvactors.testing.store_contract import key
 from tests.storage.test_mooncake_objects import DIGEST, SIZE, header
 

@@ -14,11 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvactors.device.arena import Arena
-from kvactors.storage.backends.header import HEADER, MAGIC, VERSION
-from kvactors.storage.backends.mooncake_codes import NO_SPACE, NOT_FOUND
-from kvactors.storage.backends.mooncake_headers import PoolHeaders
-from kvactors.storage.backends.mooncake_objects import MooncakeObjects
 from kvactors.storage.messages import Outcome
+from kvactors.storage.mooncake import HEADER, MAGIC, VERSION, MooncakeObjects, PoolHeaders
+from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND
 from kvactors.testing.store_contract import key, never
 
 SIZE, DIGEST = 5000, bytes(range(32))
@@ -144,7 +142,7 @@ async def test_objects_of_other_keys_short_ones_and_missing_ones_are_no_hits(ben
 
 
 async def test_an_object_without_space_is_tried_once_more_with_its_own_header(bench, monkeypatch):
-    monkeypatch.setattr("kvactors.storage.backends.mooncake_objects.RETRY", 0.0)
+    monkeypatch.setattr("kvactors.storage.mooncake.RETRY", 0.0)
     bench.pool.put_codes[bench.objects.name(key(1))] = NO_SPACE
     assert await bench.objects.write(bench.keys, bench.views, never) == bytes([OK] * 8)
     assert bench.pool.calls == [3, 1, 3, 2]

@@ -16,20 +16,11 @@ import pytest
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError, StoreError
 from kvactors.identity import StoreIdentity
-from kvactors.settings.mooncake import (
-    MooncakeConfig,
-    PoolServer,
-    endpoints,
-    largest_registration,
-    metadata_endpoints,
-)
-from kvactors.storage.backends.header import HEADER
-from kvactors.storage.backends.mooncake import MooncakeBackend
-from kvactors.storage.backends.mooncake_client import MooncakeClient, defaults
-from kvactors.storage.backends.mooncake_codes import NO_SPACE
-from kvactors.storage.backends.mooncake_registration import pieces
-from kvactors.storage.backends.mooncake_warm_up import PREFIX
+from kvactors.mooncake_address import Endpoint, endpoints, metadata_endpoints
+from kvactors.mooncake_config import MooncakeConfig, largest_registration
 from kvactors.storage.messages import Outcome
+from kvactors.storage.mooncake import HEADER, MooncakeBackend
+from kvactors.storage.mooncake_client import NO_SPACE, PREFIX, MooncakeClient, defaults, pieces
 from tests.storage.mooncake_standin import FAILED, UNREACHABLE, StandIn
 
 SIZE = 4096
@@ -40,7 +31,7 @@ IDENTITY = StoreIdentity("m", "n", bytes(range(32)))
 def standin(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     made = StandIn()
     monkeypatch.setattr(MooncakeClient, "_make", staticmethod(lambda: made))
-    monkeypatch.setattr("kvactors.storage.backends.mooncake_client.RETRY", 0.001)
+    monkeypatch.setattr("kvactors.storage.mooncake_client.RETRY", 0.001)
     return made
 
 
@@ -256,7 +247,7 @@ async def test_a_metadata_server_that_does_not_answer_fails_the_start(standin, s
 async def test_a_pool_whose_master_is_slow_to_answer_is_not_left(standin, monkeypatch):
     """The client's own `health_check` was of use neither here nor for a master that ended just
     now: it returns what the last ping found."""
-    monkeypatch.setattr("kvactors.storage.backends.mooncake_client.ANSWER_LIMIT", 0.01)
+    monkeypatch.setattr("kvactors.storage.mooncake_client.ANSWER_LIMIT", 0.01)
     answered = threading.Event()
 
     def slow(keys: list[str]) -> list[int]:

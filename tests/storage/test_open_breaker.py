@@ -6,8 +6,9 @@ import pytest
 
 from kvactors.device.arena import Arena
 from kvactors.storage.attempts import FAILURES
-from kvactors.storage.backends import FileBackend, MemoryBackend
-from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.file.store import FileBackend
+from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from tests.storage.helpers import OK, PRINT
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.storage.backends.owned_batches import OwnedBatches
-from kvactors.storage.counters import StoreCounters
-from kvactors.storage.inventory import OwnedInventory
+from kvactors.storage.backend import StoreCounters
+from kvactors.storage.catalog import OwnedInventory
+from kvactors.storage.local_store import OwnedBatches
 from kvactors.storage.messages import Outcome
 from tests.support.steps import run_unsuspended
 

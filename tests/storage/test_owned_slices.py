@@ -2,8 +2,8 @@
 
 import asyncio
 
-from kvactors.storage.backends import owned
-from kvactors.storage.backends.memory import MemoryBackend
+from kvactors.storage import local_store
+from kvactors.storage.memory import MemoryBackend
 
 
 async def runs_beside(batch):
@@ -26,7 +26,7 @@ async def runs_beside(batch):
 
 
 async def test_objects_are_moved_in_slices(monkeypatch):
-    monkeypatch.setattr(owned, "SLICE", -1.0)  # every object ends a slice
+    monkeypatch.setattr(local_store, "SLICE", -1.0)  # every object ends a slice
     store, count = MemoryBackend(b"", 4), 64
     keys = [number.to_bytes(32, "big") for number in range(count)]
     views = [memoryview(bytearray(4)) for _ in keys]

@@ -9,10 +9,9 @@ import pytest
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import BlocksRemoved
-from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.batches import IN_FLIGHT
+from kvactors.storage.actors import IN_FLIGHT, StorageReader
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone
-from kvactors.storage.reader import StorageReader
 from kvactors.types import Reason
 from tests.support import probe
 from tests.support.stepper import Stepper

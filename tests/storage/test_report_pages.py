@@ -9,11 +9,11 @@ import kvactors
 from kvactors.actor.message import Control
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved
-from kvactors.storage import reports as reports_module
-from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.inventory import REMOVED_PAGE
+from kvactors.storage import actors as reports_module
+from kvactors.storage.actors import StorageWriter
+from kvactors.storage.catalog import REMOVED_PAGE
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import ReportLost
-from kvactors.storage.writer import StorageWriter
 from kvactors.types import split_hashes
 from tests.storage.helpers import after_each_message
 

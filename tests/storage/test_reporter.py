@@ -14,8 +14,9 @@ from kvactors.flush_notifier.messages import (
     PathsFound,
     TierCleared,
 )
-from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.actors import StoreReporter
+from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import (
     BatchDone,
     NextPage,
@@ -24,7 +25,6 @@ from kvactors.storage.messages import (
     Recheck,
     StoreCleared,
 )
-from kvactors.storage.reporter import StoreReporter
 from kvactors.types import Reason
 
 A, B, ROOT = (bytes([letter]) * 32 for letter in b"abr")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvactors.flush_notifier.messages import PLAIN, PathPart
-from kvactors.storage import reports
-from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.backends.checked import CheckedBackend
-from kvactors.storage.reports import PathReport, ReportPages
+from kvactors.storage import actors
+from kvactors.storage.actors import PathReport, ReportPages
+from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.memory import MemoryBackend
 
 A, B, C, ROOT = (bytes([letter]) * 32 for letter in b"abcr")
 
@@ -32,7 +32,7 @@ def test_only_lost_keys_are_reported_without_a_restart():
 
 
 def test_a_page_leaves_out_keys_that_left_after_the_snapshot(monkeypatch):
-    monkeypatch.setattr(reports, "REPORT_PAGE", 2)
+    monkeypatch.setattr(actors, "REPORT_PAGE", 2)
     keys = {bytes([1, number]) * 16 for number in range(3)}  # listed together
     inner, pages = holding(*keys)
     pages.restart()
@@ -45,7 +45,7 @@ def test_a_page_leaves_out_keys_that_left_after_the_snapshot(monkeypatch):
 
 
 def test_a_restart_begins_with_the_first_key(monkeypatch):
-    monkeypatch.setattr(reports, "REPORT_PAGE", 1)
+    monkeypatch.setattr(actors, "REPORT_PAGE", 1)
     _, pages = holding(A, B)
     pages.restart()
     assert pages.next() == (A, b"")

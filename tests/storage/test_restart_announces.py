@@ -13,8 +13,8 @@ import pytest
 import kvactors
 from kvactors.actor.message import Control
 from kvactors.flush_notifier import ledger
-from kvactors.storage import reporter, writer
-from kvactors.storage.backends import slab_paths
+from kvactors.storage import actors
+from kvactors.storage.file import table
 from kvactors.types import Tier, split_hashes
 from tests.storage.helpers import after_each_message
 
@@ -104,8 +104,8 @@ async def truth(cache) -> None:
 async def test_stored_blocks_are_announced_after_a_restart(tmp_path, monkeypatch, at_rest, limit):
     before = await filled(config(tmp_path))
     assert len(before) == 2 + 10 * 3
-    monkeypatch.setattr(reporter.reports, "PATH_PAGE", limit)
-    monkeypatch.setattr(slab_paths, "CHUNK", limit)
+    monkeypatch.setattr(actors, "PATH_PAGE", limit)
+    monkeypatch.setattr(table, "PATH_CHUNK_BYTES", limit)
     monkeypatch.setattr(ledger, "MAX_WAITING_ORPHANS", 1)
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.wait_flushed(at_rest=at_rest)
@@ -231,8 +231,7 @@ async def test_damaged_lineages_cost_the_announcement_of_their_paths_only(tmp_pa
     before = await filled(config(tmp_path))
     import xxhash
 
-    from kvactors.storage.backends.slab_lineage import TOKENS
-    from kvactors.storage.backends.slab_table import FIELD, PAGE, meta_of
+    from kvactors.storage.file.table import FIELD, PAGE, TOKENS, meta_of
 
     path = next(tmp_path.rglob("table"))
     raw = bytearray(path.read_bytes())
@@ -260,7 +259,7 @@ async def test_damaged_lineages_cost_the_announcement_of_their_paths_only(tmp_pa
 
 async def test_a_clear_while_the_paths_are_read(tmp_path, monkeypatch):
     await filled(config(tmp_path))
-    monkeypatch.setattr(reporter.reports, "PATH_PAGE", 1)
+    monkeypatch.setattr(actors, "PATH_PAGE", 1)
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.clear(storage=True)
         await serve(cache, "x", prompt(50))
@@ -277,16 +276,16 @@ class Unknown(Control, frozen=True, eq=False):
 @pytest.mark.parametrize("fails", ["notifier", "writer"])
 async def test_the_paths_are_sent_again_after_a_failure(tmp_path, monkeypatch, fails):
     before = await filled(config(tmp_path))
-    monkeypatch.setattr(reporter.reports, "PATH_PAGE", 2)
+    monkeypatch.setattr(actors, "PATH_PAGE", 2)
     sent = []
 
     def recording(one, to, message):
-        if isinstance(message, writer.PathsFound):
+        if isinstance(message, actors.PathsFound):
             sent.append(message)
             if len(sent) == 3:
                 (cache.system.notifier if fails == "notifier" else one.ref).try_tell(Unknown())
 
-    after_each_message(monkeypatch, writer.StorageWriter, recording)
+    after_each_message(monkeypatch, actors.StorageWriter, recording)
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.wait_flushed()
         assert (
@@ -298,12 +297,12 @@ async def test_the_paths_are_sent_again_after_a_failure(tmp_path, monkeypatch, f
 
 async def test_a_cache_that_closes_does_not_read_the_rest(tmp_path, monkeypatch):
     await filled(config(tmp_path))
-    monkeypatch.setattr(reporter.reports, "PATH_PAGE", 1)
+    monkeypatch.setattr(actors, "PATH_PAGE", 1)
     sent = []
     after_each_message(
         monkeypatch,
-        writer.StorageWriter,
-        lambda one, to, message: isinstance(message, writer.PathsFound) and sent.append(message),
+        actors.StorageWriter,
+        lambda one, to, message: isinstance(message, actors.PathsFound) and sent.append(message),
     )
     async with kvactors.open(config(tmp_path)):
         pass
@@ -312,7 +311,7 @@ async def test_a_cache_that_closes_does_not_read_the_rest(tmp_path, monkeypatch)
 
 async def test_without_sinks_no_paths_are_read(tmp_path, monkeypatch):
     await filled(config(tmp_path))
-    monkeypatch.setattr(slab_paths.SlabPaths, "parts", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(table.SlabPaths, "parts", lambda *_: pytest.fail("read"))
     async with kvactors.open(config(tmp_path, sinks=())) as cache:
         assert (await serve(cache, "x", prompt(10)))[0].storage == 5
 
@@ -325,8 +324,8 @@ async def test_names_of_blocks_that_are_nowhere_are_ignored(tmp_path):
         before = len(ledger.blocks)
         root = cache.system.roots.root(kvactors.flush_notifier.messages.PLAIN)
         lineage = kvactors.lineage.Lineage(root, bytes(4 * BLOCK))
-        part = reporter.PathPart(root, lineage.block_hash(), lineage.tokens)
-        cache.system.notifier.try_tell(writer.PathsFound((part,), frozenset([root])))
+        part = actors.PathPart(root, lineage.block_hash(), lineage.tokens)
+        cache.system.notifier.try_tell(actors.PathsFound((part,), frozenset([root])))
         await cache.wait_idle()
         assert len(ledger.blocks) == before
         assert not ledger.orphans.waiting

@@ -15,8 +15,8 @@ import pytest
 import xxhash
 
 from kvactors.native import SlabQueue, xxh3_64
-from kvactors.storage.backends.slab_io import SlabIo
-from kvactors.storage.backends.slab_table import Meta, blank_entries, blank_entry, entry_of, mark_of
+from kvactors.storage.file.io import SlabIo
+from kvactors.storage.file.table import Meta, blank_entries, blank_entry, entry_of, mark_of
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key, never
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
@@ -433,7 +433,7 @@ async def test_memory_that_is_not_aligned_goes_through_a_bounce_buffer(tmp_path)
 
 WRITE = """
 import asyncio, pathlib, sys
-from kvactors.storage.backends import FileBackend
+from kvactors.storage.file.store import FileBackend
 
 async def main():
     store = FileBackend(pathlib.Path(sys.argv[1]), bytes(32), 5000, 4)

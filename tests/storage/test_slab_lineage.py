@@ -6,15 +6,15 @@ import msgspec
 
 from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.lineage import Lineage
-from kvactors.storage.backends.slab_lineage import (
+from kvactors.storage.catalog import OwnedInventory
+from kvactors.storage.file.table import (
+    ENTRY_BYTES,
     PARENT,
     WritingLineages,
     entry_bytes_for,
     fields_of_lineage,
     lineage_in,
 )
-from kvactors.storage.backends.slab_table import ENTRY_BYTES
-from kvactors.storage.inventory import OwnedInventory
 
 LINEAGE = Lineage(bytes(32), b"1234" * 4, b"image", RequestScope("adapter", lora_id=7))
 

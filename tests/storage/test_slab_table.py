@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvactors.errors import StoreError
-from kvactors.storage.backends.slab_table import (
+from kvactors.storage.file.table import (
     ENTRY_BYTES,
     PAGE,
     Damaged,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.storage.backends import slot_supply
-from kvactors.storage.backends.slot_supply import SlotSupply
 from kvactors.storage.catalog import Catalog
+from kvactors.storage.file import slots as slots_module
+from kvactors.storage.file.slots import SlotSupply
 from kvactors.storage.messages import Outcome
 from tests.support.steps import run_unsuspended
 
@@ -36,7 +36,7 @@ class FakeThreads:
 @pytest.fixture
 def clock(monkeypatch):
     time = [0.0]
-    monkeypatch.setattr(slot_supply, "now", lambda: time[0])
+    monkeypatch.setattr(slots_module, "now", lambda: time[0])
     return time
 
 

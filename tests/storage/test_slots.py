@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvactors.storage.backends.slots import LONGEST, PAUSE, Slots
+from kvactors.storage.file.slots import LONGEST, PAUSE, Slots
 
 
 def test_a_slot_that_is_read_becomes_free_when_its_last_reader_ends():

@@ -9,7 +9,7 @@ import random
 import anyio
 import pytest
 
-from kvactors.storage.backends import file as file_module
+from kvactors.storage.file import store as file_module
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench, key
 from tests.storage.helpers import OK, SIZE, opened, whole

@@ -8,8 +8,7 @@ from functools import partial
 
 import pytest
 
-from kvactors.storage.backends.device_store import DeviceStore
-from kvactors.storage.device_store import WAITING, StorageDirect
+from kvactors.storage.device_store import WAITING, DeviceStore, StorageDirect
 from kvactors.storage.messages import (
     DeviceFetched,
     DeviceSaved,

@@ -17,30 +17,27 @@ from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import RequestScope
 from kvactors.identity import StoreIdentity
 from kvactors.lineage import Lineage
-from kvactors.storage.backends import FileBackend
-from kvactors.storage.backends import slab_table as table_module
-from kvactors.storage.backends.slab_lineage import (
-    entry_bytes_for,
-    fields_of_lineage,
-    lineage_in,
-    room_beside,
-)
-from kvactors.storage.backends.slab_table import (
+from kvactors.storage.file import table as table_module
+from kvactors.storage.file.store import FileBackend
+from kvactors.storage.file.table import (
     BODY,
     PAGE,
     SALT,
     WRITTEN_AT,
     Damaged,
     Meta,
+    entry_bytes_for,
     entry_of,
     fields_of,
+    fields_of_lineage,
+    lineage_in,
     meta_of,
+    room_beside,
     salt_in,
     scan,
 )
-from kvactors.storage.inspect import inspect
+from kvactors.storage.inspect import inspect, prune
 from kvactors.storage.messages import Outcome
-from kvactors.storage.prune import prune
 from kvactors.testing.store_contract import Bench, key
 from tests.storage.helpers import OK, PRINT, SIZE, at_step, opened
 

@@ -13,11 +13,11 @@ import pytest
 import structlog
 
 from kvactors.errors import StoreError
-from kvactors.storage.backends import FileBackend, slab_writes
-from kvactors.storage.backends import file as file_module
-from kvactors.storage.backends import slots as slots_module
-from kvactors.storage.backends.file_survey import own_bytes
-from kvactors.storage.backends.slab_files import SlabFiles
+from kvactors.storage.file import io as io_module
+from kvactors.storage.file import slots as slots_module
+from kvactors.storage.file import store as file_module
+from kvactors.storage.file.layout import SlabFiles
+from kvactors.storage.file.store import FileBackend, own_bytes
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
@@ -251,7 +251,7 @@ async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(
         await bench.put(*range(8))
         damage(bench, 0)
         assert await bench.get(0) == [CORRUPT]
-        monkeypatch.setattr(slab_writes, "proved", lambda files, slot, checksum: False)
+        monkeypatch.setattr(io_module, "proved", lambda files, slot, checksum: False)
         store.medium.supply.slots.release_first_offenders()
         store.medium.supply.slots.first(0)
         assert await bench.put(50) == [UNAVAILABLE]

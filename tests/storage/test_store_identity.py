@@ -12,8 +12,8 @@ import kvactors
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
-from kvactors.settings import Config, StorageConfig
-from kvactors.storage.backends import Backend, make_backend
+from kvactors.storage.backend import Backend
+from kvactors.storage.factory import make_backend
 from kvactors.storage.messages import Outcome
 
 SIZE, PRINT, KEY = 5000, bytes(range(32)), bytes([7]) * 32

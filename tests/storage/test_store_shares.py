@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from kvactors.device.arena import Arena
 from kvactors.quotas import Quota, Quotas, StorageQuotas, salt_id
-from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.catalog import Catalog
+from kvactors.storage.catalog import COUNTED_SALTS, Catalog
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
-from kvactors.storage.shares import COUNTED_SALTS
 from kvactors.testing.store_contract import never
 
 SALTS = 4

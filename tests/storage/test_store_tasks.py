@@ -9,9 +9,9 @@ import threading
 import pytest
 
 from kvactors.errors import StoreError
-from kvactors.storage.backends import FileBackend
-from kvactors.storage.backends import file as file_module
-from kvactors.storage.backends.slab_files import SlabFiles
+from kvactors.storage.file import store as file_module
+from kvactors.storage.file.layout import SlabFiles
+from kvactors.storage.file.store import FileBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench
 from tests.storage.helpers import OK, PRINT, SIZE, opened, whole

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from kvactors.identity import StoreIdentity
-from kvactors.settings.mooncake import MooncakeConfig
-from kvactors.storage.backends import FileBackend, MemoryBackend
-from kvactors.storage.backends.checked import CheckedBackend
-from kvactors.storage.backends.mooncake import MooncakeBackend
-from kvactors.storage.backends.views import unfit_views
+from kvactors.mooncake_config import MooncakeConfig
+from kvactors.storage.file.store import FileBackend
+from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.local_store import unfit_views
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
+from kvactors.storage.mooncake import MooncakeBackend
 
 SIZE = 8192
 KEYS = [bytes([i]) * 32 for i in range(6)]

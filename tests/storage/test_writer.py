@@ -12,9 +12,9 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.quotas import Quota, StorageQuotas
-from kvactors.storage import reports
-from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.batches import IN_FLIGHT
+from kvactors.storage import actors
+from kvactors.storage.actors import IN_FLIGHT, StorageWriter
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import (
     ClearStore,
     NextPage,
@@ -25,7 +25,6 @@ from kvactors.storage.messages import (
     Write,
     Written,
 )
-from kvactors.storage.writer import StorageWriter
 from kvactors.substitutes import NoWriter
 from kvactors.types import Reason, split_hashes
 from tests.support import probe
@@ -129,7 +128,7 @@ def test_a_batch_that_waited_during_a_clear_is_not_written():
 
 
 def test_the_first_writer_reports_the_stored_objects(monkeypatch):
-    monkeypatch.setattr(reports, "REPORT_PAGE", 1)
+    monkeypatch.setattr(actors, "REPORT_PAGE", 1)
     with stepped(memory(A, B)) as writer:
         assert reported(writer) == ([A, B], [])
     with stepped(memory(A, B), name="storage_writer-1") as writer:

@@ -22,7 +22,7 @@ import structlog
 from kvactors.device.arena import Arena
 from kvactors.errors import KVActorsError
 from kvactors.scenario.child import child
-from kvactors.storage.backends.file import FileBackend
+from kvactors.storage.file.store import FileBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench, key, never
 

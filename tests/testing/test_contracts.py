@@ -13,9 +13,9 @@ import pytest
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks import MemorySink, Sink
 from kvactors.layout import GQALayout, Layout, Role
-from kvactors.settings.sinks import MemorySinkConfig
-from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.backends.base import Backend
+from kvactors.sink_config import MemorySinkConfig
+from kvactors.storage.backend import Backend
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing import LayoutContract, SinkContract, StoreContract, sink_contract
 from kvactors.types import Residency, split_hashes

@@ -11,9 +11,10 @@ from kvactors.errors import StoreUnavailable
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.lineage import Lineage
-from kvactors.settings.sinks import MemorySinkConfig
-from kvactors.storage.backends import FileBackend, MemoryBackend
-from kvactors.storage.backends.base import Backend
+from kvactors.sink_config import MemorySinkConfig
+from kvactors.storage.backend import Backend
+from kvactors.storage.file.store import FileBackend
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.faults import FAULT_MODES, Fault, FaultyBackend, FaultySink
 from kvactors.types import Tier

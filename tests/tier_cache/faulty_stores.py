@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
-from kvactors.storage.backends.file import FileBackend
+from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.file.store import FileBackend
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 
 MODES = ("ok", "slow", "refuses", "damages", "unreachable")

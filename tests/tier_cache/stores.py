@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 
 

@@ -16,9 +16,10 @@ from kvactors.device.base import DeviceBlocks
 from kvactors.errors import ConfigError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
-from kvactors.settings import Config, StorageConfig
-from kvactors.storage.backends import DeviceStore, has_device_store
-from kvactors.storage.slot_store import SlotStore
+from kvactors.sdk_settings import store_identity
+from kvactors.storage.device_store import DeviceStore
+from kvactors.storage.factory import has_device_store
+from kvactors.storage.guarded import SlotStore
 
 
 class RanksPlane(DataPlane):

@@ -17,10 +17,15 @@ from kvactors.device.base import DeviceBlocks
 from kvactors.errors import StoreError, StoreUnavailable
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
-from kvactors.storage.backends.base import Expired, ReadReport, StoreStatistics, WriteReport
-from kvactors.storage.backends.checked import CheckedBackend
-from kvactors.storage.backends.device_store import DeviceStore
-from kvactors.storage.counters import StoreCounters
+from kvactors.storage.backend import (
+    Expired,
+    ReadReport,
+    StoreCounters,
+    StoreStatistics,
+    WriteReport,
+)
+from kvactors.storage.device_store import DeviceStore
+from kvactors.storage.guarded import CheckedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.types import join_hashes, split_hashes
 

@@ -45,7 +45,7 @@ from kvactors.opening import Opening
 from kvactors.settings import Config, StorageConfig
 from kvactors.settings.ranks import Secret
 from kvactors.shutdown import STOP, Shutdown
-from kvactors.storage.backends import Backend
+from kvactors.storage.backend import Backend
 from kvactors.types import HASH_BYTES
 
 log = get_logger()

@@ -21,7 +21,7 @@ from kvactors.integrations.fastdeploy.requests import (
     RequestRecord,
     RequestRecords,
 )
-from kvactors.storage.backends.device_store import DeviceStore
+from kvactors.storage.device_store import DeviceStore
 from kvactors.tier_cache.answers import TierEvent
 from kvactors.tier_cache.copies import LoopThread
 from kvactors.tier_cache.paths import DescribedPath, SinkFeed

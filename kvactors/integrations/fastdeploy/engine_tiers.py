@@ -146,7 +146,7 @@ class EngineTiers:
         device: Any = tensors.device(0)
         limit = settings.storage.open_timeout_s
         if direct:
-            from kvactors.storage.backends.attention_store import AttentionStoreBackend
+            from kvactors.storage.attention_store import AttentionStoreBackend
 
             stores = []
             for rank in range(settings.ranks):

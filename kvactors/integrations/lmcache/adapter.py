@@ -37,7 +37,7 @@ from kvactors.integrations.lmcache.settings import (
     store_config,
 )
 from kvactors.integrations.lmcache.transfers import Buffer, TransferTask
-from kvactors.storage.backends.slab_memory import address_of
+from kvactors.storage.file.layout import address_of
 from kvactors.threads import Workers
 from kvactors.tier_cache import StorageTier, TierConfig
 from kvactors.tier_cache.storage import make_storage

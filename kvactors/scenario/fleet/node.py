@@ -26,7 +26,7 @@ from kvactors.scenario.engine import RETRY, Engine, Request
 from kvactors.scenario.session import Session, session
 from kvactors.scenario.spec import Scenario, Workload, events_of
 from kvactors.scenario.workload import random_tokens
-from kvactors.storage.backends.mooncake import MooncakeBackend
+from kvactors.storage.mooncake import MooncakeBackend
 
 LINE_BYTES = 1 << 24
 FILLER = "kvactors-filler/"

@@ -15,9 +15,8 @@ from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import Abandon, SetNumBlocks, Withdrawn
+from kvactors.storage.actors import StorageReader, StorageWriter
 from kvactors.storage.device_store import StorageDirect
-from kvactors.storage.reader import StorageReader
-from kvactors.storage.writer import StorageWriter
 
 ACTORS: tuple[type[Actor], ...] = (
     PrefixIndex,

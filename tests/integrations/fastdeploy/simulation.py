@@ -24,8 +24,8 @@ import cyclopts
 from kvactors.errors import DeviceError, NoRoom
 from kvactors.integrations.fastdeploy import PrefixCacheManager
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
-from kvactors.storage import backends
-from kvactors.storage.backends.base import ReadReport
+from kvactors.storage import factory
+from kvactors.storage.backend import ReadReport
 from kvactors.storage.messages import Outcome
 from tests.integrations.fastdeploy.config import Request, make_config
 from tests.integrations.fastdeploy.conftest import RESERVE
@@ -292,7 +292,7 @@ def simulate(rng: Any, requests: int = 15) -> Simulation:
         one = Simulation(rng, folder)
         for name in ("store", "load"):
             stack.enter_context(mock.patch.object(RankCopies, name, one.copies.around(name)))
-        stack.enter_context(mock.patch.object(backends, "make_backend", made_pool))
+        stack.enter_context(mock.patch.object(factory, "make_backend", made_pool))
         stack.callback(setattr, Faults, "mode", "ok")
         stack.callback(SharedStore.pool.clear)
         one.run(requests)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvactors.errors import LayoutError
 from kvactors.integrations.fastdeploy import PrefixCacheManager
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
-from kvactors.storage import backends
+from kvactors.storage import factory
 from kvactors.tier_cache import SlotMemory
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request, make_config
 from tests.integrations.fastdeploy.conftest import RESERVE
@@ -99,7 +99,7 @@ def test_numbers_that_do_not_fit_copy_nothing(blocks, slots):
 def pool(monkeypatch):
     """A pool in this process, in the place of the file store."""
     monkeypatch.setattr(
-        backends,
+        factory,
         "make_backend",
         lambda config, model, digest, size: SharedStore(config, digest, size),
     )
@@ -154,7 +154,7 @@ def test_equal_prompts_have_equal_bytes_and_scales(cpu, others, stored, seed):
     tensors = tensors_of(2, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            backends,
+            factory,
             "make_backend",
             lambda config, model, digest, size: SharedStore(config, digest, size),
         )

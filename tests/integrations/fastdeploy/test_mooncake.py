@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvactors.errors import ConfigError, StoreError
-from kvactors.storage.backends.mooncake_client import MooncakeClient
+from kvactors.storage.mooncake_client import MooncakeClient
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.test_scheduler import drive
 from tests.storage.mooncake_standin import FAILED, StandIn
@@ -191,7 +191,7 @@ class FaultyClient(StandIn):
 def test_faults_of_a_pool_cost_no_byte_and_no_block(engine, pool, monkeypatch, seed):
     """`drive` compares every byte, and asserts that no block is lost."""
     monkeypatch.setattr("kvactors.tier_cache.storage_moves.RETRY", 0.001)
-    monkeypatch.setattr("kvactors.storage.backends.mooncake_objects.RETRY", 0.0)
+    monkeypatch.setattr("kvactors.storage.mooncake.RETRY", 0.0)
     pool.make = lambda: FaultyClient(random.Random(seed))
     one = pool.manager(engine, gpu=6, cpu=2 * (seed % 2))
     (client,) = pool.clients

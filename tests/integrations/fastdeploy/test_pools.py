@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvactors.storage import backends
+from kvactors.storage import factory
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.test_scheduler import drive
 from tests.storage.pools import master
@@ -19,7 +19,7 @@ A = list(range(12))
 def shared(monkeypatch):
     """A pool in this process, in the place of the file store."""
     monkeypatch.setattr(
-        backends,
+        factory,
         "make_backend",
         lambda config, model, digest, size: SharedStore(config, digest, size),
     )

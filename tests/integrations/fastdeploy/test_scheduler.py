@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
-from kvactors.storage import backends
+from kvactors.storage import factory
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.conftest import RESERVE
 from tests.integrations.fastdeploy.oracle import ModelMemory
@@ -95,7 +95,7 @@ def test_a_long_run_over_64_blocks(engine):
 def faults(monkeypatch):
     """A store whose faults a test switches, in the place of the file store."""
     monkeypatch.setattr(
-        backends,
+        factory,
         "make_backend",
         lambda config, model, digest, size: FaultyMemory(config, digest, size),
     )

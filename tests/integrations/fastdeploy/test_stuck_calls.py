@@ -17,7 +17,7 @@ from kvactors.errors import ConfigError, DeviceError
 from kvactors.integrations.fastdeploy import device_cache
 from kvactors.integrations.fastdeploy.engine_signals import CLEARED, CLEARING
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
-from kvactors.storage.backends.attention_store import AttentionStoreBackend
+from kvactors.storage.attention_store import AttentionStoreBackend
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.oracle import seeds_of
 from tests.integrations.fastdeploy.test_indexes import SDK

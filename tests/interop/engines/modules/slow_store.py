@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from typing import Any
 
-from kvactors.storage.backends import MemoryBackend
+from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 
 

@@ -14,7 +14,7 @@ from kvactors.attention_sdk import MARGIN, Sdk, SdkSettings
 from kvactors.device.base import Device
 from kvactors.errors import LayoutError, SdkError
 from kvactors.storage.attempts import Attempts
-from kvactors.storage.backends.device_store import DeviceStore
+from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.messages import Outcome
 
 log = get_logger()

@@ -1,22 +1,46 @@
-"""Native reads and writes of a file store's slots, as awaitables of the event loop."""
+"""Threads of a file store, and the reads and writes of its slots: native threads move objects, a
+few threads make blocking calls of Python."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import os
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import anyio
+import xxhash
 
+from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
 from kvactors.native import SlabQueue
-from kvactors.storage.backends.base import Expired
-from kvactors.storage.backends.slab_files import SlabFiles
+from kvactors.storage.backend import Expired
+from kvactors.storage.file.layout import SlabFiles, address_of, extent
+from kvactors.storage.file.table import (
+    SALT,
+    WRITTEN_AT,
+    WritingLineages,
+    blank_entries,
+    blank_entry,
+    checksum_of,
+    fields_of_lineage,
+    is_marked,
+    mark_of,
+    room_beside,
+)
 from kvactors.storage.messages import Outcome
-from kvactors.threads import NICE, end_at_exit
+from kvactors.threads import NICE, Workers, end_at_exit
+
+if TYPE_CHECKING:
+    from kvactors.storage.file.slots import Slots
+
+
+# -- native reads and writes
+
 
 DONE, DELETED = 0, 2
 OUTCOMES = {DONE: Outcome.OK, 1: Outcome.CORRUPT, DELETED: Outcome.MISS, 3: Outcome.LATE}
@@ -255,3 +279,218 @@ class SlabIo:
         """The interpreter exits: writes must be complete first. See `threads.Ending`."""
         if self._queue is not None:
             self._queue.wait_idle(limit)
+
+
+# -- threads
+
+
+CALLS = 4
+"""Calls of Python at the same time, at most: they open, scan and seal."""
+
+T = TypeVar("T")
+
+log = get_logger()
+
+
+class SlabThreads:
+    """A pool of threads for calls of Python, and the native threads that move objects.
+
+    Attributes:
+        depth: calls at the same time.
+        workers: the threads.
+        io: moves objects.
+    """
+
+    def __init__(self, files: SlabFiles, depth: int, write_depth: int) -> None:
+        """depth: reads, write_depth: writes at the same time."""
+        self.depth = min(depth, CALLS)
+        self.workers = Workers(self.depth, "kvactors-file")
+        self.io = SlabIo(files, depth, write_depth)
+
+    @property
+    def busy(self) -> int:
+        """Calls that have not ended."""
+        return self.workers.busy + self.io.in_flight
+
+    async def run(self, function: Callable[..., T], *args: object) -> T:
+        """Make a blocking call and wait until it has ended, even if cancelled: the call works on
+        memory that the caller lent."""
+        return await wait_uncancelled(
+            asyncio.wrap_future(self.workers.submit(lambda: function(*args)))
+        )
+
+    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """Await the coroutines that `work` makes, as many concurrently as there are threads."""
+        queue = iter(work)
+
+        async def worker() -> None:
+            for item in queue:
+                await item()
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(min(self.depth, len(work))):
+                tasks.start_soon(worker)
+
+    async def close(self, files: SlabFiles, limit: float) -> bool:
+        """End the threads and close the files, which gives up the lock.
+
+        Args:
+            files: of the store.
+            limit: seconds that running calls may take to end. Threads that hang for longer are
+                abandoned, and the files stay open for them.
+
+        Returns:
+            Whether every call has ended.
+        """
+        began = now()
+        ended = await self.workers.drained(limit)
+        ended &= await self.io.drained(max(0.0, began + limit - now()))
+        if ended:
+            await self.run(self.io.close, limit)
+            self.workers.close()
+            files.close()
+            return True
+        log.warning(
+            "store threads hang and are abandoned",
+            folder=str(files.folder),
+            threads=self.busy,
+        )
+        self.workers.submit(self.io.when_idle())
+        self.workers.close()
+        self.io.close(0.0)
+        files.unlock()
+        # A descriptor in use must not become another file's.
+        self.workers.afterwards(files.drop)
+        return False
+
+
+# -- reading objects
+
+
+def load(
+    files: SlabFiles, slot: int, mark: bytes, into: memoryview, arena: Arena | None
+) -> Outcome:
+    """The payload of the object whose entry has this mark: OK, MISS, CORRUPT or UNAVAILABLE.
+    Blocks, and belongs in a thread."""
+    try:
+        if not files.in_place() or (files.read_only and not files.current()):
+            return (
+                Outcome.MISS
+            )  # the folder was deleted, and its open files are freed with this process
+        outcome = files.read(slot, *extent(into, arena))
+        there = files.entry(slot) if outcome == Outcome.OK else b""
+    except OSError as error:
+        return files.failed(error)
+    if outcome == Outcome.MISS:
+        return Outcome.CORRUPT  # the slab is shorter than it was
+    if outcome != Outcome.OK:
+        return outcome
+    whole = is_marked(there, mark) and xxhash.xxh3_64_intdigest(into) == checksum_of(mark)
+    return Outcome.OK if whole else Outcome.CORRUPT
+
+
+async def load_batch(
+    files: SlabFiles,
+    threads: SlabThreads,
+    wanted: Sequence[tuple[int, bytes, memoryview]],
+    arena: Arena | None,
+    expired: Expired,
+) -> list[Outcome]:
+    """The outcomes of reading slots with these marks into these views. The native threads read for
+    the process that writes: a view beside it has more to check."""
+    if not files.read_only:
+        slots, marks, views = zip(*wanted, strict=True)
+        return await threads.io.read(slots, views, marks, expired)
+
+    def load_all() -> list[Outcome]:
+        return [load(files, slot, mark, into, arena) for slot, mark, into in wanted]
+
+    return [Outcome.LATE] * len(wanted) if expired() else await threads.run(load_all)
+
+
+def proved(files: SlabFiles, slot: int, checksum: int) -> bool:
+    """Whether a slot that held a corrupt object returns the payload that was written to it."""
+    bounce = files.transfers.bounce_buffer(files.meta.stride)
+    if files.read(slot, address_of(bounce), files.meta.stride) != Outcome.OK:
+        return False
+    return xxhash.xxh3_64_intdigest(memoryview(bounce)[: files.meta.block_bytes]) == checksum
+
+
+# -- writing objects
+
+
+class SlabWrites:
+    """Writes payloads and makes their table entries, which another call writes later.
+
+    Attributes:
+        lineages: of the objects that are being written.
+        sequence: number of the next write.
+    """
+
+    def __init__(
+        self,
+        files: SlabFiles,
+        threads: SlabThreads,
+        slots: Slots,
+        salt_of: Callable[[bytes], int | None],
+    ) -> None:
+        """salt_of: the number of the salt of an object that is being written, None if it is not to
+        be kept."""
+        self.lineages = WritingLineages()
+        self.sequence = 0
+        self._files = files
+        self._threads = threads
+        self._slots = slots
+        self._salt_of = salt_of
+
+    async def write(
+        self,
+        keys: Sequence[bytes],
+        data: Sequence[memoryview],
+        slots: Sequence[int],
+        generation: int,
+        expired: Expired,
+    ) -> list[tuple[Outcome, bytes]]:
+        """Write payloads to slots.
+
+        Returns:
+            An outcome and the entry of each. CORRUPT: the slot held a corrupt object before, and
+            does not return the data written to it.
+        """
+        blanks = self._blanks(keys, generation)
+        outcomes, records = await self._threads.io.write(slots, data, blanks, expired)
+        size = self._files.meta.entry_bytes
+        found = [
+            (outcome, records[n * size : (n + 1) * size]) for n, outcome in enumerate(outcomes)
+        ]
+        if not self._slots.suspects:
+            return found
+        for n, slot in enumerate(slots):
+            outcome, entry = found[n]
+            if outcome == Outcome.OK and slot in self._slots.suspects:
+                checksum = checksum_of(mark_of(entry))
+                if await self._threads.run(proved, self._files, slot, checksum):
+                    self._slots.passed(slot)
+                else:
+                    found[n] = Outcome.CORRUPT, entry
+        return found
+
+    def _blanks(self, keys: Sequence[bytes], generation: int) -> list[bytes]:
+        meta, sequence = self._files.meta, self.sequence
+        self.sequence += len(keys)
+        moment = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
+        lineages = [self.lineages.get(key) for key in keys]
+        salts = [self._salt_of(key) for key in keys]
+        if not any(lineages) and len(set(salts)) == 1:
+            fields = _with_salt(moment, salts[0])
+            return blank_entries(meta, keys, sequence, generation, fields)
+        found = []
+        for n, (key, lineage) in enumerate(zip(keys, lineages, strict=True)):
+            inputs = fields_of_lineage(lineage, room_beside(meta, moment))
+            fields = {**moment, **inputs} if inputs else _with_salt(moment, salts[n])
+            found.append(blank_entry(meta, key, sequence + n, generation, fields))
+        return found
+
+
+def _with_salt(fields: Mapping[int, bytes], salt: int | None) -> Mapping[int, bytes]:
+    return fields if salt is None else {**fields, SALT: salt.to_bytes(8, "little")}

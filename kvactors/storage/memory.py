@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from kvactors.storage.backends.owned import OwnedBackend
+from kvactors.storage.local_store import OwnedBackend
 from kvactors.storage.messages import Outcome
 
 

@@ -1,19 +1,16 @@
-"""Reads and writes of a store that one process owns: admission, eviction, and outcomes, over a
-medium that keeps single objects."""
+"""Stores that one process owns, over a medium that keeps their objects."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
 from kvactors.errors import StoreError
-from kvactors.storage.backends.base import Expired, ReadReport, WriteReport
-from kvactors.storage.backends.views import unfit_views
-from kvactors.storage.catalog import BatchAdmission
-from kvactors.storage.counters import StoreCounters
-from kvactors.storage.inventory import OwnedInventory, salts_of_batch
+from kvactors.storage.backend import Backend, Expired, ReadReport, StoreCounters, WriteReport
+from kvactors.storage.catalog import BatchAdmission, OwnedInventory, salts_of_batch
 from kvactors.storage.messages import Outcome
 
 FORGOTTEN_PART = 1024
@@ -227,3 +224,161 @@ class OwnedBatches:
         self._catalog.clear()
         await self._medium.erase([key for key in self._unerased if key not in self._catalog])
         self._unerased.clear()
+
+
+# -- one object at a time
+
+
+SLICE = 0.0005
+"""Seconds of a batch after which other tasks run."""
+
+
+async def one_by_one(work: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """Await the coroutines that `work` makes, one after another, at most SLICE seconds at a
+    time."""
+    time = asyncio.get_running_loop().time
+    until = time() + SLICE
+    for item in work:
+        await item()
+        if time() > until:
+            await asyncio.sleep(0)
+            until = time() + SLICE
+
+
+class OwnedBackend(Backend):
+    """Base of the stores that one process owns. Implement `load`, `save` and `erase` (contracts:
+    see `Medium`). A catalog of the keys, in order of use, evicts within the capacity (objects at
+    most, 0 for no limit).
+
+    Attributes:
+        answerable: False for a store whose objects other processes decide about: its keys are
+            not listed.
+        catalog: every key, those of `pending` included.
+        pending: keys whose objects are being written.
+    """
+
+    exclusive = True
+    answerable = True
+
+    def __init__(self, digest: bytes, block_bytes: int, capacity: int = 0) -> None:
+        inventory = OwnedInventory(capacity, answerable=self.answerable)
+        super().__init__(digest, block_bytes, inventory)
+        self.catalog, self.pending = inventory.catalog, inventory.pending
+        self._batches = OwnedBatches(self, inventory, self.counters, block_bytes)
+
+    @abstractmethod
+    async def load(self, key: bytes, into: memoryview) -> Outcome:
+        """See `Medium.load`."""
+
+    @abstractmethod
+    async def save(self, key: bytes, data: memoryview) -> Outcome:
+        """See `Medium.save`."""
+
+    @abstractmethod
+    async def erase(self, keys: Sequence[bytes]) -> None:
+        """See `Medium.erase`."""
+
+    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """See `Medium.each`. By default one after another."""
+        await one_by_one(work)
+
+    async def seal(self, keys: Sequence[bytes]) -> Outcome:
+        """See `Medium.seal`."""
+        return Outcome.OK
+
+    def abandon(self, keys: Iterable[bytes]) -> None:
+        """See `Medium.abandon`."""
+
+    def take_evicted(self) -> list[bytes]:
+        """See `Medium.take_evicted`."""
+        return []
+
+    def present(self, key: bytes) -> bool:
+        """See `Medium.present`."""
+        return False
+
+    def probe(self, keys: Sequence[bytes]) -> int | None:
+        """See `Backend.probe`."""
+        return self._batches.probe(keys)
+
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
+        """See `Backend.read`."""
+        return await self._batches.read(keys, views, expired)
+
+    async def write(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> WriteReport:
+        """See `Backend.write`."""
+        return await self._batches.write(keys, views, expired)
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.remove`."""
+        await self._batches.remove(keys)
+
+    async def forget(self, salt: int) -> int:
+        """See `Backend.forget`."""
+        return await self._batches.forget(salt)
+
+    async def clear(self, generation: int = 0) -> None:
+        """See `Backend.clear`."""
+        self.generation = max(self.generation + 1, generation)
+        await self._batches.clear()
+
+
+# -- views of objects
+
+
+def unfit_views(
+    views: Sequence[memoryview], count: int, block_bytes: int, *, writable: bool
+) -> frozenset[int]:
+    """Positions whose view cannot hold an object: too short, too long, with gaps, or missing.
+
+    A store moves `block_bytes` bytes from the start of a view, so a shorter one would expose the
+    memory behind it.
+
+    Args:
+        views: of the objects.
+        count: objects of the batch.
+        block_bytes: bytes of an object.
+        writable: whether the views are written.
+    """
+    unfit = {
+        i
+        for i, view in enumerate(views)
+        if view.nbytes != block_bytes or not view.c_contiguous or (writable and view.readonly)
+    }
+    return frozenset(unfit.union(range(len(views), count)))
+
+
+async def move_fitting(
+    keys: Sequence[bytes],
+    views: Sequence[memoryview],
+    block_bytes: int,
+    move: Callable[[Sequence[bytes], Sequence[memoryview]], Awaitable[bytearray]],
+    *,
+    writable: bool,
+) -> bytearray:
+    """Move the objects whose views can hold them.
+
+    Args:
+        keys: of the batch.
+        views: of the objects.
+        block_bytes: bytes of an object.
+        move: one outcome for each key that it is given.
+        writable: whether the views are written.
+
+    Returns:
+        One outcome a key. REFUSED where the view is unfit.
+    """
+    unfit = unfit_views(views, len(keys), block_bytes, writable=writable)
+    if not unfit:
+        return await move(keys, views)
+    fit = [i for i in range(len(keys)) if i not in unfit]
+    outcomes = bytearray([Outcome.REFUSED]) * len(keys)
+    if fit:
+        moved = await move([keys[i] for i in fit], [views[i] for i in fit])
+        for i, outcome in zip(fit, moved, strict=True):
+            outcomes[i] = outcome
+    return outcomes

@@ -3,14 +3,13 @@
 from kvactors.device.base import Device, DeviceBlocks
 from kvactors.errors import ConfigError
 from kvactors.identity import StoreIdentity
-from kvactors.settings import Config, StorageConfig
-from kvactors.settings.check import class_at, in_bytes
-from kvactors.storage.backends.base import Backend
-from kvactors.storage.backends.device_store import DeviceStore
-from kvactors.storage.backends.file import FileBackend, object_stride
-from kvactors.storage.backends.header import HEADER
-from kvactors.storage.backends.memory import MemoryBackend
-from kvactors.storage.backends.owned import OwnedBackend
+from kvactors.sizes import in_bytes
+from kvactors.storage.backend import Backend
+from kvactors.storage.device_store import DeviceStore
+from kvactors.storage.file.store import FileBackend, object_stride
+from kvactors.storage.local_store import OwnedBackend
+from kvactors.storage.memory import MemoryBackend
+from kvactors.storage.mooncake import HEADER
 
 __all__ = [
     "Backend",
@@ -50,7 +49,7 @@ def make_backend(
     if kind == "file":
         return make_file_backend(config, identity, block_bytes, block_size)
     if kind == "mooncake":
-        from kvactors.storage.backends.mooncake import MooncakeBackend
+        from kvactors.storage.mooncake import MooncakeBackend
 
         if config.exclusive:
             raise ConfigError("storage.exclusive has no meaning for a pool that other nodes share")
@@ -87,8 +86,8 @@ def make_device_store(
             "device.num_blocks is 0, and attention_store registers the device memory when the "
             "cache is opened: set the number of blocks, or give the device to open"
         )
-    from kvactors.attention_sdk import sdk_settings
-    from kvactors.storage.backends.attention_store import AttentionStoreBackend
+    from kvactors.sdk_settings import sdk_settings
+    from kvactors.storage.attention_store import AttentionStoreBackend
 
     return AttentionStoreBackend(sdk_settings(config, device.layout, device, shard), device)
 

@@ -8,30 +8,38 @@
 
 Files have mode 0600, folders that are made here 0700, and no symbolic link is followed from the
 last folder on. Slabs are read and written around the page cache (O_DIRECT) where the file system
-allows it, straight from and to memory that is aligned.
-"""
+allows it, straight from and to memory that is aligned."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
+import mmap
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from kvactors.actor.log import get_logger
+from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.files import FOLDER_MODE, open_folder, open_private, private_folder, read_all
+from kvactors.files import FOLDER_MODE, locked, open_folder, open_private, private_folder, read_all
 from kvactors.linux import fcntl, register_at_fork, zero_range
 from kvactors.native import SlabQueue
-from kvactors.storage.backends.slab_lock import state_of, take_lock
-from kvactors.storage.backends.slab_table import PAGE, Damaged, Meta, meta_of
-from kvactors.storage.backends.slab_transfers import Transfers
+from kvactors.storage.file.table import (
+    PAGE,
+    Damaged,
+    Meta,
+    meta_of,
+)
 from kvactors.storage.messages import Outcome
 
 log = get_logger()
@@ -436,3 +444,108 @@ def after_fork() -> None:
 
 
 register_at_fork(after_in_child=after_fork)
+
+
+# -- the lock
+
+
+ATTEMPTS = 100
+"""Times that the file is opened again because another one has taken its place."""
+
+
+def take_lock(folder: Path, fd: int) -> int:
+    """The descriptor of the lock, with this process's number in it. fd: of the folder. StoreError
+    if another process has it, OSError. Blocks."""
+    for _ in range(ATTEMPTS):
+        lock = open_private("lock", os.O_RDWR | os.O_CREAT, dir_fd=fd)
+        try:
+            if not locked(lock):
+                holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "?"
+                raise StoreError(
+                    f"{folder} is in use by process {holder}: open it with read_only, or another "
+                    "folder"
+                )
+            there = state_of(folder / "lock")
+            if there is not None and there.st_ino == os.fstat(lock).st_ino:
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, str(os.getpid()).encode(), 0)
+                return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)  # 'kvactors store prune' has removed it since it was opened
+    raise StoreError(
+        f"{folder / 'lock'}: another file took its place {ATTEMPTS} times while it was opened"
+    )
+
+
+def state_of(path: Path) -> os.stat_result | None:
+    """Of the file that is at a path now, symbolic links not followed; None if there is none."""
+    try:
+        return path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def memory(address: int, size: int) -> Any:
+    """Memory as a buffer."""
+    return (ctypes.c_char * size).from_address(address)
+
+
+def address_of(buffer: Any) -> int:
+    """The address of a buffer."""
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+
+
+def extent(view: memoryview, arena: Arena | None) -> tuple[int, int]:
+    """Address of a view, and the bytes from there on that are its slot's."""
+    address = address_of(view)
+    if arena is not None and 0 <= address - arena.address < arena.num_slots * arena.stride:
+        return address, arena.stride
+    return address, len(view)
+
+
+class Transfers:
+    """Reads one slot a call, in the calling thread.
+
+    Direct I/O moves whole aligned pages, so memory that is not aligned, or whose last page belongs
+    to another owner, goes through a bounce buffer of the thread.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+
+    def read(
+        self, fd: int, at: int, address: int, available: int, meta: Meta, *, direct: bool
+    ) -> Outcome:
+        """Read a slot's payload. MISS if the file is shorter than it. OSError.
+
+        Args:
+            fd: of the slab.
+            at: where the slot begins in it.
+            address: memory for the payload.
+            available: number of bytes that may be written at `address`.
+            meta: of the store.
+            direct: whether the file is open for direct I/O.
+        """
+        size, stride = meta.block_bytes, meta.stride
+        if not direct:
+            return (
+                Outcome.OK if os.preadv(fd, [memory(address, size)], at) == size else Outcome.MISS
+            )
+        if not (address % PAGE or available < stride):
+            return (
+                Outcome.OK if os.preadv(fd, [memory(address, stride)], at) >= size else Outcome.MISS
+            )
+        bounce = self.bounce_buffer(stride)
+        if os.preadv(fd, [bounce], at) < size:
+            return Outcome.MISS
+        ctypes.memmove(address, address_of(bounce), size)
+        return Outcome.OK
+
+    def bounce_buffer(self, stride: int) -> mmap.mmap:
+        """Aligned memory that belongs to the calling thread."""
+        if getattr(self._thread, "buffer", None) is None:
+            self._thread.buffer = mmap.mmap(-1, stride)
+        found: mmap.mmap = self._thread.buffer
+        return found

@@ -18,17 +18,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import anyio
+import numpy as np
 
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
+from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.settings.check import in_bytes
-from kvactors.settings.mooncake import MooncakeConfig, PoolServer, endpoints, metadata_endpoints
-from kvactors.storage.backends.mooncake_codes import NO_SPACE, OK, RPC_FAILED
-from kvactors.storage.backends.mooncake_warm_up import PREFIX, check_result, put_and_get
+from kvactors.mooncake_address import Endpoint, endpoints, metadata_endpoints
+from kvactors.mooncake_config import MooncakeConfig
+from kvactors.sizes import in_bytes
 from kvactors.threads import Workers
+
+OK, NO_SPACE, NOT_FOUND, NOT_READY, HAS_LEASE, RPC_FAILED = 0, -200, -704, -703, -706, -900
+
 
 T = TypeVar("T")
 
@@ -267,3 +272,128 @@ def own_address(master: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise StoreError(f"there is no way to Mooncake's master at {master}: {error}") from error
+
+
+# -- the first object
+
+
+PREFIX = "kvactors-warm-up/"
+SIZE = 4096
+"""Bytes of the object."""
+
+log = get_logger()
+
+
+def put_and_get(store: Any) -> int:
+    """Put an object, read it back, and remove it.
+
+    Args:
+        store: the client, set up.
+
+    Returns:
+        0, or the code of the call that failed. `NO_SPACE` also if the master evicted the object
+        before the read.
+
+    Raises:
+        StoreError: other bytes came back.
+    """
+    name = PREFIX + uuid4().hex
+    written = np.frombuffer(np.random.default_rng().bytes(SIZE), np.uint8)
+    read = np.zeros(SIZE, np.uint8)
+    code = int(store.put_from(name, int(written.ctypes.data), SIZE))
+    if code != OK:
+        return code
+    size = int(store.get_into(name, int(read.ctypes.data), SIZE))
+    store.remove(name, True)
+    if size in (NOT_FOUND, NOT_READY):
+        return NO_SPACE
+    if size < 0:
+        return size
+    if size != SIZE or not np.array_equal(read, written):
+        raise StoreError("the Mooncake pool returned other bytes than were written")
+    return OK
+
+
+def check_result(code: int, master: str) -> None:
+    """Judge the result of `put_and_get`.
+
+    A pool without space is logged: it may be full, or its first node with memory may join later,
+    and costs misses only.
+
+    Args:
+        code: the result.
+        master: its address, for messages.
+
+    Raises:
+        StoreError: the pool did not store the object.
+    """
+    if code == NO_SPACE:
+        log.warning(
+            "the Mooncake pool has no space: blocks are not saved until it has", master=master
+        )
+    elif code != OK:
+        raise StoreError(
+            f"the Mooncake pool at {master} stores nothing: its first object failed with code "
+            f"{code}. Check that this node reaches the other nodes' data ports"
+        )
+
+
+# -- registration of the host arena
+
+
+class Registration:
+    """The registered memory of a client.
+
+    Args:
+        client: of the pool.
+        largest: bytes of a registration at most (MC_MAX_MR_SIZE), None for no limit.
+    """
+
+    def __init__(self, client: MooncakeClient, largest: int | None) -> None:
+        self._client = client
+        self._largest = largest
+        self._addresses: list[int] = []
+
+    async def add(self, arena: Arena) -> None:
+        """Register an arena.
+
+        Raises:
+            StoreError: the client refuses a part of it. None of it is registered then.
+        """
+        for address, size in pieces(arena.address, arena.nbytes, arena.stride, self._largest):
+            code = await self._client.register(address, size)
+            if code != OK:
+                await self.remove()
+                raise StoreError(
+                    f"mooncake would not register {size} bytes of the host arena: code {code}. "
+                    "MC_MAX_MR_SIZE sets the largest registration"
+                )
+            self._addresses.append(address)
+
+    async def remove(self) -> None:
+        """Take every registration back."""
+        while self._addresses:
+            await self._client.unregister(self._addresses.pop())
+
+
+def pieces(address: int, size: int, stride: int, largest: int | None) -> list[tuple[int, int]]:
+    """Address and size of each registration of an arena. Each has whole slots, since no transfer
+    may cross two of them.
+
+    Args:
+        address: of the arena.
+        size: its bytes.
+        stride: bytes of a slot.
+        largest: bytes of a registration at most, None for no limit.
+
+    Raises:
+        StoreError: a slot is larger than a registration may be.
+    """
+    if largest is None or size <= largest:
+        return [(address, size)] if size else []
+    if largest < stride:
+        raise StoreError(
+            f"MC_MAX_MR_SIZE {largest} is less than a slot of the host arena ({stride} bytes)"
+        )
+    step = largest // stride * stride
+    return [(address + start, min(step, size - start)) for start in range(0, size, step)]

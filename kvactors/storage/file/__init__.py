@@ -1,0 +1,1 @@
+"""A store in files on a local disk."""

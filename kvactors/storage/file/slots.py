@@ -1,0 +1,378 @@
+"""Slots of a file store: which are free, read, erased or in quarantine, and where a write gets
+one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvactors.actor.clock import now
+from kvactors.actor.uncancelled import wait_uncancelled
+from kvactors.storage.backend import Expired
+from kvactors.storage.catalog import Catalog
+from kvactors.storage.file.layout import SlabFiles
+from kvactors.storage.messages import Outcome
+from kvactors.threads import Workers
+
+if TYPE_CHECKING:
+    from kvactors.storage.file.io import SlabThreads
+
+PAUSE = 60.0
+"""Seconds in quarantine after the first corrupt object of a slot, doubled with each further one."""
+
+LONGEST = 86_400.0
+
+
+class Slots:
+    """free: not in use. suspects: the next object that is written there must be read back before it
+    counts. freed: called when slots have become free."""
+
+    def __init__(self, freed: Callable[[], None] = lambda: None) -> None:
+        self.free: deque[int] = deque()
+        self.suspects: set[int] = set()
+        self._freed = freed
+        self._erasing = 0  # slots whose entries are being erased, free afterwards
+        self._readers: dict[int, int] = {}  # reads in flight, by slot
+        self._leaving: set[int] = set()  # free once no read of them is in flight
+        self._until: dict[int, float] = {}  # in quarantine
+        self._strikes: Counter[int] = Counter()
+
+    # -- use
+
+    @contextmanager
+    def reading(self, slots: Sequence[int]) -> Iterator[None]:
+        """Reads of slots are in flight inside."""
+        self.begin_reads(slots)
+        try:
+            yield
+        finally:
+            self.end_reads(slots)
+
+    def begin_reads(self, slots: Iterable[int]) -> None:
+        """Reads are in flight: the slots are not written."""
+        readers = self._readers
+        for slot in slots:
+            readers[slot] = readers.get(slot, 0) + 1
+
+    def end_reads(self, slots: Iterable[int]) -> None:
+        """Reads have ended."""
+        readers, leaving = self._readers, self._leaving
+        for slot in slots:
+            left = readers.pop(slot) - 1
+            if left:
+                readers[slot] = left
+            elif slot in leaving:
+                leaving.remove(slot)
+                self.free.append(slot)
+                self._freed()
+
+    def take(self, count: int) -> list[int]:
+        """Take free slots, at most `count`."""
+        free = self.free
+        return [free.popleft() for _ in range(min(count, len(free)))]
+
+    def restart(self, count: int) -> None:
+        """The slots are those of new files, all of them free. None is in use."""
+        self.free = deque(range(count))
+        for kept in (self.suspects, self._leaving, self._until, self._strikes):
+            kept.clear()
+
+    def add(self, slots: Iterable[int]) -> None:
+        """New slots, which nothing has read yet."""
+        self.free.extend(slots)
+
+    def give(self, slots: Iterable[int]) -> None:
+        """The slots hold no object any more: free now, or when their last reads end."""
+        for slot in slots:
+            if slot in self._readers:
+                self._leaving.add(slot)
+            else:
+                self.free.append(slot)
+        self._freed()
+
+    @contextmanager
+    def erasing(self, slots: Sequence[int]) -> Iterator[None]:
+        """The entries of slots are erased inside. Afterwards the slots hold no object."""
+        self._erasing += len(slots)
+        try:
+            yield
+        finally:
+            self._erasing -= len(slots)
+            self.give(slots)
+
+    @property
+    def leaving(self) -> int:
+        """Slots that will be free without an eviction: their objects are gone, and a read or the
+        erasure of the entry has not ended."""
+        return self._erasing + len(self._leaving)
+
+    def retired(self) -> list[int]:
+        """Slots that hold no object and are not free yet: read still, or in quarantine."""
+        return [*self._leaving, *self._until]
+
+    def first(self, slot: int | None) -> None:
+        """If it is free, it is the next one to be taken."""
+        if slot is not None and slot in self.free:
+            self.free.remove(slot)
+            self.free.appendleft(slot)
+
+    # -- quarantine
+
+    @property
+    def quarantined(self) -> int:
+        """Number of slots in quarantine."""
+        return len(self._until)
+
+    def suspect(self, slot: int, now: float) -> None:
+        """Put a slot in quarantine: it held a corrupt object, or did not return the data written to
+        it."""
+        self._strikes[slot] += 1
+        self._until[slot] = now + min(LONGEST, PAUSE * 2.0 ** min(20, self._strikes[slot] - 1))
+        self.suspects.add(slot)
+
+    def release(self, now: float) -> bool:
+        """Free the slots whose quarantine has ended. Returns whether there were any."""
+        return bool(self._until) and self._free_again(
+            [slot for slot, until in self._until.items() if until <= now]
+        )
+
+    def release_first_offenders(self) -> bool:
+        """Free the slots that held one corrupt object only, because slots run out. Returns whether
+        there were any."""
+        return self._free_again([slot for slot in self._until if self._strikes[slot] == 1])
+
+    def _free_again(self, slots: list[int]) -> bool:
+        for slot in slots:
+            del self._until[slot]
+        self.give(slots)
+        return bool(slots)
+
+    def passed(self, slot: int) -> None:
+        """A suspect slot returned the data written to it."""
+        self.suspects.discard(slot)
+        del self._strikes[slot]
+
+
+# -- free slots
+
+
+DEADLINE_EVERY = 64
+"""Objects of a batch that get their slots between two looks at its deadline."""
+
+DEADLINE_CHECK = 0.05
+"""Seconds between two looks at the deadline while a write waits for a slot."""
+
+
+class SlotSupply:
+    """Hands out free slots, and keeps the catalog's capacity at the number of usable ones.
+
+    Attributes:
+        slots: which are free, read, or in quarantine.
+        growth: adds slabs.
+        capacity: objects at most, when no slot is in quarantine.
+    """
+
+    def __init__(self, files: SlabFiles, threads: SlabThreads, catalog: Catalog) -> None:
+        self.slots = Slots(self._wake)
+        self.growth = Growth(files, self.slots, threads.workers)
+        self.capacity = 0
+        self._catalog = catalog
+        self._waiting: set[asyncio.Future[None]] = set()  # writes without a slot
+
+    def set_capacity(self, capacity: int) -> None:
+        """The capacity is known once the store is open, and follows the space."""
+        self.capacity = self.growth.capacity = capacity
+        self._fit()
+
+    def quarantine(self, slot: int) -> None:
+        """Put a slot in quarantine: it held a corrupt object, or did not return the data
+        written to it."""
+        self.slots.suspect(slot, now())
+        self._fit()
+
+    def _fit(self) -> None:
+        self._catalog.capacity = max(1, self.capacity - self.slots.quarantined)
+
+    def prepare(self, count: int) -> None:
+        """A batch of `count` objects follows. If it would evict objects, slots in quarantine are
+        tried again first."""
+        short = self.slots.quarantined and len(self._catalog) + count > self._catalog.capacity
+        if short and (self.slots.release(now()) or self.slots.release_first_offenders()):
+            self._fit()
+
+    def take_now(self, count: int) -> list[int]:
+        """Take slots that are free already, at most `count`."""
+        if self.slots.release(now()):
+            self._fit()
+        return self.slots.take(count)
+
+    async def take_batch(
+        self,
+        taken: dict[int, int],
+        outcomes: list[Outcome],
+        squeeze: Callable[[], Awaitable[bool]],
+        expired: Expired,
+    ) -> None:
+        """Take a slot for each object of a batch, until its deadline.
+
+        Args:
+            taken: receives the slots, by position in the batch.
+            outcomes: of the batch. Receives why an object got no slot.
+            squeeze: see `take`.
+            expired: whether the deadline has passed.
+        """
+        for start in range(0, len(outcomes), DEADLINE_EVERY):
+            if expired():
+                return
+            some = range(start, min(start + DEADLINE_EVERY, len(outcomes)))
+            taken.update(zip(some, self.take_now(len(some)), strict=False))
+            for i in some:
+                if i not in taken:
+                    slot, outcomes[i] = await self.take(squeeze, expired)
+                    if slot is not None:
+                        taken[i] = slot
+        self.growth.ahead()
+
+    async def take(
+        self, squeeze: Callable[[], Awaitable[bool]], expired: Expired
+    ) -> tuple[int | None, Outcome]:
+        """Take a free slot.
+
+        Args:
+            squeeze: evicts an object and frees its slot; False if there is none to evict.
+            expired: whether the deadline has passed.
+
+        Returns:
+            The slot and OK, or None and why there is none.
+        """
+        slots = self.slots
+        while True:
+            taken = self.take_now(1)
+            if taken:
+                return taken[0], Outcome.OK
+            outcome = await self.growth.more()
+            if slots.free or outcome == Outcome.OK:
+                continue  # other writes may have taken the slots of the new slab
+            if outcome != Outcome.NO_SPACE:
+                return None, outcome
+            if slots.leaving:  # within the capacity: nothing is evicted or refused
+                if expired():
+                    return None, Outcome.LATE
+                await self._wait()
+            elif slots.release_first_offenders():
+                self._fit()
+            elif not await squeeze():
+                return None, outcome
+
+    async def _wait(self) -> None:
+        """Wait until slots have become free, or it is time to look at the deadline."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.add(waiter)
+        try:
+            await asyncio.wait([waiter], timeout=DEADLINE_CHECK)
+        finally:
+            self._waiting.discard(waiter)
+
+    def _wake(self) -> None:
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+# -- slabs that are added
+
+
+GROW_AGAIN = 10.0
+"""Seconds after which a store on a full disk tries to grow again. Until then it evicts."""
+
+
+class Growth:
+    """Adds slabs to a store, up to the capacity.
+
+    Attributes:
+        capacity: objects at most, known once the store is open.
+        pause_until: time before which it does not grow, because the disk was full.
+        refused: why the last slab could not be added, empty if it could.
+    """
+
+    def __init__(self, files: SlabFiles, slots: Slots, threads: Workers) -> None:
+        self.capacity = 0
+        self.pause_until = 0.0
+        self.refused = ""
+        self._files = files
+        self._slots = slots
+        self._threads = threads
+        self._task: asyncio.Task[Outcome] | None = None
+        self._call: Future[Outcome] | None = None  # in a thread, may outlast a cancelled task
+
+    async def more(self) -> Outcome:
+        """One more slab, with all that wait for it: OK, NO_SPACE or UNAVAILABLE. A caller that is
+        cancelled raises that when the step has ended."""
+        if now() < self.pause_until:
+            return Outcome.NO_SPACE
+        task = self._task
+        # One that is done, and whose callbacks have not run yet, gives nothing more.
+        if task is None or task.done():
+            # Slots that wait for their readers, or are in quarantine, may ask for one slab more
+            # than the capacity does.
+            if self._call is not None and not self._call.done():
+                return Outcome.UNAVAILABLE
+            if len(self._files.slabs) >= self._wanted() + 1:
+                return Outcome.NO_SPACE
+            task = self._begin()
+        return await _outcome(task)
+
+    def ahead(self) -> None:
+        """Begin to add a slab if less than half of one is free: a batch that needs it then does not
+        wait, while the disk has nothing to write."""
+        enough = 2 * len(self._slots.free) >= self._files.meta.slots_per_slab
+        if enough or len(self._files.slabs) >= self._wanted() or now() < self.pause_until:
+            return
+        if self._task is None and (self._call is None or self._call.done()):
+            self._begin()
+
+    def concern(self) -> str:
+        """Why the store cannot grow to its capacity. Empty if it can."""
+        return self.refused if len(self._files.slabs) < self._wanted() else ""
+
+    def _wanted(self) -> int:
+        """Slabs that the capacity needs."""
+        return -(-self.capacity // self._files.meta.slots_per_slab)
+
+    def _begin(self) -> asyncio.Task[Outcome]:
+        slabs = len(self._files.slabs)
+        # Submitted now, so that a store that is closed next waits for the call.
+        self._call = self._threads.submit(self._files.grow)
+        self._task = asyncio.get_running_loop().create_task(self._grow(self._call, slabs))
+        self._task.add_done_callback(self._ended)
+        return self._task
+
+    def _ended(self, task: asyncio.Task[Outcome]) -> None:
+        if self._task is task:
+            self._task = None
+        if not task.cancelled():
+            task.exception()  # of a task whose callers were all cancelled
+
+    async def _grow(self, call: Future[Outcome], slabs: int) -> Outcome:
+        per_slab = self._files.meta.slots_per_slab
+        outcome = await asyncio.wrap_future(call)
+        self.refused = "" if outcome == Outcome.OK else self._files.trouble
+        if outcome == Outcome.OK:
+            self._slots.add(range(slabs * per_slab, (slabs + 1) * per_slab))
+        elif outcome == Outcome.NO_SPACE:
+            self.pause_until = now() + GROW_AGAIN
+        return outcome
+
+
+async def _outcome(growing: asyncio.Task[Outcome]) -> Outcome:
+    try:
+        return await wait_uncancelled(growing)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling() or not growing.cancelled():
+            raise
+        return Outcome.UNAVAILABLE  # the step alone was cancelled

@@ -1,0 +1,770 @@
+"""The table of a file store, format version 2: a first page, then one entry a slot. Start-up is one
+sequential read of this file.
+
+First page, 4096 bytes: JSON (`Meta`) padded with newlines to 4088 bytes, and the XXH3-64 of the
+4088 bytes as u64. Every later version keeps this envelope, `magic` and `version`. Fields that a
+reader does not have are skipped.
+
+Entry of slot i, at 4096 + entry_bytes * i, little-endian:
+
+    0    magic "KVACTORS"
+    8    format version u32 = 2
+    12   length of the metadata area that is used, u32
+    16   digest of the store's identity, 32 bytes (model, namespace, rank, ranks, layout)
+    48   key, 32 bytes
+    80   length of the payload u64
+    88   XXH3-64 of the payload u64
+    96   sequence number of the write u64
+    104  generation of the store u64: an entry of another generation than the first page's is free
+    112  metadata area: fields, each tag u16, length u16, bytes, and zeros behind the last
+    -8   XXH3-64 of everything before it u64
+
+A reader skips fields whose tag it does not have. Tag 1: time of the write, u64 microseconds since
+1970. Tags 2 to 6 are the inputs of the key (`slab_lineage`). An entry of zeros is a free slot.
+One whose checksum is wrong was torn while it was written, and is free as well. `entry_bytes` is in
+the first page: a larger number gives a store more space for metadata."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvactors.actor.log import get_logger
+from kvactors.errors import StoreError
+from kvactors.flush_notifier.messages import PLAIN, PathPart, RequestScope
+from kvactors.lineage import Lineage
+from kvactors.storage.backend import (
+    PathSource,
+)
+from kvactors.storage.catalog import OwnedInventory
+from kvactors.types import HASH_BYTES
+
+if TYPE_CHECKING:
+    from kvactors.storage.file.io import SlabThreads
+    from kvactors.storage.file.layout import SlabFiles
+
+PAGE = 4096
+BODY = PAGE - 8
+VERSION = 2
+NAME = "KVACTORS slabs"
+MAGIC = b"KVACTORS"
+HEAD = struct.Struct("<8sII32s32sQQQQ")
+FIELD = struct.Struct("<HH")
+KEY, SEQUENCE = slice(48, 80), slice(96, 104)
+"""Places in an entry."""
+
+ENTRY_BYTES = 192
+"""Bytes of an entry of a new store without lineages, of which 72 bytes are metadata."""
+
+LEAST_ENTRY, MOST_ENTRY = 128, 65_536
+MOST_SLOTS = 1 << 22
+"""Slots of a slab at most."""
+
+MOST_BLOCK = 1 << 40
+MOST_SEQUENCE = 1 << 63
+"""Sequence numbers are below it: an entry without a successor would end all writes."""
+SLOTS = "slots"
+"""How a slab is laid out: payload i at i * stride. The only arrangement of this version."""
+
+WRITTEN_AT = 1
+"""Tag of the metadata field with the time of the write."""
+
+PARENT = 2
+"""Tag of the metadata field with the hash of the parent block, see `slab_lineage`. No object under
+a salt has it."""
+
+SALT = 7
+"""Tag of the metadata field with the number of the object's salt (`quotas.salt_id`), left out
+beside PARENT."""
+
+
+class Meta(msgspec.Struct, frozen=True):
+    """Parameters of a store.
+
+    Attributes:
+        digest: of the identity, hex.
+        model, namespace, rank, ranks: the names behind it.
+    """
+
+    digest: str
+    block_bytes: int
+    stride: int
+    slots_per_slab: int
+    model: str = ""
+    namespace: str = ""
+    rank: int = 0
+    ranks: int = 1
+    generation: int = 0
+    entry_bytes: int = ENTRY_BYTES
+    slab_layout: str = SLOTS
+    magic: str = NAME
+    version: int = VERSION
+
+    def page(self) -> bytes:
+        """The file's first page."""
+        body = msgspec.json.encode(self).ljust(BODY, b"\n")
+        if len(body) > BODY:
+            raise StoreError(
+                f"the names of the store are too long for the first page of its table: {len(body)} "
+                "bytes"
+            )
+        return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+
+    @property
+    def identity(self) -> str:
+        """For error messages."""
+        names = (
+            f"model {self.model!r}, namespace {self.namespace!r}, rank {self.rank} of {self.ranks}"
+        )
+        return f"{names}, blocks of {self.block_bytes} bytes, identity {self.digest[:16]}"
+
+
+class Damaged(StoreError):
+    """The first page of a table is damaged: its store's contents cannot be found any more."""
+
+
+class _Stamp(msgspec.Struct, frozen=True):
+    magic: str
+    version: int
+
+
+def version_of(page: bytes) -> int:
+    """The format version that a first page names. Damaged if the page is none."""
+    if (
+        len(page) == PAGE
+        and xxhash.xxh3_64_intdigest(page[:BODY]).to_bytes(8, "little") == page[BODY:]
+    ):
+        least = 2
+    elif len(page) == PAGE and page[BODY:] == b"\n" * 8:
+        least = 1  # version 1 had no checksum: the page was JSON and newlines
+    else:
+        raise Damaged("its checksum is wrong")
+    try:
+        stamp = msgspec.json.decode(page[: BODY if least == 2 else PAGE], type=_Stamp)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Damaged(str(error)) from error
+    if stamp.magic != NAME or (stamp.version == 1) != (least == 1):
+        raise Damaged(f"it names {stamp.magic!r} version {stamp.version}")
+    return stamp.version
+
+
+def meta_of(page: bytes, where: str) -> Meta:
+    """The first page read. StoreError for another version, Damaged for what is no first page or has
+    values out of range."""
+    version = version_of(page)
+    if version != VERSION:
+        raise StoreError(
+            f"{where} has format version {version}, this is version {VERSION}: use another folder, "
+            "or remove it with "
+            "'kvactors store prune'"
+        )
+    try:
+        meta = msgspec.json.decode(page[:BODY], type=Meta)
+        digest = bytes.fromhex(meta.digest)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise Damaged(str(error)) from error
+    ranges = (
+        ("digest", len(digest), 32, 32),
+        ("block_bytes", meta.block_bytes, 1, MOST_BLOCK),
+        ("stride", meta.stride, meta.block_bytes, MOST_BLOCK + PAGE),
+        ("stride % 4096", meta.stride % PAGE, 0, 0),
+        ("slots_per_slab", meta.slots_per_slab, 1, MOST_SLOTS),
+        ("entry_bytes", meta.entry_bytes, LEAST_ENTRY, MOST_ENTRY),
+        ("entry_bytes % 8", meta.entry_bytes % 8, 0, 0),
+        ("generation", meta.generation, 0, (1 << 63) - 1),
+    )
+    for name, value, least, most in ranges:
+        if not least <= value <= most:
+            raise Damaged(f"{name} is {value}, which is not in [{least}, {most}]")
+    if meta.slab_layout != SLOTS:
+        raise StoreError(
+            f"{where} has slabs of layout {meta.slab_layout!r}, which this version cannot read"
+        )
+    return meta
+
+
+class Found(NamedTuple):
+    """An entry of the table.
+
+    Attributes:
+        checksum: of the payload.
+        metadata: by tag.
+        mark: distinguishes it from every other entry.
+    """
+
+    slot: int
+    key: bytes
+    sequence: int
+    checksum: int
+    raw: bytes
+
+    @property
+    def mark(self) -> bytes:
+        """See `mark_of`."""
+        return mark_of(self.raw)
+
+    @property
+    def metadata(self) -> dict[int, bytes]:
+        """By tag, unassigned tags included."""
+        return fields_of(self.raw)
+
+
+class Scan(NamedTuple):
+    """Good entries, oldest first.
+
+    Attributes:
+        torn: slots that hold something that is no entry.
+        stale: entries of other generations.
+    """
+
+    found: list[Found]
+    torn: int
+    stale: int
+
+
+def entry_of(
+    meta: Meta,
+    key: bytes,
+    checksum: int,
+    sequence: int,
+    generation: int,
+    metadata: Mapping[int, bytes] | None = None,
+) -> bytes:
+    """A slot's entry. Fields of metadata that do not fit are left out, the last ones first."""
+    blank = blank_entry(meta, key, sequence, generation, metadata)
+    body = blank[:88] + checksum.to_bytes(8, "little") + blank[96:-8]
+    return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+
+
+def blank_entry(
+    meta: Meta,
+    key: bytes,
+    sequence: int,
+    generation: int,
+    metadata: Mapping[int, bytes] | None = None,
+) -> bytes:
+    """A slot's entry whose two checksums are zero: they are filled in when the payload is
+    written."""
+    area, space = b"", meta.entry_bytes - HEAD.size - 8
+    for tag, value in (metadata or {}).items():
+        field = FIELD.pack(tag, len(value)) + value
+        if len(area) + len(field) <= space:
+            area += field
+    head = HEAD.pack(
+        MAGIC,
+        VERSION,
+        len(area),
+        bytes.fromhex(meta.digest),
+        key,
+        meta.block_bytes,
+        0,
+        sequence,
+        generation,
+    )
+    return (head + area).ljust(meta.entry_bytes, b"\0")
+
+
+def blank_entries(
+    meta: Meta, keys: Sequence[bytes], sequence: int, generation: int, metadata: Mapping[int, bytes]
+) -> list[bytes]:
+    """`blank_entry` of several keys with the same metadata and consecutive sequence numbers."""
+    one = blank_entry(meta, bytes(KEY.stop - KEY.start), 0, generation, metadata)
+    before, between, behind = one[: KEY.start], one[KEY.stop : SEQUENCE.start], one[SEQUENCE.stop :]
+    return [
+        b"".join((before, key, between, (sequence + n).to_bytes(8, "little"), behind))
+        for n, key in enumerate(keys)
+    ]
+
+
+def fields_of(entry: bytes) -> dict[int, bytes]:
+    """The metadata of an entry, by tag. A field that is cut short ends the list."""
+    used = min(int.from_bytes(entry[12:16], "little"), len(entry) - HEAD.size - 8)
+    area, at, found = entry[HEAD.size : HEAD.size + used], 0, {}
+    while at + FIELD.size <= len(area):
+        tag, size = FIELD.unpack_from(area, at)
+        at += FIELD.size
+        if at + size > len(area):
+            break
+        found[tag] = area[at : at + size]
+        at += size
+    return found
+
+
+def salt_in(entry: bytes) -> int | None:
+    """The number of the salt in an entry, 0 for one with the inputs of the key. None if it has
+    none that can be read."""
+    fields = fields_of(entry)
+    value = bytes(8) if PARENT in fields else fields.get(SALT, b"")
+    return int.from_bytes(value, "little") if len(value) == 8 else None
+
+
+def mark_of(entry: bytes) -> bytes:
+    """The part of an entry that a store keeps in memory to recognize it: the checksums of the
+    payload and of the entry."""
+    return entry[88:96] + entry[-8:]
+
+
+def checksum_of(mark: bytes) -> int:
+    """The payload's, of a mark."""
+    return int.from_bytes(mark[:8], "little")
+
+
+def is_marked(entry: bytes, mark: bytes) -> bool:
+    """Whether an entry as it was read is the one with this mark, and whole."""
+    return mark_of(entry) == mark and is_whole(entry)
+
+
+def is_whole(entry: bytes) -> bool:
+    """Whether an entry has its checksum."""
+    return xxhash.xxh3_64_intdigest(entry[:-8]).to_bytes(8, "little") == entry[-8:]
+
+
+def entry_in(raw: bytes, slot: int, meta: Meta) -> Found | None:
+    """An entry as it was read. None for one that is torn, of another store, or of another
+    generation."""
+    size = meta.entry_bytes
+    if len(raw) != size or not is_whole(raw):
+        return None
+    magic, version, area, owner, key, length, checksum, sequence, generation = HEAD.unpack_from(raw)
+    good = (magic, version, owner.hex(), length) == (MAGIC, VERSION, meta.digest, meta.block_bytes)
+    good &= area <= size - HEAD.size - 8 and sequence < MOST_SEQUENCE
+    if not good or generation != meta.generation:
+        return None
+    return Found(slot, key, sequence, checksum, raw)
+
+
+def count_used(table: bytes, meta: Meta) -> int:
+    """Entries of objects, by magic and generation alone: no checksum is compared."""
+    size = meta.entry_bytes
+    count = len(table) // size
+    words = np.frombuffer(table[: count * size], "<u8").reshape(count, size // 8)
+    used = (words[:, 0] == int.from_bytes(MAGIC, "little")) & (words[:, 13] == meta.generation)
+    return int(np.count_nonzero(used))
+
+
+def scan(table: bytes, meta: Meta, first: int = 0) -> Scan:
+    """Check every entry: one pass of numpy to find the entries in use, then one checksum each.
+    first: slot of the first entry."""
+    size = meta.entry_bytes
+    count = len(table) // size
+    words = np.frombuffer(table[: count * size], "<u8").reshape(count, size // 8)
+    used = np.flatnonzero(words.any(axis=1))
+    found, stale = [], 0
+    for slot in used.tolist():
+        raw = table[slot * size : (slot + 1) * size]
+        one = entry_in(raw, first + slot, meta)
+        if one is not None:
+            found.append(one)
+        elif HEAD.unpack_from(raw)[-1] != meta.generation:
+            stale += (
+                entry_in(
+                    raw, slot, msgspec.structs.replace(meta, generation=HEAD.unpack_from(raw)[-1])
+                )
+                is not None
+            )
+    found.sort(key=lambda one: one.sequence)
+    return Scan(found, len(used) - len(found) - stale, stale)
+
+
+if HEAD.size + 8 > LEAST_ENTRY:
+    raise ImportError("an entry does not fit")
+
+
+# -- lineages: the inputs of a key
+
+
+TOKENS, EXTRA, LORA, LORA_ID = 3, 4, 5, 6
+
+TIME_FIELD = FIELD.size + 8
+SPARE = 128
+"""Bytes of an entry for an extra key and an adapter: enough for two media items with hashes of 32
+bytes, or an adapter's name of 124."""
+
+
+def entry_bytes_for(block_size: int) -> int:
+    """Bytes of an entry of a new store whose blocks have so many tokens (0: it keeps no
+    lineages)."""
+    if not block_size:
+        return ENTRY_BYTES
+    wanted = (
+        HEAD.size
+        + TIME_FIELD
+        + (FIELD.size + HASH_BYTES)
+        + (FIELD.size + 4 * block_size)
+        + SPARE
+        + 8
+    )
+    size = -(-wanted // 8) * 8
+    return size if size <= MOST_ENTRY else ENTRY_BYTES
+
+
+def room_beside(meta: Meta, fields: Mapping[int, bytes]) -> int:
+    """Bytes of an entry's metadata area beside other fields."""
+    used = sum(FIELD.size + len(value) for value in fields.values())
+    return meta.entry_bytes - HEAD.size - 8 - used
+
+
+def fields_of_lineage(lineage: Lineage | None, space: int) -> dict[int, bytes]:
+    """The fields, by tag. Empty if they need more than `space` bytes, or there is no lineage."""
+    if lineage is None:
+        return {}
+    fields = {PARENT: lineage.parent, TOKENS: lineage.tokens}
+    if lineage.extra_key:
+        fields[EXTRA] = lineage.extra_key
+    if lineage.scope.lora is not None:
+        fields[LORA] = lineage.scope.lora.encode()
+        if lineage.scope.lora_id is not None and lineage.scope.lora_id.bit_length() < 64:
+            fields[LORA_ID] = lineage.scope.lora_id.to_bytes(8, "little", signed=True)
+    sizes = [len(value) for value in fields.values()]
+    return fields if sum(sizes) + FIELD.size * len(sizes) <= space and max(sizes) < 1 << 16 else {}
+
+
+def lineage_in(fields: dict[int, bytes], key: bytes) -> Lineage | None:
+    """The lineage in an entry's metadata; None if there is none, or it is not that of the key."""
+    parent, tokens = fields.get(PARENT, b""), fields.get(TOKENS, b"")
+    if len(parent) != HASH_BYTES or not tokens:
+        return None
+    try:
+        lora = fields[LORA].decode() if LORA in fields else None
+    except UnicodeDecodeError:
+        return None
+    number = int.from_bytes(fields[LORA_ID], "little", signed=True) if LORA_ID in fields else None
+    found = Lineage(
+        parent,
+        tokens,
+        fields.get(EXTRA, b""),
+        PLAIN if lora is None else RequestScope(lora, lora_id=number),
+    )
+    return found if found.block_hash() == key else None
+
+
+class WritingLineages:
+    """Lineages of the objects that are being written, by key."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[bytes, tuple[Lineage]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def get(self, key: bytes) -> Lineage | None:
+        """The lineage of a key; None if it has none."""
+        found = self._by_key.get(key)
+        return None if found is None else found[0]
+
+    @contextmanager
+    def of_batch(
+        self, keys: Sequence[bytes], lineages: Sequence[Lineage | None], inventory: OwnedInventory
+    ) -> Iterator[None]:
+        """Keep the lineages of a batch while it is written. Keys that are in the store, or that
+        another batch is writing, are not this batch's."""
+        # A key of `pending` may have been evicted from the catalog by another batch.
+        there = (inventory.catalog, inventory.pending)
+        mine = {
+            key: (one,)
+            for key, one in zip(keys, lineages, strict=False)
+            if one is not None and not any(key in held for held in there)
+        }
+        self._by_key |= mine
+        try:
+            yield
+        finally:
+            for key, entry in mine.items():
+                # Another batch may have set its own since this one was refused the key.
+                if self._by_key.get(key) is entry:
+                    del self._by_key[key]
+
+
+# -- paths that the blocks form
+
+
+log = get_logger()
+
+PATH_CHUNK_BYTES = 4 << 20
+"""Bytes of the table that one call reads."""
+
+NO_PARENT, NO_LINEAGE = -1, -2
+"""In place of the slot of a parent. NO_PARENT: it is not in the store, or it is a root. NO_LINEAGE:
+the slot has no block, or one without a lineage."""
+
+AT_PARENT = HEAD.size + TIME_FIELD
+"""Where the field with the parent is in an entry that this package wrote."""
+
+U64 = np.dtype("<u8")
+
+
+class Rows(NamedTuple):
+    """Blocks of a chunk: their slots, and the first 8 bytes of their keys and of their parents (0:
+    no lineage)."""
+
+    slots: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+    parents: NDArray[np.uint64]
+
+
+class SlabPaths:
+    """files: of an open store. Every call blocks briefly and belongs in a thread, one call at a
+    time."""
+
+    def __init__(self, files: SlabFiles) -> None:
+        self._files = files
+        self._rows: list[Rows] | None = []
+        self._next = 0  # slot from which the table is to be read on
+        self._parent: NDArray[np.int32] = np.empty(0, np.int32)
+        self._read = np.empty(0, bool)
+        self._leaves: Iterator[int] = iter(())
+        self._chain: list[int] = []  # slots still to be read of one path, the deepest first
+        self.skipped = 0  # blocks whose lineage was damaged, or not that of their key
+
+    def parts(self, most: int) -> list[PathPart] | None:
+        """Parts of paths with about `most` blocks in all, none while the table is being read; None
+        when all was read. OSError."""
+        if self._rows is not None:
+            self._survey(self._rows)
+            return []
+        found: list[PathPart] = []
+        count = 0
+        while count < most:
+            if not self._chain and not self._climb():
+                break
+            stop = max(0, len(self._chain) - (most - count))
+            slots = self._chain[stop:][::-1]
+            del self._chain[stop:]
+            count += len(slots)
+            found += self._parts_of(slots)
+        return found if count else None
+
+    # -- the survey
+
+    def _survey(self, rows: list[Rows]) -> None:
+        files, size = self._files, self._files.meta.entry_bytes
+        slots = len(files.slabs) * files.meta.slots_per_slab
+        if self._next < slots:
+            count = min(max(1, PATH_CHUNK_BYTES // size), slots - self._next)
+            raw = files.entries(self._next, count)
+            rows.append(rows_of(raw, self._next, size, files.meta.generation))
+            self._next += count
+            return
+        self._join(slots, rows)
+        self._rows = None
+
+    def _join(self, slots: int, rows: list[Rows]) -> None:
+        """Find every block's parent, and the blocks that are no parent."""
+        own = np.concatenate([one.slots for one in rows]) if rows else np.empty(0, np.int64)
+        keys = np.concatenate([one.keys for one in rows]) if rows else np.empty(0, np.uint64)
+        parents = np.concatenate([one.parents for one in rows]) if rows else np.empty(0, np.uint64)
+        rows.clear()
+        self._parent = np.full(slots, NO_LINEAGE, np.int32)
+        self._read = np.zeros(slots, bool)
+        if not len(keys):
+            return
+        order = np.argsort(keys)
+        keys, by_key = keys[order], own[order]
+        place = np.minimum(np.searchsorted(keys, parents), len(keys) - 1)
+        there = keys[place] == parents
+        kept = parents != 0
+        self._parent[own[kept]] = np.where(there, by_key[place], NO_PARENT)[kept]
+        above = self._parent[self._parent >= 0]
+        is_leaf = self._parent > NO_LINEAGE
+        is_leaf[above] = False
+        self._leaves = iter(np.flatnonzero(is_leaf).astype(np.int32))
+
+    # -- the parts
+
+    def _climb(self) -> bool:
+        """Collect the unread slots from the next leaf up. Returns whether there are any."""
+        for leaf in self._leaves:
+            slot = int(leaf)
+            while slot >= 0 and not self._read[slot] and self._parent[slot] != NO_LINEAGE:
+                self._read[slot] = True
+                self._chain.append(slot)
+                slot = int(self._parent[slot])
+            if self._chain:
+                return True
+        return False
+
+    def _parts_of(self, slots: list[int]) -> Iterator[PathPart]:
+        """The blocks in a run of slots, as parts that end where a block is no child of the one
+        before it."""
+        part: list[tuple[bytes, Lineage]] = []
+        for slot in slots:
+            block = self._block(slot)
+            follows = (
+                block is not None
+                and part
+                and (part[-1][0], part[-1][1].scope) == (block[1].parent, block[1].scope)
+            )
+            if part and not follows:
+                yield _part(part)
+                part = []
+            if block is not None:
+                part.append(block)
+        if part:
+            yield _part(part)
+
+    def _block(self, slot: int) -> tuple[bytes, Lineage] | None:
+        files = self._files
+        one = entry_in(files.entry(slot), slot, files.meta)
+        if one is None:
+            return None  # it was evicted, or cleared
+        fields = fields_of(one.raw)
+        found = lineage_in(fields, one.key)
+        self.skipped += found is None and PARENT in fields
+        return None if found is None else (one.key, found)
+
+
+class PathReading(PathSource):
+    """The path source of a file store: one reading at a time, in the store's threads."""
+
+    def __init__(self, files: SlabFiles, threads: SlabThreads) -> None:
+        self._files = files
+        self._threads = threads
+        self._paths: SlabPaths | None = None
+
+    def begin(self) -> None:
+        """Read the whole table again."""
+        self._paths = SlabPaths(self._files)
+
+    def end(self) -> None:
+        """Read no more."""
+        self._paths = None
+
+    async def next(self, most: int) -> list[PathPart] | None:
+        """See `SlabPaths.parts`. An error of the disk ends the reading."""
+        paths, parts = self._paths, None
+        if paths is None:
+            return None
+        try:
+            parts = await self._threads.run(paths.parts, most)
+        except OSError as error:
+            self._files.failed(error)
+        if parts is None:
+            if paths.skipped:
+                log.warning(
+                    "stored blocks whose lineage is damaged",
+                    folder=str(self._files.folder),
+                    blocks=paths.skipped,
+                )
+            if paths is self._paths:
+                self._paths = None
+        return parts
+
+
+def rows_of(raw: bytes, first: int, size: int, generation: int) -> Rows:
+    """The blocks of a chunk of the table. first: slot of its first entry. Only the fields needed
+    here are read. Entries are verified later, when a path is read."""
+    count = len(raw) // size
+    words = np.frombuffer(raw[: count * size], U64).reshape(count, size // 8)
+    halves = np.frombuffer(raw[: count * size], "<u4").reshape(count, size // 4)
+    used = np.flatnonzero(
+        (words[:, 0] == int.from_bytes(MAGIC, "little")) & (words[:, 13] == generation)
+    )
+    parents = np.zeros(len(used), np.uint64)
+    header = int.from_bytes(FIELD.pack(PARENT, HASH_BYTES), "little")
+    at = AT_PARENT // 4
+    if size >= AT_PARENT + FIELD.size + HASH_BYTES + 8:
+        here = halves[used, at] == header
+        parents[here] = words[used[here], (AT_PARENT + FIELD.size) // 8]
+        others = np.flatnonzero(~here & (halves[used, 3] > TIME_FIELD))
+        for i in others.tolist():  # another writer's order of fields
+            entry = raw[int(used[i]) * size : (int(used[i]) + 1) * size]
+            parents[i] = int.from_bytes(fields_of(entry).get(PARENT, b"")[:8], "little")
+    return Rows(first + used, words[used, 6].copy(), parents)
+
+
+def _part(blocks: list[tuple[bytes, Lineage]]) -> PathPart:
+    first = blocks[0][1]
+    extra_keys = tuple((i, one.extra_key) for i, (_, one) in enumerate(blocks) if one.extra_key)
+    keys = b"".join(key for key, _ in blocks)
+    return PathPart(
+        first.parent, keys, b"".join(one.tokens for _, one in blocks), first.scope, extra_keys
+    )
+
+
+if AT_PARENT % 4 or (AT_PARENT + FIELD.size) % 8:
+    raise ImportError("the parent in an entry is not aligned")
+
+
+CHUNK = 16_384
+"""Entries that are read at once."""
+
+
+class Stored(NamedTuple):
+    """An object.
+
+    Attributes:
+        mark: identifies its entry (`slab_table.mark_of`).
+        salt: the number of its salt, None if it is not known.
+    """
+
+    sequence: int
+    slot: int
+    key: bytes
+    mark: bytes
+    salt: int | None
+
+
+class Survey(NamedTuple):
+    """Changes in the table since it was read before.
+
+    Attributes:
+        found: objects of the entries that have changed, the oldest first.
+        changed: slots of these entries. Objects that were in them before are gone.
+        torn: entries that make no sense.
+    """
+
+    found: list[Stored]
+    changed: list[int]
+    torn: int
+
+
+class TableReader:
+    """Reads the objects in the table of an open store: all of them at first, then those whose
+    entries have changed. Every call blocks and belongs in a thread, one call at a time.
+
+    files: of the store.
+    """
+
+    def __init__(self, files: SlabFiles) -> None:
+        self._files = files
+        self._seen = np.empty(0, np.dtype("<u8"))  # the last word of each entry: its checksum
+        self._generation = files.meta.generation
+
+    def read(self, slots: int) -> Survey:
+        """The changes in the first `slots` entries. OSError."""
+        files, found, changed, torn = self._files, list[Stored](), list[int](), 0
+        meta = files.meta
+        if meta.generation != self._generation:  # entries that were too new may be objects now
+            self._generation = meta.generation
+            changed = np.flatnonzero(self._seen).tolist()
+            self._seen[:] = 0
+        if slots > len(self._seen):
+            self._seen = np.pad(self._seen, (0, slots - len(self._seen)))
+        for first in range(0, slots, CHUNK):
+            raw = files.entries(first, min(CHUNK, slots - first))
+            count = len(raw) // meta.entry_bytes
+            words = np.frombuffer(raw[: count * meta.entry_bytes], "<u8").reshape(count, -1)
+            seen, last = self._seen[first : first + count], words[:, -1]
+            different = seen != last
+            if not seen.any():  # read for the first time: entries may be torn before their end
+                some = scan(raw, meta, first)
+            elif different.any():
+                some = scan((words * different[:, None]).tobytes(), meta, first)
+            else:
+                continue
+            changed += (first + np.flatnonzero(different & (seen != 0))).tolist()
+            found += [
+                Stored(one.sequence, one.slot, one.key, one.mark, salt_in(one.raw))
+                for one in some.found
+            ]
+            torn += some.torn
+            seen[:] = last
+        found.sort(key=lambda one: one[:4])
+        return Survey(found, changed, torn)

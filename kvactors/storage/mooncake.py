@@ -1,0 +1,631 @@
+"""A Mooncake pool as storage: every node of the pool can load the objects of every other node.
+
+An object is one immutable value: a block's payload and a header behind it. The pool belongs to
+all its nodes, and its master evicts objects, so this back end lists no keys and reports none to
+indexes. An object that is not there is a miss.
+
+The header is compared on every read (`native.make_headers`). Little-endian: magic "KVACTORS",
+version u32, kind u32, digest 32 bytes, key 32 bytes, payload length u64, XXH3-64 of the payload
+u64: together 96 bytes. An object without a checksum has kind 1, and 0 in the place of the checksum.
+Others have kind 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from functools import partial
+from typing import Any, NamedTuple
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from kvactors.actor.clock import clock_of
+from kvactors.actor.log import get_logger
+from kvactors.actor.uncancelled import wait_uncancelled
+from kvactors.device.arena import Arena
+from kvactors.errors import StoreError, StoreUnavailable
+from kvactors.identity import StoreIdentity
+from kvactors.lineage import Lineage
+from kvactors.mooncake_config import MooncakeConfig, largest_registration
+from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
+from kvactors.storage.backend import Backend, Expired, ReadReport, StoreCounters, WriteReport
+from kvactors.storage.local_store import move_fitting
+from kvactors.storage.messages import Outcome
+from kvactors.storage.mooncake_client import (
+    NO_SPACE,
+    NOT_FOUND,
+    NOT_READY,
+    OK,
+    RPC_FAILED,
+    MooncakeClient,
+    Registration,
+)
+from kvactors.threads import Workers
+
+MAGIC = b"KVACTORS"
+VERSION = 1
+HEADER = struct.Struct("<8sII32s32sQQ")
+
+
+class Fit(IntEnum):
+    """How a header compares with its object (`native.check_headers`)."""
+
+    DIFFERS = 0
+    FITS = 1
+    NO_CHECKSUM = 2  # everything else fits
+
+
+# -- headers
+
+
+class Compared(NamedTuple):
+    """Objects of a read that were compared with their headers.
+
+    Attributes:
+        outcomes: one a key.
+        without_checksum: misses among them: objects that have no checksum.
+    """
+
+    outcomes: bytes
+    without_checksum: int = 0
+
+
+class PoolHeaders:
+    """Makes and compares headers. Its calls may run in any thread.
+
+    Args:
+        digest: of the store's identity, in every header.
+        block_bytes: bytes of a payload.
+        checksums: whether headers have a checksum of the payload. With it, an object without one
+            is a miss. Without it, no checksum is compared.
+    """
+
+    def __init__(self, digest: bytes, block_bytes: int, checksums: bool) -> None:
+        self.checksums = checksums
+        self._digest = digest
+        self._block_bytes = block_bytes
+        self._whole = block_bytes + HEADER.size
+        without = Outcome.MISS if checksums else Outcome.OK
+        self._outcome_of_fit = bytes.maketrans(
+            bytes([Fit.DIFFERS, Fit.FITS, Fit.NO_CHECKSUM]),
+            bytes([Outcome.CORRUPT, Outcome.OK, without]),
+        )
+
+    def make(self, keys: bytes, pointers: list[list[int]]) -> None:
+        """Write the header of each object. `keys` are joined."""
+        make_headers(self._digest, keys, pointers, self._block_bytes, self.checksums)
+
+    def compare(self, keys: bytes, pointers: list[list[int]], codes: list[int]) -> Compared:
+        """Compare the objects that arrived, by the codes of the client. `keys` are joined."""
+        if codes.count(self._whole) == len(codes) == len(pointers):
+            fits = self._fits(keys, pointers)
+            return Compared(fits.translate(self._outcome_of_fit), self._refused(fits))
+        arrived = [i for i, code in enumerate(codes) if code == self._whole]
+        some = b"".join(keys[32 * i : 32 * i + 32] for i in arrived)
+        fits = self._fits(some, [pointers[i] for i in arrived])
+        outcomes = bytearray(Outcome.CORRUPT if code >= 0 else outcome_of(code) for code in codes)
+        for i, fit in zip(arrived, fits, strict=True):
+            outcomes[i] = self._outcome_of_fit[fit]
+        return Compared(bytes(outcomes), self._refused(fits))
+
+    def _fits(self, keys: bytes, pointers: list[list[int]]) -> bytes:
+        return check_headers(self._digest, keys, pointers, self._block_bytes, self.checksums)
+
+    def _refused(self, fits: bytes) -> int:
+        return fits.count(Fit.NO_CHECKSUM) if self.checksums else 0
+
+
+def outcome_of(code: int) -> Outcome:
+    """The outcome that a return code of the client stands for."""
+    if code >= OK:
+        return Outcome.OK
+    return {NO_SPACE: Outcome.NO_SPACE, NOT_FOUND: Outcome.MISS, NOT_READY: Outcome.MISS}.get(
+        code, Outcome.UNAVAILABLE
+    )
+
+
+# -- the size of a transfer
+
+
+CALL_SECONDS = 0.1
+"""Time that a transfer may take. None can be cut short. A call costs about 0.4 ms of processor time
+beside its bytes, and its first and last objects leave cores idle, so longer transfers cost less."""
+
+LEAST_BYTES, MOST_BYTES = 16 << 20, 64 << 20
+LEAST_OBJECTS, MOST_OBJECTS = 4, 1024
+"""Limits of a transfer. A transfer with the least objects may exceed the limits of bytes."""
+
+COUNTED_BYTES = 4 << 20
+"""Bytes of a transfer from which the rate is estimated, at least."""
+
+WEIGHT = 0.25
+"""Of the last transfer in the rate."""
+
+
+class CallSize:
+    """Chooses the number of objects of a transfer from the rate of earlier ones.
+
+    Attributes:
+        most_objects: of a transfer.
+
+    Args:
+        block_bytes: bytes of an object.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self.most_objects = MOST_OBJECTS
+        self._block_bytes = block_bytes
+        self._rate = 0.0  # bytes a second
+
+    def parts(self, count: int) -> Iterator[slice]:
+        """The objects of each transfer of a batch, in equal parts."""
+        size = int(max(LEAST_BYTES, min(MOST_BYTES, self._rate * CALL_SECONDS)))
+        step = min(self.most_objects, max(LEAST_OBJECTS, size // self._block_bytes))
+        calls = -(-count // step)
+        start = 0
+        for left in range(calls, 0, -1):
+            end = start + -((start - count) // left)
+            yield slice(start, end)
+            start = end
+
+    def took(self, objects: int, seconds: float) -> None:
+        """A transfer moved so many objects."""
+        moved = objects * self._block_bytes
+        if moved >= COUNTED_BYTES and seconds > 0:
+            rate = moved / seconds
+            self._rate += (WEIGHT if self._rate else 1.0) * (rate - self._rate)
+
+
+# -- moves in batches
+
+
+RETRY = 0.2
+"""Seconds until objects that found no space are tried once more: a burst outruns the master's
+eviction."""
+
+
+class Batch(NamedTuple):
+    """Some objects and their memory.
+
+    Attributes:
+        keys: of the objects.
+        places: of the objects, as `pointers` takes them.
+        pointers: from places to the addresses of each object's pieces.
+        sizes: bytes of the pieces of an object.
+        headers: memory of the headers that are in no arena.
+    """
+
+    keys: Sequence[bytes]
+    places: Sequence[Any]
+    pointers: Callable[[Sequence[Any]], list[list[int]]]
+    sizes: list[int]
+    headers: NDArray[np.uint8] | None = None
+
+    def part(self, some: slice) -> Batch:
+        """Objects that follow one another."""
+        return self._replace(keys=self.keys[some], places=self.places[some])
+
+    def joined(self) -> bytes:
+        """The keys, joined."""
+        return b"".join(self.keys)
+
+    def chosen(self, which: Sequence[int]) -> Batch:
+        """Some of the objects, by position."""
+        keys, places = [self.keys[i] for i in which], [self.places[i] for i in which]
+        return self._replace(keys=keys, places=places)
+
+
+class Moved(NamedTuple):
+    """The result of a transfer.
+
+    Attributes:
+        codes: of the client, one a key.
+        objects: that were moved whole.
+        seconds: that the client took.
+        compared: objects of a read, if they were compared in the same thread.
+    """
+
+    codes: list[int]
+    objects: int = 0
+    seconds: float = 0.0
+    compared: Compared | None = None
+
+
+class MooncakeObjects:
+    """Reads and writes objects, each a block and its header.
+
+    A thread of the client makes the headers of a transfer and moves it, or moves it and compares
+    its headers. In a batch of several transfers the checksums are computed beside the transfer
+    before or behind.
+
+    Attributes:
+        arena: memory that is registered with the client, None before there is any.
+        calls: objects of each transfer.
+        prefix: of the objects' names.
+
+    Args:
+        headers: of the objects.
+        block_bytes: of an object.
+    """
+
+    def __init__(
+        self,
+        client: MooncakeClient,
+        prefix: str,
+        headers: PoolHeaders,
+        block_bytes: int,
+    ) -> None:
+        self.arena: Arena | None = None
+        self.calls = CallSize(block_bytes)
+        self._without_checksum = 0
+        self._client = client
+        self.prefix = prefix
+        self._headers = headers
+        self._block_bytes = block_bytes
+        # One thread for checksums beside a transfer, which would block the loop.
+        self._checksums = Workers(1, "kvactors-mooncake-checksum")
+
+    def name(self, key: bytes) -> str:
+        """The name of an object in the pool."""
+        return self.prefix + key.hex()
+
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Callable[[], bool]
+    ) -> bytearray:
+        """One outcome a key."""
+        return await self._read(self._in_views(keys, views), expired)
+
+    async def read_slots(
+        self, keys: Sequence[bytes], slots: Sequence[int], expired: Callable[[], bool]
+    ) -> bytearray:
+        """`read` into slots of the arena (see `has_slots`)."""
+        return await self._read(self._in_slots(keys, slots), expired)
+
+    async def _read(self, batch: Batch, expired: Callable[[], bool]) -> bytearray:
+        count = len(batch.keys)
+        outcomes = bytearray([Outcome.LATE]) * count
+        comparing: list[tuple[slice, asyncio.Future[Compared]]] = []
+        try:
+            for some in self.calls.parts(count):
+                if expired():
+                    break
+                part = batch.part(some)
+                alone = some.stop == count or not self._headers.checksums
+                moved = await self._moved(part, partial(self._get, compare=alone))
+                if moved.compared is not None:
+                    self._settle(outcomes, some, moved.compared)
+                    continue
+                compare = partial(self._compare, part, moved.codes)
+                comparing.append((some, asyncio.wrap_future(self._checksums.submit(compare))))
+        finally:
+            every = await wait_uncancelled(asyncio.gather(*(future for _, future in comparing)))
+            for (some, _), compared in zip(comparing, every, strict=True):
+                self._settle(outcomes, some, compared)
+        return outcomes
+
+    def _get(self, batch: Batch, clock: Callable[[], float], store: Any, *, compare: bool) -> Moved:
+        """Read, and compare headers. In a thread of the client."""
+        keys, pointers = batch.joined(), batch.pointers(batch.places)
+        names, sizes = object_names(self.prefix, keys), [batch.sizes] * len(pointers)
+        began = clock()
+        codes = list(store.batch_get_into_multi_buffers(names, pointers, sizes))
+        seconds, objects = clock() - began, codes.count(sum(batch.sizes))
+        if not compare:
+            return Moved(codes, objects, seconds)
+        compared = self._headers.compare(keys, pointers, codes)
+        return Moved(codes, objects, seconds, compared)
+
+    def _compare(self, batch: Batch, codes: list[int]) -> Compared:
+        return self._headers.compare(batch.joined(), batch.pointers(batch.places), codes)
+
+    def _settle(self, outcomes: bytearray, some: slice, compared: Compared) -> None:
+        outcomes[some] = compared.outcomes
+        self._without_checksum += compared.without_checksum
+
+    def take_without_checksum(self) -> int:
+        """Objects read since the last call that were misses because they have no checksum."""
+        taken, self._without_checksum = self._without_checksum, 0
+        return taken
+
+    async def write(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Callable[[], bool]
+    ) -> bytearray:
+        """One outcome a key. The pool reports an object that it has as written."""
+        return await self._write(self._in_views(keys, views), expired)
+
+    async def write_slots(
+        self, keys: Sequence[bytes], slots: Sequence[int], expired: Callable[[], bool]
+    ) -> bytearray:
+        """`write` from slots of the arena (see `has_slots`)."""
+        return await self._write(self._in_slots(keys, slots), expired)
+
+    async def _write(self, batch: Batch, expired: Callable[[], bool]) -> bytearray:
+        outcomes = bytearray([Outcome.LATE]) * len(batch.keys)
+        ahead: asyncio.Future[None] | None = None
+        calls = list(self.calls.parts(len(batch.keys)))
+        try:
+            for some, then in zip(calls, [*calls[1:], None], strict=False):
+                if expired():
+                    break
+                made = ahead is not None
+                if ahead is not None:
+                    await wait_uncancelled(ahead)
+                moving = self._begin(batch.part(some), partial(self._put, made=made))
+                beside = then if self._headers.checksums else None
+                ahead = None if beside is None else self._ahead(batch.part(beside))
+                outcomes[some] = self._written(await self._ended(moving))
+                full = [i for i in range(some.start, some.stop) if outcomes[i] == Outcome.NO_SPACE]
+                if full and not expired():
+                    await anyio.sleep(RETRY)
+                    moved = await self._moved(batch.chosen(full), partial(self._put, made=False))
+                    again = self._written(moved)
+                    for i, outcome in zip(full, again, strict=True):
+                        outcomes[i] = outcome
+        finally:
+            if ahead is not None:
+                await wait_uncancelled(ahead)  # it reads the payloads
+        return outcomes
+
+    def _put(self, batch: Batch, clock: Callable[[], float], store: Any, *, made: bool) -> Moved:
+        """Make headers, and write. In a thread of the client."""
+        keys, pointers = batch.joined(), batch.pointers(batch.places)
+        names, sizes = object_names(self.prefix, keys), [batch.sizes] * len(pointers)
+        if not made:
+            self._headers.make(keys, pointers)
+        began = clock()
+        codes = list(store.batch_put_from_multi_buffers(names, pointers, sizes))
+        return Moved(codes, codes.count(OK), clock() - began)
+
+    def _ahead(self, batch: Batch) -> asyncio.Future[None]:
+        """Make the headers of a later transfer."""
+
+        def make() -> None:
+            self._headers.make(batch.joined(), batch.pointers(batch.places))
+
+        return asyncio.wrap_future(self._checksums.submit(make))
+
+    @staticmethod
+    def _written(moved: Moved) -> bytes:
+        if moved.objects == len(moved.codes):
+            return bytes([Outcome.OK]) * len(moved.codes)
+        return bytes(map(outcome_of, moved.codes))
+
+    def _begin(self, batch: Batch, transfer: Callable[..., Moved]) -> asyncio.Future[Moved]:
+        count, clock = len(batch.keys), clock_of(asyncio.get_running_loop())
+
+        def work(store: Any) -> Moved:
+            moved = transfer(batch, clock, store)
+            if len(moved.codes) != count:
+                raise ValueError(f"{len(moved.codes)} codes for {count} objects")
+            return moved
+
+        return self._client.begin(work, Moved([RPC_FAILED] * count))
+
+    async def _ended(self, moving: asyncio.Future[Moved]) -> Moved:
+        moved = await wait_uncancelled(moving)
+        self.calls.took(moved.objects, moved.seconds)
+        return moved
+
+    async def _moved(self, batch: Batch, transfer: Callable[..., Moved]) -> Moved:
+        return await self._ended(self._begin(batch, transfer))
+
+    def has_slots(self, arena: Arena, slots: Sequence[int], count: int) -> bool:
+        """Whether these slots of the arena can be moved without views of them."""
+        return (
+            arena is self.arena
+            and arena.trailer >= HEADER.size
+            and arena.block_bytes == self._block_bytes
+            and len(slots) == count > 0
+            and min(slots) >= 0
+            and max(slots) < arena.num_slots
+        )
+
+    def _in_slots(self, keys: Sequence[bytes], slots: Sequence[int]) -> Batch:
+        """A slot of the arena is one piece with its trailer: over a network, another piece costs as
+        much as a small block."""
+        if self.arena is None:
+            raise ValueError("no arena is attached")
+        pointers = partial(slot_pointers, self.arena.address, self.arena.stride)
+        return Batch(keys, slots, pointers, [self._block_bytes + HEADER.size])
+
+    def _in_views(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> Batch:
+        """Headers are behind the payloads if every payload is in a slot of the arena."""
+        payloads, arena = addresses(list(views)), self.arena
+        if arena is not None and arena.trailer >= HEADER.size and all(map(arena.holds, payloads)):
+            whole = [[address] for address in payloads]
+            return Batch(keys, whole, list, [self._block_bytes + HEADER.size])
+        headers = np.zeros(HEADER.size * len(payloads), np.uint8)
+        first = int(headers.ctypes.data)
+        pieces = [[at, first + HEADER.size * i] for i, at in enumerate(payloads)]
+        return Batch(keys, pieces, list, [self._block_bytes, HEADER.size], headers)
+
+    def close(self) -> None:
+        """End the thread of the checksums."""
+        self._checksums.close()
+
+
+# -- questions to the master
+
+
+BATCH = 32
+"""Objects in one question to the master, at most."""
+
+
+class PoolPresence:
+    """Asks which objects the pool has. The master gives each object that it is asked about a lease.
+
+    Args:
+        client: of the pool.
+        name: of a key's object.
+        counters: of the back end.
+    """
+
+    def __init__(
+        self, client: MooncakeClient, name: Callable[[bytes], str], counters: StoreCounters
+    ) -> None:
+        self._client = client
+        self._name = name
+        self._counters = counters
+
+    async def run(self, keys: Sequence[bytes], expired: Expired) -> int:
+        """Length of the leading run of keys that the pool has. No key behind it is asked about.
+
+        Raises:
+            StoreUnavailable: the master does not answer.
+        """
+        run = 0
+        for start in range(0, len(keys), BATCH):
+            if expired():
+                return run
+            codes = await self._codes(keys[start : start + BATCH])
+            good = next((i for i, code in enumerate(codes) if code != 1), len(codes))
+            run += good
+            if good < len(codes):
+                return run
+        return run
+
+    async def each(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
+        """Whether the pool has each key. The leases of objects behind a missing one cost it little:
+        they end after seconds.
+
+        Raises:
+            StoreUnavailable: the master does not answer.
+        """
+        found: list[bool] = []
+        for start in range(0, len(keys), BATCH):
+            if expired():
+                break
+            found += [code == 1 for code in await self._codes(keys[start : start + BATCH])]
+        return found + [False] * (len(keys) - len(found))
+
+    async def _codes(self, keys: Sequence[bytes]) -> list[int]:
+        codes = await self._client.exist([self._name(key) for key in keys])
+        self._counters.outcomes[Outcome.UNAVAILABLE] += sum(code < 0 for code in codes)
+        if max(codes) < 0:
+            raise StoreUnavailable(f"the pool's master does not answer (code {codes[0]})")
+        return codes
+
+
+# -- the back end
+
+
+log = get_logger()
+
+
+class MooncakeBackend(Backend):
+    """A client of a pool.
+
+    Args:
+        config: how the pool is joined.
+        identity: of the objects. Those of different models, namespaces, layouts or ranks have
+            different names and headers.
+        block_bytes: size of a block.
+    """
+
+    slot_trailer_bytes = HEADER.size
+
+    def __init__(self, config: MooncakeConfig, identity: StoreIdentity, block_bytes: int) -> None:
+        super().__init__(identity.digest, block_bytes)
+        self._prefix = identity.pool_prefix
+        self.client = MooncakeClient(config, identity.rank)
+        self._registration = Registration(self.client, largest_registration(os.environ))
+        headers = PoolHeaders(identity.digest, block_bytes, config.payload_checksums)
+        self.objects = MooncakeObjects(self.client, self._prefix, headers, block_bytes)
+        self._presence = PoolPresence(self.client, self.objects.name, self.counters)
+
+    async def open(self) -> None:
+        """See `Backend.open`. Joins the pool."""
+        await self.client.open()
+        if not self.client.config.payload_checksums:
+            log.warning("payload checksums are off", store="mooncake")
+        if self.client.config.protocol == "tcp":
+            log.info("pool over TCP", store="mooncake", rdma="storage.mooncake.protocol = 'rdma'")
+
+    async def attach(self, arena: Arena) -> None:
+        """See `Backend.attach`. Registers the arena."""
+        await self._registration.add(arena)
+        self.objects.arena = arena
+
+    def probe(self, keys: Sequence[bytes]) -> int | None:
+        """See `Backend.probe`. None: only the master can answer."""
+        return None
+
+    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
+        """See `Backend.ask`."""
+        return await self._presence.run(keys, expired)
+
+    async def ask_each(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
+        """See `presence.ask_each`."""
+        return await self._presence.each(keys, expired)
+
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
+        """See `Backend.read`. Corrupt objects are removed from the pool."""
+        move = partial(self.objects.read, expired=expired)
+        outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=True)
+        return await self._read_report(keys, bytes(outcomes))
+
+    async def read_slots(
+        self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
+    ) -> ReadReport:
+        """See `Backend.read_slots`. Views of slots would cost as much as small objects."""
+        if not self.objects.has_slots(arena, slots, len(keys)):
+            return await super().read_slots(keys, arena, slots, expired)
+        outcomes = await self.objects.read_slots(keys, slots, expired)
+        return await self._read_report(keys, bytes(outcomes))
+
+    async def _read_report(self, keys: Sequence[bytes], outcomes: bytes) -> ReadReport:
+        if Outcome.CORRUPT in outcomes:
+            results = zip(keys, outcomes, strict=True)
+            await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
+        refused = self.objects.take_without_checksum()
+        if refused:
+            self.counters.without_checksum += refused
+            log.warning("objects without checksums", store="mooncake", objects=refused)
+        return ReadReport(outcomes, [])
+
+    async def write(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> WriteReport:
+        """See `Backend.write`."""
+        move = partial(self.objects.write, expired=expired)
+        outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=False)
+        return WriteReport(bytes(outcomes), [])
+
+    async def write_slots(
+        self,
+        keys: Sequence[bytes],
+        arena: Arena,
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int | None] = (),
+    ) -> WriteReport:
+        """See `Backend.write_slots`."""
+        if not self.objects.has_slots(arena, slots, len(keys)):
+            return await super().write_slots(keys, arena, slots, expired)
+        return WriteReport(bytes(await self.objects.write_slots(keys, slots, expired)), [])
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.remove`."""
+        if keys:
+            await self.client.remove([self.objects.name(key) for key in keys])
+
+    async def clear(self, generation: int = 0) -> None:
+        """See `Backend.clear`. Clears the objects of every node of the pool."""
+        pattern = "^" + self._prefix
+        if await self.client.call(lambda store: int(store.remove_by_regex(pattern, True)), -1) < 0:
+            raise StoreError("the Mooncake pool did not remove the objects")
+        self.generation = max(self.generation + 1, generation)
+
+    async def close(self) -> None:
+        """See `Backend.close`. Leaves the pool, which loses the objects in this node's memory."""
+        await self._registration.remove()
+        await self.client.close()
+        self.objects.close()
