@@ -20,7 +20,7 @@ from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import Stored
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.quotas import salt_id
-from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.guarded import GuardedBackend
 from kvactors.system import System
 from kvactors.types import Tokens, split_hashes
 
@@ -186,7 +186,7 @@ async def count_stored(
     count."""
     system, root, counted = cache.system, path.root, None
     core, store = system.index_actor.core, system.store
-    if store is not None and store.inventory.is_complete:
+    if store is not None and store.is_complete:
         hits = hits_of(system, path, scope.salt, () if cache._split_media else media)
         counted = Stored(root, (await in_slices(hits)).blocks)
     else:
@@ -223,7 +223,7 @@ def hits_of(
 def count_hits(
     index: BlockIndex,
     settings: IndexSettings,
-    store: CheckedBackend | None,
+    store: GuardedBackend | None,
     min_fetch_blocks: int,
     path: Path,
     media: tuple[tuple[int, int], ...],
@@ -238,7 +238,7 @@ def count_hits(
     limit = index.match_limit(path)
     run, states = index.tree.peek(path, limit)
     fetch = 0 if store is None else min(limit, settings.fetchable(path))
-    held_run = _nothing_held if store is None else store.inventory.held_run
+    held_run = _nothing_held if store is None else store.held_run
     stop, size, below = max(run + len(states), fetch), min(FIRST_STEP, _step(index)), list[int]()
     while run + len(below) < stop:
         start = run + len(below)

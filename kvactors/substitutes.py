@@ -23,7 +23,7 @@ from kvactors.flush_notifier.messages import (
     WaitFlushed,
 )
 from kvactors.storage.actors import StorageReader, StorageWorker, StoreOwner, unwritten
-from kvactors.storage.device_store import DeviceStore, StorageDirect
+from kvactors.storage.device_store import DeviceStore, DeviceStoreActor, DeviceStorePlane
 from kvactors.storage.messages import (
     DeviceFetched,
     DeviceSaved,
@@ -117,8 +117,8 @@ class NoWriter(StoreOwner):
 class NoDeviceStore(Actor):
     """Every fetch is a miss, and no block is saved."""
 
-    ROLE: ClassVar[str] = StorageDirect.ROLE
-    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = StorageDirect.SENDS
+    ROLE: ClassVar[str] = DeviceStoreActor.ROLE
+    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = DeviceStoreActor.SENDS
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.quotas import Quotas, salt_id
 from kvactors.storage.actors import StorageReader, StorageWriter
-from kvactors.storage.device_store import StorageDirect
+from kvactors.storage.device_store import DeviceStoreActor
 from kvactors.storage.messages import DeviceStoreMessage, ReaderMessage, StorageReply, WriterMessage
 from kvactors.substitutes import NoDeviceStore, NoNotifier, NoReader, NoWriter
 
@@ -100,7 +100,7 @@ class Wiring:
         ]
         self.device_store: ActorRef[DeviceStoreMessage] | None = None
         if plane.device_store is not None:
-            self.device_store = ref(StorageDirect, bound)
+            self.device_store = ref(DeviceStoreActor, bound)
         self.writers: list[ActorRef[WriterMessage]] = [
             ref(StorageWriter, bound, name=f"storage_writer-{i}")
             for i in range(pool.writers if pool else 0)
@@ -125,7 +125,7 @@ class Wiring:
         unused: tuple[type[Actor], ...] = (
             () if self.plane.backend is not None else (StorageReader, StorageWriter)
         )
-        return unused if self.device_store is not None else (*unused, StorageDirect)
+        return unused if self.device_store is not None else (*unused, DeviceStoreActor)
 
     @property
     def idle_limit(self) -> int:
@@ -245,8 +245,8 @@ class Wiring:
         )
 
     def _make_device_store(
-        self, ref: ActorRef, kind: type[StorageDirect | NoDeviceStore] = StorageDirect
-    ) -> StorageDirect | NoDeviceStore:
+        self, ref: ActorRef, kind: type[DeviceStoreActor | NoDeviceStore] = DeviceStoreActor
+    ) -> DeviceStoreActor | NoDeviceStore:
         assert self.plane.device_store is not None
         return kind(ref, backend=self.plane.device_store, plane=self.plane, evictor=self.evictor)
 
@@ -291,7 +291,8 @@ class Wiring:
         refs = () if self.device_store is None else (self.device_store,)
         device_store = [
             Group(
-                ref.name, (ActorSpec(StorageDirect, self._make_device_store, ref, no_device_store),)
+                ref.name,
+                (ActorSpec(DeviceStoreActor, self._make_device_store, ref, no_device_store),),
             )
             for ref in refs
         ]

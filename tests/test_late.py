@@ -26,7 +26,7 @@ async def test_a_result_of_a_thread_arrives():
 def test_threads_are_late_and_a_store_works_all_the_same(tmp_path):
     prompt = tmp_path / "test_prompt.py"
     prompt.write_text(PROMPT)
-    file = ROOT / "tests/storage/test_slots_in_flight.py"
+    file = ROOT / "tests/storage/test_file_slots.py"
     store = f"{file}::test_a_write_waits_for_a_slot_until_its_deadline"
     plugin = ["-p", "tests.support.late", "-p", "no:cacheprovider", "-n", "0", "-s", "-q"]
     done = subprocess.run(

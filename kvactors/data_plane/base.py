@@ -20,9 +20,9 @@ from kvactors.device_events import RecordedEvent
 from kvactors.errors import DeviceError, StoreError
 from kvactors.lineage import Lineage
 from kvactors.opening import Opening
-from kvactors.storage.backend import Expired, ReadReport, WriteReport
+from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.device_store import DeviceStore
-from kvactors.storage.guarded import CheckedBackend, SlotStore
+from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import Outcome
 
 # -- The interface to the CUDA streams of an engine: waits for copies, and events.
@@ -132,7 +132,7 @@ class DataPlane(ABC):
         self,
         device: DeviceBlocks,
         slots: HostSlots,
-        backend: SlotStore | None,
+        backend: Backend | None,
         device_store: DeviceStore | None,
         *,
         store_timeout: float,
@@ -140,7 +140,7 @@ class DataPlane(ABC):
         self.device = device
         self.slots = slots
         self.backend = backend
-        self.store = None if backend is None else CheckedBackend(backend, store_timeout)
+        self.store = None if backend is None else GuardedBackend(backend, store_timeout)
         self.device_store = device_store
 
     # -- status

@@ -14,7 +14,7 @@ from kvactors.actor.clock import now
 from kvactors.actor.failures import brief
 from kvactors.actor.log import get_logger
 from kvactors.storage.device_store import DeviceStore
-from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.guarded import GuardedBackend
 from kvactors.system import System
 
 log = get_logger()
@@ -91,7 +91,7 @@ def troubles(system: System) -> Iterator[Trouble]:
     """Every fault of an actor, sink, store, rank, copy engine or recording, host memory that is not
     locked, and a number of device blocks that is not set."""
     yield from _actors(system)
-    stores: tuple[tuple[str, CheckedBackend | DeviceStore | None], ...] = (
+    stores: tuple[tuple[str, GuardedBackend | DeviceStore | None], ...] = (
         ("store", system.store),
         ("device store", system.device_store),
     )
@@ -133,7 +133,7 @@ def _actors(system: System) -> Iterator[Trouble]:
                 yield f"sink {sink.name}", sink.reason, now() - sink.failing_for
 
 
-def _store(name: str, store: CheckedBackend | DeviceStore) -> Iterator[Trouble]:
+def _store(name: str, store: GuardedBackend | DeviceStore) -> Iterator[Trouble]:
     for why, since in store.attempts.failing():
         yield name, why, since
     if isinstance(store, DeviceStore):

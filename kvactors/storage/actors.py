@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, Message, PeerRestarted, on
 from kvactors.actor.actor import State
@@ -27,7 +27,7 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
 )
 from kvactors.storage.device_store import StoragePlane
-from kvactors.storage.guarded import CheckedBackend, CheckedInventory
+from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import (
     BatchDone,
     ClearStore,
@@ -69,67 +69,6 @@ class Batch(NamedTuple):
     keys: bytes = b""
 
 
-class BatchQueue:
-    """Batches in flight and batches that wait for one of them to end."""
-
-    def __init__(self) -> None:
-        self.in_flight = 0
-        self._waiting: deque[Batch] = deque()
-
-    def add(self, batch: Batch) -> None:
-        """A batch waits for its turn."""
-        self._waiting.append(batch)
-
-    def startable(self) -> Iterator[Batch]:
-        """The batches that may start now. The caller starts each of them."""
-        while self._waiting and self.in_flight < IN_FLIGHT:
-            self.in_flight += 1
-            yield self._waiting.popleft()
-
-
-class Holder(Protocol):
-    """The keys that a store holds."""
-
-    def holding(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those of the keys that it holds, in order."""
-
-
-class Changes(NamedTuple):
-    """Changes to report to indexes after a batch.
-
-    Attributes:
-        removed: joined keys that the store does not hold any more, by reason.
-        stored: joined keys that it holds now.
-        acknowledged: keys whose removal needs no other report.
-    """
-
-    removed: list[tuple[bytes, Reason]]
-    stored: bytes
-    acknowledged: list[bytes]
-
-
-def changes_of(done: BatchDone, store: Holder) -> Changes:
-    """The changes of a batch that are still true. A key that came back since is reported by the
-    actor that wrote it."""
-    removed: list[tuple[bytes, Reason]] = []
-    acknowledged: list[bytes] = []
-    for keys, reason in (
-        (done.evicted, Reason.STORAGE_EVICTION),
-        (done.corrupt, Reason.CORRUPT),
-        (done.taken, Reason.PROMOTION),
-    ):
-        if not keys:
-            continue
-        split = split_hashes(keys)
-        held = set(store.holding(split))
-        gone = join_hashes(key for key in split if key not in held)
-        if gone:
-            removed.append((gone, reason))
-        acknowledged += split
-    stored = join_hashes(store.holding(split_hashes(done.stored))) if done.stored else b""
-    return Changes(removed, stored, acknowledged)
-
-
 # -- pages of a report
 
 
@@ -154,7 +93,7 @@ class ReportPages:
         active: whether a message that continues the report is in the actor's channel.
     """
 
-    def __init__(self, inventory: CheckedInventory) -> None:
+    def __init__(self, inventory: GuardedBackend) -> None:
         self.active = False
         self._inventory = inventory
         self._snapshot_due = False
@@ -241,11 +180,11 @@ class StoreReporter:
     def __init__(
         self,
         actor: Actor,
-        store: CheckedBackend,
+        store: GuardedBackend,
         notifier: ActorRef[Report],
         root_of: Callable[[RequestScope], bytes] | None = None,
     ) -> None:
-        self.pages = ReportPages(store.inventory)
+        self.pages = ReportPages(store)
         self.paths = PathReport(root_of if store.keeps_lineages else None)
         self._actor = actor
         self._store = store
@@ -345,16 +284,29 @@ class StoreReporter:
         self.report_lost()
 
     def report_batch(self, done: BatchDone) -> None:
-        """Report the changes of a batch."""
-        changes = changes_of(done, self._store)
-        for keys, reason in changes.removed:
-            self._actor.tell(self._notifier, BlocksRemoved(keys, Tier.STORAGE, reason))
-        self._store.inventory.acknowledge_removed(changes.acknowledged)
-        if changes.stored:
-            self._actor.tell(
-                self._notifier, BlocksAdded(changes.stored, Tier.STORAGE, Reason.STORED)
-            )
-        self._recheck_if_delayed(changes.stored, b"".join(keys for keys, _ in changes.removed))
+        """Report the changes of a batch that are still true. A key that came back since is reported
+        by the actor that wrote it."""
+        holding = self._store.holding
+        removed, acknowledged = list[tuple[bytes, Reason]](), list[bytes]()
+        for keys, reason in (
+            (done.evicted, Reason.STORAGE_EVICTION),
+            (done.corrupt, Reason.CORRUPT),
+            (done.taken, Reason.PROMOTION),
+        ):
+            if not keys:
+                continue
+            split = split_hashes(keys)
+            held = set(holding(split))
+            if gone := join_hashes(key for key in split if key not in held):
+                removed.append((gone, reason))
+            acknowledged += split
+        stored = join_hashes(holding(split_hashes(done.stored))) if done.stored else b""
+        for gone, reason in removed:
+            self._actor.tell(self._notifier, BlocksRemoved(gone, Tier.STORAGE, reason))
+        self._store.acknowledge_removed(acknowledged)
+        if stored:
+            self._actor.tell(self._notifier, BlocksAdded(stored, Tier.STORAGE, Reason.STORED))
+        self._recheck_if_delayed(stored, b"".join(gone for gone, _ in removed))
         if isinstance(done.answer, StoreCleared) and done.answer.salt is not None:
             self.report_lost()
         elif isinstance(done.answer, StoreCleared):
@@ -401,7 +353,7 @@ class StorageWorker(Actor):
         self,
         ref: ActorRef,
         *,
-        backend: CheckedBackend,
+        backend: GuardedBackend,
         plane: StoragePlane,
         evictor: ActorRef[StorageReply],
         notifier: ActorRef[Report],
@@ -411,7 +363,8 @@ class StorageWorker(Actor):
         self.backend = backend
         self.plane = plane
         self.evictor = evictor
-        self.batches = BatchQueue()
+        self._in_flight = 0  # batches
+        self._waiting: deque[Batch] = deque()
         self.reporter = StoreReporter(self, backend, notifier, root_of)
 
     def started(self) -> None:
@@ -443,16 +396,16 @@ class StorageWorker(Actor):
 
     def enqueue(self, batch: Batch) -> None:
         """Run a batch when its turn comes."""
-        self.batches.add(batch)
+        self._waiting.append(batch)
         self._start_batches()
 
     def _start_batches(self) -> None:
-        for batch in self.batches.startable():
-            self._start(batch)
+        while self._waiting and self._in_flight < IN_FLIGHT:
+            self.run_now(self._waiting.popleft())
 
     def run_now(self, batch: Batch) -> None:
         """Run a batch without waiting for its turn."""
-        self.batches.in_flight += 1
+        self._in_flight += 1
         self._start(batch)
 
     def _start(self, batch: Batch) -> None:
@@ -465,7 +418,7 @@ class StorageWorker(Actor):
     @on(BatchDone)
     def batch_done(self, message: BatchDone) -> None:
         """A batch has ended."""
-        self.batches.in_flight -= 1
+        self._in_flight -= 1
         self.reporter.report_batch(message)
         if self.backend.removed_outside():
             self.reporter.report_lost()
@@ -650,7 +603,7 @@ def is_first(writer: ActorRef) -> bool:
     return writer.name.endswith("-0")
 
 
-def clear_batch(store: CheckedBackend, op: int, salt: int | None = None) -> Batch:
+def clear_batch(store: GuardedBackend, op: int, salt: int | None = None) -> Batch:
     """The batch that clears the store, or removes the objects of a salt. op: of the ClearStore, 0
     for a repetition."""
 

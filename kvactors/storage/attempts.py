@@ -61,12 +61,7 @@ class Attempts:
 
     Attributes:
         kind: of the calls: look-up, read or write.
-        reason: why the last attempts failed, empty unless the calls are failing.
-
-    Args:
-        store: name of the store, for the log.
-        kind: of the calls.
-    """
+        reason: why the last attempts failed, empty unless the calls are failing."""
 
     def __init__(self, store: str, kind: str) -> None:
         self.reason = ""
@@ -186,10 +181,6 @@ class StoreAttempts:
                 yield kind.failing
 
     def loads_paused(self, clock: Callable[[], float]) -> str:
-        """Why no object can be found or read now, empty if objects can be. For any thread.
-
-        Args:
-            clock: the time of the store's loop.
-        """
+        """Why no object can be found or read now, empty if objects can be. For any thread."""
         found = [kind.failing for kind in (self.lookups, self.reads) if kind.pauses_at(clock)]
         return next((one.why for one in found if one is not None), "")

@@ -16,7 +16,7 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreUnsupported
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
-from kvactors.storage.catalog import Inventory, StoreShares, batch_salts
+from kvactors.storage.catalog import StoreShares
 from kvactors.storage.messages import Outcome
 
 __all__ = ["Backend", "Expired", "ReadReport", "StoreStatistics", "WriteReport"]
@@ -52,7 +52,6 @@ class Backend(ABC):
     Args:
         digest: of the store's identity (model, namespace, layout, rank), 32 bytes.
         block_bytes: size of each object.
-        inventory: answers the calls that list keys. By default none are listed.
 
     Attributes:
         exclusive: whether `take` is supported.
@@ -64,7 +63,8 @@ class Backend(ABC):
         stuck: whether calls still run after `close`. The arena's memory then stays mapped.
         wipes: whether `wipe` is supported.
         keeps_lineages: whether it keeps the inputs of its keys, for the paths of its blocks.
-        paths: answers the calls that read paths.
+        is_complete: whether `holds` finds every object that can be read.
+        shares: its objects by salt. None: it cannot keep quotas of salts.
         counters: outcomes of batches, counted by the storage actors.
     """
 
@@ -76,12 +76,12 @@ class Backend(ABC):
     stuck: bool = False
     wipes: bool = False
     keeps_lineages: bool = False
+    is_complete: bool = False
+    shares: StoreShares | None = None
 
-    def __init__(self, digest: bytes, block_bytes: int, inventory: Inventory | None = None) -> None:
+    def __init__(self, digest: bytes, block_bytes: int) -> None:
         self.digest = digest
         self.block_bytes = block_bytes
-        self.inventory = Inventory() if inventory is None else inventory
-        self.paths = PathSource()
         self.counters = StoreCounters()
 
     @abstractmethod
@@ -113,10 +113,23 @@ class Backend(ABC):
         """
         return self.probe(keys) or 0
 
+    async def exists_many(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
+        """Whether each key can be read, for keys of several paths. By default the store is asked
+        once for each run of keys that it holds.
+
+        Raises:
+            StoreUnavailable: it does not answer.
+        """
+        found, start = [False] * len(keys), 0
+        while start < len(keys) and not expired():
+            run = min(max(0, await self.ask(keys[start:], expired)), len(keys) - start)
+            found[start : start + run] = [True] * run
+            start += run + 1
+        return found
+
     def take(self, keys: Sequence[bytes]) -> None:
         """Remove keys from the inventory after their objects were read (exclusive stores). `remove`
         deletes the objects next. Keys whose objects are being written stay."""
-        self.inventory.take(keys)
 
     @abstractmethod
     async def read(
@@ -148,9 +161,8 @@ class Backend(ABC):
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
         """`write` from slots of the arena. `lineages` (only with `keeps_lineages`) and `salts`
-        (numbers, see `quotas.salt_id`, for `OwnedBatches`) have one entry a key, or are empty."""
-        with batch_salts(keys, salts):
-            return await self.write(keys, [arena.view(slot) for slot in slots], expired)
+        (numbers, see `quotas.salt_id`, only with `shares`) have one entry a key, or are empty."""
+        return await self.write(keys, [arena.view(slot) for slot in slots], expired)
 
     @abstractmethod
     async def remove(self, keys: Sequence[bytes]) -> None:
@@ -169,8 +181,8 @@ class Backend(ABC):
         """
 
     async def forget(self, salt: int) -> int:
-        """Delete every object of a salt (`quotas.salt_id`), in a store of `OwnedBatches`. No write
-        is in flight. When it returns, no process can read any of them, even after a kill.
+        """Delete every object of a salt (`quotas.salt_id`), in a `LocalStore`. No write is in
+        flight. When it returns, no process can read any of them, even after a kill.
 
         Returns:
             Objects whose salt is not known, which stay.
@@ -185,43 +197,56 @@ class Backend(ABC):
         `expired`. Returns why bytes may remain, empty if none do."""
         raise StoreUnsupported("this store does not overwrite objects that have left it")
 
+    # -- the keys that this process answers for: none in a store that several nodes share
+
+    @property
+    def lists_keys(self) -> bool:
+        """Whether `keys` returns every key. If not, `exists_many` finds them."""
+        return type(self).keys is not Backend.keys
+
     def keys(self) -> list[bytes]:
         """The keys that this process answers for, least recently used first."""
-        return self.inventory.keys()
+        return []
 
     def iter_keys(self) -> Iterator[bytes]:
         """`keys`, lazily and in any order. Raises RuntimeError if the store changes in between."""
-        return self.inventory.iter_keys()
+        return iter(self.keys())
+
+    def key_slices(self) -> Iterator[list[bytes]]:
+        """`keys` in parts. The store may change between two of them: a key that it holds all the
+        time is in one."""
+        return iter([self.keys()])
 
     def count(self) -> int:
         """Number of `keys`."""
-        return self.inventory.count()
+        return len(self.keys())
 
     def holds(self, key: bytes) -> bool:
         """Whether a key is one of `keys`."""
-        return self.inventory.holds(key)
+        return False
 
     def take_removed(self) -> list[bytes]:
         """Keys removed outside of batches that have not been reported, some thousand at most. Each
         is returned once."""
-        return self.inventory.take_removed()
+        return []
 
     def acknowledge_removed(self, keys: Iterable[bytes]) -> None:
         """The removal of `keys` has been reported to the indexes."""
-        self.inventory.acknowledge_removed(keys)
+
+    # -- the paths that the objects form: none without lineages
 
     def begin_paths(self) -> None:
         """Begin to read the paths that the objects form. An earlier reading ends."""
-        self.paths.begin()
 
     async def next_paths(self, most: int) -> list[PathPart] | None:
         """The next parts of paths, with about `most` blocks in all, parents before children. None
         at the end. Changes since `begin_paths` may be missing."""
-        return await self.paths.next(most)
+        return None
 
     def end_paths(self) -> None:
         """End the reading of paths."""
-        self.paths.end()
+
+    # -- its condition
 
     def trouble(self) -> str:
         """The last failure, for the log and for health, without tokens and keys."""
@@ -234,24 +259,7 @@ class Backend(ABC):
 
     def statistics(self) -> StoreStatistics:
         """Sizes and counters."""
-        return self.counters.statistics(self.count(), self.block_bytes, self.inventory.capacity)
-
-
-# -- paths
-
-
-class PathSource:
-    """The source of a store that keeps no lineages: it has no paths."""
-
-    def begin(self) -> None:
-        """See `Backend.begin_paths`."""
-
-    async def next(self, most: int) -> list[PathPart] | None:
-        """See `Backend.next_paths`."""
-        return None
-
-    def end(self) -> None:
-        """See `Backend.end_paths`."""
+        return self.counters.statistics(self.count(), self.block_bytes)
 
 
 # -- counters
@@ -311,13 +319,11 @@ class StoreCounters:
         writes: objects written.
         evicted: objects that the store evicted.
         without_checksum: misses of objects that have no checksum.
-        shares: its objects by salt, None if it does not have them.
     """
 
     def __init__(self) -> None:
         self.outcomes = dict.fromkeys(Outcome, 0)
         self.reads = self.writes = self.evicted = self.without_checksum = 0
-        self.shares: StoreShares | None = None
 
     def read(self, outcomes: bytes) -> None:
         """Count the outcomes of a read, one byte a key."""
@@ -333,9 +339,10 @@ class StoreCounters:
         for outcome in set(outcomes):
             self.outcomes[Outcome(outcome)] += outcomes.count(outcome)
 
-    def statistics(self, objects: int, object_bytes: int, capacity: int = 0) -> StoreStatistics:
-        """The counters, with the number and the size of the store's objects, and how many it
-        holds at most."""
+    def statistics(
+        self, objects: int, object_bytes: int, capacity: int = 0, quota_evictions: int = 0
+    ) -> StoreStatistics:
+        """The counters, with the figures of the store that `StoreStatistics` names alike."""
         outcomes = self.outcomes
         return StoreStatistics(
             objects,
@@ -349,9 +356,9 @@ class StoreCounters:
             outcomes[Outcome.UNAVAILABLE],
             outcomes[Outcome.LATE],
             self.evicted,
-            "closed",  # of a store behind no `CheckedBackend`
+            "closed",  # of a store behind no `GuardedBackend`
             capacity=capacity,
-            quota_evictions=0 if self.shares is None else self.shares.quota_evictions,
+            quota_evictions=quota_evictions,
             without_checksum=self.without_checksum,
             refused=outcomes[Outcome.REFUSED],
         )

@@ -114,7 +114,7 @@ WAITING = 64
 """Saves that wait at most. Beyond that the oldest is refused."""
 
 
-class StorageDirect(Actor):
+class DeviceStoreActor(Actor):
     """Owns the transfers: one at a time, fetches before saves. While a transfer takes longer than
     its deadline, waiting and new ones are answered immediately, as a miss or as not saved, so that
     no request waits for a store that does not return.

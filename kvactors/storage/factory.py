@@ -7,23 +7,8 @@ from kvactors.sizes import in_bytes
 from kvactors.storage.backend import Backend
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.file.store import FileBackend, object_stride
-from kvactors.storage.local_store import OwnedBackend
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.mooncake import HEADER
-
-__all__ = [
-    "Backend",
-    "DeviceStore",
-    "FileBackend",
-    "MemoryBackend",
-    "OwnedBackend",
-    "capacity_of",
-    "has_device_store",
-    "make_backend",
-    "make_device_store",
-    "object_bytes",
-    "slot_trailer_bytes",
-]
 
 DIRECT = "attention_store"
 KINDS = ("none", "memory", "file", "mooncake", DIRECT)

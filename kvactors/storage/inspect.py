@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
@@ -131,27 +132,18 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection:
     try:
         slabs = sorted(folder.glob("slab-*"))
         occupied = sum(slab.lstat().st_blocks * 512 for slab in slabs)
-        used, opened_at = in_use(folder), 0.0
+        about: dict[str, Any] = {"slab_bytes": occupied, "in_use": in_use(folder)}
         with suppress(FileNotFoundError):
-            opened_at = (folder / "lock").lstat().st_mtime
+            about["opened_at"] = (folder / "lock").lstat().st_mtime
         with table.open("rb") as file:
             page = file.read(PAGE)
         try:
             version = version_of(page)
             if version != VERSION:
-                return Inspection(
-                    path,
-                    "other version",
-                    version,
-                    slab_bytes=occupied,
-                    opened_at=opened_at,
-                    in_use=used,
-                )
+                return Inspection(path, "other version", version, **about)
             meta, (found, torn, stale) = read_table(table)
         except Damaged:
-            return Inspection(
-                path, "damaged", 0, slab_bytes=occupied, opened_at=opened_at, in_use=used
-            )
+            return Inspection(path, "damaged", 0, **about)
         differing = list(differing_from(folder, meta, found)) if verify else []
         bad = [one.key.hex() for one in differing if still_there(table, meta, one)]
     except StoreError:
@@ -162,29 +154,22 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection:
         (int.from_bytes(one.metadata.get(WRITTEN_AT, b"")[:8], "little") / 1e6 for one in found),
         default=0.0,
     )
+    names = ("model", "namespace", "rank", "ranks", "digest", "generation", "block_bytes")
     return Inspection(
         path,
         "ok",
         version,
-        meta.model,
-        meta.namespace,
-        meta.rank,
-        meta.ranks,
-        meta.digest,
-        meta.generation,
-        meta.block_bytes,
-        len(found),
-        len(found) * meta.block_bytes,
-        len(slabs) * meta.slots_per_slab,
-        occupied,
-        torn,
-        stale,
-        written_at,
-        opened_at,
-        used,
-        len(found) if verify else 0,
-        bad,
-        len(differing) - len(bad),
+        **{name: getattr(meta, name) for name in names},
+        objects=len(found),
+        bytes=len(found) * meta.block_bytes,
+        slots=len(slabs) * meta.slots_per_slab,
+        torn=torn,
+        stale=stale,
+        written_at=written_at,
+        verified=len(found) if verify else 0,
+        bad=bad,
+        left=len(differing) - len(bad),
+        **about,
     )
 
 

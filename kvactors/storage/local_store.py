@@ -1,145 +1,189 @@
-"""Stores that one process owns, over a medium that keeps their objects."""
+# ruff: noqa: D102 (overrides are documented in `Backend`)
+"""`LocalStore`: base of the stores that one process owns."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from itertools import islice
 
+from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.storage.backend import Backend, Expired, ReadReport, StoreCounters, WriteReport
-from kvactors.storage.catalog import BatchAdmission, OwnedInventory, salts_of_batch
+from kvactors.lineage import Lineage
+from kvactors.storage.backend import Backend, Expired, ReadReport, StoreStatistics, WriteReport
+from kvactors.storage.catalog import BatchAdmission, Catalog, StoreShares
 from kvactors.storage.messages import Outcome
 
 FORGOTTEN_PART = 1024
 """Objects of a salt that are deleted before other tasks may run."""
 
+REMOVED_PAGE = 1024
+"""Keys that one call of `take_removed` returns at most."""
 
-class Medium(Protocol):
-    """The storage of a store's objects: memory, or files."""
+SLICE = 0.0005
+"""Seconds of a batch after which other tasks run."""
 
+
+class LocalStore(Backend):
+    """Base of the stores that one process owns. Implement `load`, `save` and `erase`. A catalog of
+    the keys, in order of use, evicts within the capacity (objects at most, 0 for no limit).
+
+    Keys change hands synchronously: admission and removal take effect before anything else runs on
+    the loop.
+
+    Attributes:
+        answerable: False for a store whose objects other processes decide about: its keys are
+            not listed.
+        catalog: every key, those of `pending` included.
+        pending: keys in the catalog whose objects are being written.
+    """
+
+    exclusive = True
+    answerable = True
+
+    def __init__(self, digest: bytes, block_bytes: int, capacity: int = 0) -> None:
+        super().__init__(digest, block_bytes)
+        self.catalog = Catalog(capacity)
+        self.pending: set[bytes] = set()
+        self._unerased: set[bytes] = set()  # of clears that have not completed
+
+    # -- the objects, in memory or in files
+
+    @abstractmethod
     async def load(self, key: bytes, into: memoryview) -> Outcome:
         """Read one object into `into` (block_bytes long): OK, MISS, CORRUPT or UNAVAILABLE. If not
         OK, the contents of `into` are undefined. When the call has ended, cancelled or not, `into`
         is not written any more."""
 
+    @abstractmethod
     async def save(self, key: bytes, data: memoryview) -> Outcome:
         """Write one object, whole or not at all: OK, NO_SPACE or UNAVAILABLE. When the call has
         ended, `data` is not read any more."""
 
-    async def seal(self, keys: Sequence[bytes]) -> Outcome:
-        """Make saved payloads readable objects, all or none: OK, NO_SPACE or UNAVAILABLE."""
-
-    def abandon(self, keys: Iterable[bytes]) -> None:
-        """Give up payloads that were saved and will not be sealed (a batch was cancelled)."""
-
+    @abstractmethod
     async def erase(self, keys: Sequence[bytes]) -> Outcome | None:
         """Delete objects that the catalog does not have any more. UNAVAILABLE or NO_SPACE if a
         later process may find them."""
 
-    def take_evicted(self) -> list[bytes]:
-        """Keys that the medium evicted because it ran out of space, since the last call."""
-
-    def present(self, key: bytes) -> bool:
-        """Whether an object can be read now, even if a read did not find it: it may have been
-        written since."""
-
-    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """Await the coroutines that `work` makes, as many concurrently as suits the medium."""
-
-
-class Groups(Protocol):
-    """A medium that moves several objects in one call, which costs less than a call for each.
-    Objects that are not begun before the deadline are LATE."""
-
     async def load_group(
         self, keys: Sequence[bytes], into: Sequence[memoryview], expired: Expired
     ) -> Sequence[Outcome]:
-        """Read objects. Each outcome is that of `Medium.load`."""
+        """`load` of several objects. Those that are not begun before the deadline are LATE."""
+        return await self._each(self.load, keys, into, expired)
 
     async def save_group(
         self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
     ) -> Sequence[Outcome]:
-        """Write objects. Each outcome is that of `Medium.save`."""
+        """`save` of several objects. Those that are not begun before the deadline are LATE."""
+        return await self._each(self.save, keys, data, expired)
 
-
-class OwnedBatches:
-    """Runs batches. Keys change hands synchronously: admission and removal take effect before
-    anything else runs on the loop."""
-
-    def __init__(
+    async def _each(
         self,
-        medium: Medium,
-        inventory: OwnedInventory,
-        counters: StoreCounters,
-        block_bytes: int,
-        groups: Groups | None = None,
-    ) -> None:
-        """block_bytes: of an object. groups: moves objects in place of `medium`."""
-        self._medium = medium
-        self._groups = groups
-        self._block_bytes = block_bytes
-        self._inventory = inventory
-        self._catalog = inventory.catalog
-        self._counters = counters
-        inventory.keeps_salts = inventory.answerable
-        counters.shares = inventory.catalog.shares
-        self._unerased: set[bytes] = set()  # of clears that have not completed
+        move: Callable[[bytes, memoryview], Awaitable[Outcome]],
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        expired: Expired,
+    ) -> list[Outcome]:
+        outcomes = [Outcome.LATE] * len(keys)
 
-    def probe(self, keys: Sequence[bytes]) -> int:
-        """See `Backend.probe`."""
-        return self._inventory.readable_run(keys)
+        async def one(i: int) -> None:
+            if not expired():
+                outcomes[i] = await move(keys[i], views[i])
+
+        await self.each([partial(one, i) for i in range(len(keys))])
+        return outcomes
+
+    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """Await the coroutines that `work` makes: one after another, at most SLICE seconds at a
+        time."""
+        time = asyncio.get_running_loop().time
+        until = time() + SLICE
+        for item in work:
+            await item()
+            if time() > until:
+                await asyncio.sleep(0)
+                until = time() + SLICE
+
+    async def seal(self, keys: Sequence[bytes]) -> Outcome:
+        """Make saved payloads readable objects, all or none: OK, NO_SPACE or UNAVAILABLE."""
+        return Outcome.OK
+
+    def abandon(self, keys: Iterable[bytes]) -> None:
+        """Give up payloads that were saved and will not be sealed (a batch was cancelled)."""
+
+    def take_evicted(self) -> list[bytes]:
+        """Keys that were evicted because the space ran out, since the last call."""
+        return []
+
+    def present(self, key: bytes) -> bool:
+        """Whether an object can be read now, even if a read did not find it: it may have been
+        written since."""
+        return False
+
+    # -- batches
+
+    def probe(self, keys: Sequence[bytes]) -> int | None:
+        return self.readable_run(keys)
+
+    def readable_run(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run of keys whose objects can be read. They count as used now."""
+        ready = next((i for i, key in enumerate(keys) if key in self.pending), len(keys))
+        return self.catalog.run(keys[:ready])
 
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
-        """See `Backend.read`."""
         outcomes = bytearray([Outcome.LATE]) * len(keys)
-        unfit = unfit_views(views, len(keys), self._block_bytes, writable=True)
-
-        async def one(i: int) -> None:
-            if not expired():
-                outcomes[i] = await self._medium.load(keys[i], views[i])
-
+        unfit = unfit_views(views, len(keys), self.block_bytes, writable=True)
         fit = [i for i in range(len(keys)) if i not in unfit]
         for i in unfit:
             outcomes[i] = Outcome.REFUSED
-        if self._groups is None:
-            await self._medium.each([partial(one, i) for i in fit])
-        elif fit and not expired():
-            found = await self._groups.load_group(
-                [keys[i] for i in fit], [views[i] for i in fit], expired
-            )
-            for i, outcome in zip(fit, found, strict=True):
-                outcomes[i] = outcome
+        found = await self.load_group([keys[i] for i in fit], [views[i] for i in fit], expired)
+        for i, outcome in zip(fit, found, strict=True):
+            outcomes[i] = outcome
         results = list(zip(keys, outcomes, strict=True))
         corrupt = [key for key, outcome in results if outcome == Outcome.CORRUPT]
         missing = [
-            key
-            for key, outcome in results
-            if outcome == Outcome.MISS and not self._medium.present(key)
+            key for key, outcome in results if outcome == Outcome.MISS and not self.present(key)
         ]
-        pending = self._inventory.pending
-        gone = self._catalog.remove(key for key in (*corrupt, *missing) if key not in pending)
-        await self._medium.erase([key for key in gone if key not in self._catalog])
+        gone = self.catalog.remove(key for key in (*corrupt, *missing) if key not in self.pending)
+        await self.erase([key for key in gone if key not in self.catalog])
         return ReadReport(bytes(outcomes), gone)
 
-    async def write(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    async def write_slots(
+        self,
+        keys: Sequence[bytes],
+        arena: Arena,
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        """See `Backend.write`."""
-        pending = self._inventory.pending
-        unfit = unfit_views(views, len(keys), self._block_bytes, writable=False)
-        fitting = [key for i, key in enumerate(keys) if i not in unfit and key not in pending]
-        admission = self._catalog.admit(fitting, salts_of_batch())
-        self._counters.evicted += len(admission.evicted)
+        views = [arena.view(slot) for slot in slots]
+        if not salts:
+            return await self.write(keys, views, expired)
+        return await self.write(keys, views, expired, salts)
+
+    async def write(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        expired: Expired,
+        salts: Sequence[int | None] = (),
+    ) -> WriteReport:
+        """See `Backend.write`, with the salts of the keys."""
+        unfit = unfit_views(views, len(keys), self.block_bytes, writable=False)
+        fitting = [key for i, key in enumerate(keys) if i not in unfit and key not in self.pending]
+        by_key = dict(zip(keys, salts, strict=True)) if salts else {}
+        admission = self.catalog.admit(fitting, by_key)
+        self.counters.evicted += len(admission.evicted)
         outcomes = bytearray([Outcome.LATE]) * len(keys)
         fresh = set(admission.fresh)
-        pending |= fresh
+        self.pending |= fresh
         try:
-            await self._medium.erase(admission.evicted)
+            await self.erase(admission.evicted)
             await self._save(keys, views, expired, admission, outcomes, unfit)
             await self._seal(keys, fresh, outcomes)
         except BaseException:
@@ -147,15 +191,15 @@ class OwnedBatches:
             outcomes[:] = bytes([Outcome.UNAVAILABLE]) * len(keys)
             raise
         finally:
-            self._medium.abandon(fresh)
-            pending -= fresh
+            self.abandon(fresh)
+            self.pending -= fresh
             failed = {
                 key
                 for i, (key, outcome) in enumerate(zip(keys, outcomes, strict=True))
                 if outcome != Outcome.OK and i not in unfit
             }
-            self._catalog.remove(fresh & failed)
-        return WriteReport(bytes(outcomes), admission.evicted + self._medium.take_evicted())
+            self.catalog.remove(fresh & failed)
+        return WriteReport(bytes(outcomes), admission.evicted + self.take_evicted())
 
     async def _save(
         self,
@@ -176,155 +220,99 @@ class OwnedBatches:
                 outcomes[i] = Outcome.EXISTS
             elif key in fresh:
                 chosen.append(i)
-
-        async def one(i: int) -> None:
-            if not expired():
-                outcomes[i] = await self._medium.save(keys[i], views[i])
-
-        if self._groups is None:
-            await self._medium.each([partial(one, i) for i in chosen])
-        elif chosen and not expired():
-            found = await self._groups.save_group(
-                [keys[i] for i in chosen], [views[i] for i in chosen], expired
-            )
-            for i, outcome in zip(chosen, found, strict=True):
-                outcomes[i] = outcome
+        found = await self.save_group(
+            [keys[i] for i in chosen], [views[i] for i in chosen], expired
+        )
+        for i, outcome in zip(chosen, found, strict=True):
+            outcomes[i] = outcome
 
     async def _seal(self, keys: Sequence[bytes], fresh: set[bytes], outcomes: bytearray) -> None:
         saved = [i for i, key in enumerate(keys) if key in fresh and outcomes[i] == Outcome.OK]
         # The others were evicted by another batch since, or cleared.
-        wanted = [i for i in saved if keys[i] in self._catalog]
+        wanted = [i for i in saved if keys[i] in self.catalog]
         for i in saved:
             outcomes[i] = Outcome.REFUSED
-        outcome = await self._medium.seal([keys[i] for i in wanted]) if wanted else Outcome.REFUSED
+        outcome = await self.seal([keys[i] for i in wanted]) if wanted else Outcome.REFUSED
         for i in wanted:
-            outcomes[i] = outcome if keys[i] in self._catalog else Outcome.REFUSED
-        await self._medium.erase([keys[i] for i in saved if keys[i] not in self._catalog])
+            outcomes[i] = outcome if keys[i] in self.catalog else Outcome.REFUSED
+        await self.erase([keys[i] for i in saved if keys[i] not in self.catalog])
+
+    def take(self, keys: Sequence[bytes]) -> None:
+        self.catalog.remove(key for key in keys if key not in self.pending)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`. An object that is being written stays. The object of a key that was
         taken before, and is therefore not in the catalog, is deleted too."""
-        pending = self._inventory.pending
-        self._catalog.remove(key for key in keys if key not in pending)
-        await self._medium.erase([key for key in keys if key not in self._catalog])
+        self.take(keys)
+        await self.erase([key for key in keys if key not in self.catalog])
 
     async def forget(self, salt: int) -> int:
-        """See `Backend.forget`."""
-        catalog = self._catalog
+        catalog = self.catalog
         while keys := catalog.remove(catalog.shares.first(salt, FORGOTTEN_PART)):
-            if await self._medium.erase(keys) in (Outcome.NO_SPACE, Outcome.UNAVAILABLE):
+            if await self.erase(keys) in (Outcome.NO_SPACE, Outcome.UNAVAILABLE):
                 raise StoreError("the objects of a salt could not be deleted")
             await asyncio.sleep(0)
         return len(catalog) - catalog.shares.counted
 
-    async def clear(self) -> None:
-        """Delete every object. For media that do not outlive the process, where erasing cannot
+    async def clear(self, generation: int = 0) -> None:
+        """See `Backend.clear`. For stores that do not outlive the process, where erasing cannot
         fail."""
-        self._unerased.update(self._catalog.keys())
-        self._catalog.clear()
-        await self._medium.erase([key for key in self._unerased if key not in self._catalog])
+        self.generation = max(self.generation + 1, generation)
+        self._unerased.update(self.catalog.keys())
+        self.catalog.clear()
+        await self.erase([key for key in self._unerased if key not in self.catalog])
         self._unerased.clear()
 
+    # -- keys, without those whose objects are still being written
 
-# -- one object at a time
+    @property
+    def is_complete(self) -> bool:  # type: ignore[override]
+        return self.answerable
 
+    @property
+    def lists_keys(self) -> bool:
+        return self.answerable
 
-SLICE = 0.0005
-"""Seconds of a batch after which other tasks run."""
+    @property
+    def shares(self) -> StoreShares | None:  # type: ignore[override]
+        return self.catalog.shares if self.answerable else None
 
+    def keys(self) -> list[bytes]:
+        return list(self.iter_keys())
 
-async def one_by_one(work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-    """Await the coroutines that `work` makes, one after another, at most SLICE seconds at a
-    time."""
-    time = asyncio.get_running_loop().time
-    until = time() + SLICE
-    for item in work:
-        await item()
-        if time() > until:
-            await asyncio.sleep(0)
-            until = time() + SLICE
+    def iter_keys(self) -> Iterator[bytes]:
+        pending = self.pending
+        return (key for key in self.catalog if key not in pending) if self.answerable else iter(())
 
+    def key_slices(self) -> Iterator[list[bytes]]:
+        if not self.answerable:
+            return iter(())
+        pending = self.pending
+        return ([key for key in part if key not in pending] for part in self.catalog.slices())
 
-class OwnedBackend(Backend):
-    """Base of the stores that one process owns. Implement `load`, `save` and `erase` (contracts:
-    see `Medium`). A catalog of the keys, in order of use, evicts within the capacity (objects at
-    most, 0 for no limit).
+    def count(self) -> int:
+        """See `Backend.count`. Keys of a store that is not answerable count as well."""
+        return len(self.catalog) - sum(key in self.catalog for key in self.pending)
 
-    Attributes:
-        answerable: False for a store whose objects other processes decide about: its keys are
-            not listed.
-        catalog: every key, those of `pending` included.
-        pending: keys whose objects are being written.
-    """
+    def holds(self, key: bytes) -> bool:
+        return self.answerable and key in self.catalog and key not in self.pending
 
-    exclusive = True
-    answerable = True
+    def take_removed(self) -> list[bytes]:
+        departed, removed = self.catalog.departed, list[bytes]()
+        while departed and not removed:
+            page = list(islice(departed, REMOVED_PAGE))
+            departed.difference_update(page)
+            removed = [key for key in page if not self.holds(key)]
+        return removed
 
-    def __init__(self, digest: bytes, block_bytes: int, capacity: int = 0) -> None:
-        inventory = OwnedInventory(capacity, answerable=self.answerable)
-        super().__init__(digest, block_bytes, inventory)
-        self.catalog, self.pending = inventory.catalog, inventory.pending
-        self._batches = OwnedBatches(self, inventory, self.counters, block_bytes)
+    def acknowledge_removed(self, keys: Iterable[bytes]) -> None:
+        self.catalog.departed.difference_update(keys)
 
-    @abstractmethod
-    async def load(self, key: bytes, into: memoryview) -> Outcome:
-        """See `Medium.load`."""
-
-    @abstractmethod
-    async def save(self, key: bytes, data: memoryview) -> Outcome:
-        """See `Medium.save`."""
-
-    @abstractmethod
-    async def erase(self, keys: Sequence[bytes]) -> None:
-        """See `Medium.erase`."""
-
-    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """See `Medium.each`. By default one after another."""
-        await one_by_one(work)
-
-    async def seal(self, keys: Sequence[bytes]) -> Outcome:
-        """See `Medium.seal`."""
-        return Outcome.OK
-
-    def abandon(self, keys: Iterable[bytes]) -> None:
-        """See `Medium.abandon`."""
-
-    def take_evicted(self) -> list[bytes]:
-        """See `Medium.take_evicted`."""
-        return []
-
-    def present(self, key: bytes) -> bool:
-        """See `Medium.present`."""
-        return False
-
-    def probe(self, keys: Sequence[bytes]) -> int | None:
-        """See `Backend.probe`."""
-        return self._batches.probe(keys)
-
-    async def read(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
-        """See `Backend.read`."""
-        return await self._batches.read(keys, views, expired)
-
-    async def write(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> WriteReport:
-        """See `Backend.write`."""
-        return await self._batches.write(keys, views, expired)
-
-    async def remove(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.remove`."""
-        await self._batches.remove(keys)
-
-    async def forget(self, salt: int) -> int:
-        """See `Backend.forget`."""
-        return await self._batches.forget(salt)
-
-    async def clear(self, generation: int = 0) -> None:
-        """See `Backend.clear`."""
-        self.generation = max(self.generation + 1, generation)
-        await self._batches.clear()
+    def statistics(self) -> StoreStatistics:
+        catalog = self.catalog
+        return self.counters.statistics(
+            self.count(), self.block_bytes, catalog.capacity, catalog.shares.quota_evictions
+        )
 
 
 # -- views of objects
@@ -336,49 +324,10 @@ def unfit_views(
     """Positions whose view cannot hold an object: too short, too long, with gaps, or missing.
 
     A store moves `block_bytes` bytes from the start of a view, so a shorter one would expose the
-    memory behind it.
-
-    Args:
-        views: of the objects.
-        count: objects of the batch.
-        block_bytes: bytes of an object.
-        writable: whether the views are written.
-    """
+    memory behind it."""
     unfit = {
         i
         for i, view in enumerate(views)
         if view.nbytes != block_bytes or not view.c_contiguous or (writable and view.readonly)
     }
     return frozenset(unfit.union(range(len(views), count)))
-
-
-async def move_fitting(
-    keys: Sequence[bytes],
-    views: Sequence[memoryview],
-    block_bytes: int,
-    move: Callable[[Sequence[bytes], Sequence[memoryview]], Awaitable[bytearray]],
-    *,
-    writable: bool,
-) -> bytearray:
-    """Move the objects whose views can hold them.
-
-    Args:
-        keys: of the batch.
-        views: of the objects.
-        block_bytes: bytes of an object.
-        move: one outcome for each key that it is given.
-        writable: whether the views are written.
-
-    Returns:
-        One outcome a key. REFUSED where the view is unfit.
-    """
-    unfit = unfit_views(views, len(keys), block_bytes, writable=writable)
-    if not unfit:
-        return await move(keys, views)
-    fit = [i for i in range(len(keys)) if i not in unfit]
-    outcomes = bytearray([Outcome.REFUSED]) * len(keys)
-    if fit:
-        moved = await move([keys[i] for i in fit], [views[i] for i in fit])
-        for i, outcome in zip(fit, moved, strict=True):
-            outcomes[i] = outcome
-    return outcomes

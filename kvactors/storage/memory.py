@@ -1,3 +1,4 @@
+# ruff: noqa: D102 (overrides are documented in `LocalStore`)
 """A store in this process's memory: for tests, simulation and replays. Checksums are verified as
 in the other stores."""
 
@@ -7,11 +8,11 @@ from collections.abc import Sequence
 
 import xxhash
 
-from kvactors.storage.local_store import OwnedBackend
+from kvactors.storage.local_store import LocalStore
 from kvactors.storage.messages import Outcome
 
 
-class MemoryBackend(OwnedBackend):
+class MemoryBackend(LocalStore):
     """Objects as bytes, each with its XXH3-64. None outlives `close`."""
 
     def __init__(self, digest: bytes, block_bytes: int, capacity: int = 0) -> None:
@@ -19,10 +20,9 @@ class MemoryBackend(OwnedBackend):
         self.objects: dict[bytes, tuple[bytes, int]] = {}
 
     async def open(self) -> None:
-        """See `Backend.open`. A new store is empty."""
+        """A new store is empty."""
 
     async def load(self, key: bytes, into: memoryview) -> Outcome:
-        """See `Medium.load`."""
         found = self.objects.get(key)
         if found is None:
             return Outcome.MISS
@@ -33,21 +33,18 @@ class MemoryBackend(OwnedBackend):
         return Outcome.OK
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
-        """See `Medium.save`."""
         copy = bytes(data)
         self.objects[key] = (copy, xxhash.xxh3_64_intdigest(copy))
         return Outcome.OK
 
     async def erase(self, keys: Sequence[bytes]) -> None:
-        """See `Medium.erase`."""
         for key in keys:
             self.objects.pop(key, None)
 
     def present(self, key: bytes) -> bool:
-        """See `Medium.present`."""
         return key in self.objects
 
     async def close(self) -> None:
-        """See `Backend.close`. The objects are lost."""
+        """The objects are lost."""
         self.objects.clear()
         self.catalog.clear()

@@ -1,3 +1,4 @@
+# ruff: noqa: D102 (overrides are documented in `Backend`)
 """A Mooncake pool as storage: every node of the pool can load the objects of every other node.
 
 An object is one immutable value: a block's payload and a header behind it. The pool belongs to
@@ -13,9 +14,8 @@ Others have kind 0.
 from __future__ import annotations
 
 import asyncio
-import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,10 +31,10 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.lineage import Lineage
-from kvactors.mooncake_config import MooncakeConfig, largest_registration
+from kvactors.mooncake_config import MooncakeConfig
 from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
-from kvactors.storage.backend import Backend, Expired, ReadReport, StoreCounters, WriteReport
-from kvactors.storage.local_store import move_fitting
+from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.local_store import unfit_views
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake_client import (
     NO_SPACE,
@@ -43,7 +43,6 @@ from kvactors.storage.mooncake_client import (
     OK,
     RPC_FAILED,
     MooncakeClient,
-    Registration,
 )
 from kvactors.threads import Workers
 
@@ -151,11 +150,7 @@ class CallSize:
     """Chooses the number of objects of a transfer from the rate of earlier ones.
 
     Attributes:
-        most_objects: of a transfer.
-
-    Args:
-        block_bytes: bytes of an object.
-    """
+        most_objects: of a transfer."""
 
     def __init__(self, block_bytes: int) -> None:
         self.most_objects = MOST_OBJECTS
@@ -246,12 +241,7 @@ class MooncakeObjects:
     Attributes:
         arena: memory that is registered with the client, None before there is any.
         calls: objects of each transfer.
-        prefix: of the objects' names.
-
-    Args:
-        headers: of the objects.
-        block_bytes: of an object.
-    """
+        prefix: of the objects' names."""
 
     def __init__(
         self,
@@ -449,72 +439,34 @@ class MooncakeObjects:
         self._checksums.close()
 
 
-# -- questions to the master
-
-
-BATCH = 32
-"""Objects in one question to the master, at most."""
-
-
-class PoolPresence:
-    """Asks which objects the pool has. The master gives each object that it is asked about a lease.
-
-    Args:
-        client: of the pool.
-        name: of a key's object.
-        counters: of the back end.
-    """
-
-    def __init__(
-        self, client: MooncakeClient, name: Callable[[bytes], str], counters: StoreCounters
-    ) -> None:
-        self._client = client
-        self._name = name
-        self._counters = counters
-
-    async def run(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """Length of the leading run of keys that the pool has. No key behind it is asked about.
-
-        Raises:
-            StoreUnavailable: the master does not answer.
-        """
-        run = 0
-        for start in range(0, len(keys), BATCH):
-            if expired():
-                return run
-            codes = await self._codes(keys[start : start + BATCH])
-            good = next((i for i, code in enumerate(codes) if code != 1), len(codes))
-            run += good
-            if good < len(codes):
-                return run
-        return run
-
-    async def each(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
-        """Whether the pool has each key. The leases of objects behind a missing one cost it little:
-        they end after seconds.
-
-        Raises:
-            StoreUnavailable: the master does not answer.
-        """
-        found: list[bool] = []
-        for start in range(0, len(keys), BATCH):
-            if expired():
-                break
-            found += [code == 1 for code in await self._codes(keys[start : start + BATCH])]
-        return found + [False] * (len(keys) - len(found))
-
-    async def _codes(self, keys: Sequence[bytes]) -> list[int]:
-        codes = await self._client.exist([self._name(key) for key in keys])
-        self._counters.outcomes[Outcome.UNAVAILABLE] += sum(code < 0 for code in codes)
-        if max(codes) < 0:
-            raise StoreUnavailable(f"the pool's master does not answer (code {codes[0]})")
-        return codes
+async def move_fitting(
+    keys: Sequence[bytes],
+    views: Sequence[memoryview],
+    block_bytes: int,
+    move: Callable[[Sequence[bytes], Sequence[memoryview]], Awaitable[bytearray]],
+    *,
+    writable: bool,
+) -> bytearray:
+    """Move the objects whose views can hold them. The outcome of the others is REFUSED."""
+    unfit = unfit_views(views, len(keys), block_bytes, writable=writable)
+    if not unfit:
+        return await move(keys, views)
+    fit = [i for i in range(len(keys)) if i not in unfit]
+    outcomes = bytearray([Outcome.REFUSED]) * len(keys)
+    if fit:
+        moved = await move([keys[i] for i in fit], [views[i] for i in fit])
+        for i, outcome in zip(fit, moved, strict=True):
+            outcomes[i] = outcome
+    return outcomes
 
 
 # -- the back end
 
 
 log = get_logger()
+
+QUESTION = 32
+"""Objects in one question to the master, at most."""
 
 
 class MooncakeBackend(Backend):
@@ -533,13 +485,11 @@ class MooncakeBackend(Backend):
         super().__init__(identity.digest, block_bytes)
         self._prefix = identity.pool_prefix
         self.client = MooncakeClient(config, identity.rank)
-        self._registration = Registration(self.client, largest_registration(os.environ))
         headers = PoolHeaders(identity.digest, block_bytes, config.payload_checksums)
         self.objects = MooncakeObjects(self.client, self._prefix, headers, block_bytes)
-        self._presence = PoolPresence(self.client, self.objects.name, self.counters)
 
     async def open(self) -> None:
-        """See `Backend.open`. Joins the pool."""
+        """Joins the pool."""
         await self.client.open()
         if not self.client.config.payload_checksums:
             log.warning("payload checksums are off", store="mooncake")
@@ -547,26 +497,49 @@ class MooncakeBackend(Backend):
             log.info("pool over TCP", store="mooncake", rdma="storage.mooncake.protocol = 'rdma'")
 
     async def attach(self, arena: Arena) -> None:
-        """See `Backend.attach`. Registers the arena."""
-        await self._registration.add(arena)
+        """Registers the arena."""
+        await self.client.register(arena)
         self.objects.arena = arena
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
-        """See `Backend.probe`. None: only the master can answer."""
+        """None: only the master can answer."""
         return None
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """See `Backend.ask`."""
-        return await self._presence.run(keys, expired)
+        """No key behind a missing one is asked about."""
+        run = 0
+        for start in range(0, len(keys), QUESTION):
+            if expired():
+                return run
+            found = await self._has(keys[start : start + QUESTION])
+            run += found.index(False) if False in found else len(found)
+            if False in found:
+                return run
+        return run
 
-    async def ask_each(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
-        """See `presence.ask_each`."""
-        return await self._presence.each(keys, expired)
+    async def exists_many(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
+        """The leases of objects behind a missing one cost it little:
+        they end after seconds."""
+        found: list[bool] = []
+        for start in range(0, len(keys), QUESTION):
+            if expired():
+                break
+            found += await self._has(keys[start : start + QUESTION])
+        return found + [False] * (len(keys) - len(found))
+
+    async def _has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether the pool has each key. The master gives each object that it is asked about a
+        lease."""
+        codes = await self.client.exist([self.objects.name(key) for key in keys])
+        self.counters.outcomes[Outcome.UNAVAILABLE] += sum(code < 0 for code in codes)
+        if max(codes) < 0:
+            raise StoreUnavailable(f"the pool's master does not answer (code {codes[0]})")
+        return [code == 1 for code in codes]
 
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
-        """See `Backend.read`. Corrupt objects are removed from the pool."""
+        """Corrupt objects are removed from the pool."""
         move = partial(self.objects.read, expired=expired)
         outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=True)
         return await self._read_report(keys, bytes(outcomes))
@@ -574,7 +547,7 @@ class MooncakeBackend(Backend):
     async def read_slots(
         self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
     ) -> ReadReport:
-        """See `Backend.read_slots`. Views of slots would cost as much as small objects."""
+        """Views of slots would cost as much as small objects."""
         if not self.objects.has_slots(arena, slots, len(keys)):
             return await super().read_slots(keys, arena, slots, expired)
         outcomes = await self.objects.read_slots(keys, slots, expired)
@@ -593,7 +566,6 @@ class MooncakeBackend(Backend):
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
-        """See `Backend.write`."""
         move = partial(self.objects.write, expired=expired)
         outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=False)
         return WriteReport(bytes(outcomes), [])
@@ -607,25 +579,23 @@ class MooncakeBackend(Backend):
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        """See `Backend.write_slots`."""
         if not self.objects.has_slots(arena, slots, len(keys)):
             return await super().write_slots(keys, arena, slots, expired)
         return WriteReport(bytes(await self.objects.write_slots(keys, slots, expired)), [])
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.remove`."""
         if keys:
             await self.client.remove([self.objects.name(key) for key in keys])
 
     async def clear(self, generation: int = 0) -> None:
-        """See `Backend.clear`. Clears the objects of every node of the pool."""
+        """Clears the objects of every node of the pool."""
         pattern = "^" + self._prefix
         if await self.client.call(lambda store: int(store.remove_by_regex(pattern, True)), -1) < 0:
             raise StoreError("the Mooncake pool did not remove the objects")
         self.generation = max(self.generation + 1, generation)
 
     async def close(self) -> None:
-        """See `Backend.close`. Leaves the pool, which loses the objects in this node's memory."""
-        await self._registration.remove()
+        """Leaves the pool, which loses the objects in this node's memory."""
+        await self.client.unregister()
         await self.client.close()
         self.objects.close()

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -28,7 +29,7 @@ from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.mooncake_address import Endpoint, endpoints, metadata_endpoints
-from kvactors.mooncake_config import MooncakeConfig
+from kvactors.mooncake_config import MooncakeConfig, largest_registration
 from kvactors.sizes import in_bytes
 from kvactors.threads import Workers
 
@@ -36,6 +37,8 @@ OK, NO_SPACE, NOT_FOUND, NOT_READY, HAS_LEASE, RPC_FAILED = 0, -200, -704, -703,
 
 
 T = TypeVar("T")
+
+log = get_logger()
 
 THREADS = 2
 """More brought nothing when measured."""
@@ -70,7 +73,8 @@ class MooncakeClient:
         self._store: Any = None
         self._workers = Workers(THREADS, "kvactors-mooncake")
         self._open = False
-        self._log = get_logger()
+        self._largest = largest_registration(os.environ)
+        self._registered: list[int] = []  # addresses
 
     async def open(self) -> None:
         """Join the pool. StoreError names the missing part: the package, the master, a wrong
@@ -126,7 +130,18 @@ class MooncakeClient:
                 if code in (OK, NO_SPACE) or anyio.current_time() + RETRY > until:
                     break
                 await anyio.sleep(RETRY)
-            check_result(code, self.config.master_server_address)
+            master = self.config.master_server_address
+            if code == NO_SPACE:
+                # It may be full, or its first node with memory may join later: misses only.
+                log.warning(
+                    "the Mooncake pool has no space: blocks are not saved until it has",
+                    master=master,
+                )
+            elif code != OK:
+                raise StoreError(
+                    f"the Mooncake pool at {master} stores nothing: its first object failed with "
+                    f"code {code}. Check that this node reaches the other nodes' data ports"
+                )
         except BaseException:
             await uncancelled(self.close())
             raise
@@ -153,7 +168,7 @@ class MooncakeClient:
         try:
             return int(self._store.batch_is_exist([PREFIX])[0]) >= 0
         except Exception as error:
-            self._log.warning("mooncake raised", error=repr(error))
+            log.warning("mooncake raised", error=repr(error))
             return False
 
     @staticmethod
@@ -183,7 +198,7 @@ class MooncakeClient:
             except StoreError:
                 raise
             except Exception as error:
-                self._log.warning("mooncake raised", error=repr(error))
+                log.warning("mooncake raised", error=repr(error))
                 return failed
 
         if self._open:
@@ -207,13 +222,26 @@ class MooncakeClient:
 
         return await self.call(work, [RPC_FAILED] * len(keys))
 
-    async def register(self, address: int, size: int) -> int:
-        """Register memory for transfers without staging. Returns a code."""
-        return await self.call(lambda store: int(store.register_buffer(address, size)), RPC_FAILED)
+    async def register(self, arena: Arena) -> None:
+        """Register an arena for transfers without staging.
 
-    async def unregister(self, address: int) -> int:
-        """The opposite."""
-        return await self.call(lambda store: int(store.unregister_buffer(address)), RPC_FAILED)
+        Raises:
+            StoreError: the client refuses a part of it. None of it is registered then.
+        """
+        for address, size in pieces(arena.address, arena.nbytes, arena.stride, self._largest):
+            code = await self.call(partial(_register, address, size), RPC_FAILED)
+            if code != OK:
+                await self.unregister()
+                raise StoreError(
+                    f"mooncake would not register {size} bytes of the host arena: code {code}. "
+                    "MC_MAX_MR_SIZE sets the largest registration"
+                )
+            self._registered.append(address)
+
+    async def unregister(self) -> None:
+        """Take every registration back."""
+        while self._registered:
+            await self.call(partial(_unregister, self._registered.pop()), RPC_FAILED)
 
     async def close(self) -> None:
         """Leave the pool, which loses the memory that this client gave to it. A call that hangs is
@@ -229,7 +257,7 @@ class MooncakeClient:
             with anyio.move_on_after(CLOSE_LIMIT):
                 await asyncio.shield(asyncio.wrap_future(closing))
         else:
-            self._log.warning(
+            log.warning(
                 "mooncake's master is gone or a call hangs: the client stays open until the "
                 "process ends"
             )
@@ -281,14 +309,9 @@ PREFIX = "kvactors-warm-up/"
 SIZE = 4096
 """Bytes of the object."""
 
-log = get_logger()
-
 
 def put_and_get(store: Any) -> int:
     """Put an object, read it back, and remove it.
-
-    Args:
-        store: the client, set up.
 
     Returns:
         0, or the code of the call that failed. `NO_SPACE` also if the master evicted the object
@@ -314,66 +337,12 @@ def put_and_get(store: Any) -> int:
     return OK
 
 
-def check_result(code: int, master: str) -> None:
-    """Judge the result of `put_and_get`.
-
-    A pool without space is logged: it may be full, or its first node with memory may join later,
-    and costs misses only.
-
-    Args:
-        code: the result.
-        master: its address, for messages.
-
-    Raises:
-        StoreError: the pool did not store the object.
-    """
-    if code == NO_SPACE:
-        log.warning(
-            "the Mooncake pool has no space: blocks are not saved until it has", master=master
-        )
-    elif code != OK:
-        raise StoreError(
-            f"the Mooncake pool at {master} stores nothing: its first object failed with code "
-            f"{code}. Check that this node reaches the other nodes' data ports"
-        )
+def _register(address: int, size: int, store: Any) -> int:
+    return int(store.register_buffer(address, size))
 
 
-# -- registration of the host arena
-
-
-class Registration:
-    """The registered memory of a client.
-
-    Args:
-        client: of the pool.
-        largest: bytes of a registration at most (MC_MAX_MR_SIZE), None for no limit.
-    """
-
-    def __init__(self, client: MooncakeClient, largest: int | None) -> None:
-        self._client = client
-        self._largest = largest
-        self._addresses: list[int] = []
-
-    async def add(self, arena: Arena) -> None:
-        """Register an arena.
-
-        Raises:
-            StoreError: the client refuses a part of it. None of it is registered then.
-        """
-        for address, size in pieces(arena.address, arena.nbytes, arena.stride, self._largest):
-            code = await self._client.register(address, size)
-            if code != OK:
-                await self.remove()
-                raise StoreError(
-                    f"mooncake would not register {size} bytes of the host arena: code {code}. "
-                    "MC_MAX_MR_SIZE sets the largest registration"
-                )
-            self._addresses.append(address)
-
-    async def remove(self) -> None:
-        """Take every registration back."""
-        while self._addresses:
-            await self._client.unregister(self._addresses.pop())
+def _unregister(address: int, store: Any) -> int:
+    return int(store.unregister_buffer(address))
 
 
 def pieces(address: int, size: int, stride: int, largest: int | None) -> list[tuple[int, int]]:

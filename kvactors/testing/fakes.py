@@ -7,8 +7,7 @@ early, or gives it to another request too early, sees wrong bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 import xxhash
@@ -25,9 +24,8 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout.base import Layout
 from kvactors.lineage import Lineage
-from kvactors.storage.backend import Backend, Expired, PathSource, ReadReport, WriteReport
-from kvactors.storage.catalog import Catalog, OwnedInventory
-from kvactors.storage.local_store import OwnedBatches
+from kvactors.storage.backend import Expired, WriteReport
+from kvactors.storage.local_store import LocalStore
 from kvactors.storage.messages import Outcome
 from kvactors.testing.faults import SLOWER, Fault, FaultySink, Gate, Latency, StoreFaults, instant
 from kvactors.types import Residency, Tier, split_hashes
@@ -176,8 +174,8 @@ class SimExecutor(CopyEngine):
 # -- stores
 
 
-class SimDisk(StoreFaults):
-    """Medium of `SimBackend`: objects as bytes, each with the XXH3-64 of the intended bytes.
+class SimBackend(LocalStore, StoreFaults):
+    """Objects as bytes, each with the XXH3-64 of the intended bytes. Lineages are kept.
 
     Attributes:
         objects: bytes and checksum by key, in order of writing.
@@ -187,16 +185,30 @@ class SimDisk(StoreFaults):
         torn: writes cut short so far.
     """
 
-    def __init__(self, catalog: Catalog, latency: Latency = instant) -> None:
-        super().__init__(latency)
+    keeps_lineages = True
+
+    def __init__(
+        self, digest: bytes, block_bytes: int, capacity: int = 0, latency: Latency = instant
+    ) -> None:
+        LocalStore.__init__(self, digest, block_bytes, capacity)
+        StoreFaults.__init__(self, latency)
         self.objects: dict[bytes, tuple[bytes, int]] = {}
         self.lineages: dict[bytes, Lineage] = {}
         self.salts: dict[bytes, int] = {}
         self.tearing = self.torn = 0
-        self._catalog = catalog
+        self._unread: list[bytes] = []  # paths still to be read
+
+    async def open(self) -> None:
+        """Find the objects that are there."""
+        self.pending.clear()
+        self.catalog.clear()
+        self.catalog.admit(list(self.objects), self.salts)
+
+    async def close(self) -> None:
+        """The objects stay."""
 
     async def load(self, key: bytes, into: memoryview) -> Outcome:
-        """See `Medium.load`. Half of the bytes come before the delay."""
+        """See `LocalStore.load`. Half of the bytes come before the delay."""
         found, half = self.objects.get(key), len(into) // 2
         if found is not None:
             into[:half] = found[0][:half]
@@ -211,7 +223,7 @@ class SimDisk(StoreFaults):
         return Outcome.OK if xxhash.xxh3_64_intdigest(data) == checksum else Outcome.CORRUPT
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
-        """See `Medium.save`. Half of the bytes are read after the delay."""
+        """See `LocalStore.save`. Half of the bytes are read after the delay."""
         half = len(data) // 2
         first = bytes(data[:half])
         await self.delay()
@@ -227,24 +239,24 @@ class SimDisk(StoreFaults):
             self.torn += 1
             whole = first + bytes(byte ^ 0x5A for byte in whole[half:])
         self.objects[key] = (whole, checksum)
-        salt = self._catalog.salt(key)
+        salt = self.catalog.salt(key)
         if salt is not None:
             self.salts[key] = salt
         return Outcome.OK
 
     async def erase(self, keys: Sequence[bytes]) -> None:
-        """See `Medium.erase`. Half of them go after the delay."""
+        """See `LocalStore.erase`. Half of them go after the delay."""
         half = len(keys) // 2
         for key in keys[:half]:
             self.objects.pop(key, None)
         if keys:
             await self.delay()
         for key in keys[half:]:
-            if key not in self._catalog:
+            if key not in self.catalog:
                 self.objects.pop(key, None)
 
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """See `Medium.each`. All at once."""
+        """See `LocalStore.each`. All at once."""
 
         async def do(item: Callable[[], Awaitable[None]]) -> None:
             await item()
@@ -252,18 +264,6 @@ class SimDisk(StoreFaults):
         async with anyio.create_task_group() as tasks:
             for item in work:
                 tasks.start_soon(do, item)
-
-    async def seal(self, keys: Sequence[bytes]) -> Outcome:
-        return Outcome.OK
-
-    def abandon(self, keys: Iterable[bytes]) -> None:
-        """See `Medium.abandon`. Saved blocks stay until they are written again."""
-
-    def take_evicted(self) -> list[bytes]:
-        return []
-
-    def present(self, key: bytes) -> bool:
-        return False
 
     def flip(self, count: int) -> int:
         """Flip a bit in the oldest objects that are whole. Returns their number."""
@@ -275,6 +275,7 @@ class SimDisk(StoreFaults):
         return len(chosen)
 
     def lose(self, count: int) -> int:
+        """See `StoreFaults.lose`."""
         chosen = list(self.objects)[:count]
         for key in chosen:
             del self.objects[key]
@@ -293,95 +294,9 @@ class SimDisk(StoreFaults):
             super().damage(fault)
 
     def heal(self) -> None:
+        """See `StoreFaults.heal`."""
         super().heal()
         self.tearing = 0
-
-
-class SimPaths(PathSource):
-    """Paths of the objects of a `SimDisk`, in the order of writing, so that children come before
-    their parents."""
-
-    def __init__(self, disk: SimDisk) -> None:
-        self._disk = disk
-        self._unread: list[bytes] = []
-
-    def begin(self) -> None:
-        self._unread = list(self._disk.objects)
-
-    async def next(self, most: int) -> list[PathPart] | None:
-        await self._disk.delay()
-        if self._disk.down or not self._unread:
-            return None
-        keys, self._unread = self._unread[:most], self._unread[most:]
-        lineages = self._disk.lineages
-        return [part_of(key, lineages[key]) for key in keys if key in lineages]
-
-    def end(self) -> None:
-        self._unread.clear()
-
-
-def part_of(key: bytes, lineage: Lineage) -> PathPart:
-    """One block as a part of a path."""
-    extra_keys = ((0, lineage.extra_key),) if lineage.extra_key else ()
-    return PathPart(lineage.parent, key, lineage.tokens, lineage.scope, extra_keys)
-
-
-class DiskAttribute:
-    """An attribute of a store's disk, under the same name."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, store: SimBackend, owner: type) -> Any:
-        return getattr(store.disk, self._name)
-
-    def __set__(self, store: SimBackend, value: Any) -> None:
-        setattr(store.disk, self._name, value)
-
-
-class SimBackend(Backend):
-    """A store of one process over a `SimDisk`. Lineages are kept.
-
-    Attributes:
-        answerable: see `OwnedInventory`.
-        disk: the objects, and the faults.
-    """
-
-    exclusive = True
-    answerable = True
-    keeps_lineages = True
-
-    def __init__(
-        self, digest: bytes, block_bytes: int, capacity: int = 0, latency: Latency = instant
-    ) -> None:
-        inventory = OwnedInventory(capacity, answerable=self.answerable)
-        super().__init__(digest, block_bytes, inventory)
-        self.catalog, self.pending = inventory.catalog, inventory.pending
-        self.disk = SimDisk(inventory.catalog, latency)
-        self.paths = SimPaths(self.disk)
-        self._batches = OwnedBatches(self.disk, inventory, self.counters, block_bytes)
-
-    async def open(self) -> None:
-        """Find the objects that are there."""
-        self.pending.clear()
-        self.catalog.clear()
-        self.catalog.admit(list(self.disk.objects), self.disk.salts)
-
-    async def close(self) -> None:
-        """The objects stay."""
-
-    def probe(self, keys: Sequence[bytes]) -> int | None:
-        return self._batches.probe(keys)
-
-    async def read(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
-        return await self._batches.read(keys, views, expired)
-
-    async def write(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> WriteReport:
-        return await self._batches.write(keys, views, expired)
 
     async def write_slots(
         self,
@@ -392,28 +307,35 @@ class SimBackend(Backend):
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        self.disk.lineages |= {
+        """See `Backend.write_slots`."""
+        self.lineages |= {
             key: one for key, one in zip(keys, lineages, strict=False) if one is not None
         }
         return await super().write_slots(keys, arena, slots, expired, (), salts)
 
-    async def remove(self, keys: Sequence[bytes]) -> None:
-        await self._batches.remove(keys)
+    # -- paths, in the order of writing, so that children come before their parents
 
-    async def forget(self, salt: int) -> int:
-        return await self._batches.forget(salt)
+    def begin_paths(self) -> None:
+        """See `Backend.begin_paths`."""
+        self._unread = list(self.objects)
 
-    async def clear(self, generation: int = 0) -> None:
-        self.generation = max(self.generation + 1, generation)
-        await self._batches.clear()
+    async def next_paths(self, most: int) -> list[PathPart] | None:
+        """See `Backend.next_paths`."""
+        await self.delay()
+        if self.down or not self._unread:
+            return None
+        keys, self._unread = self._unread[:most], self._unread[most:]
+        return [part_of(key, self.lineages[key]) for key in keys if key in self.lineages]
 
-    # Attributes of the disk, for short.
-    objects, latency, gate = DiskAttribute(), DiskAttribute(), DiskAttribute()
-    down, full, slower = DiskAttribute(), DiskAttribute(), DiskAttribute()
-    tearing, troubled = DiskAttribute(), DiskAttribute()
-    torn, flipped, vanished = DiskAttribute(), DiskAttribute(), DiskAttribute()
-    flip, lose = DiskAttribute(), DiskAttribute()
-    inject, recover, heal = DiskAttribute(), DiskAttribute(), DiskAttribute()
+    def end_paths(self) -> None:
+        """See `Backend.end_paths`."""
+        self._unread.clear()
+
+
+def part_of(key: bytes, lineage: Lineage) -> PathPart:
+    """One block as a part of a path."""
+    extra_keys = ((0, lineage.extra_key),) if lineage.extra_key else ()
+    return PathPart(lineage.parent, key, lineage.tokens, lineage.scope, extra_keys)
 
 
 class SimPool(SimBackend):
@@ -428,13 +350,11 @@ class SimPool(SimBackend):
         """See `Backend.probe`."""
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        await self.disk.delay()
-        if self.disk.down:
+        """See `Backend.ask`."""
+        await self.delay()
+        if self.down:
             raise StoreUnavailable("the pool is down")
         return 0 if expired() else super().probe(keys) or 0
-
-
-# -- sinks
 
 
 class SimSink(FaultySink):

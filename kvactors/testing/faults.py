@@ -403,6 +403,10 @@ class FaultyBackend(Backend):
     wipes: Any = Inner()
     keys: Any = Inner()
     iter_keys: Any = Inner()
+    key_slices: Any = Inner()
+    lists_keys: Any = Inner()
+    is_complete: Any = Inner()
+    shares: Any = Inner()
     count: Any = Inner()
     holds: Any = Inner()
     take_removed: Any = Inner()
@@ -417,15 +421,15 @@ class FaultyBackend(Backend):
     generation: Any = Inner()
     clear_pending: Any = Inner()
     stuck: Any = Inner()
+    exists_many = Backend.exists_many  # in parts, each of which may meet a fault
 
     def __init__(self, inner: Backend) -> None:
-        super().__init__(inner.digest, inner.block_bytes, inner.inventory)
+        super().__init__(inner.digest, inner.block_bytes)
         self.inner = inner
         self.exclusive = inner.exclusive
         self.slot_trailer_bytes = inner.slot_trailer_bytes
         self.keeps_lineages = inner.keeps_lineages
         self.counters = inner.counters
-        self.paths = inner.paths
         self.faults = BackendFaults(inner)
 
     async def _refuse_read(self, keys: Sequence[bytes]) -> ReadReport | None:

@@ -347,9 +347,9 @@ class SimFaults:
         self.copies.heal()
         self.sink.heal()
         if self.store is not None:
-            self.store.disk.heal()
+            self.store.heal()
 
     def _target_of(self, fault: Fault) -> Injectable | None:
         family = fault.kind.partition("_")[0]
         targets: dict[str, Injectable] = {"copy": self.copies, "sink": self.sink}
-        return targets.get(family, self.store and self.store.disk)
+        return targets.get(family, self.store)

@@ -20,7 +20,7 @@ import numpy as np
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.storage.backend import Backend
-from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing import asyncio_marks
 
@@ -169,7 +169,7 @@ class StoreContract(ABC):
             folder = tmp_path / str(attempt)
             numbers = range(100, 132)
             async with self.opened(folder) as bench:
-                store = CheckedBackend(bench.store, CALL_LIMIT)
+                store = GuardedBackend(bench.store, CALL_LIMIT)
                 await bench.put(1, 2)
                 for view, number in zip(bench.views(32, 8), numbers, strict=True):
                     view[:] = bench.pattern(number)
@@ -195,7 +195,7 @@ class StoreContract(ABC):
         """In a store that keeps salts, in this process and after a reopen. An object whose salt is
         not known is counted."""
         async with self.opened(tmp_path) as bench:
-            store = CheckedBackend(bench.store, CALL_LIMIT)
+            store = GuardedBackend(bench.store, CALL_LIMIT)
             if store.shares is None:
                 return
             for view, number in zip(bench.views(3), range(3), strict=True):
@@ -214,7 +214,7 @@ class StoreContract(ABC):
     ) -> None:
         """The seam around every back end sees to it."""
         async with self.opened(tmp_path) as bench:
-            store, clear = CheckedBackend(bench.store, CALL_LIMIT), bench.store.clear
+            store, clear = GuardedBackend(bench.store, CALL_LIMIT), bench.store.clear
             await bench.put(1)
 
             async def refuse(generation: int = 0) -> None:

@@ -21,7 +21,7 @@ from kvactors.tier_cache.settings import TierConfig, checked_config
 
 if TYPE_CHECKING:
     from kvactors.mooncake_config import MooncakeConfig
-    from kvactors.storage.guarded import SlotStore
+    from kvactors.storage.backend import Backend
     from kvactors.tier_cache.copies import LoopThread, Service
     from kvactors.tier_cache.slots import SlotMemory
     from kvactors.tier_cache.storage_loop import JobEnd, StorageLoop
@@ -291,7 +291,7 @@ class StorageTier:
 
     def __init__(
         self,
-        make: Callable[[], SlotStore],
+        make: Callable[[], Backend],
         digest: bytes,
         block_bytes: int,
         timeout: float = 10.0,
@@ -623,7 +623,7 @@ def make_storage(
             storage.mooncake, variables
         )  # a wrong setting is found here, not in the store's thread
 
-    def make() -> SlotStore:
+    def make() -> Backend:
         from kvactors.config_tables import StorageConfig
         from kvactors.mooncake_config import MooncakeConfig
         from kvactors.storage.factory import make_backend

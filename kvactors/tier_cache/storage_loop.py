@@ -9,7 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvactors.errors import StoreError
-from kvactors.storage.guarded import CheckedBackend, SlotStore, lists_keys
+from kvactors.storage.backend import Backend
+from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.tier_cache.storage import JobKind, KnownObjects, ObjectMemory, StorageJob
 
@@ -40,7 +41,7 @@ class StorageLoop:
 
     def __init__(
         self,
-        make: Callable[[], SlotStore],
+        make: Callable[[], Backend],
         timeout: float,
         ended: JobEnd,
         latest: Callable[[], KnownObjects],
@@ -48,7 +49,7 @@ class StorageLoop:
         memory: Any = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.store: CheckedBackend | None = None
+        self.store: GuardedBackend | None = None
         self.known = KnownObjects()
         self.clearing = 0
         self._make = make
@@ -67,7 +68,7 @@ class StorageLoop:
         Raises:
             StoreError: the store cannot be used.
         """
-        self.store = store = CheckedBackend(self._make(), self._timeout)
+        self.store = store = GuardedBackend(self._make(), self._timeout)
         try:
             await store.open()
             if self._memory is not None:
@@ -75,7 +76,7 @@ class StorageLoop:
         except BaseException:
             await store.close()
             raise
-        lists = lists_keys(store.inner)
+        lists = store.inner.lists_keys
         self.known = KnownObjects(store.keys() if lists else (), lists=lists)
 
     async def close(self, limit: float) -> None:
@@ -123,12 +124,12 @@ class StorageLoop:
             self._begin_jobs(job.kind)
             self._ended(job, ok, gone)
 
-    async def _look_up(self, store: CheckedBackend, job: StorageJob) -> list[bool]:
+    async def _look_up(self, store: GuardedBackend, job: StorageJob) -> list[bool]:
         if self.known.lists:
             return [store.holds(name) for name in job.names]
-        return await store.ask_each(job.names, lambda: self._clock() >= job.deadline)
+        return await store.exists_many(job.names, lambda: self._clock() >= job.deadline)
 
-    async def _move(self, store: CheckedBackend, job: StorageJob, ok: list[bool]) -> list[bytes]:
+    async def _move(self, store: GuardedBackend, job: StorageJob, ok: list[bool]) -> list[bytes]:
         """Fill in `ok`. Returns the names that left the store."""
         save = job.kind == "store"
         memory: dict[int, ObjectMemory] = {}
@@ -152,11 +153,11 @@ class StorageLoop:
         return [*removed, *self._removed_meanwhile(store)]
 
     @staticmethod
-    def _removed_meanwhile(store: CheckedBackend) -> list[bytes]:
+    def _removed_meanwhile(store: GuardedBackend) -> list[bytes]:
         """Names that the store lost outside of batches."""
-        removed = store.inventory.take_removed()
+        removed = store.take_removed()
         if removed:
-            store.inventory.acknowledge_removed(removed)
+            store.acknowledge_removed(removed)
         return removed
 
     def remove(self, names: Sequence[bytes]) -> None:
@@ -193,7 +194,7 @@ class StorageLoop:
             self.clearing += 1
             self._start(self._clear(self.store))
 
-    async def _clear(self, store: CheckedBackend) -> None:
+    async def _clear(self, store: GuardedBackend) -> None:
         try:
             await store.clear()
         except StoreError:

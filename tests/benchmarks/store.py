@@ -16,7 +16,7 @@ from typing import Any
 from kvactors.observe.lag import LagMonitor, Lags
 from kvactors.signals import run_terminable
 from kvactors.storage.file.store import FileBackend
-from kvactors.storage.file.table import PAGE, Meta, entry_of
+from kvactors.storage.file.table import PAGE, Meta
 from tests.benchmarks.report import Row, bench_report, time_row
 from tests.benchmarks.store_pool import pool_rows
 from tests.benchmarks.store_rounds import (
@@ -29,6 +29,7 @@ from tests.benchmarks.store_rounds import (
     rounds_within,
 )
 from tests.benchmarks.store_summary import counted, rounds_of, rows_of, spread_of
+from tests.storage.helpers import entry_of
 
 ROUNDS = 9
 LOADS = (

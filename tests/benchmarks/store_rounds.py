@@ -27,7 +27,7 @@ from kvactors.signals import run_terminable
 from kvactors.storage.actors import StorageReader, StorageWriter
 from kvactors.storage.backend import Expired, ReadReport, WriteReport
 from kvactors.storage.file.store import FileBackend
-from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import Outcome, Probed, Read, ReadDone, StoreCleared, Write, Written
 from kvactors.types import join_hashes
 from tests.benchmarks.engine import EngineProcess
@@ -163,7 +163,7 @@ def names(count: int, first: int = 0) -> list[bytes]:
 class StoreOnly:
     """The part of a data plane that storage actors use."""
 
-    def __init__(self, store: CheckedBackend, slots: Arena) -> None:
+    def __init__(self, store: GuardedBackend, slots: Arena) -> None:
         self.store = store
         self.slots = slots
 
@@ -224,7 +224,7 @@ async def ours(folder: Path, arena: Arena, load: Load, lag: LagMonitor | None = 
     store = FileBackend(folder, DIGEST, load.size)
     await store.open()
     await store.attach(arena)
-    plane = StoreOnly(CheckedBackend(store, 60.0), arena)
+    plane = StoreOnly(GuardedBackend(store, 60.0), arena)
     supervisor = Supervisor(InFlight())
     refs = {
         kind: supervisor.make_ref(kind, 256)

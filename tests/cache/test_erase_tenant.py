@@ -13,7 +13,7 @@ import pytest
 import kvactors
 from kvactors.errors import KVActorsError, StoreError, StoreUnsupported
 from kvactors.quotas import salt_id
-from kvactors.storage.file import io as io_module
+from kvactors.storage.file import store as file_module
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend, SimPool
 from kvactors.testing.faults import latency
@@ -84,8 +84,8 @@ def payloads(cache, salt):
     store = cache.system.store
     files = store.inner.files
     found = []
-    for key, (slot, _) in store.inner.medium.objects.items():
-        if store.inner.inventory.catalog.salt(key) == salt_id(salt):
+    for key, (slot, _) in store.inner.objects.items():
+        if store.inner.catalog.salt(key) == salt_id(salt):
             slab, index = divmod(slot, files.meta.slots_per_slab)
             data = (files.folder / f"slab-{slab:04}").read_bytes()
             at = index * files.meta.stride
@@ -109,12 +109,12 @@ async def test_bytes_of_an_erased_tenant_are_not_in_the_files(
     async with opened(device=32, storage=files(tmp_path, keep_tokens=True)) as cache:
         await fill(cache, "gone", "stays")
         secret, kept = payloads(cache, "gone"), payloads(cache, "stays")
-        catalog = cache.system.store.inner.inventory.catalog
+        catalog = cache.system.store.inner.catalog
         keys = [key for key in catalog if catalog.salt(key) == salt_id("gone")]
         assert len(secret) == len(kept) == 4
         assert all(one in contents(tmp_path) for one in (*secret, *keys))
         evicted = catalog.evict(())
-        await cache.system.store.inner.medium.erase([evicted])
+        await cache.system.store.inner.erase([evicted])
         await cache.clear(storage=True, erase=True, salt=None if whole else "gone")
         left = contents(tmp_path)
         assert not any(one in left for one in (*secret, *keys))
@@ -126,7 +126,7 @@ async def test_bytes_of_an_erased_tenant_are_not_in_the_files(
 async def test_objects_of_the_earlier_format_stay_and_are_counted(tmp_path, monkeypatch):
     disk = files(tmp_path)
     with monkeypatch.context() as earlier:  # writes entries without salts
-        earlier.setattr(io_module, "_with_salt", lambda fields, salt: fields)
+        earlier.setattr(file_module, "_with_salt", lambda fields, salt: fields)
         async with opened(device=32, storage=disk) as cache:
             await fill(cache, "gone")
     async with opened(device=32, storage=disk) as cache:
@@ -160,7 +160,7 @@ async def test_without_a_store_a_clear_of_it_is_done():
 async def test_after_a_failure_the_whole_store_is_cleared(tmp_path):
     async with opened(device=32, storage=files(tmp_path)) as cache:
         await fill(cache, "gone", "stays")
-        medium = cache.system.store.inner.medium
+        medium = cache.system.store.inner
         erase = medium.erase
 
         async def refuse(keys):
@@ -183,7 +183,7 @@ async def test_an_erasure_stops_at_the_deadline_and_can_be_continued(tmp_path, m
     monkeypatch.setattr("kvactors.storage.file.store.WIPE_BYTES", 1)
     async with opened(device=32, storage=files(tmp_path)) as cache:
         await fill(cache, "gone")
-        medium, looks = cache.system.store.inner.medium, iter([False] * 3)
+        medium, looks = cache.system.store.inner, iter([False] * 3)
         secret = payloads(cache, "gone")
         await cache.clear(storage=True)
         free = len(medium.supply.slots.free)

@@ -12,7 +12,7 @@ import kvactors
 from kvactors import KVCache
 from kvactors.errors import ConfigError, KVActorsError, StoreUnsupported
 from kvactors.quotas import salt_id
-from kvactors.storage.file import io
+from kvactors.storage.file import store as file_module
 from kvactors.testing.fakes import SimBackend, SimPool
 from kvactors.testing.faults import latency
 from kvactors.testing.loop import simulate
@@ -44,7 +44,7 @@ def stored(cache: KVCache, number, *, salt=None, blocks=2) -> int:
     )
     hashes = path.hashes(0, blocks)
     names = [hashes[at : at + 32] for at in range(0, len(hashes), 32)]
-    return cache.system.store.inventory.held_run(names)
+    return cache.system.store.held_run(names)
 
 
 async def test_a_flood_of_one_salt_leaves_the_blocks_of_another_in_the_store():
@@ -164,7 +164,7 @@ async def test_blocks_of_an_earlier_format_count_to_no_salt_and_stay_readable(
 ):
     disk = store(kind="file", directory=str(tmp_path))
     with monkeypatch.context() as earlier:  # writes entries without salts
-        earlier.setattr(io, "_with_salt", lambda fields, salt: fields)
+        earlier.setattr(file_module, "_with_salt", lambda fields, salt: fields)
         async with opened(storage=disk) as cache:
             await use(cache, 1, salt="noisy")
     folders = list(tmp_path.rglob("table"))
@@ -272,7 +272,7 @@ async def _live(rng: random.Random) -> None:
             backend.catalog.check()
             held = {one: backend.catalog.salt(one) for one in backend.catalog}
             assert None not in held.values()
-        assert all(backend.disk.salts[one] == salt for one, salt in held.items())
+        assert all(backend.salts[one] == salt for one, salt in held.items())
 
 
 async def _work(cache: KVCache, backend: SimBackend, rng: random.Random) -> None:

@@ -182,9 +182,9 @@ async def test_every_damaged_place_of_a_store_in_use_is_found_or_counted(tmp_pat
     for number in range(15):
         await bench.put(number)
     for number in range(14):
-        slot, _ = backend.medium.objects[key(number)]
+        slot, _ = backend.objects[key(number)]
         change_byte(backend.files.folder / "slab-0000", slot * 8192 + number * 300)
-    slot, _ = backend.medium.objects[key(13)]
+    slot, _ = backend.objects[key(13)]
     change_byte(backend.files.folder / "table", 4096 + slot * 192 + 50)
     await bench.get(0)
     await bench.put(20, 21)
@@ -192,7 +192,7 @@ async def test_every_damaged_place_of_a_store_in_use_is_found_or_counted(tmp_pat
     await backend.close()
     arena.close()
     assert one.in_use
-    assert [n for n in range(14) if key(n) not in backend.medium.objects] == [0, 1]
+    assert [n for n in range(14) if key(n) not in backend.objects] == [0, 1]
     assert sorted(one.bad) == sorted(key(n).hex() for n in range(2, 13))
     assert one.torn == 1
 

@@ -53,7 +53,7 @@ async def test_sizes_in_bytes_are_those_that_an_open_cache_allocates(tmp_path):
         assert system.arena.nbytes <= (1 << 20) + 5 * PAGE + 1
         each = block_bytes(system.layout, cache.config.storage)
         assert (each.device, each.host) == (block, system.arena.stride)
-        store = system.backend.medium.supply
+        store = system.backend.supply
         assert each.storage == PAGE, "an object takes whole pages of the disk"
         assert store.capacity * PAGE <= 200 << 10 < (store.capacity + 1) * PAGE
 
@@ -72,7 +72,7 @@ async def test_the_report_has_the_numbers_of_an_open_cache(tmp_path):
         assert tiers["device"].bytes == memory(cache.system.device)
         assert tiers["host"].blocks + tiers["transit"].blocks == cache.system.arena.num_slots
         assert tiers["host"].bytes + tiers["transit"].bytes == cache.system.arena.nbytes
-        assert tiers["storage"].blocks == cache.system.backend.medium.supply.capacity
+        assert tiers["storage"].blocks == cache.system.backend.supply.capacity
         assert report.token_bytes * 8 == cache.system.layout.block_bytes
 
 

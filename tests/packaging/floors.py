@@ -42,7 +42,7 @@ TESTS = (
     "tests/layout",
     "tests/observe",
     "tests/prefix_index/test_keys.py",
-    "tests/storage/test_backends.py",
+    "tests/storage/test_catalog.py",
     "tests/storage/test_file_store.py",
     "tests/testing/test_plugin.py",
 )

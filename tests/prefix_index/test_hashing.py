@@ -212,9 +212,9 @@ async def test_other_tasks_run_while_a_long_prompt_is_hashed(
         if answerable:
             keys = chain_hashes(cache.system.roots.plain, tokens, BLOCK)
             held = set(split_hashes(keys))
-            monkeypatch.setattr(cache.system.store.inventory._inner, "holds", held.__contains__)
+            monkeypatch.setattr(cache.system.store.inner, "holds", held.__contains__)
         else:
-            monkeypatch.setattr(cache.system.store.inventory._inner.inventory, "answerable", False)
+            monkeypatch.setattr(cache.system.store.inner, "answerable", False)
         index.part = LONG
         ticks = Ticks()
         other = asyncio.create_task(ticks.run())

@@ -59,7 +59,6 @@ class Store:
     def __init__(self, prompt: Path, stored: set[int]) -> None:
         keys = split_hashes(prompt.hashes(0, prompt.num_full_blocks))
         self.held = {key for position, key in enumerate(keys) if position in stored}
-        self.inventory = self
 
     def held_run(self, keys: Sequence[bytes]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self.held), len(keys))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 import kvactors
 from kvactors.layout import make_layout
 from kvactors.settings import (
@@ -15,6 +17,7 @@ from kvactors.settings import (
     LayoutConfig,
     StorageConfig,
 )
+from kvactors.errors import StoreUnsupported
 from kvactors.layout import make_layout
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.ranks_config import RanksConfig
@@ -64,7 +67,8 @@ async def life(stores, without_checksum=lambda _: None):
         assert cache.check() == []
         without_checksum(cache.statistics().store.without_checksum)
         assert cache.system.backend.keys() == []
-        assert not hasattr(cache.system.backend, "read"), "no view of this process is in reach"
+        with pytest.raises(StoreUnsupported, match="not in reach of this process"):
+            await cache.system.backend.read([], [], lambda: False)
     for rank in ranks:
         await rank.close()
     return hits, len(wrong), [keys[32 * i : 32 * i + 32] for i in range(BLOCKS)]

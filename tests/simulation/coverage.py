@@ -13,7 +13,7 @@ from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.storage.actors import StorageReader, StorageWriter
-from kvactors.storage.device_store import StorageDirect
+from kvactors.storage.device_store import DeviceStoreActor
 from kvactors.testing.plan import DRAWN
 
 ACTORS: tuple[type[Actor], ...] = (
@@ -22,7 +22,7 @@ ACTORS: tuple[type[Actor], ...] = (
     CpuEvictor,
     StorageReader,
     StorageWriter,
-    StorageDirect,
+    DeviceStoreActor,
     FlushNotifier,
 )
 """Those a simulation wires."""

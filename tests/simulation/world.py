@@ -66,7 +66,7 @@ class World:
             [self._make_store() for _ in range(count)] if stored and not direct else []
         )
         for store in self.stores:
-            store.disk.heal()
+            store.heal()
         self.sinks = [
             SimSink(MemorySink(one, config.cache.block_size), self._lag(2)) for one in drawn.sinks
         ]
@@ -185,11 +185,11 @@ class World:
             return self.ranks[int(number or 0)]
         if family == "copy":
             return self.executor
-        return self.stores[int(number or 0)].disk if self.stores else self.service
+        return self.stores[int(number or 0)] if self.stores else self.service
 
     def _troublesome(self) -> list[StoreFaults]:
         return [
-            *(store.disk for store in self.stores),
+            *self.stores,
             *([] if self.service is None else [self.service]),
         ]
 
@@ -234,8 +234,8 @@ class World:
             "copy_hang": executor.gate.waited if executor else 0,
             "store": sum(store.troubled for store in everything),
             "store_hang": sum(store.gate.waited for store in everything),
-            "torn_write": sum(store.disk.torn for store in stores),
-            "bit_flip": sum(store.disk.flipped for store in stores),
+            "torn_write": sum(store.torn for store in stores),
+            "bit_flip": sum(store.flipped for store in stores),
             "object_lost": sum(store.vanished for store in everything),
             "sink": sum(sink.troubled for sink in sinks),
             "sink_duplicate": sum(sink.doubled for sink in sinks),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from kvactors.actor import Actor
 from kvactors.device.arena import Arena
 from kvactors.storage.file.store import FileBackend
+from kvactors.storage.file.table import Meta, blank_entry
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench
 from tests.support import cache as support
@@ -35,12 +37,12 @@ async def opened(
 
 def whole(store: FileBackend) -> None:
     """Every slot is free or holds an object, and every name has one."""
-    assert set(store.inventory.catalog.keys()) == set(store.medium.objects)
-    assert not store.medium.written
-    assert not store.inventory.pending
-    used = [slot for slot, _ in store.medium.objects.values()]
+    assert set(store.catalog.keys()) == set(store.objects)
+    assert not store.written
+    assert not store.pending
+    used = [slot for slot, _ in store.objects.values()]
     total = len(store.files.slabs) * store.files.meta.slots_per_slab
-    assert sorted(used + list(store.medium.supply.slots.free)) == list(range(total))
+    assert sorted(used + list(store.supply.slots.free)) == list(range(total))
 
 
 @contextmanager
@@ -102,3 +104,17 @@ async def serve(cache, seed: int, *, save: bool = True):
     async with await cache.acquire(f"r{seed}", [seed] * 17) as lease:
         await lease.wait_ready()
     return lease.hits
+
+
+def entry_of(
+    meta: Meta,
+    key: bytes,
+    checksum: int,
+    sequence: int,
+    generation: int,
+    metadata: Mapping[int, bytes] | None = None,
+) -> bytes:
+    """A slot's entry. Fields of metadata that do not fit are left out, the last ones first."""
+    blank = blank_entry(meta, key, sequence, generation, metadata)
+    body = blank[:88] + checksum.to_bytes(8, "little") + blank[96:-8]
+    return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")

@@ -14,7 +14,7 @@ import kvactors
 from kvactors.actor import Control
 from kvactors.errors import DeadlineExceeded, StoreError
 from kvactors.layout import make_layout
-from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend
@@ -205,7 +205,7 @@ asyncio.run(main())
 async def test_a_write_that_repeats_a_failed_clear_is_not_written_if_another_clear_began(second):
     """The write is not registered while it clears, so the other clear does not wait for it."""
     inner = MemoryBackend(bytes(32), 16)
-    store = CheckedBackend(inner, 60.0)
+    store = GuardedBackend(inner, 60.0)
     release, results = [], []
 
     async def clear(_generation=0):

@@ -19,12 +19,14 @@ import structlog
 import kvactors
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
+from kvactors.lineage import Lineage
 from kvactors.storage.file import store as file_module
+from kvactors.storage.file.layout import SlabFiles
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.file.table import ENTRY_BYTES as ENTRY
 from kvactors.storage.file.table import PAGE, Meta, scan
 from kvactors.storage.messages import Outcome
-from kvactors.testing.store_contract import Bench, key, never
+from kvactors.testing.store_contract import GOOD, Bench, key, never
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, at_step, opened, whole
 from tests.support import cache as support
 from tests.support.killed_writer import kill_loop
@@ -43,7 +45,7 @@ def change(path: Path, at: int, data: bytes) -> None:
 
 
 def slot_of(bench: Bench, number: int) -> int:
-    return bench.store.medium.objects[key(number)][0]
+    return bench.store.objects[key(number)][0]
 
 
 # -- faults
@@ -141,9 +143,9 @@ async def test_a_damaged_object_is_a_counted_miss_and_its_slot_is_left_alone(tmp
         expected = [CORRUPT, CORRUPT, CORRUPT] if fault == "empty" else [OK, OK, CORRUPT]
         assert await bench.get(1, 2, 3) == expected
         assert await bench.get(3) == [MISS]
-        assert store.medium.statistics().quarantined == expected.count(CORRUPT)
+        assert store.supply.slots.quarantined == expected.count(CORRUPT)
         assert not store.holds(key(3))
-        assert slot not in store.medium.supply.slots.free
+        assert slot not in store.supply.slots.free
         if not fault.startswith("another's"):
             assert await bench.put(4) == [OK]
             assert await bench.get(4) == [OK] or fault in ("cut in half", "empty")
@@ -228,13 +230,13 @@ async def test_files_are_not_made_anew_under_a_call_that_uses_the_old_ones(tmp_p
                 await asyncio.sleep(0.001)
         shutil.rmtree(tmp_path / "store")
         assert await bench.put(3) == [Outcome.UNAVAILABLE]
-        remake, calls = store.medium.begin_anew, list[bool]()
+        remake, calls = store._remake, list[bool]()
 
         async def begin_anew() -> None:
             calls.append(go.is_set())
             await remake()
 
-        store.medium.begin_anew = begin_anew
+        store._remake = begin_anew
         views = bench.views(2, 8)  # not in the memory of the read
         for view, number in zip(views, (3, 4), strict=True):
             view[:] = bench.pattern(number)
@@ -367,8 +369,9 @@ async def test_slots_are_used_again_and_files_do_not_grow(tmp_path):
             await bench.put(*range(start, start + 10))
         assert len(list(bench.store.files.folder.glob("slab-*"))) <= 2
         assert await bench.get(*range(90, 100)) == [OK] * 10
-        figures = bench.store.medium.statistics()
-        assert figures.free == figures.slots - 10
+        files = bench.store.files
+        slots = len(files.slabs) * files.meta.slots_per_slab
+        assert len(bench.store.supply.slots.free) == slots - 10
 
 
 async def test_another_layout_and_another_rank_have_their_own_folders(tmp_path):
@@ -446,7 +449,7 @@ async def test_a_view_sees_what_is_written_after_it_was_opened(tmp_path, monkeyp
         assert await find(view, 1, 40) == 2
         assert await view.get(1, 40, 30) == [OK, OK, MISS]
         assert view.store.count() == 2
-        assert not view.store.inventory.catalog.departed
+        assert not view.store.catalog.departed
 
 
 async def test_a_view_never_gives_the_bytes_of_another_object(tmp_path):
@@ -597,7 +600,7 @@ async def test_a_scrub_gives_up_damaged_objects(tmp_path):
         assert (store.statistics().corrupt, store.statistics().reads) == (1, 0)
         assert store.removed_outside
         assert store.take_removed() == [key(2)]
-        assert store.medium.statistics().quarantined == 1
+        assert store.supply.slots.quarantined == 1
 
 
 async def test_a_cache_with_a_scrub_reports_the_damage_that_it_finds(tmp_path, monkeypatch):
@@ -607,7 +610,7 @@ async def test_a_cache_with_a_scrub_reports_the_damage_that_it_finds(tmp_path, m
         for seed in range(5):
             await serve(cache, seed)
         await cache.wait_idle()
-        for slot, _ in list(store.medium.objects.values())[:7]:
+        for slot, _ in list(store.objects.values())[:7]:
             change(store.files.folder / "slab-0000", slot * store.files.meta.stride, b"damage")
         while store.statistics().corrupt < 7:
             await asyncio.sleep(0.001)
@@ -672,3 +675,317 @@ async def test_the_namespace_rank_and_directory_of_fastdeploys_file_store(tmp_pa
     folder = StoreIdentity(settings.cache.model, "model-7b", bytes(32), 1, 4).folder(tmp_path)
     assert (folder.parent.name, folder.name) == ("model-7b", "rank-1-of-4")
     assert folder.is_dir()
+
+
+# -- Results of the file store's calls: one for each object of a batch, and a clear that touches no
+# other file.
+
+
+async def test_an_object_that_is_stored_is_not_written_again(tmp_path):
+    async with opened(tmp_path) as bench:
+        assert await bench.put(1) == [OK]
+        slots = len(bench.store.supply.slots.free)
+        (view,) = bench.views(1)
+        view[:] = b"\xee" * SIZE
+        assert (await bench.store.write([key(1)], [view], never)).outcomes[0] in GOOD
+        assert len(bench.store.supply.slots.free) == slots
+        assert await bench.get(1, 2) == [OK, MISS], "a name stands for one content"
+
+
+async def test_a_query_counts_the_leading_run_and_no_object_behind_a_gap(tmp_path):
+    async with opened(tmp_path) as bench:
+        await bench.put(0, 1, 3)
+        keys = [key(number) for number in range(4)]
+        assert bench.store.probe(keys) == 2
+        assert bench.store.probe(keys[2:]) == 0
+        assert bench.store.probe([]) == 0
+
+
+async def test_a_batch_with_too_few_views_moves_those_it_has(tmp_path):
+    async with opened(tmp_path) as bench:
+        await bench.put(1, 2)
+        keys, short = [key(3), key(4)], bench.views(1)
+        wrote = await bench.store.write(keys, short, never)
+        assert list(wrote.outcomes) == [OK, Outcome.REFUSED]
+        report = await bench.store.read([key(1), key(2)], short, never)
+        assert list(report.outcomes) == [OK, Outcome.REFUSED]
+        assert bytes(short[0]) == bench.pattern(1)
+        assert bench.store.probe([key(4)]) == 0
+        assert bench.store.probe([key(2)]) == 1, "the object is there, its view was not"
+
+
+async def test_empty_batches_are_no_error(tmp_path):
+    async with opened(tmp_path) as bench:
+        before = bench.store.statistics()
+        assert list((await bench.store.read([], [], never)).outcomes) == []
+        assert list((await bench.store.write([], [], never)).outcomes) == []
+        await bench.store.remove([])
+        assert bench.store.statistics() == before
+
+
+async def test_a_clear_forgets_the_objects_and_touches_no_other_file(tmp_path):
+    """FastDeploy's removes every *.pd below its folder, and refuses folders such as /."""
+    async with opened(tmp_path) as bench:
+        folder = bench.store.files.folder
+        others = [tmp_path / "a.pd", folder / "b.pd", folder.parent / "slab-0000"]
+        for number, path in enumerate(others):
+            path.write_bytes(bytes([number]) * 99)
+        await bench.put(1, 2)
+        await bench.store.clear()
+        assert await bench.get(1, 2) == [MISS, MISS]
+    async with opened(tmp_path) as bench:
+        assert bench.store.keys() == []
+        assert await bench.put(1) == [OK]
+    for number, path in enumerate(others):
+        assert path.read_bytes() == bytes([number]) * 99
+
+
+# -- Batches that are written at the same time and have keys in common, in a store that keeps what
+# hashes are made of.
+
+
+LATE, NO_SPACE, REFUSED = Outcome.LATE, Outcome.NO_SPACE, Outcome.REFUSED
+
+
+def lineage(number: int) -> Lineage:
+    return Lineage(bytes(32), number.to_bytes(4, "little") * 4)
+
+
+async def written(store, arena, *batches: tuple[int, ...]) -> list[list[Outcome]]:
+    """Write the batches at once. Returns the outcomes of each."""
+
+    async def one(first: int, batch: tuple[int, ...]) -> list[Outcome]:
+        kept = [lineage(number) for number in batch]
+        slots = range(first, first + len(batch))
+        report = await store.write_slots(
+            [one.block_hash() for one in kept], arena, slots, lambda: False, kept
+        )
+        return [Outcome(outcome) for outcome in report.outcomes]
+
+    return await asyncio.gather(*(one(8 * index, batch) for index, batch in enumerate(batches)))
+
+
+async def test_a_key_evicted_while_it_is_written_may_be_in_another_batch(tmp_path):
+    async with opened(tmp_path, 2, block_size=4) as bench:
+        outcomes = await written(bench.store, bench.arena, (1,), (2, 3), (1,))
+        assert outcomes == [[REFUSED], [OK, OK], [LATE]]
+        whole(bench.store)
+        assert not bench.store.lineages
+
+
+async def test_a_key_that_does_not_fit_may_be_in_several_batches(tmp_path):
+    async with opened(tmp_path, 1, block_size=4) as bench:
+        outcomes = await written(bench.store, bench.arena, (1, 2), (1, 3), (1,))
+        assert [one[0] for one in outcomes[:2]] == [REFUSED, REFUSED]
+        assert outcomes[2] in ([OK], [NO_SPACE], [REFUSED])
+        whole(bench.store)
+        assert not bench.store.lineages
+
+
+@pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
+async def test_a_small_store_behind_several_writers_has_no_fault(tmp_path, mode):
+    config = kvactors.Config.from_mapping(
+        {
+            "cache": {"model": "m", "block_size": 4, "default_deadline_s": 60.0},
+            "device": {"num_blocks": 16},
+            "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"},
+            "host": {"slots": 12, "transit_slots": 16, "mode": mode},
+            "storage": {
+                "backend": "file",
+                "directory": str(tmp_path),
+                "capacity_blocks": 4,
+                "write_policy": "write_through",
+                "writers": 4,
+            },
+            "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
+        }
+    )
+
+    async def lane(cache: kvactors.KVCache, seed: int) -> None:
+        for number in range(30):
+            tokens = [(seed + number * index) % 3 for index in range(8 + (seed * 7 + number) % 16)]
+            try:
+                async with await cache.acquire(f"{seed}.{number}", tokens) as lease:
+                    await lease.wait_ready()
+                    await lease.finish(computed_tokens=len(tokens))
+            except kvactors.NoRoom:
+                await asyncio.sleep(0)
+
+    async with kvactors.open(config) as cache:
+        await asyncio.gather(*(lane(cache, seed) for seed in range(6)))
+        await cache.wait_flushed(60)
+        assert cache.statistics().store.faults == 0
+        assert cache.check() == []
+        assert cache.count_divergent_blocks() == 0
+
+
+# -- Tasks of a file store end when the loop ends, on any disk.
+
+
+HANG = 20.0
+"""Seconds after which the disk of a test answers, so that a failure is no hang."""
+
+
+class Disk:
+    """Calls of SlabFiles that hang until `answers` is set."""
+
+    def __init__(self, monkeypatch, call: str) -> None:
+        self.entered, self.answers = threading.Event(), threading.Event()
+        done = getattr(SlabFiles, call)
+
+        def hanging(files, *args):
+            self.entered.set()
+            self.answered = self.answers.wait(HANG)
+            return done(files, *args)
+
+        self.answered = None
+        monkeypatch.setattr(SlabFiles, call, hanging)
+
+
+@pytest.mark.parametrize("call", ["grow", "advance"])
+def test_a_loop_ends_although_a_step_of_the_store_hangs(tmp_path, monkeypatch, call):
+    disk = Disk(monkeypatch, call)
+
+    async def main():
+        store = FileBackend(tmp_path, PRINT, SIZE, 4)
+        await store.open()
+        work = (
+            store.write([bytes(32)], [memoryview(bytes(SIZE))], lambda: False)
+            if call == "grow"
+            else store.clear()
+        )
+        main.task = asyncio.create_task(work)
+        while not disk.entered.is_set():
+            await asyncio.sleep(0.001)
+
+    asyncio.run(main())  # cancels the task, and the step's
+    waited = disk.answered is not None
+    disk.answers.set()
+    assert not waited, "the loop ended only when the disk answered"
+    assert main.task.cancelled()
+
+
+async def test_a_step_that_was_cancelled_alone_is_tried_again(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch, "grow")
+    async with opened(tmp_path) as bench:
+        writing = asyncio.create_task(bench.put(1))
+        while not disk.entered.is_set():
+            await asyncio.sleep(0.001)
+        next(task for task in asyncio.all_tasks() if "SlotSupply._add_slab" in repr(task)).cancel()
+        assert await writing == [Outcome.UNAVAILABLE]
+        assert await bench.put(2) == [Outcome.UNAVAILABLE], "two calls grow the store at once"
+        disk.answers.set()
+        while not bench.store.supply._call.done():
+            await asyncio.sleep(0.001)
+        assert await bench.put(2) == [OK]
+
+
+async def test_a_lock_that_is_replaced_again_and_again_is_an_error(tmp_path, monkeypatch):
+    stat = os.fstat
+    monkeypatch.setattr(
+        os, "fstat", lambda fd: os.stat_result((*stat(fd)[:1], 1, *stat(fd)[2:]))
+    )  # another file is at its path
+    store = FileBackend(tmp_path, PRINT, SIZE, 4)
+    with pytest.raises(StoreError, match="another file took its place 100 times"):
+        await store.open()
+    await store.close()
+
+
+async def test_a_write_between_the_end_of_a_growth_and_its_callbacks_asks_for_another(tmp_path):
+    """The slab of the one that is over may be full already: its answer, got without waiting, would
+    be got again without end."""
+    async with opened(tmp_path, capacity=8) as bench:
+        growth = bench.store.supply
+        first = asyncio.create_task(growth.grow())
+        while growth._task is None:
+            await asyncio.sleep(0)
+        growth._task.remove_done_callback(growth._ended)  # it runs in a later turn of the loop
+        assert await first == OK
+        assert growth._task.done()
+        slabs = len(bench.store.files.slabs)
+        assert await growth.grow() == OK
+        assert len(bench.store.files.slabs) == slabs + 1
+
+
+# -- slabs ahead of their need
+
+
+@pytest.fixture
+def small_slabs(monkeypatch):
+    """Eight slots each."""
+    monkeypatch.setattr(file_module, "SLAB_BYTES", 8 * 8192)
+
+
+async def grown(bench: Bench, slabs: int) -> None:
+    """Wait until the store has a number of slabs, all of whose slots are known."""
+    store = bench.store
+    for _ in range(int(1000 * HANG)):
+        if len(store.files.slabs) >= slabs and store.supply._task is None:
+            break
+        await asyncio.sleep(0.001)
+    assert len(store.files.slabs) == slabs
+    whole(store)
+
+
+async def test_a_slab_of_which_less_than_half_is_free_is_followed_by_another(tmp_path, small_slabs):
+    async with opened(tmp_path) as bench:
+        await bench.put(*range(4))
+        await grown(bench, 1)
+        await bench.put(4)
+        await grown(bench, 2)
+        await bench.put(*range(5, 12))
+        await grown(bench, 2)
+
+
+async def test_a_batch_does_not_wait_for_the_slab_that_follows(tmp_path, monkeypatch, small_slabs):
+    async with opened(tmp_path) as bench:
+        await bench.put(1)
+        disk = Disk(monkeypatch, "grow")
+        assert await bench.put(*range(2, 6)) == [OK] * 4
+        while not disk.entered.is_set():
+            await asyncio.sleep(0.001)
+        assert await bench.put(6, 7) == [OK] * 2
+        waiting = asyncio.create_task(bench.put(*range(8, 12)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "one slot is free, and the next slab is not there yet"
+        disk.answers.set()
+        assert await waiting == [OK] * 4
+        await grown(bench, 2)
+
+
+async def test_a_store_does_not_grow_ahead_beyond_its_capacity(tmp_path, small_slabs):
+    async with opened(tmp_path, capacity=16) as bench:
+        await bench.put(*range(15))
+        await grown(bench, 2)
+        await bench.put(*range(15, 40))
+        await grown(bench, 2)
+
+
+async def test_a_disk_that_is_full_is_asked_for_the_next_slab_after_a_pause(
+    tmp_path, monkeypatch, small_slabs
+):
+    async with opened(tmp_path) as bench:
+        await bench.put(*range(4))
+        asked = []
+        monkeypatch.setattr(SlabFiles, "grow", lambda _: (asked.append(1), Outcome.NO_SPACE)[1])
+        for number in range(4, 8):
+            assert await bench.put(number) == [OK]
+            await asyncio.sleep(0.01)
+        assert len(asked) == 1
+        assert len(bench.store.keys()) == 8
+
+
+async def test_a_store_that_is_closed_waits_for_the_slab_that_follows(
+    tmp_path, monkeypatch, small_slabs
+):
+    disk = Disk(monkeypatch, "grow")
+    disk.answers.set()
+    async with opened(tmp_path) as bench:
+        await bench.put(1)
+        disk.answers.clear()
+        asyncio.get_running_loop().call_later(0.1, disk.answers.set)
+        await bench.put(*range(2, 7))
+    assert disk.answered
+    async with opened(tmp_path) as bench:
+        assert len(bench.store.files.slabs) == 2
+        assert len(bench.store.keys()) == 6

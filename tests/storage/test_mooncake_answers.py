@@ -184,7 +184,7 @@ async def test_a_query_counts_the_leading_run(standin, stored, run):
         await bench.put(*stored)
         keys = [key(number) for number in range(4)]
         assert await bench.store.ask(keys, never) == run
-        assert await bench.store.ask_each(keys, never) == [n in stored for n in range(4)]
+        assert await bench.store.exists_many(keys, never) == [n in stored for n in range(4)]
 
 
 async def test_a_client_that_raises_costs_misses(standin, monkeypatch):
@@ -195,7 +195,7 @@ async def test_a_client_that_raises_costs_misses(standin, monkeypatch):
         await bench.put(1)
         for name in ("batch_is_exist", "batch_get_into_multi_buffers"):
             monkeypatch.setattr(standin, name, fail)
-        for ask in (bench.store.ask, bench.store.ask_each):
+        for ask in (bench.store.ask, bench.store.exists_many):
             with pytest.raises(StoreUnavailable, match="master does not answer"):
                 await ask([key(1)], never)
         assert await bench.get(1) == [Outcome.UNAVAILABLE]

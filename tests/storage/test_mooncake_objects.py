@@ -5,19 +5,43 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
+import structlog
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvactors.config import Config
 from kvactors.device.arena import Arena
+from kvactors.errors import ConfigError
+from kvactors.mooncake_config import MooncakeConfig, resolve
+from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
 from kvactors.storage.messages import Outcome
-from kvactors.storage.mooncake import HEADER, MAGIC, VERSION, MooncakeObjects, PoolHeaders
-from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND
+from kvactors.storage.mooncake import (
+    CALL_SECONDS,
+    HEADER,
+    LEAST_BYTES,
+    LEAST_OBJECTS,
+    MAGIC,
+    MOST_BYTES,
+    MOST_OBJECTS,
+    VERSION,
+    CallSize,
+    Compared,
+    Fit,
+    MooncakeObjects,
+    PoolHeaders,
+    outcome_of,
+)
+from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND, MooncakeClient
 from kvactors.testing.store_contract import key, never
+from tests.storage.mooncake_standin import StandIn
+from tests.storage.test_mooncake_answers import joined
 
 SIZE, DIGEST = 5000, bytes(range(32))
 OK, CORRUPT = Outcome.OK, Outcome.CORRUPT
@@ -225,3 +249,357 @@ def test_only_slots_of_the_registered_arena_are_moved_without_views(bench):
     for arena in (Arena(8, SIZE), Arena(8, 2 * SIZE, trailer=HEADER.size)):
         bench.objects.arena = arena
         assert not has(arena, [0], 1)
+
+
+# -- `storage.mooncake.payload_checksums`: objects with and without a checksum of their payload, and
+# nodes of both kinds in one pool.
+
+
+OK, MISS, CORRUPT = Outcome.OK, Outcome.MISS, Outcome.CORRUPT
+
+
+def bare(name: bytes, size: int = SIZE, digest: bytes = DIGEST) -> bytes:
+    """The header of an object without a checksum."""
+    return HEADER.pack(MAGIC, VERSION, 1, digest, name, size, 0)
+
+
+@pytest.fixture
+def plain():
+    one = Bench(checksums=False)
+    yield one
+    one.close()
+
+
+async def test_objects_without_checksums_have_headers_of_the_format(plain):
+    assert await plain.objects.write(plain.keys, plain.views, never) == bytes([OK] * 8)
+    assert [plain.pool.objects[plain.objects.name(one)] for one in plain.keys] == [
+        bytes(view) + bare(one) for one, view in zip(plain.keys, plain.views, strict=True)
+    ]
+    assert await plain.objects.read(plain.keys, plain.views, never) == bytes([OK] * 8)
+    assert plain.objects.take_without_checksum() == 0
+
+
+async def test_a_node_that_verifies_misses_objects_without_checksums_and_counts_them(bench):
+    for one, view in zip(bench.keys[:5], bench.views, strict=False):
+        bench.pool.objects[bench.objects.name(one)] = bytes(view) + bare(one)
+    await bench.objects.write(bench.keys[5:7], bench.views[5:7], never)
+    found = await bench.objects.read(bench.keys, bench.views, never)
+    assert list(found) == [MISS] * 5 + [OK] * 2 + [MISS]
+    assert bench.objects.take_without_checksum() == 5, "not the one that is not there"
+
+
+async def test_a_node_that_does_not_verify_reads_both_kinds(plain):
+    stored = plain.pool.objects
+    for i, (one, view) in enumerate(zip(plain.keys, plain.views, strict=True)):
+        payload = bytes(view)
+        stored[plain.objects.name(one)] = payload + (header(one, payload), bare(one))[i % 2]
+    wanted = [bytes(view) for view in plain.views]
+    for view in plain.views:
+        view[:] = bytes(SIZE)
+    assert await plain.objects.read(plain.keys, plain.views, never) == bytes([OK] * 8)
+    assert [bytes(view) for view in plain.views] == wanted
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+async def test_an_object_without_checksum_of_another_identity_is_corrupt(verifies):
+    bench = Bench(checksums=verifies)
+    payload = bytes(bench.views[0])
+    wrong = {
+        "digest": payload + bare(key(0), digest=bytes(32)),
+        "key": payload + bare(key(1)),
+        "length": payload + bare(key(0), SIZE - 1),
+        "magic": payload + b"X" + bare(key(0))[1:],
+        "kind": payload + HEADER.pack(MAGIC, VERSION, 2, DIGEST, key(0), SIZE, 0),
+        "both": payload + HEADER.pack(MAGIC, VERSION, 1, DIGEST, key(0), SIZE, 9),
+        "short": (payload + bare(key(0)))[1:],
+    }
+    for what, stored in wrong.items():
+        bench.pool.objects[bench.objects.name(key(0))] = stored
+        found = await bench.objects.read(bench.keys[:1], bench.views[:1], never)
+        assert list(found) == [CORRUPT], what
+    assert bench.objects.take_without_checksum() == 0
+    bench.close()
+
+
+@given(st.integers(0, SIZE + HEADER.size - 1), st.integers(0, 7))
+@settings(max_examples=60)
+async def test_a_changed_bit_without_checksums_is_found_in_the_header_only(place, bit):
+    """But for the checksum of an object that has one, which is not compared."""
+    for checksum in (False, True):
+        bench = Bench(slots=1, checksums=False)
+        payload = bytes(bench.views[0])
+        whole = bytearray(payload + (header(key(0), payload) if checksum else bare(key(0))))
+        whole[place] ^= 1 << bit
+        bench.pool.objects[bench.objects.name(key(0))] = bytes(whole)
+        found = await bench.objects.read(bench.keys, bench.views, never)
+        unseen = place < SIZE or (checksum and place >= SIZE + 88)
+        assert list(found) == [OK if unseen else CORRUPT]
+        bench.close()
+
+
+@given(st.integers(0, SIZE + HEADER.size - 1), st.integers(0, 7))
+@settings(max_examples=60)
+async def test_no_changed_bit_makes_a_verified_object_one_without_a_checksum(place, bit):
+    bench = Bench(slots=1)
+    await bench.objects.write(bench.keys, bench.views, never)
+    name = bench.objects.name(key(0))
+    data = bytearray(bench.pool.objects[name])
+    data[place] ^= 1 << bit
+    bench.pool.objects[name] = bytes(data)
+    assert list(await bench.objects.read(bench.keys, bench.views, never)) == [CORRUPT]
+    bench.close()
+
+
+# -- a pool with nodes of both kinds
+
+
+@pytest.fixture
+def pool(monkeypatch) -> dict[str, bytes]:
+    """Objects of a pool that every client of the test shares."""
+    objects: dict[str, bytes] = {}
+
+    def client() -> StandIn:
+        made = StandIn()
+        made.objects = objects
+        return made
+
+    monkeypatch.setattr(MooncakeClient, "_make", staticmethod(client))
+    return objects
+
+
+async def test_nodes_of_both_kinds_in_a_pool_remove_nothing_and_agree_in_the_end(pool):
+    """The node that verifies misses the other's objects, and its writes do not replace them: the
+    pool reports an object that it has as written. No node removes one. Once the pool has evicted
+    the object, the copy with a checksum is served to both."""
+    async with joined() as verifying, joined(payload_checksums=False) as plain:
+        await plain.put(1, 2)
+        await verifying.put(3)
+        assert await plain.get(1, 2, 3) == [OK] * 3
+        before = dict(pool)
+        for round_ in (1, 2):
+            assert await verifying.get(1, 2, 3) == [MISS, MISS, OK]
+            assert await verifying.put(1) == [OK]
+            assert pool == before
+            assert verifying.store.statistics().without_checksum == 2 * round_
+        assert plain.store.statistics().without_checksum == 0
+        pool.clear()
+        await verifying.put(1)
+        assert await plain.put(1) == [OK], "the object stays as it is"
+        assert await verifying.get(1) == await plain.get(1) == [OK]
+
+
+async def test_without_checksums_an_object_under_another_name_is_corrupt_and_goes(pool):
+    async with joined(payload_checksums=False) as plain:
+        await plain.put(1, 2)
+        one, two = (plain.store.objects.name(key(number)) for number in (1, 2))
+        pool[one] = pool[two]
+        assert await plain.get(1, 2) == [CORRUPT, OK]
+        assert set(pool) == {two}
+
+
+async def test_a_pool_over_tcp_is_logged_once_with_the_setting_for_rdma(pool):
+    for protocol in ("tcp", "rdma"):
+        with structlog.testing.capture_logs() as logs:
+            async with joined(protocol=protocol) as bench:
+                await bench.put(1)
+        told = [one["rdma"] for one in logs if one["event"] == "pool over TCP"]
+        assert told == ["storage.mooncake.protocol = 'rdma'"] * (protocol == "tcp")
+
+
+async def test_a_node_without_checksums_is_logged(pool):
+    for off in (False, True):
+        with structlog.testing.capture_logs() as logs:
+            async with joined(payload_checksums=not off) as bench:
+                await bench.put(1)
+        assert ("payload checksums are off" in [one["event"] for one in logs]) == off
+
+
+# -- the setting
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    pool = {"master_server_address": "10.0.0.1:1", **changes}
+    return {
+        "cache": {"model": "m"},
+        "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},
+        "storage": {"backend": "mooncake", "mooncake": pool},
+    }
+
+
+def test_checksums_are_on_unless_they_are_turned_off():
+    assert Config.from_mapping(config_of()).storage.mooncake.payload_checksums
+    off = Config.from_mapping(config_of(payload_checksums=False))
+    assert not off.storage.mooncake.payload_checksums
+
+
+@pytest.mark.parametrize("value", ["false", "", 0, 1, 0.0, None, [], {}, "no", float("nan")])
+def test_a_value_that_is_no_boolean_is_named(value):
+    with pytest.raises(ConfigError, match=r"storage\.mooncake\.payload_checksums"):
+        Config.from_mapping(config_of(payload_checksums=value))
+
+
+@pytest.mark.parametrize("value", ["false", 0, None, []])
+def test_a_value_in_mooncakes_file_that_is_no_boolean_is_named(tmp_path, value):
+    path = tmp_path / "mooncake.json"
+    path.write_bytes(msgspec.json.encode({"payload_checksums": value}))
+    with pytest.raises(ConfigError, match="payload_checksums"):
+        resolve(
+            MooncakeConfig(master_server_address="10.0.0.1:1"),
+            {"MOONCAKE_CONFIG_PATH": str(path)},
+        )
+
+
+# -- Headers, names and addresses of the objects of a Mooncake pool, by the native calls.
+
+
+WHOLE = SIZE + HEADER.size
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_headers_of_large_objects_by_several_threads_are_those_of_one(count):
+    size = (8 << 20) // count + 17
+    memory = np.zeros((count, size + HEADER.size), np.uint8)
+    memory[:, :size] = np.random.default_rng(count).integers(0, 256, (count, size), np.uint8)
+    keys = [key(i) for i in range(count)]
+    about = (DIGEST, b"".join(keys), [[int(row.ctypes.data)] for row in memory], size)
+    make_headers(*about)
+    for name, row in zip(keys, memory, strict=True):
+        assert bytes(row[size:]) == header(name, bytes(row[:size]))
+    assert check_headers(*about) == bytes([Fit.FITS] * count)
+    memory[count - 1, size // 2] ^= 1
+    assert check_headers(*about) == bytes([Fit.FITS] * (count - 1) + [Fit.DIFFERS])
+
+
+def test_lists_that_do_not_fit_are_refused():
+    memory = np.zeros(SIZE + HEADER.size, np.uint8)
+    where = addresses([memory.data])
+    assert where == [memory.ctypes.data]
+    for digest, keys, pointers, fault in (
+        (DIGEST[1:], key(1), [where], ValueError),
+        (DIGEST, key(1)[1:], [where], ValueError),
+        (DIGEST, key(1), [where, where], ValueError),
+        (DIGEST, key(1), [[]], ValueError),
+        (DIGEST, key(1), [where * 3], ValueError),
+        (DIGEST, key(1), [tuple(where)], TypeError),
+        (DIGEST, key(1), where, TypeError),
+    ):
+        for call in (make_headers, check_headers):
+            with pytest.raises(fault):
+                call(digest, keys, pointers, SIZE)
+    assert not memory.any()
+
+
+@given(st.lists(st.binary(min_size=32, max_size=32), max_size=20))
+def test_names_are_the_prefix_and_the_keys_in_hex(keys):
+    assert object_names("p/", b"".join(keys)) == ["p/" + one.hex() for one in keys]
+
+
+def test_parts_of_keys_have_no_names():
+    with pytest.raises(ValueError, match="32 bytes each"):
+        object_names("p/", bytes(33))
+
+
+@given(st.lists(st.integers(0, 1 << 20), max_size=20), st.sampled_from([list, tuple]))
+def test_a_slot_has_one_piece(slots, kind):
+    found = slot_pointers(1 << 40, 8192, kind(slots))
+    assert found == [[(1 << 40) + 8192 * slot] for slot in slots]
+    assert slot_pointers(7, 3, range(2)) == [[7], [10]]
+
+
+def test_a_slot_below_the_first_one_is_refused():
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        slot_pointers(4096, 4096, [-1])
+
+
+# -- headers of a batch
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+@given(st.lists(st.sampled_from([WHOLE, WHOLE - 1, 0, NOT_FOUND, -800]), max_size=12), st.data())
+def test_only_objects_that_arrived_whole_are_compared(verifies, codes, data):
+    """By the codes of a read. Those that arrived have a checksum, or none, or a wrong key."""
+    headers, bare = PoolHeaders(DIGEST, SIZE, verifies), PoolHeaders(DIGEST, SIZE, False)
+    memory = np.zeros((len(codes), WHOLE), np.uint8)
+    keys = [key(i) for i in range(len(codes))]
+    pointers = [[int(row.ctypes.data)] for row in memory]
+    kinds = [data.draw(st.sampled_from(["checksum", "none", "other"])) for _ in codes]
+    wanted, without = [], 0
+    for one, where, code, kind in zip(keys, pointers, codes, kinds, strict=True):
+        named = key(99) if kind == "other" else one
+        (bare if kind == "none" else PoolHeaders(DIGEST, SIZE, True)).make(named, [where])
+        if code != WHOLE:
+            wanted.append(Outcome.CORRUPT if code >= 0 else outcome_of(code))
+        elif kind == "other":
+            wanted.append(Outcome.CORRUPT)
+        else:
+            refused = kind == "none" and verifies
+            without += refused
+            wanted.append(Outcome.MISS if refused else Outcome.OK)
+    assert headers.compare(b"".join(keys), pointers, codes) == Compared(bytes(wanted), without)
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [(0, Outcome.OK), (NO_SPACE, Outcome.NO_SPACE), (NOT_FOUND, Outcome.MISS)],
+)
+def test_outcomes_of_codes(code, outcome):
+    assert outcome_of(code) == outcome
+    assert outcome_of(-12345) == Outcome.UNAVAILABLE
+
+
+# -- Objects of each transfer of a pool.
+
+
+MIB = 1 << 20
+
+
+@given(
+    st.integers(0, 3000),
+    st.integers(1, 1 << 26),
+    st.integers(1, MOST_OBJECTS),
+    st.lists(st.tuples(st.integers(0, 2000), st.floats(0, 100)), max_size=5),
+)
+def test_each_object_is_in_one_transfer_within_the_limits(count, block_bytes, most, transfers):
+    size = CallSize(block_bytes)
+    size.most_objects = most
+    for objects, seconds in transfers:
+        size.took(objects, seconds)
+    parts = list(size.parts(count))
+    assert [i for some in parts for i in range(count)[some]] == list(range(count))
+    lengths = [some.stop - some.start for some in parts]
+    for length in lengths:
+        assert 0 < length <= most
+        assert length <= LEAST_OBJECTS or length * block_bytes <= MOST_BYTES
+    assert not lengths or max(lengths) - min(lengths) <= 1
+    for one, other in pairwise(lengths):
+        room = min(most, LEAST_BYTES // block_bytes)
+        assert one + other > room, "two transfers that fit into one"
+
+
+@pytest.mark.parametrize(
+    ("rate", "lengths"),
+    [(0.1e9, [8, 8, 8, 8]), (0.24e9, [11, 11, 10]), (0.4e9, [16, 16]), (3e9, [32])],
+)
+def test_transfers_take_about_the_wanted_time(rate, lengths):
+    size = CallSize(2 * MIB)
+    for _ in range(3):
+        size.took(16, 16 * 2 * MIB / rate)
+    parts = [some.stop - some.start for some in size.parts(32)]
+    assert parts == lengths
+    assert parts[0] * 2 * MIB / rate <= max(CALL_SECONDS, LEAST_BYTES / rate)
+
+
+def test_short_and_failed_transfers_do_not_change_the_rate():
+    size = CallSize(2 * MIB)
+    size.took(32, 32 * 2 * MIB / 30e9)
+    for objects, seconds in ((1, 1.0), (0, 5.0), (32, 0.0)):
+        size.took(objects, seconds)
+    assert len(list(size.parts(32))) == 1
+
+
+def test_the_rate_follows_the_link():
+    size = CallSize(2 * MIB)
+    size.took(32, 32 * 2 * MIB / 30e9)
+    for _ in range(20):
+        size.took(32, 32 * 2 * MIB / 0.1e9)
+    assert len(list(size.parts(32))) == 4

@@ -1,4 +1,4 @@
-"""StorageDirect: transfers, refusals, and that nothing waits for a store that does not
+"""DeviceStoreActor: transfers, refusals, and that nothing waits for a store that does not
 return."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from kvactors.storage.device_store import WAITING, DeviceStore, StorageDirect
+from kvactors.storage.device_store import WAITING, DeviceStore, DeviceStoreActor
 from kvactors.storage.messages import (
     DeviceFetched,
     DeviceSaved,
@@ -45,9 +45,9 @@ class Recorder(DeviceStore):
         """Nothing."""
 
 
-def stepped(backend: Recorder, plane: StubPlane | None = None) -> Stepper[StorageDirect]:
+def stepped(backend: Recorder, plane: StubPlane | None = None) -> Stepper[DeviceStoreActor]:
     plane = StubPlane(device_store=backend) if plane is None else plane
-    make = partial(StorageDirect, backend=backend, plane=plane, evictor=Probe("cpu_evictor"))
+    make = partial(DeviceStoreActor, backend=backend, plane=plane, evictor=Probe("cpu_evictor"))
     return Stepper(make)
 
 

@@ -13,7 +13,6 @@ import pytest
 import structlog
 
 from kvactors.errors import StoreError
-from kvactors.storage.file import io as io_module
 from kvactors.storage.file import slots as slots_module
 from kvactors.storage.file import store as file_module
 from kvactors.storage.file.layout import SlabFiles
@@ -76,7 +75,7 @@ async def test_a_disk_with_free_space_again_is_used(tmp_path, monkeypatch, small
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
             await bench.put(*range(10, 18))
-        bench.store.medium.supply.growth.pause_until = 0.0
+        bench.store.supply.pause_until = 0.0
         await bench.put(*range(20, 24))
         assert len(bench.store.files.slabs) == 2
         assert len(bench.store.keys()) == 12
@@ -121,12 +120,12 @@ async def test_a_capacity_that_is_not_set_is_a_share_of_the_space(tmp_path, smal
         space = files.free_bytes() + own_bytes(files)
     async with opened(tmp_path, floor=10 * 8192) as bench:
         expected = (0.8 * space - 10 * 8192) / 8192
-        assert bench.store.medium.statistics().capacity == pytest.approx(expected, rel=0.2)
+        assert bench.store.supply.capacity == pytest.approx(expected, rel=0.2)
         assert len(bench.store.keys()) == 8
 
 
 def capacity_of(bench):
-    return bench.store.medium.statistics().capacity
+    return bench.store.supply.capacity
 
 
 async def test_a_capacity_counts_the_objects_of_other_layouts_in_the_folder(tmp_path, small_slabs):
@@ -152,7 +151,7 @@ async def test_a_capacity_counts_the_objects_of_other_layouts_in_the_folder(tmp_
 
 def due(bench):
     """The space is looked at with the next write."""
-    bench.store.medium._space_due = 0.0
+    bench.store._space_due = 0.0
 
 
 async def test_a_capacity_that_is_not_set_follows_the_free_space(
@@ -210,7 +209,7 @@ async def test_a_store_that_cannot_grow_to_its_capacity_states_why_until_it_can(
             patch.setattr(os, "posix_fallocate", failing(number))
             await bench.put(*range(10, 22))
         assert remedy in bench.store.condition()
-        bench.store.medium.supply.growth.pause_until = 0.0
+        bench.store.supply.pause_until = 0.0
         await bench.put(*range(30, 42))
         assert bench.store.condition() == ""
 
@@ -234,13 +233,13 @@ async def test_slots_in_quarantine_come_back_when_they_prove_good(tmp_path, smal
         await bench.put(*range(8))
         damage(bench, *range(8))
         assert await bench.get(*range(8)) == [CORRUPT] * 8
-        assert store.medium.statistics().quarantined == 8
-        assert store.inventory.catalog.capacity == 1, "what is in quarantine holds nothing"
+        assert store.supply.slots.quarantined == 8
+        assert store.catalog.capacity == 1, "what is in quarantine holds nothing"
         assert await bench.put(*range(40, 48)) == [OK] * 8
         assert await bench.get(*range(40, 48)) == [OK] * 8
         assert len(store.keys()) == 8
-        assert store.medium.statistics().quarantined == 0
-        assert store.inventory.catalog.capacity == 8
+        assert store.supply.slots.quarantined == 0
+        assert store.catalog.capacity == 8
 
 
 async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(
@@ -251,16 +250,13 @@ async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(
         await bench.put(*range(8))
         damage(bench, 0)
         assert await bench.get(0) == [CORRUPT]
-        monkeypatch.setattr(io_module, "proved", lambda files, slot, checksum: False)
-        store.medium.supply.slots.release_first_offenders()
-        store.medium.supply.slots.first(0)
+        monkeypatch.setattr(file_module, "proved", lambda files, slot, checksum: False)
+        store.supply.slots.release_first_offenders()
+        store.supply.slots.first(0)
         assert await bench.put(50) == [UNAVAILABLE]
-        assert store.medium.statistics().quarantined == 1
-        assert not store.medium.supply.slots.release_first_offenders()
-        assert (
-            store.medium.supply.slots._until[0]
-            > asyncio.get_running_loop().time() + slots_module.PAUSE
-        )
+        assert store.supply.slots.quarantined == 1
+        assert not store.supply.slots.release_first_offenders()
+        assert store.supply.slots._until[0] > asyncio.get_running_loop().time() + slots_module.PAUSE
         assert await bench.put(51) == [OK]
         assert await bench.get(51) == [OK]
 
@@ -282,7 +278,7 @@ async def test_an_error_of_a_moment_is_unavailable_and_costs_nothing(tmp_path, c
         ):
             assert await bench.get(1, 2) == [UNAVAILABLE] * 2
         assert await bench.get(1, 2) == [OK] * 2
-        assert bench.store.medium.statistics().quarantined == 0
+        assert bench.store.supply.slots.quarantined == 0
 
 
 async def test_objects_that_go_while_they_are_read_are_misses_and_not_corrupt(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.file.store import FileBackend
-from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.local_store import unfit_views
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
@@ -78,7 +78,7 @@ async def test_a_key_with_a_fit_and_an_unfit_view_is_stored(store):
 
 
 async def test_unfit_views_do_not_open_the_breaker(store):
-    checked = CheckedBackend(store, 60.0)
+    checked = GuardedBackend(store, 60.0)
     for _ in range(20):
         await checked.read(KEYS[:1], [memoryview(b"")], never)
         await checked.write(KEYS[:1], [memoryview(b"")], never)

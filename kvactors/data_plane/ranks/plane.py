@@ -17,9 +17,9 @@ from kvactors.errors import ConfigError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
 from kvactors.sdk_settings import store_identity
+from kvactors.storage.backend import Backend
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.factory import has_device_store
-from kvactors.storage.guarded import SlotStore
 
 
 class RanksPlane(DataPlane):
@@ -35,7 +35,7 @@ class RanksPlane(DataPlane):
         group: RankGroup,
         device: DeviceBlocks,
         slots: HostSlots,
-        backend: SlotStore | None = None,
+        backend: Backend | None = None,
         device_store: DeviceStore | None = None,
         *,
         store_timeout: float,

@@ -14,18 +14,12 @@ from kvactors.data_plane.ranks.names import SHARDS, RankNames, in_slices
 from kvactors.data_plane.ranks.protocol import MoveDevice, RankAnswer, RankCopyWithin, StoreObjects
 from kvactors.device.arena import Arena, HostSlots
 from kvactors.device.base import DeviceBlocks
-from kvactors.errors import StoreError, StoreUnavailable
+from kvactors.errors import StoreError, StoreUnavailable, StoreUnsupported
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
-from kvactors.storage.backend import (
-    Expired,
-    ReadReport,
-    StoreCounters,
-    StoreStatistics,
-    WriteReport,
-)
+from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.device_store import DeviceStore
-from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.types import join_hashes, split_hashes
 
@@ -50,7 +44,7 @@ BADNESS = (
 """Outcomes from best to worst: the whole is as its worst share."""
 
 
-class RankStore:
+class RankStore(Backend):
     """exclusive: as its ranks' stores. shared: whether the stores are a pool of many nodes, which
     must be queried and which no node can list. seconds: limit of a batch. Slots are numbers here:
     the bytes never come to this process.
@@ -68,10 +62,7 @@ class RankStore:
         shared: bool = False,
         keeps_lineages: bool = False,
     ) -> None:
-        self.block_bytes = block_bytes
-        self.slot_trailer_bytes = self.generation = 0
-        self.stuck = False
-        self.counters = StoreCounters()
+        super().__init__(b"", block_bytes)
         self._trouble = ""
         self.exclusive = exclusive
         self.shared = shared
@@ -86,13 +77,13 @@ class RankStore:
         group.names = None if shared else self.names_held
 
     @property
-    def clear_pending(self) -> bool:
+    def clear_pending(self) -> bool:  # type: ignore[override]
         """Whether a store of a rank has not been cleared as often as another, or a clear failed."""
         return self._uncleared or self.names_held.uneven
 
     @property
-    def is_complete(self) -> bool:
-        """See `CheckedInventory.is_complete`. The leader has the names that all ranks hold."""
+    def is_complete(self) -> bool:  # type: ignore[override]
+        """See `Backend.is_complete`. The leader has the names that all ranks hold."""
         return not self.shared
 
     def take_removed(self) -> list[bytes]:
@@ -192,6 +183,7 @@ class RankStore:
         slots: Sequence[int],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int | None] = (),
     ) -> WriteReport:
         """See `Backend.write_slots`."""
         if expired():
@@ -215,6 +207,18 @@ class RankStore:
             ):
                 self.names_held.add(key)
         return WriteReport(outcomes, evicted)
+
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
+        """The bytes never come to this process: see `read_slots`."""
+        raise StoreUnsupported("the bytes of ranks are not in reach of this process")
+
+    async def write(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> WriteReport:
+        """The bytes never come to this process: see `write_slots`."""
+        raise StoreUnsupported("the bytes of ranks are not in reach of this process")
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`."""
@@ -292,7 +296,7 @@ class RankStore:
         """See `Backend.iter_keys`."""
         return iter(self.names_held.held)
 
-    def key_slices(self) -> Iterator[Sequence[bytes]]:
+    def key_slices(self) -> Iterator[list[bytes]]:
         """`keys` in parts. The store may change between two of them: a key that it holds all the
         time is in one."""
         return (list(self.names_held.held.shards[number]) for number in range(SHARDS))
@@ -304,10 +308,6 @@ class RankStore:
     def holds(self, key: bytes) -> bool:
         """See `Backend.holds`."""
         return key in self.names_held
-
-    def statistics(self) -> StoreStatistics:
-        """See `Backend.statistics`."""
-        return self.counters.statistics(self.count(), self.block_bytes)
 
 
 def proved(part: PathPart) -> bool:
@@ -435,7 +435,7 @@ class StoreOperations:
         return self._without_checksum - before
 
     async def _carry_out(
-        self, store: CheckedBackend | None, message: StoreObjects, keys: list[bytes]
+        self, store: GuardedBackend | None, message: StoreObjects, keys: list[bytes]
     ) -> tuple[bytes, list[bytes]]:
         """Outcomes, and keys that the store does not hold any more."""
         until = now() + message.seconds
@@ -457,7 +457,7 @@ class StoreOperations:
                 )
                 gone = report.evicted
             # With keys that left outside of batches, a page at a time.
-            gone = [*gone, *store.inventory.take_removed()]
+            gone = [*gone, *store.take_removed()]
             return bytes(report.outcomes), [key for key in gone if not store.holds(key)]
         if message.kind == "ask":
             found = store.probe(keys)
@@ -468,7 +468,7 @@ class StoreOperations:
         return bytes(len(keys)), []
 
 
-async def _next_paths(store: CheckedBackend | None, message: StoreObjects) -> RankAnswer:
+async def _next_paths(store: GuardedBackend | None, message: StoreObjects) -> RankAnswer:
     """The next parts of the paths that the objects form; MISS at the end."""
     if store is None:
         return RankAnswer(message.op, bytes([Outcome.MISS]))

@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import anyio
 import xxhash
@@ -21,23 +20,11 @@ from kvactors.native import SlabQueue
 from kvactors.storage.backend import Expired
 from kvactors.storage.file.layout import SlabFiles, address_of, extent
 from kvactors.storage.file.table import (
-    SALT,
-    WRITTEN_AT,
-    WritingLineages,
-    blank_entries,
-    blank_entry,
     checksum_of,
-    fields_of_lineage,
     is_marked,
-    mark_of,
-    room_beside,
 )
 from kvactors.storage.messages import Outcome
 from kvactors.threads import NICE, Workers, end_at_exit
-
-if TYPE_CHECKING:
-    from kvactors.storage.file.slots import Slots
-
 
 # -- native reads and writes
 
@@ -66,13 +53,7 @@ class SlabIo:
     """Moves objects between the slots of an open store and memory, in native threads.
 
     A job is a batch of objects: one call submits it, and one wake-up of the loop completes all
-    jobs that have ended since.
-
-    Args:
-        files: of the store.
-        read_depth: reads at the same time.
-        write_depth: writes at the same time.
-    """
+    jobs that have ended since."""
 
     def __init__(self, files: SlabFiles, read_depth: int, write_depth: int) -> None:
         self._files = files
@@ -123,14 +104,7 @@ class SlabIo:
         expired: Expired,
     ) -> Moved:
         """Write payloads, and complete their entries with the checksums. When the call has ended,
-        cancelled or not, no view is read any more.
-
-        Args:
-            slots: of the store.
-            views: the payloads.
-            entries: see `slab_table.blank_entry`.
-            expired: whether the deadline has passed.
-        """
+        cancelled or not, no view is read any more."""
         return await self._move(True, slots, views, entries, expired)
 
     async def _move(
@@ -296,15 +270,13 @@ class SlabThreads:
     """A pool of threads for calls of Python, and the native threads that move objects.
 
     Attributes:
-        depth: calls at the same time.
-        workers: the threads.
+        workers: the threads for calls of Python.
         io: moves objects.
     """
 
     def __init__(self, files: SlabFiles, depth: int, write_depth: int) -> None:
         """depth: reads, write_depth: writes at the same time."""
-        self.depth = min(depth, CALLS)
-        self.workers = Workers(self.depth, "kvactors-file")
+        self.workers = Workers(min(depth, CALLS), "kvactors-file")
         self.io = SlabIo(files, depth, write_depth)
 
     @property
@@ -318,18 +290,6 @@ class SlabThreads:
         return await wait_uncancelled(
             asyncio.wrap_future(self.workers.submit(lambda: function(*args)))
         )
-
-    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """Await the coroutines that `work` makes, as many concurrently as there are threads."""
-        queue = iter(work)
-
-        async def worker() -> None:
-            for item in queue:
-                await item()
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(min(self.depth, len(work))):
-                tasks.start_soon(worker)
 
     async def close(self, files: SlabFiles, limit: float) -> bool:
         """End the threads and close the files, which gives up the lock.
@@ -374,9 +334,8 @@ def load(
     Blocks, and belongs in a thread."""
     try:
         if not files.in_place() or (files.read_only and not files.current()):
-            return (
-                Outcome.MISS
-            )  # the folder was deleted, and its open files are freed with this process
+            # The folder was deleted, and its open files are freed with this process.
+            return Outcome.MISS
         outcome = files.read(slot, *extent(into, arena))
         there = files.entry(slot) if outcome == Outcome.OK else b""
     except OSError as error:
@@ -389,108 +348,9 @@ def load(
     return Outcome.OK if whole else Outcome.CORRUPT
 
 
-async def load_batch(
-    files: SlabFiles,
-    threads: SlabThreads,
-    wanted: Sequence[tuple[int, bytes, memoryview]],
-    arena: Arena | None,
-    expired: Expired,
-) -> list[Outcome]:
-    """The outcomes of reading slots with these marks into these views. The native threads read for
-    the process that writes: a view beside it has more to check."""
-    if not files.read_only:
-        slots, marks, views = zip(*wanted, strict=True)
-        return await threads.io.read(slots, views, marks, expired)
-
-    def load_all() -> list[Outcome]:
-        return [load(files, slot, mark, into, arena) for slot, mark, into in wanted]
-
-    return [Outcome.LATE] * len(wanted) if expired() else await threads.run(load_all)
-
-
 def proved(files: SlabFiles, slot: int, checksum: int) -> bool:
     """Whether a slot that held a corrupt object returns the payload that was written to it."""
-    bounce = files.transfers.bounce_buffer(files.meta.stride)
+    bounce = files.bounce_buffer()
     if files.read(slot, address_of(bounce), files.meta.stride) != Outcome.OK:
         return False
     return xxhash.xxh3_64_intdigest(memoryview(bounce)[: files.meta.block_bytes]) == checksum
-
-
-# -- writing objects
-
-
-class SlabWrites:
-    """Writes payloads and makes their table entries, which another call writes later.
-
-    Attributes:
-        lineages: of the objects that are being written.
-        sequence: number of the next write.
-    """
-
-    def __init__(
-        self,
-        files: SlabFiles,
-        threads: SlabThreads,
-        slots: Slots,
-        salt_of: Callable[[bytes], int | None],
-    ) -> None:
-        """salt_of: the number of the salt of an object that is being written, None if it is not to
-        be kept."""
-        self.lineages = WritingLineages()
-        self.sequence = 0
-        self._files = files
-        self._threads = threads
-        self._slots = slots
-        self._salt_of = salt_of
-
-    async def write(
-        self,
-        keys: Sequence[bytes],
-        data: Sequence[memoryview],
-        slots: Sequence[int],
-        generation: int,
-        expired: Expired,
-    ) -> list[tuple[Outcome, bytes]]:
-        """Write payloads to slots.
-
-        Returns:
-            An outcome and the entry of each. CORRUPT: the slot held a corrupt object before, and
-            does not return the data written to it.
-        """
-        blanks = self._blanks(keys, generation)
-        outcomes, records = await self._threads.io.write(slots, data, blanks, expired)
-        size = self._files.meta.entry_bytes
-        found = [
-            (outcome, records[n * size : (n + 1) * size]) for n, outcome in enumerate(outcomes)
-        ]
-        if not self._slots.suspects:
-            return found
-        for n, slot in enumerate(slots):
-            outcome, entry = found[n]
-            if outcome == Outcome.OK and slot in self._slots.suspects:
-                checksum = checksum_of(mark_of(entry))
-                if await self._threads.run(proved, self._files, slot, checksum):
-                    self._slots.passed(slot)
-                else:
-                    found[n] = Outcome.CORRUPT, entry
-        return found
-
-    def _blanks(self, keys: Sequence[bytes], generation: int) -> list[bytes]:
-        meta, sequence = self._files.meta, self.sequence
-        self.sequence += len(keys)
-        moment = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
-        lineages = [self.lineages.get(key) for key in keys]
-        salts = [self._salt_of(key) for key in keys]
-        if not any(lineages) and len(set(salts)) == 1:
-            fields = _with_salt(moment, salts[0])
-            return blank_entries(meta, keys, sequence, generation, fields)
-        found = []
-        for n, (key, lineage) in enumerate(zip(keys, lineages, strict=True)):
-            inputs = fields_of_lineage(lineage, room_beside(meta, moment))
-            fields = {**moment, **inputs} if inputs else _with_salt(moment, salts[n])
-            found.append(blank_entry(meta, key, sequence + n, generation, fields))
-        return found
-
-
-def _with_salt(fields: Mapping[int, bytes], salt: int | None) -> Mapping[int, bytes]:
-    return fields if salt is None else {**fields, SALT: salt.to_bytes(8, "little")}

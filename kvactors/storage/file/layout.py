@@ -2,7 +2,7 @@
 
     DIRECTORY / MODEL / NAMESPACE / rank-R-of-N / 16 hex digits of the identity /
         lock            held by the process that writes here, with its number in it
-        table           the object in each slot (`slab_table`)
+        table           the object in each slot (`table`)
         slab-0000       slots of whole pages, preallocated, one payload each
         table.damaged   a table whose first page was damaged, set aside when the store was opened
 
@@ -63,6 +63,10 @@ HELD = 256
 does not use up the process's descriptors."""
 
 
+ATTEMPTS = 100
+"""Times that the file is opened again because another one has taken its place."""
+
+
 class SlabFiles:
     """folder: of the store. meta: its identity and geometry. read_only: change no file. floor:
     bytes of the file system left free."""
@@ -79,7 +83,7 @@ class SlabFiles:
         self.loop: asyncio.AbstractEventLoop | None = None  # of the store
         self._slots_per_slab = meta.slots_per_slab  # of a new store on a disk with space
         self._folder = self._table = self._lock = -1
-        self.transfers = Transfers()
+        self._thread = threading.local()  # with the bounce buffer of each thread
         OPEN.add(self)
 
     # -- opening
@@ -94,7 +98,7 @@ class SlabFiles:
             if not self.read_only:
                 os.fchmod(self._folder, FOLDER_MODE)
                 self._unlock_abandoned()
-                self._lock = take_lock(self.folder, self._folder)
+                self._lock = self._take_lock()
             return self._open_table()
         except OSError as error:
             self.close()
@@ -115,6 +119,32 @@ class SlabFiles:
         for files in list(OPEN):
             if files.folder == self.folder and files.loop is not None and files.loop.is_closed():
                 files.unlock()
+
+    def _take_lock(self) -> int:
+        """The descriptor of the lock, with this process's number in it. StoreError if another
+        process has it."""
+        for _ in range(ATTEMPTS):
+            lock = self._open("lock", os.O_RDWR | os.O_CREAT)
+            try:
+                if not locked(lock):
+                    holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "?"
+                    raise StoreError(
+                        f"{self.folder} is in use by process {holder}: open it with read_only, or "
+                        "another folder"
+                    )
+                there = self._state("lock")
+                if there is not None and there.st_ino == os.fstat(lock).st_ino:
+                    os.ftruncate(lock, 0)
+                    os.pwrite(lock, str(os.getpid()).encode(), 0)
+                    return lock
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)  # 'kvactors store prune' has removed it since it was opened
+        raise StoreError(
+            f"{self.folder / 'lock'}: another file took its place {ATTEMPTS} times while it was "
+            "opened"
+        )
 
     def _open(self, name: str, flags: int) -> int:
         return open_private(name, flags, dir_fd=self._folder)
@@ -308,15 +338,35 @@ class SlabFiles:
 
     def read(self, slot: int, address: int, space: int) -> Outcome:
         """Read a slot's payload to memory, where `space` bytes may be written. MISS if the file is
-        too short. For single reads: batches go through `SlabIo`."""
-        direct = self.direct
+        too short. For single reads: batches go through `SlabIo`.
+
+        Direct I/O moves whole aligned pages, so memory that is not aligned, or whose last page
+        belongs to another owner, goes through a bounce buffer of the thread.
+        """
+        direct, size, stride = self.direct, self.meta.block_bytes, self.meta.stride
         try:
             with self._place(slot) as (fd, at):
-                return self.transfers.read(fd, at, address, space, self.meta, direct=self.direct)
+                if not direct:
+                    whole = os.preadv(fd, [memory(address, size)], at) == size
+                elif address % PAGE == 0 and space >= stride:
+                    whole = os.preadv(fd, [memory(address, stride)], at) >= size
+                else:
+                    bounce = self.bounce_buffer()
+                    whole = os.preadv(fd, [bounce], at) >= size
+                    if whole:
+                        ctypes.memmove(address, address_of(bounce), size)
         except OSError as error:
             if direct and error.errno == errno.EINVAL and self.buffered_from_now_on():
                 return self.read(slot, address, space)
             return self.failed(error)
+        return Outcome.OK if whole else Outcome.MISS
+
+    def bounce_buffer(self) -> mmap.mmap:
+        """Aligned memory for a slot that belongs to the calling thread."""
+        if getattr(self._thread, "buffer", None) is None:
+            self._thread.buffer = mmap.mmap(-1, self.meta.stride)
+        found: mmap.mmap = self._thread.buffer
+        return found
 
     def buffered_from_now_on(self) -> bool:
         """Direct I/O was refused by a call that had begun with it (some file systems open for it
@@ -446,39 +496,6 @@ def after_fork() -> None:
 register_at_fork(after_in_child=after_fork)
 
 
-# -- the lock
-
-
-ATTEMPTS = 100
-"""Times that the file is opened again because another one has taken its place."""
-
-
-def take_lock(folder: Path, fd: int) -> int:
-    """The descriptor of the lock, with this process's number in it. fd: of the folder. StoreError
-    if another process has it, OSError. Blocks."""
-    for _ in range(ATTEMPTS):
-        lock = open_private("lock", os.O_RDWR | os.O_CREAT, dir_fd=fd)
-        try:
-            if not locked(lock):
-                holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "?"
-                raise StoreError(
-                    f"{folder} is in use by process {holder}: open it with read_only, or another "
-                    "folder"
-                )
-            there = state_of(folder / "lock")
-            if there is not None and there.st_ino == os.fstat(lock).st_ino:
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, str(os.getpid()).encode(), 0)
-                return lock
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)  # 'kvactors store prune' has removed it since it was opened
-    raise StoreError(
-        f"{folder / 'lock'}: another file took its place {ATTEMPTS} times while it was opened"
-    )
-
-
 def state_of(path: Path) -> os.stat_result | None:
     """Of the file that is at a path now, symbolic links not followed; None if there is none."""
     try:
@@ -503,49 +520,3 @@ def extent(view: memoryview, arena: Arena | None) -> tuple[int, int]:
     if arena is not None and 0 <= address - arena.address < arena.num_slots * arena.stride:
         return address, arena.stride
     return address, len(view)
-
-
-class Transfers:
-    """Reads one slot a call, in the calling thread.
-
-    Direct I/O moves whole aligned pages, so memory that is not aligned, or whose last page belongs
-    to another owner, goes through a bounce buffer of the thread.
-    """
-
-    def __init__(self) -> None:
-        self._thread = threading.local()
-
-    def read(
-        self, fd: int, at: int, address: int, available: int, meta: Meta, *, direct: bool
-    ) -> Outcome:
-        """Read a slot's payload. MISS if the file is shorter than it. OSError.
-
-        Args:
-            fd: of the slab.
-            at: where the slot begins in it.
-            address: memory for the payload.
-            available: number of bytes that may be written at `address`.
-            meta: of the store.
-            direct: whether the file is open for direct I/O.
-        """
-        size, stride = meta.block_bytes, meta.stride
-        if not direct:
-            return (
-                Outcome.OK if os.preadv(fd, [memory(address, size)], at) == size else Outcome.MISS
-            )
-        if not (address % PAGE or available < stride):
-            return (
-                Outcome.OK if os.preadv(fd, [memory(address, stride)], at) >= size else Outcome.MISS
-            )
-        bounce = self.bounce_buffer(stride)
-        if os.preadv(fd, [bounce], at) < size:
-            return Outcome.MISS
-        ctypes.memmove(address, address_of(bounce), size)
-        return Outcome.OK
-
-    def bounce_buffer(self, stride: int) -> mmap.mmap:
-        """Aligned memory that belongs to the calling thread."""
-        if getattr(self._thread, "buffer", None) is None:
-            self._thread.buffer = mmap.mmap(-1, stride)
-        found: mmap.mmap = self._thread.buffer
-        return found

@@ -8,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from kvactors.actor.clock import now
 from kvactors.actor.uncancelled import wait_uncancelled
@@ -17,9 +16,6 @@ from kvactors.storage.catalog import Catalog
 from kvactors.storage.file.layout import SlabFiles
 from kvactors.storage.messages import Outcome
 from kvactors.threads import Workers
-
-if TYPE_CHECKING:
-    from kvactors.storage.file.io import SlabThreads
 
 PAUSE = 60.0
 """Seconds in quarantine after the first corrupt object of a slot, doubled with each further one."""
@@ -160,6 +156,9 @@ class Slots:
 # -- free slots
 
 
+GROW_AGAIN = 10.0
+"""Seconds after which a store on a full disk tries to grow again. Until then it evicts."""
+
 DEADLINE_EVERY = 64
 """Objects of a batch that get their slots between two looks at its deadline."""
 
@@ -172,20 +171,26 @@ class SlotSupply:
 
     Attributes:
         slots: which are free, read, or in quarantine.
-        growth: adds slabs.
-        capacity: objects at most, when no slot is in quarantine.
+        capacity: objects at most, when no slot is in quarantine. Known once the store is open.
+        pause_until: time before which no slab is added, because the disk was full.
+        refused: why the last slab could not be added, empty if it could.
     """
 
-    def __init__(self, files: SlabFiles, threads: SlabThreads, catalog: Catalog) -> None:
+    def __init__(self, files: SlabFiles, workers: Workers, catalog: Catalog) -> None:
         self.slots = Slots(self._wake)
-        self.growth = Growth(files, self.slots, threads.workers)
         self.capacity = 0
+        self.pause_until = 0.0
+        self.refused = ""
+        self._files = files
+        self._workers = workers
         self._catalog = catalog
+        self._task: asyncio.Task[Outcome] | None = None  # adds a slab
+        self._call: Future[Outcome] | None = None  # in a thread, may outlast a cancelled task
         self._waiting: set[asyncio.Future[None]] = set()  # writes without a slot
 
     def set_capacity(self, capacity: int) -> None:
         """The capacity is known once the store is open, and follows the space."""
-        self.capacity = self.growth.capacity = capacity
+        self.capacity = capacity
         self._fit()
 
     def quarantine(self, slot: int) -> None:
@@ -217,14 +222,8 @@ class SlotSupply:
         squeeze: Callable[[], Awaitable[bool]],
         expired: Expired,
     ) -> None:
-        """Take a slot for each object of a batch, until its deadline.
-
-        Args:
-            taken: receives the slots, by position in the batch.
-            outcomes: of the batch. Receives why an object got no slot.
-            squeeze: see `take`.
-            expired: whether the deadline has passed.
-        """
+        """Take a slot for each object of a batch, until its deadline: `taken` receives them by
+        position, `outcomes` why an object got none."""
         for start in range(0, len(outcomes), DEADLINE_EVERY):
             if expired():
                 return
@@ -235,7 +234,7 @@ class SlotSupply:
                     slot, outcomes[i] = await self.take(squeeze, expired)
                     if slot is not None:
                         taken[i] = slot
-        self.growth.ahead()
+        self._grow_ahead()
 
     async def take(
         self, squeeze: Callable[[], Awaitable[bool]], expired: Expired
@@ -254,7 +253,7 @@ class SlotSupply:
             taken = self.take_now(1)
             if taken:
                 return taken[0], Outcome.OK
-            outcome = await self.growth.more()
+            outcome = await self.grow()
             if slots.free or outcome == Outcome.OK:
                 continue  # other writes may have taken the slots of the new slab
             if outcome != Outcome.NO_SPACE:
@@ -282,34 +281,13 @@ class SlotSupply:
             if not waiter.done():
                 waiter.set_result(None)
 
+    # -- slabs that are added, up to the capacity
+    #
+    # The task works on no memory that a caller lent, so a cancelled one ends at once and its
+    # thread's call is left to itself. It is cancelled only when the loop ends (`asyncio.run`
+    # cancels every task): a disk that hangs must not keep it from ending.
 
-# -- slabs that are added
-
-
-GROW_AGAIN = 10.0
-"""Seconds after which a store on a full disk tries to grow again. Until then it evicts."""
-
-
-class Growth:
-    """Adds slabs to a store, up to the capacity.
-
-    Attributes:
-        capacity: objects at most, known once the store is open.
-        pause_until: time before which it does not grow, because the disk was full.
-        refused: why the last slab could not be added, empty if it could.
-    """
-
-    def __init__(self, files: SlabFiles, slots: Slots, threads: Workers) -> None:
-        self.capacity = 0
-        self.pause_until = 0.0
-        self.refused = ""
-        self._files = files
-        self._slots = slots
-        self._threads = threads
-        self._task: asyncio.Task[Outcome] | None = None
-        self._call: Future[Outcome] | None = None  # in a thread, may outlast a cancelled task
-
-    async def more(self) -> Outcome:
+    async def grow(self) -> Outcome:
         """One more slab, with all that wait for it: OK, NO_SPACE or UNAVAILABLE. A caller that is
         cancelled raises that when the step has ended."""
         if now() < self.pause_until:
@@ -326,10 +304,10 @@ class Growth:
             task = self._begin()
         return await _outcome(task)
 
-    def ahead(self) -> None:
+    def _grow_ahead(self) -> None:
         """Begin to add a slab if less than half of one is free: a batch that needs it then does not
         wait, while the disk has nothing to write."""
-        enough = 2 * len(self._slots.free) >= self._files.meta.slots_per_slab
+        enough = 2 * len(self.slots.free) >= self._files.meta.slots_per_slab
         if enough or len(self._files.slabs) >= self._wanted() or now() < self.pause_until:
             return
         if self._task is None and (self._call is None or self._call.done()):
@@ -346,8 +324,8 @@ class Growth:
     def _begin(self) -> asyncio.Task[Outcome]:
         slabs = len(self._files.slabs)
         # Submitted now, so that a store that is closed next waits for the call.
-        self._call = self._threads.submit(self._files.grow)
-        self._task = asyncio.get_running_loop().create_task(self._grow(self._call, slabs))
+        self._call = self._workers.submit(self._files.grow)
+        self._task = asyncio.get_running_loop().create_task(self._add_slab(self._call, slabs))
         self._task.add_done_callback(self._ended)
         return self._task
 
@@ -357,12 +335,12 @@ class Growth:
         if not task.cancelled():
             task.exception()  # of a task whose callers were all cancelled
 
-    async def _grow(self, call: Future[Outcome], slabs: int) -> Outcome:
+    async def _add_slab(self, call: Future[Outcome], slabs: int) -> Outcome:
         per_slab = self._files.meta.slots_per_slab
         outcome = await asyncio.wrap_future(call)
         self.refused = "" if outcome == Outcome.OK else self._files.trouble
         if outcome == Outcome.OK:
-            self._slots.add(range(slabs * per_slab, (slabs + 1) * per_slab))
+            self.slots.add(range(slabs * per_slab, (slabs + 1) * per_slab))
         elif outcome == Outcome.NO_SPACE:
             self.pause_until = now() + GROW_AGAIN
         return outcome

@@ -1,3 +1,4 @@
+# ruff: noqa: D102 (overrides are documented in `Backend` and `LocalStore`)
 """A store of preallocated slab files: the default, without a server. `layout` has the folder,
 `table` the format of the table."""
 
@@ -6,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -17,29 +18,38 @@ from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
+from kvactors.flush_notifier.messages import PathPart
 from kvactors.identity import StoreIdentity
 from kvactors.lineage import Lineage
-from kvactors.storage.backend import Backend, Expired, ReadReport, StoreCounters, WriteReport
-from kvactors.storage.catalog import Catalog, OwnedInventory
-from kvactors.storage.file.io import SlabThreads, SlabWrites, load_batch
+from kvactors.storage.backend import Expired, ReadReport, WriteReport
+from kvactors.storage.file.io import SlabThreads, load, proved
 from kvactors.storage.file.layout import SPARE_FOLDER, SlabFiles
-from kvactors.storage.file.slots import GROW_AGAIN, Slots, SlotSupply
+from kvactors.storage.file.slots import GROW_AGAIN, SlotSupply
 from kvactors.storage.file.table import (
     CHUNK,
     PAGE,
+    SALT,
+    WRITTEN_AT,
     Meta,
-    PathReading,
+    SlabPaths,
     Stored,
     Survey,
     TableReader,
+    WritingLineages,
+    blank_entries,
+    blank_entry,
+    checksum_of,
     count_used,
     entry_bytes_for,
+    fields_of_lineage,
     mark_of,
     meta_of,
+    room_beside,
 )
-from kvactors.storage.local_store import OwnedBatches
+from kvactors.storage.local_store import LocalStore
 from kvactors.storage.messages import Outcome
-from kvactors.threads import Workers
+
+log = get_logger()
 
 SLAB_BYTES = 256 << 20
 """Bytes of a slab, unless the whole capacity is less."""
@@ -52,7 +62,24 @@ CLOSING = 1.0
 abandoned."""
 
 
-class FileBackend(Backend):
+SPACE_PAUSE_S = 10.0
+"""Seconds between two looks at the space, unless a look takes long."""
+
+LOSS_SHOWN_S = 600.0
+"""Seconds for which the loss of the store's files is a fault, although it works again."""
+
+
+WIPE_BYTES = 64 << 20
+"""Bytes of freed slots that are overwritten between two looks at the deadline."""
+
+WIPE_LATE = "the deadline has passed"
+
+
+def _with_salt(fields: Mapping[int, bytes], salt: int | None) -> Mapping[int, bytes]:
+    return fields if salt is None else {**fields, SALT: salt.to_bytes(8, "little")}
+
+
+class FileBackend(LocalStore):
     """Objects in slots of slab files, and a table of the key in each slot.
 
     Args:
@@ -66,9 +93,16 @@ class FileBackend(Backend):
         identity: the names behind `digest`.
         block_size: tokens of a block, if lineages are kept; 0 if not.
         scrub_rate: bytes a second that a scrub reads, 0 for none.
+
+    Attributes:
+        objects: slot and mark of the table entry, by key, of the objects that can be read.
+        written: slot and entry, by key, of payloads whose entries are not written yet.
+        lineages: of the objects that are being written.
+        sequence: number of the next write.
+        arena: memory whose slots are whole pages, so that the last page of a slot may be read and
+            written to its end. None: only the bytes of a view may be.
     """
 
-    exclusive = True
     wipes = True
 
     def __init__(
@@ -87,116 +121,168 @@ class FileBackend(Backend):
         block_size: int = 0,
         scrub_rate: int = 0,
     ) -> None:
-        inventory = OwnedInventory(0 if read_only else capacity, answerable=not read_only)
-        super().__init__(digest, block_bytes, inventory)
+        super().__init__(digest, block_bytes, 0 if read_only else capacity)
+        self.answerable = not read_only
+        self.keeps_lineages = block_size > 0 and not read_only
         names = identity or StoreIdentity("", "", digest)
         meta = _meta(names, digest, block_bytes, capacity, entry_bytes_for(block_size))
         place = Path(folder) / digest.hex()[:16]
         self.files = SlabFiles(place, meta, read_only=read_only, floor=floor)
-        self.keeps_lineages = block_size > 0 and not read_only
         self.threads = SlabThreads(self.files, depth, write_depth or depth)
-        self.medium = SlabMedium(
-            self.files,
-            self.threads,
-            inventory,
-            self.counters,
-            capacity,
-            synced=durability == "synced",
-        )
-        self.view: SlabView | None = None
-        if read_only:
-            self.view = SlabView(self.medium, self.files, self.threads, inventory)
-        if self.keeps_lineages:
-            self.paths = PathReading(self.files, self.threads)
-        self._inventory = inventory
+        self.supply = SlotSupply(self.files, self.threads.workers, self.catalog)
+        self._slots = self.supply.slots
+        self.objects: dict[bytes, tuple[int, bytes]] = {}
+        self.written: dict[bytes, tuple[int, bytes]] = {}
+        self.lineages = WritingLineages()
+        self.sequence = 0
+        self.arena: Arena | None = None
+        self.view = SlabView(self) if read_only else None
+        self.scrub = Scrub(self, scrub_rate) if scrub_rate and not read_only else None
+        self._paths: SlabPaths | None = None
+        self._synced = durability == "synced"
         self._calls = 0  # in progress, that use the files
-        self.scrub: Scrub | None = None
-        if scrub_rate and not read_only:
-            self.scrub = Scrub(
-                self.medium, inventory.catalog, block_bytes, meta.stride, scrub_rate, self._in_use
-            )
-        self._batches = OwnedBatches(
-            self.medium, inventory, self.counters, block_bytes, self.medium
-        )
+        self._evicted: list[bytes] = []  # by `_evict_for_disk_space`, until a batch reports them
+        self._no_eviction_until = 0.0
+        self._space = SpaceReader(self.files, capacity)
+        self._space_due = 0.0
+        self._concern = ""  # why the capacity is too small
+        self._loss = ""  # of all objects, for `condition`
+        self._loss_shown_until = 0.0
+        self._lost = False
+        self._advancing: asyncio.Task[None] | None = None  # the last step of the generation
 
-    @property
-    def generation(self) -> int:  # type: ignore[override]
-        """See `Backend.generation`."""
-        return self.medium.generation
-
-    @property
-    def clear_pending(self) -> bool:  # type: ignore[override]
-        """See `Backend.clear_pending`."""
-        return self.medium.generations.pending
-
-    @property
-    def removed_outside(self) -> bool:  # type: ignore[override]
-        """See `Backend.removed_outside`."""
-        return self.medium.removed_outside
+    # -- opening and closing
 
     async def open(self) -> None:
         """See `Backend.open`. If the capacity has shrunk, the objects written last stay."""
         self.files.loop = asyncio.get_running_loop()
         try:
-            await (self.medium.open() if self.view is None else self.view.open())
+            await (self._open_files() if self.view is None else self.view.open())
         except BaseException:
             await self.close()
             raise
         if self.scrub is not None:
             self.scrub.start()
 
+    async def _open_files(self) -> None:
+        _, found, space = await self.threads.run(survey, self.files, self._space)
+        self.threads.io.open()
+        self.generation = self.files.meta.generation
+        if space is not None:
+            self._settle(space)
+            self._space_due = now() + SPACE_PAUSE_S
+            log.info(
+                "file store open",
+                folder=str(self.files.folder),
+                capacity_bytes=space.capacity * self.files.meta.stride,
+                capacity_objects=space.capacity,
+                own_bytes=space.own,
+                free_bytes=space.free,
+                other_layouts_bytes=space.others,
+                objects=len(found.found),
+                torn=found.torn,
+            )
+        evicted, doubles = await self.threads.run(self._enter, found.found)
+        await self.threads.io.erase(doubles)
+        await self.erase(evicted)
+        await self._drop_empty_slabs()
+
+    def _enter(self, found: list[Stored]) -> tuple[list[bytes], list[int]]:
+        """Take in the objects of the table, the oldest first.
+
+        Returns:
+            The keys beyond the capacity, and the slots of earlier writes of a key.
+        """
+        evicted: list[bytes] = []
+        doubles: list[int] = []
+        for sequence, slot, key, mark, salt in found:
+            before = self.objects.get(key)
+            if before is not None:
+                doubles.append(before[0])
+            self.objects[key] = (slot, mark)
+            evicted += self.catalog.admit([key], {key: salt}).evicted
+            self.sequence = sequence + 1
+        used = {slot for slot, _ in self.objects.values()}
+        slots = len(self.files.slabs) * self.files.meta.slots_per_slab
+        self._slots.give(slot for slot in range(slots) if slot not in used)
+        return evicted, doubles
+
+    async def _drop_empty_slabs(self) -> None:
+        """Delete slabs at the end that a smaller capacity does not need."""
+        per_slab = self.files.meta.slots_per_slab
+        last = max((slot for slot, _ in self.objects.values()), default=-1)
+        needed = -(-self.supply.capacity // per_slab)
+        keep = max(last // per_slab + 1, min(needed, len(self.files.slabs)))
+        await self.threads.run(self.files.shrink, keep)
+        self._slots.free = deque(slot for slot in self._slots.free if slot < keep * per_slab)
+
     async def close(self) -> None:
         """See `Backend.close`. Takes about a second at most, then abandons hanging threads."""
         if self.scrub is not None:
             await uncancelled(self.scrub.stop(CLOSING))
         self.stuck = not await uncancelled(self.threads.close(self.files, CLOSING))
-        if self.stuck and self.medium.arena is not None:
-            self.medium.arena.keep()
+        if self.stuck and self.arena is not None:
+            self.arena.keep()
 
     async def attach(self, arena: Arena) -> None:
-        """See `Backend.attach`."""
-        self.medium.arena = arena
+        self.arena = arena
         self.threads.io.attach(arena)
 
-    def probe(self, keys: Sequence[bytes]) -> int | None:
-        """See `Backend.probe`. A view looks for new objects first, in `ask`."""
-        return self._batches.probe(keys) if self.view is None else None
-
-    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """See `Backend.ask`."""
-        if self.view is not None:
-            await self.view.refresh()
-        return self._batches.probe(keys)
-
-    async def read(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
-        """See `Backend.read`."""
-        with self._in_use():
-            return await self._batches.read(keys, views, expired)
-
-    async def write(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> WriteReport:
-        """See `Backend.write`."""
-        if self.view is None:
-            if self.files.lost and not await self._begin_anew(expired):
-                refused = bytes([Outcome.UNAVAILABLE]) * len(keys)
-                self.counters.written(refused)
-                return WriteReport(refused, [])
-            await self.medium.follow_space()
-        self.medium.supply.prepare(len(keys))
-        with self._in_use():
-            return await self._batches.write(keys, views, expired)
-
     @contextmanager
-    def _in_use(self) -> Iterator[None]:
+    def in_use(self) -> Iterator[None]:
         """A call uses the files inside."""
         self._calls += 1
         try:
             yield
         finally:
             self._calls -= 1
+
+    # -- the space, and the loss of the files
+
+    async def follow_space(self) -> None:
+        """Reckon the capacity again, unless that was done a moment ago: the free space changes, and
+        so do the stores of other layouts."""
+        began = now()
+        if began < self._space_due:
+            return
+        self._space_due = float("inf")  # one look at a time
+        try:
+            space = await self.threads.run(self._space.read, len(self.catalog))
+        except FileNotFoundError:  # a slab
+            self.files.lose()
+            self._notice_loss()
+        except OSError as error:
+            self.files.failed(error)
+        else:
+            self._settle(space)
+        finally:
+            self._space_due = now() + max(SPACE_PAUSE_S, 50 * (now() - began))
+
+    def _settle(self, space: Space) -> None:
+        if space.capacity > self.supply.capacity:
+            self.supply.pause_until = 0.0
+        self.supply.set_capacity(space.capacity)
+        if space.concern and not self._concern:
+            log.warning(
+                "file store is too small",
+                reason=space.concern,
+                capacity_objects=space.capacity,
+                free_bytes=space.free,
+                other_layouts_bytes=space.others,
+            )
+        self._concern = space.concern
+
+    def _notice_loss(self) -> None:
+        """Give up every object, once the files were found deleted. New ones are in the catalog
+        still, for the batches that write them."""
+        if not self.files.lost or self._lost:
+            return
+        self._lost = True
+        self._loss_shown_until = time.monotonic() + LOSS_SHOWN_S
+        lost = self.catalog.remove(key for key in self.objects if key not in self.pending)
+        self.objects.clear()
+        self.removed_outside = True
+        log.warning("file store lost", reason=self.files.trouble, objects=len(lost))
 
     async def _begin_anew(self, expired: Expired) -> bool:
         """Make the files again, which were deleted, once no call uses the old ones. Returns whether
@@ -206,12 +292,113 @@ class FileBackend(Backend):
                 return False
             await asyncio.sleep(ANEW_CHECK_S)
         if self.files.lost:
-            with self._in_use():
+            with self.in_use():
                 try:
-                    await self.medium.begin_anew()
+                    await self._remake()
                 except StoreError:
                     return False
         return True
+
+    async def _remake(self) -> None:
+        """No other call may be running. StoreError if it is not possible."""
+        await self.threads.run(self.files.remake, self.generation)
+        self.threads.io.open()
+        self.generation = self.files.meta.generation
+        self._slots.restart(len(self.files.slabs) * self.files.meta.slots_per_slab)
+        self._space_due, self._lost = 0.0, False
+        self._loss = (
+            f"{self.files.folder}: the files were deleted by another program, with all objects, "
+            f"and made anew: {SPARE_FOLDER}"
+        )
+        log.info("file store made anew", folder=str(self.files.folder))
+
+    # -- reading
+
+    def probe(self, keys: Sequence[bytes]) -> int | None:
+        """See `Backend.probe`. A view looks for new objects first, in `ask`."""
+        return super().probe(keys) if self.view is None else None
+
+    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
+        if self.view is not None:
+            await self.view.refresh()
+        return self.readable_run(keys)
+
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
+        with self.in_use():
+            return await super().read(keys, views, expired)
+
+    def present(self, key: bytes) -> bool:
+        return key in self.objects
+
+    async def load(self, key: bytes, into: memoryview) -> Outcome:
+        return (await self.load_group([key], [into], lambda: False))[0]
+
+    async def load_group(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], expired: Expired
+    ) -> Sequence[Outcome]:
+        if not keys or expired():
+            return [Outcome.LATE] * len(keys)
+        outcomes = [Outcome.MISS] * len(keys)
+        generation = self.generation
+        found = {i: self.objects[key] for i, key in enumerate(keys) if key in self.objects}
+        if not found:
+            return outcomes
+        slots, marks = zip(*found.values(), strict=True)
+        views = [into[i] for i in found]
+        with self._slots.reading(slots):
+            if self.view is None:
+                read = await self.threads.io.read(slots, views, marks, expired)
+            else:  # beside the process that writes there is more to check
+                read = await self.threads.run(self._load_all, slots, marks, views)
+        self._notice_loss()
+        for (i, one), outcome in zip(found.items(), read, strict=True):
+            if outcome == Outcome.OK and generation == self.generation:
+                outcomes[i] = outcome
+            else:
+                outcomes[i] = await self._settled(keys[i], one, outcome, generation)
+        return outcomes
+
+    def _load_all(
+        self, slots: Sequence[int], marks: Sequence[bytes], views: Sequence[memoryview]
+    ) -> list[Outcome]:
+        files, arena = self.files, self.arena
+        return [load(files, *one, arena) for one in zip(slots, marks, views, strict=True)]
+
+    async def check(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
+        """Read objects for a scrub: damaged ones are given up, and reported gone with the next
+        batch. None counts as read or used."""
+        outcomes = await self.load_group(keys, into, lambda: False)
+        damaged = [key for key, one in zip(keys, outcomes, strict=True) if one == Outcome.CORRUPT]
+        if damaged:
+            self.counters.outcomes[Outcome.CORRUPT] += len(damaged)
+            pending = self.pending
+            self.catalog.remove(key for key in damaged if key not in pending)
+            self.removed_outside = True
+            log.error("corrupt object", found_by="scrub", objects=len(damaged))
+
+    async def _settled(
+        self, key: bytes, found: tuple[int, bytes], outcome: Outcome, generation: int
+    ) -> Outcome:
+        """The outcome of a read that began with `found` (slot and mark) and `generation`. An object
+        that is corrupt or missing is given up."""
+        slot, _ = found
+        if outcome not in (Outcome.CORRUPT, Outcome.MISS):
+            return outcome if generation == self.generation else Outcome.MISS
+        if self.files.read_only or self.objects.get(key) != found:
+            # Evicted, cleared or replaced during the read, by this process or by the one that
+            # writes here.
+            return Outcome.MISS
+        del self.objects[key]
+        if outcome == Outcome.MISS:
+            self._slots.give([slot])
+            return outcome
+        self.supply.quarantine(slot)
+        await self.threads.io.erase([slot])
+        return outcome
+
+    # -- writing
 
     async def write_slots(
         self,
@@ -222,43 +409,294 @@ class FileBackend(Backend):
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        """See `Backend.write_slots`."""
-        with self.medium.writes.lineages.of_batch(keys, lineages, self._inventory):
+        # A key of `pending` may have been evicted from the catalog by another batch.
+        with self.lineages.of_batch(keys, lineages, (self.catalog, self.pending)):
             return await super().write_slots(keys, arena, slots, expired, (), salts)
 
-    async def remove(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.remove`."""
-        with self._in_use():
-            await self._batches.remove(keys)
+    async def write(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        expired: Expired,
+        salts: Sequence[int | None] = (),
+    ) -> WriteReport:
+        if self.view is None:
+            if self.files.lost and not await self._begin_anew(expired):
+                refused = bytes([Outcome.UNAVAILABLE]) * len(keys)
+                self.counters.written(refused)
+                return WriteReport(refused, [])
+            await self.follow_space()
+        self.supply.prepare(len(keys))
+        with self.in_use():
+            return await super().write(keys, views, expired, salts)
 
-    async def clear(self, generation: int = 0) -> None:
-        """See `Backend.clear`. Advances the generation and removes no file."""
-        with self._in_use():
-            await self.medium.clear(generation)
+    async def save(self, key: bytes, data: memoryview) -> Outcome:
+        """See `LocalStore.save`: the payload, into a free slot. `seal` makes it an object."""
+        return (await self.save_group([key], [data], lambda: False))[0]
+
+    async def save_group(
+        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
+    ) -> Sequence[Outcome]:
+        if not keys or expired():
+            return [Outcome.LATE] * len(keys)
+        if self.files.read_only:
+            return [Outcome.NO_SPACE] * len(keys)
+        outcomes = await self._save_once(keys, data, expired)
+        for i, outcome in enumerate(outcomes):
+            if outcome != Outcome.NO_SPACE or not await self._evict_for_disk_space(first=True):
+                continue
+            # The slot of another object has its space on the disk.
+            outcomes[i] = (await self._save_once([keys[i]], [data[i]], expired))[0]
+            if outcomes[i] == Outcome.NO_SPACE:
+                self._no_eviction_until = now() + GROW_AGAIN
+        return outcomes
+
+    async def _save_once(
+        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
+    ) -> list[Outcome]:
+        """Write payloads to free slots, without eviction for those that the disk refuses."""
+        outcomes = [Outcome.LATE] * len(keys)
+        taken: dict[int, int] = {}  # slots, by position
+        try:
+            await self.supply.take_batch(taken, outcomes, self._evict_for_disk_space, expired)
+            if taken:
+                payloads = [keys[i] for i in taken], [data[i] for i in taken]
+                written = await self._write(*payloads, list(taken.values()), expired)
+                for i, outcome in zip(taken, written, strict=True):
+                    outcomes[i] = outcome
+        except BaseException:
+            self._slots.give(slot for i, slot in taken.items() if keys[i] not in self.written)
+            raise
+        return outcomes
+
+    async def _write(
+        self,
+        keys: Sequence[bytes],
+        data: Sequence[memoryview],
+        slots: Sequence[int],
+        expired: Expired,
+    ) -> list[Outcome]:
+        """Write payloads to slots. Slots that hold none afterwards are free, or in quarantine."""
+        found, records = await self.threads.io.write(slots, data, self._blanks(keys), expired)
+        size = self.files.meta.entry_bytes
+        entries = [records[n * size : (n + 1) * size] for n in range(len(found))]
+        for n, slot in enumerate(slots):
+            # A slot that held a corrupt object must return the data written to it.
+            if found[n] == Outcome.OK and slot in self._slots.suspects:
+                checksum = checksum_of(mark_of(entries[n]))
+                if await self.threads.run(proved, self.files, slot, checksum):
+                    self._slots.passed(slot)
+                else:
+                    found[n] = Outcome.CORRUPT
+        # Nothing is awaited from here on: a slot is given back once.
+        outcomes = []
+        for key, slot, outcome, entry in zip(keys, slots, found, entries, strict=True):
+            if outcome == Outcome.OK:
+                self.written[key] = (slot, entry)
+            elif outcome == Outcome.CORRUPT:
+                self.supply.quarantine(slot)
+                outcome = Outcome.UNAVAILABLE
+            else:
+                self._slots.give([slot])
+            outcomes.append(outcome)
+        return outcomes
+
+    def _blanks(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The entries of new objects, but for the checksums."""
+        meta, sequence = self.files.meta, self.sequence
+        self.sequence += len(keys)
+        moment = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
+        lineages = [self.lineages.get(key) for key in keys]
+        salts = [self.catalog.salt(key) for key in keys]
+        if not any(lineages) and len(set(salts)) == 1:
+            fields = _with_salt(moment, salts[0])
+            return blank_entries(meta, keys, sequence, self.generation, fields)
+        found = []
+        for n, (key, lineage) in enumerate(zip(keys, lineages, strict=True)):
+            inputs = fields_of_lineage(lineage, room_beside(meta, moment))
+            fields = {**moment, **inputs} if inputs else _with_salt(moment, salts[n])
+            found.append(blank_entry(meta, key, sequence + n, self.generation, fields))
+        return found
+
+    async def _evict_for_disk_space(self, *, first: bool = False) -> bool:
+        """Evict the least recently used object because the disk has no space, although the
+        capacity is not reached. With `first`, its slot is the next one to be taken."""
+        if now() < self._no_eviction_until:
+            return False
+        victim = self.catalog.evict(self.pending)
+        if victim is None:
+            return False
+        self._evicted.append(victim)
+        self.counters.evicted += 1
+        slot = self.objects[victim][0] if victim in self.objects else None
+        await self.erase([victim])
+        if first:
+            self._slots.first(slot)
+        return True
+
+    def take_evicted(self) -> list[bytes]:
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    async def seal(self, keys: Sequence[bytes]) -> Outcome:
+        """See `LocalStore.seal`: write the entries, and if synced, wait for the device."""
+        entries = [self.written[key] for key in keys]
+        outcome = await self.threads.io.seal(entries, sync=self._synced)
+        for key in keys:
+            slot, entry = self.written.pop(key)
+            if outcome == Outcome.OK and not self.files.lost:
+                self.objects[key] = (slot, mark_of(entry))
+            else:
+                self._slots.give([slot])
+        self._notice_loss()
+        return Outcome.UNAVAILABLE if self.files.lost else outcome
+
+    def abandon(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            slot_entry = self.written.pop(key, None)
+            if slot_entry is not None:
+                self._slots.give([slot_entry[0]])
+
+    # -- removing
+
+    async def erase(self, keys: Sequence[bytes]) -> Outcome:
+        slots = [self.objects.pop(key)[0] for key in keys if key in self.objects]
+        with self._slots.erasing(slots):
+            if not slots or self.files.read_only:
+                return Outcome.OK
+            return await self.threads.io.erase(slots)
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        with self.in_use():
+            await super().remove(keys)
 
     async def forget(self, salt: int) -> int:
-        """See `Backend.forget`."""
-        with self._in_use():
-            unknown = await self._batches.forget(salt)
-            await self.medium.sync_table()
+        with self.in_use():
+            unknown = await super().forget(salt)
+            try:
+                await self.threads.run(self.files.sync_table)
+            except OSError as error:
+                self.files.failed(error)
+                raise StoreError(self.files.trouble) from error
         return unknown
 
+    async def clear(self, generation: int = 0) -> None:
+        """See `Backend.clear`. Removes no file: the store gets another generation, in memory
+        immediately, on the device before this returns. Entries of earlier generations are free
+        slots from then on."""
+        if self.files.read_only:
+            raise StoreError(
+                f"{self.files.folder} is open read-only: the process that writes there can clear it"
+            )
+        self.catalog.clear()
+        slots = [slot for slot, _ in self.objects.values()]
+        self.objects.clear()
+        self.generation = max(self.generation + 1, generation)
+        if self.files.lost:  # the generation is that of the files that follow
+            return
+        with self.in_use(), self._slots.erasing(slots):
+            self.clear_pending = True
+            advancing = self._advancing = asyncio.get_running_loop().create_task(
+                self._advance(self._advancing)
+            )
+            try:
+                await wait_uncancelled(advancing)
+            finally:
+                if self._advancing is advancing:
+                    self._advancing = None
+
+    async def _advance(self, before: asyncio.Task[None] | None) -> None:
+        """Make the generation of the moment durable, after every earlier step: the first page never
+        goes back. Works on no memory that a caller lent, so a cancelled task ends at once, when the
+        loop ends: a disk that hangs must not keep it from ending."""
+        if before is not None:
+            await asyncio.wait([before])
+        number = self.generation
+        try:
+            await asyncio.wrap_future(
+                self.threads.workers.submit(lambda: self.files.advance(number))
+            )
+        except OSError as error:
+            raise StoreError(
+                f"{self.files.folder}: the store could not be cleared: {error}"
+            ) from error
+        if number == self.generation:
+            self.clear_pending = False
+
     async def wipe(self, expired: Expired) -> str:
-        """See `Backend.wipe`."""
-        with self._in_use():
-            return await self.medium.wipe(expired)
+        """See `Backend.wipe`. The slots without an object, a part of them at a time, which is not
+        handed out until it is overwritten. A read in flight finds a wrong checksum, and its object
+        is not in the store any more."""
+        with self.in_use():
+            return await self._wipe(expired)
+
+    async def _wipe(self, expired: Expired) -> str:
+        slots, part = self._slots, max(1, WIPE_BYTES // self.files.meta.stride)
+        try:
+            with slots.reading(retired := slots.retired()):
+                for start in range(0, len(retired), part):
+                    if expired():
+                        return WIPE_LATE
+                    await self.threads.run(self.files.wipe, retired[start : start + part])
+            # Those that writes have taken are free again, with old bytes, if the writes fail.
+            meta = self.files.meta
+            left = len(self.files.slabs) * meta.slots_per_slab - len(self.objects) - len(retired)
+            while not expired():
+                some = slots.take(min(part, left))
+                left -= len(some)
+                if not some:
+                    await self.threads.run(self.files.wiped)
+                    return ""
+                with slots.erasing(some):
+                    await self.threads.run(self.files.wipe, some)
+        except OSError as error:
+            self.files.failed(error)
+            return self.files.trouble
+        return WIPE_LATE
+
+    # -- paths: one reading at a time, in the store's threads
+
+    def begin_paths(self) -> None:
+        if self.keeps_lineages:
+            self._paths = SlabPaths(self.files)
+
+    def end_paths(self) -> None:
+        self._paths = None
+
+    async def next_paths(self, most: int) -> list[PathPart] | None:
+        """See `Backend.next_paths`. An error of the disk ends the reading."""
+        paths, parts = self._paths, None
+        if paths is None:
+            return None
+        try:
+            parts = await self.threads.run(paths.parts, most)
+        except OSError as error:
+            self.files.failed(error)
+        if parts is None:
+            if paths.skipped:
+                log.warning(
+                    "stored blocks whose lineage is damaged",
+                    folder=str(self.files.folder),
+                    blocks=paths.skipped,
+                )
+            if paths is self._paths:
+                self._paths = None
+        return parts
+
+    # -- its condition
 
     def trouble(self) -> str:
-        """See `Backend.trouble`."""
         return self.files.trouble
 
     def condition(self) -> str:
-        """See `Backend.condition`."""
-        return self.medium.condition()
+        if self.files.lost:
+            return self.files.trouble
+        if time.monotonic() < self._loss_shown_until:
+            return self._loss
+        return self._concern or self.supply.concern()
 
     def take_removed(self) -> list[bytes]:
-        """See `Backend.take_removed`."""
-        self.medium.removed_outside = False
+        self.removed_outside = False
         return super().take_removed()
 
 
@@ -285,469 +723,6 @@ def _meta(
     )
 
 
-# -- objects
-
-
-log = get_logger()
-
-SPACE_PAUSE_S = 10.0
-"""Seconds between two looks at the space, unless a look takes long."""
-
-LOSS_SHOWN_S = 600.0
-"""Seconds for which the loss of the store's files is a fault, although it works again."""
-
-
-WIPE_BYTES = 64 << 20
-"""Bytes of freed slots that are overwritten between two looks at the deadline."""
-
-WIPE_LATE = "the deadline has passed"
-
-
-def _no_deadline() -> bool:
-    return False
-
-
-class SlabMedium:
-    """The medium of `FileBackend` (see `Medium`). State changes on the event loop, and blocking
-    calls run in threads.
-
-    Attributes:
-        objects: slot and mark of the table entry, by key, of the objects that can be read.
-        written: slot and entry, by key, of payloads whose entries are not written yet.
-        writes: writes payloads.
-        generation: of the store. Objects are written under it.
-        removed_outside: objects left the store outside of batches, and the indexes have not been
-            informed.
-        arena: memory whose slots are whole pages, so that the last page of a slot may be read and
-            written to its end. None: only the bytes of a view may be.
-    """
-
-    def __init__(
-        self,
-        files: SlabFiles,
-        threads: SlabThreads,
-        inventory: OwnedInventory,
-        counters: StoreCounters,
-        wanted: int,
-        *,
-        synced: bool,
-    ) -> None:
-        """wanted: capacity in objects, 0 for a share of the space. synced: `seal` waits until the
-        device has the bytes."""
-        self.objects: dict[bytes, tuple[int, bytes]] = {}
-        self.written: dict[bytes, tuple[int, bytes]] = {}
-        self.generation = 0
-        self.removed_outside = False
-        self.arena: Arena | None = None
-        self.supply = SlotSupply(files, threads, inventory.catalog)
-        self.generations = Generations(files, threads.workers)
-        self._slots = self.supply.slots
-        self.writes = SlabWrites(files, threads, self._slots, inventory.catalog.salt)
-        self._files = files
-        self._threads = threads
-        self._inventory = inventory
-        self._counters = counters
-        self._synced = synced
-        self._torn = 0
-        self._scan_s = 0.0
-        self._evicted: list[bytes] = []  # by `_squeeze`, until a batch reports them
-        self._no_eviction_until = 0.0
-        self._space = SpaceReader(files, wanted)
-        self._space_due = 0.0
-        self._concern = ""  # why the capacity is too small
-        self._loss = ""  # of all objects, for `condition`
-        self._loss_shown_until = 0.0
-        self._lost = False
-
-    # -- opening
-
-    async def open(self) -> None:
-        """Open the files and take in their objects.
-
-        Raises:
-            StoreError: the files cannot be used.
-        """
-        began = now()
-        _, found, space = await self._threads.run(survey, self._files, self._space)
-        self._threads.io.open()
-        self.generation, self._torn = self._files.meta.generation, found.torn
-        if space is not None:
-            self._settle(space)
-            self._space_due = now() + SPACE_PAUSE_S
-            log.info(
-                "file store open",
-                folder=str(self._files.folder),
-                capacity_bytes=space.capacity * self._files.meta.stride,
-                capacity_objects=space.capacity,
-                own_bytes=space.own,
-                free_bytes=space.free,
-                other_layouts_bytes=space.others,
-                objects=len(found.found),
-                torn=found.torn,
-            )
-        evicted, doubles = await self._threads.run(self._enter, found.found)
-        self._scan_s = now() - began
-        await self._threads.io.erase(doubles)
-        await self.erase(evicted)
-        await self._drop_empty_slabs()
-
-    def _enter(self, found: list[Stored]) -> tuple[list[bytes], list[int]]:
-        """Take in the objects of the table, the oldest first.
-
-        Returns:
-            The keys beyond the capacity, and the slots of earlier writes of a key.
-        """
-        evicted: list[bytes] = []
-        doubles: list[int] = []
-        for sequence, slot, key, mark, salt in found:
-            before = self.objects.get(key)
-            if before is not None:
-                doubles.append(before[0])
-            self.objects[key] = (slot, mark)
-            evicted += self._inventory.catalog.admit([key], {key: salt}).evicted
-            self.writes.sequence = sequence + 1
-        used = {slot for slot, _ in self.objects.values()}
-        slots = len(self._files.slabs) * self._files.meta.slots_per_slab
-        self._slots.give(slot for slot in range(slots) if slot not in used)
-        return evicted, doubles
-
-    async def _drop_empty_slabs(self) -> None:
-        """Delete slabs at the end that a smaller capacity does not need."""
-        per_slab = self._files.meta.slots_per_slab
-        last = max((slot for slot, _ in self.objects.values()), default=-1)
-        needed = -(-self.supply.capacity // per_slab)
-        keep = max(last // per_slab + 1, min(needed, len(self._files.slabs)))
-        await self._threads.run(self._files.shrink, keep)
-        self._slots.free = deque(slot for slot in self._slots.free if slot < keep * per_slab)
-
-    # -- the space, and the loss of the files
-
-    async def follow_space(self) -> None:
-        """Reckon the capacity again, unless that was done a moment ago: the free space changes, and
-        so do the stores of other layouts."""
-        began = now()
-        if began < self._space_due:
-            return
-        self._space_due = float("inf")  # one look at a time
-        try:
-            space = await self._threads.run(self._space.read, len(self._inventory.catalog))
-        except FileNotFoundError:  # a slab
-            self._files.lose()
-            self._notice_loss()
-        except OSError as error:
-            self._files.failed(error)
-        else:
-            self._settle(space)
-        finally:
-            self._space_due = now() + max(SPACE_PAUSE_S, 50 * (now() - began))
-
-    def _settle(self, space: Space) -> None:
-        if space.capacity > self.supply.capacity:
-            self.supply.growth.pause_until = 0.0
-        self.supply.set_capacity(space.capacity)
-        if space.concern and not self._concern:
-            log.warning(
-                "file store is too small",
-                reason=space.concern,
-                capacity_objects=space.capacity,
-                free_bytes=space.free,
-                other_layouts_bytes=space.others,
-            )
-        self._concern = space.concern
-
-    def _notice_loss(self) -> None:
-        """Give up every object, once the files were found deleted. New ones are in the catalog
-        still, for the batches that write them."""
-        if not self._files.lost or self._lost:
-            return
-        self._lost = True
-        self._loss_shown_until = time.monotonic() + LOSS_SHOWN_S
-        lost = self._inventory.catalog.remove(
-            key for key in self.objects if key not in self._inventory.pending
-        )
-        self.objects.clear()
-        self.removed_outside = True
-        log.warning("file store lost", reason=self._files.trouble, objects=len(lost))
-
-    async def begin_anew(self) -> None:
-        """Make the files again, after they were deleted. No other call may be running.
-
-        Raises:
-            StoreError: that is not possible.
-        """
-        await self._threads.run(self._files.remake, self.generation)
-        self._threads.io.open()
-        self.generation = self._files.meta.generation
-        self._slots.restart(len(self._files.slabs) * self._files.meta.slots_per_slab)
-        self._space_due, self._lost = 0.0, False
-        self._loss = (
-            f"{self._files.folder}: the files were deleted by another program, with all objects, "
-            f"and made anew: {SPARE_FOLDER}"
-        )
-        log.info("file store made anew", folder=str(self._files.folder))
-
-    def condition(self) -> str:
-        """See `Backend.condition`. For any thread."""
-        if self._files.lost:
-            return self._files.trouble
-        if time.monotonic() < self._loss_shown_until:
-            return self._loss
-        return self._concern or self.supply.growth.concern()
-
-    # -- reading
-
-    def present(self, key: bytes) -> bool:
-        """See `Medium.present`."""
-        return key in self.objects
-
-    async def load(self, key: bytes, into: memoryview) -> Outcome:
-        """See `Medium.load`."""
-        return (await self.load_group([key], [into], _no_deadline))[0]
-
-    async def load_group(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], expired: Expired
-    ) -> Sequence[Outcome]:
-        """See `Groups.load_group`."""
-        outcomes = [Outcome.MISS] * len(keys)
-        generation = self.generation
-        found = {i: self.objects[key] for i, key in enumerate(keys) if key in self.objects}
-        if not found:
-            return outcomes
-        slots = [slot for slot, _ in found.values()]
-        with self._slots.reading(slots):
-            wanted = [(*one, into[i]) for i, one in found.items()]
-            read = await load_batch(self._files, self._threads, wanted, self.arena, expired)
-        self._notice_loss()
-        for (i, one), outcome in zip(found.items(), read, strict=True):
-            if outcome == Outcome.OK and generation == self.generation:
-                outcomes[i] = outcome
-            else:
-                outcomes[i] = await self._settled(keys[i], one, outcome, generation)
-        return outcomes
-
-    async def check(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        """Read objects for a scrub: damaged ones are given up, and reported gone with the next
-        batch. None counts as read or used."""
-        outcomes = await self.load_group(keys, into, _no_deadline)
-        damaged = [key for key, one in zip(keys, outcomes, strict=True) if one == Outcome.CORRUPT]
-        if damaged:
-            self._counters.outcomes[Outcome.CORRUPT] += len(damaged)
-            pending = self._inventory.pending
-            self._inventory.catalog.remove(key for key in damaged if key not in pending)
-            self.removed_outside = True
-            log.error("corrupt object", found_by="scrub", objects=len(damaged))
-
-    async def _settled(
-        self, key: bytes, found: tuple[int, bytes], outcome: Outcome, generation: int
-    ) -> Outcome:
-        """The outcome of a read that has ended. An object that is corrupt or missing is given up.
-
-        Args:
-            key: of the object.
-            found: its slot and mark when the read began.
-            outcome: of the read.
-            generation: of the store when the read began.
-        """
-        slot, _ = found
-        if outcome not in (Outcome.CORRUPT, Outcome.MISS):
-            return outcome if generation == self.generation else Outcome.MISS
-        if self._files.read_only or self.objects.get(key) != found:
-            # Evicted, cleared or replaced during the read, by this process or by the one that
-            # writes here.
-            return Outcome.MISS
-        del self.objects[key]
-        if outcome == Outcome.MISS:
-            self._slots.give([slot])
-            return outcome
-        self.supply.quarantine(slot)
-        await self._threads.io.erase([slot])
-        return outcome
-
-    # -- writing
-
-    async def save(self, key: bytes, data: memoryview) -> Outcome:
-        """See `Medium.save`: the payload, into a free slot. `seal` makes it an object."""
-        return (await self.save_group([key], [data], _no_deadline))[0]
-
-    async def save_group(
-        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
-    ) -> Sequence[Outcome]:
-        """See `Groups.save_group`."""
-        if self._files.read_only:
-            return [Outcome.NO_SPACE] * len(keys)
-        outcomes = await self._save_once(keys, data, expired)
-        for i, outcome in enumerate(outcomes):
-            if outcome != Outcome.NO_SPACE or not await self._squeeze(first=True):
-                continue
-            # The slot of another object has its space on the disk.
-            outcomes[i] = (await self._save_once([keys[i]], [data[i]], expired))[0]
-            if outcomes[i] == Outcome.NO_SPACE:
-                self._no_eviction_until = now() + GROW_AGAIN
-        return outcomes
-
-    async def _save_once(
-        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
-    ) -> list[Outcome]:
-        """Write payloads to free slots, without eviction for those that the disk refuses."""
-        outcomes = [Outcome.LATE] * len(keys)
-        taken: dict[int, int] = {}  # slots, by position
-        try:
-            await self.supply.take_batch(taken, outcomes, self._squeeze, expired)
-            if taken:
-                payloads = [keys[i] for i in taken], [data[i] for i in taken]
-                written = await self._write(*payloads, list(taken.values()), expired)
-                for i, outcome in zip(taken, written, strict=True):
-                    outcomes[i] = outcome
-        except BaseException:
-            self._slots.give(slot for i, slot in taken.items() if keys[i] not in self.written)
-            raise
-        return outcomes
-
-    async def _write(
-        self,
-        keys: Sequence[bytes],
-        data: Sequence[memoryview],
-        slots: Sequence[int],
-        expired: Expired,
-    ) -> list[Outcome]:
-        """Write payloads to slots. Slots that hold none afterwards are free, or in quarantine."""
-        found = await self.writes.write(keys, data, slots, self.generation, expired)
-        outcomes = []
-        for key, slot, (outcome, entry) in zip(keys, slots, found, strict=True):
-            if outcome == Outcome.OK:
-                self.written[key] = (slot, entry)
-            elif outcome == Outcome.CORRUPT:
-                self.supply.quarantine(slot)
-                outcome = Outcome.UNAVAILABLE
-            else:
-                self._slots.give([slot])
-            outcomes.append(outcome)
-        return outcomes
-
-    async def _squeeze(self, *, first: bool = False) -> bool:
-        """Evict the least recently used object because the disk has no space, although the
-        capacity is not reached.
-
-        Args:
-            first: its slot is the next one to be taken.
-        """
-        if now() < self._no_eviction_until:
-            return False
-        victim = self._inventory.catalog.evict(self._inventory.pending)
-        if victim is None:
-            return False
-        self._evicted.append(victim)
-        self._counters.evicted += 1
-        slot = self.objects[victim][0] if victim in self.objects else None
-        await self.erase([victim])
-        if first:
-            self._slots.first(slot)
-        return True
-
-    def take_evicted(self) -> list[bytes]:
-        """See `Medium.take_evicted`."""
-        evicted, self._evicted = self._evicted, []
-        return evicted
-
-    async def seal(self, keys: Sequence[bytes]) -> Outcome:
-        """See `Medium.seal`: write the entries, and if synced, wait for the device."""
-        entries = [self.written[key] for key in keys]
-        outcome = await self._threads.io.seal(entries, sync=self._synced)
-        for key in keys:
-            slot, entry = self.written.pop(key)
-            if outcome == Outcome.OK and not self._files.lost:
-                self.objects[key] = (slot, mark_of(entry))
-            else:
-                self._slots.give([slot])
-        self._notice_loss()
-        return Outcome.UNAVAILABLE if self._files.lost else outcome
-
-    def abandon(self, keys: Iterable[bytes]) -> None:
-        """See `Medium.abandon`."""
-        for key in keys:
-            slot_entry = self.written.pop(key, None)
-            if slot_entry is not None:
-                self._slots.give([slot_entry[0]])
-
-    # -- removing
-
-    async def erase(self, keys: Sequence[bytes]) -> Outcome:
-        """See `Medium.erase`."""
-        slots = [self.objects.pop(key)[0] for key in keys if key in self.objects]
-        with self._slots.erasing(slots):
-            if not slots or self._files.read_only:
-                return Outcome.OK
-            return await self._threads.io.erase(slots)
-
-    async def sync_table(self) -> None:
-        """Wait until the device has every entry that was written or erased.
-
-        Raises:
-            StoreError: the disk refused.
-        """
-        try:
-            await self._threads.run(self._files.sync_table)
-        except OSError as error:
-            self._files.failed(error)
-            raise StoreError(self._files.trouble) from error
-
-    async def wipe(self, expired: Expired) -> str:
-        """See `Backend.wipe`. The slots without an object, a part of them at a time, which is not
-        handed out until it is overwritten. A read in flight finds a wrong checksum, and its object
-        is not in the store any more."""
-        slots, part = self._slots, max(1, WIPE_BYTES // self._files.meta.stride)
-        try:
-            with slots.reading(retired := slots.retired()):
-                for start in range(0, len(retired), part):
-                    if expired():
-                        return WIPE_LATE
-                    await self._threads.run(self._files.wipe, retired[start : start + part])
-            # Those that writes have taken are free again, with old bytes, if the writes fail.
-            meta = self._files.meta
-            left = len(self._files.slabs) * meta.slots_per_slab - len(self.objects) - len(retired)
-            while not expired():
-                some = slots.take(min(part, left))
-                left -= len(some)
-                if not some:
-                    await self._threads.run(self._files.wiped)
-                    return ""
-                with slots.erasing(some):
-                    await self._threads.run(self._files.wipe, some)
-        except OSError as error:
-            self._files.failed(error)
-            return self._files.trouble
-        return WIPE_LATE
-
-    async def clear(self, generation: int) -> None:
-        """Drop every object: the store gets another generation, in memory immediately, on the
-        device before this returns. Entries of earlier generations are free slots from then on.
-
-        Raises:
-            StoreError: the disk refused, or the store is read-only.
-        """
-        if self._files.read_only:
-            raise StoreError(
-                f"{self._files.folder} is open read-only: the process that writes there can clear "
-                "it"
-            )
-        self._inventory.catalog.clear()
-        slots = [slot for slot, _ in self.objects.values()]
-        self.objects.clear()
-        self.generation = max(self.generation + 1, generation)
-        if self._files.lost:  # the generation is that of the files that follow
-            return
-        with self._slots.erasing(slots):
-            await self.generations.advance(lambda: self.generation)
-
-    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """See `Medium.each`: as many concurrently as there are threads."""
-        await self._threads.each(work)
-
-    def statistics(self) -> FileStatistics:
-        """Sizes of the files."""
-        return statistics(self._files, self._slots, self._torn, self._scan_s, self.supply.capacity)
-
-
 # -- the space
 
 
@@ -756,27 +731,6 @@ SHARE = 0.8
 
 LITTLE_BYTES = 256 << 20
 """A capacity that follows the free space is a fault below this."""
-
-
-class FileStatistics(NamedTuple):
-    """A moment's picture of the files.
-
-    Attributes:
-        direct: whether the page cache is passed by.
-        quarantined: slots that held bad objects and are not used now.
-        torn: entries that made no sense when the store was opened.
-        scan_s: seconds to find out what was there.
-        capacity: objects at most.
-    """
-
-    slots: int
-    free: int
-    slabs: int
-    direct: bool
-    quarantined: int
-    torn: int
-    scan_s: float
-    capacity: int
 
 
 class Space(NamedTuple):
@@ -887,17 +841,6 @@ def own_bytes(files: SlabFiles) -> int:
     return sum(slab.lstat().st_blocks * 512 for slab in slabs)
 
 
-def statistics(
-    files: SlabFiles, slots: Slots, torn: int, scan_s: float, capacity: int
-) -> FileStatistics:
-    """A moment's picture."""
-    slabs = len(files.slabs)
-    total = slabs * files.meta.slots_per_slab
-    return FileStatistics(
-        total, len(slots.free), slabs, files.direct, slots.quarantined, torn, scan_s, capacity
-    )
-
-
 # -- a view of a store that another process writes
 
 
@@ -910,26 +853,10 @@ STEP = 1024
 
 
 class SlabView:
-    """Objects of a read-only store, as its table has them.
+    """Objects of a read-only store, as its table has them."""
 
-    Args:
-        medium: reads the objects.
-        files: of the store.
-        threads: read the table.
-        inventory: the keys of the store.
-    """
-
-    def __init__(
-        self,
-        medium: SlabMedium,
-        files: SlabFiles,
-        threads: SlabThreads,
-        inventory: OwnedInventory,
-    ) -> None:
-        self._medium = medium
-        self._files = files
-        self._threads = threads
-        self._inventory = inventory
+    def __init__(self, store: FileBackend) -> None:
+        self._store = store
         self._table: TableReader | None = None
         self._version: tuple[int, int] | None = None  # of the table as it was read
         self._read_twice = False  # the clock of the file system has ticked since that version
@@ -938,11 +865,13 @@ class SlabView:
 
     async def open(self) -> None:
         """Open the files and take in their objects. StoreError, also if there is no store yet."""
-        self._table, found, _ = await self._threads.run(survey, self._files, None)
-        self._threads.io.open()
+        self._table, found, _ = await self._store.threads.run(survey, self._store.files, None)
+        self._store.threads.io.open()
         await self._take_in(found)
         self._due = now() + REFRESH_S
-        log.info("file store view open", folder=str(self._files.folder), objects=len(self._keys))
+        log.info(
+            "file store view open", folder=str(self._store.files.folder), objects=len(self._keys)
+        )
 
     async def refresh(self) -> None:
         """Take in what has changed, unless that was done a moment ago. The objects stay as they
@@ -961,24 +890,24 @@ class SlabView:
         try:
             if self._table is None:
                 await self._open_again()
-            elif await self._threads.run(self._files.in_place):
-                await self._take_in(await self._threads.run(self._changes, self._table))
+            elif await self._store.threads.run(self._store.files.in_place):
+                await self._take_in(await self._store.threads.run(self._changes, self._table))
             else:
                 await self._lose()
         except OSError as error:
-            self._files.failed(error)
+            self._store.files.failed(error)
 
     def _changes(self, table: TableReader) -> Survey:
         """Blocks. OSError, StoreError."""
-        version = self._files.version()
+        version = self._store.files.version()
         if version == self._version and self._read_twice:
             return Survey([], [], 0)
-        found = table.read(self._files.follow())
+        found = table.read(self._store.files.follow())
         self._read_twice, self._version = version == self._version, version
         return found
 
     async def _take_in(self, found: Survey) -> None:
-        objects, catalog = self._medium.objects, self._inventory.catalog
+        objects, catalog = self._store.objects, self._store.catalog
         changed, new = iter(found.changed), iter(found.found)
         while slots := list(islice(changed, STEP)):
             gone = []
@@ -987,7 +916,7 @@ class SlabView:
                 if objects.get(key, (-1,))[0] == slot:
                     del objects[key]
                     gone.append(key)
-            self._inventory.acknowledge_removed(catalog.remove(gone))
+            self._store.acknowledge_removed(catalog.remove(gone))
             await asyncio.sleep(0)
         while some := list(islice(new, STEP)):
             self._enter(some)
@@ -996,24 +925,24 @@ class SlabView:
     def _enter(self, found: list[Stored]) -> None:
         for one in found:
             self._keys[one.slot] = one.key
-            self._medium.objects[one.key] = (one.slot, one.mark)
-        self._inventory.catalog.admit([one.key for one in found])
+            self._store.objects[one.key] = (one.slot, one.mark)
+        self._store.catalog.admit([one.key for one in found])
 
     async def _lose(self) -> None:
         """The files were deleted. They are opened again when no read uses them any more, once the
         process that writes has made them anew."""
         self._table = None
         await self._take_in(Survey([], list(self._keys), 0))
-        log.warning("the files of a view were deleted", folder=str(self._files.folder))
+        log.warning("the files of a view were deleted", folder=str(self._store.files.folder))
 
     async def _open_again(self) -> None:
-        if self._threads.busy:
+        if self._store.threads.busy:
             return
         try:
-            await self._threads.run(self._files.close)
+            await self._store.threads.run(self._store.files.close)
             await self.open()
         except StoreError as error:
-            self._files.failed(error)
+            self._store.files.failed(error)
 
 
 # -- the scrub
@@ -1027,33 +956,16 @@ PAUSE_S = 10.0
 
 
 class Scrub:
-    """Reads the objects of a store one after another, at a bounded rate.
+    """Reads the objects of a store one after another, at `rate` bytes a second. Damaged ones are
+    given up."""
 
-    Args:
-        medium: reads the objects, and gives up damaged ones.
-        catalog: of the store.
-        block_bytes: size of an object.
-        stride: bytes that an object takes on the disk.
-        rate: bytes a second.
-        in_use: a call uses the files inside.
-    """
-
-    def __init__(
-        self,
-        medium: SlabMedium,
-        catalog: Catalog,
-        block_bytes: int,
-        stride: int,
-        rate: int,
-        in_use: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._medium = medium
-        self._catalog = catalog
+    def __init__(self, store: FileBackend, rate: int) -> None:
+        stride = store.files.meta.stride
+        self._store = store
         self._seconds = stride / rate  # an object
         self._views = [
-            memoryview(bytearray(block_bytes)) for _ in range(max(1, STEP_BYTES // stride))
+            memoryview(bytearray(store.block_bytes)) for _ in range(max(1, STEP_BYTES // stride))
         ]
-        self._in_use = in_use
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -1074,54 +986,12 @@ class Scrub:
     async def read_all(self) -> None:
         """One pass. Objects that are written during it may be left out."""
         for keys in self._pages():
-            with self._in_use():
-                await self._medium.check(keys, self._views[: len(keys)])
+            with self._store.in_use():
+                await self._store.check(keys, self._views[: len(keys)])
             await asyncio.sleep(len(keys) * self._seconds)
 
     def _pages(self) -> Iterator[list[bytes]]:
         step = len(self._views)
-        for part in self._catalog.slices():
+        for part in self._store.catalog.slices():
             for start in range(0, len(part), step):
                 yield part[start : start + step]
-
-
-class Generations:
-    """Writes the store's generation to the first page.
-
-    Attributes:
-        pending: whether the last one is not there yet.
-    """
-
-    def __init__(self, files: SlabFiles, threads: Workers) -> None:
-        self.pending = False
-        self._files = files
-        self._threads = threads
-        self._last: asyncio.Task[None] | None = None
-
-    async def advance(self, generation: Callable[[], int]) -> None:
-        """Make the generation of the moment durable, after every earlier step: the first page never
-        goes back. StoreError if the disk refuses."""
-        self.pending = True
-        advancing = self._last = asyncio.get_running_loop().create_task(
-            self._advance(self._last, generation)
-        )
-        try:
-            await wait_uncancelled(advancing)
-        finally:
-            if self._last is advancing:
-                self._last = None
-
-    async def _advance(
-        self, before: asyncio.Task[None] | None, generation: Callable[[], int]
-    ) -> None:
-        if before is not None:
-            await asyncio.wait([before])
-        number = generation()
-        try:
-            await asyncio.wrap_future(self._threads.submit(lambda: self._files.advance(number)))
-        except OSError as error:
-            raise StoreError(
-                f"{self._files.folder}: the store could not be cleared: {error}"
-            ) from error
-        if number == generation():
-            self.pending = False

@@ -19,15 +19,27 @@ Entry of slot i, at 4096 + entry_bytes * i, little-endian:
     112  metadata area: fields, each tag u16, length u16, bytes, and zeros behind the last
     -8   XXH3-64 of everything before it u64
 
-A reader skips fields whose tag it does not have. Tag 1: time of the write, u64 microseconds since
-1970. Tags 2 to 6 are the inputs of the key (`slab_lineage`). An entry of zeros is a free slot.
-One whose checksum is wrong was torn while it was written, and is free as well. `entry_bytes` is in
-the first page: a larger number gives a store more space for metadata."""
+An entry of zeros is a free slot. One whose checksum is wrong was torn while it was written, and is
+free as well. `entry_bytes` is in the first page: a larger number gives a store more space for
+metadata. A reader skips fields whose tag it does not have:
+
+    tag  value
+    1    time of the write, u64 microseconds since 1970
+    2    hash of the parent block, or the root hash: 32 bytes
+    3    the block's own tokens, little-endian u32
+    4    extra key of the block, left out if it has none
+    5    name of the LoRA adapter, UTF-8, left out if there is none
+    6    number of the LoRA adapter, i64, left out if there is none
+    7    number of the object's salt (`quotas.salt_id`), left out beside tag 2
+
+Tags 2 to 6 are the inputs of the key (a block hash). All of them are there, or none: an entry too
+short for one has none. Blocks under a salt have none, so that neither a salt nor the tokens behind
+it are on disk."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,14 +52,9 @@ from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import PLAIN, PathPart, RequestScope
 from kvactors.lineage import Lineage
-from kvactors.storage.backend import (
-    PathSource,
-)
-from kvactors.storage.catalog import OwnedInventory
 from kvactors.types import HASH_BYTES
 
 if TYPE_CHECKING:
-    from kvactors.storage.file.io import SlabThreads
     from kvactors.storage.file.layout import SlabFiles
 
 PAGE = 4096
@@ -73,16 +80,8 @@ MOST_SEQUENCE = 1 << 63
 SLOTS = "slots"
 """How a slab is laid out: payload i at i * stride. The only arrangement of this version."""
 
-WRITTEN_AT = 1
-"""Tag of the metadata field with the time of the write."""
-
-PARENT = 2
-"""Tag of the metadata field with the hash of the parent block, see `slab_lineage`. No object under
-a salt has it."""
-
-SALT = 7
-"""Tag of the metadata field with the number of the object's salt (`quotas.salt_id`), left out
-beside PARENT."""
+WRITTEN_AT, PARENT, TOKENS, EXTRA, LORA, LORA_ID, SALT = 1, 2, 3, 4, 5, 6, 7
+"""Tags of the metadata fields."""
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -229,20 +228,6 @@ class Scan(NamedTuple):
     stale: int
 
 
-def entry_of(
-    meta: Meta,
-    key: bytes,
-    checksum: int,
-    sequence: int,
-    generation: int,
-    metadata: Mapping[int, bytes] | None = None,
-) -> bytes:
-    """A slot's entry. Fields of metadata that do not fit are left out, the last ones first."""
-    blank = blank_entry(meta, key, sequence, generation, metadata)
-    body = blank[:88] + checksum.to_bytes(8, "little") + blank[96:-8]
-    return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
-
-
 def blank_entry(
     meta: Meta,
     key: bytes,
@@ -380,8 +365,6 @@ if HEAD.size + 8 > LEAST_ENTRY:
 # -- lineages: the inputs of a key
 
 
-TOKENS, EXTRA, LORA, LORA_ID = 3, 4, 5, 6
-
 TIME_FIELD = FIELD.size + 8
 SPARE = 128
 """Bytes of an entry for an extra key and an adapter: enough for two media items with hashes of 32
@@ -461,12 +444,13 @@ class WritingLineages:
 
     @contextmanager
     def of_batch(
-        self, keys: Sequence[bytes], lineages: Sequence[Lineage | None], inventory: OwnedInventory
+        self,
+        keys: Sequence[bytes],
+        lineages: Sequence[Lineage | None],
+        there: Sequence[Container[bytes]],
     ) -> Iterator[None]:
         """Keep the lineages of a batch while it is written. Keys that are in the store, or that
-        another batch is writing, are not this batch's."""
-        # A key of `pending` may have been evicted from the catalog by another batch.
-        there = (inventory.catalog, inventory.pending)
+        another batch is writing (`there`), are not this batch's."""
         mine = {
             key: (one,)
             for key, one in zip(keys, lineages, strict=False)
@@ -483,6 +467,13 @@ class WritingLineages:
 
 
 # -- paths that the blocks form
+#
+# First the whole table is read in chunks, to find of every slot the slot of its parent (a join of
+# the first 8 bytes of keys and parents, in numpy). Then parts are read: from every block that is no
+# parent up to the root or to a block that has been read already, the upper blocks first. While the
+# table is read 24 bytes of memory a slot are used, then 5. The store may change during the reading,
+# so each entry is checked again when its part is read. The parent and the tokens of a key never
+# change.
 
 
 log = get_logger()
@@ -620,43 +611,6 @@ class SlabPaths:
         return None if found is None else (one.key, found)
 
 
-class PathReading(PathSource):
-    """The path source of a file store: one reading at a time, in the store's threads."""
-
-    def __init__(self, files: SlabFiles, threads: SlabThreads) -> None:
-        self._files = files
-        self._threads = threads
-        self._paths: SlabPaths | None = None
-
-    def begin(self) -> None:
-        """Read the whole table again."""
-        self._paths = SlabPaths(self._files)
-
-    def end(self) -> None:
-        """Read no more."""
-        self._paths = None
-
-    async def next(self, most: int) -> list[PathPart] | None:
-        """See `SlabPaths.parts`. An error of the disk ends the reading."""
-        paths, parts = self._paths, None
-        if paths is None:
-            return None
-        try:
-            parts = await self._threads.run(paths.parts, most)
-        except OSError as error:
-            self._files.failed(error)
-        if parts is None:
-            if paths.skipped:
-                log.warning(
-                    "stored blocks whose lineage is damaged",
-                    folder=str(self._files.folder),
-                    blocks=paths.skipped,
-                )
-            if paths is self._paths:
-                self._paths = None
-        return parts
-
-
 def rows_of(raw: bytes, first: int, size: int, generation: int) -> Rows:
     """The blocks of a chunk of the table. first: slot of its first entry. Only the fields needed
     here are read. Entries are verified later, when a path is read."""
@@ -700,7 +654,7 @@ class Stored(NamedTuple):
     """An object.
 
     Attributes:
-        mark: identifies its entry (`slab_table.mark_of`).
+        mark: identifies its entry (`mark_of`).
         salt: the number of its salt, None if it is not known.
     """
 

@@ -16,7 +16,7 @@ from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import Abandon, SetNumBlocks, Withdrawn
 from kvactors.storage.actors import StorageReader, StorageWriter
-from kvactors.storage.device_store import StorageDirect
+from kvactors.storage.device_store import DeviceStoreActor
 
 ACTORS: tuple[type[Actor], ...] = (
     PrefixIndex,
@@ -24,7 +24,7 @@ ACTORS: tuple[type[Actor], ...] = (
     GpuSwapper,
     StorageReader,
     StorageWriter,
-    StorageDirect,
+    DeviceStoreActor,
     FlushNotifier,
 )
 

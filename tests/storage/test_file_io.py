@@ -6,20 +6,25 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
 
 from kvactors.native import SlabQueue, xxh3_64
+from kvactors.storage.file import layout
 from kvactors.storage.file.io import SlabIo
-from kvactors.storage.file.table import Meta, blank_entries, blank_entry, entry_of, mark_of
+from kvactors.storage.file.store import own_bytes
+from kvactors.storage.file.table import Meta, blank_entries, blank_entry, mark_of
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key, never
-from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
+from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, entry_of, opened, whole
 from tests.support.slab_calls import faults
 
 STRIDE = 8192
@@ -36,7 +41,7 @@ def test_checksums_are_those_of_xxhash(plain):
 async def test_entries_are_completed_as_the_table_format_has_them(tmp_path):
     async with opened(tmp_path) as bench:
         await bench.put(1)
-        slot, mark = bench.store.medium.objects[key(1)]
+        slot, mark = bench.store.objects[key(1)]
         meta = bench.store.files.meta
         raw = bench.store.files.entry(slot)
         checksum = xxhash.xxh3_64_intdigest(bench.pattern(1))
@@ -219,7 +224,7 @@ async def test_a_later_call_of_a_large_object_that_fails_costs_that_object_alone
     async with opened(tmp_path, size=LARGE) as bench:
         await bench.put(0, 1, 2)
         stride = bench.store.files.meta.stride
-        table, slot = bench.store.files._table, bench.store.medium.objects[key(1)][0]
+        table, slot = bench.store.files._table, bench.store.objects[key(1)][0]
 
         def refuse(fd, at, _size):
             return -errno.EIO if fd != table and at == slot * stride + (call << 20) else None
@@ -228,7 +233,7 @@ async def test_a_later_call_of_a_large_object_that_fails_costs_that_object_alone
             assert await bench.get(0, 1, 2) == [OK, UNAVAILABLE, OK]
         assert await bench.get(0, 1, 2) == [OK] * 3
         await bench.store.remove([key(1)])
-        slot = bench.store.medium.supply.slots.free[0]
+        slot = bench.store.supply.slots.free[0]
         with faults(bench.store, write=refuse):
             assert await bench.put(1) == [UNAVAILABLE]
         assert await bench.get(0, 1, 2) == [OK, MISS, OK]
@@ -301,8 +306,8 @@ async def test_objects_of_a_run_that_the_disk_refuses_fail_alone(tmp_path, direc
             assert await bench.get(*slots) == [OK] * 6
         else:
             await bench.store.remove([key(i) for i in slots])
-            free = bench.store.medium.supply.slots.free
-            bench.store.medium.supply.slots.free = type(free)(sorted(free))
+            free = bench.store.supply.slots.free
+            bench.store.supply.slots.free = type(free)(sorted(free))
             with faults(bench.store, write=refuse):
                 assert await bench.put(*slots) == [OK, OK, UNAVAILABLE, OK, OK, OK]
             assert await bench.get(*slots) == [OK, OK, MISS, OK, OK, OK]
@@ -528,3 +533,77 @@ async def test_jobs_that_end_at_the_limit_of_a_close_are_answered(tmp_path, monk
             assert await io.drained(0.01)
             assert not asyncio.get_running_loop().remove_reader(queue.event_fd)
             assert list((await reading).outcomes) == [OK]
+
+
+# -- A file store of many slabs leaves descriptors to the process, and works with those that it holds
+# and those that it opens for a call.
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextmanager
+def few_descriptors(more: int):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Slabs that stay open."""
+    monkeypatch.setattr(layout, "HELD", 4)
+    return 4
+
+
+async def test_a_store_that_began_with_one_object_grows_with_few_descriptors(tmp_path, held):
+    async with opened(tmp_path, capacity=1) as bench:
+        await bench.put(0)
+    async with opened(tmp_path, capacity=60, durability="synced") as bench:
+        with few_descriptors(30):
+            assert set(await bench.put(*range(60))) <= {OK, Outcome.EXISTS}
+            assert await bench.get(*range(60)) == [OK] * 60
+        assert len(bench.store.files.slabs) == 60
+        whole(bench.store)
+    with few_descriptors(30):
+        async with opened(tmp_path, capacity=60) as bench:
+            assert await bench.get(*range(60)) == [OK] * 60
+
+
+async def test_slabs_beyond_those_held_are_reckoned_shrunk_and_closed(tmp_path, held):
+    before = descriptors()
+    async with opened(tmp_path, capacity=1) as bench:
+        await bench.put(0)
+    async with opened(tmp_path, capacity=10) as bench:
+        await bench.put(*range(10))
+        assert own_bytes(bench.store.files) >= 10 * SIZE
+        assert (
+            own_bytes(bench.store.files)
+            == 10 * (bench.store.files.folder / "slab-0009").stat().st_blocks * 512
+        )
+        (bench.store.files.folder / "slab-0009").unlink()
+        answers = await bench.get(*range(10))
+        assert sorted(answers)[:9] == [OK] * 9
+        assert len(list(bench.store.files.folder.glob("slab-*"))) == 9, (
+            "a slab that was deleted is not made anew by a read"
+        )
+    async with opened(tmp_path, capacity=2) as bench:
+        assert len(list(bench.store.files.folder.glob("slab-*"))) == len(bench.store.files.slabs)
+    assert descriptors() == before
+
+
+async def test_a_file_system_that_refuses_direct_io_later_is_used_through_the_page_cache(
+    tmp_path, held
+):
+    async with opened(tmp_path, capacity=1) as bench:
+        await bench.put(0)
+    async with opened(tmp_path, capacity=10) as bench:
+        await bench.put(*range(10))
+        if bench.store.files.direct:
+            assert bench.store.files.buffered_from_now_on()
+        assert await bench.get(*range(10)) == [OK] * 10
+        assert await bench.get(99) == [MISS]

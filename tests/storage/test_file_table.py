@@ -1,5 +1,4 @@
-"""The file store's format: golden bytes, damage to the first page, identities, generations, and
-what is private."""
+"""Entries of a file store's table, and its first page."""
 
 from __future__ import annotations
 
@@ -14,23 +13,29 @@ import msgspec
 import pytest
 
 from kvactors.errors import StoreError
-from kvactors.flush_notifier.messages import RequestScope
+from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.identity import StoreIdentity
 from kvactors.lineage import Lineage
 from kvactors.storage.file import table as table_module
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.file.table import (
     BODY,
+    ENTRY_BYTES,
     PAGE,
+    PARENT,
     SALT,
     WRITTEN_AT,
     Damaged,
     Meta,
+    WritingLineages,
+    checksum_of,
     entry_bytes_for,
-    entry_of,
+    entry_in,
     fields_of,
     fields_of_lineage,
+    is_marked,
     lineage_in,
+    mark_of,
     meta_of,
     room_beside,
     salt_in,
@@ -39,7 +44,137 @@ from kvactors.storage.file.table import (
 from kvactors.storage.inspect import inspect, prune
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench, key
-from tests.storage.helpers import OK, PRINT, SIZE, at_step, opened
+from tests.storage.helpers import OK, PRINT, SIZE, at_step, entry_of, opened
+
+PLAIN_META = Meta("ab" * 32, 5000, 8192, 16, generation=3)
+KEY = bytes(range(32))
+
+
+def entry(sequence: int = 7, generation: int = 3, fields=None) -> bytes:
+    return entry_of(PLAIN_META, KEY, 123, sequence, generation, fields)
+
+
+def test_an_entry_is_read_as_it_was_written():
+    found = entry_in(entry(fields={1: b"12345678"}), 4, PLAIN_META)
+    assert (found.slot, found.key, found.sequence, found.checksum) == (4, KEY, 7, 123)
+    assert found.metadata == {1: b"12345678"}
+    assert len(found.raw) == ENTRY_BYTES
+
+
+def test_a_mark_recognizes_its_entry_and_has_the_checksum_of_the_payload():
+    raw = entry()
+    assert is_marked(raw, mark_of(raw))
+    assert checksum_of(mark_of(raw)) == 123
+    assert not is_marked(entry(sequence=8), mark_of(raw))
+    assert not is_marked(raw[:-1] + b"x", mark_of(raw))
+
+
+@pytest.mark.parametrize("at", range(0, ENTRY_BYTES, 7))
+def test_an_entry_with_a_flipped_bit_is_none(at):
+    raw = bytearray(entry())
+    raw[at] ^= 1
+    assert entry_in(bytes(raw), 0, PLAIN_META) is None
+
+
+@pytest.mark.parametrize(
+    ("sequence", "good"), [(2**63 - 1, True), (2**63, False), (2**64 - 1, False)]
+)
+def test_an_entry_whose_sequence_number_has_no_successor_is_none(sequence, good):
+    assert (entry_in(entry(sequence), 0, PLAIN_META) is not None) == good
+
+
+def test_fields_that_do_not_fit_are_left_out():
+    long = {1: b"12345678", 9: bytes(ENTRY_BYTES)}
+    assert fields_of(entry(fields=long)) == {1: b"12345678"}
+
+
+def test_fields_end_where_one_is_cut_short():
+    raw = entry(fields={1: b"12345678", 2: b"1234"})
+    cut = raw[:12] + (14).to_bytes(4, "little") + raw[16:]
+    assert fields_of(cut) == {1: b"12345678"}
+
+
+def test_a_scan_distinguishes_torn_entries_and_those_of_earlier_generations():
+    table = entry(9) + bytes(ENTRY_BYTES) + entry(5) + entry(1, generation=2) + b"x" * ENTRY_BYTES
+    found = scan(table, PLAIN_META, first=10)
+    assert [(one.slot, one.sequence) for one in found.found] == [(12, 5), (10, 9)]
+    assert (found.torn, found.stale) == (1, 1)
+
+
+def test_a_first_page_is_read_as_it_was_written():
+    page = PLAIN_META.page()
+    assert (len(page), meta_of(page, "here")) == (PAGE, PLAIN_META)
+
+
+def test_a_first_page_is_damaged_or_of_another_version():
+    with pytest.raises(Damaged, match="checksum"):
+        meta_of(b"x" * PAGE, "here")
+    later = Meta("ab" * 32, 1, 4096, 1, version=3)
+    with pytest.raises(StoreError, match="format version 3"):
+        meta_of(later.page(), "here")
+    with pytest.raises(Damaged, match="stride is 1"):
+        meta_of(Meta("ab" * 32, 5000, 1, 1).page(), "here")
+
+
+# -- Lineages in table entries, and of objects that are being written.
+
+
+LINEAGE = Lineage(bytes(32), b"1234" * 4, b"image", RequestScope("adapter", lora_id=7))
+
+
+def test_a_lineage_is_read_as_it_was_written():
+    for lineage in (LINEAGE, msgspec.structs.replace(LINEAGE, extra_key=b"", scope=PLAIN)):
+        fields = fields_of_lineage(lineage, 1000)
+        assert lineage_in(fields, lineage.block_hash()) == lineage
+
+
+def test_a_lineage_of_another_key_is_none():
+    fields = fields_of_lineage(LINEAGE, 1000)
+    assert lineage_in(fields, bytes(32)) is None
+    assert lineage_in({}, LINEAGE.block_hash()) is None
+    assert lineage_in(fields | {PARENT: b"short"}, LINEAGE.block_hash()) is None
+
+
+def test_a_lineage_is_written_whole_or_not_at_all():
+    assert fields_of_lineage(LINEAGE, 40) == {}
+    assert fields_of_lineage(None, 1000) == {}
+
+
+def test_entries_hold_the_tokens_of_a_block():
+    assert entry_bytes_for(0) == ENTRY_BYTES
+    assert entry_bytes_for(64) % 8 == 0
+    assert entry_bytes_for(64) > 4 * 64 + 32
+    assert entry_bytes_for(1 << 20) == ENTRY_BYTES
+
+
+def test_lineages_are_kept_while_their_batch_is_written():
+    writing, there = WritingLineages(), set()
+    key, stored = b"k" * 32, b"s" * 32
+    there.add(stored)
+    with writing.of_batch([key, stored], [LINEAGE, LINEAGE], [there]):
+        assert (writing.get(key), writing.get(stored), len(writing)) == (LINEAGE, None, 1)
+        with writing.of_batch([key], [LINEAGE], [there]):
+            pass
+        assert len(writing) == 0
+    assert len(writing) == 0
+
+
+def test_a_batch_that_ends_leaves_the_lineage_of_a_later_one():
+    writing, there = WritingLineages(), set()
+    key = b"k" * 32
+    first = writing.of_batch([key], [LINEAGE], [there])
+    first.__enter__()
+    second = writing.of_batch([key], [LINEAGE], [there])
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert writing.get(key) == LINEAGE
+    second.__exit__(None, None, None)
+    assert len(writing) == 0
+
+
+# -- The file store's format: golden bytes, damage to the first page, identities, generations, and
+# what is private.
+
 
 META = Meta(
     PRINT.hex(), SIZE, 8192, 16, model="m/7b", namespace="default", rank=1, ranks=4, generation=3

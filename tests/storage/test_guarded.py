@@ -4,20 +4,27 @@ failed actor, and no slot that stays pinned."""
 from __future__ import annotations
 
 import asyncio
+from hashlib import sha256
 
 import pytest
 
 import kvactors
+from kvactors.config import Config
+from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
+from kvactors.flush_notifier.messages import PathPart
 from kvactors.layout import make_layout
-from kvactors.settings import Config
+from kvactors.storage.actors import ReportPages
 from kvactors.storage.attempts import FAILURES
 from kvactors.storage.backend import ReadReport, WriteReport
-from kvactors.storage.guarded import CheckedBackend
+from kvactors.storage.file.store import FileBackend
+from kvactors.storage.guarded import Clears, GuardedBackend, GuardedCalls
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from kvactors.testing.store_contract import key, never
+from kvactors.types import split_hashes
+from tests.storage.helpers import PRINT
 from tests.support import cache as support
 
 OK, MISS, UNAVAILABLE, LATE = Outcome.OK, Outcome.MISS, Outcome.UNAVAILABLE, Outcome.LATE
@@ -66,7 +73,7 @@ async def answer(value):
 
 def checked(block_bytes=16):
     inner = MemoryBackend(bytes(32), block_bytes)
-    return inner, CheckedBackend(inner, 60.0)
+    return inner, GuardedBackend(inner, 60.0)
 
 
 def views(count, size=16):
@@ -127,10 +134,10 @@ async def test_nothing_that_a_back_end_raises_passes(error):
     for name in ("ask", "read", "write", "remove"):
         setattr(inner, name, later)
     assert store.probe([key(1)]) == 0
-    assert store.keys() == store.inventory.take_removed() == []
+    assert store.keys() == store.take_removed() == []
     assert store.holds(key(1)) is False
     store.take([key(1)])
-    store.inventory.acknowledge_removed([key(1)])
+    store.acknowledge_removed([key(1)])
     assert await store.ask([key(1)], never) == 0
     assert list((await store.read([key(1)], views(1), never)).outcomes) == [UNAVAILABLE]
     assert list((await store.write([key(1)], views(1), never)).outcomes) == [UNAVAILABLE]
@@ -469,7 +476,7 @@ async def test_while_a_call_does_not_return_no_other_one_begins(name, monkeypatc
     clock, calls, release = [0.0], [], asyncio.Event()
     monkeypatch.setattr("kvactors.storage.guarded.now", lambda: clock[0])
     inner = MemoryBackend(bytes(32), 16)
-    store = CheckedBackend(inner, 2.0)
+    store = GuardedBackend(inner, 2.0)
     work = {
         "ask": lambda: store.ask([key(1)], never),
         "read": lambda: store.read([key(1)], views(1), never),
@@ -524,7 +531,7 @@ def test_a_store_whose_calls_do_not_return_costs_time_once_and_is_named(call):
             inner.probe = lambda _: None
         else:
             inner.probe = lambda keys: len(keys)
-        inner.inventory.answerable = False  # only a query can tell which objects it has
+        inner.answerable = False  # only a query can tell which objects it has
         setattr(inner, call, hangs)
         seconds = []
         async with kvactors.open(config, backend=inner, inline_copies=True) as cache:
@@ -572,3 +579,211 @@ def test_a_store_that_does_not_answer_holds_finished_blocks_for_its_timeout_at_m
             await lease.finish()
 
     simulate(main, seed=1)
+
+
+# -- GuardedCalls of calls to a back end, and the order of clears and writes.
+
+
+KEY = bytes(32)
+
+
+def contained() -> GuardedCalls:
+    return GuardedCalls("a store", 60.0)
+
+
+def raises_fault(error: BaseException):
+    def call():
+        raise error
+
+    return call
+
+
+def test_an_exception_becomes_the_fallback_and_a_fault():
+    calls = contained()
+    assert calls.call("probe", raises_fault(ValueError("no")), 7) == 7
+    assert (calls.faults, "ValueError" in calls.last_fault) == (1, True)
+    with pytest.raises(KeyboardInterrupt):
+        calls.call("probe", raises_fault(KeyboardInterrupt()), 7)
+    assert calls.faults == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "number"), [(3, 3), (0, 0), (-1, 0), (4, 0), ("3", 0), (None, 0)]
+)
+def test_a_number_is_in_range_or_nothing(found, number):
+    calls = contained()
+    assert calls.number("probe", found, 3) == number
+    assert calls.faults == (found not in (0, 3))
+
+
+def test_outcomes_are_one_valid_byte_a_key():
+    class Report:
+        outcomes = bytes([Outcome.OK, 200])
+
+    calls = contained()
+    assert list(calls.outcomes("read", Report, 2)) == [Outcome.OK, Outcome.UNAVAILABLE]
+    assert list(calls.outcomes("read", Report, 1)) == [Outcome.UNAVAILABLE]
+    assert list(calls.outcomes("read", None, 1)) == [Outcome.UNAVAILABLE]
+    assert calls.faults == 3
+
+
+def test_keys_are_32_bytes():
+    calls = contained()
+    assert calls.keys("lost", [KEY, b"short", None]) == [KEY]
+    assert calls.keys("lost", "text") == calls.keys("lost", 7) == []
+    assert calls.keys("lost", iter([KEY])) == [KEY]
+    assert calls.faults == 3
+
+
+def test_parts_of_paths_are_whole_or_none():
+    calls = contained()
+    part = PathPart(KEY, KEY, b"1234")
+    assert calls.parts("next_paths", [part]) == [part]
+    assert calls.parts("next_paths", [part, None]) is None
+    assert calls.parts("next_paths", (part,)) is None
+    assert calls.faults == 2
+
+
+async def test_a_clear_waits_for_writes_in_flight():
+    clears, order = Clears(), []
+
+    async def clear() -> None:
+        async with clears.clearing():
+            order.append("cleared")
+
+    with clears.writing():
+        clearing = asyncio.create_task(clear())
+        await asyncio.sleep(0)
+        order.append("written")
+        assert clears.closed
+    await clearing
+    assert (order, clears.closed) == (["written", "cleared"], False)
+
+
+async def test_a_clear_that_fails_stays_pending_until_a_later_one_succeeds():
+    clears = Clears()
+    with pytest.raises(OSError, match="no"):
+        async with clears.clearing():
+            raise OSError("no")
+    assert (clears.closed, clears.running) == (True, 0)
+    async with clears.clearing():
+        pass
+    assert not clears.closed
+
+
+async def test_an_earlier_clear_does_not_end_a_later_one():
+    clears = Clears()
+    first = clears.clearing()
+    await first.__aenter__()
+    with pytest.raises(OSError, match="no"):
+        async with clears.clearing():
+            raise OSError("no")
+    await first.__aexit__(None, None, None)
+    assert clears.pending
+
+
+# -- A whole store is listed in parts, between which it may change.
+
+
+COUNT = 20_000
+
+
+def key_of(number: int) -> bytes:
+    return sha256(number.to_bytes(4, "little")).digest()
+
+
+def held() -> tuple[MemoryBackend, GuardedBackend]:
+    store = MemoryBackend(bytes(32), 8)
+    store.catalog.admit([key_of(number) for number in range(COUNT)])
+    return store, GuardedBackend(store, 1.0)
+
+
+def test_a_page_lists_only_a_part_of_the_store():
+    store, checked = held()
+    store.keys = store.iter_keys = None  # neither is used
+    listed = checked.snapshot()
+    next(listed)
+    sizes = [len(part) for part in store.key_slices()]
+    assert sum(sizes) == COUNT
+    assert max(sizes) < COUNT / 50
+
+
+def test_a_key_that_stays_is_reported_while_others_change():
+    store, checked = held()
+    pages = ReportPages(checked)
+    pages.restart()
+    found: set[bytes] = set()
+    number, removed = COUNT, 0
+    while (page := pages.next()) is not None:
+        found.update(split_hashes(page.held))
+        if not page.held:
+            continue
+        store.catalog.remove([key_of(removed)])
+        store.catalog.admit([key_of(number)])
+        store.catalog.run([key_of(number // 2)])
+        number, removed = number + 1, removed + 1
+    assert found >= {key_of(one) for one in range(removed, COUNT)}
+    assert removed > 10
+
+
+def test_parts_are_what_the_store_holds():
+    store, _ = held()
+    store.catalog.capacity = 100
+    store.catalog.admit([key_of(COUNT)])
+    store.catalog.evict(())
+    store.pending.add(key_of(COUNT))
+    listed = [one for part in store.key_slices() for one in part]
+    assert len(listed) == len(set(listed)) == 98
+    assert set(listed) == set(store.keys())
+    store.catalog.clear()
+    assert not any(store.key_slices())
+
+
+# -- A store whose circuit breaker is open: nothing is read, written or lost.
+
+
+SIZE = 64
+KEYS = [bytes([number]) * 32 for number in range(8)]
+
+
+@pytest.fixture(params=["memory", "file"])
+async def full_store(request, tmp_path):
+    """A store of four objects, with four."""
+    if request.param == "memory":
+        store = GuardedBackend(MemoryBackend(PRINT, SIZE, 4), 60.0)
+    else:
+        store = GuardedBackend(FileBackend(tmp_path, PRINT, SIZE, 4), 60.0)
+    arena = Arena(8, SIZE)
+    await store.open()
+    await store.attach(arena)
+    report = await store.write_slots(KEYS[:4], arena, range(4), lambda: False)
+    assert set(report.outcomes) == {OK}
+    yield store, arena
+    await store.close()
+    arena.close()
+
+
+async def test_a_refused_write_evicts_nothing(full_store):
+    store, arena = full_store
+    for _ in range(FAILURES):
+        store.attempts.writes.failed()
+    before = store.keys()
+    report = await store.write_slots(KEYS[4:], arena, range(4, 8), lambda: False)
+    assert report.outcomes == bytes([Outcome.UNAVAILABLE]) * 4
+    assert report.evicted == []
+    assert store.keys() == before
+    assert store.take_removed() == []
+    assert (store.statistics().evicted, store.statistics().unavailable) == (0, 4)
+
+
+async def test_one_batch_tries_the_store_after_the_pause(full_store, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("kvactors.storage.attempts.now", lambda: clock[0])
+    store, arena = full_store
+    for _ in range(FAILURES):
+        store.attempts.writes.failed()
+    clock[0] = 6.0
+    report = await store.write_slots(KEYS[4:6], arena, range(4, 6), lambda: False)
+    assert set(report.outcomes) == {OK}, "the first batch after the pause is written"
+    assert store.statistics().breaker == "closed"
+    assert store.keys() == [KEYS[2], KEYS[3], KEYS[4], KEYS[5]]

@@ -1,0 +1,300 @@
+"""`LocalStore` over objects in a dict: batches, the keys that it lists, and its slices of time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvactors.storage import local_store
+from kvactors.storage.local_store import LocalStore
+from kvactors.storage.memory import MemoryBackend
+from kvactors.storage.messages import Outcome
+from tests.support.steps import run_unsuspended
+
+A, B, C, D = (bytes([letter]) * 32 for letter in b"abcd")
+SIZE = 4
+
+
+class Bench(LocalStore):
+    """A store of at most `capacity` objects. Calls succeed, but for the keys in `fails`."""
+
+    def __init__(self, capacity: int = 0, *, answerable: bool = True) -> None:
+        super().__init__(b"", SIZE, capacity)
+        self.answerable = answerable
+        self.objects: dict[bytes, bytes] = {}
+        self.fails: dict[bytes, Outcome] = {}
+        self.sealed = Outcome.OK
+        self.abandoned: set[bytes] = set()
+        self.evicted: list[bytes] = []
+        self.found_since: set[bytes] = set()
+        self.on_save = lambda key: None
+
+    async def load(self, key, into):
+        if key in self.fails:
+            return self.fails[key]
+        if key not in self.objects:
+            return Outcome.MISS
+        into[:] = self.objects[key]
+        return Outcome.OK
+
+    async def save(self, key, data):
+        self.on_save(key)
+        if key in self.fails:
+            return self.fails[key]
+        self.objects[key] = bytes(data)
+        return Outcome.OK
+
+    async def seal(self, keys):
+        return self.sealed
+
+    def abandon(self, keys):
+        self.abandoned |= set(keys)
+
+    async def erase(self, keys):
+        for key in keys:
+            self.objects.pop(key, None)
+
+    def take_evicted(self):
+        evicted, self.evicted = self.evicted, []
+        return evicted
+
+    def present(self, key):
+        return key in self.found_since
+
+    async def each(self, work):
+        for item in work:
+            await item()
+
+    async def open(self): ...
+
+    async def close(self): ...
+
+    def put(self, *keys: bytes, expired=lambda: False):
+        views = [memoryview(bytes([key[0]]) * SIZE) for key in keys]
+        report = run_unsuspended(self.write(keys, views, expired))
+        return list(report.outcomes), report.evicted
+
+    def get(self, *keys: bytes, expired=lambda: False):
+        views = [memoryview(bytearray(SIZE)) for _ in keys]
+        report = run_unsuspended(self.read(keys, views, expired))
+        return list(report.outcomes), report.gone, [bytes(view) for view in views]
+
+
+def test_written_objects_are_read_back():
+    bench = Bench()
+    assert bench.put(A, B) == ([Outcome.OK] * 2, [])
+    outcomes, gone, views = bench.get(A, B)
+    assert (outcomes, gone, views) == ([Outcome.OK] * 2, [], [b"aaaa", b"bbbb"])
+    assert bench.probe([A, B, C]) == 2
+
+
+def test_objects_in_the_store_are_not_written_again():
+    bench = Bench()
+    bench.put(A)
+    assert bench.put(A, B) == ([Outcome.EXISTS, Outcome.OK], [])
+
+
+def test_the_least_recently_used_object_is_evicted_and_erased():
+    bench = Bench(capacity=2)
+    bench.put(A, B)
+    bench.probe([A])
+    assert bench.put(C) == ([Outcome.OK], [B])
+    assert set(bench.objects) == {A, C}
+    assert bench.counters.evicted == 1
+
+
+def test_a_batch_larger_than_the_store_is_refused_in_part():
+    outcomes, _ = Bench(capacity=2).put(A, B, C)
+    assert sorted(outcomes) == sorted([Outcome.OK, Outcome.OK, Outcome.REFUSED])
+
+
+def test_keys_not_begun_by_the_deadline_are_late_and_not_in_the_store():
+    bench = Bench()
+    assert bench.put(A, expired=lambda: True) == ([Outcome.LATE], [])
+    assert bench.keys() == []
+    bench.put(B)
+    assert bench.get(B, expired=lambda: True)[0] == [Outcome.LATE]
+    assert bench.keys() == [B]
+
+
+class Grouped(Bench):
+    """Objects are moved a batch a call."""
+
+    calls: tuple[list[bytes], ...] = ()
+
+    async def load_group(self, keys, into, expired):
+        self.calls += (list(keys),)
+        return [await self.load(key, view) for key, view in zip(keys, into, strict=True)]
+
+    async def save_group(self, keys, data, expired):
+        self.calls += (list(keys),)
+        return [await self.save(key, view) for key, view in zip(keys, data, strict=True)]
+
+
+def test_a_batch_is_one_call_and_each_object_has_an_outcome():
+    bench = Grouped()
+    bench.put(A)
+    bench.fails[D] = Outcome.NO_SPACE
+    assert bench.put(A, B, D, C)[0] == [Outcome.EXISTS, Outcome.OK, Outcome.NO_SPACE, Outcome.OK]
+    bench.fails[B] = Outcome.CORRUPT
+    outcomes, gone, views = bench.get(A, B, C)
+    assert bench.calls == ([A], [B, D, C], [A, B, C])
+    assert (outcomes, gone) == ([Outcome.OK, Outcome.CORRUPT, Outcome.OK], [B])
+    assert (views[0], views[2]) == (b"aaaa", b"cccc")
+    short = [memoryview(bytearray(SIZE)), memoryview(bytearray(1)), memoryview(bytearray(SIZE))]
+    report = run_unsuspended(bench.read([A, A, C], short, lambda: False))
+    assert list(report.outcomes) == [Outcome.OK, Outcome.REFUSED, Outcome.OK]
+    assert bench.calls[3:] == ([A, C],)
+
+
+def test_a_write_that_fails_leaves_no_key():
+    bench = Bench()
+    bench.fails[A] = Outcome.NO_SPACE
+    assert bench.put(A, B)[0] == [Outcome.NO_SPACE, Outcome.OK]
+    assert bench.keys() == [B]
+    assert bench.pending == set()
+
+
+def test_a_batch_that_is_not_sealed_leaves_no_key():
+    bench = Bench()
+    bench.sealed = Outcome.UNAVAILABLE
+    assert bench.put(A, B)[0] == [Outcome.UNAVAILABLE] * 2
+    assert bench.keys() == []
+
+
+def test_an_error_of_the_medium_leaves_no_key_and_abandons_the_payloads():
+    bench = Bench()
+
+    def fail(key):
+        if key == B:
+            raise OSError("disk")
+
+    bench.on_save = fail
+    with pytest.raises(OSError, match="disk"):
+        bench.put(A, B)
+    assert bench.keys() == []
+    assert bench.pending == set()
+    assert bench.abandoned == {A, B}
+
+
+def test_a_key_is_not_readable_while_it_is_written():
+    bench, seen = Bench(), []
+    bench.on_save = lambda key: seen.append((bench.probe([A]), bench.keys()))
+    bench.put(A)
+    assert seen == [(0, [])]
+    assert bench.probe([A]) == 1
+
+
+def test_an_object_cleared_while_it_is_written_is_erased():
+    bench = Bench()
+    bench.on_save = lambda key: bench.catalog.clear()
+    assert bench.put(A)[0] == [Outcome.REFUSED]
+    assert bench.objects == {}
+
+
+def test_corrupt_and_missing_objects_leave_the_store():
+    bench = Bench()
+    bench.put(A, B, C, D)
+    bench.fails[A] = Outcome.CORRUPT
+    del bench.objects[B], bench.objects[C]
+    bench.found_since.add(C)
+    outcomes, gone, _ = bench.get(A, B, C, D)
+    assert outcomes == [Outcome.CORRUPT, Outcome.MISS, Outcome.MISS, Outcome.OK]
+    assert gone == [A, B], "C was written again since it was read"
+    assert set(bench.objects) == {D}
+
+
+def test_removal_spares_objects_that_are_being_written():
+    bench = Bench()
+    bench.put(A, B)
+    bench.pending.add(B)
+    run_unsuspended(bench.remove([A, B]))
+    assert set(bench.objects) == {B}
+
+
+def test_a_taken_key_is_erased_when_it_is_removed():
+    bench = Bench()
+    bench.put(A)
+    bench.take([A])
+    assert A in bench.objects
+    run_unsuspended(bench.remove([A]))
+    assert bench.objects == {}
+
+
+def test_a_clear_erases_everything():
+    bench = Bench()
+    bench.put(A, B)
+    run_unsuspended(bench.clear())
+    assert bench.objects == {}
+    assert bench.keys() == []
+
+
+# -- keys
+
+
+def test_keys_that_are_being_written_are_not_listed():
+    owned = Bench()
+    owned.catalog.admit([A, B])
+    owned.pending.add(B)
+    assert owned.keys() == list(owned.iter_keys()) == [A]
+    assert (owned.count(), owned.holds(A), owned.holds(B)) == (1, True, False)
+    assert owned.readable_run([A, B]) == 1
+    assert owned.readable_run([B, A]) == 0
+
+
+def test_a_run_of_readable_keys_counts_as_used_now():
+    owned = Bench(2)
+    owned.catalog.admit([A, B])
+    assert owned.readable_run([A]) == 1
+    owned.catalog.admit([C])
+    assert owned.keys() == [A, C]
+
+
+def test_a_store_of_another_process_lists_no_keys():
+    looker = Bench(answerable=False)
+    looker.catalog.admit([A])
+    assert (looker.keys(), list(looker.iter_keys()), looker.holds(A)) == ([], [], False)
+    assert (looker.count(), looker.readable_run([A])) == (1, 1)
+
+
+def test_removed_keys_are_returned_once_unless_they_are_back(monkeypatch):
+    monkeypatch.setattr(local_store, "REMOVED_PAGE", 1)
+    owned = Bench()
+    owned.catalog.admit([A, B, C])
+    owned.take([A, B, C])
+    owned.catalog.admit([B])
+    owned.acknowledge_removed([C])
+    assert owned.take_removed() == [A]
+    assert owned.take_removed() == []
+
+
+# -- slices
+
+
+async def runs_beside(batch):
+    """Await a batch. Returns how often another task ran since its start."""
+    count, ended = 0, False
+
+    async def other():
+        nonlocal count
+        while not ended:
+            count += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    try:
+        await batch
+    finally:
+        ended = True
+        await task
+    return count
+
+
+async def test_objects_are_moved_in_slices(monkeypatch):
+    monkeypatch.setattr(local_store, "SLICE", -1.0)  # every object ends a slice
+    store, count = MemoryBackend(b"", 4), 64
+    keys = [number.to_bytes(32, "big") for number in range(count)]
+    views = [memoryview(bytearray(4)) for _ in keys]
+    assert await runs_beside(store.write(keys, views, lambda: False)) >= count
+    assert await runs_beside(store.read(keys, views, lambda: False)) >= count
