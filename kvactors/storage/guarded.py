@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import described, get_logger
-from kvactors.device.arena import Arena, HostSlots
+from kvactors.device.arena import Arena
 from kvactors.errors import KVActorsError, StoreError, StoreUnavailable
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
@@ -155,7 +155,7 @@ class GuardedBackend:
         return await self._read(keys, lambda: self.inner.read(keys, views, expired))
 
     async def read_slots(
-        self, keys: Sequence[bytes], arena: HostSlots, slots: Sequence[int], expired: Expired
+        self, keys: Sequence[bytes], arena: Any, slots: Sequence[int], expired: Expired
     ) -> ReadReport:
         return await self._read(keys, lambda: self.inner.read_slots(keys, arena, slots, expired))
 
@@ -193,7 +193,7 @@ class GuardedBackend:
     async def write_slots(
         self,
         keys: Sequence[bytes],
-        arena: HostSlots,
+        arena: Any,
         slots: Sequence[int],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),

@@ -39,7 +39,7 @@ it are on disk."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,6 +55,7 @@ from kvactors.lineage import Lineage
 from kvactors.types import HASH_BYTES
 
 if TYPE_CHECKING:
+    from kvactors.storage.catalog import Catalog
     from kvactors.storage.file.layout import SlabFiles
 
 PAGE = 4096
@@ -447,7 +448,7 @@ class WritingLineages:
         self,
         keys: Sequence[bytes],
         lineages: Sequence[Lineage | None],
-        there: Sequence[Container[bytes]],
+        there: Sequence[Catalog | set[bytes]],
     ) -> Iterator[None]:
         """Keep the lineages of a batch while it is written. Keys that are in the store, or that
         another batch is writing (`there`), are not this batch's."""
