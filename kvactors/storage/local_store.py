@@ -16,13 +16,13 @@ from kvactors.storage.backend import Backend, Expired, ReadReport, StoreStatisti
 from kvactors.storage.catalog import BatchAdmission, Catalog, StoreShares
 from kvactors.storage.messages import Outcome
 
-FORGOTTEN_PART = 1024
+FORGET_STEP_OBJECTS = 1024
 """Objects of a salt that are deleted before other tasks may run."""
 
 REMOVED_PAGE = 1024
 """Keys that one call of `take_removed` returns at most."""
 
-SLICE = 0.0005
+SLICE_S = 0.0005
 """Seconds of a batch after which other tasks run."""
 
 
@@ -96,15 +96,15 @@ class LocalStore(Backend):
         return outcomes
 
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """Await the coroutines that `work` makes: one after another, at most SLICE seconds at a
+        """Await the coroutines that `work` makes: one after another, at most SLICE_S seconds at a
         time."""
         time = asyncio.get_running_loop().time
-        until = time() + SLICE
+        until = time() + SLICE_S
         for item in work:
             await item()
             if time() > until:
                 await asyncio.sleep(0)
-                until = time() + SLICE
+                until = time() + SLICE_S
 
     async def seal(self, keys: Sequence[bytes]) -> Outcome:
         """Make saved payloads readable objects, all or none: OK, NO_SPACE or UNAVAILABLE."""
@@ -248,7 +248,7 @@ class LocalStore(Backend):
 
     async def forget(self, salt: int) -> int:
         catalog = self.catalog
-        while keys := catalog.remove(catalog.shares.first(salt, FORGOTTEN_PART)):
+        while keys := catalog.remove(catalog.shares.first(salt, FORGET_STEP_OBJECTS)):
             if await self.erase(keys) in (Outcome.NO_SPACE, Outcome.UNAVAILABLE):
                 raise StoreError("the objects of a salt could not be deleted")
             await asyncio.sleep(0)

@@ -168,7 +168,7 @@ class CallSize:
             yield slice(start, end)
             start = end
 
-    def took(self, objects: int, seconds: float) -> None:
+    def record(self, objects: int, seconds: float) -> None:
         """A transfer moved so many objects."""
         moved = objects * self._block_bytes
         if moved >= COUNTED_BYTES and seconds > 0:
@@ -398,7 +398,7 @@ class MooncakeObjects:
 
     async def _ended(self, moving: asyncio.Future[Moved]) -> Moved:
         moved = await wait_uncancelled(moving)
-        self.calls.took(moved.objects, moved.seconds)
+        self.calls.record(moved.objects, moved.seconds)
         return moved
 
     async def _moved(self, batch: Batch, transfer: Callable[..., Moved]) -> Moved:
@@ -465,7 +465,7 @@ async def move_fitting(
 
 log = get_logger()
 
-QUESTION = 32
+QUESTION_OBJECTS = 32
 """Objects in one question to the master, at most."""
 
 
@@ -489,7 +489,7 @@ class MooncakeBackend(Backend):
         self.objects = MooncakeObjects(self.client, self._prefix, headers, block_bytes)
 
     async def open(self) -> None:
-        """Joins the pool."""
+        """Join the pool."""
         await self.client.open()
         if not self.client.config.payload_checksums:
             log.warning("payload checksums are off", store="mooncake")
@@ -497,7 +497,7 @@ class MooncakeBackend(Backend):
             log.info("pool over TCP", store="mooncake", rdma="storage.mooncake.protocol = 'rdma'")
 
     async def attach(self, arena: Arena) -> None:
-        """Registers the arena."""
+        """Register the arena."""
         await self.client.register(arena)
         self.objects.arena = arena
 
@@ -506,25 +506,25 @@ class MooncakeBackend(Backend):
         return None
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """No key behind a missing one is asked about."""
+        """The master is not asked about a key behind a missing one."""
         run = 0
-        for start in range(0, len(keys), QUESTION):
+        for start in range(0, len(keys), QUESTION_OBJECTS):
             if expired():
                 return run
-            found = await self._has(keys[start : start + QUESTION])
+            found = await self._has(keys[start : start + QUESTION_OBJECTS])
             run += found.index(False) if False in found else len(found)
             if False in found:
                 return run
         return run
 
     async def exists_many(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
-        """The leases of objects behind a missing one cost it little:
-        they end after seconds."""
+        """The leases of objects behind a missing one cost the pool little: they end after
+        seconds."""
         found: list[bool] = []
-        for start in range(0, len(keys), QUESTION):
+        for start in range(0, len(keys), QUESTION_OBJECTS):
             if expired():
                 break
-            found += await self._has(keys[start : start + QUESTION])
+            found += await self._has(keys[start : start + QUESTION_OBJECTS])
         return found + [False] * (len(keys) - len(found))
 
     async def _has(self, keys: Sequence[bytes]) -> list[bool]:
@@ -588,14 +588,14 @@ class MooncakeBackend(Backend):
             await self.client.remove([self.objects.name(key) for key in keys])
 
     async def clear(self, generation: int = 0) -> None:
-        """Clears the objects of every node of the pool."""
+        """Clear the objects of every node of the pool."""
         pattern = "^" + self._prefix
         if await self.client.call(lambda store: int(store.remove_by_regex(pattern, True)), -1) < 0:
             raise StoreError("the Mooncake pool did not remove the objects")
         self.generation = max(self.generation + 1, generation)
 
     async def close(self) -> None:
-        """Leaves the pool, which loses the objects in this node's memory."""
+        """Leave the pool, which loses the objects in this node's memory."""
         await self.client.unregister()
         await self.client.close()
         self.objects.close()

@@ -556,7 +556,7 @@ def few_descriptors(more: int):
 @pytest.fixture
 def held(monkeypatch):
     """Slabs that stay open."""
-    monkeypatch.setattr(layout, "HELD", 4)
+    monkeypatch.setattr(layout, "HELD_SLABS", 4)
     return 4
 
 

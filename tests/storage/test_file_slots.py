@@ -11,7 +11,7 @@ import pytest
 from kvactors.storage.catalog import Catalog
 from kvactors.storage.file import slots as slots_module
 from kvactors.storage.file import store as file_module
-from kvactors.storage.file.slots import LONGEST, PAUSE, Slots, SlotSupply
+from kvactors.storage.file.slots import LONGEST_QUARANTINE_S, QUARANTINE_S, Slots, SlotSupply
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench, key
 from tests.storage.helpers import OK, SIZE, opened, whole
@@ -42,14 +42,17 @@ def test_a_free_slot_can_be_the_next_one():
 def test_the_quarantine_doubles_with_each_corrupt_object_up_to_a_day():
     slots = Slots()
     now = 0.0
-    for pause in (PAUSE, 2 * PAUSE, 4 * PAUSE):
+    for pause in (QUARANTINE_S, 2 * QUARANTINE_S, 4 * QUARANTINE_S):
         slots.suspect(5, now)
         assert (slots.quarantined, slots.release(now + pause - 1)) == (1, False)
         now += pause
         assert slots.release(now)
     for _ in range(30):
         slots.suspect(5, 0.0)
-    assert (slots.release(LONGEST - 1), slots.release(LONGEST)) == (False, True)
+    assert (slots.release(LONGEST_QUARANTINE_S - 1), slots.release(LONGEST_QUARANTINE_S)) == (
+        False,
+        True,
+    )
 
 
 def test_first_offenders_are_released_when_slots_run_out():
@@ -64,11 +67,11 @@ def test_first_offenders_are_released_when_slots_run_out():
 def test_a_suspect_that_returned_the_written_bytes_starts_over():
     slots = Slots()
     slots.suspect(1, 0.0)
-    slots.release(PAUSE)
+    slots.release(QUARANTINE_S)
     slots.passed(1)
     assert slots.suspects == set()
     slots.suspect(1, 0.0)
-    assert slots.release(PAUSE)
+    assert slots.release(QUARANTINE_S)
 
 
 # -- SlotSupply: where the next free slot comes from, and the capacity without quarantined slots.

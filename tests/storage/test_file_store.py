@@ -604,7 +604,7 @@ async def test_a_scrub_gives_up_damaged_objects(tmp_path):
 
 
 async def test_a_cache_with_a_scrub_reports_the_damage_that_it_finds(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_module, "PAUSE_S", 0.001)
+    monkeypatch.setattr(file_module, "SCRUB_PAUSE_S", 0.001)
     async with kvactors.open(config(tmp_path, scrub_rate="1TB")) as cache:
         store = cache.system.backend
         for seed in range(5):

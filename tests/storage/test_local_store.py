@@ -292,7 +292,7 @@ async def runs_beside(batch):
 
 
 async def test_objects_are_moved_in_slices(monkeypatch):
-    monkeypatch.setattr(local_store, "SLICE", -1.0)  # every object ends a slice
+    monkeypatch.setattr(local_store, "SLICE_S", -1.0)  # every object ends a slice
     store, count = MemoryBackend(b"", 4), 64
     keys = [number.to_bytes(32, "big") for number in range(count)]
     views = [memoryview(bytearray(4)) for _ in keys]

@@ -563,7 +563,7 @@ def test_each_object_is_in_one_transfer_within_the_limits(count, block_bytes, mo
     size = CallSize(block_bytes)
     size.most_objects = most
     for objects, seconds in transfers:
-        size.took(objects, seconds)
+        size.record(objects, seconds)
     parts = list(size.parts(count))
     assert [i for some in parts for i in range(count)[some]] == list(range(count))
     lengths = [some.stop - some.start for some in parts]
@@ -583,7 +583,7 @@ def test_each_object_is_in_one_transfer_within_the_limits(count, block_bytes, mo
 def test_transfers_take_about_the_wanted_time(rate, lengths):
     size = CallSize(2 * MIB)
     for _ in range(3):
-        size.took(16, 16 * 2 * MIB / rate)
+        size.record(16, 16 * 2 * MIB / rate)
     parts = [some.stop - some.start for some in size.parts(32)]
     assert parts == lengths
     assert parts[0] * 2 * MIB / rate <= max(CALL_SECONDS, LEAST_BYTES / rate)
@@ -591,15 +591,15 @@ def test_transfers_take_about_the_wanted_time(rate, lengths):
 
 def test_short_and_failed_transfers_do_not_change_the_rate():
     size = CallSize(2 * MIB)
-    size.took(32, 32 * 2 * MIB / 30e9)
+    size.record(32, 32 * 2 * MIB / 30e9)
     for objects, seconds in ((1, 1.0), (0, 5.0), (32, 0.0)):
-        size.took(objects, seconds)
+        size.record(objects, seconds)
     assert len(list(size.parts(32))) == 1
 
 
 def test_the_rate_follows_the_link():
     size = CallSize(2 * MIB)
-    size.took(32, 32 * 2 * MIB / 30e9)
+    size.record(32, 32 * 2 * MIB / 30e9)
     for _ in range(20):
-        size.took(32, 32 * 2 * MIB / 0.1e9)
+        size.record(32, 32 * 2 * MIB / 0.1e9)
     assert len(list(size.parts(32))) == 4

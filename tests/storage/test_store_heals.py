@@ -256,7 +256,10 @@ async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(
         assert await bench.put(50) == [UNAVAILABLE]
         assert store.supply.slots.quarantined == 1
         assert not store.supply.slots.release_first_offenders()
-        assert store.supply.slots._until[0] > asyncio.get_running_loop().time() + slots_module.PAUSE
+        assert (
+            store.supply.slots._until[0]
+            > asyncio.get_running_loop().time() + slots_module.QUARANTINE_S
+        )
         assert await bench.put(51) == [OK]
         assert await bench.get(51) == [OK]
 
@@ -352,7 +355,7 @@ async def test_failed_opens_leave_no_threads(tmp_path):
 async def test_close_does_not_wait_for_a_disk_that_hangs_and_gives_the_lock_up(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(file_module, "CLOSING", 0.05)
+    monkeypatch.setattr(file_module, "CLOSE_LIMIT_S", 0.05)
     go = threading.Event()
     async with opened(tmp_path) as bench:
         store, hung = bench.store, threading.Event()

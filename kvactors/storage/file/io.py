@@ -33,7 +33,7 @@ DONE, DELETED = 0, 2
 OUTCOMES = {DONE: Outcome.OK, 1: Outcome.CORRUPT, DELETED: Outcome.MISS, 3: Outcome.LATE}
 """By the number that the queue reports."""
 
-DEADLINE_CHECK = 0.05
+DEADLINE_CHECK_S = 0.05
 """Seconds between two looks at the deadline of a job in flight."""
 
 
@@ -155,7 +155,7 @@ class SlabIo:
         queue = self._current()
         number = queue.submit(writes, direct, list(slots), list(views), b"".join(records))
         future = self._future(queue, number)
-        timer = future.get_loop().call_later(DEADLINE_CHECK, self._look, queue, number, expired)
+        timer = future.get_loop().call_later(DEADLINE_CHECK_S, self._look, queue, number, expired)
         try:
             return await wait_uncancelled(future, lambda: queue.cancel(number))
         finally:
@@ -210,7 +210,7 @@ class SlabIo:
         if expired():
             queue.cancel(number)
         else:
-            future.get_loop().call_later(DEADLINE_CHECK, self._look, queue, number, expired)
+            future.get_loop().call_later(DEADLINE_CHECK_S, self._look, queue, number, expired)
 
     def _collect(self, queue: SlabQueue) -> None:
         for number, codes, records in queue.take_ended():
@@ -258,7 +258,7 @@ class SlabIo:
 # -- threads
 
 
-CALLS = 4
+PYTHON_CALLS = 4
 """Calls of Python at the same time, at most: they open, scan and seal."""
 
 T = TypeVar("T")
@@ -276,7 +276,7 @@ class SlabThreads:
 
     def __init__(self, files: SlabFiles, depth: int, write_depth: int) -> None:
         """depth: reads, write_depth: writes at the same time."""
-        self.workers = Workers(min(depth, CALLS), "kvactors-file")
+        self.workers = Workers(min(depth, PYTHON_CALLS), "kvactors-file")
         self.io = SlabIo(files, depth, write_depth)
 
     @property

@@ -44,7 +44,7 @@ from kvactors.storage.messages import Outcome
 
 log = get_logger()
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 NO_ACCESS = "give the process write access to the folder again"
 SPARE_FOLDER = "exclude the folder from programs that clean up"
@@ -58,12 +58,12 @@ REMEDIES = {
 }
 """Actions of an operator against errors of the file system."""
 
-HELD = 256
+HELD_SLABS = 256
 """Slabs whose descriptors stay open. Other slabs are opened for each call, so that a large store
 does not use up the process's descriptors."""
 
 
-ATTEMPTS = 100
+LOCK_ATTEMPTS = 100
 """Times that the file is opened again because another one has taken its place."""
 
 
@@ -77,7 +77,7 @@ class SlabFiles:
         self.read_only = read_only
         self.floor = floor
         self.direct = True
-        self.slabs: list[int] = []  # file descriptors; -1 beyond the first HELD
+        self.slabs: list[int] = []  # file descriptors; -1 beyond the first HELD_SLABS
         self.trouble = ""  # the last thing that the file system refused, and the remedy
         self.lost = False  # the table is not in its folder any more
         self.loop: asyncio.AbstractEventLoop | None = None  # of the store
@@ -123,7 +123,7 @@ class SlabFiles:
     def _take_lock(self) -> int:
         """The descriptor of the lock, with this process's number in it. StoreError if another
         process has it."""
-        for _ in range(ATTEMPTS):
+        for _ in range(LOCK_ATTEMPTS):
             lock = self._open("lock", os.O_RDWR | os.O_CREAT)
             try:
                 if not locked(lock):
@@ -142,8 +142,8 @@ class SlabFiles:
                 raise
             os.close(lock)  # 'kvactors store prune' has removed it since it was opened
         raise StoreError(
-            f"{self.folder / 'lock'}: another file took its place {ATTEMPTS} times while it was "
-            "opened"
+            f"{self.folder / 'lock'}: another file took its place {LOCK_ATTEMPTS} times while it "
+            "was opened"
         )
 
     def _open(self, name: str, flags: int) -> int:
@@ -229,7 +229,7 @@ class SlabFiles:
         self._make_table()
 
     def _add_slab(self, fd: int) -> None:
-        if len(self.slabs) >= HELD:
+        if len(self.slabs) >= HELD_SLABS:
             os.close(fd)
             fd = -1
         self.slabs.append(fd)
@@ -286,7 +286,7 @@ class SlabFiles:
         """The one place where errors of the file system become outcomes."""
         remedy = REMEDIES.get(error.errno or 0, "")
         self.trouble = f"{self.folder}: {error}{remedy and f': {remedy}'}"
-        return Outcome.NO_SPACE if error.errno in FULL else Outcome.UNAVAILABLE
+        return Outcome.NO_SPACE if error.errno in DISK_FULL else Outcome.UNAVAILABLE
 
     def free_bytes(self) -> int:
         """Of the file system, for this user."""
@@ -371,7 +371,7 @@ class SlabFiles:
     def buffered_from_now_on(self) -> bool:
         """Direct I/O was refused by a call that had begun with it (some file systems open for it
         only): slabs go through the page cache from now on. Another call may have found out."""
-        for fd in self.slabs[:HELD]:
+        for fd in self.slabs[:HELD_SLABS]:
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         self.direct = False
         return True

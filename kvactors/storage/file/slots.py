@@ -17,10 +17,10 @@ from kvactors.storage.file.layout import SlabFiles
 from kvactors.storage.messages import Outcome
 from kvactors.threads import Workers
 
-PAUSE = 60.0
+QUARANTINE_S = 60.0
 """Seconds in quarantine after the first corrupt object of a slot, doubled with each further one."""
 
-LONGEST = 86_400.0
+LONGEST_QUARANTINE_S = 86_400.0
 
 
 class Slots:
@@ -127,7 +127,9 @@ class Slots:
         """Put a slot in quarantine: it held a corrupt object, or did not return the data written to
         it."""
         self._strikes[slot] += 1
-        self._until[slot] = now + min(LONGEST, PAUSE * 2.0 ** min(20, self._strikes[slot] - 1))
+        self._until[slot] = now + min(
+            LONGEST_QUARANTINE_S, QUARANTINE_S * 2.0 ** min(20, self._strikes[slot] - 1)
+        )
         self.suspects.add(slot)
 
     def release(self, now: float) -> bool:
@@ -156,13 +158,13 @@ class Slots:
 # -- free slots
 
 
-GROW_AGAIN = 10.0
+GROW_AGAIN_S = 10.0
 """Seconds after which a store on a full disk tries to grow again. Until then it evicts."""
 
-DEADLINE_EVERY = 64
+DEADLINE_EVERY_OBJECTS = 64
 """Objects of a batch that get their slots between two looks at its deadline."""
 
-DEADLINE_CHECK = 0.05
+DEADLINE_CHECK_S = 0.05
 """Seconds between two looks at the deadline while a write waits for a slot."""
 
 
@@ -224,10 +226,10 @@ class SlotSupply:
     ) -> None:
         """Take a slot for each object of a batch, until its deadline: `taken` receives them by
         position, `outcomes` why an object got none."""
-        for start in range(0, len(outcomes), DEADLINE_EVERY):
+        for start in range(0, len(outcomes), DEADLINE_EVERY_OBJECTS):
             if expired():
                 return
-            some = range(start, min(start + DEADLINE_EVERY, len(outcomes)))
+            some = range(start, min(start + DEADLINE_EVERY_OBJECTS, len(outcomes)))
             taken.update(zip(some, self.take_now(len(some)), strict=False))
             for i in some:
                 if i not in taken:
@@ -272,7 +274,7 @@ class SlotSupply:
         waiter = asyncio.get_running_loop().create_future()
         self._waiting.add(waiter)
         try:
-            await asyncio.wait([waiter], timeout=DEADLINE_CHECK)
+            await asyncio.wait([waiter], timeout=DEADLINE_CHECK_S)
         finally:
             self._waiting.discard(waiter)
 
@@ -342,7 +344,7 @@ class SlotSupply:
         if outcome == Outcome.OK:
             self.slots.add(range(slabs * per_slab, (slabs + 1) * per_slab))
         elif outcome == Outcome.NO_SPACE:
-            self.pause_until = now() + GROW_AGAIN
+            self.pause_until = now() + GROW_AGAIN_S
         return outcome
 
 

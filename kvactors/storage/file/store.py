@@ -24,9 +24,9 @@ from kvactors.lineage import Lineage
 from kvactors.storage.backend import Expired, ReadReport, WriteReport
 from kvactors.storage.file.io import SlabThreads, load, proved
 from kvactors.storage.file.layout import SPARE_FOLDER, SlabFiles
-from kvactors.storage.file.slots import GROW_AGAIN, SlotSupply
+from kvactors.storage.file.slots import GROW_AGAIN_S, SlotSupply
 from kvactors.storage.file.table import (
-    CHUNK,
+    CHUNK_ENTRIES,
     PAGE,
     SALT,
     WRITTEN_AT,
@@ -57,7 +57,7 @@ SLAB_BYTES = 256 << 20
 ANEW_CHECK_S = 0.01
 """Seconds between two looks at whether calls use files that were deleted."""
 
-CLOSING = 1.0
+CLOSE_LIMIT_S = 1.0
 """Seconds that calls may take to end when the store is closed. Threads that hang for longer are
 abandoned."""
 
@@ -219,8 +219,8 @@ class FileBackend(LocalStore):
     async def close(self) -> None:
         """See `Backend.close`. Takes about a second at most, then abandons hanging threads."""
         if self.scrub is not None:
-            await uncancelled(self.scrub.stop(CLOSING))
-        self.stuck = not await uncancelled(self.threads.close(self.files, CLOSING))
+            await uncancelled(self.scrub.stop(CLOSE_LIMIT_S))
+        self.stuck = not await uncancelled(self.threads.close(self.files, CLOSE_LIMIT_S))
         if self.stuck and self.arena is not None:
             self.arena.keep()
 
@@ -448,7 +448,7 @@ class FileBackend(LocalStore):
             # The slot of another object has its space on the disk.
             outcomes[i] = (await self._save_once([keys[i]], [data[i]], expired))[0]
             if outcomes[i] == Outcome.NO_SPACE:
-                self._no_eviction_until = now() + GROW_AGAIN
+                self._no_eviction_until = now() + GROW_AGAIN_S
         return outcomes
 
     async def _save_once(
@@ -726,10 +726,10 @@ def _meta(
 # -- the space
 
 
-SHARE = 0.8
+FREE_SPACE_SHARE = 0.8
 """Of the free space and what the store has already: its capacity if none is set."""
 
-LITTLE_BYTES = 256 << 20
+SMALL_CAPACITY_BYTES = 256 << 20
 """A capacity that follows the free space is a fault below this."""
 
 
@@ -781,12 +781,12 @@ class SpaceReader:
                     f"'kvactors store prune {files.folder.parent}' removes them"
                 )
         else:
-            share = int(SHARE * (free + own)) - files.floor
+            share = int(FREE_SPACE_SHARE * (free + own)) - files.floor
             if files.slabs:  # it grows by whole slabs
                 slab = files.meta.slots_per_slab * stride
                 share = min(share, (len(files.slabs) + max(0, free - files.floor) // slab) * slab)
             capacity = max(1, objects, share // stride)
-            if capacity * stride < LITTLE_BYTES:
+            if capacity * stride < SMALL_CAPACITY_BYTES:
                 concern = (
                     "its capacity follows the free space and is below 256 MiB: free space at "
                     f"{files.folder}, or set storage.capacity_bytes"
@@ -830,7 +830,7 @@ def bytes_held(table: Path) -> int:
     found = 0
     with table.open("rb") as file:
         meta = meta_of(file.read(PAGE), str(table))
-        while chunk := file.read(CHUNK * meta.entry_bytes):
+        while chunk := file.read(CHUNK_ENTRIES * meta.entry_bytes):
             found += count_used(chunk, meta)
     return found * meta.stride
 
@@ -844,11 +844,11 @@ def own_bytes(files: SlabFiles) -> int:
 # -- a view of a store that another process writes
 
 
-REFRESH_S = 0.2
+VIEW_REFRESH_S = 0.2
 """Seconds between two looks at the table. A look that takes long is followed by a pause of nine
 times that."""
 
-STEP = 1024
+VIEW_STEP_OBJECTS = 1024
 """Objects that are taken in before other tasks may run."""
 
 
@@ -868,7 +868,7 @@ class SlabView:
         self._table, found, _ = await self._store.threads.run(survey, self._store.files, None)
         self._store.threads.io.open()
         await self._take_in(found)
-        self._due = now() + REFRESH_S
+        self._due = now() + VIEW_REFRESH_S
         log.info(
             "file store view open", folder=str(self._store.files.folder), objects=len(self._keys)
         )
@@ -884,7 +884,7 @@ class SlabView:
             # Changes that were read are taken in even if the caller is cancelled.
             await wait_uncancelled(asyncio.ensure_future(self._follow()))
         finally:
-            self._due = now() + max(REFRESH_S, 9 * (now() - began))
+            self._due = now() + max(VIEW_REFRESH_S, 9 * (now() - began))
 
     async def _follow(self) -> None:
         try:
@@ -909,7 +909,7 @@ class SlabView:
     async def _take_in(self, found: Survey) -> None:
         objects, catalog = self._store.objects, self._store.catalog
         changed, new = iter(found.changed), iter(found.found)
-        while slots := list(islice(changed, STEP)):
+        while slots := list(islice(changed, VIEW_STEP_OBJECTS)):
             gone = []
             for slot in slots:
                 key = self._keys.pop(slot, b"")
@@ -918,7 +918,7 @@ class SlabView:
                     gone.append(key)
             self._store.acknowledge_removed(catalog.remove(gone))
             await asyncio.sleep(0)
-        while some := list(islice(new, STEP)):
+        while some := list(islice(new, VIEW_STEP_OBJECTS)):
             self._enter(some)
             await asyncio.sleep(0)
 
@@ -948,10 +948,10 @@ class SlabView:
 # -- the scrub
 
 
-STEP_BYTES = 1 << 20
+SCRUB_STEP_BYTES = 1 << 20
 """Bytes that are read together, at least one object."""
 
-PAUSE_S = 10.0
+SCRUB_PAUSE_S = 10.0
 """Seconds between two passes, so that an empty store is not looked at without end."""
 
 
@@ -964,7 +964,8 @@ class Scrub:
         self._store = store
         self._seconds = stride / rate  # an object
         self._views = [
-            memoryview(bytearray(store.block_bytes)) for _ in range(max(1, STEP_BYTES // stride))
+            memoryview(bytearray(store.block_bytes))
+            for _ in range(max(1, SCRUB_STEP_BYTES // stride))
         ]
         self._task: asyncio.Task[None] | None = None
 
@@ -981,7 +982,7 @@ class Scrub:
     async def _run(self) -> None:
         while True:
             await self.read_all()
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(SCRUB_PAUSE_S)
 
     async def read_all(self) -> None:
         """One pass. Objects that are written during it may be left out."""

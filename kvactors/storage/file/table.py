@@ -647,7 +647,7 @@ if AT_PARENT % 4 or (AT_PARENT + FIELD.size) % 8:
     raise ImportError("the parent in an entry is not aligned")
 
 
-CHUNK = 16_384
+CHUNK_ENTRIES = 16_384
 """Entries that are read at once."""
 
 
@@ -702,8 +702,8 @@ class TableReader:
             self._seen[:] = 0
         if slots > len(self._seen):
             self._seen = np.pad(self._seen, (0, slots - len(self._seen)))
-        for first in range(0, slots, CHUNK):
-            raw = files.entries(first, min(CHUNK, slots - first))
+        for first in range(0, slots, CHUNK_ENTRIES):
+            raw = files.entries(first, min(CHUNK_ENTRIES, slots - first))
             count = len(raw) // meta.entry_bytes
             words = np.frombuffer(raw[: count * meta.entry_bytes], "<u8").reshape(count, -1)
             seen, last = self._seen[first : first + count], words[:, -1]
