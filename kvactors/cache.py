@@ -26,6 +26,7 @@ from kvactors.errors import WrongLoop
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.from_thread import FromThread
 from kvactors.given_clock import GivenClock
+from kvactors.settings import Config
 from kvactors.storage.backend import Backend
 from kvactors.system import System
 

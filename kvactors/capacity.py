@@ -11,7 +11,10 @@ from msgspec.structs import replace
 from kvactors.device.arena import slot_stride
 from kvactors.errors import ConfigError
 from kvactors.layout.base import Layout
-from kvactors.sizes import human, in_bytes
+from kvactors.quotas import Quota, Quotas
+from kvactors.settings import Config, QuotaConfig, SaltQuota, StorageConfig
+from kvactors.settings.check import human, in_bytes
+from kvactors.settings.check import in_blocks as size_in_blocks
 from kvactors.storage.backend import Backend
 from kvactors.storage.factory import object_bytes, slot_trailer_bytes
 

@@ -27,10 +27,13 @@ from kvactors.scenario.output import (
 from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.shipped import find_toml
 from kvactors.scenario.spec import Scenario
-from kvactors.sink_config import ClassSinkConfig
-from kvactors.sizes import human
+from kvactors.settings import Config, LayoutConfig, StorageConfig, read_toml
+from kvactors.settings.check import human, in_bytes, read, settings_of
+from kvactors.settings.load import check_setting, contradictions, replaced, unused, variables_of
+from kvactors.settings.model import read_model
+from kvactors.settings.schema import json_schema
+from kvactors.settings.sinks import ClassSinkConfig
 from kvactors.storage.factory import capacity_of
-from kvactors.validation import CONFIG_TABLES, disagreements
 
 C = TypeVar("C", bound=Config)
 

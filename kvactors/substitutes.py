@@ -22,6 +22,7 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
     WaitFlushed,
 )
+from kvactors.settings import FlushConfig
 from kvactors.storage.actors import StorageReader, StorageWorker, StoreOwner, unwritten
 from kvactors.storage.device_store import DeviceStore, DeviceStoreActor, DeviceStorePlane
 from kvactors.storage.messages import (

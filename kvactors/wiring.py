@@ -35,6 +35,7 @@ from kvactors.prefix_index.policy import Clock, policies_of
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.quotas import Quotas, salt_id
+from kvactors.settings import Config, StorageConfig
 from kvactors.storage.actors import StorageReader, StorageWriter
 from kvactors.storage.device_store import DeviceStoreActor
 from kvactors.storage.messages import DeviceStoreMessage, ReaderMessage, StorageReply, WriterMessage

@@ -6,10 +6,10 @@ import os
 import threading
 
 from kvactors import threads
+from kvactors.data_plane.base import Direction
 from kvactors.data_plane.engine import ThreadedCopies
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
-from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import MLALayout
 
 

@@ -15,8 +15,9 @@ from kvactors.actor.message import Message
 from kvactors.cpu_evictor.actions import Action, Send, send
 from kvactors.cpu_evictor.messages import HostReply
 from kvactors.cpu_evictor.slots import HostBlock
+from kvactors.data_plane.base import Direction
 from kvactors.flush_notifier.messages import Report
-from kvactors.gpu_swapper.messages import Copy, Direction
+from kvactors.gpu_swapper.messages import Copy
 from kvactors.settings import StorageConfig
 from kvactors.storage.messages import (
     ClearStore,

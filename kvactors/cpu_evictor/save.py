@@ -11,7 +11,7 @@ from kvactors.cpu_evictor.actions import Action, StartTimer, StopTimer, send
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import PrefetchToHost, Save, Saved, SaveUnanswered, SlotDeadline
 from kvactors.cpu_evictor.slots import HostBlock, SlotState, set_traits
-from kvactors.gpu_swapper.messages import Direction
+from kvactors.data_plane.base import Direction
 from kvactors.lineage import lineage
 from kvactors.storage.messages import Outcome
 from kvactors.types import split_hashes

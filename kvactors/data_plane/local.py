@@ -16,7 +16,8 @@ from kvactors.device.host import HostDevice
 from kvactors.errors import ConfigError, DeviceError, StoreError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
-from kvactors.sdk_settings import gpu_of
+from kvactors.settings import Config, DeviceConfig, HostConfig, StorageConfig
+from kvactors.settings.load import changed_in
 from kvactors.storage.backend import Backend
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.factory import make_backend, make_device_store

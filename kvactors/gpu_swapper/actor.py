@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
 from kvactors.actor.context import MEMORY_LIMIT, Job, JobsRunOn
-from kvactors.data_plane.base import DataPlane
+from kvactors.data_plane.base import DataPlane, Direction
 from kvactors.gpu_swapper.messages import (
     Copied,
     CopiedWithin,
@@ -21,7 +21,6 @@ from kvactors.gpu_swapper.messages import (
     CopyWithin,
     CopyWithinFinished,
     DataPlaneStatus,
-    Direction,
 )
 from kvactors.types import indices_of
 

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvactors.actor import State
 from kvactors.actor.clock import now
-from kvactors.actor.failures import brief
-from kvactors.actor.log import get_logger
+from kvactors.actor.log import brief, get_logger
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.guarded import GuardedBackend
 from kvactors.system import System

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from kvactors.actor import Actor, ActorRef, Envelope, Instrument, Turn
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor import messages as host
+from kvactors.data_plane.base import Direction
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import Delivered
-from kvactors.gpu_swapper.messages import CopyFinished, Direction
+from kvactors.gpu_swapper.messages import CopyFinished
 from kvactors.prefix_index import messages as index
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.storage import messages as storage

@@ -22,7 +22,8 @@ from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Report, Totals, make_report
 from kvactors.scenario.spec import FaultSpec, Scenario
 from kvactors.scenario.workload import Script, chat
-from kvactors.sink_config import AttentionStoreConfig
+from kvactors.settings import Config, StorageConfig
+from kvactors.settings.sinks import AttentionStoreConfig
 from kvactors.storage.factory import make_backend
 from kvactors.testing.faults import FaultyBackend, FaultySink, StoreFaults
 from kvactors.types import Tier

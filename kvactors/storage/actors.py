@@ -12,9 +12,8 @@ from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, Message, PeerRestarted, on
-from kvactors.actor.actor import State
 from kvactors.actor.clock import now
-from kvactors.actor.jobs import Job
+from kvactors.actor.context import Job, State
 from kvactors.actor.log import described
 from kvactors.errors import KVActorsError, StoreError
 from kvactors.flush_notifier.messages import (

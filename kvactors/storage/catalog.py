@@ -10,8 +10,7 @@ from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvactors.errors import ConfigError
-from kvactors.invariant import ensure
+from kvactors.errors import ConfigError, ensure
 from kvactors.quotas import StorageQuotas
 
 

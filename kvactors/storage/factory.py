@@ -3,7 +3,9 @@
 from kvactors.device.base import Device, DeviceBlocks
 from kvactors.errors import ConfigError
 from kvactors.identity import StoreIdentity
-from kvactors.sizes import in_bytes
+from kvactors.settings.check import class_at, in_bytes
+from kvactors.settings.load import Config
+from kvactors.settings.tables import StorageConfig
 from kvactors.storage.backend import Backend
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.file.store import FileBackend, object_stride
@@ -71,7 +73,7 @@ def make_device_store(
             "device.num_blocks is 0, and attention_store registers the device memory when the "
             "cache is opened: set the number of blocks, or give the device to open"
         )
-    from kvactors.sdk_settings import sdk_settings
+    from kvactors.attention_sdk import sdk_settings
     from kvactors.storage.attention_store import AttentionStoreBackend
 
     return AttentionStoreBackend(sdk_settings(config, device.layout, device, shard), device)

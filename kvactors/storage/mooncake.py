@@ -31,8 +31,8 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.lineage import Lineage
-from kvactors.mooncake_config import MooncakeConfig
 from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
+from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.local_store import unfit_views
 from kvactors.storage.messages import Outcome

@@ -28,9 +28,14 @@ from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.mooncake_address import Endpoint, endpoints, metadata_endpoints
-from kvactors.mooncake_config import MooncakeConfig, largest_registration
-from kvactors.sizes import in_bytes
+from kvactors.settings.check import in_bytes
+from kvactors.settings.mooncake import (
+    MooncakeConfig,
+    PoolServer,
+    endpoints,
+    largest_registration,
+    metadata_endpoints,
+)
 from kvactors.threads import Workers
 
 OK, NO_SPACE, NOT_FOUND, NOT_READY, HAS_LEASE, RPC_FAILED = 0, -200, -704, -703, -706, -900

@@ -13,7 +13,7 @@ import anyio
 import xxhash
 
 from kvactors.actor.uncancelled import wait_uncancelled
-from kvactors.data_plane.base import Progress
+from kvactors.data_plane.base import Direction, Progress
 from kvactors.data_plane.engine import CopyEngine
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
@@ -21,7 +21,6 @@ from kvactors.device.host import HostDevice
 from kvactors.errors import StoreUnavailable
 from kvactors.flush_notifier.messages import FlushTask, PathPart
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout.base import Layout
 from kvactors.lineage import Lineage
 from kvactors.storage.backend import Expired, WriteReport

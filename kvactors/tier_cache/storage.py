@@ -20,7 +20,7 @@ from kvactors.tier_cache.checks import checked_key, checked_keys, checked_limit,
 from kvactors.tier_cache.settings import TierConfig, checked_config
 
 if TYPE_CHECKING:
-    from kvactors.mooncake_config import MooncakeConfig
+    from kvactors.settings.mooncake import MooncakeConfig
     from kvactors.storage.backend import Backend
     from kvactors.tier_cache.copies import LoopThread, Service
     from kvactors.tier_cache.slots import SlotMemory
@@ -624,8 +624,8 @@ def make_storage(
         )  # a wrong setting is found here, not in the store's thread
 
     def make() -> Backend:
-        from kvactors.config_tables import StorageConfig
-        from kvactors.mooncake_config import MooncakeConfig
+        from kvactors.settings.mooncake import MooncakeConfig
+        from kvactors.settings.tables import StorageConfig
         from kvactors.storage.factory import make_backend
 
         fields = msgspec.structs.asdict(storage)

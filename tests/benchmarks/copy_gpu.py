@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from statistics import median
 
+from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver, load_driver
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.device.arena import Arena
 from kvactors.errors import DeviceError
-from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import GQALayout, Layout
 from tests.benchmarks.copy_product import product_rows
 from tests.benchmarks.report import Row, rate_row

@@ -17,7 +17,7 @@ import structlog
 import kvactors
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.memory import MemoryBackend
 from kvactors.threads import Workers
 from tests.support.cache import BLOCK, prompt, settings

@@ -10,8 +10,9 @@ import pytest
 
 import kvactors
 from kvactors.actor import Control
+from kvactors.data_plane.base import Direction
 from kvactors.device.host import HostDevice
-from kvactors.gpu_swapper.messages import Copied, Direction
+from kvactors.gpu_swapper.messages import Copied
 from kvactors.layout import make_layout
 from kvactors.storage.messages import Outcome, Probed
 from kvactors.testing.loop import simulate

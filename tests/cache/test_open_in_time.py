@@ -11,7 +11,7 @@ import structlog
 import kvactors
 from kvactors.actor.clock import now
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.memory import MemoryBackend
 from kvactors.testing.loop import simulate

@@ -12,6 +12,8 @@ import kvactors
 from kvactors import KVCache
 from kvactors.errors import ConfigError, KVActorsError, StoreUnsupported
 from kvactors.quotas import salt_id
+from kvactors.settings.load import quota_faults
+from kvactors.settings.tables import QuotaConfig, StorageConfig
 from kvactors.storage.file import store as file_module
 from kvactors.testing.fakes import SimBackend, SimPool
 from kvactors.testing.faults import latency

@@ -15,7 +15,8 @@ from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import Load
 from kvactors.cpu_evictor.requests import Peers, RequestTable
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
-from kvactors.gpu_swapper.messages import Copied, Copy, Direction
+from kvactors.data_plane.base import Direction
+from kvactors.gpu_swapper.messages import Copied, Copy
 from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
 from kvactors.types import split_hashes

@@ -19,8 +19,9 @@ from kvactors.cpu_evictor.messages import (
 )
 from kvactors.cpu_evictor.offload import OffloadJob
 from kvactors.cpu_evictor.save import PrefetchJob
+from kvactors.data_plane.base import Direction
 from kvactors.flush_notifier.messages import BlocksAdded
-from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, Direction
+from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress
 from kvactors.storage.messages import (
     DeviceFetched,
     FetchDevice,

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from kvactors.cpu_evictor.messages import HostBlocksRemoved, Offload, Offloaded
 from kvactors.cpu_evictor.offload import OffloadJob
 from kvactors.cpu_evictor.slots import SlotState
+from kvactors.data_plane.base import Direction
 from kvactors.flush_notifier.messages import BlocksAdded
-from kvactors.gpu_swapper.messages import Copied, Copy, Direction
+from kvactors.gpu_swapper.messages import Copied, Copy
 from kvactors.types import join_hashes, split_hashes
 from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
 

@@ -19,7 +19,7 @@ from kvactors.cpu_evictor.requests import (
     WriteRequest,
 )
 from kvactors.cpu_evictor.slots import SlotState
-from kvactors.gpu_swapper.messages import Direction
+from kvactors.data_plane.base import Direction
 from kvactors.storage.messages import ClearStore
 from tests.cpu_evictor.helpers import ROOT, Host, hash_of, names, path, sent
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from kvactors.cpu_evictor.actions import StartTimer
 from kvactors.cpu_evictor.messages import Save, Saved, SaveUnanswered
 from kvactors.cpu_evictor.save import SaveJob
-from kvactors.gpu_swapper.messages import Copied, Copy, Direction
+from kvactors.data_plane.base import Direction
+from kvactors.gpu_swapper.messages import Copied, Copy
 from kvactors.storage.messages import DeviceSaved, Probed, Write
 from kvactors.types import join_hashes
 from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent

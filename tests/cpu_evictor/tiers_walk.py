@@ -10,9 +10,10 @@ from typing import Any
 
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.actor import CpuEvictor
+from kvactors.data_plane.base import Direction
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.messages import PLAIN
-from kvactors.gpu_swapper.messages import Copied, Copy, DataPlaneStatus, Direction
+from kvactors.gpu_swapper.messages import Copied, Copy, DataPlaneStatus
 from kvactors.native import HOST, Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex

@@ -9,6 +9,7 @@ import pytest
 
 import kvactors
 from kvactors.data_plane import local
+from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda import copies as cuda_copies
 from kvactors.data_plane.cuda import engine as cuda_executor
 from kvactors.data_plane.cuda.calibrate import PIECES
@@ -18,7 +19,6 @@ from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.data_plane.cuda.host_pin import STAGING_BYTES
 from kvactors.device.arena import Arena
-from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 from kvactors.settings import Config
 from tests.support import cuda

@@ -9,10 +9,10 @@ import pytest
 
 import kvactors
 from kvactors.data_plane import engine as module
+from kvactors.data_plane.base import Direction
 from kvactors.data_plane.engine import InlineCopies, ThreadedCopies
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
-from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 from kvactors.settings import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig
 

@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 
+from kvactors.data_plane.base import Direction
 from kvactors.gpu_swapper.actor import GpuSwapper
-from kvactors.gpu_swapper.messages import Copy, Direction
+from kvactors.gpu_swapper.messages import Copy
 from tests.support.probe import Probe
 from tests.support.stepper import Stepper
 

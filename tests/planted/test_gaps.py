@@ -9,7 +9,8 @@ import pytest
 import kvactors
 from kvactors.actor import Actor, ActorSpec, Control, Group, InFlight, Message, Supervisor, on
 from kvactors.cpu_evictor.slots import HostTier, SlotState
-from kvactors.gpu_swapper.messages import DataPlaneStatus, Direction
+from kvactors.data_plane.base import Direction
+from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.testing.loop import simulate
 from kvactors.types import Tier
 from tests.support.cache import BLOCK, opened, prompt, serve

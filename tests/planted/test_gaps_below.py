@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvactors.data_plane.base import Direction
 from kvactors.data_plane.engine import _report
 from kvactors.data_plane.ranks.connection import MemoryConnection
 from kvactors.data_plane.ranks.entrance import check_leader
@@ -17,9 +18,8 @@ from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.data_plane.ranks.protocol import Identity, RankAnswer, StoreObjects
 from kvactors.data_plane.ranks.store import RankStore
 from kvactors.device.arena import Arena
-from kvactors.gpu_swapper.messages import Direction
 from kvactors.identity import StoreIdentity
-from kvactors.ranks_config import RanksConfig, Secret
+from kvactors.settings.ranks import RanksConfig, Secret
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome

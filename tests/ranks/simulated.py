@@ -21,12 +21,8 @@ from kvactors.settings import (
     LayoutConfig,
     StorageConfig,
 )
-from kvactors.device.host import HostDevice
-from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.layout import make_layout
-from kvactors.ranks_config import RanksConfig
-from kvactors.scenario.engine import Request
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.ranks import RanksConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.memory import MemoryBackend
 from kvactors.testing.sim import problems_at_rest
 from tests.support.rank_model import RankModel

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvactors.data_plane.base import Direction
 from kvactors.data_plane.ranks import protocol
 from kvactors.data_plane.ranks.connection import MemoryConnection, _decoder
 from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.data_plane.ranks.protocol import Frame, RankAnswer
-from kvactors.gpu_swapper.messages import Direction
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from tests.ranks.manual import A, B, come, opened, settle

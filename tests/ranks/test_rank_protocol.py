@@ -8,6 +8,7 @@ import asyncio
 import msgspec
 import pytest
 
+from kvactors.data_plane.base import Direction
 from kvactors.data_plane.ranks.connection import StreamConnection, connect
 from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.data_plane.ranks.protocol import (
@@ -23,7 +24,6 @@ from kvactors.data_plane.ranks.protocol import (
     StoreObjects,
     Welcome,
 )
-from kvactors.gpu_swapper.messages import Direction
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from tests.ranks.manual import (

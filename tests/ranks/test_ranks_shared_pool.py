@@ -8,6 +8,7 @@ import asyncio
 import pytest
 
 import kvactors
+from kvactors.errors import StoreUnsupported
 from kvactors.layout import make_layout
 from kvactors.settings import (
     CacheConfig,
@@ -17,10 +18,8 @@ from kvactors.settings import (
     LayoutConfig,
     StorageConfig,
 )
-from kvactors.errors import StoreUnsupported
-from kvactors.layout import make_layout
-from kvactors.mooncake_config import MooncakeConfig
-from kvactors.ranks_config import RanksConfig
+from kvactors.settings.mooncake import MooncakeConfig
+from kvactors.settings.ranks import RanksConfig
 from kvactors.storage.backend import ReadReport
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimPool

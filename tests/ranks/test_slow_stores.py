@@ -11,6 +11,7 @@ import structlog
 from kvactors import StoreError
 from kvactors.actor.clock import now
 from kvactors.data_plane.ranks.protocol import CopyBlocks, Ping, Pong, RankAnswer, StoreObjects
+from kvactors.settings import ActorsConfig
 from kvactors.storage.memory import MemoryBackend
 from tests.ranks.manual import A, copy, opened, settle, simulated
 from tests.ranks.simulated import (

@@ -25,6 +25,7 @@ from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.data_plane.ranks.state import RankState
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.settings import Config
 from kvactors.storage.backend import Backend
 from kvactors.system import System
 from kvactors.testing.faults import Fault

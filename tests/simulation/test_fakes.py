@@ -8,13 +8,13 @@ import random
 import anyio
 import pytest
 
+from kvactors.data_plane.base import Direction
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.errors import SinkError, StoreUnavailable
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.gpu_swapper.messages import Direction
 from kvactors.identity import StoreIdentity
 from kvactors.layout import make_layout
 from kvactors.settings import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.testing.plan import Fault, FaultPlan
+from kvactors.testing.faults import Fault
+from kvactors.testing.plan import FaultPlan
 from tests.simulation import run_seed
 from tests.simulation.coverage import coverage, universe
 from tests.simulation.draw import draw_run

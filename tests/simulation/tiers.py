@@ -24,7 +24,7 @@ import anyio
 from kvactors import Tier
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import TreeReader

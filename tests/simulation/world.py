@@ -20,8 +20,7 @@ from kvactors.device.host import HostDevice
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
-from kvactors.sdk_settings import sdk_settings
-from kvactors.sink_config import AttentionStoreSinkConfig
+from kvactors.settings.sinks import AttentionStoreSinkConfig
 from kvactors.storage.attention_store import AttentionStoreBackend
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimPool, SimSink
 from kvactors.testing.faults import STEPPED, Fault, Latency, StoreFaults, latency

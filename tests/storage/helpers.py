@@ -11,6 +11,7 @@ import xxhash
 
 from kvactors.actor import Actor
 from kvactors.device.arena import Arena
+from kvactors.settings import Config
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.file.table import Meta, blank_entry
 from kvactors.storage.messages import Outcome

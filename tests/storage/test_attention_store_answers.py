@@ -13,8 +13,7 @@ from kvactors.attention_sdk import Sdk, complete
 from kvactors.device.host import HostDevice
 from kvactors.errors import DeadlineExceeded, LayoutError, SdkError
 from kvactors.layout import GQALayout
-from kvactors.sdk_settings import complete
-from kvactors.sink_config import AttentionStoreConfig
+from kvactors.settings.sinks import AttentionStoreConfig
 from kvactors.storage.attention_store import AttentionStoreBackend
 from tests.storage.test_attention_store_backend import BLOCK, LAYOUT, STAND_IN, calls, path
 from tests.support import attentionstore_sdk as stand_in

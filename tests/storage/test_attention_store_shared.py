@@ -15,8 +15,8 @@ from kvactors.attention_sdk import Sdk, complete, gpu_of, sdk_settings
 from kvactors.device.host import HostDevice
 from kvactors.errors import SdkError
 from kvactors.layout import GQALayout, MLALayout
-from kvactors.sdk_settings import complete, gpu_of, sdk_settings
-from kvactors.sink_config import AttentionStoreConfig
+from kvactors.settings import Config
+from kvactors.settings.sinks import AttentionStoreConfig
 from kvactors.storage.attention_store import AttentionStoreBackend
 from tests.support import attentionstore_sdk as stand_in
 from tests.support import cache as support

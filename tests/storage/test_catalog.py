@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.config import Config, StorageConfig
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError
 from kvactors.quotas import Quota, Quotas, StorageQuotas, salt_id
+from kvactors.settings import Config, StorageConfig
 from kvactors.storage.catalog import COUNTED_SALTS, Catalog
 from kvactors.storage.factory import capacity_of, make_backend
 from kvactors.storage.memory import MemoryBackend

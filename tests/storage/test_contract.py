@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kvactors.config import StorageConfig
+from kvactors.settings import StorageConfig
 from kvactors.storage.factory import make_backend
 from kvactors.storage.file import store
 from kvactors.storage.file.layout import SlabFiles

@@ -20,6 +20,7 @@ import kvactors
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.lineage import Lineage
+from kvactors.settings import Config
 from kvactors.storage.file import store as file_module
 from kvactors.storage.file.layout import SlabFiles
 from kvactors.storage.file.store import FileBackend

@@ -9,11 +9,11 @@ from hashlib import sha256
 import pytest
 
 import kvactors
-from kvactors.config import Config
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.layout import make_layout
+from kvactors.settings import Config
 from kvactors.storage.actors import ReportPages
 from kvactors.storage.attempts import FAILURES
 from kvactors.storage.backend import ReadReport, WriteReport

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError, StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_config import MooncakeConfig, resolve
+from kvactors.settings.mooncake import MooncakeConfig, resolve
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import HEADER, MooncakeBackend
 from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND, RPC_FAILED, MooncakeClient, pieces

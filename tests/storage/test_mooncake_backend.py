@@ -15,7 +15,8 @@ import kvactors
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreUnavailable
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_config import MooncakeConfig
+from kvactors.settings import Config
+from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import MooncakeBackend
 from tests.storage.pools import master

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvactors.errors import ConfigError, StoreError
-from kvactors.mooncake_config import MooncakeConfig, resolve
-from kvactors.sizes import in_bytes
+from kvactors.settings.check import in_bytes
+from kvactors.settings.mooncake import MooncakeConfig, resolve
 from kvactors.storage.mooncake_client import NOT_FOUND, OK, RPC_FAILED, MooncakeClient
 from tests.storage.pools import free_port, master
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_config import MooncakeConfig
+from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.mooncake import MooncakeBackend
 from kvactors.testing.store_contract import StoreContract
 from tests.storage.pools import master

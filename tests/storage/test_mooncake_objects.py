@@ -16,11 +16,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.config import Config
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError
-from kvactors.mooncake_config import MooncakeConfig, resolve
 from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
+from kvactors.settings import Config
+from kvactors.settings.mooncake import MooncakeConfig, resolve
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import (
     CALL_SECONDS,

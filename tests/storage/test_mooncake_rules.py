@@ -16,8 +16,13 @@ import pytest
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError, StoreError
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_address import Endpoint, endpoints, metadata_endpoints
-from kvactors.mooncake_config import MooncakeConfig, largest_registration
+from kvactors.settings.mooncake import (
+    MooncakeConfig,
+    PoolServer,
+    endpoints,
+    largest_registration,
+    metadata_endpoints,
+)
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import HEADER, MooncakeBackend
 from kvactors.storage.mooncake_client import NO_SPACE, PREFIX, MooncakeClient, defaults, pieces

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import kvactors
-from kvactors.actor.actor import State
+from kvactors.actor.context import State
 from kvactors.actor.message import Control
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import (

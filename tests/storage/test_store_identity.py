@@ -12,6 +12,7 @@ import kvactors
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
+from kvactors.settings import Config, StorageConfig
 from kvactors.storage.backend import Backend
 from kvactors.storage.factory import make_backend
 from kvactors.storage.messages import Outcome

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvactors.identity import StoreIdentity
-from kvactors.mooncake_config import MooncakeConfig
+from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.local_store import unfit_views

@@ -10,6 +10,7 @@ import anyio
 from kvactors.data_plane.ranks.connection import Connection, Listener, connect
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.layout import make_layout
+from kvactors.settings import Config
 from kvactors.storage.backend import Backend
 from kvactors.testing.fakes import SimDevice
 from kvactors.testing.faults import Fault, Gate, Latency, instant

@@ -13,7 +13,7 @@ import pytest
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks import MemorySink, Sink
 from kvactors.layout import GQALayout, Layout, Role
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.backend import Backend
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome

@@ -11,7 +11,7 @@ from kvactors.errors import StoreUnavailable
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.lineage import Lineage
-from kvactors.sink_config import MemorySinkConfig
+from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.backend import Backend
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.memory import MemoryBackend

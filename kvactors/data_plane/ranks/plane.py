@@ -16,7 +16,7 @@ from kvactors.device.base import DeviceBlocks
 from kvactors.errors import ConfigError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
-from kvactors.sdk_settings import store_identity
+from kvactors.settings import Config, StorageConfig
 from kvactors.storage.backend import Backend
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.factory import has_device_store
