@@ -16,7 +16,6 @@ from urllib.parse import quote
 import msgspec
 from msgspec.structs import replace
 
-from kvactors.actor.log import get_logger
 from kvactors.errors import ConfigError
 from kvactors.settings.check import (
     NAMES,
@@ -57,8 +56,6 @@ from kvactors.settings.tables import (
     QuotaConfig,
     StorageConfig,
 )
-
-log = get_logger()
 
 C = TypeVar("C", bound="Config")
 M = TypeVar("M")
@@ -445,7 +442,7 @@ def _with_model(config: C) -> C:
 def _log_difference(variable: Variable, setting: str, value: Any, other: Any) -> None:
     if value != other and variable.name not in _logged:
         _logged.add(variable.name)
-        log.warning(
+        _warn(
             "variable not used: the config has another value",
             variable=variable.name,
             setting=setting,
@@ -463,4 +460,11 @@ def _log_misspelt(environ: Mapping[str, str]) -> None:
         if near or name.startswith(OURS[0]):
             _logged.add(name)
             hint = {"similar_to": near[0]} if near else {}
-            log.warning("unknown variable, not used", variable=name, **hint)
+            _warn("unknown variable, not used", variable=name, **hint)
+
+
+def _warn(event: str, **fields: Any) -> None:
+    # An engine reads the settings of its tiers without the runtime, whose import takes long.
+    from kvactors.actor.log import get_logger
+
+    get_logger().warning(event, **fields)

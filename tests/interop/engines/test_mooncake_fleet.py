@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvactors.scenario.fleet.network import Network, ip
+from kvactors.scenario.fleet.network import Network, run
 from kvactors.scenario.mooncake_master import Master
 from tests.interop.conftest import INSIDE_NETWORK
 from tests.interop.consumers.base import wait_until
@@ -78,10 +78,10 @@ def namespace(network: Network) -> Iterator[list[str]]:
         here = Path("/proc/self/ns/net").readlink()
         wait_until("the namespace is there", lambda: inside.readlink() != here)
         commands = network.attach(0, holder.pid)
-        ip("link", "add", "name", "outer", "type", "veth", "peer", "name", "inner")
-        ip("link", "set", "inner", "netns", str(holder.pid))
-        ip("addr", "add", f"{OUTER}/30", "dev", "outer")
-        ip("link", "set", "outer", "up")
+        run("ip", "link", "add", "name", "outer", "type", "veth", "peer", "name", "inner")
+        run("ip", "link", "set", "inner", "netns", str(holder.pid))
+        run("ip", "addr", "add", f"{OUTER}/30", "dev", "outer")
+        run("ip", "link", "set", "outer", "up")
         commands += [
             ["ip", "addr", "add", f"{INNER}/30", "dev", "inner"],
             ["ip", "link", "set", "inner", "up"],
