@@ -550,3 +550,11 @@ def class_at(
     if not (isinstance(found, type) and issubclass(found, base)):
         raise error(f"{setting} {path!r} is not a {base.__name__}")
     return found
+
+
+def warn(event: str, **fields: Any) -> None:
+    """Log a warning about settings."""
+    # An engine reads the settings of its tiers without the runtime, whose import takes long.
+    from kvactors.actor.log import get_logger
+
+    get_logger().warning(event, **fields)

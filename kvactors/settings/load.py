@@ -31,6 +31,7 @@ from kvactors.settings.check import (
     settings_of,
     structs_of,
     unknown,
+    warn,
 )
 from kvactors.settings.mooncake import MooncakeConfig, resolve
 from kvactors.settings.ranks import RanksConfig
@@ -442,7 +443,7 @@ def _with_model(config: C) -> C:
 def _log_difference(variable: Variable, setting: str, value: Any, other: Any) -> None:
     if value != other and variable.name not in _logged:
         _logged.add(variable.name)
-        _warn(
+        warn(
             "variable not used: the config has another value",
             variable=variable.name,
             setting=setting,
@@ -460,11 +461,4 @@ def _log_misspelt(environ: Mapping[str, str]) -> None:
         if near or name.startswith(OURS[0]):
             _logged.add(name)
             hint = {"similar_to": near[0]} if near else {}
-            _warn("unknown variable, not used", variable=name, **hint)
-
-
-def _warn(event: str, **fields: Any) -> None:
-    # An engine reads the settings of its tiers without the runtime, whose import takes long.
-    from kvactors.actor.log import get_logger
-
-    get_logger().warning(event, **fields)
+            warn("unknown variable, not used", variable=name, **hint)

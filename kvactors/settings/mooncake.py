@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvactors.actor.log import get_logger
 from kvactors.errors import ConfigError
 from kvactors.settings.check import (
     ByteSize,
@@ -19,9 +18,8 @@ from kvactors.settings.check import (
     in_bytes,
     read_settings,
     settings_of,
+    warn,
 )
-
-log = get_logger()
 
 TABLE = "storage.mooncake"
 MASTER = f"{TABLE}.master_server_address"
@@ -150,7 +148,7 @@ def _from_file(path: str) -> dict[str, Any]:
     named = {SYNONYMS.get(str(name), str(name)): value for name, value in data.items()}
     strange = sorted(set(named) - set(MooncakeConfig.__struct_fields__))
     if strange:
-        log.warning("settings of a Mooncake file that mean nothing here", path=path, names=strange)
+        warn("settings of a Mooncake file that mean nothing here", path=path, names=strange)
     return {
         name: value for name, value in named.items() if name in MooncakeConfig.__struct_fields__
     }
