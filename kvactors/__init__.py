@@ -7,9 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvactors.cache import KVCache
+    from kvactors.cache import Cleared, KVCache
     from kvactors.cache import open_cache as open  # noqa: A004  (the public name is kvactors.open)
     from kvactors.data_plane.ranks.worker import serve_rank
+    from kvactors.decode_batch import Step, Stepped
     from kvactors.errors import (
         ActorFailed,
         CacheAsleep,
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from kvactors.observe.statistics import CacheStatistics
     from kvactors.scenario.recording import record
     from kvactors.settings import Config
-    from kvactors.steps import Step, Stepped
-    from kvactors.tenants import Cleared
     from kvactors.tier_cache import TierCache, TierConfig, open_tiers
     from kvactors.types import Reason, Residency, Tier, Tokens
 
@@ -101,78 +100,44 @@ __all__ = [
     "serve_rank",
 ]
 
-HOMES = {
-    "ActorFailed": "kvactors.errors",
-    "CacheAsleep": "kvactors.errors",
-    "CacheClosed": "kvactors.errors",
-    "CacheFailed": "kvactors.errors",
-    "CacheStatistics": "kvactors.observe.statistics",
-    "Cleared": "kvactors.tenants",
-    "Config": "kvactors.settings",
-    "ConfigError": "kvactors.errors",
-    "DeadlineExceeded": "kvactors.errors",
-    "DeviceError": "kvactors.errors",
-    "FreeBlocks": "kvactors.lookup",
-    "GQALayout": "kvactors.layout.gqa",
-    "Health": "kvactors.observe.health",
-    "Hints": "kvactors.hints",
-    "Hits": "kvactors.lease",
-    "KVActorsError": "kvactors.errors",
-    "KVCache": "kvactors.cache",
-    "LayoutError": "kvactors.errors",
-    "Lease": "kvactors.lease",
-    "LeaseBusy": "kvactors.errors",
-    "LeasesOpen": "kvactors.errors",
-    "LeaseEnded": "kvactors.errors",
-    "NeverFits": "kvactors.errors",
-    "NoRoom": "kvactors.errors",
-    "NotReady": "kvactors.errors",
-    "NumBlocksUnset": "kvactors.errors",
-    "Paused": "kvactors.errors",
-    "PromptHits": "kvactors.lookup",
-    "RankError": "kvactors.errors",
-    "RankLost": "kvactors.errors",
-    "Reason": "kvactors.types",
-    "Residency": "kvactors.types",
-    "SinkError": "kvactors.errors",
-    "Step": "kvactors.steps",
-    "Stepped": "kvactors.steps",
-    "SleepUnsupported": "kvactors.errors",
-    "StoreError": "kvactors.errors",
-    "Tier": "kvactors.types",
-    "TierCache": "kvactors.tier_cache",
-    "TierConfig": "kvactors.tier_cache",
-    "Tokens": "kvactors.types",
-    "TokensCommitted": "kvactors.errors",
-    "WrongLoop": "kvactors.errors",
-    "WrongThread": "kvactors.errors",
-    "open": "kvactors.cache",
-    "open_tiers": "kvactors.tier_cache",
-    "record": "kvactors.scenario.recording",
-    "serve_rank": "kvactors.data_plane.ranks.worker",
+NAMES = {
+    "cache": "Cleared KVCache open",
+    "settings": "Config",
+    "data_plane.ranks.worker": "serve_rank",
+    "decode_batch": "Step Stepped",
+    "errors": (
+        "ActorFailed CacheAsleep CacheClosed CacheFailed ConfigError DeadlineExceeded "
+        "DeviceError KVActorsError LayoutError LeaseBusy LeaseEnded LeasesOpen NeverFits "
+        "NoRoom NotReady NumBlocksUnset Paused RankError RankLost SinkError SleepUnsupported "
+        "StoreError TokensCommitted WrongLoop WrongThread"
+    ),
+    "hints": "Hints",
+    "layout.gqa": "GQALayout",
+    "lease": "Hits Lease",
+    "lookup": "FreeBlocks PromptHits",
+    "observe.health": "Health",
+    "observe.statistics": "CacheStatistics",
+    "scenario.recording": "record",
+    "tier_cache": "TierCache TierConfig open_tiers",
+    "types": "Reason Residency Tier Tokens",
 }
+HOMES = {name: home for home, names in NAMES.items() for name in names.split()}
 """The module of each public name. It is imported when the name is first used, so that a plug-in in
 an engine's process imports the parts that it needs."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in HOMES:
-        home = import_module(HOMES[name])
-        found = getattr(home, "open_cache" if name == "open" else name)
-    else:
-        found = _submodule(name)
-    globals()[name] = found
-    return found
-
-
-def _submodule(name: str) -> Any:
-    full = f"{__name__}.{name}"
+    full = f"{__name__}.{HOMES.get(name, name)}"
     try:
-        return import_module(full)
+        found = import_module(full)
     except ModuleNotFoundError as error:
         if error.name != full:
             raise
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    if name in HOMES:
+        found = getattr(found, "open_cache" if name == "open" else name)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

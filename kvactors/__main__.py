@@ -1,8 +1,20 @@
 """`python -m kvactors`."""
 
 import sys
+from pathlib import Path
 
-from kvactors.unbuilt import explain
+
+def explain(error: ImportError) -> str:
+    """One line for an import that failed when the command line was started."""
+    missing = error.name or ""
+    if isinstance(error, ModuleNotFoundError) and not missing.startswith("kvactors"):
+        return (
+            f"kvactors: the package {missing!r} is not installed for {sys.executable}: install "
+            "kvactors with its dependencies (`pip install -e .` in "
+            f"{Path(__file__).resolve().parents[1]})"
+        )
+    return f"kvactors: {' '.join(str(error).split())}"
+
 
 try:
     from kvactors.cli import main

@@ -230,12 +230,12 @@ def as_exception(error: BaseException) -> Exception:
     return leaked
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def ensure(holds: bool, otherwise: str) -> None:
-    """Raise AssertionError with the text `otherwise` unless an invariant holds, under `python -O`,
-    which removes `assert`, too."""
+    """Raise AssertionError with a text unless an invariant holds, also under `python -O`, which
+    removes `assert`."""
     if not holds:
         raise AssertionError(otherwise)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

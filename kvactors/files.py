@@ -9,7 +9,7 @@ import stat
 import time
 from pathlib import Path
 
-from kvactors.linux import fcntl
+from kvactors.native import fcntl
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvactors.arguments import check_flag, check_int, check_seconds, kind
+from kvactors.checks import check_flag, check_int, check_seconds, kind
 from kvactors.types import MAX_PRIORITY, MIN_PRIORITY
 
 
@@ -48,7 +48,7 @@ class Hints(msgspec.Struct, frozen=True):
             )
 
 
-class Traits(NamedTuple):
+class BlockHints(NamedTuple):
     """Salt and hints of the blocks of a message, one entry for each.
 
     Attributes:

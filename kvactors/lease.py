@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from types import CoroutineType
 from typing import Any, NamedTuple, Self
 
-from kvactors.actor.uncancelled import retrieve
-from kvactors.arguments import (
+import msgspec
+
+from kvactors._native import Path
+from kvactors.actor import Ask
+from kvactors.actor.uncancelled import CANCELLED, retrieve
+from kvactors.call_context import CallContext
+from kvactors.checks import (
     Media,
     added_media,
     check_flag,
@@ -25,32 +30,36 @@ from kvactors.arguments import (
     extend_path,
     kind,
 )
-from kvactors.client import Client
-from kvactors.device_events import Completion, Stream, stream_handle
-from kvactors.errors import NotReady
+from kvactors.device.events import Completion, Stream, stream_handle
+from kvactors.errors import ActorFailed, LeaseBusy, LeaseEnded, NotReady
 from kvactors.hints import Hints, check_hints
-from kvactors.lease_hold import LeaseHold
-from kvactors.native import Path
 from kvactors.prefix_index.messages import (
+    Ack,
     AcquireResult,
     Commit,
     Extend,
     Finish,
     Fork,
     ForkedLease,
+    ForkResult,
     LayerReady,
     LayerResult,
     Preempt,
     Ready,
     Reserve,
     Truncate,
+    Withdrawn,
 )
 from kvactors.types import Tokens
 
-MOST_FORKS = 1024
+AFTER_LOADS_S = 2.0
+"""Seconds past the deadline of a request's loads until which `wait_ready` waits by default. The
+index gives loads up `GRACE` seconds after their deadline. They are misses then, not an error."""
+
+MAX_FORKS = 1024
 """Forks that a call makes at most."""
 
-TURN_BLOCKS = 8192
+FORK_TURN_BLOCKS = 8192
 """Table entries of the forks that one message makes at most, beyond the first fork."""
 
 
@@ -60,6 +69,136 @@ class Hits(NamedTuple):
     device: int
     host: int
     storage: int
+
+
+class LeaseHandle(msgspec.Struct, eq=False):
+    """The number of a lease at the index, and whether the lease can still be used. Calls in
+    progress refer to the handle, so that a forgotten lease is collected.
+
+    Attributes:
+        context: of the lease's cache.
+        id: the lease's number.
+        request_id: for messages.
+        loads_end: the deadline of the loads.
+        ended: whether the lease has ended for its caller.
+        changing: the call in progress that changes the block table, "" if there is none.
+        committing: tokens of the commits in progress that take several steps, or wait for a pass
+            of the loop. They must stay until the commits are answered.
+        unread: whether the caller, or a stream, works with loads whose result it has not read.
+    """
+
+    context: CallContext
+    id: int
+    request_id: str
+    loads_end: float
+    ended: bool = False
+    changing: str = ""
+    committing: list[int] = []
+    unread: bool = False
+
+    # -- checks
+
+    def begin_call(self, deadline: float | None) -> float:
+        """Check that the lease can be used here and now. Returns the absolute deadline."""
+        at = self.context.begin_call(deadline)
+        if self.ended:
+            self.check_ended()
+        return at
+
+    def check_ended(self) -> None:
+        """LeaseEnded once the lease has ended."""
+        if self.ended:
+            raise LeaseEnded(f"the lease of {self.request_id!r} has ended")
+
+    def check_change(self) -> None:
+        """LeaseBusy while a call changes the block table."""
+        if self.changing:
+            raise LeaseBusy(
+                f"another {self.changing} of the lease of {self.request_id!r} has not returned yet"
+            )
+
+    def check_truncate(self) -> None:
+        """LeaseBusy while a truncate may remove the tokens of a commit."""
+        if self.changing == "truncate":
+            raise LeaseBusy(f"a truncate of the lease of {self.request_id!r} has not returned yet")
+
+    def begin_change(self, call: str) -> None:
+        """A call is going to change the block table. LeaseBusy if another one is."""
+        self.check_change()
+        self.changing = call
+
+    def check_read(self, computed: int = 1) -> None:
+        """NotReady if computed tokens may be on top of a load that has failed since."""
+        if computed and self.unread:
+            raise NotReady(
+                f"loads of the lease of {self.request_id!r} may have failed after the wait for a "
+                "stream or a layer: await wait_ready() first"
+            )
+
+    # -- asks
+
+    async def ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
+        """Ask the index, in the same step as the call of `begin_call`. has_effect: the call changes
+        the lease, so the lease ends if the caller is cancelled after the change."""
+        asked = self.begin_ask(message, at, has_effect=has_effect)
+        return await asked if isinstance(asked, CoroutineType) else asked
+
+    def begin_ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
+        """`ask` up to its first wait: the answer, or a coroutine to be awaited in the same step."""
+        lost = self._lost if has_effect else None
+        try:
+            asked = self.context.index.entrance.begin_ask(message, at, lost)
+        except LeaseEnded as error:
+            raise self.ended_by(error) from None
+        return self._answer(asked) if isinstance(asked, CoroutineType) else asked
+
+    async def _answer(self, asked: CoroutineType[Any, Any, Any]) -> Any:
+        try:
+            return await asked
+        except LeaseEnded as error:
+            raise self.ended_by(error) from None
+        except ActorFailed as error:
+            self.context.raise_if_closed(error)
+            raise
+
+    def ended_by(self, error: LeaseEnded) -> LeaseEnded:
+        """The index has no such lease any more: the error for the caller."""
+        self.ended = True
+        return LeaseEnded(f"lease of {self.request_id!r}: {error}")
+
+    async def take(self, message: Extend | Reserve, at: float) -> AcquireResult:
+        """Send a message of a change that has begun, which adds blocks to the end of the table."""
+        try:
+            asked = self.begin_ask(message, at, has_effect=True)
+            granted: AcquireResult = await asked if isinstance(asked, CoroutineType) else asked
+        except CANCELLED:
+            self.withdraw()
+            raise
+        self.check_ended()
+        return granted
+
+    def withdraw(self) -> None:
+        """A change is cancelled: blocks that it has collected go to the next in the queue."""
+        if not self.ended:
+            self.context.tell(Withdrawn(self.id))
+
+    async def wait_commit(self, asked: Awaitable[Any], computed: int) -> Any:
+        """Wait for the answer of a commit. Until then its tokens must stay: a truncate and an
+        extend could overtake it, and it would make blocks shareable that are not computed."""
+        self.committing.append(computed)
+        try:
+            return await asked
+        finally:
+            self.committing.remove(computed)
+
+    def give_up(self) -> None:
+        """End the lease without waiting for an answer."""
+        if not self.ended:
+            self.ended = True
+            self.context.abandon(self.id)
+
+    def _lost(self, reply: object) -> None:
+        self.give_up()
 
 
 class Lease:
@@ -77,7 +216,7 @@ class Lease:
 
     def __init__(
         self,
-        client: Client,
+        context: CallContext,
         lease: int,
         request_id: str,
         path: Path,
@@ -90,7 +229,7 @@ class Lease:
         self.cached_tokens, self.pending = granted.cached_tokens, granted.pending
         self._hits = (granted.device_hits, 0, 0)
         self.num_tokens, self.pinned_blocks = path.num_tokens, 0
-        self._hold = LeaseHold(client, lease, request_id, loads_end)
+        self._handle = LeaseHandle(context, lease, request_id, loads_end)
         self._path = path
         self._media = media  # (offset, length) of the media items
 
@@ -106,6 +245,12 @@ class Lease:
         if not isinstance(self._table, tuple):
             self._table = tuple(self._table)
         return self._table
+
+    @property
+    def covered_tokens(self) -> int:
+        """Leading tokens that the block table has blocks for: all, except after an `acquire` with
+        `chunk_tokens`."""
+        return min(self.num_tokens, len(self._table) * self._handle.context.block_size)
 
     # -- loads
 
@@ -134,35 +279,31 @@ class Lease:
             DeviceError: the device has no CUDA streams, or the driver refused to let the stream
                 wait.
         """
-        hold = self._hold
+        handle = self._handle
         if deadline is None and stream is None and not self.pending:
-            hold.client.check_call()  # of most requests that hit: a clock is not needed
-            if hold.ended:
-                hold.check_ended()
+            handle.context.check_call()  # of most requests that hit: a clock is not needed
+            if handle.ended:
+                handle.check_ended()
             return
-        at = hold.client.deadline(deadline)
-        if hold.ended:
-            hold.check_ended()
-        handle = None if stream is None else _checked(hold, stream)
+        at = handle.context.begin_call(deadline)
+        if handle.ended:
+            handle.check_ended()
+        number = None if stream is None else self._stream(stream)
         if not self.pending:
             return
         if deadline is None:
-            at = hold.after_loads(at)
-        waits = (
-            None
-            if handle is None
-            else hold.client.system.plane.streams.begin_stream_wait(handle, self._loaded_blocks())
-        )
+            at = self._after_loads(at)
+        waits = None
+        if number is not None:
+            streams = handle.context.system.plane.streams
+            waits = streams.begin_stream_wait(number, self._loaded_blocks())
         if waits is None:
-            landed = await hold.ask(Ready(hold.id), at)
-        elif (landed := await _ready_before(hold, waits, at)) is None:
-            hold.unread = True
+            landed = await handle.ask(Ready(handle.id), at)
+        elif (landed := await self._ready_before(waits, at)) is None:
+            handle.unread = True
             return
-        self._table = (
-            *landed.blocks,
-            *self._table[len(landed.blocks) :],
-        )  # an extend may have been answered since
-        self.cached_tokens, self.pending, hold.unread = landed.cached_tokens, False, False
+        self._replace_leading(landed.blocks)
+        self.cached_tokens, self.pending, handle.unread = landed.cached_tokens, False, False
         self._hits = (landed.device_hits, landed.host_hits, landed.storage_hits)
 
     async def wait_layer(
@@ -189,28 +330,62 @@ class Lease:
             NoRoom, DeviceError: as in `wait_ready`.
             ValueError: the layout has no such layer.
         """
-        hold = self._hold
-        at = hold.deadline(deadline)
-        number = check_int("layer", layer, 0, hold.client.layers - 1)
-        handle = None if stream is None else _checked(hold, stream)
+        handle = self._handle
+        at = handle.begin_call(deadline)
+        number = check_int("layer", layer, 0, handle.context.layers - 1)
+        waiting = None if stream is None else self._stream(stream)
         if not self.pending:
             return self.cached_tokens
-        if handle is not None and hold.client.system.plane.streams.make_stream_wait(
-            handle, self._loaded_blocks(), number
+        if waiting is not None and handle.context.system.plane.streams.make_stream_wait(
+            waiting, self._loaded_blocks(), number
         ):
-            hold.unread = True
+            handle.unread = True
             return self.cached_tokens
         if deadline is None:
-            at = hold.after_loads(at)
-        arrived: LayerResult = await hold.ask(LayerReady(hold.id, number), at)
+            at = self._after_loads(at)
+        arrived: LayerResult = await handle.ask(LayerReady(handle.id, number), at)
         if arrived.blocks is not None:
-            self._table = (*arrived.blocks, *self._table[len(arrived.blocks) :])
-        hold.unread |= self.pending
+            self._replace_leading(arrived.blocks)
+        handle.unread |= self.pending
         return arrived.cached_tokens
+
+    def _stream(self, stream: Stream) -> int:
+        """The driver's handle. DeviceError if the device has no streams."""
+        number = stream_handle(stream)
+        self._handle.context.system.plane.streams.check_streams()
+        return number
+
+    def _after_loads(self, at: float) -> float:
+        """The default deadline of a wait for loads: `at` or later, when each of them has completed
+        or was given up."""
+        return max(at, self._handle.loads_end + AFTER_LOADS_S)
+
+    async def _ready_before(self, waits: asyncio.Future[None], at: float) -> Any:
+        """The result of the loads, or None if `waits` is done before."""
+        begun = self._handle.begin_ask(Ready(self._handle.id), at)
+        if not isinstance(begun, CoroutineType):
+            waits.cancel()
+            return begun
+        asked: asyncio.Future[Any] = asyncio.ensure_future(begun)
+        try:
+            await asyncio.wait((asked, waits), return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                return asked.result()
+            waits.result()
+            return None
+        finally:
+            waits.cancel()
+            asked.cancel()
+            for one in (asked, waits):
+                one.add_done_callback(retrieve)
 
     def _loaded_blocks(self) -> Sequence[int]:
         """Device blocks that loads bring."""
         return self._table[self._hits[0] : self.cached_tokens // self._path.block_size]
+
+    def _replace_leading(self, blocks: Sequence[int]) -> None:
+        """Loads have ended. An extend may have added blocks since."""
+        self._table = (*blocks, *self._table[len(blocks) :])
 
     # -- tokens and blocks
 
@@ -239,19 +414,13 @@ class Lease:
             NoRoom: fewer device blocks than needed can be freed. Nothing changed.
             NeverFits: a NoRoom: the lease would have more blocks than the device.
         """
-        at = self._hold.deadline(deadline)
+        at = self._handle.begin_call(deadline)
         added = Path(self._path.block_size, self._path.root)
         extend_path(added, "tokens", tokens)
         extras, media = added_media(added.block_size, self.num_tokens, added.num_tokens, extra_keys)
-        message = Extend(self._hold.id, self.num_tokens, added, extras)
-        granted = await self._hold.grow("extend", message, at)
+        message = Extend(self._handle.id, self.num_tokens, added, extras)
+        granted = await self._grow("extend", message, at)
         return self._appended(added, media, granted.blocks)
-
-    @property
-    def covered_tokens(self) -> int:
-        """Leading tokens that the block table has blocks for: all, except after an `acquire` with
-        `chunk_tokens`."""
-        return min(self.num_tokens, len(self._table) * self._hold.client.block_size)
 
     async def next_chunk(
         self, num_tokens: int, *, deadline: float | None = None
@@ -270,12 +439,11 @@ class Lease:
             LeaseBusy: as in `extend`.
             NoRoom: as in `extend`.
         """
-        at = self._hold.deadline(deadline)
+        at = self._handle.begin_call(deadline)
         count = check_int("num_tokens", num_tokens, 1)
         upto = min(self.num_tokens, self.covered_tokens + count)
-        message = Reserve(self._hold.id, self.num_tokens, upto)
-        granted: AcquireResult = await self._hold.grow("next_chunk", message, at)
-        return self._append_blocks(granted.blocks)
+        message = Reserve(self._handle.id, self.num_tokens, upto)
+        return self._append_blocks((await self._grow("next_chunk", message, at)).blocks)
 
     async def reserve(self, num_tokens: int, *, deadline: float | None = None) -> tuple[int, ...]:
         """Take device blocks ahead of tokens, for speculation or asynchronous scheduling. A later
@@ -294,11 +462,35 @@ class Lease:
             LeaseBusy: as in `extend`.
             NoRoom: as in `extend`.
         """
-        at = self._hold.deadline(deadline)
-        count = check_int("num_tokens", num_tokens, 0, self._hold.client.part_tokens)
-        message = Reserve(self._hold.id, self.num_tokens, self.num_tokens + count)
-        granted: AcquireResult = await self._hold.grow("reserve", message, at)
-        return self._append_blocks(granted.blocks)
+        at = self._handle.begin_call(deadline)
+        count = check_int("num_tokens", num_tokens, 0, self._handle.context.part_tokens)
+        message = Reserve(self._handle.id, self.num_tokens, self.num_tokens + count)
+        return self._append_blocks((await self._grow("reserve", message, at)).blocks)
+
+    async def _grow(self, call: str, message: Extend | Reserve, at: float) -> AcquireResult:
+        """Send a message that adds blocks to the end of the table, while no other call does."""
+        handle = self._handle
+        handle.begin_change(call)
+        try:
+            return await handle.take(message, at)
+        finally:
+            handle.changing = ""
+
+    def _appended(
+        self, added: Path, media: tuple[tuple[int, int], ...], blocks: Sequence[int]
+    ) -> tuple[int, ...]:
+        """The index has appended tokens."""
+        self.num_tokens += added.num_tokens
+        self._media += media
+        return self._append_blocks(blocks)
+
+    def _append_blocks(self, blocks: Sequence[int]) -> tuple[int, ...]:
+        """Add blocks to the end of the table."""
+        if blocks:
+            if not isinstance(self._table, list):
+                self._table = list(self._table)
+            self._table.extend(blocks)
+        return tuple(blocks)
 
     async def truncate(self, num_tokens: int, *, deadline: float | None = None) -> tuple[int, ...]:
         """Drop the tokens beyond the first `num_tokens`, such as rejected drafts, and the device
@@ -321,8 +513,8 @@ class Lease:
                 changed.
             ValueError: the lease has fewer tokens, or a media item would be cut. Nothing changed.
         """
-        hold = self._hold
-        at = hold.deadline(deadline)
+        handle = self._handle
+        at = handle.begin_call(deadline)
         kept = check_int("num_tokens", num_tokens, 0, self.num_tokens)
         for offset, length in self._media:
             if offset < kept < offset + length:
@@ -334,9 +526,19 @@ class Lease:
                 f"lease of {self.request_id!r} waits for loads: await wait_ready() before "
                 "truncate()"
             )
-        drops_blocks = len(self._table) * hold.client.block_size - kept >= hold.client.block_size
-        message = Truncate(hold.id, self.num_tokens, kept)
-        left = await hold.truncate(message, at, drops_blocks=drops_blocks)
+        if any(kept < computed for computed in handle.committing):
+            raise LeaseBusy(f"a commit of the lease of {self.request_id!r} has not returned yet")
+        block_size, events = handle.context.block_size, handle.context.events
+        message = Truncate(handle.id, self.num_tokens, kept)
+        handle.begin_change("truncate")
+        try:
+            if len(self._table) * block_size - kept >= block_size and events.passes:
+                await events.wait_passes(handle.id, at)  # it drops blocks, which no pass may use
+                handle.check_ended()
+            left = int((await handle.ask(message, at, has_effect=True)).count)
+        finally:
+            handle.changing = ""
+        handle.check_ended()
         self.num_tokens = kept
         self._media = tuple(item for item in self._media if item[0] < kept)
         dropped = tuple(self._table[left:])
@@ -428,25 +630,25 @@ class Lease:
         Raises:
             LeaseBusy, NotReady, NoRoom, DeadlineExceeded, DeviceError: as in `fork`.
         """
-        hold = self._hold
-        at = hold.deadline(deadline)
-        number = check_int("count", count, 1, MOST_FORKS)
-        names = _names(self.request_id, number, request_ids)
+        handle = self._handle
+        at = handle.begin_call(deadline)
+        number = check_int("count", count, 1, MAX_FORKS)
+        names = _fork_names(self.request_id, number, request_ids)
         waits = (
             check_flag("wait_for_evictions", wait_for_evictions),
             check_flag("wait_for_room", wait_for_room),
         )
-        hold.check_read()
+        handle.check_read()
         if event is not None or stream is not None:
-            await hold.wait_event(event, stream, self.num_tokens, self.num_tokens, at)
+            await self._wait_event(event, stream, self.num_tokens, at)
         forks: list[Self] = []
-        step = max(1, TURN_BLOCKS // max(1, len(self._table)))
+        step = max(1, FORK_TURN_BLOCKS // max(1, len(self._table)))
         try:
             for start in range(0, number, step):
                 part = names[start : start + step]
-                numbers = tuple(next(hold.client.lease_numbers) for _ in part)
-                message = Fork(hold.id, self.num_tokens, numbers, part, at, *waits)
-                made = await hold.fork(message, at)
+                numbers = tuple(next(handle.context.lease_numbers) for _ in part)
+                message = Fork(handle.id, self.num_tokens, numbers, part, at, *waits)
+                made = await self._ask_forks(message, at)
                 forks += [
                     self._fork(lease, name, one)
                     for lease, name, one in zip(numbers, part, made.leases, strict=True)
@@ -457,31 +659,36 @@ class Lease:
             raise
         return tuple(forks)
 
+    async def _ask_forks(self, message: Fork, at: float) -> ForkResult:
+        """Send a message that makes further leases. If it fails or is cancelled none is left."""
+        handle, context = self._handle, self._handle.context
+        handle.begin_change("fork")
+        try:
+            return await context.index.ask(message, deadline=at, queued=message.wait_for_room)
+        except BaseException as error:
+            for lease in message.leases:
+                context.abandon(lease)
+            if isinstance(error, LeaseEnded):
+                raise handle.ended_by(error) from None
+            if isinstance(error, ActorFailed):
+                context.raise_if_closed(error)
+            elif isinstance(error, CANCELLED):
+                handle.withdraw()
+            raise
+        finally:
+            handle.changing = ""
+
     def _fork(self, number: int, request_id: str, made: ForkedLease) -> Self:
         """A lease that the index has made of this one."""
-        ready, hold = made.ready, self._hold
+        ready, handle = made.ready, self._handle
         found = AcquireResult(ready.blocks, ready.cached_tokens, made.pending, ready.device_hits)
         lease = type(self)(
-            hold.client, number, request_id, made.path, found, hold.loads_end, self._media
+            handle.context, number, request_id, made.path, found, handle.loads_end, self._media
         )
         lease._hits = (ready.device_hits, ready.host_hits, ready.storage_hits)
         return lease
 
-    def _appended(
-        self, added: Path, media: tuple[tuple[int, int], ...], blocks: Sequence[int]
-    ) -> tuple[int, ...]:
-        """The index has appended tokens."""
-        self.num_tokens += added.num_tokens
-        self._media += media
-        return self._append_blocks(blocks)
-
-    def _append_blocks(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Add blocks to the end of the table."""
-        if blocks:
-            if not isinstance(self._table, list):
-                self._table = list(self._table)
-            self._table.extend(blocks)
-        return tuple(blocks)
+    # -- commit
 
     async def commit(
         self,
@@ -512,23 +719,86 @@ class Lease:
                 has not returned since.
             DeviceError: the event has failed, or the device has no CUDA streams. Nothing changed.
         """
-        hold = self._hold
-        at = hold.client.deadline(deadline)
-        if hold.ended:
-            hold.check_ended()
+        handle = self._handle
+        at = handle.context.begin_call(deadline)
+        if handle.ended:
+            handle.check_ended()
         computed = computed_tokens
-        if type(computed) is not int or not 0 <= computed <= hold.client.part_tokens:
+        if type(computed) is not int or not 0 <= computed <= handle.context.part_tokens:
             computed = check_int("computed_tokens", computed_tokens)
-        if hold.unread:
-            hold.check_read(computed)
+        if handle.unread:
+            handle.check_read(computed)
         if event is not None or stream is not None:
-            await hold.wait_event(event, stream, computed, self.num_tokens, at)
-        if computed <= hold.client.part_tokens:
-            done = hold.begin_ask(Commit(hold.id, computed), at, has_effect=True)
-            if isinstance(done, CoroutineType):
-                done = await hold.wait_commit(done, computed)
-            return int(done.count)
-        return await hold.commit_in_parts(self._path, computed, self.num_tokens, at)
+            await self._wait_event(event, stream, computed, at)
+        if computed > handle.context.part_tokens:
+            return await self._commit_in_parts(computed, at)
+        done = handle.begin_ask(Commit(handle.id, computed), at, has_effect=True)
+        if isinstance(done, CoroutineType):
+            done = await handle.wait_commit(done, computed)
+        return int(done.count)
+
+    async def _wait_event(
+        self,
+        event: Completion | None,
+        stream: Stream | None,
+        computed: int,
+        at: float,
+        *,
+        ends: bool = False,
+    ) -> None:
+        """Wait until the device has computed tokens that are going to be committed, by an event or
+        by one that is recorded now. ends: until it has completed every pass of the lease, too."""
+        handle = self._handle
+        if computed > self.num_tokens:
+            raise ValueError(
+                f"computed_tokens is {computed}, the lease has {self.num_tokens} tokens"
+            )
+        handle.check_truncate()
+        handle.committing.append(computed)
+        try:
+            await handle.context.wait_device(event, stream, at)
+            if ends:
+                await handle.context.events.wait_passes(handle.id, at)
+        finally:
+            handle.committing.remove(computed)
+        handle.check_ended()
+
+    async def _commit_in_parts(self, computed: int, at: float) -> int:
+        """Commit more tokens than a turn of the index does. Returns the committed blocks."""
+        path, handle = self._path, self._handle
+        before = path.num_committed
+        try:
+            if await self._commit_parts(computed, at):
+                last = Commit(handle.id, computed)
+                return int((await handle.ask(last, at, has_effect=True)).count)
+            return path.num_committed  # another request loads the next block
+        except CANCELLED:
+            if path.num_committed > before:
+                handle.give_up()  # some of it has happened
+            raise
+
+    async def _commit_parts(self, computed: int, at: float) -> bool:
+        """Commit until at most one turn's part is left. False if that stopped at a block that
+        another request loads. A call that will be refused commits nothing: it goes as a whole."""
+        path, handle = self._path, self._handle
+        size, part = path.block_size, handle.context.part_tokens
+        if computed > min(self.num_tokens, path.num_blocks * size):
+            return True
+        handle.check_truncate()
+        upto = path.num_committed * size
+        handle.committing.append(computed)
+        try:
+            while upto + part < computed:
+                upto += part
+                done = await handle.ask(Commit(handle.id, upto), at, has_effect=True)
+                if int(done.count) * size < upto:
+                    return False
+                handle.context.check()
+        finally:
+            handle.committing.remove(computed)
+        return True
+
+    # -- end
 
     async def finish(
         self,
@@ -564,9 +834,8 @@ class Lease:
         output = None if output_tokens is None else check_int("output_tokens", output_tokens, 0)
         if hints is not None:
             hints = check_hints(hints)
-        message = Finish(self._hold.id, computed, output, hints)
-        ended = await self._hold.end(message, self._path, self.num_tokens, event, stream, deadline)
-        self.pinned_blocks = ended.pinned
+        message = Finish(self._handle.id, computed, output, hints)
+        self.pinned_blocks = (await self._end(message, event, stream, deadline)).pinned
 
     async def preempt(
         self,
@@ -588,14 +857,41 @@ class Lease:
         Raises:
             NotReady, DeviceError: as in `finish`.
         """
-        message = Preempt(self._hold.id, check_int("computed_tokens", computed_tokens))
-        await self._hold.end(message, self._path, self.num_tokens, event, stream, deadline)
+        message = Preempt(self._handle.id, check_int("computed_tokens", computed_tokens))
+        await self._end(message, event, stream, deadline)
 
-    def hashes(self, start: int, stop: int) -> bytes:
-        """Hashes of the full blocks from `start` to before `stop`, 32 bytes each."""
-        self._hold.client.check_thread()
-        last = check_int("stop", stop, 0, self._path.num_full_blocks)
-        return self._path.hashes(check_int("start", start, 0, last), last)
+    async def _end(
+        self,
+        message: Finish | Preempt,
+        event: Completion | None,
+        stream: Stream | None,
+        deadline: float | None,
+    ) -> Ack:
+        """End the lease with a message, which may commit tokens. The lease stays open only if the
+        event fails or the message is refused."""
+        handle, context = self._handle, self._handle.context
+        at, computed = context.begin_call(deadline), message.computed_tokens or 0
+        if handle.ended:
+            handle.check_ended()
+        if handle.unread:
+            handle.check_read(computed)
+        events = context.events
+        in_pass = events.passes and events.passes_of(handle.id)
+        if in_pass or event is not None or stream is not None:
+            await self._wait_event(event, stream, computed, at, ends=True)
+        try:
+            if computed > context.part_tokens:
+                await self._commit_parts(computed, at)
+            asked = handle.begin_ask(message, at)
+            waits = isinstance(asked, CoroutineType)
+            reply: Ack = await handle.wait_commit(asked, computed) if waits else asked
+        except (ValueError, TypeError, NotReady, LeaseBusy):
+            raise
+        except BaseException:
+            handle.give_up()
+            raise
+        handle.ended = True
+        return reply
 
     def abandon(self, *, event: Completion | None = None, stream: Stream | None = None) -> None:
         """End the lease without waiting for an answer. Committed blocks stay cached. No effect on a
@@ -612,30 +908,30 @@ class Lease:
         Raises:
             DeviceError: the device has no CUDA streams. The lease is as before.
         """
-        hold = self._hold
-        hold.client.check_thread()
-        if not hold.ended and (event is not None or stream is not None):
-            hold.client.record_pass(frozenset((hold.id,)), event, stream)
-        hold.give_up()
+        handle = self._handle
+        handle.context.check_thread()
+        if not handle.ended and (event is not None or stream is not None):
+            handle.context.record_pass(frozenset((handle.id,)), event, stream)
+        handle.give_up()
 
     async def __aenter__(self) -> Self:
-        self._hold.deadline(None)
+        self._handle.begin_call(None)
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        if self._hold.ended:
+        if self._handle.ended:
             return
         try:
             if error is None:
                 await self.finish()
         finally:
-            self._hold.give_up()
+            self._handle.give_up()
 
     def __del__(self) -> None:
-        hold = getattr(self, "_hold", None)
-        if hold is not None and not hold.ended:
-            hold.ended = True
-            if hold.client.abandon_unused(hold.id):
+        handle = getattr(self, "_handle", None)
+        if handle is not None and not handle.ended:
+            handle.ended = True
+            if handle.context.abandon_unused(handle.id):
                 warnings.warn(
                     f"lease of {self.request_id!r} was never finished",
                     ResourceWarning,
@@ -643,35 +939,14 @@ class Lease:
                     stacklevel=1,
                 )
 
-
-def _checked(hold: LeaseHold, stream: Stream) -> int:
-    """The driver's handle. DeviceError if the device has no streams."""
-    handle = stream_handle(stream)
-    hold.client.system.plane.streams.check_streams()
-    return handle
-
-
-async def _ready_before(hold: LeaseHold, waits: asyncio.Future[None], at: float) -> Any:
-    """The result of the loads, or None if `waits` is done before."""
-    begun = hold.begin_ask(Ready(hold.id), at)
-    if not isinstance(begun, CoroutineType):
-        waits.cancel()
-        return begun
-    asked: asyncio.Future[Any] = asyncio.ensure_future(begun)
-    try:
-        await asyncio.wait((asked, waits), return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            return asked.result()
-        waits.result()
-        return None
-    finally:
-        waits.cancel()
-        asked.cancel()
-        for one in (asked, waits):
-            one.add_done_callback(retrieve)
+    def hashes(self, start: int, stop: int) -> bytes:
+        """Hashes of the full blocks from `start` to before `stop`, 32 bytes each."""
+        self._handle.context.check_thread()
+        last = check_int("stop", stop, 0, self._path.num_full_blocks)
+        return self._path.hashes(check_int("start", start, 0, last), last)
 
 
-def _names(own: str, count: int, request_ids: Sequence[str] | None) -> tuple[str, ...]:
+def _fork_names(own: str, count: int, request_ids: Sequence[str] | None) -> tuple[str, ...]:
     if request_ids is None:
         return (own,) * count
     if not isinstance(request_ids, list | tuple):

@@ -5,30 +5,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
-from kvactors.actor.sliced import Sliced, finish
-from kvactors.arguments import Media, request_path, request_scope
+from kvactors._native import LOADING, Path
+from kvactors.actor.sliced import Sliced
 from kvactors.cpu_evictor.slots import HostBlock
-from kvactors.errors import CacheAsleep, NumBlocksUnset
-from kvactors.flush_notifier.messages import RequestScope
+from kvactors.identity import RequestScope
 from kvactors.lease import Hits
-from kvactors.native import DEVICE, HOST, LOADING, Path
+from kvactors.native import DEVICE, HOST
 from kvactors.observe.invariants import in_slices
-from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import Stored
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.quotas import salt_id
 from kvactors.storage.guarded import GuardedBackend
 from kvactors.system import System
-from kvactors.types import Tokens, split_hashes
+from kvactors.types import split_hashes
 
-FIRST_STEP = 4
+FIRST_STEP_BLOCKS = 4
 """Blocks that the first step of a count hashes at most: most prompts miss at once or not at all.
 Each later step may hash four times as many."""
 
-STEPS_OF_A_TURN = 4
+TURN_STEPS = 4
 """Steps that hash together as many blocks as a turn of PrefixIndex handles at most."""
 
 STORAGE = -1
@@ -106,93 +104,19 @@ class FreeBlocks(NamedTuple):
         return self.free + self.evictable + self.being_freed
 
 
-def lookup(
-    self: OpenCache,
-    tokens: Tokens,
-    *,
-    extra_keys: Sequence[Media] = (),
-    salt: str | None = None,
-    lora: str | None = None,
-) -> PromptHits:
-    """Count the cached blocks of a prompt, as `acquire` would find them now.
-
-    Takes nothing: no block is held, evicted or marked as used, and the next call may find another
-    count. After the copy of the tokens it takes some tens of nanoseconds a block that is cached on
-    the device or the host, and a few hundred a block that a store has. It ends at the first block
-    that no tier has.
-
-    Args:
-        self: the cache.
-        tokens: as in `acquire`.
-        extra_keys: as in `acquire`.
-        salt: as in `acquire`.
-        lora: as in `acquire`.
-
-    Returns:
-        The hits, by tier.
-
-    Raises:
-        NumBlocksUnset: the number of device blocks is not set yet.
-    """
-    return finish(_lookup_steps(self, tokens, extra_keys, salt, lora))
-
-
-async def lookup_slices(
-    self: OpenCache,
-    tokens: Tokens,
-    *,
-    extra_keys: Sequence[Media] = (),
-    salt: str | None = None,
-    lora: str | None = None,
-) -> PromptHits:
-    """`lookup` in steps of a fraction of a millisecond between which other tasks run, for prompts
-    of which a store may have 10,000 blocks and more."""
-    return await in_slices(_lookup_steps(self, tokens, extra_keys, salt, lora))
-
-
-def _lookup_steps(
-    cache: OpenCache, tokens: Tokens, extra_keys: Any, salt: str | None, lora: str | None
-) -> Sliced[PromptHits]:
-    """Check the arguments of a look-up, and begin it."""
-    cache._client.check()
-    system = cache.system
-    if system.wiring.asleep:
-        raise CacheAsleep
-    if not system.plane.device.num_blocks:
-        raise NumBlocksUnset
-    scope = request_scope(salt, lora)
-    path, media = request_path(cache.block_size, system.roots.root(scope), tokens, extra_keys)
-    return hits_of(system, path, scope.salt, () if cache._split_media else media)
-
-
-def free_blocks(self: OpenCache) -> FreeBlocks:
-    """The device blocks that a request could have now, in about a microsecond. None, before the
-    number of device blocks is set."""
-    self._client.check()
-    if self.system.wiring.asleep:
-        raise CacheAsleep
-    core = self.system.index_actor.core
-    index = core.index
-    being_freed = max(0, core.admission.unpromised())
-    waiting = len(core.admission.waiting) + len(core.admission.space)
-    return FreeBlocks(index.pool.total, index.free, index.evictable(), being_freed, waiting)
-
-
 async def count_stored(
-    cache: OpenCache, path: Path, scope: RequestScope, media: tuple[tuple[int, int], ...]
+    system: System, path: Path, scope: RequestScope, media: tuple[tuple[int, int], ...]
 ) -> Stored | None:
     """Count the leading blocks of a request's path that are in some tier. None if the store cannot
     tell: then every block that it may have is hashed. Other tasks run between the steps of a long
     count."""
-    system, root, counted = cache.system, path.root, None
     core, store = system.index_actor.core, system.store
     if store is not None and store.is_complete:
-        hits = hits_of(system, path, scope.salt, () if cache._split_media else media)
-        counted = Stored(root, (await in_slices(hits)).blocks)
-    else:
-        await in_slices(_hash(path, core.settings.fetchable(path), _step(core.index)))
-    cache._client.check_call()  # another task may have closed the cache between two steps
-    return counted
+        root = path.root
+        hits: PromptHits = await in_slices(hits_of(system, path, scope.salt, media))
+        return Stored(root, hits.blocks)
+    await in_slices(_hash(path, core.settings.fetchable(path), _step(core.index)))
+    return None
 
 
 def _hash(path: Path, blocks: int, step: int) -> Iterator[None]:
@@ -204,7 +128,7 @@ def _hash(path: Path, blocks: int, step: int) -> Iterator[None]:
 
 def _step(index: BlockIndex) -> int:
     """Blocks that a step hashes at most."""
-    return max(1, index.part // STEPS_OF_A_TURN)
+    return max(1, index.part // TURN_STEPS)
 
 
 def hits_of(
@@ -232,14 +156,18 @@ def count_hits(
     """Count the hits of a path that holds nothing, in steps of a fraction of a millisecond. Changes
     nothing. Blocks are hashed up to the first miss.
 
-    `hosted` are the blocks in the slots of the host tier: the index lacks those that a prefetch has
-    brought.
+    `hosted` are the blocks in the slots of the host tier. Blocks fetched by a prefetch are not in
+    the index yet.
     """
     limit = index.match_limit(path)
     run, states = index.tree.peek(path, limit)
     fetch = 0 if store is None else min(limit, settings.fetchable(path))
     held_run = _nothing_held if store is None else store.held_run
-    stop, size, below = max(run + len(states), fetch), min(FIRST_STEP, _step(index)), list[int]()
+    stop, size, below = (
+        max(run + len(states), fetch),
+        min(FIRST_STEP_BLOCKS, _step(index)),
+        list[int](),
+    )
     while run + len(below) < stop:
         start = run + len(below)
         end = min(start + size, stop)

@@ -1,5 +1,5 @@
-"""Start, supervision and drain of one cache. `System` builds the actors in flow order, wires their
-channels, supervises them and drains them.
+"""Wiring, start, supervision and drain of one cache. `System` builds the actors in flow order,
+wires their channels, supervises them and drains them.
 
     KVCache -> PrefixIndex -> CpuEvictor -> GpuSwapper       copies between device and host arena
                     |              |
@@ -7,55 +7,229 @@ channels, supervises them and drains them.
                     |              |                |
                     +--------------+----------------+-> FlushNotifier -> sinks
 
-Arrows are bounded data lanes and form no cycle. Completions travel back on the control lanes.
-"""
+Arrows are bounded data lanes and form no cycle. Completions travel back on the control lanes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from kvactors.actor import ActorRef, Group, InFlight, RestartBudget, Supervisor
+from kvactors.actor import (
+    Actor,
+    ActorRef,
+    ActorSpec,
+    ActorStatistics,
+    Group,
+    InFlight,
+    RestartBudget,
+    Supervisor,
+)
+from kvactors.actor.clock import clock_of
 from kvactors.actor.log import brief, get_logger
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.capacity import in_blocks, quotas_of
 from kvactors.cpu_evictor.actor import CpuEvictor
+from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED, HostStatistics
+from kvactors.cpu_evictor.messages import EmptyHost, HostReply, HostRequest
+from kvactors.cpu_evictor.slots import HostShares
 from kvactors.data_plane.local import LocalPlane, make_local_plane
 from kvactors.data_plane.ranks.plane import RanksPlane, make_ranks_plane
 from kvactors.device import config_for, layout_for
 from kvactors.device.base import Device
-from kvactors.errors import (
-    CacheClosed,
-    CacheFailed,
-    ConfigError,
-    KVActorsError,
-    SinkError,
-)
+from kvactors.errors import CacheClosed, CacheFailed, ConfigError, KVActorsError, SinkError
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.deliver import close_sink, open_sink
-from kvactors.flush_notifier.messages import WaitFlushed
+from kvactors.flush_notifier.deliver import SinkStatistics, close_sink, open_sink
+from kvactors.flush_notifier.messages import Report, SetIdleLimit, WaitFlushed
 from kvactors.flush_notifier.sinks import Sink, make_sinks, require_sinks
 from kvactors.fork import FORKED, SYSTEMS
-from kvactors.gpu_swapper.actor import GpuSwapper
-from kvactors.opening import Opening
+from kvactors.gpu_swapper.actor import GpuSwapper, SwapperStatistics
+from kvactors.gpu_swapper.messages import CopiedWithin, Copy, CopyReply, CopyWithin, DataPlaneStatus
+from kvactors.identity import CacheScope
+from kvactors.lifecycle import QUIET, STOP, Opening, Shutdown
 from kvactors.prefix_index.actor import PrefixIndex
-from kvactors.prefix_index.policy import Clock
+from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.messages import IndexRequest, SetNumBlocks
+from kvactors.prefix_index.policy import Clock, policies_of
+from kvactors.prefix_index.records import IndexStatistics
+from kvactors.prefix_index.roots import Roots
+from kvactors.prefix_index.settings import IndexSettings
+from kvactors.quotas import SaltCounts, salt_id
 from kvactors.settings import Config, StorageConfig
-from kvactors.shutdown import QUIET, STOP, Shutdown
+from kvactors.storage.actors import StorageReader, StorageWriter
 from kvactors.storage.backend import Backend
 from kvactors.storage.catalog import keep_quotas
+from kvactors.storage.device_store import DeviceStoreActor
 from kvactors.storage.factory import object_bytes
-from kvactors.summary import summarize
-from kvactors.totals import Totals
-from kvactors.wiring import Wiring
+from kvactors.storage.messages import DeviceStoreMessage, ReaderMessage, StorageReply, WriterMessage
+from kvactors.substitutes import NoDeviceStore, NoNotifier, NoReader, NoWriter
+
+
+class Summary(NamedTuple):
+    """The sizes and parts of an open cache.
+
+    Attributes:
+        block_bytes: of one block on one rank.
+        device_bytes: of all device blocks of one rank.
+        host_bytes: of all host slots of one rank.
+        store: name of the storage back end, `none` without one.
+        store_objects: objects that the store held when it was opened.
+        store_bytes: their bytes.
+        store_capacity_bytes: bytes that the store holds at most, 0 without a limit.
+    """
+
+    model: str
+    namespace: str
+    block_size: int
+    block_bytes: int
+    device_blocks: int
+    device_bytes: int
+    host_slots: int
+    host_bytes: int
+    store: str
+    store_objects: int
+    store_bytes: int
+    store_capacity_bytes: int
+    sinks: tuple[str, ...]
+    ranks: int
+
+
+def summarize(system: Any) -> Summary:
+    """The summary of an open `System`."""
+    config, storage = system.config, system.storage
+    block_bytes, blocks = system.layout.block_bytes, system.plane.device.num_blocks
+    slots = system.arena.num_slots
+    store = system.store
+    found = store.statistics() if store is not None else None
+    return Summary(
+        config.cache.model,
+        config.cache.namespace,
+        config.cache.block_size,
+        block_bytes,
+        blocks,
+        blocks * block_bytes,
+        slots,
+        slots * block_bytes,
+        storage.backend if system.backend is None else type(system.backend).__name__,
+        0 if found is None else found.objects,
+        0 if found is None else found.objects * found.object_bytes,
+        0 if found is None else found.capacity * found.object_bytes,
+        tuple(system.sinks),
+        config.ranks.count,
+    )
+
+
+Record = TypeVar("Record", bound=NamedTuple)
+
+COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
+    IndexStatistics: (
+        *("requests", "blocks_looked_up", "device_hits", "host_hits", "storage_hits", "no_room"),
+        *("refused_size", "refused_pins", "preempted", "abandoned", "evicted", "rescued"),
+        *("overdue_loads", "resumed", "forks", "tails_copied", "pins_refused", "pins_expired"),
+        "quota_evictions",
+    ),
+    HostStatistics: (
+        *("evicted", "offloaded", "loaded", "fetched", "written", "shed", "copy_failures"),
+        *("write_failures", *NOT_STORED, *NOT_FETCHED, "quota_evictions", "pins_refused"),
+    ),
+    SwapperStatistics: (
+        *("blocks_to_host", "blocks_to_device", "bytes_to_host", "bytes_to_device"),
+        *("seconds_to_host", "seconds_to_device", "failed", "blocks_within_device"),
+    ),
+    SinkStatistics: ("delivered", "resident", "gone", "blocks", "retried", "coalesced", "resyncs"),
+    ActorStatistics: ("turns", "sent", "late_replies", "skipped"),
+}
+"""The fields of each record that count from the start of an incarnation. The others describe the
+present."""
+
+
+class ReplacedCounters:
+    """Sums of the counters of replaced incarnations, over which totals never go down: an
+    incarnation counts from zero.
+
+    Args:
+        salts: counters by salt, None for a system that has none.
+    """
+
+    def __init__(self, salts: SaltCounts | None = None) -> None:
+        self._salts = salts
+        self._sums: dict[tuple[type[Any], str], tuple[float, ...]] = {}
+
+    def replaced(self, actor: Actor) -> None:
+        """Add the counters of an incarnation that the supervisor has replaced."""
+        self._add(actor.ref.name, actor.statistics())
+        if isinstance(actor, PrefixIndex):
+            self._add("", actor.core.statistics())
+            actor.core.index.policy.keep_counts(actor.core.index.tree)
+        elif isinstance(actor, CpuEvictor):
+            self._add("", actor.host_statistics())
+            if self._salts is not None:
+                self._salts.host_ended(actor.host.shares.evicted)
+        elif isinstance(actor, GpuSwapper):
+            self._add("", actor.swapper_statistics())
+        elif isinstance(actor, FlushNotifier):
+            for sink in actor.sinks.statistics():
+                self._add(sink.name, sink)
+
+    def over_incarnations(self, present: Record, name: str = "") -> Record:
+        """The statistics of a present incarnation with the counters of the earlier ones added.
+
+        Args:
+            present: the statistics.
+            name: of the actor or sink, for records of which there are several.
+        """
+        kind = type(present)
+        sums = self._sums.get((kind, name))
+        if sums is None:
+            return present
+        fields = COUNTERS[kind]
+        added = {
+            field: getattr(present, field) + earlier
+            for field, earlier in zip(fields, sums, strict=True)
+        }
+        return present._replace(**added)
+
+    def of_sinks(
+        self, present: Iterable[SinkStatistics], names: Iterable[str]
+    ) -> tuple[SinkStatistics, ...]:
+        """The statistics of every sink. While the notifier is switched off, they are the counters
+        up to then.
+
+        Args:
+            present: the statistics of the present notifier.
+            names: of all sinks.
+        """
+        found = {sink.name: sink for sink in present}
+        return tuple(
+            self.over_incarnations(found.get(name) or silent_sink(name), name) for name in names
+        )
+
+    def _add(self, name: str, record: Any) -> None:
+        fields = COUNTERS[type(record)]
+        key = type(record), name
+        before = self._sums.get(key, (0,) * len(fields))
+        self._sums[key] = tuple(
+            earlier + getattr(record, field) for earlier, field in zip(before, fields, strict=True)
+        )
+
+
+def silent_sink(name: str) -> SinkStatistics:
+    """Statistics of a sink that has not been called."""
+    return SinkStatistics(name, 0, 0, 0, 0, 0, 0, 0, 0.0, False, 0, 0.0, "", 0)
+
 
 log = get_logger()
+
+FORGOTTEN_BLOCKS = 1024
+"""Blocks that PrefixIndex and FlushNotifier each track beyond the capacity of the tiers."""
+
+SPARE_BYTES = 4 << 20
+"""Bytes that PrefixIndex prepares at most for the tokens of such blocks, 4 bytes a token."""
 
 
 class System:
@@ -86,14 +260,13 @@ class System:
     ) -> None:
         self.layout = layout_for(config, device)
         config = config_for(config, device)
-        self.storage = (
-            StorageConfig(backend="none", write_policy="none")
-            if config.flush.flush_only
-            else config.storage
-        )
-        if self.storage.read_only:
+        flush_only = config.flush.flush_only
+        self.storage = config.storage
+        if flush_only:
+            self.storage = StorageConfig(backend="none", write_policy="none")
+        elif self.storage.read_only:
             self.storage = msgspec.structs.replace(self.storage, write_policy="none")
-        given = None if config.flush.flush_only else backend
+        given = None if flush_only else backend
         self.config = config = in_blocks(config, self.layout, self.storage, given)
         size = self.layout.block_bytes
         self.object_bytes = object_bytes(self.storage, size)
@@ -111,12 +284,11 @@ class System:
                 config, self.storage, self.layout, device, backend, inline=inline_copies
             )
         self.ranks = self.plane.group if isinstance(self.plane, RanksPlane) else None
-        self.device = self.plane.device
         self.arena: Any = self.plane.slots
         self.backend, self.store = self.plane.backend, self.plane.store
         self.device_store = self.plane.device_store
         shares = None if self.store is None else self.store.shares
-        if not config.flush.flush_only:  # no setting of the store has an effect then
+        if not flush_only:  # no setting of the store has an effect then
             keep_quotas(quotas.storage, shares, self.storage.backend)
         require_sinks(config, sinks)
         made = [*make_sinks(config, self.layout, self.device if self.sized else None), *sinks]
@@ -129,10 +301,12 @@ class System:
             RestartBudget(config.actors.max_restarts_per_minute),
             lambda: CacheClosed("the cache is closed"),
         )
-        self.totals = Totals(quotas.counts)
+        self.totals = ReplacedCounters(quotas.counts)
         self.supervisor.on_replaced = self.totals.replaced
         self.shutdown = Shutdown(config.actors.drain_timeout_s, self.arena)
         self.forked = False
+        self.is_open = True  # new calls are accepted
+        self.leaked_leases = 0  # garbage-collected before their end
         self.sizing: asyncio.Task[None] | None = None  # `set_num_blocks` at work
         self.asleep = 0  # the level of the sleep
         self.opened_at = 0.0  # Unix time
@@ -140,28 +314,47 @@ class System:
         self.recordings: list[Any] = []  # open ones of `kvactors.record`
         # loop time at which each condition (component and reason) of the last `health` call began
         self.troubles: dict[tuple[str, str], float] = {}
-        self.wiring = wiring = Wiring(
-            config,
-            self.storage,
-            self.plane,
-            self.sinks,
-            self.layout.fingerprint,
-            self.supervisor,
-            clock,
-            quotas=quotas,
+        self._make_refs(clock)
+
+    def _make_refs(self, clock: Clock | None) -> None:
+        config = self.config
+        # Requests read it twice: not through a look-up of the running loop.
+        self.clock = clock_of(asyncio.get_running_loop()) if clock is None else clock
+        self.index_asleep = False  # an index that is made now admits no request
+        self.epoch = time.time_ns() // 1_000_000
+        model, namespace = config.cache.model, config.cache.namespace
+        self.roots = Roots(model, namespace, self.layout.fingerprint)
+        self.token_root = CacheScope(model, namespace).root(self.layout.fingerprint)
+        pool = self.storage if self.backend is not None else None
+
+        def ref(kind: type[Actor], name: str | None = None) -> ActorRef:
+            return self.supervisor.make_ref(kind, config.actors.channel_bound, name=name)
+
+        self.index: ActorRef[HostReply | CopiedWithin | DataPlaneStatus | IndexRequest] = ref(
+            PrefixIndex
         )
-        self.roots = wiring.roots
-        self.index, self.swapper, self.evictor = wiring.index, wiring.swapper, wiring.evictor
-        self.readers, self.writers = wiring.readers, wiring.writers
-        self.notifier = wiring.notifier
+        self.swapper: ActorRef[Copy | CopyWithin] = ref(GpuSwapper)
+        self.evictor: ActorRef[HostRequest | CopyReply | StorageReply | EmptyHost] = ref(CpuEvictor)
+        self.readers: list[ActorRef[ReaderMessage]] = [
+            ref(StorageReader, f"storage_reader-{i}") for i in range(pool.readers if pool else 0)
+        ]
+        self.writers: list[ActorRef[WriterMessage]] = [
+            ref(StorageWriter, f"storage_writer-{i}") for i in range(pool.writers if pool else 0)
+        ]
+        self.device_stores: list[ActorRef[DeviceStoreMessage]] = (
+            [] if self.device_store is None else [ref(DeviceStoreActor)]
+        )
+        self.notifier: ActorRef[Report | SetIdleLimit] = ref(FlushNotifier)
+
+    @property
+    def device(self) -> Any:
+        """The device blocks."""
+        return self.plane.device
 
     @property
     def sized(self) -> bool:
         """Whether the number of device blocks is set."""
         return self.plane.device.num_blocks > 0
-
-    def _groups(self) -> tuple[Group, Group]:
-        return self.wiring.groups()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[System]:
@@ -227,8 +420,8 @@ class System:
         ) as opened:
             await self._open_sinks(opened)
             opened.push_async_callback(shutdown.step, "device", self._end_sizing)
-            drain, unused = self.config.actors.drain_timeout_s, self.wiring.unused()
-            async with self.supervisor.running(*self._groups(), drain=drain, outside=unused):
+            drain, unused = self.config.actors.drain_timeout_s, self.unused()
+            async with self.supervisor.running(*self.groups(), drain=drain, outside=unused):
                 self.opened_at = time.time()
                 log.info("cache opened", **summarize(self)._asdict())
                 started.set_result(None)
@@ -255,9 +448,8 @@ class System:
                 f"sink {sink.name}",
                 partial(close_sink, sink, self.config.flush.timeout_s),
             )
-            await step(
-                f"sink {sink.name!r}", partial(open_sink, sink), SinkError, sink.ready_timeout
-            )
+            opens = partial(open_sink, sink)
+            await step(f"sink {sink.name!r}", opens, SinkError, sink.ready_timeout)
 
     async def _drain(self, clean: bool) -> None:
         """Wait until nothing is in flight.
@@ -293,30 +485,177 @@ class System:
         """Refuse every call in a forked child, which lacks the system's threads and loop."""
         self.forked = self.shutdown.forked = self.shutdown.waits.over = True
         self.supervisor.end_by = 0.0
-        for ref in self.wiring.refs():
+        for ref in self.refs():
             ref.channel.refuse(lambda: CacheClosed(FORKED))
 
-    # -- the current incarnations, for inspection
+    def refs(self) -> tuple[ActorRef, ...]:
+        """The refs of every actor."""
+        storage: tuple[ActorRef, ...] = (*self.readers, *self.writers, *self.device_stores)
+        return (self.index, self.swapper, self.evictor, *storage, self.notifier)
 
-    def _actor(self, ref: ActorRef) -> Any:
-        return self.supervisor.actor(ref.name)
+    def unused(self) -> tuple[type[Actor], ...]:
+        """The actors of the channel graph that this cache does not run."""
+        unused = [] if self.backend is not None else [StorageReader, StorageWriter]
+        return (*unused, *([] if self.device_stores else [DeviceStoreActor]))
+
+    @property
+    def idle_limit(self) -> int:
+        """Blocks in no tier that the notifier's ledger keeps."""
+        return self.plane.device.num_blocks + self.plane.slots.num_slots + FORGOTTEN_BLOCKS
+
+    def blocks_set(self) -> None:
+        """The plane's number of device blocks has been set. An actor that is
+        restarting is made with the number."""
+        blocks = self.plane.device.num_blocks
+        self.index.try_tell(SetNumBlocks(blocks, *self.config.device.free_blocks(blocks)))
+        self.notifier.try_tell(SetIdleLimit(self.idle_limit))
+
+    # -- the factories, in flow order
+
+    def _make_index(self, ref: ActorRef) -> PrefixIndex:
+        config, host, storage = self.config, self.config.host, self.storage
+        stored = self.plane.backend is not None or self.device_store is not None
+        host_tier = host.slots > 0 or (stored and storage.saves == "write_back")
+        exclusive = host.mode == "exclusive" or not host.slots
+        blocks, block_size = self.plane.device.num_blocks, config.cache.block_size
+        index = BlockIndex(
+            block_size,
+            blocks,
+            blocks + host.slots + min(FORGOTTEN_BLOCKS, SPARE_BYTES // (4 * block_size)),
+            recompute_last_token=config.cache.recompute_last_token,
+            memory_generation=self.plane.generation,
+            policy=policies_of(
+                config.device.policy,
+                host.policy_below(config.device) if host.slots else "lru",
+                self.clock,
+                self.quotas,
+            ),
+            hashes=bool(self.sinks) or host_tier or stored,
+        )
+        free_low, free_high = config.device.free_blocks(blocks)
+        settings = IndexSettings(
+            exclusive=exclusive,
+            host_tier=host_tier,
+            fetch=stored and storage.fetch,
+            announce=bool(self.sinks),
+            announce_whole=any(sink.announces_full for sink in self.sinks.values()),
+            free_low=free_low,
+            free_high=free_high,
+            save=storage.saves if stored else "none",
+            min_hits=storage.min_hits,
+            token_root=self.token_root if self.device_store is not None else None,
+            host_blocks=host.kept_blocks,
+            keep_lineages=self.plane.store is not None and self.plane.store.keeps_lineages,
+            asleep=self.index_asleep,
+            pin_share=config.hints.pin_share,
+        )
+        return PrefixIndex(
+            ref,
+            index=index,
+            evictor=self.evictor,
+            swapper=self.swapper,
+            notifier=self.notifier,
+            roots=self.roots,
+            settings=settings,
+        )
+
+    def _make_evictor(self, ref: ActorRef) -> CpuEvictor:
+        config = self.config
+        return CpuEvictor(
+            ref,
+            config=config.host,
+            policy=config.host.policy_below(config.device),
+            storage=self.storage,
+            arena=self.plane.slots,
+            index=self.index,
+            swapper=self.swapper,
+            readers=self.readers,
+            writers=self.writers,
+            notifier=self.notifier,
+            device_store=next(iter(self.device_stores), None),
+            layerwise=config.device.layerwise,
+            memory_generation=self.plane.generation,
+            shares=HostShares(
+                self.quotas.default.host,
+                {salt_id(salt): quota.host for salt, quota in self.quotas},
+                int(config.hints.pin_share * config.host.slots),
+                self.clock,
+            ),
+        )
+
+    def _make_notifier(self, ref: ActorRef) -> FlushNotifier:
+        return FlushNotifier(
+            ref,
+            block_size=self.config.cache.block_size,
+            sinks=list(self.sinks.values()),
+            config=self.config.flush,
+            epoch=self.epoch,
+            idle_limit=self.idle_limit,
+            token_root=self.token_root,
+            root_of=self.roots.of,
+            namespace=self.roots.namespace,
+        )
+
+    def groups(self) -> tuple[Group, Group]:
+        """The groups of actors that restart together.
+
+        Slots and device blocks are shared memory. An actor that may still write to them restarts
+        with the actor that hands them out, so that no copy of an earlier incarnation writes to a
+        later one's blocks. An optional actor has a substitute.
+        """
+        plane, evictor, store = self.plane, self.evictor, self.store
+        roots = self.roots.root if self.sinks else None
+        reading = {"backend": store, "plane": plane, "evictor": evictor, "notifier": self.notifier}
+        direct = {"backend": self.device_store, "plane": plane, "evictor": evictor}
+        no_notifier = partial(
+            NoNotifier, block_size=self.config.cache.block_size, config=self.config.flush
+        )
+        swapper = partial(GpuSwapper, plane=plane, evictor=evictor, index=self.index)
+        movers = Group(
+            "data plane",
+            (
+                ActorSpec(GpuSwapper, swapper, self.swapper),
+                ActorSpec(CpuEvictor, self._make_evictor, evictor),
+                *_optional(self.readers, StorageReader, NoReader, reading),
+                *_optional(self.writers, StorageWriter, NoWriter, reading | {"root_of": roots}),
+                *_optional(self.device_stores, DeviceStoreActor, NoDeviceStore, direct),
+            ),
+        )
+        core = Group("core", (ActorSpec(PrefixIndex, self._make_index, self.index), movers))
+        notifier = Group(
+            "notifier", (ActorSpec(FlushNotifier, self._make_notifier, self.notifier, no_notifier),)
+        )
+        return core, notifier
+
+    # -- the current incarnations, for inspection
 
     @property
     def index_actor(self) -> PrefixIndex:
         """PrefixIndex's current incarnation."""
-        return self._actor(self.index)  # type: ignore[no-any-return]
+        return self.supervisor.actor(self.index.name)  # type: ignore[return-value]
 
     @property
     def evictor_actor(self) -> CpuEvictor:
         """CpuEvictor's current incarnation."""
-        return self._actor(self.evictor)  # type: ignore[no-any-return]
+        return self.supervisor.actor(self.evictor.name)  # type: ignore[return-value]
 
     @property
     def swapper_actor(self) -> GpuSwapper:
         """GpuSwapper's current incarnation."""
-        return self._actor(self.swapper)  # type: ignore[no-any-return]
+        return self.supervisor.actor(self.swapper.name)  # type: ignore[return-value]
 
     @property
     def notifier_actor(self) -> FlushNotifier:
         """FlushNotifier's current incarnation."""
-        return self._actor(self.notifier)  # type: ignore[no-any-return]
+        return self.supervisor.actor(self.notifier.name)  # type: ignore[return-value]
+
+
+def _optional(
+    refs: Sequence[ActorRef],
+    kind: type[Actor],
+    substitute: type[Actor],
+    parts: Mapping[str, Any],
+) -> list[Group]:
+    """A group for each actor with a substitute. Both are made of the same parts."""
+    make, without = partial(kind, **parts), partial(substitute, **parts)
+    return [Group(ref.name, (ActorSpec(kind, make, ref, without),)) for ref in refs]

@@ -12,15 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import anyio
 
+from kvactors._native import work_in_background
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import as_exception
-from kvactors.linux import register_at_fork
-from kvactors.native import work_in_background
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,36 +39,31 @@ def lower_priority() -> None:
     work_in_background()
 
 
-EXIT_LIMIT = 2.0
+EXIT_LIMIT_S = 2.0
 """Seconds that the interpreter's exit waits for calls in flight, so that writes are complete.
 
 A call that takes longer is abandoned. Its thread stops when it asks for the GIL (native/gil.hpp).
 """
 
 
-class Ending(Protocol):
-    """Owner of threads."""
-
-    def end(self, limit: float) -> None:
-        """Wait for the running calls, at most `limit` seconds, from the main thread."""
+_owners: WeakSet[Any] = WeakSet()
+"""Owners of threads."""
 
 
-_ending: WeakSet[Ending] = WeakSet()
-
-
-def end_at_exit(owner: Ending) -> None:
-    """Wait for an owner's threads when the interpreter exits."""
-    _ending.add(owner)
+def atexit_close(owner: Any) -> None:
+    """Call `owner.end(seconds)` when the interpreter exits, from the main thread: it waits for the
+    calls in flight, at most so long."""
+    _owners.add(owner)
 
 
 def _end_all() -> None:
-    until = time.monotonic() + EXIT_LIMIT
-    for owner in list(_ending):
+    until = time.monotonic() + EXIT_LIMIT_S
+    for owner in list(_owners):
         owner.end(max(0.0, until - time.monotonic()))
 
 
 atexit.register(_end_all)
-register_at_fork(after_in_child=_ending.clear)  # a child has none of these threads
+os.register_at_fork(after_in_child=_owners.clear)  # a child has none of the threads
 
 
 class Workers:
@@ -91,10 +85,10 @@ class Workers:
             queue.SimpleQueue()
         )
         self._started = 0
-        end_at_exit(self)
+        atexit_close(self)
 
     def end(self, limit: float) -> None:
-        """See `Ending`."""
+        """Wait for the running calls, at most `limit` seconds."""
         wait(list(self._pending), limit)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
@@ -181,7 +175,7 @@ class DaemonExecutor(Executor):
         self.name = name
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """See `concurrent.futures.Executor.submit`."""
+        """Run a call in a separate thread."""
         workers = Workers(1, self.name)
         future = workers.submit(partial(fn, *args, **kwargs))
         workers.close()

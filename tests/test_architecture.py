@@ -63,7 +63,7 @@ def test_no_locks_and_no_native_timeouts():
 def test_actors_import_only_messages_and_only_downstream():
     wrong = []
     for (part, other), where in imports().items():
-        if part == "actor" and other not in {"errors", "discreet"}:
+        if part == "actor" and other not in {"errors", "redact"}:
             wrong += where
         if part in FLOW and other in FLOW:
             upstream = FLOW.index(other) < FLOW.index(part)

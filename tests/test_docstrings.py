@@ -11,11 +11,12 @@ import pytest
 
 import kvactors
 from kvactors import errors
+from kvactors.cache import FromThread
 from kvactors.device.base import Device
 from kvactors.device.host import HostDevice
 from kvactors.device.tensors import TensorDevice
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.from_thread import FromThread, ThreadLease
+from kvactors.from_thread import ThreadLease
 from kvactors.layout.base import Layout
 from kvactors.layout.latent import DSALayout, MLALayout
 from kvactors.settings import Config

@@ -23,8 +23,8 @@ from rich.console import Console
 
 from kvactors import top
 from kvactors.errors import ConfigError
-from kvactors.metrics import CacheMetrics
-from kvactors.monitoring import Endpoint
+from kvactors.observe.http_endpoint import HttpEndpoint
+from kvactors.observe.prometheus import CacheMetrics
 from kvactors.testing.loop import simulate
 from kvactors.top import (
     BadMetrics,
@@ -381,11 +381,11 @@ async def watched(url, views, most=1000, **options):
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):
     monkeypatch.setattr(top, "STEP_S", 0.001)
-    monkeypatch.setattr("kvactors.monitoring.FRESH", 0.0)
+    monkeypatch.setattr("kvactors.observe.http_endpoint.FRESH_S", 0.0)
 
 
 async def test_it_shows_one_frame_after_another_until_it_is_ended():
-    endpoint = Endpoint()
+    endpoint = HttpEndpoint()
     async with opened(host=HOST) as cache, endpoint.attached("127.0.0.1", 0, cache):
         await requests(cache, 1)
         views = []
@@ -396,7 +396,7 @@ async def test_it_shows_one_frame_after_another_until_it_is_ended():
 
 
 async def test_reasons_come_from_the_health_of_the_process(monkeypatch):
-    endpoint = Endpoint()
+    endpoint = HttpEndpoint()
     async with opened(host=HOST) as cache, endpoint.attached("127.0.0.1", 0, cache):
         monkeypatch.setattr(type(cache.system.plane), "trouble", "the copy engine is broken")
         view = await watched(parse_url(str(endpoint.port)), [], once=True)
@@ -406,7 +406,7 @@ async def test_reasons_come_from_the_health_of_the_process(monkeypatch):
 
 
 async def test_a_process_that_goes_away_and_another_one_in_its_place_are_shown():
-    endpoint, views = Endpoint(), []
+    endpoint, views = HttpEndpoint(), []
     async with opened(host=HOST) as cache, endpoint.observing(cache):
         async with endpoint.serving("127.0.0.1", 0):
             port = endpoint.port
@@ -478,7 +478,7 @@ def finished(process):
 
 
 async def test_one_plain_frame_and_json_in_a_pipe():
-    endpoint = Endpoint()
+    endpoint = HttpEndpoint()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     async with opened(host=HOST) as cache, endpoint.attached("127.0.0.1", 0, cache):
@@ -500,7 +500,7 @@ async def test_one_plain_frame_and_json_in_a_pipe():
 
 @pytest.mark.parametrize("end", ["ctrl-c", "q", "sigterm"])
 async def test_the_terminal_is_left_as_it_was(end):
-    endpoint = Endpoint()
+    endpoint = HttpEndpoint()
     async with opened(host=HOST) as cache, endpoint.attached("127.0.0.1", 0, cache):
         await requests(cache, 1)
         status, out, same = await asyncio.to_thread(on_a_terminal, endpoint.port, end)

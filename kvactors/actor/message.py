@@ -8,8 +8,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
-from kvactors.discreet import discreet, discreet_rich
 from kvactors.errors import DeadlineExceeded
+from kvactors.redact import redacted_repr, redacted_rich_repr
 
 R = TypeVar("R")
 
@@ -18,8 +18,8 @@ class Message(msgspec.Struct, frozen=True, eq=False):
     """A tell that flows forward: it takes a place in the receiver's bounded data lane. Its text has
     sizes in place of tokens and salts."""
 
-    __repr__ = discreet
-    __rich_repr__ = discreet_rich
+    __repr__ = redacted_repr
+    __rich_repr__ = redacted_rich_repr
 
 
 class Control(Message, frozen=True, eq=False):
@@ -101,8 +101,8 @@ class Envelope(msgspec.Struct, Generic[R], eq=False):
     deadline: float | None = None
     incarnation: int = 0
 
-    __repr__ = discreet
-    __rich_repr__ = discreet_rich
+    __repr__ = redacted_repr
+    __rich_repr__ = redacted_rich_repr
 
     @property
     def abandoned(self) -> bool:

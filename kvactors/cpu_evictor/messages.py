@@ -6,8 +6,8 @@ from math import inf
 
 from kvactors.actor import Ask, Control
 from kvactors.actor.message import Message
-from kvactors.hints import Traits
-from kvactors.lineage import Lineages
+from kvactors.hints import BlockHints
+from kvactors.identity import Lineages
 
 
 class Offload(Message, frozen=True, eq=False):
@@ -29,7 +29,7 @@ class Offload(Message, frozen=True, eq=False):
     blocks: tuple[int, ...]
     memory_generation: int = 0
     lineages: Lineages | None = None
-    traits: Traits | None = None
+    traits: BlockHints | None = None
 
 
 class Offloaded(Control, frozen=True, eq=False):
@@ -145,7 +145,7 @@ class Save(Message, frozen=True, eq=False):
         blocks: their device blocks.
         keep: whether the host tier keeps a copy (inclusive tiers).
         save: positions of the blocks to write to storage.
-        priority, expiry: of the blocks, see `kvactors.hints.Traits`.
+        priority, expiry: of the blocks, see `kvactors.types.BlockHints`.
 
     The other fields are those of Load.
     """

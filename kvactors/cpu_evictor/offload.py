@@ -11,7 +11,7 @@ from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import Offload, Offloaded, SlotDeadline
 from kvactors.cpu_evictor.slots import PLAIN_BLOCK, BlockTraits, HostBlock, SlotState, set_traits
 from kvactors.data_plane.base import Direction
-from kvactors.lineage import lineage
+from kvactors.identity import lineage
 from kvactors.types import split_hashes
 
 

@@ -12,7 +12,7 @@ from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import PrefetchToHost, Save, Saved, SaveUnanswered, SlotDeadline
 from kvactors.cpu_evictor.slots import HostBlock, SlotState, set_traits
 from kvactors.data_plane.base import Direction
-from kvactors.lineage import lineage
+from kvactors.identity import lineage
 from kvactors.storage.messages import Outcome
 from kvactors.types import split_hashes
 

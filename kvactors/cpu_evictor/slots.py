@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from kvactors.discreet import discreet
 from kvactors.errors import ensure
+from kvactors.redact import redacted_repr
 from kvactors.types import MAX_PRIORITY, MIN_PRIORITY, split_hashes
 
 if TYPE_CHECKING:
-    from kvactors.lineage import Lineage
+    from kvactors.identity import Lineage
 
 
 # -- Least recently used first.
@@ -473,7 +473,7 @@ def clear_salt(tier: HostTier, salt: int) -> list[HostBlock]:
 
 
 BlockTraits = tuple[int, int, float]
-"""Salt, priority and expiry of a block: see `kvactors.hints.Traits`."""
+"""Salt, priority and expiry of a block: see `kvactors.types.BlockHints`."""
 
 PLAIN_BLOCK: BlockTraits = (0, 0, inf)
 NOTHING: Mapping[int, int] = {}
@@ -509,7 +509,7 @@ class HostBlock(msgspec.Struct, eq=False, gc=False):
             its way.
         dropped: removed from the tier. The slot is free as soon as it has no pins.
         salt: see `kvactors.quotas.salt_id`.
-        priority, expiry: see `kvactors.hints.Traits`.
+        priority, expiry: see `kvactors.types.BlockHints`.
         listed: it is resident, and `HostShares` has it.
     """
 
@@ -529,7 +529,7 @@ class HostBlock(msgspec.Struct, eq=False, gc=False):
     expiry: float = inf
     listed: bool = False
 
-    __repr__ = discreet
+    __repr__ = redacted_repr
 
 
 class HostTier:

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from kvactors.device.arena import HostSlots
 from kvactors.device.base import DeviceBlocks
-from kvactors.device_events import RecordedEvent
+from kvactors.device.events import RecordedEvent
 from kvactors.errors import DeviceError, StoreError
-from kvactors.lineage import Lineage
-from kvactors.opening import Opening
+from kvactors.identity import Lineage
+from kvactors.lifecycle import Opening
 from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.guarded import GuardedBackend

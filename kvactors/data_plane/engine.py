@@ -15,9 +15,9 @@ from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.data_plane.base import CLOSE_LIMIT, NO_STREAMS, Direction, Progress
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
-from kvactors.device_events import RecordedEvent
+from kvactors.device.events import RecordedEvent
 from kvactors.errors import DeviceError
-from kvactors.threads import end_at_exit, in_thread, lower_priority
+from kvactors.threads import atexit_close, in_thread, lower_priority
 
 PIECE = 2 << 20
 """Bytes a hand-off to a thread should at least be worth: each costs some tens of microseconds."""
@@ -163,10 +163,10 @@ class ThreadedCopies(CopyEngine):
         super().__init__(device, arena, threads)
         self._pieces: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
-        end_at_exit(self)
+        atexit_close(self)
 
     def end(self, limit: float) -> None:
-        """The interpreter exits: copies must end first. See `threads.Ending`."""
+        """The interpreter exits: copies must end first. See `threads.atexit_close`."""
         until = time.monotonic() + limit
         for _ in self._workers:
             self._pieces.put(None)

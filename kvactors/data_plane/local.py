@@ -15,7 +15,7 @@ from kvactors.device.base import Device, DeviceBlocks
 from kvactors.device.host import HostDevice
 from kvactors.errors import ConfigError, DeviceError, StoreError
 from kvactors.layout.base import Layout
-from kvactors.opening import Opening
+from kvactors.lifecycle import Opening
 from kvactors.settings import Config, DeviceConfig, HostConfig, StorageConfig
 from kvactors.settings.load import changed_in
 from kvactors.storage.backend import Backend

@@ -18,11 +18,11 @@ from typing import Protocol
 
 import numpy as np
 
+from kvactors._native import touch
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import ConfigError, DeviceError
-from kvactors.native import touch
-from kvactors.threads import Workers, end_at_exit
+from kvactors.threads import Workers, atexit_close
 
 # -- Binding of memory to a NUMA node, by the system calls of Linux (mbind(2), set_mempolicy(2),
 # get_mempolicy(2)).
@@ -329,7 +329,7 @@ class Arena(HostSlots):
             bind(self.address, size, numa_node)
         self.small_pages = self._ask_for_huge_pages(start, size)
         self._fresh = self._all_fresh()
-        end_at_exit(self)
+        atexit_close(self)
 
     def _all_fresh(self) -> FreshMemory:
         return FreshMemory([(self.address, self.num_slots * self.stride)], self._touch)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvactors.actor.sliced import Sliced
-from kvactors.discreet import discreet
-from kvactors.flush_notifier.messages import RequestScope
+from kvactors.identity import RequestScope
+from kvactors.redact import redacted_repr
 from kvactors.types import ALL_TIERS, Reason, Tier
 
 UNSURE = 3
@@ -109,7 +109,7 @@ class HeldBlock(NamedTuple):
     extra_key: bytes = b""
 
     def __repr__(self) -> str:
-        return discreet(self)
+        return redacted_repr(self)
 
 
 class BlockOrder:

@@ -27,7 +27,6 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from kvactors.actor.sliced import Sliced, finish
-from kvactors.discreet import discreet
 from kvactors.flush_notifier.blocks import (
     BITS,
     LAST,
@@ -42,12 +41,12 @@ from kvactors.flush_notifier.messages import (
     PathCached,
     PathsFound,
     Report,
-    RequestScope,
     TierCleared,
 )
 from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT, SinkFilter, SinkView
-from kvactors.identity import hash_of_block
-from kvactors.sharded import ShardedDict
+from kvactors.identity import RequestScope, hash_of_block
+from kvactors.redact import redacted_repr
+from kvactors.tables import ShardedDict
 from kvactors.types import ALL_TIERS, HASH_BYTES, Reason, Tier, count_hashes, hash_at
 
 IDLE_LIMIT = 16_384
@@ -78,7 +77,7 @@ class OrphanBlock(NamedTuple):
     scope: RequestScope
 
     def __repr__(self) -> str:
-        return discreet(self)
+        return redacted_repr(self)
 
 
 class Orphans:

@@ -8,32 +8,13 @@ from typing import NamedTuple
 
 from kvactors.actor import Ask, Control
 from kvactors.actor.message import Message
-from kvactors.discreet import discreet
+from kvactors.identity import PLAIN, RequestScope
+from kvactors.redact import redacted_repr
 from kvactors.types import HASH_BYTES, Reason, Residency, Tier
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
 """(position in the path, extra key) of the blocks that have one, in order: their media
-(`extra_keys.media_items`)."""
-
-
-class RequestScope(NamedTuple):
-    """The adapter's name and the cache salt of requests, None without. Requests with the same ones
-    share blocks.
-
-    Attributes:
-        lora_id: the engine's number of the adapter. It is sent on events for readers that identify
-            adapters by number, and identifies nothing.
-    """
-
-    lora: str | None = None
-    salt: str | None = None
-    lora_id: int | None = None
-
-    def __repr__(self) -> str:
-        return discreet(self)
-
-
-PLAIN = RequestScope()
+(`identity.media_items`)."""
 
 
 class PathCached(Message, frozen=True, eq=False):
@@ -88,7 +69,7 @@ class PathPart(NamedTuple):
     extra_keys: tuple[tuple[int, bytes], ...] = ()
 
     def __repr__(self) -> str:
-        return discreet(self)
+        return redacted_repr(self)
 
     @property
     def blocks(self) -> int:

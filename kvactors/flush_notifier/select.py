@@ -13,9 +13,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from kvactors.actor.sliced import Sliced, finish, pace
-from kvactors.discreet import discreet
 from kvactors.flush_notifier.blocks import BITS, LAST, REASONS, UNSURE, LedgerBlock, path_to
 from kvactors.flush_notifier.messages import ExtraKeys, FlushTask
+from kvactors.redact import redacted_repr
 from kvactors.types import ALL_TIERS, Reason, Residency, Tier
 
 MAX_RUN_BLOCKS = 32_768
@@ -55,7 +55,7 @@ class BlockRun(NamedTuple):
     reason: Reason
 
     def __repr__(self) -> str:
-        return discreet(self)
+        return redacted_repr(self)
 
 
 class Selection:
@@ -297,7 +297,7 @@ class DeliveryBatch(NamedTuple):
     cleared: int = 0
 
     def __repr__(self) -> str:
-        return discreet(self)
+        return redacted_repr(self)
 
     def split(self, count: int) -> tuple[DeliveryBatch, DeliveryBatch]:
         """The first `count` tasks, and the others."""

@@ -16,8 +16,8 @@ import msgspec
 
 from kvactors.actor import ActorRef, Envelope, Instrument, Turn
 from kvactors.actor.clock import now
+from kvactors.observe import OpenCache
 from kvactors.observe.operations import Operation, OperationWatch
-from kvactors.open_cache import OpenCache
 
 MOST_EVENTS = 1_000_000
 """Events of a trace. Later ones are counted only."""

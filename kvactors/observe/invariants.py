@@ -20,8 +20,8 @@ from kvactors.actor.log import brief
 from kvactors.actor.sliced import Sliced, T, finish
 from kvactors.native import DEVICE, HOST
 from kvactors.prefix_index.records import IndexStatistics
-from kvactors.sharded import ShardedSet
 from kvactors.system import System
+from kvactors.tables import ShardedSet
 from kvactors.types import Tier, split_hashes
 
 SLICE_S = 0.0003

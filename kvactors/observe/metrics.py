@@ -19,8 +19,7 @@ from kvactors.observe.operations import Operation, OperationWatch
 from kvactors.observe.statistics import CacheStatistics, TenantStatistics, collect, named_tenants
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.ages import BlockAges
-from kvactors.summary import Summary, summarize
-from kvactors.system import System
+from kvactors.system import Summary, System, summarize
 
 if TYPE_CHECKING:
     from kvactors.tier_cache.answers import TierHealth, TierStatistics
@@ -141,7 +140,7 @@ class Snapshot(NamedTuple):
     tenants: dict[str, TenantStatistics]
 
 
-def take_snapshot(system: System, watch: MetricsWatch, leaked: int) -> Sliced[Snapshot]:
+def take_snapshot(system: System, watch: MetricsWatch) -> Sliced[Snapshot]:
     """Read the values, in the loop's thread: those of the salts in steps, all others at the end in
     one."""
     tenants = yield from named_tenants(system)
@@ -151,7 +150,7 @@ def take_snapshot(system: System, watch: MetricsWatch, leaked: int) -> Sliced[Sn
         health(system),
         summarize(system),
         watch,
-        leaked,
+        system.leaked_leases,
         ranks,
         system.opened_at,
         tenants,

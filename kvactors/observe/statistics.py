@@ -15,9 +15,9 @@ from kvactors.flush_notifier.view import SinkFilter
 from kvactors.gpu_swapper.actor import SwapperStatistics
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.quotas import SaltCount
-from kvactors.sharded import ShardedDict
 from kvactors.storage.backend import StoreStatistics
 from kvactors.system import System
+from kvactors.tables import ShardedDict
 from kvactors.types import ALL_TIERS, Tier, split_hashes
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvactors.actor import Message
-from kvactors.flush_notifier.messages import PLAIN
+from kvactors.identity import PLAIN
 from kvactors.prefix_index.admission import Admission
 from kvactors.prefix_index.grants import Grants
 from kvactors.prefix_index.held import HeldRequests

@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvactors._native import LOADING, BlockTree, Path, TreeCheck
 from kvactors.errors import ensure
-from kvactors.hints import Traits
-from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path, TreeCheck
+from kvactors.hints import BlockHints
+from kvactors.native import DEVICE, HOST
 from kvactors.prefix_index.parts import part_of
 from kvactors.prefix_index.policy import TierPolicies
 from kvactors.prefix_index.pool import BlockPool
@@ -80,7 +81,7 @@ class Eviction(NamedTuple):
     parents: bytes
     blocks: tuple[int, ...]
     states: bytes
-    traits: Traits | None = None
+    traits: BlockHints | None = None
     freed: int = 0
 
     @property
@@ -414,7 +415,7 @@ def choose_victims(index: BlockIndex, count: int, op: int, salt: int, incoming: 
     freed = tree.take_discarded() if tree.forgetting else []
     index.pool.give(freed)
     return Eviction(
-        op, tree, nodes, hashes, parents, tuple(blocks), states, Traits(*traits), len(freed)
+        op, tree, nodes, hashes, parents, tuple(blocks), states, BlockHints(*traits), len(freed)
     )
 
 

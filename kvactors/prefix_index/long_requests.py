@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kvactors._native import LOADING, BlockTree
 from kvactors.actor import Envelope
 from kvactors.errors import LeaseEnded
-from kvactors.native import HOST, LOADING, BlockTree
+from kvactors.native import HOST
 from kvactors.prefix_index.actions import Action, Refusal, Work
 from kvactors.prefix_index.admission import Admission, Waiter
 from kvactors.prefix_index.grants import Grants

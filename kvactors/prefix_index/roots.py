@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from secrets import token_hex
 
-from kvactors.flush_notifier.messages import PLAIN, RequestScope
-from kvactors.identity import CacheScope
+from kvactors.identity import PLAIN, CacheScope, RequestScope
 
 REMEMBERED = 1024
 """Roots kept, the least recently used dropped first."""

@@ -21,14 +21,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvactors._native import Path
 from kvactors.actor import ActorRef, Envelope, Instrument, Turn
 from kvactors.actor.clock import now
 from kvactors.actor.log import brief, get_logger
-from kvactors.arguments import kind
+from kvactors.cache import KVCache
+from kvactors.checks import kind
 from kvactors.errors import ConfigError
 from kvactors.files import open_private
-from kvactors.native import Path
-from kvactors.open_cache import OpenCache
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import Abandon, Acquire, AcquireResult, Finish, Preempt
 from kvactors.scenario.output import Output, live_line, to_stdout
@@ -182,7 +182,7 @@ class TraceRecording(Instrument):
         error: why the recording has ended early, "" otherwise.
     """
 
-    def __init__(self, cache: OpenCache, file: TraceFile) -> None:
+    def __init__(self, cache: KVCache, file: TraceFile) -> None:
         self.requests = 0
         self.error = ""
         self._file = file
@@ -323,7 +323,7 @@ def begin_file(path: str | os.PathLike[str], block_size: int) -> TraceFile:
 
 
 @asynccontextmanager
-async def record(cache: OpenCache, path: str | os.PathLike[str]) -> AsyncIterator[TraceRecording]:
+async def record(cache: KVCache, path: str | os.PathLike[str]) -> AsyncIterator[TraceRecording]:
     """Record the requests of an open cache as a trace until the block ends.
 
     The trace is for `kvactors sweep` and `kvactors replay`. It has a line for each request that was
@@ -343,9 +343,9 @@ async def record(cache: OpenCache, path: str | os.PathLike[str]) -> AsyncIterato
         TypeError: `cache` is not an open cache.
         OSError: the file cannot be written.
     """
-    if not isinstance(cache, OpenCache):
+    if not isinstance(cache, KVCache):
         raise TypeError(f"cache must be an open KVCache, not {kind(cache)}")
-    cache._client.check()
+    cache._context.check()
     file = await in_thread(partial(begin_file, path, cache.block_size), "kvactors-trace")
     recording = TraceRecording(cache, file)
     cache.system.recordings.append(recording)

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor.uncancelled import wait_uncancelled
+from kvactors.decode_batch import Step
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.scenario.engine import Engine, Request
 from kvactors.scenario.report import Totals
 from kvactors.scenario.trace import TraceRequest, tokens_of
 from kvactors.settings import Config
-from kvactors.steps import Step
 from kvactors.threads import Workers
 
 # -- continuous batching: pure state on a clock that only the steps advance

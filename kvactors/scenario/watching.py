@@ -67,9 +67,9 @@ class Watching:
                 raise ConfigError(
                     "--metrics-port needs prometheus_client: pip install 'kvactors[metrics]'"
                 ) from error
-            from kvactors.monitoring import Endpoint
+            from kvactors.observe.http_endpoint import HttpEndpoint
 
-            self._observers.append(partial(Endpoint().attached, host, port))
+            self._observers.append(partial(HttpEndpoint().attached, host, port))
 
     @asynccontextmanager
     async def observing(self, cache: KVCache) -> AsyncIterator[None]:

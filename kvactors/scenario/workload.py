@@ -10,7 +10,7 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.arguments import Media
+from kvactors.checks import Media
 from kvactors.errors import CacheAsleep, KVActorsError, LeasesOpen, NoRoom, Paused
 from kvactors.scenario.engine import DeviceModel, Engine, Request
 from kvactors.scenario.spec import Step, Workload

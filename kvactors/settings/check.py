@@ -552,9 +552,9 @@ def class_at(
     return found
 
 
-def warn(event: str, **fields: Any) -> None:
-    """Log a warning about settings."""
-    # An engine reads the settings of its tiers without the runtime, whose import takes long.
+def logger() -> Any:
+    """The logger. An engine's process reads the settings of its tiers without the runtime, whose
+    import takes long."""
     from kvactors.actor.log import get_logger
 
-    get_logger().warning(event, **fields)
+    return get_logger()

@@ -27,11 +27,11 @@ from kvactors.settings.check import (
     convert,
     describe,
     in_bytes,
+    logger,
     read_toml,
     settings_of,
     structs_of,
     unknown,
-    warn,
 )
 from kvactors.settings.mooncake import MooncakeConfig, resolve
 from kvactors.settings.ranks import RanksConfig
@@ -443,7 +443,7 @@ def _with_model(config: C) -> C:
 def _log_difference(variable: Variable, setting: str, value: Any, other: Any) -> None:
     if value != other and variable.name not in _logged:
         _logged.add(variable.name)
-        warn(
+        logger().warning(
             "variable not used: the config has another value",
             variable=variable.name,
             setting=setting,
@@ -461,4 +461,4 @@ def _log_misspelt(environ: Mapping[str, str]) -> None:
         if near or name.startswith(OURS[0]):
             _logged.add(name)
             hint = {"similar_to": near[0]} if near else {}
-            warn("unknown variable, not used", variable=name, **hint)
+            logger().warning("unknown variable, not used", variable=name, **hint)

@@ -16,9 +16,9 @@ from kvactors.settings.check import (
     Variable,
     convert,
     in_bytes,
+    logger,
     read_settings,
     settings_of,
-    warn,
 )
 
 TABLE = "storage.mooncake"
@@ -148,7 +148,9 @@ def _from_file(path: str) -> dict[str, Any]:
     named = {SYNONYMS.get(str(name), str(name)): value for name, value in data.items()}
     strange = sorted(set(named) - set(MooncakeConfig.__struct_fields__))
     if strange:
-        warn("settings of a Mooncake file that mean nothing here", path=path, names=strange)
+        logger().warning(
+            "settings of a Mooncake file that mean nothing here", path=path, names=strange
+        )
     return {
         name: value for name, value in named.items() if name in MooncakeConfig.__struct_fields__
     }

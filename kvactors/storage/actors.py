@@ -22,9 +22,9 @@ from kvactors.flush_notifier.messages import (
     PathPart,
     PathsFound,
     Report,
-    RequestScope,
     TierCleared,
 )
+from kvactors.identity import RequestScope
 from kvactors.storage.device_store import StoragePlane
 from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import (

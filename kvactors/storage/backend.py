@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreUnsupported
 from kvactors.flush_notifier.messages import PathPart
-from kvactors.lineage import Lineage
+from kvactors.identity import Lineage
 from kvactors.storage.catalog import StoreShares
 from kvactors.storage.messages import Outcome
 

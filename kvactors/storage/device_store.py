@@ -14,7 +14,7 @@ from kvactors.actor.context import MEMORY_LIMIT, Job, JobsRunOn, Timer
 from kvactors.actor.log import described
 from kvactors.device.arena import HostSlots
 from kvactors.errors import StoreError
-from kvactors.lineage import Lineage
+from kvactors.identity import Lineage
 from kvactors.storage.attempts import StoreAttempts
 from kvactors.storage.backend import Expired, ReadReport, StoreStatistics, WriteReport
 from kvactors.storage.messages import (

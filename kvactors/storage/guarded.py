@@ -22,7 +22,7 @@ from kvactors.actor.log import described, get_logger
 from kvactors.device.arena import Arena
 from kvactors.errors import KVActorsError, StoreError, StoreUnavailable
 from kvactors.flush_notifier.messages import PathPart
-from kvactors.lineage import Lineage
+from kvactors.identity import Lineage
 from kvactors.storage.attempts import Attempts, StoreAttempts
 from kvactors.storage.backend import (
     Backend,

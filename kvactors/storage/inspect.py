@@ -17,7 +17,7 @@ import xxhash
 
 from kvactors.errors import StoreError
 from kvactors.files import open_folder, open_private, read_all
-from kvactors.linux import fcntl
+from kvactors.native import fcntl
 from kvactors.storage.file.table import (
     PAGE,
     VERSION,

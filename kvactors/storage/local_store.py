@@ -11,7 +11,7 @@ from itertools import islice
 
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.lineage import Lineage
+from kvactors.identity import Lineage
 from kvactors.storage.backend import Backend, Expired, ReadReport, StoreStatistics, WriteReport
 from kvactors.storage.catalog import BatchAdmission, Catalog, StoreShares
 from kvactors.storage.messages import Outcome

@@ -7,7 +7,7 @@ from enum import IntEnum
 from kvactors.actor import Control
 from kvactors.actor.message import Message
 from kvactors.flush_notifier.messages import PathPart
-from kvactors.lineage import Lineage
+from kvactors.identity import Lineage
 
 
 class Outcome(IntEnum):

@@ -21,8 +21,8 @@ from kvactors.device.host import HostDevice
 from kvactors.errors import StoreUnavailable
 from kvactors.flush_notifier.messages import FlushTask, PathPart
 from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.identity import Lineage
 from kvactors.layout.base import Layout
-from kvactors.lineage import Lineage
 from kvactors.storage.backend import Expired, WriteReport
 from kvactors.storage.local_store import LocalStore
 from kvactors.storage.messages import Outcome

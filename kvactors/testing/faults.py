@@ -16,7 +16,7 @@ from kvactors.errors import SinkError, StoreUnavailable
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.lineage import Lineage
+from kvactors.identity import Lineage
 from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.messages import Outcome

@@ -124,7 +124,7 @@ def watch_leases(cache: KVCache) -> list[str]:
         lease = cache.system.index_actor.core.leases.get(number)
         forgotten.append("?" if lease is None else lease.request_id)
 
-    cache._client.on_forgotten = note
+    cache._context.on_forgotten = note
     return forgotten
 
 
@@ -231,7 +231,7 @@ class Sim:
             MemorySink(tiers, config.cache.block_size), latency(self._lags, LAGS["sink"])
         )
         system = System(config, device, [faults.sink], faults.store, inline_copies=True)
-        system.wiring.epoch = 1  # not the time of day
+        system.epoch = 1  # not the time of day
         plane = system.plane
         if not isinstance(plane, LocalPlane):
             raise ConfigError("simulated copies need a device of this process: ranks.count = 1")

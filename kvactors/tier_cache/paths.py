@@ -13,7 +13,8 @@ from kvactors.tier_cache.answers import TierEvent
 from kvactors.types import Reason, Tier
 
 if TYPE_CHECKING:
-    from kvactors.flush_notifier.messages import PathCached, PathPart, Report, RequestScope
+    from kvactors.flush_notifier.messages import PathCached, PathPart, Report
+    from kvactors.identity import RequestScope
 
 NAME_BYTES = 32
 NAME_DOMAIN = b"kvactors.tiers.block.v1"
@@ -265,7 +266,7 @@ class SinkFeed:
 
     def describe(self, path: DescribedPath) -> None:
         """See `TierCache.describe`."""
-        from kvactors.flush_notifier.messages import RequestScope
+        from kvactors.identity import RequestScope
 
         size = 4 * self.block_size
         scope = RequestScope(path.lora, path.salt)

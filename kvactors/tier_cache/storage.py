@@ -326,7 +326,7 @@ class StorageTier:
             StoreError: the store cannot be used, or was not open after `limit` seconds.
         """
         limit = checked_limit("limit", limit)
-        from kvactors.threads import end_at_exit
+        from kvactors.threads import atexit_close
 
         if self._closed or self._thread is not None:
             raise StoreError("a storage tier is opened once")
@@ -339,7 +339,7 @@ class StorageTier:
         self.take_in_names()
         if self._event_fd:
             self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        end_at_exit(self)
+        atexit_close(self)
 
     def _make_thread(self) -> LoopThread:
         from kvactors.tier_cache.copies import LoopThread

@@ -21,7 +21,7 @@ import numpy as np
 from kvactors.actor import Actor, ActorRef, ActorSpec, Group, InFlight, Supervisor, on
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathsFound, TierCleared
-from kvactors.lineage import Lineage
+from kvactors.identity import Lineage
 from kvactors.observe.lag import LagMonitor, Lags
 from kvactors.signals import run_terminable
 from kvactors.storage.actors import StorageReader, StorageWriter

@@ -12,7 +12,7 @@ import pytest
 import kvactors
 from kvactors.actor.loop import MailboxLoop
 from kvactors.errors import DeadlineExceeded, NotReady, Paused
-from kvactors.flush_notifier.messages import PLAIN
+from kvactors.identity import PLAIN
 from kvactors.prefix_index.admission import STEPS, Admission
 from kvactors.prefix_index.requests import Requests
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
@@ -240,7 +240,7 @@ async def test_cached_tokens_never_end_inside_a_media_item(tier, split):
         wanted = 2 * BLOCK if split else BLOCK
         assert lease.cached_tokens == wanted
         assert sum(lease.hits) * BLOCK == wanted
-        path = cache.system.index_actor.core.leases.get(lease._hold.id).path
+        path = cache.system.index_actor.core.leases.get(lease._handle.id).path
         assert not any(
             path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks)
         )
@@ -271,7 +271,7 @@ async def test_a_load_that_ends_inside_a_media_item_is_cut_before_it():
             await cache.system.backend.remove([keys[64:96]])
         await lease.wait_ready()
         assert lease.cached_tokens in (BLOCK, 5 * BLOCK)
-        path = cache.system.index_actor.core.leases.get(lease._hold.id).path
+        path = cache.system.index_actor.core.leases.get(lease._handle.id).path
         assert not any(
             path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks)
         )

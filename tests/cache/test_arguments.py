@@ -17,11 +17,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import kvactors
-from kvactors.cache import KVCache
+from kvactors.cache import FromThread, KVCache
+from kvactors.decode_batch import Step
 from kvactors.errors import KVActorsError
-from kvactors.from_thread import FromThread, ThreadLease
+from kvactors.from_thread import ThreadLease
 from kvactors.lease import Lease
-from kvactors.steps import Step
 from tests.support.cache import BLOCK, prompt, serve, settings
 
 nan, inf = float("nan"), float("inf")
@@ -42,129 +42,34 @@ class Odd:
 
 def kinds():
     """Wrong values by kind of argument, fresh on each call, since generators are used up."""
+    odd, more = (object(), 1j, Decimal(4), Odd()), "x" * 70_000
     return {
         "int": [
-            True,
-            False,
-            1.0,
-            nan,
-            np.float32(2),
-            "4",
-            None,
-            [1],
-            np.array([1]),
-            np.array(1),
-            b"1",
-            {1},
-            object(),
-            1j,
-            -1,
-            2**63,
-            2**70,
-            -(2**70),
-            10**30,
-            Decimal(4),
-            Fraction(4),
-            np.bool_(True),
-            Odd(),
+            *(True, False, 1.0, nan, np.float32(2), "4", None, [1], np.array([1]), np.array(1)),
+            *(b"1", {1}, -1, 2**63, 2**70, -(2**70), 10**30, Fraction(4), np.bool_(True), *odd),
         ],
         "seconds": [
-            True,
-            "1",
-            [1],
-            np.array([1.0]),
-            nan,
-            inf,
-            -inf,
-            0,
-            -1,
-            0.0,
-            10**400,
-            1e300,
-            object(),
-            Decimal(1),
-            b"1",
-            1j,
-            np.float64("nan"),
-            np.bool_(True),
+            *(True, "1", [1], np.array([1.0]), nan, inf, -inf, 0, -1, 0.0, 10**400, 1e300),
+            *(b"1", np.float64("nan"), np.bool_(True), *odd[:3]),
         ],
         "text": [
-            5,
-            1.0,
-            True,
-            b"x",
-            ["x"],
-            object(),
-            "\ud800",
-            "x" * 70_000,
-            np.array(["x"]),
-            {"x"},
-            Odd(),
+            *(5, 1.0, True, b"x", ["x"], "\ud800", more, np.array(["x"]), {"x"}, object(), Odd()),
         ],
         "flag": [0, 1, None, "yes", 1.0, [], object(), np.int8(1), np.array([True])],
         "tokens": [
-            None,
-            "abc",
-            b"abc",
-            bytearray(b"abc"),
-            5,
-            1.0,
-            [1.5],
-            [True],
-            [1, False],
-            [[1]],
-            [None],
-            ["1"],
-            {1, 2},
-            {1: 2},
-            (i for i in range(3)),
-            np.zeros((2, 2), int),
-            np.zeros(3),
-            np.array(["a"]),
-            np.array([True]),
-            [-1],
-            [2**32],
-            np.array([2**32]),
-            np.array(5),
-            np.zeros(3, ">i4"),
-            np.zeros(3, complex),
-            object(),
-            Odd(),
-            [Odd()],
-            range,
+            *(None, "abc", b"abc", bytearray(b"abc"), 5, 1.0, [1.5], [True], [1, False], [[1]]),
+            *([None], ["1"], {1, 2}, {1: 2}, (i for i in range(3)), [-1], [2**32], [Odd()], range),
+            *(np.zeros((2, 2), int), np.zeros(3), np.array(["a"]), np.array([True]), np.array(5)),
+            *(np.array([2**32]), np.zeros(3, ">i4"), np.zeros(3, complex), object(), Odd()),
         ],
         "prompt": [[], (), np.zeros(0, int)],
         "media": [
-            "abc",
-            b"x",
-            5,
-            None,
-            {1: 2},
-            {(0, 1, "a")},
-            [1],
-            [(0, 1)],
-            [(0, 1, "a", "b")],
-            [(0.0, 1, "a")],
-            [("0", 1, "a")],
-            [(0, True, "a")],
-            [(-1, 1, "a")],
-            [(0, 0, "a")],
-            [(0, 10**9, "a")],
-            [(0, 2**70, "a")],
-            [(0, 1, None)],
-            [(0, 1, 1.5)],
-            [(0, 1, True)],
-            [(0, 1, ["a"])],
-            [(4, 1, "a"), (0, 1, "b")],
-            [(0, 2, "a"), (1, 2, "b")],
-            [(0, 1, 10**5000)],
-            [(0, 1, "\ud800")],
-            [(0, 1, "x" * 70_000)],
-            [(0, 1, b"x" * 70_000)],
-            ((0, 1, "a") for _ in range(1)),
-            np.zeros((1, 3)),
-            ["abc"],
-            object(),
+            *("abc", b"x", 5, None, {1: 2}, {(0, 1, "a")}, [1], [(0, 1)], [(0, 1, "a", "b")]),
+            *([(0.0, 1, "a")], [("0", 1, "a")], [(0, True, "a")], [(-1, 1, "a")], [(0, 0, "a")]),
+            *([(0, 10**9, "a")], [(0, 2**70, "a")], [(0, 1, None)], [(0, 1, 1.5)], [(0, 1, True)]),
+            *([(0, 1, ["a"])], [(4, 1, "a"), (0, 1, "b")], [(0, 2, "a"), (1, 2, "b")], ["abc"]),
+            *([(0, 1, 10**5000)], [(0, 1, "\ud800")], [(0, 1, more)], [(0, 1, more.encode())]),
+            *(((0, 1, "a") for _ in range(1)), np.zeros((1, 3)), object()),
         ],
         "stream": [-1, 2**70, 0.5, True, "stream", b"stream", [], {}, object()],
         "event": [5, 0.5, True, "event", b"event", [], {}, object(), Odd()],
@@ -176,140 +81,85 @@ def kinds():
         "sink": [None, 5, b"memory", ["memory"], "nope", "", "\ud800", object()],
         "names": ["b", b"b", 5, ["b", "c"], [], [5], [None], {"b"}, {"b": 1}],
         "sinks": [
-            "memory",
-            b"memory",
-            5,
-            [5],
-            [None],
-            ["nope"],
-            {"nope"},
-            [["memory"]],
-            (x for x in "a"),
-            object(),
+            *("memory", b"memory", 5, [5], [None], ["nope"], {"nope"}, [["memory"]]),
+            *((x for x in "a"), object()),
         ],
     }
 
 
 SYNCHRONOUS = ("lookup", "count_divergent_blocks", "hashes", "record_pass")
 """Methods that take a deadline in other threads only."""
-TOKENS = {"tokens": "tokens"}
-REQUEST = {"extra_keys": "media", "salt": "text", "lora": "text"}
-COMPUTED = {
-    "computed_tokens": "int",
-    "event": "event",
-    "stream": "stream",
-    "deadline": "seconds",
-}
+DEADLINE = {"deadline": "seconds"}
+REQUEST = {"tokens": "tokens", "extra_keys": "media", "salt": "text", "lora": "text"}
+DONE = {"event": "event", "stream": "stream"}
+COMPUTED = {"computed_tokens": "int", **DONE, **DEADLINE}
 WAITS = {"wait_for_evictions": "flag", "wait_for_room": "flag"}
+PROMPT = {"tokens": prompt(1, 2)}
+NUMBER = {"num_tokens": "int", **DEADLINE}
 CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "acquire"): (
-        {"request_id": "r", "tokens": prompt(1, 2), "lora": "adapter"},
+        {"request_id": "r", **PROMPT, "lora": "adapter"},
         {
-            **TOKENS,
-            **REQUEST,
-            "lora_id": "int",
             "request_id": "text",
-            "deadline": "seconds",
-            "wait_for_evictions": "flag",
-            "wait_for_room": "flag",
+            "lora_id": "int",
             "chunk_tokens": "int",
             "hints": "hints",
+            **REQUEST,
+            **WAITS,
+            **DEADLINE,
         },
     ),
-    (KVCache, "prefetch"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST, "deadline": "seconds"}),
-    (KVCache, "lookup"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST}),
-    (KVCache, "lookup_slices"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST}),
-    (KVCache, "step"): (
-        {"steps": []},
-        {"steps": "steps", "event": "event", "stream": "stream", "deadline": "seconds"},
-    ),
-    (KVCache, "record_pass"): (
-        {"leases": []},
-        {"leases": "leases", "event": "event", "stream": "stream"},
-    ),
+    (KVCache, "prefetch"): (PROMPT, {**REQUEST, **DEADLINE}),
+    (KVCache, "lookup"): (PROMPT, REQUEST),
+    (KVCache, "lookup_slices"): (PROMPT, REQUEST),
+    (KVCache, "step"): ({"steps": []}, {"steps": "steps", **DONE, **DEADLINE}),
+    (KVCache, "record_pass"): ({"leases": []}, {"leases": "leases", **DONE}),
     (KVCache, "set_num_blocks"): (
         {"num_blocks": 8},
-        {"num_blocks": "int", "device": "device", "deadline": "seconds"},
+        {"num_blocks": "int", "device": "device", **DEADLINE},
     ),
-    (KVCache, "sleep"): ({"level": 1}, {"level": "int", "deadline": "seconds"}),
-    (KVCache, "wake"): ({}, {"device": "device", "deadline": "seconds"}),
+    (KVCache, "sleep"): ({"level": 1}, {"level": "int", **DEADLINE}),
+    (KVCache, "wake"): ({}, {"device": "device", **DEADLINE}),
     (KVCache, "clear"): (
         {},
-        {
-            "storage": "flag",
-            "erase": "flag",
-            "salt": "text",
-            "lora": "text",
-            "deadline": "seconds",
-        },
+        {"storage": "flag", "erase": "flag", "salt": "text", "lora": "text", **DEADLINE},
     ),
     (KVCache, "set_quota"): (
         {"salt": "s"},
-        {
-            "salt": "text",
-            "device": "size",
-            "host": "size",
-            "storage": "size",
-            "deadline": "seconds",
-        },
+        {"salt": "text", "device": "size", "host": "size", "storage": "size", **DEADLINE},
     ),
-    (KVCache, "unpin"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST, "deadline": "seconds"}),
-    (KVCache, "pause"): ({}, {"deadline": "seconds"}),
-    (KVCache, "resume"): ({}, {"deadline": "seconds"}),
-    (KVCache, "set_namespace"): ({"namespace": "n"}, {"namespace": "text", "deadline": "seconds"}),
-    (KVCache, "wait_idle"): ({}, {"deadline": "seconds"}),
-    (KVCache, "wait_flushed"): ({}, {"deadline": "seconds", "at_rest": "flag", "sinks": "sinks"}),
-    (KVCache, "resync"): ({"sink": "memory"}, {"sink": "sink", "deadline": "seconds"}),
+    (KVCache, "unpin"): (PROMPT, {**REQUEST, **DEADLINE}),
+    (KVCache, "pause"): ({}, DEADLINE),
+    (KVCache, "resume"): ({}, DEADLINE),
+    (KVCache, "set_namespace"): ({"namespace": "n"}, {"namespace": "text", **DEADLINE}),
+    (KVCache, "wait_idle"): ({}, DEADLINE),
+    (KVCache, "wait_flushed"): ({}, {"at_rest": "flag", "sinks": "sinks", **DEADLINE}),
+    (KVCache, "resync"): ({"sink": "memory"}, {"sink": "sink", **DEADLINE}),
     (KVCache, "count_divergent_blocks"): ({}, {"sinks": "sinks"}),
     (KVCache, "count_divergent_blocks_slices"): ({}, {"sinks": "sinks"}),
-    (Lease, "wait_ready"): ({}, {"stream": "stream", "deadline": "seconds"}),
-    (Lease, "wait_layer"): (
-        {"layer": 0},
-        {"layer": "int", "stream": "stream", "deadline": "seconds"},
-    ),
-    (Lease, "extend"): ({"tokens": [1]}, {**TOKENS, "extra_keys": "media", "deadline": "seconds"}),
-    (Lease, "next_chunk"): ({"num_tokens": 1}, {"num_tokens": "int", "deadline": "seconds"}),
-    (Lease, "reserve"): ({"num_tokens": 1}, {"num_tokens": "int", "deadline": "seconds"}),
-    (Lease, "truncate"): ({"num_tokens": 8}, {"num_tokens": "int", "deadline": "seconds"}),
-    (Lease, "fork"): (
-        {},
-        {
-            "request_id": "text",
-            "event": "event",
-            "stream": "stream",
-            "deadline": "seconds",
-            **WAITS,
-        },
-    ),
+    (Lease, "wait_ready"): ({}, {"stream": "stream", **DEADLINE}),
+    (Lease, "wait_layer"): ({"layer": 0}, {"layer": "int", "stream": "stream", **DEADLINE}),
+    (Lease, "extend"): ({"tokens": [1]}, {"tokens": "tokens", "extra_keys": "media", **DEADLINE}),
+    (Lease, "next_chunk"): ({"num_tokens": 1}, NUMBER),
+    (Lease, "reserve"): ({"num_tokens": 1}, NUMBER),
+    (Lease, "truncate"): ({"num_tokens": 8}, NUMBER),
+    (Lease, "fork"): ({}, {"request_id": "text", **DONE, **DEADLINE, **WAITS}),
     (Lease, "fork_many"): (
         {"count": 1},
-        {
-            "count": "int",
-            "request_ids": "names",
-            "event": "event",
-            "stream": "stream",
-            "deadline": "seconds",
-            **WAITS,
-        },
+        {"count": "int", "request_ids": "names", **DONE, **DEADLINE, **WAITS},
     ),
     (Lease, "commit"): ({"computed_tokens": 0}, COMPUTED),
     (Lease, "finish"): ({}, {**COMPUTED, "output_tokens": "int", "hints": "hints"}),
     (Lease, "preempt"): ({}, COMPUTED),
-    (Lease, "abandon"): ({}, {"event": "event", "stream": "stream"}),
+    (Lease, "abandon"): ({}, DONE),
     (Lease, "hashes"): ({"start": 0, "stop": 0}, {"start": "int", "stop": "int"}),
 }
 for (owner, method), (valid, arguments) in list(CALLS.items()):
     thread = FromThread if owner is KVCache else ThreadLease
-    CALLS[thread, method] = (
-        valid,
-        (
-            {**arguments, "deadline": "seconds"}
-            if method in (*SYNCHRONOUS, "lookup_slices", "count_divergent_blocks_slices")
-            else arguments
-        ),
-    )
+    timed = method in (*SYNCHRONOUS, "lookup_slices", "count_divergent_blocks_slices")
+    CALLS[thread, method] = valid, {**arguments, **DEADLINE} if timed else arguments
 for method in ("free_blocks", "statistics", "tenants", "health", "check", "check_slices"):
-    CALLS[FromThread, method] = {}, {"deadline": "seconds"}
+    CALLS[FromThread, method] = {}, DEADLINE
 NOT_CHECKED = {"self", "kind", "error", "trace"}
 
 
@@ -390,16 +240,9 @@ async def still_well(cache):
     await cache.wait_idle()
     statistics = cache.statistics()
     assert statistics.supervisor.failures == 0
-    assert (
-        statistics.prefix.leases
-        == statistics.prefix.waiting
-        == statistics.prefix.nodes_referenced
-        == 0
-    )
-    assert (
-        statistics.prefix.blocks_free + statistics.prefix.evictable
-        == statistics.prefix.blocks_total
-    )
+    prefix = statistics.prefix
+    assert prefix.leases == prefix.waiting == prefix.nodes_referenced == 0
+    assert prefix.blocks_free + prefix.evictable == prefix.blocks_total
     await serve(cache, "after", prompt(9, 2))
     await cache.wait_flushed()
     assert cache.check() == []

@@ -203,7 +203,7 @@ IN_NATIVE_CODE = """
     import sys, threading
     import numpy as np
     from kvactors import native, threads
-    threads.EXIT_LIMIT = 0.0  # the exit does not wait
+    threads.EXIT_LIMIT_S = 0.0  # the exit does not wait
     memory = np.zeros(256 << 20, np.uint8)
     started = threading.Event()
     def work():

@@ -8,28 +8,28 @@ import asyncio
 import pytest
 
 import kvactors
-from kvactors import client
+from kvactors import call_context
 from kvactors.errors import CacheClosed, LeaseEnded
-from kvactors.lease_hold import LeaseHold
+from kvactors.lease import LeaseHandle
 from kvactors.prefix_index.messages import Commit
 from tests.support.cache import BLOCK, opened, prompt, settings
 
 
 @pytest.fixture(autouse=True)
 def two_blocks_a_message(monkeypatch):
-    monkeypatch.setattr(client, "part_of", lambda block_size: 2)
+    monkeypatch.setattr(call_context, "part_of", lambda block_size: 2)
 
 
 def commits(monkeypatch):
     """The tokens that each Commit names, as they are sent."""
-    sent, ask = [], LeaseHold.ask
+    sent, ask = [], LeaseHandle.ask
 
     def note(lease, message, at, **rest):
         if isinstance(message, Commit):
             sent.append(message.computed_tokens)
         return ask(lease, message, at, **rest)
 
-    monkeypatch.setattr(LeaseHold, "ask", note)
+    monkeypatch.setattr(LeaseHandle, "ask", note)
     return sent
 
 
@@ -67,7 +67,7 @@ async def test_a_commit_that_is_refused_changes_nothing(monkeypatch):
 async def test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the_parts(monkeypatch):
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 7))
-        ask = LeaseHold.ask
+        ask = LeaseHandle.ask
         second = asyncio.Event()
 
         async def hold_the_second(lease, message, at, **rest):
@@ -76,7 +76,7 @@ async def test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the
                 await asyncio.Event().wait()
             return await ask(lease, message, at, **rest)
 
-        monkeypatch.setattr(LeaseHold, "ask", hold_the_second)
+        monkeypatch.setattr(LeaseHandle, "ask", hold_the_second)
         task = asyncio.create_task(lease.commit(7 * BLOCK))
         await second.wait()
         task.cancel()
@@ -94,7 +94,7 @@ async def test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the
 
 async def test_a_commit_in_parts_ends_when_the_cache_is_closed(monkeypatch):
     async with kvactors.open(settings()) as cache:
-        sent, ask = commits(monkeypatch), LeaseHold.ask
+        sent, ask = commits(monkeypatch), LeaseHandle.ask
         lease = await cache.acquire("a", prompt(1, 7))
 
         async def close_after_the_first(lease, message, at, **rest):
@@ -103,7 +103,7 @@ async def test_a_commit_in_parts_ends_when_the_cache_is_closed(monkeypatch):
                 cache.close()
             return answer
 
-        monkeypatch.setattr(LeaseHold, "ask", close_after_the_first)
+        monkeypatch.setattr(LeaseHandle, "ask", close_after_the_first)
         with pytest.raises(CacheClosed):
             await lease.commit(7 * BLOCK)
         assert sent == [2 * BLOCK]

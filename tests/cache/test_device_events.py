@@ -8,7 +8,7 @@ import gc
 
 import pytest
 
-from kvactors.device_events import POLL, DeviceEvents
+from kvactors.device.events import POLL_S, DeviceEvents
 from kvactors.errors import DeadlineExceeded, DeviceError, LeakedError, LeaseBusy, LeaseEnded
 from tests.support.cache import BLOCK, opened, prompt
 
@@ -37,12 +37,12 @@ async def shared(cache, tokens) -> int:
     return lease.hits.device
 
 
-async def passes(seconds: float = 20 * POLL) -> None:
+async def passes(seconds: float = 20 * POLL_S) -> None:
     await asyncio.sleep(seconds)
 
 
 def events_of(cache) -> DeviceEvents:
-    return cache._client.events
+    return cache._context.events
 
 
 @pytest.mark.parametrize("form", ["event", "future", "coroutine"])

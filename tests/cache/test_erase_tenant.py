@@ -105,7 +105,7 @@ async def test_bytes_of_an_erased_tenant_are_not_in_the_files(
     """Neither payloads nor table entries, which have the tokens, of objects that were evicted
     before as well."""
     if not zero_range:  # a file system that cannot
-        monkeypatch.setattr(kvactors.linux, "FALLOC_FL_ZERO_RANGE", 1 << 30)
+        monkeypatch.setattr(kvactors.native, "FALLOC_FL_ZERO_RANGE", 1 << 30)
     async with opened(device=32, storage=files(tmp_path, keep_tokens=True)) as cache:
         await fill(cache, "gone", "stays")
         secret, kept = payloads(cache, "gone"), payloads(cache, "stays")

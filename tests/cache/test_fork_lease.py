@@ -488,7 +488,7 @@ async def test_bad_arguments_change_nothing():
 
 
 async def test_many_forks_of_a_long_prompt_go_in_several_messages(monkeypatch):
-    monkeypatch.setattr("kvactors.lease.TURN_BLOCKS", 9)
+    monkeypatch.setattr("kvactors.lease.FORK_TURN_BLOCKS", 9)
     async with opened(device=12) as cache:
         lease = await cache.acquire("a", prompt(1, 3, tail=1))
         forks = await lease.fork_many(5, [f"b{i}" for i in range(5)])

@@ -7,18 +7,18 @@ import inspect
 
 import pytest
 
-from kvactors.cache import KVCache
+from kvactors.cache import FromThread, KVCache
+from kvactors.decode_batch import Step
 from kvactors.errors import LeaseEnded
-from kvactors.from_thread import FromThread, ThreadLease
+from kvactors.from_thread import ThreadLease
 from kvactors.lease import Lease
-from kvactors.steps import Step
 from tests.support.cache import BLOCK, opened, prompt
 
 MIRRORS = ((KVCache, FromThread), (Lease, ThreadLease))
 OWN = {"close", "from_thread", "system"}
 """Parts of an open cache that only its loop uses."""
 ATTRIBUTES = {
-    KVCache: {"block_size", "config", "device", "system"},
+    KVCache: {"block_size", "system"},
     Lease: {"request_id", "cached_tokens", "pending", "num_tokens", "pinned_blocks"},
 }
 """Public attributes that the constructors set."""

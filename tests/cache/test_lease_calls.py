@@ -37,8 +37,8 @@ CALLS = {
 
 def agree(cache, lease):
     """The lease and the index have the same tokens and blocks, or the lease has ended for both."""
-    record = cache.system.index_actor.core.leases.get(lease._hold.id)
-    if lease._hold.ended:
+    record = cache.system.index_actor.core.leases.get(lease._handle.id)
+    if lease._handle.ended:
         assert record is None
         return False
     assert record is not None
@@ -267,7 +267,7 @@ async def test_every_call_from_another_thread_raises_at_once():
 async def test_a_thread_that_gave_up_has_no_effect_or_no_lease(monkeypatch):
     """The loop answers after the thread has stopped waiting: the lease has ended, and nothing is
     left of an acquire."""
-    monkeypatch.setattr(kvactors.from_thread, "MARGIN", 0.0)
+    monkeypatch.setattr(kvactors.from_thread, "MARGIN_S", 0.0)
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 1))
         gone = threading.Thread(target=lambda: None)
@@ -297,14 +297,14 @@ async def test_a_thread_that_gave_up_has_no_effect_or_no_lease(monkeypatch):
 
         held = kvactors.from_thread.ThreadLease(cache.from_thread, lease)
         monkeypatch.setattr(lease, "extend", late(lease.extend))
-        give_up = kvactors.from_thread.FromThread._schedule
+        give_up = kvactors.cache.FromThread._schedule
 
         def noted(self, callback):
             if callback.__name__ == "give_up":
                 given_up.append("now")
             give_up(self, callback)
 
-        monkeypatch.setattr(kvactors.from_thread.FromThread, "_schedule", noted)
+        monkeypatch.setattr(kvactors.cache.FromThread, "_schedule", noted)
         with pytest.raises(DeadlineExceeded):
             await asyncio.to_thread(in_thread(lambda: held.extend([1] * BLOCK, deadline=0.3)))
         await cache.wait_idle()
@@ -327,7 +327,7 @@ async def test_a_layer_after_a_failed_load_renews_the_table():
         await lease.extend([1])
         first, joined, last = lease.block_table
         core = cache.system.index_actor.core
-        state, [new] = core.leases.get(lease._hold.id), core.index.take(1)
+        state, [new] = core.leases.get(lease._handle.id), core.index.take(1)
         state.tree.replace(state.path, 1, new)
         core.index.pool.give([joined])
         state.changed = lease.pending = True
@@ -431,7 +431,7 @@ async def test_a_lease_that_failed_and_was_forgotten_gives_its_blocks_back():
 
         async def fail(number):
             lease = await cache.acquire(f"f{number}", prompt(number, 2))
-            index.core.leases.get(lease._hold.id).fault = LeaseFault(NoRoom, (1, 0))
+            index.core.leases.get(lease._handle.id).fault = LeaseFault(NoRoom, (1, 0))
             for call in (lambda: lease.commit(BLOCK), lambda: lease.preempt(BLOCK)):
                 with pytest.raises(NoRoom):
                     await call()

@@ -166,7 +166,7 @@ async def test_watermarks_and_limits_follow_the_number():
     assert isinstance(config.device, DeviceConfig)
     async with kvactors.open(config) as cache:
         await cache.set_num_blocks(40)
-        core, wiring = cache.system.index_actor.core, cache.system.wiring
+        core, wiring = cache.system.index_actor.core, cache.system
         assert (core.admission.free_low, core.admission.free_high) == (10, 20)
         assert core.index.capacity >= 40
         await cache.wait_idle()
@@ -202,7 +202,7 @@ async def test_a_restart_keeps_the_number(monkeypatch, name, when):
         await cache.wait_idle()
         await uses(cache, 6)
         ledger = cache.system.notifier_actor.ledger
-        assert ledger.tree.idle_limit == cache.system.wiring.idle_limit
+        assert ledger.tree.idle_limit == cache.system.idle_limit
 
 
 class SlowEngine(InlineCopies):

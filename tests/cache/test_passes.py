@@ -90,7 +90,7 @@ async def begin_end(cache, how, event):
     else:
         cache.record_pass([lease], event=event)
     if how == "cancelled call":
-        lease._hold._lost(None)  # its answer came after the cancellation
+        lease._handle._lost(None)  # its answer came after the cancellation
     return None if how in WITHOUT_A_TASK else asyncio.ensure_future(ENDS[how](lease))
 
 
@@ -181,7 +181,7 @@ async def test_an_overdue_pass_keeps_its_blocks_and_is_logged():
             cache.record_pass([lease], event=event)
             with pytest.raises(DeadlineExceeded):
                 await lease.finish()
-            assert not lease._hold.ended, "a late event leaves the lease open"
+            assert not lease._handle.ended, "a late event leaves the lease open"
             lease.abandon()
             with pytest.raises(DeadlineExceeded):
                 await admitted(cache)
@@ -219,7 +219,7 @@ async def test_a_cache_closes_during_a_pass_that_does_not_end():
     before = event.queries
     await turns()
     assert event.queries == before, "nothing of the cache goes on"
-    assert not cache._client._giving_back
+    assert not cache._context._giving_back
 
 
 async def test_bad_passes_are_refused_and_nothing_is_recorded():

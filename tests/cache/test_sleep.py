@@ -158,7 +158,7 @@ async def test_a_wake_without_memory_leaves_the_cache_asleep(monkeypatch, tmp_pa
             def refuse(*_):
                 raise DeviceError("out of memory")
 
-            patched.setattr("kvactors.sleeping.make_device", refuse)
+            patched.setattr("kvactors.cache.make_device", refuse)
             with pytest.raises(DeviceError, match="out of memory"):
                 await cache.wake()
         with monkeypatch.context() as patched:

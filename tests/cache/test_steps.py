@@ -8,10 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from kvactors import steps as steps_module
+from kvactors import decode_batch as steps_module
+from kvactors.decode_batch import Step, Stepped
 from kvactors.errors import DeviceError, LeaseBusy, LeaseEnded, NoRoom, NotReady
 from kvactors.prefix_index.messages import StepLeases
-from kvactors.steps import Step, Stepped
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}
@@ -19,8 +19,8 @@ HOST = {"slots": 8, "transit_slots": 16}
 
 def agree(cache, lease):
     """The lease and the index have the same tokens and blocks, or the lease has ended for both."""
-    record = cache.system.index_actor.core.leases.get(lease._hold.id)
-    if lease._hold.ended:
+    record = cache.system.index_actor.core.leases.get(lease._handle.id)
+    if lease._handle.ended:
         assert record is None
         return False
     assert record.path.num_tokens == lease.num_tokens
@@ -34,7 +34,7 @@ async def acquired(cache, count, blocks=1):
 
 @pytest.mark.parametrize("batch", [1, 3, 256])
 async def test_a_step_is_an_extend_and_a_commit_of_each_lease(batch, monkeypatch):
-    monkeypatch.setattr(steps_module, "BATCH", batch)
+    monkeypatch.setattr(steps_module, "BATCH_LEASES", batch)
     async with opened(device=128) as cache:
         rng = random.Random(1)
         batched, single = await acquired(cache, 8), await acquired(cache, 8)
@@ -107,7 +107,7 @@ async def chunked_and_extended(cache):
 
 async def busy(cache):
     lease = await cache.acquire("busy", [1])
-    lease._hold.begin_change("fork")
+    lease._handle.begin_change("fork")
     return Step(lease, [1]), LeaseBusy
 
 
@@ -115,7 +115,7 @@ async def busy(cache):
 @pytest.mark.parametrize("batch", [2, 256])
 @pytest.mark.parametrize("bad", [ended, too_large, loading, chunked, chunked_and_extended, busy])
 async def test_an_error_concerns_its_lease_alone(bad, batch, at, monkeypatch):
-    monkeypatch.setattr(steps_module, "BATCH", batch)
+    monkeypatch.setattr(steps_module, "BATCH_LEASES", batch)
     async with opened(device=24, host=HOST) as cache:
         await serve(cache, "stored", prompt(7, 2, tail=1))
         await serve(cache, "other", prompt(2, 24))
@@ -128,10 +128,10 @@ async def test_an_error_concerns_its_lease_alone(bad, batch, at, monkeypatch):
         assert isinstance(outcomes.pop(at).error, error)
         for lease, outcome in zip(leases, outcomes, strict=True):
             assert outcome == Stepped(lease.block_table[1:], 1)
-        step.lease._hold.changing = ""
+        step.lease._handle.changing = ""
         assert step.lease.num_tokens == before
         for lease in [*leases, step.lease]:
-            if not lease._hold.ended:
+            if not lease._handle.ended:
                 await lease.wait_ready()
                 assert agree(cache, lease)
                 await lease.truncate(lease.num_tokens)

@@ -38,9 +38,9 @@ def store(capacity=8, kind="memory", **more):
 def stored(cache: KVCache, number, *, salt=None, blocks=2) -> int:
     """Leading blocks of a prompt that the store has."""
     roots = cache.system.roots
-    path, _ = kvactors.arguments.request_path(
+    path, _ = kvactors.checks.request_path(
         BLOCK,
-        roots.root(kvactors.arguments.request_scope(salt, None)),
+        roots.root(kvactors.checks.request_scope(salt, None)),
         tokens_of(number, blocks),
         (),
     )

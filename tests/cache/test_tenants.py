@@ -10,14 +10,14 @@ from collections import Counter
 import msgspec
 import pytest
 
-from kvactors.metrics import CacheMetrics
-from kvactors.monitoring import serve_metrics
+from kvactors.observe.http_endpoint import serve_metrics
+from kvactors.observe.prometheus import CacheMetrics
 from kvactors.observe.statistics import SUMMED
 from kvactors.testing.loop import simulate
 from tests.cache.test_degraded import fail
 from tests.cache.test_quotas import BLOCK, held, hosted, settle, tokens_of, use
 from tests.cache.test_sleep import HOST
-from tests.observe.test_monitoring import call, get
+from tests.observe.test_http_endpoint import call, get
 from tests.support.cache import opened
 
 SALTS = (None, "named", "first", "second", "")

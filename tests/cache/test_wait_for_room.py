@@ -251,7 +251,7 @@ async def test_it_is_admitted_under_the_namespace_of_its_admission(tiers):
         granted = await one
         await granted.wait_ready()
         assert granted.cached_tokens == 0
-        assert granted._path.root == cache.system.roots.root(kvactors.flush_notifier.messages.PLAIN)
+        assert granted._path.root == cache.system.roots.root(kvactors.identity.PLAIN)
         await granted.finish()
 
 

@@ -120,7 +120,7 @@ def test_the_command_line_without_a_dependency_names_it(tmp_path):
 
 
 def test_a_source_tree_that_hides_the_installed_package_is_named(tmp_path, monkeypatch):
-    from kvactors import unbuilt as messages
+    from kvactors import native as messages
 
     class Installed:
         def locate_file(self, name):
@@ -211,7 +211,7 @@ LINUX_ONLY = {
 
 
 def test_settings_and_layouts_use_no_function_of_linux_alone():
-    """fcntl is imported by `kvactors.linux` alone, whose import names the reason elsewhere."""
+    """fcntl is imported by `kvactors.native` alone, whose import names the reason elsewhere."""
     free = {"settings", "layout", "errors.py", "types.py"}
     wrong = []
     for file in PACKAGE.rglob("*.py"):

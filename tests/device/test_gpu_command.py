@@ -10,7 +10,7 @@ from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.data_plane.cuda.operations import CopyStream, CudaEvent, StreamWait
-from kvactors.lease_hold import LeaseHold
+from kvactors.lease import LeaseHandle
 from tests.benchmarks import copy_gpu
 from tests.benchmarks.copy_gpu import gpu_rows
 from tests.gpu import __main__ as command
@@ -113,7 +113,7 @@ def test_a_wrong_byte_or_a_failed_copy_is_found(fake, name, broken, monkeypatch)
         ),
         (
             "an engine's stream waits for loads",
-            (LeaseHold, "check_read"),
+            (LeaseHandle, "check_read"),
             lambda *_: None,
             "shared before the result",
         ),

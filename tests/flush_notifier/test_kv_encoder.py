@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvactors.extra_keys import media_extra
+from kvactors._native import EventEncoder
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import PLAIN, FlushTask, RequestScope
+from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.kv_wire import KvEventEncoder
-from kvactors.native import EventEncoder
+from kvactors.identity import PLAIN, RequestScope, media_extra
 from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier import kv_reference

@@ -16,12 +16,12 @@ import zmq.asyncio
 
 import kvactors
 from kvactors.errors import SinkError
-from kvactors.extra_keys import media_extra
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import PLAIN, FlushTask, RequestScope
+from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, parts
 from kvactors.flush_notifier.sinks.kv_stream import SNAPSHOT, Window
 from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, decode_batch
+from kvactors.identity import PLAIN, RequestScope, media_extra
 from kvactors.scenario.mirror import Mirror, Reader
 from kvactors.settings import Config
 from kvactors.settings.sinks import Endpoint, KvEventsSinkConfig, of_rank

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 import kvactors
 from kvactors.errors import ConfigError, SinkError
-from kvactors.extra_keys import block_extras
-from kvactors.flush_notifier.messages import BlocksAdded, FlushTask, RequestScope
+from kvactors.flush_notifier.messages import BlocksAdded, FlushTask
 from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
 from kvactors.flush_notifier.sinks.kv_wire import (
     EMPTY,
@@ -28,6 +27,7 @@ from kvactors.flush_notifier.sinks.kv_wire import (
     mm_hash,
 )
 from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.identity import RequestScope, block_extras
 from kvactors.settings import Config
 from kvactors.settings.sinks import JsonLinesSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier

@@ -18,10 +18,11 @@ import zmq.asyncio
 import kvactors
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import FlushTask, RequestScope
+from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks import kv_events, kv_stream, kv_wire
 from kvactors.flush_notifier.sinks.kv_stream import SNAPSHOT, StreamChanges, Window
 from kvactors.flush_notifier.sinks.kv_wire import AllBlocksCleared, decode_batch
+from kvactors.identity import RequestScope
 from kvactors.scenario.mirror import Mirror
 from kvactors.settings import Config
 from kvactors.settings.sinks import KvEventsSinkConfig

@@ -8,7 +8,7 @@ from kvactors.actor.sliced import finish
 from kvactors.flush_notifier import ledger
 from kvactors.flush_notifier.blocks import LedgerBlock, LedgerTree
 from kvactors.flush_notifier.ledger import OrphanBlock, Orphans
-from kvactors.flush_notifier.messages import PLAIN
+from kvactors.identity import PLAIN
 
 
 def below(parent: bytes) -> OrphanBlock:

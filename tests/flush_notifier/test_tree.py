@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvactors.actor.sliced import finish
 from kvactors.flush_notifier.blocks import LedgerBlock, LedgerTree
-from kvactors.flush_notifier.messages import PLAIN
+from kvactors.identity import PLAIN
 
 
 def chain(tree: LedgerTree, *keys: bytes) -> list[LedgerBlock]:

@@ -256,7 +256,7 @@ async def test_a_fork_or_step_that_ends_before_its_event_changes_nothing(fake, w
             await task
         assert stand.cache.free_blocks() == free
         assert lease.num_tokens == 85
-        assert not lease._hold.committing
+        assert not lease._handle.committing
         assert await stand.hits(1) == 0
         fake.gate(-1)
         made = await call()
@@ -370,7 +370,7 @@ async def test_a_layers_wait_needs_the_result_of_the_load_as_well(fake, by):
         if by == "stream":
             fake.gate(0)
             await lease.wait_ready(stream=stand.other)  # all copies are on their stream
-            lease._hold.unread = False
+            lease._handle.unread = False
             await lease.wait_layer(0, stream=stand.stream, deadline=5.0)
             fake.gate(-1)
         else:

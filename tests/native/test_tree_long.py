@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.native import DEVICE, HOST, BlockTree, Path
+from kvactors._native import BlockTree, Path
+from kvactors.native import DEVICE, HOST
 from tests.native.test_tree_chains import ROOT
 
 Block = tuple[int, ...]

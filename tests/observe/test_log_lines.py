@@ -13,7 +13,7 @@ import pytest
 from kvactors.actor import log as log_module
 from kvactors.actor.log import BURST, WINDOW, RateLimit, get_logger
 from kvactors.flush_notifier.sinks import MemorySink
-from kvactors.metrics import CacheMetrics
+from kvactors.observe.prometheus import CacheMetrics
 from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.attempts import FAILURES
 from kvactors.storage.backend import WriteReport

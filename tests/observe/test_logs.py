@@ -88,7 +88,7 @@ def test_a_handler_sees_the_events_of_an_application_that_uses_structlog_too():
 
 def test_lines_of_json():
     setup = (
-        "from kvactors.logs import JsonFormatter; handler = logging.StreamHandler(); "
+        "from kvactors.actor.log import JsonFormatter; handler = logging.StreamHandler(); "
         "handler.setFormatter(JsonFormatter()); logging.getLogger('kvactors').addHandler(handler); "
         "logging.getLogger('kvactors').setLevel(logging.INFO)"
     )

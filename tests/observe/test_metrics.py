@@ -9,8 +9,8 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvactors.metrics import CacheMetrics
 from kvactors.observe.metrics import FAMILIES, FASTDEPLOY_FAMILIES
+from kvactors.observe.prometheus import CacheMetrics
 from kvactors.testing.loop import simulate
 from tests.cache.test_degraded import HOST, STORE, fail, requests
 from tests.observe.test_totals import VICTIMS
@@ -155,7 +155,7 @@ async def test_a_scrape_in_another_thread_reads_on_the_loop_and_ends_with_the_ca
 
 
 async def test_a_loop_that_does_not_respond_is_waited_for_no_longer_than_allowed(monkeypatch):
-    monkeypatch.setattr("kvactors.metrics.WAIT", 0.01)
+    monkeypatch.setattr("kvactors.observe.prometheus.SCRAPE_LIMIT_S", 0.01)
     async with opened(host=HOST) as cache:
         metrics = CacheMetrics(cache)
         rendered = asyncio.get_running_loop().run_in_executor(None, metrics.render)

@@ -6,9 +6,9 @@ import hashlib
 
 import pytest
 
-from kvactors import sharded
+from kvactors import tables
 from kvactors.observe.invariants import check_steps
-from kvactors.sharded import FREED, SHARDS, ShardedDict, ShardedSet
+from kvactors.tables import FREED_SHARDS, SHARDS, ShardedDict, ShardedSet
 from tests.support.cache import opened, prompt, serve
 
 MANY = 20_000
@@ -40,7 +40,7 @@ def test_a_step_frees_few_keys(kind):
     table = filled(kind, names(MANY))
     left = MANY
     for _ in table.free():
-        assert left - len(table) < 4 * FREED * MANY / SHARDS
+        assert left - len(table) < 4 * FREED_SHARDS * MANY / SHARDS
         left = len(table)
     assert left == 0
 
@@ -71,7 +71,7 @@ async def test_a_check_frees_what_it_made_in_steps(monkeypatch):
 
     noted(ShardedSet)
     noted(ShardedDict)
-    monkeypatch.setattr(sharded, "FREED", 1)
+    monkeypatch.setattr(tables, "FREED_SHARDS", 1)
     async with opened(device=32, host={"slots": 8, "transit_slots": 16}) as cache:
         for number in range(4):
             await serve(cache, f"{number}", prompt(number, 5))

@@ -13,8 +13,8 @@ from kvactors.actor import Instrument
 from kvactors.data_plane.base import Direction
 from kvactors.gpu_swapper.messages import CopyFinished
 from kvactors.prefix_index.messages import Acquire
+from kvactors.system import COUNTERS
 from kvactors.testing.loop import simulate
-from kvactors.totals import COUNTERS
 from tests.cache.test_degraded import HOST, STORE, fail, requests
 from tests.support.cache import opened
 

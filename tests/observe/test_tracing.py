@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import kvactors
+from kvactors.observe.tracing import SpanWatch
 from kvactors.testing.loop import simulate
-from kvactors.tracing import SpanWatch
 from tests.cache.test_degraded import HOST, STORE, requests
 from tests.support.cache import opened, prompt
 

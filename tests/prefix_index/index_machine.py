@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvactors._native import Path, StepTokens
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import (
     Cancel,
@@ -27,7 +28,6 @@ from kvactors.cpu_evictor.messages import (
 )
 from kvactors.errors import KVActorsError, LeaseEnded, NeverFits, NoRoom, Paused
 from kvactors.flush_notifier.messages import (
-    PLAIN,
     BlocksAdded,
     BlocksRemoved,
     NamespaceChanged,
@@ -35,7 +35,7 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
 )
 from kvactors.gpu_swapper.messages import CopiedWithin, CopyWithin, DataPlaneStatus
-from kvactors.native import Path, StepTokens
+from kvactors.identity import PLAIN
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvactors.flush_notifier.messages import (
-    PLAIN,
     BlocksAdded,
     BlocksRemoved,
     NamespaceChanged,
     PathCached,
-    RequestScope,
     TierCleared,
 )
+from kvactors.identity import PLAIN, RequestScope
 from kvactors.prefix_index import announcements as module
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.messages import Continue

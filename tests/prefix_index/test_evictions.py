@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvactors.cpu_evictor.messages import DropHostCopies, Offload
-from kvactors.flush_notifier.messages import PLAIN, BlocksRemoved
+from kvactors.flush_notifier.messages import BlocksRemoved
+from kvactors.identity import PLAIN
 from kvactors.prefix_index.core import IndexCore
 from kvactors.types import Reason, split_hashes
 from tests.prefix_index.objects import cache, core, messages

@@ -6,7 +6,7 @@ import pytest
 
 from kvactors.cpu_evictor.messages import Cancel, Load, Offload, SetTargets
 from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom, Paused
-from kvactors.flush_notifier.messages import PLAIN
+from kvactors.identity import PLAIN
 from kvactors.prefix_index.actions import StartTimer
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.messages import (

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvactors._native import BlockTree, Path, chain_hashes
 from kvactors.actor.actor import Handler
 from kvactors.cache import KVCache
 from kvactors.hints import Hints
-from kvactors.lookup import FIRST_STEP
-from kvactors.native import BlockTree, Path, chain_hashes
+from kvactors.lookup import FIRST_STEP_BLOCKS
 from kvactors.observe import invariants
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.types import HASH_BYTES, split_hashes
@@ -233,7 +233,7 @@ async def test_a_prompt_that_no_tier_has_is_not_hashed() -> None:
     async with opened(device=blocks + 1, sinks=(), storage=STORE, host=HOST) as cache:
         cache.system.index_actor.index.part = LONG
         lease = await cache.acquire("long", prompt(0, blocks, tail=1))
-        assert lease._path.num_hashed <= FIRST_STEP
+        assert lease._path.num_hashed <= FIRST_STEP_BLOCKS
         lease.abandon()
 
 

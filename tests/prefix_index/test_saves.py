@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvactors.cpu_evictor.messages import Save
-from kvactors.flush_notifier.messages import PLAIN
+from kvactors.identity import PLAIN
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.saves import SavedPath
 from kvactors.types import HASH_BYTES

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvactors._native import BlockTree, Path, StepTokens
 from kvactors.actor import Ask, Message, PeerRestarted
 from kvactors.cpu_evictor.messages import (
     Cancel,
@@ -25,10 +26,9 @@ from kvactors.cpu_evictor.messages import (
     Saved,
     SetTargets,
 )
-from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.gpu_swapper.messages import CopiedWithin, CopyWithin, DataPlaneStatus
 from kvactors.hints import Hints
-from kvactors.native import BlockTree, Path, StepTokens
+from kvactors.identity import PLAIN, RequestScope
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (

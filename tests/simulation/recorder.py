@@ -145,13 +145,13 @@ class SimSystem(System):
         super().__init__(config, None, sinks, backend, inline_copies=True)
         self.recorder = recorder
         self.supervisor.instruments.add(recorder)
-        self.wiring.epoch = EPOCH
+        self.epoch = EPOCH
         if self.ranks is not None:
             self._watch_health()
 
-    def _groups(self) -> tuple[Group, Group]:
+    def groups(self) -> tuple[Group, Group]:
         """Without substitutes: here an actor that fails too often fails the system."""
-        core, notifier = super()._groups()
+        core, notifier = super().groups()
         return without_substitutes(core), without_substitutes(notifier)
 
     def _watch_health(self) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from kvactors.arguments import Media
+from kvactors.cache import AWAKE_LIMIT_S
+from kvactors.checks import Media
 from kvactors.errors import (
     ActorFailed,
     CacheAsleep,
@@ -28,7 +29,6 @@ from kvactors.lease import Lease
 from kvactors.prefix_index.loads import GRACE
 from kvactors.prefix_index.parts import part_of
 from kvactors.scenario.engine import Request
-from kvactors.sleeping import AWAKE_LIMIT
 from tests.simulation.batched import Batched
 from tests.simulation.client import CacheClient
 from tests.simulation.draw import BLOCK
@@ -129,7 +129,7 @@ class Client(CacheClient):
                     await self.ask(
                         "sleep",
                         lambda: cache.sleep(level, deadline=limit),  # noqa: B023
-                        limit + 2 * AWAKE_LIMIT,
+                        limit + 2 * AWAKE_LIMIT_S,
                     )
                     self.world.seen[f"slept {level}"] += 1
                     break

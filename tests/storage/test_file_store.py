@@ -18,8 +18,7 @@ import structlog
 
 import kvactors
 from kvactors.errors import StoreError
-from kvactors.identity import StoreIdentity
-from kvactors.lineage import Lineage
+from kvactors.identity import Lineage, StoreIdentity
 from kvactors.settings import Config
 from kvactors.storage.file import store as file_module
 from kvactors.storage.file.layout import SlabFiles

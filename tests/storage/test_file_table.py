@@ -13,9 +13,7 @@ import msgspec
 import pytest
 
 from kvactors.errors import StoreError
-from kvactors.flush_notifier.messages import PLAIN, RequestScope
-from kvactors.identity import StoreIdentity
-from kvactors.lineage import Lineage
+from kvactors.identity import PLAIN, Lineage, RequestScope, StoreIdentity
 from kvactors.storage.file import table as table_module
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.file.table import (

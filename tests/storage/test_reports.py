@@ -12,13 +12,13 @@ from kvactors.actor.context import State
 from kvactors.actor.message import Control
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import (
-    PLAIN,
     BlocksAdded,
     BlocksRemoved,
     PathPart,
     PathsFound,
     TierCleared,
 )
+from kvactors.identity import PLAIN
 from kvactors.storage import actors
 from kvactors.storage import actors as reports_module
 from kvactors.storage.actors import PathReport, ReportPages, StorageWriter, StoreReporter

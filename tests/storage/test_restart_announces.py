@@ -322,8 +322,8 @@ async def test_names_of_blocks_that_are_nowhere_are_ignored(tmp_path):
         await cache.wait_flushed()
         ledger = cache.system.notifier_actor.ledger
         before = len(ledger.blocks)
-        root = cache.system.roots.root(kvactors.flush_notifier.messages.PLAIN)
-        lineage = kvactors.lineage.Lineage(root, bytes(4 * BLOCK))
+        root = cache.system.roots.root(kvactors.identity.PLAIN)
+        lineage = kvactors.identity.Lineage(root, bytes(4 * BLOCK))
         part = actors.PathPart(root, lineage.block_hash(), lineage.tokens)
         cache.system.notifier.try_tell(actors.PathsFound((part,), frozenset([root])))
         await cache.wait_idle()

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import numpy as np
 
 from kvactors import KVActorsError, KVCache, Lease, LeaseBusy, LeaseEnded, NoRoom, Step, Stepped
-from kvactors.arguments import Media, request_path
+from kvactors._native import Path
+from kvactors.checks import Media, request_path
 from kvactors.errors import DeadlineExceeded, DeviceError, TokensCommitted
-from kvactors.native import Path
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ WHEN = ("before", "with", "with", "after")
 """When that call begins: before the step, in the same pass of the loop, or once the step has
 begun."""
 
-LIBRARY = ("kvactors/steps.py", "kvactors/lease.py", "kvactors/lease_hold.py")
+LIBRARY = ("kvactors/decode_batch.py", "kvactors/lease.py", "kvactors/lease.py")
 """Files whose coroutines may be tasks of a step."""
 
 ENDS = {"finish": 8, "preempt": 1, "abandon": 1, "leave": 1}
@@ -709,15 +709,15 @@ def named(lease: Lease, content: Content) -> Named:
 def differences(cache: KVCache, row: Row) -> list[str]:
     """Facts that a lease and the index disagree on."""
     lease, found = row.lease, []
-    state = cache.system.index_actor.core.leases.get(lease._hold.id)
+    state = cache.system.index_actor.core.leases.get(lease._handle.id)
     if state is None:
         return ["the index has no such lease"]
     if lease.num_tokens != state.path.num_tokens:
         found.append(f"{lease.num_tokens} tokens of a lease, the index has {state.path.num_tokens}")
     if lease.block_table != tuple(state.path.blocks()):
         found.append("a lease has other blocks than the index has for it")
-    if lease._hold.changing or lease._hold.committing:
-        found.append(f"a lease without a call is busy with {lease._hold.changing!r}")
+    if lease._handle.changing or lease._handle.committing:
+        found.append(f"a lease without a call is busy with {lease._handle.changing!r}")
     if len(set(lease.block_table)) < len(lease.block_table):
         found.append("a block stands twice in a table")
     return found

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvactors.native import DEVICE, HASH_BYTES, OFFLOADING
+from kvactors._native import OFFLOADING
+from kvactors.native import DEVICE, HASH_BYTES
 
 NONE = -1
 """No device block."""

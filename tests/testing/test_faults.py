@@ -10,7 +10,7 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreUnavailable
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.lineage import Lineage
+from kvactors.identity import Lineage
 from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.backend import Backend
 from kvactors.storage.file.store import FileBackend

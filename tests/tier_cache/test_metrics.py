@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvactors.metrics import TierMetrics
 from kvactors.observe.metrics import FAMILIES, TIER_FAMILIES
+from kvactors.observe.prometheus import TierMetrics
 from kvactors.tier_cache import Lookup, TierStatistics
 from kvactors.tier_cache.cache import OK
 from kvactors.tier_cache.metrics import COUNTERS, tier_metrics

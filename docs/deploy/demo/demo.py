@@ -10,7 +10,7 @@ import asyncio
 import random
 
 import kvactors
-from kvactors.monitoring import serve_metrics
+from kvactors.observe.http_endpoint import serve_metrics
 
 BLOCK = 16
 SYSTEM_PROMPTS = [[number] * 256 for number in range(1, 5)]

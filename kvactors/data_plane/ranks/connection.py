@@ -19,7 +19,7 @@ import msgspec
 from kvactors.actor.log import get_logger
 from kvactors.data_plane.ranks.protocol import MOST_BYTES, AnyFrame, Frame
 from kvactors.errors import RankError
-from kvactors.linux import fcntl
+from kvactors.native import fcntl
 from kvactors.settings.ranks import split_endpoint
 
 _encoder = msgspec.msgpack.Encoder()

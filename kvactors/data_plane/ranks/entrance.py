@@ -30,7 +30,7 @@ from kvactors.data_plane.ranks.state import Rank, RankState
 from kvactors.errors import RankError
 from kvactors.identity import StoreIdentity
 from kvactors.settings.ranks import RanksConfig, Secret
-from kvactors.unclaimed import Unclaimed
+from kvactors.tables import Unclaimed
 
 # -- Proof in both directions that leader and rank have the same secret: HMAC-SHA256 over two
 # nonces.

@@ -15,7 +15,7 @@ from kvactors.device.arena import HostSlots
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import ConfigError
 from kvactors.layout.base import Layout
-from kvactors.opening import Opening
+from kvactors.lifecycle import Opening
 from kvactors.settings import Config, StorageConfig
 from kvactors.storage.backend import Backend
 from kvactors.storage.device_store import DeviceStore

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvactors.flush_notifier.messages import PathPart
-from kvactors.lineage import Lineage
+from kvactors.identity import Lineage
 
 VERSION = 6
 """Version of this protocol. Both ends must have the same."""

@@ -16,7 +16,7 @@ from kvactors.device.arena import Arena, HostSlots
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import StoreError, StoreUnavailable, StoreUnsupported
 from kvactors.flush_notifier.messages import PathPart
-from kvactors.lineage import Lineage
+from kvactors.identity import Lineage
 from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.guarded import GuardedBackend

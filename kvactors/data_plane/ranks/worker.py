@@ -41,10 +41,9 @@ from kvactors.data_plane.ranks.store import StoreOperations, cannot_be, cannot_c
 from kvactors.device.base import Device
 from kvactors.errors import ConfigError, LayoutError, RankError
 from kvactors.identity import StoreIdentity
-from kvactors.opening import Opening
+from kvactors.lifecycle import STOP, Opening, Shutdown
 from kvactors.settings import Config, StorageConfig
 from kvactors.settings.ranks import Secret
-from kvactors.shutdown import STOP, Shutdown
 from kvactors.storage.backend import Backend
 from kvactors.types import HASH_BYTES
 

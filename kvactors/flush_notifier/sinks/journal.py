@@ -25,10 +25,10 @@ import msgspec
 import numpy as np
 
 from kvactors.actor.uncancelled import wait_uncancelled
-from kvactors.discreet import discreet
 from kvactors.errors import SinkError
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
+from kvactors.redact import redacted_repr
 from kvactors.threads import DaemonExecutor
 from kvactors.types import HASH_BYTES, split_hashes
 
@@ -70,7 +70,7 @@ class Retraction(NamedTuple):
     tokens: bytes
 
     def __repr__(self) -> str:
-        return discreet(self)
+        return redacted_repr(self)
 
 
 class PublishedBlocks:

@@ -24,11 +24,11 @@ import msgspec
 import numpy as np
 
 from kvactors.errors import SinkError
-from kvactors.extra_keys import media_items
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.kv_wire import identifier
+from kvactors.identity import media_items
 from kvactors.settings.sinks import JsonLinesSinkConfig
 from kvactors.threads import DaemonExecutor
 from kvactors.types import HASH_BYTES, Residency, Tier, split_hashes

@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import xxhash
 
-from kvactors.discreet import discreet, discreet_rich
-from kvactors.extra_keys import MediaHash, media_items
+from kvactors._native import EventEncoder
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import PLAIN, ExtraKeys, FlushTask, RequestScope
-from kvactors.native import EventEncoder
+from kvactors.flush_notifier.messages import ExtraKeys, FlushTask
+from kvactors.identity import PLAIN, MediaHash, RequestScope, media_items
+from kvactors.redact import redacted_repr, redacted_rich_repr
 from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import HASH_BYTES, Residency, Tier
 
@@ -59,8 +59,8 @@ class BlockStored(Event, frozen=True):
     lora_name: str | None
     extra_keys: list[Any] | None = None
 
-    __repr__ = discreet
-    __rich_repr__ = discreet_rich
+    __repr__ = redacted_repr
+    __rich_repr__ = redacted_rich_repr
 
 
 class StoredMap(BlockStored, frozen=True, tag="BlockStored"):

@@ -10,9 +10,9 @@ from typing import Any
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import CacheClosed, ConfigError, KVActorsError, StoreError
-from kvactors.flush_notifier.messages import PLAIN, PathCached
+from kvactors.flush_notifier.messages import PathCached
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.identity import CacheScope
+from kvactors.identity import PLAIN, CacheScope
 from kvactors.integrations.fastdeploy.lower_tiers import LowerTiers
 from kvactors.integrations.fastdeploy.requests import (
     EngineBlockIndex,

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from kvactors.device.arena import pages_from
 from kvactors.errors import ConfigError, DeviceError
 from kvactors.integrations.vllm.settings import WHERE
-from kvactors.linux import fcntl
+from kvactors.native import fcntl
 from kvactors.tier_cache import CopyWorker, SlotMemory
 
 FOLDER = Path("/dev/shm")  # noqa: S108, the folder that vLLM's region uses

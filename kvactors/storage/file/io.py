@@ -12,11 +12,11 @@ from typing import NamedTuple, TypeVar
 import anyio
 import xxhash
 
+from kvactors._native import SlabQueue
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
-from kvactors.native import SlabQueue
 from kvactors.storage.backend import Expired
 from kvactors.storage.file.layout import SlabFiles, address_of, extent
 from kvactors.storage.file.table import (
@@ -24,7 +24,7 @@ from kvactors.storage.file.table import (
     is_marked,
 )
 from kvactors.storage.messages import Outcome
-from kvactors.threads import NICE, Workers, end_at_exit
+from kvactors.threads import NICE, Workers, atexit_close
 
 # -- native reads and writes
 
@@ -62,7 +62,7 @@ class SlabIo:
         self._slabs = 0  # that the queue has
         self._waiting: dict[int, asyncio.Future[tuple[list[int], bytes]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None  # which reads the queue's event
-        end_at_exit(self)
+        atexit_close(self)
 
     def open(self) -> None:
         """The files are open, for the first time or again."""
@@ -250,7 +250,7 @@ class SlabIo:
         return lambda: queue.wait_idle(float("inf"))
 
     def end(self, limit: float) -> None:
-        """The interpreter exits: writes must be complete first. See `threads.Ending`."""
+        """The interpreter exits: writes must be complete first. See `threads.atexit_close`."""
         if self._queue is not None:
             self._queue.wait_idle(limit)
 

@@ -19,8 +19,7 @@ from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import PathPart
-from kvactors.identity import StoreIdentity
-from kvactors.lineage import Lineage
+from kvactors.identity import Lineage, StoreIdentity
 from kvactors.storage.backend import Expired, ReadReport, WriteReport
 from kvactors.storage.file.io import SlabThreads, load, proved
 from kvactors.storage.file.layout import SPARE_FOLDER, SlabFiles

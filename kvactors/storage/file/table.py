@@ -50,8 +50,8 @@ from numpy.typing import NDArray
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
-from kvactors.flush_notifier.messages import PLAIN, PathPart, RequestScope
-from kvactors.lineage import Lineage
+from kvactors.flush_notifier.messages import PathPart
+from kvactors.identity import PLAIN, Lineage, RequestScope
 from kvactors.types import HASH_BYTES
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from kvactors.observe.metrics import (
 )
 from kvactors.observe.statistics import CacheStatistics
 from kvactors.settings.schema import entries_of
+from kvactors.system import COUNTERS
 from kvactors.tier_cache import TierHealth, TierStatistics, tier_metrics
-from kvactors.totals import COUNTERS
 
 HEAD = """\
 # Statistics and metrics
@@ -28,7 +28,7 @@ to read them.
 
 ## Metrics
 
-`kvactors.metrics.CacheMetrics` (extra `metrics`) exposes these for Prometheus. Names follow vLLM's
+`kvactors.observe.prometheus.CacheMetrics` (extra `metrics`) exposes these for Prometheus. Names follow vLLM's
 where vLLM has one. Counters go on when an actor restarts, and start at zero when the cache is
 opened. Hits are counted in blocks and in tokens. Bytes are those of one rank.
 """
@@ -42,7 +42,7 @@ With `fastdeploy_names=True`. Rates are over the whole time since the cache was 
 TIERS_HEAD = """\
 ## Metrics of a TierCache
 
-`kvactors.metrics.TierMetrics` exposes the metrics of a [TierCache](tier_cache.md). `tier_metrics`
+`kvactors.observe.prometheus.TierMetrics` exposes the metrics of a [TierCache](tier_cache.md). `tier_metrics`
 gives those that follow `kvactors:cache_config_info` as samples, without prometheus_client.
 """
 

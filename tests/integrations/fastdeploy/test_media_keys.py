@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.extra_keys import block_extras, media_items
+from kvactors.identity import block_extras, media_items
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 
 ONE = [(2, 4, "h0")]

@@ -1,12 +1,11 @@
 """Hash tables of very many keys that grow and are freed a little at a time.
 
 A dict or set moves all its entries when it grows, and frees all of them at once: 10 to 30 ms for
-400,000 keys. These tables consist of many small ones.
-"""
+400,000 keys. These tables consist of many small ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -16,7 +15,7 @@ V = TypeVar("V")
 SHARDS = 1024
 """Small tables of one large one, a power of two."""
 
-FREED = 4
+FREED_SHARDS = 4
 """Small tables freed in a step."""
 
 
@@ -71,5 +70,44 @@ class ShardedSet(AbstractSet[bytes]):
 
 def _free(shards: list[Any]) -> Iterator[None]:
     while shards:
-        del shards[-FREED:]
+        del shards[-FREED_SHARDS:]
         yield
+
+
+T = TypeVar("T")
+
+
+class Unclaimed(Generic[T]):
+    """At most `most` connections, in the order of their arrival. The oldest is closed for a new
+    one, so that clients that send nothing keep out no other client.
+
+    Args:
+        most: connections at a time.
+        close: closes the oldest connection.
+    """
+
+    def __init__(self, most: int, close: Callable[[T], object]) -> None:
+        self._most = most
+        self._close = close
+        self._connections: dict[T, None] = {}
+
+    def __contains__(self, connection: T) -> bool:
+        return connection in self._connections
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._connections)
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def add(self, connection: T) -> None:
+        """Add a connection that has just arrived."""
+        while len(self._connections) >= self._most:
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            self._close(oldest)
+        self._connections[connection] = None
+
+    def discard(self, connection: T) -> None:
+        """Forget a connection that is known now, or is lost."""
+        self._connections.pop(connection, None)

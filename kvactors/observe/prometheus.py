@@ -1,6 +1,6 @@
 """Metrics of a cache for Prometheus, which need the extra `metrics`. Register a `CacheMetrics`, or
-for a `TierCache` a `TierMetrics`, with a registry of `prometheus_client`. `kvactors.monitoring`
-serves those of a cache.
+for a `TierCache` a `TierMetrics`, with a registry of `prometheus_client`. `http_endpoint` serves
+those of a cache.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from kvactors.actor.sliced import Sliced, finish
-from kvactors.calls import CacheCalls
 from kvactors.errors import KVActorsError
 from kvactors.histogram import Histogram
+from kvactors.observe import OpenCache
 from kvactors.observe.invariants import in_slices
 from kvactors.observe.lag import LagTimer
 from kvactors.observe.metrics import (
@@ -41,7 +41,7 @@ from kvactors.observe.metrics import (
 )
 from kvactors.tier_cache import TierCache, tier_metrics
 
-WAIT = 5.0
+SCRAPE_LIMIT_S = 5.0
 """Seconds that a scrape from another thread waits for the loop."""
 
 NO_CACHE = (
@@ -58,15 +58,15 @@ class CacheMetrics(Collector):
     """A collector over one open cache, for any registry.
 
     `collect` may be called in any thread: the values are read on the cache's loop, in slices unless
-    it is called there. If the loop does not respond within WAIT seconds, and once the cache is
-    closed, there is only `kvactors:up 0`.
+    it is called there. If the loop does not respond within SCRAPE_LIMIT_S seconds, and once the
+    cache is closed, there is only `kvactors:up 0`.
 
     Args:
         cache: an open cache.
         fastdeploy_names: expose the metrics of FastDeploy's names as well.
     """
 
-    def __init__(self, cache: CacheCalls, *, fastdeploy_names: bool = False) -> None:
+    def __init__(self, cache: OpenCache, *, fastdeploy_names: bool = False) -> None:
         self._cache = cache
         self._fastdeploy = fastdeploy_names
         self._loop = asyncio.get_running_loop()
@@ -111,20 +111,18 @@ class CacheMetrics(Collector):
             reading.close()
             return None
         try:
-            return answer.result(WAIT)
+            return answer.result(SCRAPE_LIMIT_S)
         except (KVActorsError, RuntimeError, CancelledError, TimeoutError):
             answer.cancel()
             return None
 
     def _is_open(self) -> bool:
-        return self._cache._client.is_open and not self._cache.system.forked
+        return self._cache.system.is_open and not self._cache.system.forked
 
     def _read(self) -> Sliced[Snapshot | None]:
         if not self._is_open():
             return None
-        return (
-            yield from take_snapshot(self._cache.system, self._watch, self._cache._client.leaked)
-        )
+        return (yield from take_snapshot(self._cache.system, self._watch))
 
 
 class TierMetrics(Collector):

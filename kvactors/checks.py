@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from kvactors.extra_keys import block_extras
-from kvactors.flush_notifier.messages import PLAIN, RequestScope
-from kvactors.native import Path
-from kvactors.types import Tokens
+from kvactors._native import Path
+from kvactors.identity import PLAIN, RequestScope, block_extras
 
 MAX_SECONDS = 1e9
-"""The longest deadline: timers of threads and loops take no much larger numbers."""
+"""The longest deadline: larger values overflow `threading` and `asyncio` timers."""
 
 MAX_TEXT = 65_536
 """Bytes of a salt, an adapter's name, a namespace, a request id or a media hash."""
@@ -160,7 +158,7 @@ def _media_item(name: str, item: Any, num_tokens: int) -> Media:
 
 
 def request_path(
-    block_size: int, root: bytes, tokens: Tokens, extra_keys: Any
+    block_size: int, root: bytes, tokens: Any, extra_keys: Any
 ) -> tuple[Path, tuple[tuple[int, int], ...]]:
     """A prompt as a path, and the (offset, length) of its media items. TypeError or ValueError for
     bad tokens or media."""

@@ -11,10 +11,10 @@ from opentelemetry import context, trace
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
 
 from kvactors.actor.clock import now
+from kvactors.observe import OpenCache
 from kvactors.observe.operations import Operation, OperationWatch
-from kvactors.open_cache import OpenCache
 
-MOST_REQUESTS = 100_000
+MAX_REQUESTS = 100_000
 """Requests whose spans are open. Further ones have none, and their acquires no parent."""
 
 ROOT = context.Context()
@@ -68,7 +68,7 @@ class SpanWatch:
 
     def _acquired(self, done: Operation, began: int, ended: int) -> None:
         parent = None
-        if done.ok and len(self._requests) < MOST_REQUESTS:
+        if done.ok and len(self._requests) < MAX_REQUESTS:
             parent = self._tracer.start_span(
                 "kvactors.request",
                 context=ROOT,

@@ -12,10 +12,10 @@ from typing import Any, Protocol, TypeAlias
 import anyio
 
 from kvactors.actor.uncancelled import retrieve
-from kvactors.arguments import check_int, kind
+from kvactors.checks import check_int, kind
 from kvactors.errors import DeadlineExceeded, DeviceError, as_exception
 
-POLL = 0.0005
+POLL_S = 0.0005
 """Seconds between two questions whether events have completed."""
 
 
@@ -216,7 +216,7 @@ class DeviceEvents:
 
     def _start(self) -> None:
         if self._timer is None:
-            self._timer = self._loop.call_later(POLL, self._poll)
+            self._timer = self._loop.call_later(POLL_S, self._poll)
 
     def _poll(self) -> None:
         """Wake the waiters of events that have completed or failed."""

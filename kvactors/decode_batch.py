@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
-from kvactors.arguments import Media, added_media, check_int, check_media, extend_path, kind
-from kvactors.client import Client
-from kvactors.device_events import Completion, Stream
+from kvactors._native import Path, StepTokens
+from kvactors.call_context import CallContext
+from kvactors.checks import Media, added_media, check_int, check_media, extend_path, kind
+from kvactors.device.events import Completion, Stream
 from kvactors.errors import ActorFailed, KVActorsError
-from kvactors.lease import Lease
-from kvactors.lease_hold import LeaseHold
-from kvactors.native import Path, StepTokens
-from kvactors.open_cache import OpenCache
+from kvactors.from_thread import ThreadLease
+from kvactors.lease import Lease, LeaseHandle
 from kvactors.prefix_index.messages import Extend, StepLeases, StepResult
 from kvactors.types import Tokens
 
-BATCH = 256
+BATCH_LEASES = 256
 """Leases that one message steps at most. Each takes a fraction of a microsecond of a turn."""
 
 OUTCOMES_KEPT = 8192
@@ -30,12 +29,8 @@ OUTCOMES_KEPT = 8192
 NO_MEDIA: tuple[Media, ...] = ()
 
 
-class SteppedLease(Protocol):
-    """A `Lease`, or for `FromThread.step` a `ThreadLease`."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the request."""
+AnyLease: TypeAlias = Lease | ThreadLease
+"""A lease, for `FromThread` that of a thread."""
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -49,7 +44,7 @@ class Step(msgspec.Struct, frozen=True):
         extra_keys: media among `tokens`, as in `Lease.extend`.
     """
 
-    lease: SteppedLease
+    lease: AnyLease
     tokens: Tokens = ()
     computed_tokens: int | None = None
     extra_keys: Sequence[Media] = NO_MEDIA
@@ -83,41 +78,20 @@ class _Outcomes(dict[int, Stepped | None]):
 WITHOUT_BLOCKS = _Outcomes({-1: None})
 
 
-async def step(  # noqa: D417  (a method of the cache)
-    self: OpenCache,
+async def step_batch(
+    context: CallContext,
     steps: Sequence[Step],
-    *,
-    event: Completion | None = None,
-    stream: Stream | None = None,
-    deadline: float | None = None,
+    event: Completion | None,
+    stream: Stream | None,
+    at: float,
 ) -> list[Stepped]:
-    """Extend and commit many leases with one message, as one decode step needs it.
-
-    Blocks that are free, or whose eviction needs no copy, are taken at once. A lease that needs
-    more does not hold up the others: separate messages commit and extend it. During the call every
-    other change of its leases is LeaseBusy. After a cancellation the leases whose step happened
-    have ended.
-
-    Args:
-        steps: one per lease. A lease occurs once. All arguments are copied at the call.
-        event: completes when the device has computed the tokens that are committed. Nothing happens
-            before. See `Lease.commit`.
-        stream: the engine's CUDA stream, in place of an event. See `Lease.commit`.
-        deadline: seconds from now, for the event as well.
-
-    Returns:
-        An outcome per step, in the same order. An error in it concerns its lease alone.
-
-    Raises:
-        DeviceError: the event has failed, or the device has no CUDA streams. Nothing changed.
-    """
-    at = self._client.deadline(deadline)
-    call = _Call(self._client, _checked(steps))
+    """`KVCache.step`. at: the absolute deadline."""
+    call = _Call(context, _checked(steps))
     if event is not None or stream is not None:
         await call.wait(event, stream, at)
     try:
         call.begin()
-        for first in range(0, len(call.leases), BATCH):
+        for first in range(0, len(call.leases), BATCH_LEASES):
             await call.send(first, at)
         await call.finish(at)
     except BaseException:
@@ -136,7 +110,7 @@ class _Call:
         outcomes: None as long as one is not known.
     """
 
-    def __init__(self, client: Client, steps: list[Step]) -> None:
+    def __init__(self, context: CallContext, steps: list[Step]) -> None:
         with_media: list[int] = []
         for row, step in enumerate(steps):
             if type(step) is not Step:
@@ -144,17 +118,17 @@ class _Call:
             lease = step.lease
             if not isinstance(lease, Lease):
                 raise TypeError(f"steps[{row}].lease must be a Lease, not {kind(lease)}")
-            if lease._hold.client is not client:
+            if lease._handle.context is not context:
                 raise ValueError(f"steps[{row}].lease is of another cache")
             if step.extra_keys is not NO_MEDIA:
                 with_media.append(row)
-        self._client = client
+        self._context = context
         self.leases: list[Any] = [step.lease for step in steps]
-        self._holds = [lease._hold for lease in self.leases]
-        self._numbers = [hold.id for hold in self._holds]
+        self._handles = [lease._handle for lease in self.leases]
+        self._numbers = [handle.id for handle in self._handles]
         if len(set(self._numbers)) < len(steps):
             raise ValueError("steps has a lease twice")
-        self._tokens = _copy(steps, client.block_size)
+        self._tokens = _copy(steps, context.block_size)
         self._counts = self._tokens.counts
         self._computed = computed = [step.computed_tokens for step in steps]
         self._positions = positions = [lease.num_tokens for lease in self.leases]
@@ -165,8 +139,8 @@ class _Call:
         self._media: dict[int, tuple[Media, ...]] = {}
         for row in with_media:
             self._media[row] = items = check_media(steps[row].extra_keys, self._counts[row])
-            added_media(client.block_size, positions[row], self._counts[row], items)
-        self._begun: list[LeaseHold] = []
+            added_media(context.block_size, positions[row], self._counts[row], items)
+        self._begun: list[LeaseHandle] = []
         self._refused: dict[int, Stepped] = {}
         self._left: list[int] = []
         self.outcomes: list[Any] = [None] * len(steps)
@@ -174,16 +148,16 @@ class _Call:
     async def wait(self, event: Completion | None, stream: Stream | None, at: float) -> None:
         """Wait for an event or a stream. The tokens to be committed stay until then."""
         waiting = [
-            (hold.committing, computed or 0)
-            for hold, computed in zip(self._holds, self._computed, strict=True)
+            (handle.committing, computed or 0)
+            for handle, computed in zip(self._handles, self._computed, strict=True)
         ]
-        for row, hold in enumerate(self._holds):
-            if hold.changing == "truncate":
+        for row, handle in enumerate(self._handles):
+            if handle.changing == "truncate":
                 self._check(row)
         for committing, computed in waiting:
             committing.append(computed)
         try:
-            await self._client.wait_device(event, stream, at)
+            await self._context.wait_device(event, stream, at)
         finally:
             for committing, computed in waiting:
                 committing.remove(computed)
@@ -191,35 +165,34 @@ class _Call:
 
     def begin(self) -> None:
         """Keep other calls from changing the leases that can be stepped."""
-        holds = self._holds
-        for row in [
-            row for row, hold in enumerate(holds) if hold.ended or hold.changing or hold.unread
-        ]:
-            self._check(row)
+        handles = self._handles
+        for row, handle in enumerate(handles):
+            if handle.ended or handle.changing or handle.unread:
+                self._check(row)
         for row in self._refused:
             self._numbers[row] = 0
-        self._begun = list(compress(holds, self._numbers))
-        for hold in self._begun:
-            hold.changing = "step"
+        self._begun = list(compress(handles, self._numbers))
+        for handle in self._begun:
+            handle.changing = "step"
 
     def _check(self, row: int) -> None:
         """Refuse to step a lease that has ended, or that another call changes."""
-        hold = self._holds[row]
+        handle = self._handles[row]
         try:
-            hold.check_ended()
-            hold.check_read(self._computed[row] or 0)
-            hold.check_change()
+            handle.check_ended()
+            handle.check_read(self._computed[row] or 0)
+            handle.check_change()
         except KVActorsError as error:
             self._refused.setdefault(row, Stepped(error=error))
 
     def end(self) -> None:
         """Other calls may change the leases again."""
-        for hold in self._begun:
-            hold.changing = ""
+        for handle in self._begun:
+            handle.changing = ""
 
     async def send(self, first: int, at: float) -> None:
         """Step up to BATCH leases by one message, which leaves those that need more than blocks."""
-        last = min(first + BATCH, len(self.leases))
+        last = min(first + BATCH_LEASES, len(self.leases))
         leases, numbers = self.leases[first:last], self._numbers[first:last]
         for row in self._media:
             if first <= row < last:
@@ -228,14 +201,14 @@ class _Call:
         def lost(result: StepResult) -> None:
             for lease, committed in zip(leases, result.committed, strict=True):
                 if committed >= 0:
-                    lease._hold.give_up()
+                    lease._handle.give_up()
 
         message = StepLeases(first, numbers, self._tokens, self._positions, self._computed)
         try:
-            result = await self._client.index.ask(message, deadline=at, lost=lost)
+            result = await self._context.index.ask(message, deadline=at, lost=lost)
         except KVActorsError as error:
             if isinstance(error, ActorFailed):
-                self._client.refine(error)
+                self._context.raise_if_closed(error)
             self.outcomes[first:last] = [Stepped(error=error)] * len(leases)
             return
         done = result.committed
@@ -262,35 +235,35 @@ class _Call:
 
     async def _step_alone(self, row: int, at: float) -> None:
         lease, computed, count = self.leases[row], self._computed[row], self._counts[row]
-        hold, path, position = lease._hold, lease._path, lease.num_tokens
+        handle, path, position = lease._handle, lease._path, lease.num_tokens
         committed, blocks = path.num_committed, ()
         try:
             if computed is not None:  # first: a commit that is refused leaves the lease as it was
-                await hold.commit_in_parts(path, min(computed, position), position, at)
+                await lease._commit_in_parts(min(computed, position), at)
             if count:
                 added = Path(path.block_size, path.root)
                 added.extend(np.frombuffer(self._tokens.row(row), np.uint32))
                 media = self._media.get(row, ())
                 extras, items = added_media(path.block_size, position, count, media)
-                granted = await hold.take(Extend(hold.id, position, added, extras), at)
+                granted = await handle.take(Extend(handle.id, position, added, extras), at)
                 blocks = lease._appended(added, items, granted.blocks)
             if computed is not None and computed > position:
-                await hold.commit_in_parts(path, computed, lease.num_tokens, at)
+                await lease._commit_in_parts(computed, at)
             self.outcomes[row] = Stepped(blocks, path.num_committed)
         except Exception as error:
             if lease.num_tokens > position:
-                hold.give_up()
+                handle.give_up()
             self.outcomes[row] = Stepped(error=error)
         except BaseException:
             if lease.num_tokens > position or path.num_committed > committed:
-                hold.give_up()
+                handle.give_up()
             raise
 
     def give_up(self) -> None:
         """The caller gets no outcome: the leases whose step has happened end."""
         for lease, outcome in zip(self.leases, self.outcomes, strict=True):
             if outcome is not None and outcome.error is None:
-                lease._hold.give_up()
+                lease._handle.give_up()
 
 
 def _checked(steps: Any) -> list[Step]:

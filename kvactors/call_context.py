@@ -14,8 +14,8 @@ from typing import Any
 from kvactors.actor import ActorRef, Ask
 from kvactors.actor.clock import clock_of
 from kvactors.actor.log import get_logger
-from kvactors.arguments import check_seconds
-from kvactors.device_events import (
+from kvactors.checks import check_seconds
+from kvactors.device.events import (
     Completion,
     DeviceEvents,
     Pass,
@@ -49,8 +49,8 @@ class _NoRunner:
     _thread_id = None
 
 
-class Client:
-    """The side of an open cache that its callers' loop and thread own.
+class CallContext:
+    """Loop-side state of an open cache: checks the calling loop and thread, and asks the index.
 
     Attributes:
         index: the channel to PrefixIndex.
@@ -59,9 +59,7 @@ class Client:
         block_size: tokens of a block.
         part_tokens: tokens that a turn of PrefixIndex commits at most.
         events: events that calls wait for.
-        is_open: whether new calls are accepted.
         lease_numbers: the numbers of the next leases.
-        leaked: leases that were garbage-collected before their end.
         on_forgotten: called with each lease that is garbage-collected before its end, for tests.
     """
 
@@ -74,9 +72,7 @@ class Client:
         self.block_size = block_size
         self.part_tokens = part_of(block_size) * block_size
         self.events = DeviceEvents(self.loop)
-        self.is_open = True
         self.lease_numbers = count(1)
-        self.leaked = 0
         self.on_forgotten: Callable[[int], None] | None = None
         self._giving_back: set[asyncio.Task[None]] = set()
         self._supervisor = system.supervisor
@@ -87,13 +83,13 @@ class Client:
 
     def close(self) -> None:
         """Accept no new calls."""
-        self.is_open, self._runner = False, _NoRunner
+        self.system.is_open, self._runner = False, _NoRunner
 
     def check(self) -> None:
         """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a
         forked process, CacheFailed if it has failed."""
         self.check_loop()
-        if not self.is_open:
+        if not self.system.is_open:
             raise CacheClosed("the cache is closed")
         if self._supervisor.failed is not None:
             self.system.check_usable()
@@ -122,7 +118,7 @@ class Client:
                 "other threads"
             )
 
-    def deadline(self, deadline: float | None) -> float:
+    def begin_call(self, deadline: float | None) -> float:
         """The absolute deadline of a call, once `check` has passed.
 
         Args:
@@ -134,13 +130,13 @@ class Client:
             or self._supervisor.failed is not None
         ):
             self.check()
-        clock = self._clock  # a call of an attribute that is no method takes longer
+        clock = self._clock  # a local variable: faster than the call of an attribute
         if deadline is None:
             return clock() + self._default_deadline
         return clock() + check_seconds("deadline", deadline)
 
     def check_call(self) -> None:
-        """The checks of `deadline`."""
+        """The checks of `begin_call`."""
         if (
             self.system.forked
             or self._runner._thread_id != get_ident()
@@ -149,11 +145,11 @@ class Client:
             self.check()
 
     async def ask(self, message: Ask[Any], at: float) -> Any:
-        """Ask PrefixIndex in the same step as the call of `deadline`. at: its result."""
+        """Ask PrefixIndex in the same step as the call of `begin_call`. at: its result."""
         try:
             return await self.index.ask(message, deadline=at)
         except ActorFailed as error:
-            self.refine(error)
+            self.raise_if_closed(error)
             raise
 
     async def wait_device(self, event: Completion | None, stream: Stream | None, at: float) -> None:
@@ -188,14 +184,14 @@ class Client:
             raise ValueError("event and stream are given: give one of them")
         return StreamEvent(self.system.plane.streams.record_event(stream_handle(stream)))
 
-    def refine(self, error: ActorFailed) -> None:
+    def raise_if_closed(self, error: ActorFailed) -> None:
         """CacheClosed if an ask has failed because the cache was closed."""
-        if not self.is_open and error.__cause__ is None:
+        if not self.system.is_open and error.__cause__ is None:
             raise CacheClosed("the cache was closed during this call") from None
 
     def tell(self, message: Abandon | Withdrawn) -> None:
         """Send PrefixIndex a control message, from the loop's thread."""
-        if self.is_open and not self.loop.is_closed():
+        if self.system.is_open and not self.loop.is_closed():
             try:
                 self.index.try_tell(message)
             except KVActorsError:
@@ -203,7 +199,7 @@ class Client:
 
     def _leaked(self, lease: int) -> None:
         """Log and give back a lease that was garbage-collected before its end."""
-        self.leaked += 1
+        self.system.leaked_leases += 1
         log.warning("lease leaked", lease=lease)
         self._give_back(lease)
 
@@ -212,12 +208,12 @@ class Client:
         are over."""
         if threading.get_ident() == self._thread:
             self._give_back(lease)
-        elif self.is_open and not self.loop.is_closed() and not self.system.forked:
+        elif self.system.is_open and not self.loop.is_closed() and not self.system.forked:
             with suppress(RuntimeError):  # the loop was closed by its own thread since
                 self.loop.call_soon_threadsafe(self._give_back, lease)
 
     def _give_back(self, lease: int) -> None:
-        if not (self.is_open and self.events.passes_of(lease)):
+        if not (self.system.is_open and self.events.passes_of(lease)):
             self.tell(Abandon(lease))
             return
         self.system.in_flight.begin()
@@ -247,7 +243,7 @@ class Client:
         if the cache is closed."""
         if self.on_forgotten is not None:
             self.on_forgotten(lease)
-        if not self.is_open or self.loop.is_closed() or self.system.forked:
+        if not self.system.is_open or self.loop.is_closed() or self.system.forked:
             return False
         try:
             self.loop.call_soon_threadsafe(self._leaked, lease)

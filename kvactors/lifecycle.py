@@ -1,4 +1,4 @@
-"""Shutdown of a cache: every step ends before one deadline.
+"""Opening of the parts of a cache, and its shutdown, of which every step ends before one deadline.
 
 The deadline holds even if a disk, a sink or a thread does not respond. An error in one step does
 not prevent the next.
@@ -14,8 +14,9 @@ import anyio
 from kvactors.actor.clock import now
 from kvactors.actor.log import brief, get_logger
 from kvactors.actor.supervisor import LEAST_STEP
-from kvactors.actor.uncancelled import ThreadWaits, uncancelled
+from kvactors.actor.uncancelled import ThreadWaits, retrieve, uncancelled
 from kvactors.device.arena import HostSlots
+from kvactors.errors import KVActorsError
 
 QUIET, STOP = 0.6, 0.9
 """Fractions of the limit by which the actors must be idle, and by which they must have ended.
@@ -125,3 +126,79 @@ class Shutdown:
             log.error("threads did not end in time", threads=self.waits.abandoned)
         if stuck or self.arena.in_use:
             self.arena.keep()
+
+
+log = get_logger()
+
+
+class Opening:
+    """Opens the parts of a cache or a rank one after another, each within `actors.open_timeout_s`
+    seconds, even if foreign code does not return.
+
+    Attributes:
+        limit: seconds that one part may take.
+        shutdown: of the same cache. It begins when a part is late, with `ends_cache`.
+        ends_cache: whether the cache has not opened yet.
+    """
+
+    def __init__(self, limit: float, shutdown: Shutdown, *, ends_cache: bool = True) -> None:
+        self.limit = limit
+        self.shutdown = shutdown
+        self.ends_cache = ends_cache
+
+    async def step(
+        self,
+        part: str,
+        call: Callable[[], Awaitable[None]],
+        late: type[KVActorsError],
+        least: float = 0.0,
+    ) -> None:
+        """Open one part in a separate task.
+
+        The task is cancelled if it is late or if the caller is cancelled. If it has not ended by
+        the time at which a shutdown's actors must have, it is abandoned, and host memory stays
+        mapped. The caller closes the part in either case.
+
+        Args:
+            part: name of the part, for errors and logs.
+            call: opens it.
+            late: type of the error for a late part.
+            least: seconds that the part may take, if more than the limit.
+
+        Raises:
+            late: the part took longer than the limit, or cancelled itself.
+        """
+
+        async def opening() -> None:
+            await call()
+
+        task = asyncio.get_running_loop().create_task(opening(), name=f"opening {part}")
+        try:
+            await asyncio.wait((task,), timeout=max(self.limit, least))
+        except BaseException:
+            await uncancelled(self._cancel(part, task))
+            raise
+        if not task.done():
+            await uncancelled(self._cancel(part, task))
+            raise late(
+                f"{part} did not open in {max(self.limit, least):g} s (actors.open_timeout_s)"
+            )
+        if task.cancelled():
+            raise late(f"{part} did not open: it raised CancelledError")
+        task.result()
+
+    async def _cancel(self, part: str, task: asyncio.Task[None]) -> None:
+        task.add_done_callback(retrieve)
+        task.cancel()
+        await asyncio.wait((task,), timeout=self._time_to_end())
+        if not task.done():
+            self.shutdown.unfinished.append(part)
+            self.shutdown.arena.keep()
+            log.error("opening did not end in time", part=part)
+
+    def _time_to_end(self) -> float:
+        """A part is late. Seconds until a cancelled part is abandoned."""
+        if not self.ends_cache:
+            return self.limit
+        self.shutdown.begin()
+        return self.shutdown.left(STOP) + LEAST_STEP

@@ -18,7 +18,7 @@ def sized(name: str, value: Any) -> str:
     if isinstance(value, str):
         return f"<{len(value)} characters>" if name in HIDDEN else repr(value)
     if hasattr(value, "__struct_fields__") or hasattr(value, "_fields"):
-        return discreet(value)
+        return redacted_repr(value)
     kind = type(value).__name__
     try:
         return f"<{kind} of {len(value)}>"
@@ -33,12 +33,12 @@ def fields_of(self: Any) -> Iterator[tuple[str, str]]:
         yield name, sized(name, getattr(self, name))
 
 
-def discreet(self: Any) -> str:
+def redacted_repr(self: Any) -> str:
     """A `__repr__` for structs and named tuples."""
     return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in fields_of(self))})"
 
 
-class Plain(str):
+class Unquoted(str):
     """A text that is shown without quotation marks."""
 
     __slots__ = ()
@@ -47,6 +47,6 @@ class Plain(str):
         return str(self)
 
 
-def discreet_rich(self: Any) -> list[tuple[str, Any]]:
+def redacted_rich_repr(self: Any) -> list[tuple[str, Any]]:
     """The same for Rich (`__rich_repr__`), which would show a struct's fields otherwise."""
-    return [(name, Plain(text)) for name, text in fields_of(self)]
+    return [(name, Unquoted(text)) for name, text in fields_of(self)]

@@ -10,9 +10,9 @@ import threading
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvactors import monitoring
 from kvactors.errors import ConfigError
-from kvactors.monitoring import Endpoint, serve_metrics
+from kvactors.observe import http_endpoint
+from kvactors.observe.http_endpoint import HttpEndpoint, serve_metrics
 from tests.cache.test_degraded import HOST, STORE, fail, requests
 from tests.support.cache import opened, settings
 
@@ -50,7 +50,7 @@ async def test_metrics_and_health():
 
 
 async def test_statistics_as_json_have_the_names_of_the_records():
-    endpoint = Endpoint()
+    endpoint = HttpEndpoint()
     async with opened(host=HOST, storage=STORE) as cache, endpoint.attached("127.0.0.1", 0, cache):
         await requests(cache, 1, 2)
         await cache.wait_idle()
@@ -85,7 +85,7 @@ async def test_requests_that_are_refused(request_, status):
 async def test_health_is_503_when_the_cache_has_failed_and_when_it_is_closed():
     import kvactors
 
-    endpoint = Endpoint()
+    endpoint = HttpEndpoint()
     with pytest.raises(kvactors.CacheFailed):  # noqa: PT012
         async with (
             endpoint.serving("127.0.0.1", 0),
@@ -104,7 +104,7 @@ async def test_health_is_503_when_the_cache_has_failed_and_when_it_is_closed():
 
 
 async def test_half_open_and_slow_clients_end_after_their_time_and_block_nothing(monkeypatch):
-    monkeypatch.setattr(monitoring, "SECONDS", 0.2)
+    monkeypatch.setattr(http_endpoint, "EXCHANGE_LIMIT_S", 0.2)
     async with opened(host=HOST, storage=STORE) as cache, serve_metrics(cache, 0) as endpoint:
         silent = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(5)]
         for _, writer in silent:
@@ -118,12 +118,12 @@ async def test_half_open_and_slow_clients_end_after_their_time_and_block_nothing
 
 
 async def test_a_client_that_never_reads_its_answer_is_dropped(monkeypatch):
-    monkeypatch.setattr(monitoring, "SECONDS", 0.2)
+    monkeypatch.setattr(http_endpoint, "EXCHANGE_LIMIT_S", 0.2)
 
     async def large(self):
-        return monitoring.Answer(200, b"x" * 50_000_000)
+        return http_endpoint.HttpAnswer(200, b"x" * 50_000_000)
 
-    monkeypatch.setattr(Endpoint, "_metrics", large)
+    monkeypatch.setattr(HttpEndpoint, "_metrics", large)
     async with opened(host=HOST) as cache, serve_metrics(cache, 0) as endpoint:
         with socket.create_connection(("127.0.0.1", endpoint.port)) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -136,7 +136,7 @@ async def test_a_client_that_never_reads_its_answer_is_dropped(monkeypatch):
 
 
 async def test_the_oldest_silent_connection_is_closed_for_a_new_one(monkeypatch):
-    monkeypatch.setattr(monitoring, "MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(http_endpoint, "MAX_CONNECTIONS", 4)
     async with opened() as cache, serve_metrics(cache, 0) as endpoint:
         held = []
         for _ in range(4):
@@ -151,7 +151,7 @@ async def test_the_oldest_silent_connection_is_closed_for_a_new_one(monkeypatch)
 
 
 async def test_clients_that_take_no_answer_leave_connections_to_others(monkeypatch):
-    monkeypatch.setattr(monitoring, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(http_endpoint, "MAX_CONNECTIONS", 2)
     async with opened() as cache, serve_metrics(cache, 0) as endpoint:
         held = []
         for _ in range(5):
@@ -167,8 +167,7 @@ async def test_clients_that_take_no_answer_leave_connections_to_others(monkeypat
 @pytest.mark.parametrize("path", ["/metrics", "/statistics"])
 async def test_an_answer_about_many_quotas_does_not_hold_the_loop(path, monkeypatch):
     """One salt is read in a pass of the loop, and the text of the metrics is made elsewhere."""
-    from kvactors import metrics
-    from kvactors.observe import invariants, statistics
+    from kvactors.observe import invariants, prometheus, statistics
 
     passes, read, threads = 0, list[int](), set[int]()
 
@@ -182,13 +181,13 @@ async def test_an_answer_about_many_quotas_does_not_hold_the_loop(path, monkeypa
         read.append(passes)
         return real(*arguments)
 
-    def text(registry, real=metrics.generate_latest):
+    def text(registry, real=prometheus.generate_latest):
         threads.add(threading.get_ident())
         return real(registry)
 
     monkeypatch.setattr(invariants, "SLICE_S", 0.0)
     monkeypatch.setattr(statistics, "_of_salt", read_salt)
-    monkeypatch.setattr(metrics, "generate_latest", text)
+    monkeypatch.setattr(prometheus, "generate_latest", text)
     salts = {f"tenant-{number}": {"device": 3} for number in range(40)}
     async with opened(quota={"salts": salts}) as cache, serve_metrics(cache, 0) as endpoint:
         task = asyncio.create_task(others())
@@ -202,14 +201,14 @@ async def test_an_answer_about_many_quotas_does_not_hold_the_loop(path, monkeypa
     ("path", "name"), [("/metrics", "_metrics"), ("/statistics", "_statistics")]
 )
 async def test_many_requests_render_once(path, name, monkeypatch):
-    monkeypatch.setattr(monitoring, "FRESH", 3600.0)
-    rendered, real = [], getattr(Endpoint, name)
+    monkeypatch.setattr(http_endpoint, "FRESH_S", 3600.0)
+    rendered, real = [], getattr(HttpEndpoint, name)
 
     def render(self):
         rendered.append(1)
         return real(self)
 
-    monkeypatch.setattr(Endpoint, name, render)
+    monkeypatch.setattr(HttpEndpoint, name, render)
     async with opened() as cache, serve_metrics(cache, 0) as endpoint:
         together = await asyncio.gather(*(call(endpoint.port, get(path)) for _ in range(3)))
         one = await call(endpoint.port, get(path))
@@ -226,7 +225,7 @@ async def test_it_listens_on_the_loopback_by_default_and_names_an_address_that_i
 
 
 async def test_one_endpoint_answers_for_caches_that_are_opened_one_after_another_or_at_once():
-    endpoint = Endpoint()
+    endpoint = HttpEndpoint()
     for number in range(2):
         async with opened() as cache, endpoint.attached("127.0.0.1", 0, cache):
             await requests(cache, number)

@@ -12,55 +12,47 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import msgspec
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
-from kvactors.calls import CacheCalls
 from kvactors.errors import ConfigError, KVActorsError
+from kvactors.observe import OpenCache
+from kvactors.observe.health import health
+from kvactors.observe.invariants import in_slices
+from kvactors.observe.statistics import TenantStatistics, collect, named_tenants
+from kvactors.tables import Unclaimed
 from kvactors.threads import DaemonExecutor
-from kvactors.unclaimed import Unclaimed
 
 if TYPE_CHECKING:
-    from kvactors.metrics import CacheMetrics
+    from kvactors.observe.prometheus import CacheMetrics
 
 log = get_logger()
 
 LOOPBACK = "127.0.0.1"
 
-MOST_CONNECTIONS = 32
+MAX_CONNECTIONS = 32
 """Connections whose request has not arrived, and as many that are answered. The oldest is closed
 for a new one."""
 
-MOST_BYTES = 8192
+MAX_HEAD_BYTES = 8192
 """Bytes of a request's head."""
 
-MOST_PORT = 65535
-
-SECONDS = 5.0
+EXCHANGE_LIMIT_S = 5.0
 """Seconds in which a request must arrive, in which its answer must be made, and taken."""
 
-FRESH = 0.25
+FRESH_S = 0.25
 """Seconds for which one rendering answers every request for it, at least."""
 
 RENDER_SHARE = 0.25
 """Share of the time that may be spent on renderings, at most."""
 
-REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 
-
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """An HTTP answer."""
 
     status: int
@@ -70,7 +62,7 @@ class Answer(NamedTuple):
     def head(self) -> bytes:
         """The status line and the headers."""
         return (
-            f"HTTP/1.1 {self.status} {REASONS[self.status]}\r\n"
+            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n"
             f"Content-Type: {self.kind}\r\nContent-Length: {len(self.body)}\r\n"
             "Cache-Control: no-store\r\nConnection: close\r\n\r\n"
         ).encode()
@@ -83,23 +75,23 @@ class Rendering:
         make: makes it.
     """
 
-    def __init__(self, make: Callable[[], Awaitable[Answer]]) -> None:
+    def __init__(self, make: Callable[[], Awaitable[HttpAnswer]]) -> None:
         self._make = make
         self._stale_at = 0.0
-        self._task: asyncio.Task[Answer] | None = None
+        self._task: asyncio.Task[HttpAnswer] | None = None
 
-    async def get(self) -> Answer:
+    async def get(self) -> HttpAnswer:
         """The answer."""
         if self._task is None or (self._task.done() and now() >= self._stale_at):
             self._task = asyncio.create_task(self._made())
         return await asyncio.shield(self._task)
 
-    async def _made(self) -> Answer:
+    async def _made(self) -> HttpAnswer:
         began = now()
         try:
             return await self._make()
         finally:
-            self._stale_at = max(began + FRESH, began + (now() - began) / RENDER_SHARE)
+            self._stale_at = max(began + FRESH_S, began + (now() - began) / RENDER_SHARE)
 
     async def drop(self) -> None:
         """Forget the answer: the cache that it is about is another one now."""
@@ -109,7 +101,7 @@ class Rendering:
             await asyncio.wait([task])
 
 
-class Endpoint:
+class HttpEndpoint:
     """Answers for the cache that was opened last, of those that are open.
 
     Args:
@@ -122,21 +114,19 @@ class Endpoint:
     def __init__(self, *, fastdeploy_names: bool = False) -> None:
         self.port = 0
         self._fastdeploy = fastdeploy_names
-        self._caches: list[tuple[CacheCalls, CacheMetrics]] = []
+        self._caches: list[tuple[OpenCache, CacheMetrics]] = []
         self._server: asyncio.Server | None = None
-        self._asking = Unclaimed[asyncio.Task[None]](MOST_CONNECTIONS, asyncio.Task.cancel)
-        self._answered = Unclaimed[asyncio.Task[None]](MOST_CONNECTIONS, asyncio.Task.cancel)
+        self._asking = Unclaimed[asyncio.Task[None]](MAX_CONNECTIONS, asyncio.Task.cancel)
+        self._answered = Unclaimed[asyncio.Task[None]](MAX_CONNECTIONS, asyncio.Task.cancel)
         self._renderings = {
             b"/metrics": Rendering(self._metrics),
             b"/statistics": Rendering(self._statistics),
         }
 
-    # -- which cache
-
     @asynccontextmanager
-    async def observing(self, cache: CacheCalls) -> AsyncIterator[None]:
-        """Answer for a cache while the block runs."""
-        from kvactors.metrics import CacheMetrics
+    async def observing(self, cache: OpenCache) -> AsyncIterator[None]:
+        """HttpAnswer for a cache while the block runs."""
+        from kvactors.observe.prometheus import CacheMetrics
 
         metrics = CacheMetrics(cache, fastdeploy_names=self._fastdeploy)
         entry = (cache, metrics)
@@ -153,10 +143,19 @@ class Endpoint:
         for rendering in self._renderings.values():
             await rendering.drop()
 
+    @asynccontextmanager
+    async def attached(self, host: str, port: int, cache: OpenCache) -> AsyncIterator[None]:
+        """HttpAnswer for a cache, and listen while the first of the caches is open."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.observing(cache))
+            if self._server is None:
+                await stack.enter_async_context(self.serving(host, port))
+            yield
+
     # -- the server
 
     @asynccontextmanager
-    async def serving(self, host: str, port: int) -> AsyncIterator[Endpoint]:
+    async def serving(self, host: str, port: int) -> AsyncIterator[HttpEndpoint]:
         """Listen while the block runs.
 
         Raises:
@@ -164,11 +163,11 @@ class Endpoint:
         """
         if not host:  # asyncio would listen on every interface
             raise ConfigError(f"the metrics endpoint needs a host, for instance {LOOPBACK}")
-        if not 0 <= port <= MOST_PORT:
-            raise ConfigError(f"the port of the metrics endpoint is 0 to {MOST_PORT}, not {port}")
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"the port of the metrics endpoint is 0 to 65535, not {port}")
         try:
             self._server = await asyncio.start_server(
-                self._connected, host, port, limit=MOST_BYTES, backlog=MOST_CONNECTIONS
+                self._connected, host, port, limit=MAX_HEAD_BYTES, backlog=MAX_CONNECTIONS
             )
         except OSError as error:
             raise ConfigError(f"the metrics endpoint cannot bind {host}:{port}: {error}") from error
@@ -187,13 +186,18 @@ class Endpoint:
             self._server = None
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is None:
-            return
+        task: Any = asyncio.current_task()
         self._asking.add(task)
         try:
             with suppress(OSError, EOFError):
-                await self._exchange(task, reader, writer)
+                head, answer = await self._read(reader)
+                self._asking.discard(task)
+                self._answered.add(task)
+                if head:
+                    with anyio.move_on_after(EXCHANGE_LIMIT_S):
+                        answer = await self.answer(head)
+                body = b"" if head.startswith(b"HEAD ") else answer.body
+                await self._send(reader, writer, answer.head() + body)
         except asyncio.CancelledError:
             pass  # closed for a newer one, or with the endpoint. asyncio would log it
         except Exception as error:
@@ -203,108 +207,86 @@ class Endpoint:
             self._answered.discard(task)
             writer.transport.abort()  # everything that is sent was taken, or is late
 
-    async def _exchange(
-        self,
-        connection: asyncio.Task[None],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        """One request and its answer."""
-        head = b""
-        answer: Answer | None = None
-        with anyio.move_on_after(SECONDS) as scope:
+    async def _read(self, reader: asyncio.StreamReader) -> tuple[bytes, HttpAnswer]:
+        """The head of a request, empty if it does not arrive, and the answer in case of none."""
+        with anyio.move_on_after(EXCHANGE_LIMIT_S):
             try:
                 head = await reader.readuntil(b"\r\n\r\n")
+                return head, HttpAnswer(503, b"no answer was made in time\n")
             except asyncio.LimitOverrunError:
-                answer = Answer(431, b"the request is too large\n")
-        if scope.cancelled_caught:
-            answer = Answer(408, b"the request did not arrive in time\n")
-        self._asking.discard(connection)
-        self._answered.add(connection)
-        only_head = head.startswith(b"HEAD ")
-        if answer is None:
-            answer = Answer(503, b"no answer was made in time\n")
-            with anyio.move_on_after(SECONDS):
-                answer = await self.answer(head)
-        writer.write(answer.head() if only_head else answer.head() + answer.body)
-        with anyio.move_on_after(SECONDS):
+                return b"", HttpAnswer(431, b"the request is too large\n")
+        return b"", HttpAnswer(408, b"the request did not arrive in time\n")
+
+    async def _send(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes
+    ) -> None:
+        writer.write(data)
+        with anyio.move_on_after(EXCHANGE_LIMIT_S):
             writer.transport.set_write_buffer_limits(high=0)
             await writer.drain()  # until the client has taken all
             writer.write_eof()
             # A socket that is closed with unread bytes resets the connection, and the client loses
             # the answer.
-            await reader.read(MOST_BYTES)
-
-    @asynccontextmanager
-    async def attached(self, host: str, port: int, cache: CacheCalls) -> AsyncIterator[None]:
-        """Answer for a cache, and listen while the first of the caches is open."""
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self.observing(cache))
-            if self._server is None:
-                await stack.enter_async_context(self.serving(host, port))
-            yield
+            await reader.read(MAX_HEAD_BYTES)
 
     # -- answers
 
-    async def answer(self, head: bytes) -> Answer:
+    async def answer(self, head: bytes) -> HttpAnswer:
         """The answer to a request."""
         words = head.split(b"\r\n", 1)[0].split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
-            return Answer(400, b"not an HTTP/1 request\n")
+            return HttpAnswer(400, b"not an HTTP/1 request\n")
         method, target = words[0], words[1].split(b"?", 1)[0]
         if method not in (b"GET", b"HEAD"):
-            return Answer(405, b"only GET and HEAD\n")
+            return HttpAnswer(405, b"only GET and HEAD\n")
         if target == b"/health":
             return self._health()
         if target in self._renderings:
             return await self._renderings[target].get()
-        return Answer(404, b"/metrics, /health or /statistics\n")
+        return HttpAnswer(404, b"/metrics, /health or /statistics\n")
 
-    async def _metrics(self) -> Answer:
+    async def _metrics(self) -> HttpAnswer:
         """The metrics, made by a thread."""
-        from kvactors.metrics import CONTENT_TYPE, NO_CACHE
+        from kvactors.observe.prometheus import CONTENT_TYPE, NO_CACHE
 
         if not self._caches:
-            return Answer(200, NO_CACHE, CONTENT_TYPE)
+            return HttpAnswer(200, NO_CACHE, CONTENT_TYPE)
         render = self._caches[-1][1].render
         body = await asyncio.wrap_future(DaemonExecutor("kvactors-metrics").submit(render))
-        return Answer(200, body, CONTENT_TYPE)
+        return HttpAnswer(200, body, CONTENT_TYPE)
 
-    def _health(self) -> Answer:
+    def _health(self) -> HttpAnswer:
         """200 while requests are served, also without some parts; 503 otherwise."""
         status = 503
         found: dict[str, object] = {"status": "closed", "reasons": []}
         if self._caches:
             with suppress(KVActorsError):
-                health = self._caches[-1][0].health()
-                found, status = health.as_dict(), 503 if health.status == "failed" else 200
-        return Answer(status, json.dumps(found).encode() + b"\n", "application/json")
+                state = health(self._caches[-1][0].system)
+                found, status = state.as_dict(), 503 if state.status == "failed" else 200
+        return HttpAnswer(status, json.dumps(found).encode() + b"\n", "application/json")
 
-    async def _statistics(self) -> Answer:
+    async def _statistics(self) -> HttpAnswer:
         """`KVCache.statistics` as JSON, with `tenants`: those of the salts with a named
         quota. 503 without an open cache."""
-        from kvactors.observe.invariants import in_slices
-        from kvactors.observe.statistics import TenantStatistics, named_tenants
-
         with suppress(KVActorsError):
             if self._caches:
-                cache = self._caches[-1][0]
-                tenants: dict[str, TenantStatistics] = await in_slices(named_tenants(cache.system))
-                found = cache.statistics().as_dict() | {"tenants": tenants}
-                return Answer(200, msgspec.json.encode(found) + b"\n", "application/json")
-        return Answer(503, b"no cache is open\n")
+                system = self._caches[-1][0].system
+                tenants: dict[str, TenantStatistics] = await in_slices(named_tenants(system))
+                found = collect(system).as_dict() | {"tenants": tenants}
+                return HttpAnswer(200, msgspec.json.encode(found) + b"\n", "application/json")
+        return HttpAnswer(503, b"no cache is open\n")
 
 
 @asynccontextmanager
 async def serve_metrics(
-    cache: CacheCalls, port: int = 9464, host: str = LOOPBACK, *, fastdeploy_names: bool = False
-) -> AsyncIterator[Endpoint]:
+    cache: OpenCache, port: int = 9464, host: str = LOOPBACK, *, fastdeploy_names: bool = False
+) -> AsyncIterator[HttpEndpoint]:
     """Serve `/metrics`, `/health` and `/statistics` of a cache while the block runs. Needs the
     extra `metrics`.
 
     Args:
         cache: an open cache.
-        port: 0 for any free one (see `Endpoint.port`).
+        port: 0 for any free one (see `HttpEndpoint.port`).
         host: the address to listen on. There is no authentication: give another address than the
             loopback's only on a network that you trust.
         fastdeploy_names: expose the metrics of FastDeploy's names as well.
@@ -312,6 +294,6 @@ async def serve_metrics(
     Raises:
         ConfigError: the address cannot be bound.
     """
-    endpoint = Endpoint(fastdeploy_names=fastdeploy_names)
+    endpoint = HttpEndpoint(fastdeploy_names=fastdeploy_names)
     async with endpoint.observing(cache), endpoint.serving(host, port):
         yield endpoint
