@@ -23,7 +23,6 @@ import anyio
 import numpy as np
 from msgspec.structs import replace
 
-from kvactors._native import Path
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.actor.sliced import Sliced, finish
@@ -75,6 +74,7 @@ from kvactors.identity import PLAIN, RequestScope
 from kvactors.lease import Lease
 from kvactors.lifecycle import Opening
 from kvactors.lookup import FreeBlocks, PromptHits, count_stored, hits_of
+from kvactors.native import Path
 from kvactors.observe.health import Health, health
 from kvactors.observe.invariants import (
     divergence_in_slices,

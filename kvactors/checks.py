@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from kvactors._native import Path
 from kvactors.identity import PLAIN, RequestScope, block_extras
+from kvactors.native import Path
 
 MAX_SECONDS = 1e9
 """The longest deadline: larger values overflow `threading` and `asyncio` timers."""

@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from kvactors._native import Path, StepTokens
 from kvactors.call_context import CallContext
 from kvactors.checks import Media, added_media, check_int, check_media, extend_path, kind
 from kvactors.device.events import Completion, Stream
 from kvactors.errors import ActorFailed, KVActorsError
 from kvactors.from_thread import ThreadLease
 from kvactors.lease import Lease, LeaseHandle
+from kvactors.native import Path, StepTokens
 from kvactors.prefix_index.messages import Extend, StepLeases, StepResult
 from kvactors.types import Tokens
 

@@ -7,9 +7,10 @@ block closes nothing there, and an exception of the block propagates.
 
 from __future__ import annotations
 
-import os
 from typing import Protocol
 from weakref import WeakSet
+
+from kvactors.native import register_at_fork
 
 FORKED = "this cache was opened before a fork, in the parent process: open another one in the child"
 
@@ -32,4 +33,4 @@ def _close_in_child() -> None:
         system.close_in_child()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+register_at_fork(after_in_child=_close_in_child)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from kvactors._native import Path
 from kvactors.actor import Ask
 from kvactors.actor.uncancelled import CANCELLED, retrieve
 from kvactors.call_context import CallContext
@@ -33,6 +32,7 @@ from kvactors.checks import (
 from kvactors.device.events import Completion, Stream, stream_handle
 from kvactors.errors import ActorFailed, LeaseBusy, LeaseEnded, NotReady
 from kvactors.hints import Hints, check_hints
+from kvactors.native import Path
 from kvactors.prefix_index.messages import (
     Ack,
     AcquireResult,

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
-from kvactors._native import LOADING, Path
 from kvactors.actor.sliced import Sliced
 from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.identity import RequestScope
 from kvactors.lease import Hits
-from kvactors.native import DEVICE, HOST
+from kvactors.native import DEVICE, HOST, LOADING, Path
 from kvactors.observe.invariants import in_slices
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import Stored

@@ -17,9 +17,9 @@ from weakref import WeakSet
 
 import anyio
 
-from kvactors._native import work_in_background
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import as_exception
+from kvactors.native import register_at_fork, work_in_background
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def _end_all() -> None:
 
 
 atexit.register(_end_all)
-os.register_at_fork(after_in_child=_owners.clear)  # a child has none of the threads
+register_at_fork(after_in_child=_owners.clear)  # a child has none of the threads
 
 
 class Workers:

@@ -18,10 +18,10 @@ from typing import Protocol
 
 import numpy as np
 
-from kvactors._native import touch
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import ConfigError, DeviceError
+from kvactors.native import touch
 from kvactors.threads import Workers, atexit_close
 
 # -- Binding of memory to a NUMA node, by the system calls of Linux (mbind(2), set_mempolicy(2),

@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors._native import gather, scatter
 from kvactors.device.arena import Arena
 from kvactors.layout.base import Layout
+from kvactors.native import gather, scatter
 
 # -- Copies from one device block to another by way of host memory.
 

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors._native import fill_blocks, touch
 from kvactors.device.arena import Arena, FreshMemory
 from kvactors.device.base import Device, copy_regions, regions_to_device, regions_to_host
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
-from kvactors.native import check_blocks
+from kvactors.native import check_blocks, fill_blocks, touch
 
 
 class HostDevice(Device):

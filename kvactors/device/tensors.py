@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvactors._native import fill_blocks
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device, copy_regions, regions_to_device, regions_to_host
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
-from kvactors.native import check_blocks
+from kvactors.native import check_blocks, fill_blocks
 
 # -- Address, shape and type of a framework's tensor, by DLPack, the CUDA array interface or the
 # tensor's own methods.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any, ClassVar
 
-from kvactors._native import BlockTree, Path
 from kvactors.actor import Envelope
 from kvactors.errors import (
     DeadlineExceeded,
@@ -18,6 +17,7 @@ from kvactors.errors import (
     NoRoom,
     NumBlocksUnset,
 )
+from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action, Refusal, Reply, StartTimer, Timed, Work
 from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.held import Held, SpaceQueue, number_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvactors._native import BlockTree, Path, TreeWalk
 from kvactors.actor import Message
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
@@ -15,7 +14,7 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
 )
 from kvactors.identity import RequestScope
-from kvactors.native import DEVICE
+from kvactors.native import DEVICE, BlockTree, Path, TreeWalk
 from kvactors.prefix_index.actions import Action, Work
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.parts import next_part, parts

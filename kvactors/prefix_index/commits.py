@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvactors._native import Path
 from kvactors.actor import Envelope
 from kvactors.actor.log import get_logger
 from kvactors.errors import LeaseEnded, NotReady, RankLost
+from kvactors.native import Path
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.evictions import Evictions

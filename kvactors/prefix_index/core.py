@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain, count
 
-from kvactors._native import BlockTree
 from kvactors.actor import Envelope
 from kvactors.cpu_evictor.messages import HostBlocksAdded, HostBlocksRemoved
 from kvactors.errors import CacheAsleep, RankLost, ensure
 from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.identity import PLAIN
+from kvactors.native import BlockTree
 from kvactors.prefix_index.actions import Action, Refusal, Reply, Work
 from kvactors.prefix_index.admission import Admission
 from kvactors.prefix_index.announcements import Announcements

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvactors._native import Path
 from kvactors.actor import Envelope
 from kvactors.errors import DeviceError, RankLost
 from kvactors.gpu_swapper.messages import CopyWithin
+from kvactors.native import Path
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.admission import Admission, Waiter
 from kvactors.prefix_index.endings import Endings

@@ -3,9 +3,9 @@ blocks."""
 
 from __future__ import annotations
 
-from kvactors._native import Path
 from kvactors.actor import Envelope
 from kvactors.identity import RequestScope
+from kvactors.native import Path
 from kvactors.prefix_index.actions import Action, Reply
 from kvactors.prefix_index.admission import Admission, Waiter
 from kvactors.prefix_index.announcements import Announcements

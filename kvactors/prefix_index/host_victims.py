@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvactors._native import Path
 from kvactors.cpu_evictor.messages import EvictFirst
+from kvactors.native import Path
 from kvactors.prefix_index.actions import Action
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.settings import IndexSettings

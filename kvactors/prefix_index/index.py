@@ -10,10 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors._native import LOADING, BlockTree, Path, TreeCheck
 from kvactors.errors import ensure
 from kvactors.hints import BlockHints
-from kvactors.native import DEVICE, HOST
+from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path, TreeCheck
 from kvactors.prefix_index.parts import part_of
 from kvactors.prefix_index.policy import TierPolicies
 from kvactors.prefix_index.pool import BlockPool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvactors._native import Path
 from kvactors.identity import PLAIN, Lineages, RequestScope
+from kvactors.native import Path
 from kvactors.prefix_index.index import Eviction
 from kvactors.types import split_hashes
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvactors._native import Path
 from kvactors.cpu_evictor.messages import Cancel, Load, SetTargets
+from kvactors.native import Path
 from kvactors.prefix_index.actions import Action, StartTimer
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.evictions import Evictions

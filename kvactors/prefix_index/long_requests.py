@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvactors._native import LOADING, BlockTree
 from kvactors.actor import Envelope
 from kvactors.errors import LeaseEnded
-from kvactors.native import HOST
+from kvactors.native import HOST, LOADING, BlockTree
 from kvactors.prefix_index.actions import Action, Refusal, Work
 from kvactors.prefix_index.admission import Admission, Waiter
 from kvactors.prefix_index.grants import Grants

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvactors._native import Path, StepTokens
 from kvactors.actor import Ask, Control, Later
 from kvactors.actor.message import Message
 from kvactors.hints import Hints
 from kvactors.identity import PLAIN, RequestScope
+from kvactors.native import Path, StepTokens
 from kvactors.prefix_index.actions import Work
 from kvactors.quotas import Quota
 

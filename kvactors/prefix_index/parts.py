@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvactors._native import Path
+from kvactors.native import Path
 from kvactors.prefix_index.actions import Action, Work
 from kvactors.prefix_index.messages import Continue
 

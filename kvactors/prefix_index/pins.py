@@ -9,10 +9,10 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors._native import BlockTree, Path
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import PinHostBlocks, UnpinHostBlocks
 from kvactors.identity import PLAIN, RequestScope
+from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action, StartTimer, Timed
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import PinExpired

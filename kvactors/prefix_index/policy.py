@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from kvactors._native import BlockTree, LifeTables, Path
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import SetHostQuota
 from kvactors.hints import Hints
+from kvactors.native import BlockTree, LifeTables, Path
 from kvactors.quotas import Quota, Quotas, salt_id
 
 Clock = Callable[[], float]

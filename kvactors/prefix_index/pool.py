@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvactors._native import Path
 from kvactors.errors import ensure
+from kvactors.native import Path
 from kvactors.prefix_index.ages import BlockAges
 
 STEP = 512

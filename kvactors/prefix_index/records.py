@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors._native import BlockTree, Path
 from kvactors.actor import Envelope
 from kvactors.errors import KVActorsError
 from kvactors.hints import Hints
+from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Timed
 from kvactors.prefix_index.messages import LayerResult
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvactors._native import BlockTree, Path
 from kvactors.cpu_evictor.messages import Save
+from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action
 from kvactors.prefix_index.host_victims import HostVictims
 from kvactors.prefix_index.index import BlockIndex, is_past, pick_hashes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvactors._native import Path
+from kvactors.native import Path
 from kvactors.prefix_index.messages import Stored
 from kvactors.settings.check import WritePolicy
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvactors._native import Path
 from kvactors.actor import Envelope
 from kvactors.errors import LeaseBusy, NotReady, RankLost, TokensCommitted
 from kvactors.identity import leading_items
+from kvactors.native import Path
 from kvactors.prefix_index.actions import Action, Refusal, Reply, Work
 from kvactors.prefix_index.admission import Admission, Waiter
 from kvactors.prefix_index.index import BlockIndex

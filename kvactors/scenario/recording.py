@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors._native import Path
 from kvactors.actor import ActorRef, Envelope, Instrument, Turn
 from kvactors.actor.clock import now
 from kvactors.actor.log import brief, get_logger
@@ -29,6 +28,7 @@ from kvactors.cache import KVCache
 from kvactors.checks import kind
 from kvactors.errors import ConfigError
 from kvactors.files import open_private
+from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import Abandon, Acquire, AcquireResult, Finish, Preempt
 from kvactors.scenario.output import Output, live_line, to_stdout

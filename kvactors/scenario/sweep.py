@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors._native import BlockTree, LifeTables, Path
 from kvactors.errors import ConfigError
+from kvactors.native import BlockTree, LifeTables, Path
 from kvactors.prefix_index.policy import FIRST
 from kvactors.scenario.trace import TraceRequest
 from kvactors.settings import Config

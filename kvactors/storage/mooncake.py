@@ -24,14 +24,13 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors._native import check_headers, make_headers, object_names, slot_pointers
 from kvactors.actor.clock import clock_of
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError, StoreUnavailable
 from kvactors.identity import Lineage, StoreIdentity
-from kvactors.native import addresses
+from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.local_store import unfit_views

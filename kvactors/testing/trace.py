@@ -17,11 +17,11 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from kvactors._native import Path
 from kvactors.actor import ActorRef, Control, Envelope, Instrument, Instruments, Message, Turn
 from kvactors.actor.clock import now
 from kvactors.actor.context import is_job
 from kvactors.identity import PLAIN, RequestScope
+from kvactors.native import Path
 from kvactors.testing.loop import SimLoop
 from kvactors.types import HASH_BYTES
 

@@ -13,10 +13,10 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors._native import CopyQueue
 from kvactors.checks import check_int
 from kvactors.device.tensors import Rows, address_of, rows_of
 from kvactors.errors import CacheClosed, DeviceError, KVActorsError, LayoutError, StoreError
+from kvactors.native import CopyQueue
 from kvactors.tier_cache.checks import checked_limit
 from kvactors.tier_cache.slots import SlotMemory
 

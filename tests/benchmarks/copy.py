@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from kvactors._native import copy_bytes, gather, scatter, touch
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout
+from kvactors.native import copy_bytes, gather, scatter, touch
 from kvactors.signals import run_terminable
 from tests.benchmarks.copy_gpu import gpu_rows
 from tests.benchmarks.copy_ranks import rank_rows

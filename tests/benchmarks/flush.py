@@ -20,7 +20,6 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvactors._native import chain_hashes
 from kvactors.actor import ActorRef, ActorSpec, Group, InFlight, Supervisor
 from kvactors.actor.clock import deadline_after
 from kvactors.errors import ConfigError, KVActorsError
@@ -35,7 +34,7 @@ from kvactors.flush_notifier.messages import (
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.native import HASH_BYTES
+from kvactors.native import HASH_BYTES, chain_hashes
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.scenario.child import Child, child, start_child
 from kvactors.settings import FlushConfig

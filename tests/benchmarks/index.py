@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvactors._native import BlockTree, Path, chain_hashes
 from kvactors.errors import ConfigError
+from kvactors.native import BlockTree, Path, chain_hashes
 from tests.benchmarks.child import ChildProcess
 from tests.benchmarks.index_child import (
     GROUP_SIZE,

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
-from kvactors._native import check_headers, make_headers
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
+from kvactors.native import check_headers, make_headers
 from kvactors.scenario.mooncake_master import master
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.signals import run_terminable

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvactors._native import BlockTree
+from kvactors.native import BlockTree
 from tests.benchmarks import index
 from tests.benchmarks.index_child import prompts
 from tests.benchmarks.report import rate_row, time_row

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvactors._native import copy_bytes
+from kvactors.native import copy_bytes
 from kvactors.tier_cache import CopyWorker, Lookup, SlotMemory, TierCache, open_tiers
 from tests.benchmarks.report import Row, bench_report, time_row
 

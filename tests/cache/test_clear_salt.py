@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from kvactors._native import BlockTree
 from kvactors.errors import NoRoom
+from kvactors.native import BlockTree
 from tests.cache.test_quotas import BLOCK, held, settle, tokens_of, use
 from tests.support.cache import opened
 

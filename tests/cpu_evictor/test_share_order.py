@@ -9,8 +9,8 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors._native import BlockTree, Path
 from kvactors.cpu_evictor.slots import HostShares, HostTier, SlotState
+from kvactors.native import BlockTree, Path
 
 SALTS = (1, 2, 3)
 PIN_LIMIT = 3

@@ -8,14 +8,13 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from kvactors._native import Path
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.data_plane.base import Direction
 from kvactors.errors import KVActorsError
 from kvactors.gpu_swapper.messages import Copied, Copy, DataPlaneStatus
 from kvactors.identity import PLAIN
-from kvactors.native import HOST
+from kvactors.native import HOST, Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (

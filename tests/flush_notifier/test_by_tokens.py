@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors._native import Path
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import BlocksRemoved, PathCached
 from kvactors.flush_notifier.select import path_tokens
 from kvactors.identity import CacheScope
+from kvactors.native import Path
 from kvactors.observe.statistics import residency
 from kvactors.settings import Config
 from kvactors.types import Reason, Residency, Tier

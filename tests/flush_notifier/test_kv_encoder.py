@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvactors._native import EventEncoder
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.kv_wire import KvEventEncoder
 from kvactors.identity import PLAIN, RequestScope, media_extra
+from kvactors.native import EventEncoder
 from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier import kv_reference

@@ -7,10 +7,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvactors._native import FrameSender
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.sinks import kv_sockets
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
+from kvactors.native import FrameSender
 from kvactors.settings.sinks import KvEventsSinkConfig
 
 pytestmark = pytest.mark.full

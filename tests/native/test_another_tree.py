@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvactors._native import BlockTree, Path
+from kvactors.native import BlockTree, Path
 
 VALUES = {"int": 0, "bool": False, "float": 0.0, "bytes": bytes(32)}
 REQUIRED = re.compile(r"(\w+): ([\w.]+)(?=[,)])")

@@ -14,8 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvactors._native import copy_bytes, fill_blocks, gather, scatter, touch, work_in_background
-from kvactors.native import check_blocks
+from kvactors.native import (
+    check_blocks,
+    copy_bytes,
+    fill_blocks,
+    gather,
+    scatter,
+    touch,
+    work_in_background,
+)
 
 UNTOUCHED = 0xEE
 Ids = NDArray[np.int64]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors._native import BlockTree, Path
+from kvactors.native import BlockTree, Path
 
 BLOCKS = 48
 PROMPTS = [(0,), (0, 1), (0, 1, 2, 3, 4), (0, 1, 5, 6), (7, 8, 9)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvactors._native import BlockTree, LifeTables, Path
+from kvactors.native import BlockTree, LifeTables, Path
 
 BLOCK, ROOT = 2, bytes(32)
 

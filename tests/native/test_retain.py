@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors._native import BlockTree, LifeTables, Path
+from kvactors.native import BlockTree, LifeTables, Path
 from kvactors.scenario.sweep import DeviceTier
 from tests.support.retain_model import SHIPPED, RetainModel
 

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from kvactors._native import LifeTables
+from kvactors.native import LifeTables
 from kvactors.scenario.sweep import DeviceTier
 
 PROMPT = 20

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors._native import BlockTree, LifeTables, Path
+from kvactors.native import BlockTree, LifeTables, Path
 from tests.native.test_retain import requests
 from tests.support import adversaries
 from tests.support.two_tiers import ROOT, TwoTiers, split

@@ -9,7 +9,7 @@ import gc
 import pytest
 
 import kvactors
-from kvactors._native import BlockTree, LifeTables
+from kvactors.native import BlockTree, LifeTables
 from tests.soak.memory import resident_kib
 
 CONFIG = kvactors.Config.from_mapping(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from kvactors._native import LifeTables
+from kvactors.native import LifeTables
 from kvactors.prefix_index.policy import FIRST
 from kvactors.scenario.sweep import DeviceTier, hit_curve, read_paths
 from tests.support.adversaries import ADVERSARIES, HOSTILE, finer, first

@@ -8,7 +8,7 @@ from math import inf
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvactors._native import BlockTree, Path
+from kvactors.native import BlockTree, Path
 
 PROMPTS = [(0,), (0, 1), (0, 1, 2), (0, 3), (4,), (4, 5), (6, 7, 8)]
 USES = st.tuples(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors._native import BlockTree, Path, StepTokens
+from kvactors.native import BlockTree, Path, StepTokens
 
 BLOCK, ROOT = 4, bytes(32)
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors._native import BlockTree, Path, chain_hashes
-from kvactors.native import HASH_BYTES
+from kvactors.native import HASH_BYTES, BlockTree, Path, chain_hashes
 
 ROOT = bytes(range(32))
 LARGEST = 2**32 - 1

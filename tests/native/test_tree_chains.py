@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvactors._native import BlockTree, Path
+from kvactors.native import BlockTree, Path
 
 ROOT = bytes(32)
 BLOCKS = 600

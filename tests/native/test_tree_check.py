@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from kvactors._native import Path, TreeCheck
 from kvactors.cpu_evictor.slots import HostTier, SlotState
+from kvactors.native import Path, TreeCheck
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.pool import BlockPool
 

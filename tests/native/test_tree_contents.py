@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from kvactors._native import BlockTree, Path
+from kvactors.native import BlockTree, Path
 from kvactors.types import split_hashes
 
 SIZE = 2

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors._native import BlockTree, Path
-from kvactors.native import DEVICE, HOST
+from kvactors.native import DEVICE, HOST, BlockTree, Path
 from tests.native.test_tree_chains import ROOT
 
 Block = tuple[int, ...]

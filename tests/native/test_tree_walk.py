@@ -6,8 +6,7 @@ from __future__ import annotations
 import hashlib
 from random import Random
 
-from kvactors._native import BlockTree, Path, TreeWalk
-from kvactors.native import HOST
+from kvactors.native import HOST, BlockTree, Path, TreeWalk
 from kvactors.types import split_hashes
 
 ROOTS = (bytes(32), b"\1" * 32)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from kvactors._native import LOADING, OFFLOADING
-from kvactors.native import DEVICE, HOST
+from kvactors.native import DEVICE, HOST, LOADING, OFFLOADING
 from kvactors.types import split_hashes
 from tests.native.trees import (
     MAX_BLOCKS,

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from numpy.typing import NDArray
 
-from kvactors._native import LOADING, OFFLOADING, BlockTree, Path
-from kvactors.native import HOST
+from kvactors.native import HOST, LOADING, OFFLOADING, BlockTree, Path
 from tests.support.path_model import NONE, Node, PathModel
 from tests.support.tree_model import TreeModel
 

@@ -10,7 +10,6 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvactors._native import Path, StepTokens
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import (
     Cancel,
@@ -36,6 +35,7 @@ from kvactors.flush_notifier.messages import (
 )
 from kvactors.gpu_swapper.messages import CopiedWithin, CopyWithin, DataPlaneStatus
 from kvactors.identity import PLAIN
+from kvactors.native import Path, StepTokens
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from kvactors._native import Path
 from kvactors.actor import Envelope, Message
 from kvactors.identity import PLAIN
+from kvactors.native import Path
 from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.core import IndexCore

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvactors._native import LifeTables, Path
 from kvactors.cpu_evictor.messages import Load, LoadStalled, Save
 from kvactors.errors import LeaseEnded, RankLost
 from kvactors.hints import Hints
 from kvactors.identity import PLAIN, RequestScope
+from kvactors.native import LifeTables, Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.held import Held
 from kvactors.prefix_index.index import BlockIndex

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path as FilePath
 
-from kvactors._native import BlockTree, Path
 from kvactors.errors import NoRoom
+from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.index import RETURNED, BlockIndex
 from kvactors.prefix_index.messages import Abandon, Ack, Acquire, AcquireResult, Clear, Pause, Sweep
 from tests.prefix_index.index_machine import BLOCK, IndexMachine

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors._native import BlockTree, Path, chain_hashes
 from kvactors.actor.actor import Handler
 from kvactors.cache import KVCache
 from kvactors.hints import Hints
 from kvactors.lookup import FIRST_STEP_BLOCKS
+from kvactors.native import BlockTree, Path, chain_hashes
 from kvactors.observe import invariants
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.types import HASH_BYTES, split_hashes

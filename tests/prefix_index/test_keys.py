@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors._native import Path, chain_hashes
 from kvactors.identity import CacheScope, block_extras, media_extra, media_items
+from kvactors.native import Path, chain_hashes
 from tests.support.path_model import PathModel
 
 DOC = (FilePath(__file__).parents[2] / "docs" / "keys.md").read_text()

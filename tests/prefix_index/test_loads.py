@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors._native import Path
 from kvactors.actor import Message
 from kvactors.cpu_evictor.messages import Cancel, DropHostCopies, KeepHostCopies, Load, SetTargets
 from kvactors.flush_notifier.messages import BlocksAdded
+from kvactors.native import Path
 from kvactors.prefix_index.actions import StartTimer
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.index import Segment

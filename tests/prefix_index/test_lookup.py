@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors._native import Path
 from kvactors.actor.sliced import finish
 from kvactors.lease import Hits
 from kvactors.lookup import PromptHits, count_hits
+from kvactors.native import Path
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.types import split_hashes

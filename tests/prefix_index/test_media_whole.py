@@ -3,7 +3,7 @@ private blocks."""
 
 from __future__ import annotations
 
-from kvactors._native import Path
+from kvactors.native import Path
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.records import LeaseState
 from tests.prefix_index.objects import lease_table

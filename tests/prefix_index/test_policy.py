@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvactors._native import LifeTables, Path
 from kvactors.hints import Hints
+from kvactors.native import LifeTables, Path
 from kvactors.prefix_index.messages import Extend, Finish
 from kvactors.prefix_index.policy import TierPolicies, policies_of
 from tests.prefix_index.objects import BLOCK, Request, acquire, core

@@ -16,9 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvactors._native import Path
 from kvactors.cpu_evictor.messages import Offload
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NeverFits, NoRoom
+from kvactors.native import Path
 from kvactors.prefix_index import admission
 from kvactors.prefix_index.actions import Action, Refusal, Reply, StartTimer
 from kvactors.prefix_index.messages import Acquire, Continue, Extend, Finish, Proceed

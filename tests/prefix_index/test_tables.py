@@ -15,10 +15,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvactors._native import Path
 from kvactors.checks import added_media, request_path
 from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom, NotReady, RankLost, TokensCommitted
 from kvactors.identity import PLAIN
+from kvactors.native import Path
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.messages import (
     Ack,

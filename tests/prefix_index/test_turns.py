@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvactors._native import Path
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import HostBlocksAdded, Loaded, Save, Saved
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathCached
 from kvactors.identity import PLAIN, RequestScope
+from kvactors.native import Path
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
     Abandon,

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvactors._native import BlockTree, Path, StepTokens
 from kvactors.actor import Ask, Message, PeerRestarted
 from kvactors.cpu_evictor.messages import (
     Cancel,
@@ -29,6 +28,7 @@ from kvactors.cpu_evictor.messages import (
 from kvactors.gpu_swapper.messages import CopiedWithin, CopyWithin, DataPlaneStatus
 from kvactors.hints import Hints
 from kvactors.identity import PLAIN, RequestScope
+from kvactors.native import BlockTree, Path, StepTokens
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (

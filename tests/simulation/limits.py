@@ -13,7 +13,7 @@ OVERTAKINGS = "requests that overtake one"
 
 LIMITS: Mapping[str, tuple[str, str]] = {
     "messages of a turn": ("kvactors.actor.loop", "TURN_BUDGET"),
-    "blocks forgotten": ("kvactors.system", "FORGOTTEN"),
+    "blocks forgotten": ("kvactors.system", "FORGOTTEN_BLOCKS"),
     "objects of a write": ("kvactors.cpu_evictor.memory", "WRITE_BATCH"),
     "batches at the store": ("kvactors.storage.actors", "IN_FLIGHT"),
     "names of a report": ("kvactors.storage.actors", "REPORT_PAGE"),

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvactors._native import SlabQueue, xxh3_64
+from kvactors.native import SlabQueue, xxh3_64
 from kvactors.storage.file import layout
 from kvactors.storage.file.io import SlabIo
 from kvactors.storage.file.store import own_bytes

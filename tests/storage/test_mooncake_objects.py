@@ -16,10 +16,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors._native import check_headers, make_headers, object_names, slot_pointers
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError
-from kvactors.native import addresses
+from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
 from kvactors.settings import Config
 from kvactors.settings.mooncake import MooncakeConfig, resolve
 from kvactors.storage.messages import Outcome

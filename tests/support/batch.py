@@ -17,9 +17,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import numpy as np
 
 from kvactors import KVActorsError, KVCache, Lease, LeaseBusy, LeaseEnded, NoRoom, Step, Stepped
-from kvactors._native import Path
 from kvactors.checks import Media, request_path
 from kvactors.errors import DeadlineExceeded, DeviceError, TokensCommitted
+from kvactors.native import Path
 
 T = TypeVar("T")
 

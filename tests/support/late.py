@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvactors._native import SlabQueue
+from kvactors.native import SlabQueue
 from kvactors.storage.file import io as io_module
 from kvactors.storage.file.io import SlabIo
 from kvactors.threads import Workers

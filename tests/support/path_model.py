@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvactors._native import OFFLOADING
-from kvactors.native import DEVICE, HASH_BYTES
+from kvactors.native import DEVICE, HASH_BYTES, OFFLOADING
 
 NONE = -1
 """No device block."""

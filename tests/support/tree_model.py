@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors._native import LOADING, OFFLOADING
-from kvactors.native import DEVICE, HASH_BYTES, HOST
+from kvactors.native import DEVICE, HASH_BYTES, HOST, LOADING, OFFLOADING
 from kvactors.types import split_hashes
 from tests.support.path_model import NONE, Node, PathModel, block_name, packed, require
 

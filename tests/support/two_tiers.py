@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors._native import BlockTree, LifeTables, Path
+from kvactors.native import BlockTree, LifeTables, Path
 
 ROOT = bytes(32)
 

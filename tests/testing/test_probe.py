@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import pytest
 
-from kvactors._native import Path
 from kvactors.actor import Actor, Ask, Control, Message, on
 from kvactors.actor.clock import deadline_after
 from kvactors.cpu_evictor.messages import Load, Loaded, Offload, Save
 from kvactors.errors import NoRoom, NotReady, WiringError
 from kvactors.flush_notifier.messages import PathCached
+from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import Acquire, Commit, Finish, Ready

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors._native import fill_blocks
 from kvactors.data_plane.cuda.copy_plan import addresses
 from kvactors.data_plane.cuda.driver import (
     CudaContext,
@@ -28,7 +27,7 @@ from kvactors.device.base import Device, check_pairs
 from kvactors.device.tensors import TYPESTRS, Region, Rows, TensorDevice, ensure_in_place, region_of
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import ITEM_BYTES, Layout
-from kvactors.native import check_blocks
+from kvactors.native import check_blocks, fill_blocks
 
 
 def cuda_region_of(tensor: Any) -> Region:

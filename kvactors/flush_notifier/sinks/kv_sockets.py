@@ -16,8 +16,8 @@ from typing import Any, Literal, NoReturn
 
 import anyio
 
-from kvactors._native import FrameSender
 from kvactors.errors import SinkError
+from kvactors.native import FrameSender
 from kvactors.settings.sinks import Endpoint
 
 try:

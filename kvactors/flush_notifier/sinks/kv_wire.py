@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import xxhash
 
-from kvactors._native import EventEncoder
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import ExtraKeys, FlushTask
 from kvactors.identity import PLAIN, MediaHash, RequestScope, media_items
+from kvactors.native import EventEncoder
 from kvactors.redact import redacted_repr, redacted_rich_repr
 from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import HASH_BYTES, Residency, Tier

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, overload
 
-from kvactors._native import Path
 from kvactors.errors import NoRoom, ensure
 from kvactors.identity import block_extras
+from kvactors.native import Path
 from kvactors.types import HASH_BYTES
 
 # -- Arguments of the engine's calls: checked, with their names in the error.

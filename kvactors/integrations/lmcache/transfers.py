@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvactors._native import copy_bytes
 from kvactors.integrations.lmcache.catalog import (
     Key,
     ObjectShape,
     StoredObject,
 )
+from kvactors.native import copy_bytes
 from kvactors.tier_cache import SlotMemory
 
 

@@ -27,10 +27,10 @@ import numpy as np
 import structlog
 from anyio.to_thread import run_sync
 
-from kvactors._native import Path
 from kvactors.errors import KVActorsError
 from kvactors.identity import CacheScope
 from kvactors.layout import make_layout
+from kvactors.native import Path
 from kvactors.scenario.child import Child, start_child
 from kvactors.scenario.fleet.network import Network
 from kvactors.scenario.fleet.node import Answer, Conversation, Order, Orders

@@ -12,11 +12,11 @@ from typing import NamedTuple, TypeVar
 import anyio
 import xxhash
 
-from kvactors._native import SlabQueue
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
+from kvactors.native import SlabQueue
 from kvactors.storage.backend import Expired
 from kvactors.storage.file.layout import SlabFiles, address_of, extent
 from kvactors.storage.file.table import (

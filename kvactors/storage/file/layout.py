@@ -28,12 +28,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvactors._native import SlabQueue
 from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.files import FOLDER_MODE, locked, open_folder, open_private, private_folder, read_all
-from kvactors.native import fcntl, register_at_fork, zero_range
+from kvactors.native import SlabQueue, fcntl, register_at_fork, zero_range
 from kvactors.storage.file.table import (
     PAGE,
     Damaged,
