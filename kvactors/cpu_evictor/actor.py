@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, Timer, on
+from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.actor.clock import now
-from kvactors.cpu_evictor.actions import Action, Send, StartTimer, send
+from kvactors.actor.effects import Effects
 from kvactors.cpu_evictor.load import LoadJob
-from kvactors.cpu_evictor.memory import (
-    Emptying,
-    HostMemory,
-    HostStatistics,
-    count_of,
-    host_statistics,
-    outcomes_of,
-)
+from kvactors.cpu_evictor.memory import Completion, HostMemory, HostStatistics
 from kvactors.cpu_evictor.messages import (
     Cancel,
     ClearHost,
@@ -47,17 +40,7 @@ from kvactors.cpu_evictor.messages import (
     UnpinHostBlocks,
 )
 from kvactors.cpu_evictor.offload import OffloadJob
-from kvactors.cpu_evictor.requests import (
-    ClearRequest,
-    CopyRequest,
-    FetchRequest,
-    Peers,
-    ProbeRequest,
-    ReadRequest,
-    RequestTable,
-    SaveRequest,
-    WriteRequest,
-)
+from kvactors.cpu_evictor.requests import Peers, RequestTable
 from kvactors.cpu_evictor.save import PrefetchJob, SaveJob
 from kvactors.cpu_evictor.slots import POLICIES, HostShares, HostTier
 from kvactors.device.arena import HostSlots
@@ -71,7 +54,6 @@ from kvactors.storage.messages import (
     DeviceSaved,
     DeviceStoreMessage,
     FetchDevice,
-    Outcome,
     Probed,
     ProbeStore,
     Read,
@@ -84,161 +66,14 @@ from kvactors.storage.messages import (
     WriterMessage,
     Written,
 )
-from kvactors.types import indices_of, split_hashes
-
-# -- Completions of requests in flight: checks the reports of other actors and passes them to the
-# job.
-
-
-Completion = (
-    Copied
-    | CopyProgress
-    | Probed
-    | ReadDone
-    | Written
-    | StoreCleared
-    | DeviceFetched
-    | DeviceSaved
-    | SaveUnanswered
-)
-
-
-class Completions:
-    """Ends requests. A completion of a request that is not in the table changes nothing."""
-
-    def __init__(self, memory: HostMemory) -> None:
-        self._memory = memory
-        self._requests = memory.requests
-
-    def handle(self, message: Completion) -> list[Action]:
-        """End the request, or report its progress, and continue its job."""
-        match message:
-            case Copied():
-                return self._copied(message)
-            case Probed():
-                return self._probed(message)
-            case ReadDone():
-                return self._read(message)
-            case Written():
-                return self._written(message)
-            case CopyProgress():
-                return self._progress(message)
-            case DeviceFetched():
-                return self._fetched(message)
-            case DeviceSaved():
-                return self._saved(message)
-            case StoreCleared():
-                return self._cleared(message)
-            case SaveUnanswered():
-                return self._unanswered(message)
-
-    def peer_failed(self, peer: str) -> list[Action]:
-        """A storage actor failed, so its requests will not be answered: a clear is sent again, the
-        others end without success.
-
-        Args:
-            peer: name of the actor.
-        """
-        if peer == "prefix_index":
-            self._memory.host.shares.unpin(b"")  # pins end with its state
-        actions: list[Action] = []
-        for op, request in self._requests.open_at(peer):
-            failed = bytes([Outcome.UNAVAILABLE]) * request.size
-            match request:
-                case ClearRequest():
-                    self._requests.take(op, ClearRequest)
-                    actions.append(self._memory.clear_store(request.op, request.salt))
-                case ProbeRequest():
-                    actions += self._probed(Probed(op, 0))
-                case ReadRequest():
-                    actions += self._read(ReadDone(op, failed))
-                case WriteRequest():
-                    actions += self._written(Written(op, failed))
-                case FetchRequest():
-                    actions += self._fetched(DeviceFetched(op, 0))
-                case SaveRequest():
-                    actions += self._saved(DeviceSaved(op, 0))
-        return actions
-
-    def _copied(self, message: Copied) -> list[Action]:
-        request = self._requests.take(message.op, CopyRequest)
-        if request is None:
-            return []
-        failed = indices_of(message.failed, request.size)
-        self._memory.counts.copy_failures += len(failed)
-        return request.job.on_copied(request.first, request.size, failed)
-
-    def _progress(self, message: CopyProgress) -> list[Action]:
-        request = self._requests.get(message.op, CopyRequest)
-        if request is None or not isinstance(request.job, LoadJob):
-            return []
-        return request.job.on_layers(request.first, message.layers)
-
-    def _probed(self, message: Probed) -> list[Action]:
-        """Reads that follow from a probe are sent before the writes that were held back for it, and
-        before those of the eviction that makes space for them."""
-        request = self._requests.take(message.op, ProbeRequest)
-        if request is None:
-            return []
-        found = count_of(message.found, request.size)
-        if not request.HOLDS_WRITES:
-            return request.job.on_probed(found)
-        self._requests.hold_writes()
-        # During a clear, blocks from before it may have been found.
-        actions = request.job.on_probed(found if self._requests.may_read else 0)
-        self._requests.release_writes()
-        return actions + self._memory.write_held()
-
-    def _unanswered(self, message: SaveUnanswered) -> list[Action]:
-        """Count every block as stored, so that nothing is written and the device blocks of a
-        finished request are not held. The next finish offers them again."""
-        request = self._requests.take(message.op, ProbeRequest)
-        return [] if request is None else request.job.on_probed(request.size)
-
-    def _read(self, message: ReadDone) -> list[Action]:
-        request = self._requests.take(message.op, ReadRequest)
-        if request is None:
-            return []
-        outcomes = outcomes_of(message.outcomes, request.size)
-        return request.job.on_read(request.first, outcomes) + self._memory.write_held()
-
-    def _written(self, message: Written) -> list[Action]:
-        request = self._requests.take(message.op, WriteRequest)
-        if request is None:
-            return []
-        outcomes = outcomes_of(message.outcomes, request.size)
-        return self._memory.on_written(request.blocks, outcomes)
-
-    def _cleared(self, message: StoreCleared) -> list[Action]:
-        request = self._requests.take(message.op, ClearRequest)
-        if request is None:
-            return []
-        cleared = HostCleared(request.op, message.error, message.unknown)
-        return [send(self._requests.peers.index, cleared)]
-
-    def _fetched(self, message: DeviceFetched) -> list[Action]:
-        request = self._requests.take(message.op, FetchRequest)
-        if request is None:
-            return []
-        return request.job.on_fetched(request.first, count_of(message.num_blocks, request.size))
-
-    def _saved(self, message: DeviceSaved) -> list[Action]:
-        request = self._requests.take(message.op, SaveRequest)
-        if request is None:
-            return []
-        saved = count_of(message.num_blocks, request.size)
-        self._memory.counts.written += saved
-        self._memory.counts.write_failures += request.size - saved
-        self._memory.counts.not_stored_unavailable += request.size - saved
-        return request.job.on_saved()
+from kvactors.types import split_hashes
 
 
 class CpuEvictor(Actor):
     """Owns the host slots. It alone hands them out, so it leads every movement through host memory.
 
-    Handlers call pure objects, which return the actions to carry out: a job for each offload, load,
-    prefetch and finished request, `HostMemory` for their shared state, `RequestTable` for requests
-    in flight, and `Completions` to continue a job when a request has ended.
+    Handlers call a job for each offload, load, prefetch and finished request, and `HostMemory`,
+    their shared state. `RequestTable` has the requests in flight.
 
     Args:
         device_store: actor of a store that moves device memory itself, None without one.
@@ -285,91 +120,96 @@ class CpuEvictor(Actor):
     ) -> None:
         super().__init__(ref)
         self.layerwise, self._arena = layerwise, arena
-        self.peers = Peers(index, swapper, readers, writers, notifier, device_store)
+        peers = Peers(index, swapper, readers, writers, notifier, device_store)
         self.host = HostTier(
             config.slots, arena.num_slots, arena.in_use, POLICIES[policy](), shares
         )
-        self.requests = RequestTable(self.peers, storage, memory_generation, now)
+        out = Effects(self.context)
+        self.requests = RequestTable(peers, storage, memory_generation, now, out)
         self.memory = HostMemory(self.host, self.requests, config, storage)
-        self._completions = Completions(self.memory)
         self.exclusive = self.memory.exclusive  # a block leaves when the device has it
-        self._emptying = Emptying(self.memory, self.context.answer)
-        self._timers_of: dict[object, Timer] = {}  # by job
+        self._emptying: Envelope[int] | None = None  # the request to empty the tier that waits
 
     def started(self) -> None:
         """A later incarnation begins with an empty host tier."""
         if self.incarnation:
-            self._perform([self.memory.announce_restart()])
+            self.memory.announce_restart()
 
-    def _perform(self, actions: Iterable[Action]) -> None:
-        """Carry out the actions of a turn, and hand out the slots that it has freed."""
-        self._carry_out(actions)
-        while len(self.memory.movements) and (more := self.memory.movements.serve()):
-            self._carry_out(more)
-        if self._emptying.envelope is not None:
-            self._emptying.answer()
-
-    def _carry_out(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Send):
-                self.tell(action.to, action.message)
-            elif isinstance(action, StartTimer):
-                self._timers_of[action.job] = self.after(action.seconds, action.message)
-            else:
-                self._timers_of.pop(action.job).cancel()
+    def _end_turn(self) -> None:
+        """Hand out the slots that the turn has freed. Answer a request to empty the tier once
+        nothing is in flight."""
+        movements = self.memory.movements
+        while len(movements) and movements.serve():
+            pass
+        if self._emptying is not None and self.requests.idle:
+            envelope, self._emptying = self._emptying, None
+            self.answer(envelope, len(self.host.blocks))
 
     # -- orders of the index
 
     @on(Offload)
     def offload(self, message: Offload) -> None:
         """Copy evicted device blocks to the host."""
-        self._perform(OffloadJob(self.memory, message).begin())
+        OffloadJob(self.memory, message).begin()
+        self._end_turn()
 
     @on(Load)
     def load(self, message: Load) -> None:
         """Bring blocks back to the device."""
-        job = LoadJob(self.memory, message, layerwise=self.layerwise)
-        self._perform(job.begin())
+        LoadJob(self.memory, message, layerwise=self.layerwise).begin()
+        self._end_turn()
 
     @on(SetTargets)
-    def set_targets(self, message: SetTargets) -> None:
-        """The device blocks of a load that began without."""
-        if (job := self.memory.loads.get(message.op)) is not None:
-            self._perform(job.set_targets(message.blocks))
-
     @on(Cancel)
     @on(FetchDeadline)
-    def end_load(self, message: Cancel | FetchDeadline) -> None:
-        """A load without targets is cancelled, or the deadline of one that waits for storage."""
-        if (job := self.memory.loads.get(message.op)) is not None:
-            self._perform(job.cancel() if isinstance(message, Cancel) else job.on_deadline())
+    def continue_load(self, message: SetTargets | Cancel | FetchDeadline) -> None:
+        """A load that began without device blocks gets them or is cancelled, or the deadline of one
+        that waits for storage."""
+        if (job := self.memory.loads.get(message.op)) is None:
+            return
+        if isinstance(message, SetTargets):
+            job.set_targets(message.blocks)
+        elif isinstance(message, Cancel):
+            job.cancel()
+        else:
+            job.on_deadline()
+        self._end_turn()
 
     @on(SlotDeadline)
     def slot_deadline(self, message: SlotDeadline) -> None:
         """An offload or a save has waited long enough for slots."""
-        self._perform(self.memory.movements.overdue(message.op))
+        self.memory.movements.overdue(message.op)
+        self._end_turn()
 
     @on(PrefetchToHost)
     def prefetch(self, message: PrefetchToHost) -> None:
         """Bring blocks that storage has to the host."""
-        self._perform(PrefetchJob(self.memory, message).begin())
+        PrefetchJob(self.memory, message).begin()
+        self._end_turn()
 
     @on(Save)
     def save(self, message: Save) -> None:
         """Keep and save the path of a finished request."""
-        self._perform(SaveJob(self.memory, message).begin())
+        SaveJob(self.memory, message).begin()
+        self._end_turn()
 
     @on(DropHostCopies)
+    def drop_host_copies(self, message: DropHostCopies) -> None:
+        """The device holds these blocks."""
+        self.memory.drop_host_copies(message.hashes)
+        self._end_turn()
+
     @on(KeepHostCopies)
-    def host_copies(self, message: DropHostCopies | KeepHostCopies) -> None:
-        """The device holds these blocks, or did not take them."""
-        drop, keep = self.memory.drop_host_copies, self.memory.keep_host_copies
-        self._perform((drop if isinstance(message, DropHostCopies) else keep)(message.hashes))
+    def keep_host_copies(self, message: KeepHostCopies) -> None:
+        """The device did not take these blocks."""
+        self.memory.keep_host_copies(message.hashes)
+        self._end_turn()
 
     @on(ClearHost)
     def clear(self, message: ClearHost) -> None:
         """Drop every block, or those of a salt, on request those in storage too."""
-        self._perform(self.memory.on_clear(message))
+        self.memory.on_clear(message)
+        self._end_turn()
 
     @on(EvictFirst)
     @on(PinHostBlocks)
@@ -391,8 +231,13 @@ class CpuEvictor(Actor):
 
     @on(EmptyHost)
     def empty(self, message: EmptyHost, envelope: Envelope[int]) -> None:
-        """Evict blocks before a sleep."""
-        self._perform(self._emptying.begin(message, envelope))
+        """Evict the next blocks before a sleep, written back if that is the policy."""
+        host, self._emptying = self.host, envelope
+        if message.count:
+            self.memory.evict(host.victims(message.count))
+        else:
+            self.memory.remove([b for b in reversed(host.blocks.values()) if not b.pins])
+        self._end_turn()
 
     # -- other actors
 
@@ -407,28 +252,34 @@ class CpuEvictor(Actor):
     @on(SaveUnanswered)
     def completed(self, message: Completion) -> None:
         """A request to the swapper or to storage has ended, or made progress."""
-        self._perform(self._completions.handle(message))
+        self.memory.completed(message)
+        self._end_turn()
 
     @on(DataPlaneStatus)
     def data_plane_status(self, message: DataPlaneStatus) -> None:
         """Copies are available again, or are not for now. Lost slots hold nothing."""
         self.requests.generation = message.generation
         if message.memory_lost:
-            self._perform(self.memory.lose())
+            self.memory.lose()
+            self._end_turn()
         if message.available:
-            self._perform(send(writer, ReportLost()) for writer in self.peers.writers[:1])
+            for writer in self.requests.peers.writers[:1]:
+                self.tell(writer, ReportLost())
+            self._end_turn()
             return
         for job in list(self.memory.loads.values()):
-            self._perform(job.on_copies_unavailable())
+            job.on_copies_unavailable()
+            self._end_turn()
 
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:
         """A new notifier is sent the resident blocks. Requests to a storage actor that failed are
         ended."""
         if message.name == "flush_notifier":
-            self._perform(self.memory.announce(self.host.hashes()))
+            self.memory.announce(self.host.hashes())
         else:
-            self._perform(self._completions.peer_failed(message.name))
+            self.memory.peer_failed(message.name)
+        self._end_turn()
 
     # -- observation
 
@@ -451,4 +302,18 @@ class CpuEvictor(Actor):
 
     def host_statistics(self) -> HostStatistics:
         """The host tier at this moment."""
-        return host_statistics(self.host, self.memory.counts, self._arena)
+        host, shares = self.host, self.host.shares
+        counts = self.memory.counts | {
+            "quota_evictions": shares.quota_evictions,
+            "pins_refused": shares.pins_refused,
+            "pinned_blocks": shares.pinned,
+        }
+        return HostStatistics(
+            slots=host.num_slots,
+            resident=host.resident,
+            free_slots=host.free,
+            pinned=host.pinned,
+            capacity=host.capacity,
+            small_pages=self._arena.small_pages,
+            **counts,
+        )

@@ -1,83 +1,52 @@
-"""Host memory: blocks that enter and leave the host tier, and the reports to indexes about them."""
+"""Host memory: who gets the next slots, blocks that enter and leave the host tier, and the reports
+to indexes about them."""
 
 from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
-from kvactors.actor import Envelope
-from kvactors.cpu_evictor.actions import Action, send
 from kvactors.cpu_evictor.messages import (
     ClearHost,
-    EmptyHost,
     HostBlocksAdded,
     HostBlocksRemoved,
     HostCleared,
+    SaveUnanswered,
 )
-from kvactors.cpu_evictor.requests import RequestTable
-from kvactors.cpu_evictor.slots import NOTHING, HostBlock, HostTier, SlotState, clear_salt
-from kvactors.device.arena import HostSlots
+from kvactors.cpu_evictor.requests import (
+    ClearRequest,
+    CopyRequest,
+    FetchRequest,
+    HostJob,
+    ProbeRequest,
+    ReadRequest,
+    RequestTable,
+    SaveRequest,
+    WriteRequest,
+)
+from kvactors.cpu_evictor.slots import NOTHING, HostBlock, HostTier, SlotState
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
+from kvactors.gpu_swapper.messages import Copied, CopyProgress
 from kvactors.settings import HostConfig, StorageConfig
-from kvactors.storage.messages import Outcome
-from kvactors.types import Reason, Tier, join_hashes, split_hashes
+from kvactors.storage.messages import (
+    DeviceFetched,
+    DeviceSaved,
+    Outcome,
+    Probed,
+    ReadDone,
+    StoreCleared,
+    Written,
+)
+from kvactors.types import Reason, Tier, indices_of, join_hashes, split_hashes
 
 if TYPE_CHECKING:
     from kvactors.cpu_evictor.load import LoadJob
 
 
-# -- Statistics of the host tier.
-
-
-class Counts(msgspec.Struct, eq=False):
-    """Blocks since this incarnation began."""
-
-    evicted: int = 0
-    offloaded: int = 0
-    loaded: int = 0
-    fetched: int = 0  # from storage
-    written: int = 0
-    shed: int = 0  # not written to storage although due, for lack of slots
-    copy_failures: int = 0
-    write_failures: int = 0
-    not_stored_refused: int = 0  # the reasons of `write_failures`
-    not_stored_no_space: int = 0
-    not_stored_unavailable: int = 0
-    not_stored_late: int = 0
-    not_fetched_late: int = 0  # stored when a request asked for them, and it did not get them
-    not_fetched_gone: int = 0
-    not_fetched_failed: int = 0
-    not_fetched_few: int = 0
-    not_fetched_cleared: int = 0
-    not_fetched_no_slot: int = 0
-
-    def count_written(self, outcome: int) -> None:
-        """The store answered for a block."""
-        if outcome in (Outcome.OK, Outcome.EXISTS):
-            self.written += 1
-            return
-        self.write_failures += 1
-        if outcome == Outcome.REFUSED:
-            self.not_stored_refused += 1
-        elif outcome == Outcome.NO_SPACE:
-            self.not_stored_no_space += 1
-        elif outcome == Outcome.LATE:
-            self.not_stored_late += 1
-        else:
-            self.not_stored_unavailable += 1
-
-    def count_not_fetched(self, reason: str, blocks: int) -> None:
-        """Stored blocks of a load did not come."""
-        name = f"not_fetched_{reason}"
-        setattr(self, name, getattr(self, name) + blocks)
-
-
 class HostStatistics(NamedTuple):
-    """The host tier at one moment. The fields from `evicted` on count blocks, see `Counts`.
+    """The host tier at one moment. The fields from `evicted` on count blocks.
 
     Attributes:
         slots: slots of the arena, those for blocks in transit included.
@@ -118,27 +87,27 @@ class HostStatistics(NamedTuple):
     pinned: int
     capacity: int
     small_pages: str
-    evicted: int
-    offloaded: int
-    loaded: int
-    fetched: int
-    written: int
-    shed: int
-    copy_failures: int
-    write_failures: int
-    not_stored_refused: int
-    not_stored_no_space: int
-    not_stored_unavailable: int
-    not_stored_late: int
-    not_fetched_late: int
-    not_fetched_gone: int
-    not_fetched_failed: int
-    not_fetched_few: int
-    not_fetched_cleared: int
-    not_fetched_no_slot: int
-    quota_evictions: int
-    pins_refused: int
-    pinned_blocks: int
+    evicted: int = 0
+    offloaded: int = 0
+    loaded: int = 0
+    fetched: int = 0
+    written: int = 0
+    shed: int = 0
+    copy_failures: int = 0
+    write_failures: int = 0
+    not_stored_refused: int = 0
+    not_stored_no_space: int = 0
+    not_stored_unavailable: int = 0
+    not_stored_late: int = 0
+    not_fetched_late: int = 0
+    not_fetched_gone: int = 0
+    not_fetched_failed: int = 0
+    not_fetched_few: int = 0
+    not_fetched_cleared: int = 0
+    not_fetched_no_slot: int = 0
+    quota_evictions: int = 0
+    pins_refused: int = 0
+    pinned_blocks: int = 0
 
 
 NOT_STORED = tuple(name for name in HostStatistics._fields if name.startswith("not_stored_"))
@@ -148,163 +117,132 @@ NOT_STORED = tuple(name for name in HostStatistics._fields if name.startswith("n
 NOT_FETCHED = tuple(name for name in HostStatistics._fields if name.startswith("not_fetched_"))
 """Counts of stored blocks that requests did not get, by reason."""
 
-
-def host_statistics(host: HostTier, counts: Counts, arena: HostSlots) -> HostStatistics:
-    """Statistics of a host tier, of the blocks moved through it, and of its memory."""
-    return HostStatistics(
-        slots=host.num_slots,
-        resident=host.resident,
-        free_slots=host.free,
-        pinned=host.pinned,
-        capacity=host.capacity,
-        quota_evictions=host.shares.quota_evictions,
-        pins_refused=host.shares.pins_refused,
-        pinned_blocks=host.shares.pinned,
-        small_pages=arena.small_pages,
-        **msgspec.structs.asdict(counts),
-    )
+NOT_STORED_BY_OUTCOME = dict.fromkeys(Outcome, "not_stored_unavailable") | {
+    Outcome.REFUSED: "not_stored_refused",
+    Outcome.NO_SPACE: "not_stored_no_space",
+    Outcome.LATE: "not_stored_late",
+}
 
 
 # -- Movements through host memory that wait for slots: who gets the next ones.
 
 
 WINDOW = 64
-"""Blocks that a movement takes in its turn, at most: one read, copy or write. Several windows of a
-movement can be in flight."""
+"""Blocks that a job takes in its turn, at most: one read, copy or write. Several windows of a job
+can be in flight."""
 
 URGENT_TURNS = 4
-"""Of so many turns one is for the movements that no request waits for."""
-
-
-class Movement(Protocol):
-    """A job that needs slots, and goes on with those that are free.
-
-    Attributes:
-        URGENT: whether a request waits for it.
-    """
-
-    URGENT: ClassVar[bool]
-
-    @property
-    def op(self) -> int:
-        """Number in its `SlotDeadline`, 0 for a movement without one."""
-
-    @property
-    def lacking(self) -> int:
-        """Blocks that still need a slot."""
-
-    def take(self, most: int) -> list[Action]:
-        """Take up to `most` slots, as far as there are free ones, and fill them."""
-
-    def give_up(self) -> list[Action]:
-        """No slot will come: end without the blocks that lack one."""
+"""Of so many turns one is for the jobs that no request waits for."""
 
 
 class Movements:
-    """Shares slots among movements. Each takes a window in its turn, and waits for its next turn at
-    the end of its queue, so a long one does not stop short ones. Those that requests wait for come
+    """Shares slots among jobs. Each takes a window in its turn, and waits for its next turn at the
+    end of its queue, so a long one does not stop short ones. Those that requests wait for come
     first, in most turns.
 
-    Movements wait only while slots are to come back (`HostMemory.slots_come_back`). Otherwise the
-    tier evicts for them, and loads without device blocks let go of slots. If none is found, they
-    end.
+    Jobs wait only while slots are to come back (`HostMemory.slots_come_back`). Otherwise the tier
+    evicts for them, and loads without device blocks let go of slots. If none is found, they end.
 
     Attributes:
-        behind: a movement has waited in vain for slots that the store's writes hold. Until half of
-            the slots that are not for residents are free, movements to the store do not wait.
+        behind: a job has waited in vain for slots that the store's writes hold. Until half of the
+            slots that are not for residents are free, jobs that write to the store do not wait.
     """
 
-    def __init__(
-        self,
-        host: HostTier,
-        *,
-        evict: Callable[[Sequence[HostBlock]], list[Action]],
-        slots_come_back: Callable[[], bool],
-        let_go: Callable[[], list[Action]],
-    ) -> None:
-        """
-        Args:
-            host: the slots.
-            evict: evicts blocks.
-            slots_come_back: whether an event is to come that returns slots.
-            let_go: takes back slots that were taken ahead of their use.
-        """
+    def __init__(self, memory: HostMemory) -> None:
         self.behind = False
-        self._evict = evict
-        self._slots_come_back = slots_come_back
-        self._let_go = let_go
-        self._host = host
-        self._urgent: deque[Movement] = deque()
-        self._others: deque[Movement] = deque()
+        self._memory = memory
+        self._urgent: deque[HostJob] = deque()
+        self._others: deque[HostJob] = deque()
         self._turns = 0
 
     def __len__(self) -> int:
         return len(self._urgent) + len(self._others)
 
-    def enter(self, movement: Movement) -> list[Action]:
-        """A movement takes the slots that are free, and waits for more."""
-        self._queue_of(movement).append(movement)
-        return self.serve()
+    def enter(self, job: HostJob) -> None:
+        """A job takes the slots that are free, and waits for more."""
+        self._queue_of(job).append(job)
+        self.serve()
 
-    def leave(self, movement: Movement) -> None:
-        """A movement needs no more slots."""
-        queue = self._queue_of(movement)
-        if movement in queue:
-            queue.remove(movement)
+    def leave(self, job: HostJob) -> None:
+        """A job needs no more slots."""
+        queue = self._queue_of(job)
+        if job in queue:
+            queue.remove(job)
 
-    def overdue(self, op: int) -> list[Action]:
-        """A movement to the store has waited long enough for slots."""
-        for movement in (*self._urgent, *self._others):
-            if movement.op == op:
+    def overdue(self, op: int) -> None:
+        """A job that writes to the store has waited long enough for slots."""
+        for job in (*self._urgent, *self._others):
+            if job.op == op:
                 self.behind = True
-                self.leave(movement)
-                return movement.give_up()
-        return []
+                self.leave(job)
+                job.give_up()
+                return
 
-    def serve(self) -> list[Action]:
-        """Hand out free slots. Called at the end of each turn."""
-        actions = self._hand_out()
-        if len(self) and not self._slots_come_back():
-            actions += self._evict(self._host.victims(WINDOW))
-            actions += self._hand_out()
-        if len(self) and not self._slots_come_back():
-            actions += self._let_go()
-            actions += self._hand_out()
-        if len(self) and not self._slots_come_back():
-            for movement in (*self._urgent, *self._others):
-                self.leave(movement)
-                actions += movement.give_up()
-        return actions
+    def serve(self) -> bool:
+        """Hand out free slots. Returns whether something has changed, so that there may be more to
+        hand out."""
+        memory, before = self._memory, self._state()
+        self._hand_out()
+        for find_slots in (self._evict, memory.let_go, self._give_up):
+            if len(self) and not memory.slots_come_back():
+                find_slots()
+                self._hand_out()
+        return self._state() != before
 
-    def _hand_out(self) -> list[Action]:
-        actions: list[Action] = []
+    def _state(self) -> tuple[int, int]:
+        lacking = sum(len(job.waiting) for job in (*self._urgent, *self._others))
+        return self._memory.host.changes, lacking
+
+    def _evict(self) -> None:
+        self._memory.evict(self._memory.host.victims(WINDOW))
+
+    def _give_up(self) -> None:
+        for job in (*self._urgent, *self._others):
+            self.leave(job)
+            job.give_up()
+
+    def _hand_out(self) -> None:
         failed = 0  # turns since slots were taken
         while len(self) > failed:
             others_turn = not self._urgent or not (self._turns + 1) % URGENT_TURNS
             queue = self._others if self._others and others_turn else self._urgent
-            movement = queue[0]
-            before = movement.lacking
-            actions += movement.take(WINDOW)
-            if movement.lacking < before:
+            job = queue[0]
+            before = len(job.waiting)
+            job.take(WINDOW)
+            if len(job.waiting) < before:
                 failed = 0
-                self._turns += 1
-            elif not self._host.free:
-                return actions  # the turn stays with this one
+            elif not self._memory.host.free:
+                return  # the turn stays with this one
             else:
-                failed += 1  # it waits for blocks that another movement brings
-                self._turns += 1
-            if queue and queue[0] is movement:
+                failed += 1  # it waits for blocks that another job brings
+            self._turns += 1
+            if queue and queue[0] is job:
                 queue.popleft()
-                if movement.lacking:
-                    queue.append(movement)
-        return actions
+                if job.waiting:
+                    queue.append(job)
 
-    def _queue_of(self, movement: Movement) -> deque[Movement]:
-        return self._urgent if movement.URGENT else self._others
+    def _queue_of(self, job: HostJob) -> deque[HostJob]:
+        return self._urgent if job.URGENT else self._others
+
+
+# -- The host tier's blocks, for all jobs.
 
 
 WRITE_BATCH = WINDOW
 """Blocks of one write message, at most: their slots come back together."""
+
+Completion = (
+    Copied
+    | CopyProgress
+    | Probed
+    | ReadDone
+    | Written
+    | StoreCleared
+    | DeviceFetched
+    | DeviceSaved
+    | SaveUnanswered
+)
+"""The end of a request to another actor, or its progress."""
 
 
 class HostMemory:
@@ -313,9 +251,10 @@ class HostMemory:
     Attributes:
         host: the slots.
         requests: requests in flight.
-        movements: those that wait for slots.
+        out: of the actor.
+        movements: the jobs that wait for slots.
         loads: in flight, by operation.
-        counts: see `Counts`.
+        counts: by field of `HostStatistics`.
         exclusive: whether a block leaves the host tier when the device has it.
         clears: `ClearHost` messages handled. Sent with hints, so that the index can tell those from
             before a clear.
@@ -326,17 +265,16 @@ class HostMemory:
     ) -> None:
         self.host = host
         self.requests = requests
-        self.movements = Movements(
-            host, evict=self.evict, slots_come_back=self.slots_come_back, let_go=self.let_go
-        )
+        self.out = requests.out
+        self.index = requests.peers.index
+        self.movements = Movements(self)
         self.loads: dict[int, LoadJob] = {}
         self.config = config
         self.storage = storage
-        self.counts = Counts()
+        self.counts: dict[str, int] = dict(HostStatistics._field_defaults)
         self.exclusive = config.mode == "exclusive" or not config.slots
         self.write_back = storage.saves == "write_back" and bool(requests.peers.writers)
         self.clears = 0
-        self._index = requests.peers.index
         self._notifier = requests.peers.notifier
         self._held: list[HostBlock] = []  # evicted, and pinned, while no write may begin
 
@@ -345,12 +283,99 @@ class HostMemory:
         end, each within a deadline, and the index discards blocks that the device has."""
         return bool(self._held) or self.requests.holds_slots or self.host.on_device > 0
 
-    def let_go(self) -> list[Action]:
+    def let_go(self) -> None:
         """The slots that loads without device blocks have taken ahead come back."""
-        actions: list[Action] = []
         for load in self.loads.values():
-            actions += load.let_go()
-        return actions
+            load.let_go()
+
+    # -- requests that have ended
+
+    def completed(self, message: Completion) -> None:
+        """A request has ended, or made progress: continue its job. The message of one that is not
+        in the table changes nothing.
+
+        A store or a copy engine supplied by the user may report invalid values. A report that does
+        not fit its batch counts as a failure of all of it. So wrong lengths, types and values cost
+        a miss or a write, never a wrong byte.
+        """
+        op, take = message.op, self.requests.take
+        match message:
+            case Copied() if (copy := take(op, CopyRequest)) is not None:
+                failed = indices_of(message.failed, copy.size)
+                self.counts["copy_failures"] += len(failed)
+                copy.job.on_copied(copy.window, failed)
+            case CopyProgress() if (copy := self.requests.get(op, CopyRequest)) is not None:
+                copy.job.on_layers(copy.window, message.layers)
+            case Probed() if (probe := take(op, ProbeRequest)) is not None:
+                self._probed(probe, count_of(message.found, probe.size))
+            case SaveUnanswered() if (probe := take(op, ProbeRequest)) is not None:
+                # Every block counts as stored, so that nothing is written and the device blocks of
+                # a finished request are not held. The next finish offers them again.
+                probe.job.on_probed(probe.size)
+            case ReadDone() if (read := take(op, ReadRequest)) is not None:
+                read.job.on_read(read.window, outcomes_of(message.outcomes, read.size))
+                self.write_held()
+            case Written() if (write := take(op, WriteRequest)) is not None:
+                self._written(write.blocks, outcomes_of(message.outcomes, write.size))
+            case StoreCleared() if (clear := take(op, ClearRequest)) is not None:
+                cleared = HostCleared(clear.op, message.error, message.unknown)
+                self.out.send(self.index, cleared)
+            case DeviceFetched() if (fetch := take(op, FetchRequest)) is not None:
+                fetch.job.on_fetched(fetch.first, count_of(message.num_blocks, fetch.size))
+            case DeviceSaved() if (save := take(op, SaveRequest)) is not None:
+                saved = count_of(message.num_blocks, save.size)
+                self.counts["written"] += saved
+                self.counts["write_failures"] += save.size - saved
+                self.counts["not_stored_unavailable"] += save.size - saved
+                save.job.on_saved()
+
+    def peer_failed(self, peer: str) -> None:
+        """An actor failed. Requests to it will not be answered: a clear is sent again, the others
+        end without success."""
+        if peer == "prefix_index":
+            self.host.shares.unpin(b"")  # pins end with its state
+        for op, request in self.requests.open_at(peer):
+            failed = bytes([Outcome.UNAVAILABLE]) * request.size
+            match request:
+                case ClearRequest():
+                    self.requests.take(op, ClearRequest)
+                    self.clear_store(request.op, request.salt)
+                case ProbeRequest():
+                    self.completed(Probed(op, 0))
+                case ReadRequest():
+                    self.completed(ReadDone(op, failed))
+                case WriteRequest():
+                    self.completed(Written(op, failed))
+                case FetchRequest():
+                    self.completed(DeviceFetched(op, 0))
+                case SaveRequest():
+                    self.completed(DeviceSaved(op, 0))
+
+    def _probed(self, probe: ProbeRequest, found: int) -> None:
+        """Reads that follow from a probe are sent before the writes that were held back for it, and
+        before those of the eviction that makes space for them."""
+        requests = self.requests
+        if not probe.HOLDS_WRITES:
+            probe.job.on_probed(found)
+            return
+        requests.holding += 1
+        # During a clear, blocks from before it may have been found.
+        probe.job.on_probed(found if requests.may_read else 0)
+        requests.holding -= 1
+        self.write_held()
+
+    def _written(self, batch: Sequence[HostBlock], outcomes: bytes) -> None:
+        """The writer has reported the blocks that are stored now."""
+        self.remove([block for block in batch if block.state is SlotState.TRANSIT])
+        for block, outcome in zip(batch, outcomes, strict=True):
+            if outcome in (Outcome.OK, Outcome.EXISTS):
+                self.counts["written"] += 1
+            else:
+                self.counts["write_failures"] += 1
+                self.counts[NOT_STORED_BY_OUTCOME[Outcome(outcome)]] += 1
+            self.host.unpin(block)
+            if block.state is SlotState.PROMOTING and not (block.pins or block.on_device):
+                self.keep_if_space([block])
 
     # -- eviction
 
@@ -360,36 +385,35 @@ class HostMemory:
         slots: int,
         protected: Container[bytes] = (),
         salts: Mapping[int, int] = NOTHING,
-    ) -> list[Action]:
+    ) -> None:
         """Evict until `incoming` more residents fit the capacity. Victims are not written back as
         far as fewer than `slots` slots are free. salts: the incoming ones by salt."""
         over = self.host.resident + incoming - self.host.capacity
-        return self.evict(self.host.victims(over, protected, salts), slots)
+        self.evict(self.host.victims(over, protected, salts), slots)
 
     @property
     def may_wait(self) -> bool:
-        """Whether a movement to the store waits for slots, or sheds what finds none now."""
+        """Whether a job that writes to the store waits for slots, or sheds what finds none now."""
         host, movements = self.host, self.movements
         if movements.behind:
             movements.behind = host.free * 2 < host.num_slots - host.capacity
         return self.storage.on_full == "wait" and not movements.behind
 
-    def surplus(self, salt: int, incoming: int) -> int:
-        """Incoming blocks of a salt that do not stay, see `HostShares.surplus`."""
+    def over_quota(self, salt: int, incoming: int) -> int:
+        """Incoming blocks of a salt that do not stay, see `HostShares.over_quota`."""
         host = self.host
         over = host.resident + incoming - host.capacity
-        return host.shares.surplus(salt, incoming, over)
+        return host.shares.over_quota(salt, incoming, over)
 
-    def keep_watermarks(self) -> list[Action]:
+    def keep_watermarks(self) -> None:
         """Above the high watermark evict down to the low one."""
         host, config = self.host, self.config
         high = config.high_watermark * host.capacity
-        if not high or host.resident <= high:
-            return []
-        low = int(config.low_watermark * host.capacity)
-        return self.evict(host.victims(host.resident - low))
+        if high and host.resident > high:
+            low = int(config.low_watermark * host.capacity)
+            self.evict(host.victims(host.resident - low))
 
-    def evict(self, victims: Sequence[HostBlock], slots: int = 0) -> list[Action]:
+    def evict(self, victims: Sequence[HostBlock], slots: int = 0) -> None:
         """Evict blocks, least recently used first: written back if that is the policy and there are
         slots to spare, else dropped.
 
@@ -397,63 +421,46 @@ class HostMemory:
         it in its slot.
         """
         if not victims:
-            return []
+            return
         host = self.host
-        self.counts.evicted += len(victims)
+        self.counts["evicted"] += len(victims)
         shed = len(victims)
         if self.write_back:
             shed = max(0, min(len(victims), slots - host.free))
-            self.counts.shed += shed
+            self.counts["shed"] += shed
         hashes = join_hashes(block.hash for block in victims)
-        actions: list[Action] = [send(self._index, HostBlocksRemoved(hashes))]
-        actions += self.remove(victims[:shed])
+        self.out.send(self.index, HostBlocksRemoved(hashes))
+        self.remove(victims[:shed])
         for block in victims[shed:]:
             host.move(block, SlotState.TRANSIT)
             host.pin(block)
         self._held += victims[shed:]
-        return actions + self.write_held()
+        self.write_held()
 
     # -- writes to storage
 
-    def write_held(self) -> list[Action]:
+    def write_held(self) -> None:
         """Write evicted blocks that were held back, unless a probe is in flight: a store of limited
         size must not evict for them what is about to be read."""
-        if not self._held or self.requests.holds_writes:
-            return []
+        if not self._held or self.requests.holding:
+            return
         held, self._held = self._held, []
         for block in held:
             self.host.unpin(block)
-        return self.write([block for block in held if not block.dropped])
+        self.write([block for block in held if not block.dropped])
 
-    def write(self, blocks: Sequence[HostBlock]) -> list[Action]:
+    def write(self, blocks: Sequence[HostBlock]) -> None:
         """Write blocks to storage, least recently used first. Each is pinned until its batch has
         ended."""
-        actions: list[Action] = []
         for start in range(0, len(blocks), WRITE_BATCH):
             batch = blocks[start : start + WRITE_BATCH]
             for block in batch:
                 self.host.pin(block)
-            actions.append(self.requests.write(batch))
-        return actions
-
-    def on_written(self, batch: Sequence[HostBlock], outcomes: bytes) -> list[Action]:
-        """A batch has ended. The writer has reported the blocks that are stored now.
-
-        Args:
-            batch: the blocks of the write.
-            outcomes: one `Outcome` for each.
-        """
-        actions = self.remove([block for block in batch if block.state is SlotState.TRANSIT])
-        for block, outcome in zip(batch, outcomes, strict=True):
-            self.counts.count_written(outcome)
-            self.host.unpin(block)
-            if block.state is SlotState.LEAVING and not (block.pins or block.on_device):
-                actions += self.keep_if_space([block])
-        return actions
+            self.requests.write(batch)
 
     # -- blocks that leave
 
-    def keep_if_space(self, blocks: Sequence[HostBlock]) -> list[Action]:
+    def keep_if_space(self, blocks: Sequence[HostBlock]) -> None:
         """Blocks were leaving for the device and did not arrive there: they stay as far as the
         capacity allows, and the others are evicted."""
         host = self.host
@@ -461,27 +468,20 @@ class HostMemory:
         space = max(0, host.capacity - host.resident)
         for block in found[:space]:
             host.move(block, SlotState.RESIDENT)
-        return self.evict(found[space:])
+        self.evict(found[space:])
 
-    def remove(self, blocks: Sequence[HostBlock]) -> list[Action]:
+    def remove(self, blocks: Sequence[HostBlock]) -> None:
         """Drop blocks, and report those gone that were announced."""
-        actions = self._report_gone(
-            [block for block in blocks if not block.dropped], Reason.CPU_EVICTION
-        )
+        self._report_gone([block for block in blocks if not block.dropped], Reason.CPU_EVICTION)
         for block in blocks:
             self.host.drop(block)
-        return actions
 
-    def drop_host_copies(self, hashes: bytes) -> list[Action]:
+    def drop_host_copies(self, hashes: bytes) -> None:
         """The device holds these blocks: an exclusive tier drops them."""
         if not self.exclusive:
-            return []
-        found = [
-            block
-            for block_hash in split_hashes(hashes)
-            if (block := self.host.blocks.get(block_hash)) is not None
-        ]
-        actions = self._report_gone(found, Reason.PROMOTION)
+            return
+        found = self._found(split_hashes(hashes))
+        self._report_gone(found, Reason.PROMOTION)
         dropped = [
             block for block in found if block.state is not SlotState.TRANSIT and not block.arriving
         ]
@@ -491,122 +491,85 @@ class HostMemory:
         # DropHostCopies was.
         if dropped:
             removed = join_hashes(block.hash for block in dropped)
-            actions.append(send(self._index, HostBlocksRemoved(removed)))
-        return actions
+            self.out.send(self.index, HostBlocksRemoved(removed))
 
-    def keep_host_copies(self, hashes: bytes) -> list[Action]:
+    def keep_host_copies(self, hashes: bytes) -> None:
         """The device did not take these blocks, deepest last: those that were leaving stay as far
         as the capacity allows, and the others are evicted."""
-        found = [
-            block
-            for block_hash in reversed(split_hashes(hashes))
-            if (block := self.host.blocks.get(block_hash)) is not None and block.on_device
-        ]
+        found = [one for one in self._found(reversed(split_hashes(hashes))) if one.on_device]
         for block in found:
             self.host.mark_not_on_device(block)
-        return self.keep_if_space([block for block in found if not block.pins])
+        self.keep_if_space([block for block in found if not block.pins])
 
-    def on_clear(self, message: ClearHost) -> list[Action]:
-        """Drop every block, or those of a salt, on request those in storage too."""
-        salt = message.salt
-        actions = self.clear() if salt is None else self.clear_salt(salt)
-        return [*actions, self.clear_store(message.op, salt)] if message.storage else actions
+    def _found(self, hashes: Iterable[bytes]) -> list[HostBlock]:
+        blocks = self.host.blocks
+        return [blocks[block_hash] for block_hash in hashes if block_hash in blocks]
 
-    def clear(self) -> list[Action]:
-        """Drop every block. Copies in flight end on blocks that are not found any longer."""
+    def on_clear(self, message: ClearHost) -> None:
+        """Drop every block, or those of a salt, on request those in storage too. Copies in flight
+        end on blocks that are not found any longer."""
+        if message.salt is None:
+            self.clear()
+        else:
+            self._report_gone(self.host.clear_salt(message.salt), Reason.CLEAR)
+            self.clears += 1
+        if message.storage:
+            self.clear_store(message.op, message.salt)
+
+    def clear(self) -> None:
+        """Drop every block."""
         self.host.clear()
         self.host.shares.unpin(b"")
         self.clears += 1
-        return [send(self._notifier, TierCleared(Tier.HOST, Reason.CLEAR))]
+        self.out.send(self._notifier, TierCleared(Tier.HOST, Reason.CLEAR))
 
-    def clear_salt(self, salt: int) -> list[Action]:
-        """Drop every block of a salt. Copies in flight end on blocks that are not found."""
-        actions = self._report_gone(clear_salt(self.host, salt), Reason.CLEAR)
-        self.clears += 1
-        return actions
-
-    def lose(self) -> list[Action]:
+    def lose(self) -> None:
         """The bytes in the slots may be lost."""
         self.host.clear()
-        return [self.announce_restart()]
+        self.announce_restart()
 
-    def announce_restart(self) -> Action:
+    def announce_restart(self) -> None:
         """No block of before is in the host tier."""
-        return send(self._notifier, TierCleared(Tier.HOST, Reason.RESTART))
+        self.out.send(self._notifier, TierCleared(Tier.HOST, Reason.RESTART))
 
-    def clear_store(self, op: int, salt: int | None) -> Action:
+    def clear_store(self, op: int, salt: int | None) -> None:
         """Clear the store, or remove the objects of a salt. `HostCleared` with this op is sent when
         that is done."""
-        if not self.requests.peers.writers:
-            return send(self._index, HostCleared(op, ""))
-        return self.requests.clear_store(op, salt)
+        if self.requests.peers.writers:
+            self.requests.clear_store(op, salt)
+        else:
+            self.out.send(self.index, HostCleared(op, ""))
 
-    def _report_gone(self, blocks: Sequence[HostBlock], reason: Reason) -> list[Action]:
+    def _report_gone(self, blocks: Sequence[HostBlock], reason: Reason) -> None:
         announced = [block for block in blocks if block.announced]
         for block in announced:
             block.announced = False
-        if not announced:
-            return []
-        hashes = join_hashes(block.hash for block in announced)
-        return [send(self._notifier, BlocksRemoved(hashes, Tier.HOST, reason))]
+        if announced:
+            hashes = join_hashes(block.hash for block in announced)
+            self.out.send(self._notifier, BlocksRemoved(hashes, Tier.HOST, reason))
 
     # -- blocks that enter
 
-    def announce(self, hashes: Sequence[bytes]) -> list[Action]:
+    def announce(self, hashes: Sequence[bytes]) -> None:
         """Report blocks resident on the host."""
         if not hashes:
-            return []
+            return
         for block_hash in hashes:
             self.host.blocks[block_hash].announced = True
-        return [send(self._notifier, BlocksAdded(join_hashes(hashes), Tier.HOST, Reason.OFFLOAD))]
+        added = BlocksAdded(join_hashes(hashes), Tier.HOST, Reason.OFFLOAD)
+        self.out.send(self._notifier, added)
 
-    def announce_fetched(self, blocks: Sequence[HostBlock]) -> list[Action]:
+    def announce_fetched(self, blocks: Sequence[HostBlock]) -> None:
         """Report blocks that have come from storage to stay, to indexes and to the prefix index."""
         if not blocks:
-            return []
+            return
         hashes = [block.hash for block in blocks]
+        self.announce(hashes)
         hint = HostBlocksAdded(join_hashes(hashes), self.clears, self.requests.generation)
-        return [*self.announce(hashes), send(self._index, hint)]
+        self.out.send(self.index, hint)
 
 
-# -- The host tier before a sleep: its blocks are evicted, a part a turn.
-
-
-class Emptying:
-    """Evicts for `EmptyHost`, and answers it once no request is in flight.
-
-    Args:
-        memory: of the host tier.
-        answer: answers a request.
-
-    Attributes:
-        envelope: of the request that waits, None without one.
-    """
-
-    def __init__(self, memory: HostMemory, answer: Callable[[Envelope[Any], Any], object]) -> None:
-        self.envelope: Envelope[int] | None = None
-        self._memory = memory
-        self._answer = answer
-
-    def begin(self, message: EmptyHost, envelope: Envelope[int]) -> list[Action]:
-        """Evict the next blocks, written back if that is the policy."""
-        host, self.envelope = self._memory.host, envelope
-        if message.count:
-            return self._memory.evict(host.victims(message.count))
-        return self._memory.remove([b for b in reversed(host.blocks.values()) if not b.pins])
-
-    def answer(self) -> None:
-        """Answer the request that waits, if nothing is in flight."""
-        if self.envelope is not None and self._memory.requests.idle:
-            envelope, self.envelope = self.envelope, None
-            self._answer(envelope, len(self._memory.host.blocks))
-
-
-# -- Checks of reports on a batch: a store or a copy engine supplied by the user may return invalid
-# values.
-#
-# A report that does not fit its batch counts as a failure of all of it. So wrong lengths, types and
-# values cost a miss or a write, never a wrong byte.
+# -- Checks of reports on a batch.
 
 
 KNOWN = frozenset(int(outcome) for outcome in Outcome)

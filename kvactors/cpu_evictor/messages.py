@@ -145,7 +145,7 @@ class Save(Message, frozen=True, eq=False):
         blocks: their device blocks.
         keep: whether the host tier keeps a copy (inclusive tiers).
         save: positions of the blocks to write to storage.
-        priority, expiry: of the blocks, see `kvactors.types.BlockHints`.
+        priority, expiry: of the blocks, see `kvactors.hints.BlockHints`.
 
     The other fields are those of Load.
     """

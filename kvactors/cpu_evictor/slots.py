@@ -11,7 +11,7 @@ from enum import Enum
 from itertools import count
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,11 +23,72 @@ if TYPE_CHECKING:
     from kvactors.identity import Lineage
 
 
-# -- Least recently used first.
+BlockTraits = tuple[int, int, float]
+"""Salt, priority and expiry of a block: see `kvactors.hints.BlockHints`."""
+
+PLAIN_BLOCK: BlockTraits = (0, 0, inf)
+NOTHING: Mapping[int, int] = {}
+
+STEP = 128
+"""Blocks that one step of a check covers."""
+
+
+class SlotState(Enum):
+    """The use of a block's slot."""
+
+    RESIDENT = "resident"  # counts against the capacity
+    # Going back to the device (exclusive tiers): does not count, the slot is still in use.
+    PROMOTING = "promoting"
+    TRANSIT = "transit"  # being written to storage, or staged between storage and device
+
+
+class HostBlock(msgspec.Struct, eq=False, gc=False):
+    """A block in a host slot. It refers to nothing that could refer to it, and the cyclic garbage
+    collector does not visit it: there is one for each slot.
+
+    Attributes:
+        hash: block hash.
+        parent: hash of the block before it on its path.
+        slot: index of its slot in the arena.
+        state: see `SlotState`.
+        lineage: for stores that keep lineages.
+        pins: copies, reads and writes that use the slot now.
+        arriving: its bytes are not in the slot yet.
+        announced: the notifier was sent that it is resident, and not that it is gone.
+        prefetched: it came from storage without a request that waits for it.
+        on_device: it was copied to the device: a `DropHostCopies` or `KeepHostCopies` for it is on
+            its way.
+        dropped: removed from the tier. The slot is free as soon as it has no pins.
+        salt: see `kvactors.quotas.salt_id`.
+        priority, expiry: see `kvactors.hints.BlockHints`.
+        listed: it is resident, and `HostShares` has it.
+    """
+
+    hash: bytes
+    parent: bytes
+    slot: int
+    state: SlotState
+    lineage: Lineage | None = None
+    pins: int = 0
+    arriving: bool = False
+    announced: bool = False
+    prefetched: bool = False
+    on_device: bool = False
+    dropped: bool = False
+    salt: int = 0
+    priority: int = 0
+    expiry: float = inf
+    listed: bool = False
+
+    __repr__ = redacted_repr
+
+
+# -- The order in which resident blocks leave the host tier, below what `HostShares` puts first.
 
 
 class Lru:
-    """Resident blocks in the order of their last use."""
+    """The least recently used block first. `HostTier` skips candidates that are pinned or have
+    resident children."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[bytes, HostBlock] = OrderedDict()
@@ -39,33 +100,33 @@ class Lru:
         return self._order.get(block.hash) is block
 
     def add(self, block: HostBlock) -> None:
-        """See `EvictionPolicy.add`: the block is the most recently used one."""
+        """A block has become resident: it is the most recently used one."""
         self._order[block.hash] = block
 
     def remove(self, block: HostBlock) -> None:
-        """See `EvictionPolicy.remove`. KeyError for a block that was not added."""
+        """A block is not resident any longer. KeyError for a block that was not added."""
         del self._order[block.hash]
 
     def touch(self, hashes: Iterable[bytes]) -> None:
-        """See `EvictionPolicy.touch`."""
+        """Blocks were used, in this order. Hashes of other blocks are ignored."""
         order = self._order
         for block_hash in hashes:
             if block_hash in order:
                 order.move_to_end(block_hash)
 
     def evict_first(self, hashes: Iterable[bytes]) -> None:
-        """See `EvictionPolicy.evict_first`: the order of last use is kept."""
+        """The index has chosen the next victims. Hashes of other blocks are ignored. Here the order
+        of last use is kept."""
 
     def candidates(self) -> Iterable[HostBlock]:
-        """See `EvictionPolicy.candidates`."""
+        """Resident blocks, the first to evict first. Nothing else may change the policy until the
+        iteration ends."""
         return self._order.values()
 
 
-# -- The victims that the index has chosen, then the least recently used blocks.
-
-
 class Retain(Lru):
-    """The host's part of RETAIN. The index has the statistics, and sends victims ahead of need.
+    """The host's part of RETAIN: the victims that the index has chosen, then the least recently
+    used blocks. The index has the statistics, and sends victims ahead of need.
 
     Without them, as after a restart of the index, the order is that of last use.
     """
@@ -75,12 +136,12 @@ class Retain(Lru):
         self._chosen: OrderedDict[bytes, HostBlock] = OrderedDict()
 
     def remove(self, block: HostBlock) -> None:
-        """See `EvictionPolicy.remove`."""
+        """The block is not a victim any longer."""
         super().remove(block)
         self._chosen.pop(block.hash, None)
 
     def touch(self, hashes: Iterable[bytes]) -> None:
-        """See `EvictionPolicy.touch`: a block that is used again is not evicted first."""
+        """A block that is used again is not evicted first."""
         used = list(hashes)
         super().touch(used)
         if self._chosen:
@@ -88,15 +149,15 @@ class Retain(Lru):
                 self._chosen.pop(block_hash, None)
 
     def evict_first(self, hashes: Iterable[bytes]) -> None:
-        """See `EvictionPolicy.evict_first`."""
+        """These victims come before the others."""
         order = self._order
         for block_hash in hashes:
             if (block := order.get(block_hash)) is not None:
                 self._chosen[block_hash] = block
 
     def candidates(self) -> Iterator[HostBlock]:
-        """See `EvictionPolicy.candidates`. A victim of the index that cannot be evicted now is not
-        tried again, except in the order of last use."""
+        """A victim of the index that cannot be evicted now is not tried again, except in the order
+        of last use."""
         chosen, tried = self._chosen, set[bytes]()
         while chosen:
             block_hash, block = chosen.popitem(last=False)
@@ -107,37 +168,7 @@ class Retain(Lru):
                 yield block
 
 
-# -- The order in which resident blocks leave the host tier.
-
-
-class EvictionPolicy(Protocol):
-    """Ranks resident blocks. `HostTier` skips candidates that are pinned or have resident
-    children."""
-
-    def __len__(self) -> int:
-        """How many blocks it ranks."""
-
-    def __contains__(self, block: HostBlock) -> bool:
-        """Whether it ranks this block."""
-
-    def add(self, block: HostBlock) -> None:
-        """A block has become resident."""
-
-    def remove(self, block: HostBlock) -> None:
-        """A block is not resident any longer."""
-
-    def touch(self, hashes: Iterable[bytes]) -> None:
-        """Blocks were used, in this order. Hashes of other blocks are ignored."""
-
-    def evict_first(self, hashes: Iterable[bytes]) -> None:
-        """The index has chosen the next victims. Hashes of other blocks are ignored."""
-
-    def candidates(self) -> Iterable[HostBlock]:
-        """Resident blocks, the first to evict first. Nothing else may change the policy until the
-        iteration ends."""
-
-
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "retain": Retain}
+POLICIES: dict[str, type[Lru]] = {"lru": Lru, "retain": Retain}
 """How an eviction policy is made, by the name it has in `host.policy`."""
 
 ALONE = ("lru",)
@@ -235,7 +266,7 @@ class HostShares:
                 self._enter_salt(block)
         self._settle(salt)
 
-    def surplus(self, salt: int, incoming: int, over: int) -> int:
+    def over_quota(self, salt: int, incoming: int, over: int) -> int:
         """Incoming blocks of a salt that do not stay: those beyond its quota, if blocks must be
         evicted for them.
 
@@ -327,13 +358,6 @@ class HostShares:
         if block.priority:
             self._levels[block.priority].move_to_end(block.hash)
 
-    def touch_all(self, blocks: Mapping[bytes, HostBlock], hashes: Iterable[bytes]) -> None:
-        """Blocks were used, in this order. Those that are not resident are ignored."""
-        for block_hash in hashes:
-            block = blocks.get(block_hash)
-            if block is not None and block.listed:
-                self.touch(block)
-
     def _enter_salt(self, block: HostBlock) -> None:
         levels = self._salts.setdefault(block.salt, {})
         levels.setdefault(block.priority, OrderedDict())[block.hash] = block
@@ -403,133 +427,7 @@ class HostShares:
         return (block for _, _, block in found)
 
 
-# -- Blocks of the host tier by what their requests have asked for: the choice of victims, and
-# changes of hints and salts.
-
-
-def choose_victims(
-    tier: HostTier, count: int, protected: Container[bytes], incoming: Mapping[int, int]
-) -> list[HostBlock]:
-    """Choose up to `count` blocks to evict: not in use, not protected, not pinned, without resident
-    children that stay. First those whose time is over, then those of salts above their quota, then
-    by priority, and among these blocks in the policy's order. No block changes.
-
-    Args:
-        tier: the blocks.
-        count: blocks.
-        protected: hashes of blocks that stay.
-        incoming: blocks that are about to become resident, by salt.
-    """
-    if count <= 0:
-        return []
-    shares, taken = tier.shares, Counter[int]()
-    chosen: list[HostBlock] = []
-    chosen_hashes: set[bytes] = set()
-    gone: Counter[bytes] = Counter()
-    passed: dict[bytes, float] = {}  # limits of blocks that come before their children
-    for candidate, most in shares.candidates(tier.policy.candidates(), incoming, taken):
-        block: HostBlock | None = candidate
-        end = len(chosen) + most
-        while block is not None and not (
-            block.pins
-            or block.hash in protected
-            or block.hash in chosen_hashes
-            or shares.is_pinned(block.hash)
-        ):
-            if tier._children[block.hash] > gone[block.hash]:
-                passed.setdefault(block.hash, most)
-                break
-            chosen.append(block)
-            chosen_hashes.add(block.hash)
-            taken[block.salt] += 1
-            gone[block.parent] += 1
-            if len(chosen) == count:
-                return chosen
-            # A quota evicts no more than the blocks beyond it, and its limit is used up perhaps.
-            follows = len(chosen) < end or passed.get(block.parent) == inf
-            block = tier.blocks[block.parent] if follows and block.parent in passed else None
-    return chosen
-
-
-def set_traits(tier: HostTier, block: HostBlock, traits: BlockTraits) -> None:
-    """A block was used with these hints."""
-    if traits == (block.salt, block.priority, block.expiry):
-        return
-    tier.changes += 1
-    if block.listed:
-        tier.shares.remove(block)
-    block.salt, block.priority, block.expiry = traits
-    if block.listed:
-        tier.shares.add(block)
-
-
-def clear_salt(tier: HostTier, salt: int) -> list[HostBlock]:
-    """Drop every block of a salt. Returns them."""
-    tier.generation += 1
-    found = [block for block in tier.blocks.values() if block.salt == salt]
-    for block in found:
-        tier.drop(block)
-    return found
-
-
-BlockTraits = tuple[int, int, float]
-"""Salt, priority and expiry of a block: see `kvactors.types.BlockHints`."""
-
-PLAIN_BLOCK: BlockTraits = (0, 0, inf)
-NOTHING: Mapping[int, int] = {}
-
-STEP = 128
-"""Blocks that one step of a check covers."""
-
-
-class SlotState(Enum):
-    """The use of a block's slot."""
-
-    RESIDENT = "resident"  # counts against the capacity
-    # Going back to the device (exclusive tiers): does not count, the slot is still in use.
-    LEAVING = "leaving"
-    TRANSIT = "transit"  # being written to storage, or staged between storage and device
-
-
-class HostBlock(msgspec.Struct, eq=False, gc=False):
-    """A block in a host slot. It refers to nothing that could refer to it, and the cyclic garbage
-    collector does not visit it: there is one for each slot.
-
-    Attributes:
-        hash: block hash.
-        parent: hash of the block before it on its path.
-        slot: index of its slot in the arena.
-        state: see `SlotState`.
-        lineage: for stores that keep lineages.
-        pins: copies, reads and writes that use the slot now.
-        arriving: its bytes are not in the slot yet.
-        announced: the notifier was sent that it is resident, and not that it is gone.
-        prefetched: it came from storage without a request that waits for it.
-        on_device: it was copied to the device: a `DropHostCopies` or `KeepHostCopies` for it is on
-            its way.
-        dropped: removed from the tier. The slot is free as soon as it has no pins.
-        salt: see `kvactors.quotas.salt_id`.
-        priority, expiry: see `kvactors.types.BlockHints`.
-        listed: it is resident, and `HostShares` has it.
-    """
-
-    hash: bytes
-    parent: bytes
-    slot: int
-    state: SlotState
-    lineage: Lineage | None = None
-    pins: int = 0
-    arriving: bool = False
-    announced: bool = False
-    prefetched: bool = False
-    on_device: bool = False
-    dropped: bool = False
-    salt: int = 0
-    priority: int = 0
-    expiry: float = inf
-    listed: bool = False
-
-    __repr__ = redacted_repr
+# -- The table.
 
 
 class HostTier:
@@ -556,7 +454,7 @@ class HostTier:
         capacity: int,
         num_slots: int,
         in_use: Container[int] = (),
-        policy: EvictionPolicy | None = None,
+        policy: Lru | None = None,
         shares: HostShares | None = None,
     ) -> None:
         if not 0 <= capacity <= num_slots:
@@ -564,8 +462,10 @@ class HostTier:
         self.capacity = capacity
         self.num_slots = num_slots
         self.resident = 0  # blocks that count against the capacity
+        self.pinned = 0  # slots in use by a copy, a read or a write
+        self.on_device = 0  # slots whose blocks the device holds, until the index discards them
         self.blocks: dict[bytes, HostBlock] = {}
-        self.policy: EvictionPolicy = Lru() if policy is None else policy
+        self.policy = Lru() if policy is None else policy
         self.shares = HostShares() if shares is None else shares
         self.generation = 0  # calls of `clear`
         self.changes = 0  # calls that changed something
@@ -576,7 +476,6 @@ class HostTier:
         self._withheld = [slot for slot in range(num_slots) if slot in in_use]
         self._children: Counter[bytes] = Counter()  # resident ones, by parent
         self._dropped: set[HostBlock] = set()  # still pinned
-        self._pinned = self._on_device = 0
 
     @property
     def free(self) -> int:
@@ -592,20 +491,10 @@ class HostTier:
         (self._withheld if slot in self._in_use else self._free).append(slot)
 
     @property
-    def pinned(self) -> int:
-        """Slots in use by a copy, a read or a write."""
-        return self._pinned
-
-    @property
-    def on_device(self) -> int:
-        """Slots whose blocks the device holds, and which the index has not discarded yet."""
-        return self._on_device
-
-    @property
     def in_transit(self) -> int:
         """Slots whose blocks are on their way to the device or to storage, without those that wait
         for a `DropHostCopies` or `KeepHostCopies`."""
-        return len(self.blocks) - self.resident - self._on_device
+        return len(self.blocks) - self.resident - self.on_device
 
     def readable(self, block_hash: bytes) -> HostBlock | None:
         """The block, if its bytes are in its slot."""
@@ -621,11 +510,6 @@ class HostTier:
                 break
             run.append(block)
         return run
-
-    def is_resident(self, block_hash: bytes) -> bool:
-        """Whether a block counts against the capacity. Its bytes may be arriving."""
-        block = self.blocks.get(block_hash)
-        return block is not None and block.state is SlotState.RESIDENT
 
     def hashes(self) -> list[bytes]:
         """Hashes of the blocks that indexes count as resident: residents whose bytes are here, and
@@ -658,7 +542,7 @@ class HostTier:
         if block_hash in self.blocks:
             raise RuntimeError("a block is given a second slot")
         self.changes += 1
-        self._pinned += 1
+        self.pinned += 1
         block = HostBlock(block_hash, parent, self._free.pop(), state, lineage)
         block.arriving = True
         block.salt, block.priority, block.expiry = traits
@@ -694,15 +578,64 @@ class HostTier:
         protected: Container[bytes] = (),
         incoming: Mapping[int, int] = NOTHING,
     ) -> list[HostBlock]:
-        """Choose up to `count` blocks to evict, see `choose_victims`. incoming: blocks that are
-        about to become resident, by salt."""
-        return choose_victims(self, count, protected, incoming)
+        """Choose up to `count` blocks to evict: not in use, not protected, not pinned, without
+        resident children that stay. First those whose time is over, then those of salts above their
+        quota, then by priority, and among these blocks in the policy's order. No block changes.
+
+        Args:
+            count: blocks.
+            protected: hashes of blocks that stay.
+            incoming: blocks that are about to become resident, by salt.
+        """
+        if count <= 0:
+            return []
+        shares, taken = self.shares, Counter[int]()
+        chosen: list[HostBlock] = []
+        chosen_hashes: set[bytes] = set()
+        gone: Counter[bytes] = Counter()
+        passed: dict[bytes, float] = {}  # limits of blocks that come before their children
+        for candidate, most in shares.candidates(self.policy.candidates(), incoming, taken):
+            block: HostBlock | None = candidate
+            end = len(chosen) + most
+            while block is not None and not (
+                block.pins
+                or block.hash in protected
+                or block.hash in chosen_hashes
+                or shares.is_pinned(block.hash)
+            ):
+                if self._children[block.hash] > gone[block.hash]:
+                    passed.setdefault(block.hash, most)
+                    break
+                chosen.append(block)
+                chosen_hashes.add(block.hash)
+                taken[block.salt] += 1
+                gone[block.parent] += 1
+                if len(chosen) == count:
+                    return chosen
+                # A quota evicts no more than the blocks beyond it: its limit may be used up.
+                follows = len(chosen) < end or passed.get(block.parent) == inf
+                block = self.blocks[block.parent] if follows and block.parent in passed else None
+        return chosen
+
+    def set_traits(self, block: HostBlock, traits: BlockTraits) -> None:
+        """A block was used with these hints."""
+        if traits == (block.salt, block.priority, block.expiry):
+            return
+        self.changes += 1
+        if block.listed:
+            self.shares.remove(block)
+        block.salt, block.priority, block.expiry = traits
+        if block.listed:
+            self.shares.add(block)
 
     def touch(self, hashes: Iterable[bytes]) -> None:
         """Blocks were used, in this order. Blocks that are not resident are ignored."""
         if self.shares.in_use:
             hashes = list(hashes)
-            self.shares.touch_all(self.blocks, hashes)
+            for block_hash in hashes:
+                block = self.blocks.get(block_hash)
+                if block is not None and block.listed:
+                    self.shares.touch(block)
         self.policy.touch(hashes)
 
     def move(self, block: HostBlock, state: SlotState) -> None:
@@ -720,7 +653,7 @@ class HostTier:
     def pin(self, block: HostBlock) -> None:
         """One more copy or write uses the slot."""
         self.changes += 1
-        self._pinned += not block.pins
+        self.pinned += not block.pins
         block.pins += 1
 
     def unpin(self, block: HostBlock) -> None:
@@ -733,7 +666,7 @@ class HostTier:
             raise RuntimeError("an unused slot is released")
         self.changes += 1
         block.pins -= 1
-        self._pinned -= not block.pins
+        self.pinned -= not block.pins
         if block.dropped and not block.pins:
             self._dropped.discard(block)
             self._give(block.slot)
@@ -761,15 +694,23 @@ class HostTier:
         for block in list(self.blocks.values()):
             self.drop(block)
 
+    def clear_salt(self, salt: int) -> list[HostBlock]:
+        """Drop every block of a salt. Returns them."""
+        self.generation += 1
+        found = [block for block in self.blocks.values() if block.salt == salt]
+        for block in found:
+            self.drop(block)
+        return found
+
     def mark_on_device(self, block: HostBlock) -> None:
         """The device holds this block, so the index is about to discard it here."""
         if not (block.dropped or block.on_device):
-            self._on_device += 1
+            self.on_device += 1
             block.on_device = True
 
     def mark_not_on_device(self, block: HostBlock) -> None:
         """The device did not take this block, so the index does not discard it here."""
-        self._on_device -= block.on_device
+        self.on_device -= block.on_device
         block.on_device = False
 
     def check(self) -> None:
@@ -811,10 +752,17 @@ class HostTier:
             if changes != self.changes:
                 return
         ensure(used.count(1) == self.num_slots, "slots lost or given twice")
-        counts = (self._pinned, self._on_device)
-        ensure((pinned, on_device) == counts, "counts of slots in use disagree")
+        same = (pinned, on_device) == (self.pinned, self.on_device)
+        ensure(same, "counts of slots in use disagree")
         ensure(len(children) == len(self._children), "child counts disagree")
-        yield from _check_counts(children, self._children, lambda: changes == self.changes)
+        parents = list(children)
+        for start in range(0, len(parents), STEP):
+            if changes != self.changes:
+                return
+            some = parents[start : start + STEP]
+            same = all(children[parent] == self._children[parent] for parent in some)
+            ensure(same, "child counts disagree")
+            yield
 
     def _enter(self, block: HostBlock) -> None:
         self.resident += 1
@@ -831,15 +779,3 @@ class HostTier:
         self._children[block.parent] -= 1
         if not self._children[block.parent]:
             del self._children[block.parent]
-
-
-def _check_counts(
-    found: Counter[bytes], kept: Counter[bytes], unchanged: Callable[[], bool]
-) -> Iterator[None]:
-    parents = list(found)
-    for start in range(0, len(parents), STEP):
-        if not unchanged():
-            return
-        same = all(found[parent] == kept[parent] for parent in parents[start : start + STEP])
-        ensure(same, "child counts disagree")
-        yield

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
@@ -72,9 +72,9 @@ class GpuSwapper(Actor):
         self._plane = plane
         self._evictor = evictor
         self._index = index
-        self._blocks = {Direction.TO_HOST: 0, Direction.TO_DEVICE: 0}
-        self._seconds = {Direction.TO_HOST: 0.0, Direction.TO_DEVICE: 0.0}
-        self._failed = self._in_flight = self._within = 0
+        self._blocks = dict.fromkeys(Direction, 0)
+        self._seconds = dict.fromkeys(Direction, 0.0)
+        self._failed = self._in_flight = 0
 
     def started(self) -> None:
         """Subscribe to the data plane's status, including losses before the subscription."""
@@ -92,51 +92,37 @@ class GpuSwapper(Actor):
     @on(Copy)
     def copy(self, message: Copy) -> None:
         """Start a copy."""
-        began, pairs = now(), len(message.blocks)
-        self._in_flight += 1
-
-        def done(failed: tuple[int, ...]) -> CopyFinished:
-            checked = tuple(sorted(indices_of(failed, pairs)))
-            return CopyFinished(message.op, message.direction, checked, pairs, now() - began)
-
-        def broke(_error: Exception) -> CopyFinished:
-            return done(tuple(range(pairs)))
 
         def progress(layers: int) -> None:
             self.to_self(CopyLayers(message.op, layers))
 
-        said = progress if message.layerwise else None
-
-        work = self._plane.copy(
-            message.memory_generation, message.direction, message.blocks, message.slots, said
-        )
-        self.start_job(work, done, broke)
+        arrived = progress if message.layerwise else None
+        self._start(message, message.direction, message.blocks, message.slots, arrived)
 
     @on(CopyWithin)
     def copy_within(self, message: CopyWithin) -> None:
         """Start copies within the device."""
-        pairs = len(message.sources)
+        self._start(message, Direction.WITHIN, message.sources, message.targets)
+
+    def _start(
+        self,
+        message: Copy | CopyWithin,
+        direction: Direction,
+        blocks: tuple[int, ...],
+        others: tuple[int, ...],
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        began, pairs = now(), len(blocks)
         self._in_flight += 1
 
-        def done(failed: tuple[int, ...]) -> CopyWithinFinished:
+        def ended(failed: Any) -> CopyFinished | CopyWithinFinished:
             checked = tuple(sorted(indices_of(failed, pairs)))
-            return CopyWithinFinished(message.op, checked, pairs)
+            if direction is Direction.WITHIN:
+                return CopyWithinFinished(message.op, checked, pairs)
+            return CopyFinished(message.op, direction, checked, pairs, now() - began)
 
-        def broke(_error: Exception) -> CopyWithinFinished:
-            return done(tuple(range(pairs)))
-
-        work = self._plane.copy(
-            message.memory_generation, Direction.WITHIN, message.sources, message.targets
-        )
-        self.start_job(work, done, broke)
-
-    @on(CopyWithinFinished)
-    def copy_within_finished(self, message: CopyWithinFinished) -> None:
-        """Count completed copies within the device and report them to the index."""
-        self._in_flight -= 1
-        self._failed += len(message.failed)
-        self._within += message.pairs - len(message.failed)
-        self.tell(self._index, CopiedWithin(message.op, message.failed))
+        work = self._plane.copy(message.memory_generation, direction, blocks, others, progress)
+        self.start_job(work, ended, lambda _: ended(range(pairs)))
 
     @on(CopyLayers)
     def copy_layers(self, message: CopyLayers) -> None:
@@ -146,14 +132,23 @@ class GpuSwapper(Actor):
     @on(CopyFinished)
     def copy_finished(self, message: CopyFinished) -> None:
         """Count a completed copy and report it to the evictor."""
-        self._in_flight -= 1
-        self._failed += len(message.failed)
-        self._blocks[message.direction] += message.pairs - len(message.failed)
+        self._count(message, message.direction)
         self._seconds[message.direction] += message.seconds
         self.tell(self._evictor, Copied(message.op, message.failed))
 
+    @on(CopyWithinFinished)
+    def copy_within_finished(self, message: CopyWithinFinished) -> None:
+        """Count completed copies within the device and report them to the index."""
+        self._count(message, Direction.WITHIN)
+        self.tell(self._index, CopiedWithin(message.op, message.failed))
+
+    def _count(self, message: CopyFinished | CopyWithinFinished, direction: Direction) -> None:
+        self._in_flight -= 1
+        self._failed += len(message.failed)
+        self._blocks[direction] += message.pairs - len(message.failed)
+
     def job_limit(self, *, failed: bool) -> float:
-        """See `Actor.job_limit`."""
+        """Copies access memory that is handed out again."""
         return MEMORY_LIMIT
 
     def left_behind(self, jobs: Mapping[asyncio.Task[None], Job], *, restart: bool) -> None:
@@ -169,13 +164,13 @@ class GpuSwapper(Actor):
         size = self._plane.device.layout.block_bytes
         to_host, to_device = self._blocks[Direction.TO_HOST], self._blocks[Direction.TO_DEVICE]
         return SwapperStatistics(
-            to_host,
-            to_device,
-            to_host * size,
-            to_device * size,
-            self._seconds[Direction.TO_HOST],
-            self._seconds[Direction.TO_DEVICE],
-            self._failed,
-            self._in_flight,
-            self._within,
+            blocks_to_host=to_host,
+            blocks_to_device=to_device,
+            bytes_to_host=to_host * size,
+            bytes_to_device=to_device * size,
+            seconds_to_host=self._seconds[Direction.TO_HOST],
+            seconds_to_device=self._seconds[Direction.TO_DEVICE],
+            failed=self._failed,
+            in_flight=self._in_flight,
+            blocks_within_device=self._blocks[Direction.WITHIN],
         )

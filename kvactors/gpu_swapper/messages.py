@@ -6,18 +6,6 @@ from kvactors.actor import Control
 from kvactors.actor.message import Message
 from kvactors.data_plane.base import Direction
 
-__all__ = [
-    "Copied",
-    "CopiedWithin",
-    "Copy",
-    "CopyFinished",
-    "CopyLayers",
-    "CopyProgress",
-    "CopyWithin",
-    "DataPlaneStatus",
-    "Direction",
-]
-
 
 class Copy(Message, frozen=True, eq=False):
     """Copy pairs (blocks[j], slots[j]) between the device and the arena. Copied answers it.

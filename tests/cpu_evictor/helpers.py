@@ -3,13 +3,11 @@ test sets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
 
-from kvactors.actor import Message
-from kvactors.cpu_evictor.actions import Action, Send, StartTimer
-from kvactors.cpu_evictor.actor import Completions
+from kvactors.actor import ActorRef, Message
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import Load
@@ -20,6 +18,7 @@ from kvactors.gpu_swapper.messages import Copied, Copy
 from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
 from kvactors.types import split_hashes
+from tests.support.effects import RecordedEffects, Started
 from tests.support.probe import Probe as ProbeRef
 
 ROOT = bytes(32)
@@ -38,6 +37,26 @@ def path(length: int, family: int = 0) -> list[bytes]:
 def joined(hashes: Sequence[bytes]) -> bytes:
     """As messages carry them."""
     return b"".join(hashes)
+
+
+def is_resident(tier: HostTier, block_hash: bytes) -> bool:
+    """Whether a block counts against the capacity. Its bytes may be arriving."""
+    block = tier.blocks.get(block_hash)
+    return block is not None and block.state is SlotState.RESIDENT
+
+
+class Out(RecordedEffects):
+    """Effects, and the names of the actors that messages went to, the last one last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.receivers: list[str] = []
+        bound: Any = self
+        bound.send = self._send
+
+    def _send(self, to: ActorRef[Any], message: Message) -> None:
+        self.receivers.append(to.name)
+        self.done.append(message)
 
 
 class Host:
@@ -77,9 +96,27 @@ class Host:
             device_store=ProbeRef("storage_direct") if device_store else None,
         )
         self.tier = HostTier(slots, slots + transit)
-        self.requests = RequestTable(self.peers, self.storage, 0, lambda: self.now)
+        self.out = Out()
+        self.requests = RequestTable(self.peers, self.storage, 0, lambda: self.now, self.out)
         self.memory = HostMemory(self.tier, self.requests, self.config, self.storage)
-        self.completions = Completions(self.memory)
+        self._timers: list[Started] = []
+
+    def run(self, call: Callable[..., object], *arguments: Any) -> list[Any]:
+        """The messages and timers of a call."""
+        self.out.take()
+        call(*arguments)
+        effects = self.out.take()
+        self._timers += [one for one in effects if isinstance(one, Started)]
+        return effects
+
+    def end(self, completion: Any) -> list[Any]:
+        """The messages and timers of the end of a request."""
+        return self.run(self.memory.completed, completion)
+
+    @property
+    def timers(self) -> list[Started]:
+        """The timers that run."""
+        return [one for one in self._timers if not one.cancelled]
 
     def fill(self, hashes: Sequence[bytes], state: SlotState = SlotState.RESIDENT) -> None:
         """Put blocks of one path into slots, the last one first, as if they had been offloaded."""
@@ -102,27 +139,25 @@ class Host:
     def idle(self) -> None:
         """Nothing is in flight: no slot is pinned or in transit, every count is right."""
         self.tier.check()
+        assert not self.timers
         assert not self.requests.holds_slots
         assert not self.memory.loads
         assert self.tier.pinned == 0
         assert self.tier.in_transit == 0
 
 
-def sent(actions: Sequence[Action], *kinds: type) -> list[Any]:
-    """The messages among actions, of these types if any are given, in order."""
-    messages = [action.message for action in actions if isinstance(action, Send)]
-    return [one for one in messages if not kinds or isinstance(one, kinds)]
+def sent(effects: Sequence[Any], *kinds: type) -> list[Any]:
+    """The messages among effects, of these types if any are given, in order."""
+    return [one for one in effects if isinstance(one, kinds or Message)]
 
 
-def names(actions: Sequence[Action]) -> list[str]:
-    """Types of the actions: of messages, and of timers."""
-    return [
-        type(action.message if isinstance(action, Send) else action).__name__ for action in actions
-    ]
+def names(effects: Sequence[Any]) -> list[str]:
+    """Types of the effects."""
+    return [type(one).__name__ for one in effects]
 
 
 class Movements:
-    """Carries out the actions of jobs: bytes move when a request is completed, in any order.
+    """The actors around a host tier: bytes move when a request is completed, in any order.
 
     Attributes:
         device, slots, store: which block's bytes are where.
@@ -137,7 +172,6 @@ class Movements:
         self.store = set(store)
         self.sent: list[Message] = []
         self.open: list[Copy | ProbeStore | Read | Write] = []
-        self.timers: dict[object, StartTimer] = {}
 
     def holds(self) -> None:
         """The bytes of every block that is readable now are in its slot."""
@@ -145,24 +179,17 @@ class Movements:
             if not block.arriving:
                 self.slots[block.slot] = block.hash
 
-    def perform(self, actions: Sequence[Action]) -> None:
-        """Carry out the actions of a job, and hand out the slots that it has freed."""
-        self.carry_out(actions)
-        while more := self.host.memory.movements.serve():
-            self.carry_out(more)
+    def run(self, call: Callable[..., object], *arguments: Any) -> None:
+        """A turn: a call, and the hand-out of the slots that it has freed."""
 
-    def carry_out(self, actions: Sequence[Action]) -> None:
-        """Carry out actions."""
-        for action in actions:
-            if isinstance(action, Send):
-                self.sent.append(action.message)
-                if isinstance(action.message, Copy | ProbeStore | Read | Write):
-                    self.open.append(action.message)
-            elif isinstance(action, StartTimer):
-                assert action.job not in self.timers
-                self.timers[action.job] = action
-            else:
-                del self.timers[action.job]
+        def turn() -> None:
+            call(*arguments)
+            while self.host.memory.movements.serve():
+                pass
+
+        messages = sent(self.host.run(turn))
+        self.sent += messages
+        self.open += [one for one in messages if isinstance(one, Copy | ProbeStore | Read | Write)]
 
     def complete(self, number: int = 0, failed: Sequence[int] = ()) -> None:
         """Complete an open request. failed: indices of blocks that do not move. For a probe, any
@@ -196,7 +223,7 @@ class Movements:
                         self.slots[message.slots[i]] = one
             kind = Written if isinstance(message, Write) else ReadDone
             completion = kind(message.op, bytes(outcomes))
-        self.perform(self.host.completions.handle(completion))
+        self.run(self.host.memory.completed, completion)
 
     def complete_all(self) -> None:
         """Complete every request, oldest first, until none is open."""

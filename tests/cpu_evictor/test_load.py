@@ -6,7 +6,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvactors.cpu_evictor.actions import Action, StartTimer, StopTimer
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.messages import (
     LayersLoaded,
@@ -33,23 +32,24 @@ from kvactors.storage.messages import (
     Written,
 )
 from kvactors.types import join_hashes
-from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
+from tests.cpu_evictor.helpers import ROOT, Host, Movements, is_resident, names, path, sent
 from tests.cpu_evictor.test_offload import offload
+from tests.support.effects import Started
 
 
 def test_blocks_of_the_host_are_copied_and_leave_an_exclusive_tier():
     host, keys = Host(), path(3)
     host.fill(keys)
-    actions = host.load(keys).begin()
+    actions = host.run(host.load(keys).begin)
     (copy,) = sent(actions)
     assert (copy.direction, copy.blocks) == (Direction.TO_DEVICE, (100, 101, 102))
     assert copy.slots == tuple(host.tier.blocks[key].slot for key in keys)
     assert host.tier.resident == 0
-    actions = host.completions.handle(Copied(copy.op, ()))
+    actions = host.end(Copied(copy.op, ()))
     (loaded,) = sent(actions)
     assert (loaded.op, loaded.num_loaded, loaded.from_host) == (7, 3, 3)
     assert host.tier.on_device == 3
-    assert names(host.memory.drop_host_copies(join_hashes(keys))) == [
+    assert names(host.run(host.memory.drop_host_copies, join_hashes(keys))) == [
         "BlocksRemoved",
         "HostBlocksRemoved",
     ]
@@ -60,32 +60,32 @@ def test_blocks_of_the_host_are_copied_and_leave_an_exclusive_tier():
 def test_blocks_of_an_inclusive_host_stay():
     host, keys = Host(mode="inclusive"), path(3)
     host.fill(keys)
-    (copy,) = sent(host.load(keys, start=1).begin())
+    (copy,) = sent(host.run(host.load(keys, start=1).begin))
     assert copy.blocks == (100, 101)
-    (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
+    (loaded,) = sent(host.end(Copied(copy.op, ())))
     assert loaded.num_loaded == 2
     assert host.tier.resident == 3
-    assert host.memory.drop_host_copies(join_hashes(keys)) == []
+    assert host.run(host.memory.drop_host_copies, join_hashes(keys)) == []
     host.idle()
 
 
 def test_only_the_run_that_arrived_is_loaded_and_the_rest_stays():
     host, keys = Host(), path(3)
     host.fill(keys)
-    (copy,) = sent(host.load(keys).begin())
-    (loaded,) = sent(host.completions.handle(Copied(copy.op, (1,))))
+    (copy,) = sent(host.run(host.load(keys).begin))
+    (loaded,) = sent(host.end(Copied(copy.op, (1,))))
     assert (loaded.num_loaded, loaded.from_host) == (1, 1)
-    assert [host.tier.is_resident(key) for key in keys] == [False, True, True]
-    host.memory.drop_host_copies(keys[0])
+    assert [is_resident(host.tier, key) for key in keys] == [False, True, True]
+    host.run(host.memory.drop_host_copies, keys[0])
     host.idle()
 
 
 def test_blocks_evicted_for_lack_of_capacity_are_reported_gone():
     host, keys = Host(slots=2), path(2)
     host.fill(keys)
-    (copy,) = sent(host.load(keys).begin())
+    (copy,) = sent(host.run(host.load(keys).begin))
     host.fill(path(1, family=1))
-    actions = host.completions.handle(Copied(copy.op, (0, 1)))
+    actions = host.end(Copied(copy.op, (0, 1)))
     assert names(actions) == ["HostBlocksRemoved", "BlocksRemoved", "Loaded"]
     assert host.tier.resident == 2
     assert host.tier.readable(keys[1]) is not None
@@ -98,21 +98,21 @@ def test_blocks_evicted_for_lack_of_capacity_are_written_back(cancelled):
     host, keys = Host(slots=2, policy="write_back"), path(2)
     host.fill(keys)
     job = host.load(keys, blocks=() if cancelled else (100, 101), fetch=False)
-    copies = sent(job.begin(), Copy)
+    copies = sent(host.run(job.begin), Copy)
     host.fill(path(2, family=1))
-    actions = job.cancel() if cancelled else host.completions.handle(Copied(copies[0].op, (0, 1)))
+    actions = host.run(job.cancel) if cancelled else host.end(Copied(copies[0].op, (0, 1)))
     assert names(actions)[:2] == ["HostBlocksRemoved", "Write"]
     (write,) = sent(actions, Write)
     assert write.keys == keys[1] + keys[0], "one message, the deepest block first"
-    assert host.memory.counts.evicted == 2
-    assert names(host.completions.handle(Written(write.op, bytes(2)))) == ["BlocksRemoved"]
+    assert host.memory.counts["evicted"] == 2
+    assert names(host.end(Written(write.op, bytes(2)))) == ["BlocksRemoved"]
     host.idle()
 
 
 def test_a_load_of_another_memory_generation_is_a_miss():
     host = Host()
     host.fill(path(2))
-    actions = host.load(path(2), memory_generation=1).begin()
+    actions = host.run(host.load(path(2), memory_generation=1).begin)
     assert [(one.op, one.num_loaded) for one in sent(actions)] == [(7, 0)]
     host.idle()
 
@@ -121,76 +121,76 @@ def test_a_load_of_another_memory_generation_is_a_miss():
 def test_blocks_missing_on_the_host_are_read_from_storage(mode):
     host, keys = Host(mode=mode), path(4)
     host.fill(keys[:2])
-    actions = host.load(keys).begin()
-    assert names(actions) == ["StartTimer", "ProbeStore", "Copy"]
+    actions = host.run(host.load(keys).begin)
+    assert names(actions) == ["Started", "ProbeStore", "Copy"]
     probe, first = sent(actions)
     assert probe.keys == join_hashes(keys[2:])
-    (read,) = sent(host.completions.handle(Probed(probe.op, 2)))
+    (read,) = sent(host.end(Probed(probe.op, 2)))
     assert read.keys == join_hashes(keys[2:])
-    assert sent(host.completions.handle(Copied(first.op, ()))) == []
-    actions = host.completions.handle(ReadDone(read.op, bytes(2)))
+    assert sent(host.end(Copied(first.op, ()))) == []
+    actions = host.end(ReadDone(read.op, bytes(2)))
     reports = [] if mode == "exclusive" else ["BlocksAdded", "HostBlocksAdded"]
     assert names(actions) == [*reports, "Copy"]
     (second,) = sent(actions, Copy)
     assert second.blocks == (102, 103)
-    actions = host.completions.handle(Copied(second.op, ()))
-    assert isinstance(actions[0], StopTimer)
+    actions = host.end(Copied(second.op, ()))
+    assert not host.timers
     (loaded,) = sent(actions, Loaded)
     assert (loaded.num_loaded, loaded.from_host) == (4, 2)
-    host.memory.drop_host_copies(join_hashes(keys))
+    host.run(host.memory.drop_host_copies, join_hashes(keys))
     host.idle()
 
 
 def test_a_read_that_fails_ends_the_run_there():
     host, keys = Host(mode="inclusive"), path(3)
-    (probe,) = sent(host.load(keys).begin())
-    (read,) = sent(host.completions.handle(Probed(probe.op, 3)))
+    (probe,) = sent(host.run(host.load(keys).begin))
+    (read,) = sent(host.end(Probed(probe.op, 3)))
     outcomes = bytes([Outcome.OK, Outcome.CORRUPT, Outcome.OK])
-    actions = host.completions.handle(ReadDone(read.op, outcomes))
+    actions = host.end(ReadDone(read.op, outcomes))
     (gained,) = sent(actions, BlocksAdded)
     assert gained.hashes == keys[0] + keys[2]
     (copy,) = sent(actions, Copy)
     assert copy.blocks == (100,)
-    (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
+    (loaded,) = sent(host.end(Copied(copy.op, ())))
     assert (loaded.num_loaded, loaded.from_host) == (1, 0)
     host.idle()
 
 
 def test_fewer_blocks_than_are_worth_a_read_are_not_read():
     host = Host(min_fetch_blocks=3)
-    (probe,) = sent(host.load(path(4)).begin())
-    actions = host.completions.handle(Probed(probe.op, 2))
-    assert names(actions) == ["StopTimer", "Loaded"]
+    (probe,) = sent(host.run(host.load(path(4)).begin))
+    actions = host.end(Probed(probe.op, 2))
+    assert names(actions) == ["Loaded"]
     host.idle()
 
 
 @pytest.mark.parametrize("fields", [{"fetch": False}, {"deadline": -1.0}, {"deadline": 0.0}])
 def test_storage_is_not_asked(fields):
     host = Host()
-    assert names(host.load(path(2), **fields).begin()) == ["Loaded"]
+    assert names(host.run(host.load(path(2), **fields).begin)) == ["Loaded"]
     host.idle()
 
 
 def test_storage_that_is_being_cleared_is_not_asked():
     host = Host()
-    host.memory.clear_store(1, None)
-    assert names(host.load(path(2)).begin()) == ["Loaded"]
+    host.run(host.memory.clear_store, 1, None)
+    assert names(host.run(host.load(path(2)).begin)) == ["Loaded"]
 
 
 def test_blocks_that_come_after_the_deadline_are_misses():
     host, keys = Host(), path(3)
     host.fill(keys[:1])
     job = host.load(keys)
-    timer, probe, copy = job.begin()
-    assert isinstance(timer, StartTimer)
-    assert (timer.seconds, timer.message.op) == (10.0, 7)
-    (read,) = sent(host.completions.handle(Probed(probe.message.op, 2)))
-    host.completions.handle(Copied(copy.message.op, ()))
-    (loaded,) = sent(job.on_deadline())
+    timer, probe, copy = host.run(job.begin)
+    assert isinstance(timer, Started)
+    assert (timer.delay, timer.message.op) == (10.0, 7)
+    (read,) = sent(host.end(Probed(probe.op, 2)))
+    host.end(Copied(copy.op, ()))
+    (loaded,) = sent(host.run(job.on_deadline))
     assert (loaded.num_loaded, loaded.from_host) == (1, 1)
     assert host.memory.loads == {}
-    assert host.completions.handle(ReadDone(read.op, bytes(2))) == []
-    host.memory.drop_host_copies(keys[0])
+    assert host.end(ReadDone(read.op, bytes(2))) == []
+    host.run(host.memory.drop_host_copies, keys[0])
     host.idle()
     assert host.tier.free == 8
 
@@ -198,9 +198,9 @@ def test_blocks_that_come_after_the_deadline_are_misses():
 def test_a_probe_after_the_deadline_reads_nothing():
     host = Host()
     job = host.load(path(2))
-    _, probe = job.begin()
-    assert names(job.on_deadline()) == ["StopTimer", "Loaded"]
-    assert host.completions.handle(Probed(probe.message.op, 2)) == []
+    _, probe = host.run(job.begin)
+    assert names(host.run(job.on_deadline)) == ["Loaded"]
+    assert host.end(Probed(probe.op, 2)) == []
     host.idle()
 
 
@@ -208,14 +208,14 @@ def test_a_load_without_blocks_waits_for_them():
     host, keys = Host(), path(3)
     host.fill(keys[:2])
     job = host.load(keys, blocks=())
-    (probe,) = sent(job.begin())
-    (read,) = sent(host.completions.handle(Probed(probe.op, 1)))
-    (first,) = sent(job.set_targets((4, 5, 6)))
+    (probe,) = sent(host.run(job.begin))
+    (read,) = sent(host.end(Probed(probe.op, 1)))
+    (first,) = sent(host.run(job.set_targets, (4, 5, 6)))
     assert first.blocks == (4, 5), "the third is not here yet"
-    (second,) = sent(host.completions.handle(ReadDone(read.op, bytes(1))))
+    (second,) = sent(host.end(ReadDone(read.op, bytes(1))))
     assert second.blocks == (6,)
-    assert sent(host.completions.handle(Copied(second.op, ()))) == []
-    (loaded,) = sent(host.completions.handle(Copied(first.op, ())))
+    assert sent(host.end(Copied(second.op, ()))) == []
+    (loaded,) = sent(host.end(Copied(first.op, ())))
     assert loaded.num_loaded == 3
 
 
@@ -223,11 +223,11 @@ def test_a_cancelled_load_gives_its_slots_back():
     host, keys = Host(), path(3)
     host.fill(keys[:2])
     job = host.load(keys, blocks=())
-    (probe,) = sent(job.begin())
-    (read,) = sent(host.completions.handle(Probed(probe.op, 1)))
-    assert names(job.cancel()) == ["StopTimer"]
+    (probe,) = sent(host.run(job.begin))
+    (read,) = sent(host.end(Probed(probe.op, 1)))
+    assert names(host.run(job.cancel)) == []
     assert host.tier.resident == 2
-    assert host.completions.handle(ReadDone(read.op, bytes(1))) == []
+    assert host.end(ReadDone(read.op, bytes(1))) == []
     host.idle()
 
 
@@ -235,15 +235,15 @@ def test_a_load_without_blocks_leaves_slots_to_the_eviction_for_it():
     host, keys = Host(slots=0, transit=4, policy="write_back"), path(6)
     moves = Movements(host, store=keys)
     job = host.load(keys, blocks=())
-    moves.perform(job.begin())
+    moves.run(job.begin)
     moves.complete()
     moves.complete()
     assert host.tier.free == 2
     moves.device.update({100 + i: key for i, key in enumerate(path(5, family=1))})
-    moves.perform(offload(host, path(5, family=1)).begin())
+    moves.run(offload(host, path(5, family=1)).begin)
     moves.complete_all()
     assert len(moves.of(Offloaded)) == 1
-    moves.perform(job.set_targets(tuple(range(200, 206))))
+    moves.run(job.set_targets, tuple(range(200, 206)))
     moves.complete_all()
     (loaded,) = moves.of(Loaded)
     assert loaded.num_loaded == 6
@@ -268,21 +268,21 @@ def test_a_path_streams_through_a_few_slots(mode, slots, transit):
             host.fill(path(slots, family=1))
         moves = Movements(host, store=keys)
         moves.holds()
-        moves.perform(host.load(keys).begin())
+        moves.run(host.load(keys).begin)
         moves.complete_all()
         (loaded,) = moves.of(Loaded)
         assert (loaded.num_loaded, loaded.from_host) == (20, 0)
         assert moves.device == {100 + i: key for i, key in enumerate(keys)}
-        assert not moves.timers
+        assert not host.timers
         host.idle()
 
 
 def test_a_block_that_is_being_written_gives_its_slot_to_the_blocks_below_it():
     host, keys = Host(slots=0, transit=1, policy="write_back"), path(3)
     moves = Movements(host, store=keys[1:])
-    moves.perform(offloaded(host, moves, keys[:1]))
+    moves.run(offloaded(host, moves, keys[:1]).begin)
     moves.complete()
-    moves.perform(host.load(keys).begin())
+    moves.run(host.load(keys).begin)
     moves.complete_all()
     (loaded,) = moves.of(Loaded)
     assert (loaded.num_loaded, loaded.from_host) == (3, 1)
@@ -293,14 +293,14 @@ def test_a_load_without_blocks_lets_go_of_slots_for_another():
     host, waiting, keys = Host(slots=0, transit=1), path(2), path(3, family=1)
     moves = Movements(host, store=waiting + keys)
     job = host.load(waiting, blocks=())
-    moves.perform(job.begin())
+    moves.run(job.begin)
     moves.complete()
     moves.complete()
     assert host.tier.free == 0
     message = Load(8, ROOT, join_hashes(keys), 0, tuple(range(900, 903)), 10.0, fetch=True)
-    moves.perform(LoadJob(host.memory, message, layerwise=False).begin())
+    moves.run(LoadJob(host.memory, message, layerwise=False).begin)
     moves.complete_all()
-    moves.perform(job.set_targets((200, 201)))
+    moves.run(job.set_targets, (200, 201))
     moves.complete_all()
     assert [(one.op, one.num_loaded) for one in moves.of(Loaded)] == [(8, 3), (7, 2)]
     host.idle()
@@ -310,10 +310,10 @@ def test_loads_take_turns():
     """A short load ends long before a long one that began before it."""
     host, long, short = Host(slots=0, transit=32), path(400), path(20, family=1)
     moves = Movements(host, store=long + short)
-    moves.perform(host.load(long).begin())
+    moves.run(host.load(long).begin)
     moves.complete()
     message = Load(8, ROOT, join_hashes(short), 0, tuple(range(900, 920)), 10.0, fetch=True)
-    moves.perform(LoadJob(host.memory, message, layerwise=False).begin())
+    moves.run(LoadJob(host.memory, message, layerwise=False).begin)
     moves.complete_all()
     first, second = moves.of(Loaded)
     assert (first.op, first.num_loaded) == (8, 20)
@@ -326,11 +326,9 @@ def test_loads_take_turns():
 def test_a_load_goes_on_where_another_movement_brings_its_blocks():
     host, keys = Host(slots=8, transit=4, mode="inclusive"), path(4)
     moves = Movements(host, store=keys)
-    moves.perform(
-        PrefetchJob(host.memory, PrefetchToHost(ROOT, join_hashes(keys), 0, 10.0)).begin()
-    )
+    moves.run(PrefetchJob(host.memory, PrefetchToHost(ROOT, join_hashes(keys), 0, 10.0)).begin)
     moves.complete()
-    moves.perform(host.load(keys).begin())
+    moves.run(host.load(keys).begin)
     moves.complete_all()
     (loaded,) = moves.of(Loaded)
     assert loaded.num_loaded == 4
@@ -340,66 +338,66 @@ def test_a_load_goes_on_where_another_movement_brings_its_blocks():
 
 def test_stored_blocks_that_do_not_come_are_counted_with_the_reason():
     cases = {
-        "late": lambda moves, job: moves.perform(job.on_deadline()),
+        "late": lambda moves, job: moves.run(job.on_deadline),
         "gone": lambda moves, job: moves.complete(0, failed=[1]),
-        "cleared": lambda moves, job: moves.perform(moves.host.memory.clear()),
+        "cleared": lambda moves, job: moves.run(moves.host.memory.clear),
     }
     for reason, end in cases.items():
         host, keys = Host(slots=0, transit=2), path(6)
         moves, job = Movements(host, store=keys), host.load(keys)
-        moves.perform(job.begin())
+        moves.run(job.begin)
         moves.complete()
         end(moves, job)
         moves.complete_all()
         (loaded,) = moves.of(Loaded)
         counts = host.memory.counts
         assert loaded.num_loaded < 6
-        assert getattr(counts, f"not_fetched_{reason}") == 6 - loaded.num_loaded, reason
+        assert counts[f"not_fetched_{reason}"] == 6 - loaded.num_loaded, reason
         host.idle()
 
 
 def test_progress_by_layers_is_that_of_the_slowest_copy():
     host, keys = Host(mode="inclusive"), path(2)
     host.fill(keys[:1])
-    probe, first = sent(host.load(keys, layerwise=True).begin())
+    probe, first = sent(host.run(host.load(keys, layerwise=True).begin))
     assert first.layerwise
-    assert host.completions.handle(CopyProgress(first.op, 2)) == [], "storage has not answered"
-    (read,) = sent(host.completions.handle(Probed(probe.op, 1)))
-    (second,) = sent(host.completions.handle(ReadDone(read.op, bytes(1))), Copy)
-    assert host.completions.handle(CopyProgress(first.op, 4)) == []
-    (layers,) = sent(host.completions.handle(CopyProgress(second.op, 1)))
+    assert host.end(CopyProgress(first.op, 2)) == [], "storage has not answered"
+    (read,) = sent(host.end(Probed(probe.op, 1)))
+    (second,) = sent(host.end(ReadDone(read.op, bytes(1))), Copy)
+    assert host.end(CopyProgress(first.op, 4)) == []
+    (layers,) = sent(host.end(CopyProgress(second.op, 1)))
     assert isinstance(layers, LayersLoaded)
     assert (layers.op, layers.layers, layers.blocks) == (7, 1, 2)
-    assert host.completions.handle(CopyProgress(second.op, 1)) == []
-    assert len(host.completions.handle(CopyProgress(second.op, 3))) == 1
+    assert host.end(CopyProgress(second.op, 1)) == []
+    assert len(host.end(CopyProgress(second.op, 3))) == 1
 
 
 def test_a_load_whose_copies_do_not_end_is_reported_stalled_once_they_may_not():
     host = Host()
     host.fill(path(2))
     job = host.load(path(2))
-    (copy,) = sent(job.begin())
-    (stalled,) = sent(job.on_copies_unavailable())
+    (copy,) = sent(host.run(job.begin))
+    (stalled,) = sent(host.run(job.on_copies_unavailable))
     assert isinstance(stalled, LoadStalled)
-    assert [one.num_loaded for one in sent(host.completions.handle(Copied(copy.op, (0, 1))))] == [0]
+    assert [one.num_loaded for one in sent(host.end(Copied(copy.op, (0, 1))))] == [0]
     host.idle()
 
 
 def test_a_load_that_waits_for_storage_ends_when_copies_are_unavailable():
     host = Host()
     job = host.load(path(2))
-    job.begin()
-    assert names(job.on_copies_unavailable()) == ["StopTimer", "Loaded"]
+    host.run(job.begin)
+    assert names(host.run(job.on_copies_unavailable)) == ["Loaded"]
 
 
 def test_a_load_that_a_device_store_still_writes_is_stalled_when_copies_are_unavailable():
     host = Host(device_store=True)
     job = host.load(path(2), tokens=b"tokens")
-    (fetch,) = sent(job.begin())
+    (fetch,) = sent(host.run(job.begin))
     assert isinstance(fetch, FetchDevice)
-    (stalled,) = sent(job.on_copies_unavailable())
+    (stalled,) = sent(host.run(job.on_copies_unavailable))
     assert isinstance(stalled, LoadStalled)
-    (loaded,) = sent(host.completions.handle(DeviceFetched(fetch.op, 2)))
+    (loaded,) = sent(host.end(DeviceFetched(fetch.op, 2)))
     assert loaded.num_loaded == 2
     host.idle()
 
@@ -408,22 +406,22 @@ def test_a_device_store_reads_into_the_device_blocks():
     host, keys = Host(device_store=True), path(4)
     host.fill(keys[:1])
     copy, fetch = None, None
-    for message in sent(host.load(keys, tokens=b"tokens").begin()):
+    for message in sent(host.run(host.load(keys, tokens=b"tokens").begin)):
         copy = message if isinstance(message, Copy) else copy
         fetch = message if isinstance(message, FetchDevice) else fetch
     assert (fetch.start, fetch.blocks, fetch.tokens) == (1, (101, 102, 103), b"tokens")
-    assert sent(host.completions.handle(DeviceFetched(fetch.op, 2))) == []
-    (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
+    assert sent(host.end(DeviceFetched(fetch.op, 2))) == []
+    (loaded,) = sent(host.end(Copied(copy.op, ())))
     assert (loaded.num_loaded, loaded.from_host) == (3, 1)
 
 
 def test_a_device_store_waits_for_the_device_blocks():
     host = Host(device_store=True)
     job = host.load(path(2), blocks=())
-    assert job.begin() == []
-    (fetch,) = sent(job.set_targets((8, 9)))
+    assert host.run(job.begin) == []
+    (fetch,) = sent(host.run(job.set_targets, (8, 9)))
     assert fetch.blocks == (8, 9)
-    (loaded,) = sent(host.completions.handle(DeviceFetched(fetch.op, 99)))
+    (loaded,) = sent(host.end(DeviceFetched(fetch.op, 99)))
     assert loaded.num_loaded == 0, "a count beyond the blocks is no count"
 
 
@@ -437,13 +435,13 @@ STEPS = st.lists(
 )
 
 
-def offloaded(host: Host, moves: Movements, hashes: list[bytes]) -> list[Action]:
+def offloaded(host: Host, moves: Movements, hashes: list[bytes]) -> OffloadJob:
     """An eviction of these blocks from the device, deepest first."""
     evicted, first = hashes[::-1], 200 + len(moves.device)
     blocks = tuple(range(first, first + len(evicted)))
     moves.device.update(zip(blocks, evicted, strict=True))
     parents = join_hashes([*evicted[1:], ROOT])
-    return OffloadJob(host.memory, Offload(8, join_hashes(evicted), parents, blocks)).begin()
+    return OffloadJob(host.memory, Offload(8, join_hashes(evicted), parents, blocks))
 
 
 @settings(max_examples=300, deadline=None)
@@ -474,39 +472,39 @@ def test_any_order_of_completions(steps, mode, policy, on_host, stored, placed, 
     moves.holds()
     blocks = (100, 101, 102, 103, 104, 105)
     job = host.load(keys, blocks=blocks if placed else ())
-    moves.perform(job.begin())
+    moves.run(job.begin)
     offloads = 0
     for step, number, failed in [*steps, ("place", 0, [])]:
         if step == "complete" and moves.open:
             moves.complete(number % len(moves.open), failed)
         elif step == "offload":
             offloads += 1
-            moves.perform(offloaded(host, moves, path(number + 1, family=offloads)))
+            moves.run(offloaded(host, moves, path(number + 1, family=offloads)).begin)
         elif 7 not in host.memory.loads:
             continue
         elif step == "place" and not placed:
             placed = True
-            moves.perform(job.set_targets(blocks))
+            moves.run(job.set_targets, blocks)
         elif step == "cancel" and not placed:
-            moves.perform(job.cancel())
+            moves.run(job.cancel)
         elif step == "late":
-            moves.perform(job.on_deadline())
+            moves.run(job.on_deadline)
         elif step == "stalled":
-            moves.perform(job.on_copies_unavailable())
+            moves.run(job.on_copies_unavailable)
     moves.complete_all()
     answers = moves.of(Loaded)
     if policy == "write_back":
         safe = {*host.tier.blocks, *moves.store, *keys[: answers[0].num_loaded if answers else 0]}
         counts = host.memory.counts
-        assert len(set(keys[:on_host]) - safe) <= counts.shed + counts.write_failures
+        assert len(set(keys[:on_host]) - safe) <= counts["shed"] + counts["write_failures"]
     assert len(answers) <= 1
     for answer in answers:
         for position in range(answer.num_loaded):
             assert moves.device[100 + position] == keys[position]
-        moves.perform(host.memory.drop_host_copies(join_hashes(keys[: answer.num_loaded])))
+        moves.run(host.memory.drop_host_copies, join_hashes(keys[: answer.num_loaded]))
         assert answer.from_host <= answer.num_loaded
     moves.complete_all()
-    assert not moves.timers
+    assert not host.timers
     for block in host.tier.blocks.values():
         assert moves.slots[block.slot] == block.hash, "a slot holds another block's bytes"
     host.idle()
@@ -516,20 +514,20 @@ def test_any_order_of_completions(steps, mode, policy, on_host, stored, placed, 
 def test_completions_of_requests_that_are_not_in_flight_change_nothing():
     host = Host()
     for message in (Copied(1, ()), Probed(1, 3), ReadDone(1, b""), DeviceFetched(1, 3)):
-        assert host.completions.handle(message) == []
+        assert host.end(message) == []
 
 
 def test_of_an_inclusive_tier_blocks_beyond_the_capacity_pass_through():
     """A path that is longer than the tier: its first blocks are resident and protected."""
     host, keys = Host(slots=3, transit=4, mode="inclusive"), path(6)
     host.fill(keys[:2])
-    (probe,) = sent(host.load(keys, start=2).begin())
-    (read,) = sent(host.completions.handle(Probed(probe.op, 4)))
+    (probe,) = sent(host.run(host.load(keys, start=2).begin))
+    (read,) = sent(host.end(Probed(probe.op, 4)))
     assert read.keys == join_hashes(keys[2:])
-    gained, hint, copy = sent(host.completions.handle(ReadDone(read.op, bytes(4))))
+    gained, hint, copy = sent(host.end(ReadDone(read.op, bytes(4))))
     assert gained.hashes == hint.hashes == keys[2], "the others do not stay"
     assert copy.blocks == (100, 101, 102, 103)
-    (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
+    (loaded,) = sent(host.end(Copied(copy.op, ())))
     assert (loaded.num_loaded, loaded.from_host) == (4, 0)
     assert (host.tier.resident, host.tier.free) == (3, 4)
     host.idle()

@@ -12,7 +12,7 @@ from kvactors.data_plane.base import Direction
 from kvactors.flush_notifier.messages import BlocksAdded
 from kvactors.gpu_swapper.messages import Copied, Copy
 from kvactors.types import join_hashes, split_hashes
-from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
+from tests.cpu_evictor.helpers import ROOT, Host, Movements, is_resident, names, path, sent
 
 
 def offload(host: Host, hashes: list[bytes], **fields) -> OffloadJob:
@@ -30,20 +30,20 @@ def offload(host: Host, hashes: list[bytes], **fields) -> OffloadJob:
 
 def test_evicted_blocks_are_copied_and_announced():
     host, keys = Host(), path(3)
-    (copy,) = sent(offload(host, keys).begin())
+    (copy,) = sent(host.run(offload(host, keys).begin))
     assert (copy.direction, copy.blocks) == (Direction.TO_HOST, (102, 101, 100))
-    actions = host.completions.handle(Copied(copy.op, ()))
+    actions = host.end(Copied(copy.op, ()))
     assert names(actions) == ["BlocksAdded", "Offloaded"]
     (answer,) = sent(actions, Offloaded)
     assert (answer.op, answer.kept_mask) == (3, bytes([1, 1, 1]))
-    assert host.memory.counts.offloaded == 3
+    assert host.memory.counts["offloaded"] == 3
     host.idle()
 
 
 def test_a_copy_that_fails_is_not_kept():
     host, keys = Host(), path(2)
-    (copy,) = sent(offload(host, keys).begin())
-    gained, answer = sent(host.completions.handle(Copied(copy.op, (0,))))
+    (copy,) = sent(host.run(offload(host, keys).begin))
+    gained, answer = sent(host.end(Copied(copy.op, (0,))))
     assert gained.hashes == keys[0]
     assert answer.kept_mask == bytes([0, 1])
     assert host.tier.free == 7
@@ -53,13 +53,13 @@ def test_a_copy_that_fails_is_not_kept():
 def test_blocks_that_the_host_has_are_not_copied_again():
     host, keys = Host(mode="inclusive"), path(2)
     host.fill(keys)
-    assert names(offload(host, keys).begin()) == ["Offloaded"]
+    assert names(host.run(offload(host, keys).begin)) == ["Offloaded"]
     host.idle()
 
 
 def test_blocks_of_another_memory_generation_are_not_kept():
     host = Host()
-    (answer,) = sent(offload(host, path(2), memory_generation=1).begin())
+    (answer,) = sent(host.run(offload(host, path(2), memory_generation=1).begin))
     assert answer.kept_mask == bytes(2)
     host.idle()
 
@@ -67,24 +67,24 @@ def test_blocks_of_another_memory_generation_are_not_kept():
 def test_without_capacity_the_least_recently_used_are_evicted():
     host, old, new = Host(slots=2, policy="none"), path(2, family=1), path(2)
     host.fill(old)
-    actions = offload(host, new).begin()
+    actions = host.run(offload(host, new).begin)
     assert names(actions) == ["HostBlocksRemoved", "BlocksRemoved", "Copy"]
     assert sent(actions, HostBlocksRemoved)[0].hashes == old[1] + old[0]
 
 
 def test_of_more_blocks_than_fit_the_last_used_are_kept():
     host, keys = Host(slots=2, policy="none"), path(3)
-    (copy,) = sent(offload(host, keys).begin())
+    (copy,) = sent(host.run(offload(host, keys).begin))
     assert copy.blocks == (101, 100)
-    (answer,) = sent(host.completions.handle(Copied(copy.op, ())), Offloaded)
+    (answer,) = sent(host.end(Copied(copy.op, ())), Offloaded)
     assert answer.kept_mask == bytes([0, 1, 1])
 
 
 def test_with_write_back_the_others_pass_through_to_storage_and_are_announced():
     host, keys = Host(slots=2, policy="write_back"), path(3)
-    (copy,) = sent(offload(host, keys).begin())
+    (copy,) = sent(host.run(offload(host, keys).begin))
     assert copy.blocks == (102, 101, 100)
-    actions = host.completions.handle(Copied(copy.op, ()))
+    actions = host.end(Copied(copy.op, ()))
     assert names(actions) == ["BlocksAdded", "Write", "Offloaded"]
     gained, write, answer = sent(actions)
     assert set(split_hashes(gained.hashes)) == set(keys), "otherwise the first would be nowhere"
@@ -93,24 +93,24 @@ def test_with_write_back_the_others_pass_through_to_storage_and_are_announced():
 
 def test_with_write_back_blocks_that_find_no_slot_are_shed_if_that_is_the_setting():
     host, keys = Host(slots=2, transit=1, policy="write_back", on_full="shed"), path(5)
-    (copy,) = sent(offload(host, keys).begin())
+    (copy,) = sent(host.run(offload(host, keys).begin))
     assert copy.blocks == (102, 101, 100)
-    assert host.memory.counts.shed == 2
+    assert host.memory.counts["shed"] == 2
 
 
 def test_with_write_back_blocks_wait_for_the_slots_of_earlier_writes():
     host, keys = Host(slots=2, transit=1, policy="write_back"), path(7)
     moves = Movements(host)
     moves.device.update({100 + i: key for i, key in enumerate(keys)})
-    moves.perform(offload(host, keys).begin())
+    moves.run(offload(host, keys).begin)
     assert [len(copy.blocks) for copy in moves.of(Copy)] == [3]
     assert not moves.of(Offloaded)
     moves.complete_all()
     (answer,) = moves.of(Offloaded)
     assert moves.store == set(keys[2:]), "the oldest five pass through"
     assert answer.kept_mask == bytes([0, 0, 0, 0, 0, 1, 1])
-    assert host.memory.counts.shed == 0
-    assert not moves.timers
+    assert host.memory.counts["shed"] == 0
+    assert not host.timers
     host.idle()
 
 
@@ -118,21 +118,21 @@ def test_an_eviction_waits_for_slots_as_long_as_is_set_and_the_next_ones_not_at_
     host = Host(slots=0, transit=4, policy="write_back", on_full_wait_s=0.5)
     moves, keys = Movements(host), path(6)
     moves.device.update({100 + i: key for i, key in enumerate(keys)})
-    moves.perform(offload(host, keys).begin())
+    moves.run(offload(host, keys).begin)
     moves.complete()  # the copy: its write holds all slots
-    (timer,) = moves.timers.values()
-    assert timer.seconds == 0.5
-    moves.perform(host.memory.movements.overdue(timer.message.op))
-    assert host.memory.counts.shed == 2
+    (timer,) = host.timers
+    assert timer.delay == 0.5
+    moves.run(host.memory.movements.overdue, timer.message.op)
+    assert host.memory.counts["shed"] == 2
     assert len(moves.of(Offloaded)) == 1
-    moves.perform(offload(host, path(2, family=1)).begin())
-    assert host.memory.counts.shed == 4
+    moves.run(offload(host, path(2, family=1)).begin)
+    assert host.memory.counts["shed"] == 4
     assert len(moves.of(Offloaded)) == 2, "the store is behind"
     moves.complete_all()
     moves.device.update({100 + i: key for i, key in enumerate(path(5, family=2))})
-    moves.perform(offload(host, path(5, family=2)).begin())
+    moves.run(offload(host, path(5, family=2)).begin)
     moves.complete_all()
-    assert host.memory.counts.shed == 4, "the store has caught up"
+    assert host.memory.counts["shed"] == 4, "the store has caught up"
     host.idle()
 
 
@@ -140,8 +140,8 @@ def test_blocks_of_before_a_clear_take_no_slots_after_it():
     host, keys = Host(slots=0, transit=2, policy="write_back"), path(4)
     moves = Movements(host)
     moves.device.update({100 + i: key for i, key in enumerate(keys)})
-    moves.perform(offload(host, keys).begin())
-    moves.perform(host.memory.clear())
+    moves.run(offload(host, keys).begin)
+    moves.run(host.memory.clear)
     moves.complete_all()
     assert len(moves.of(Copy)) == 1
     assert len(moves.of(Offloaded)) == 1
@@ -151,20 +151,20 @@ def test_blocks_of_before_a_clear_take_no_slots_after_it():
 def test_a_block_that_is_being_written_back_becomes_resident_and_is_announced_again():
     host, keys = Host(slots=2, policy="write_back"), path(1)
     host.fill(keys)
-    host.memory.evict(host.tier.victims(1))
+    host.run(host.memory.evict, host.tier.victims(1))
     host.tier.blocks[keys[0]].announced = False
-    actions = offload(host, keys).begin()
+    actions = host.run(offload(host, keys).begin)
     assert names(actions) == ["BlocksAdded", "Offloaded"]
-    assert host.tier.is_resident(keys[0])
+    assert is_resident(host.tier, keys[0])
 
 
 def test_a_block_evicted_during_the_copy_is_not_kept():
     host, old, new = Host(slots=2, policy="none"), path(1, family=1), path(1)
     host.fill(old)
     job = offload(host, old + new)
-    (copy,) = sent(job.begin())
-    host.memory.evict([host.tier.blocks[old[0]]])
-    (answer,) = sent(host.completions.handle(Copied(copy.op, ())), Offloaded)
+    (copy,) = sent(host.run(job.begin))
+    host.run(host.memory.evict, [host.tier.blocks[old[0]]])
+    (answer,) = sent(host.end(Copied(copy.op, ())), Offloaded)
     assert answer.kept_mask == bytes([1, 0])
 
 
@@ -189,7 +189,7 @@ def test_any_order_of_offloads(evictions, mode, policy, slots, transit, at_once)
     for begun, (family, length, failed) in enumerate(evictions, 1):
         keys = path(length, family)
         moves.device.update({100 + i: key for i, key in enumerate(keys)})
-        moves.perform(offload(host, keys).begin())
+        moves.run(offload(host, keys).begin)
         while moves.open and not (at_once and len(moves.of(Offloaded)) == begun):
             kinds = [isinstance(one, Copy) for one in moves.open]
             number = kinds.index(True) if any(kinds) else 0
@@ -198,14 +198,14 @@ def test_any_order_of_offloads(evictions, mode, policy, slots, transit, at_once)
         answer = moves.of(Offloaded)[-1]
         kept = [key for key, keep in zip(reversed(keys), answer.kept_mask, strict=True) if keep]
         if not at_once:
-            assert {key for key in keys if host.tier.is_resident(key)} >= set(kept)
+            assert {key for key in keys if is_resident(host.tier, key)} >= set(kept)
     moves.complete_all()
     assert len(moves.of(Offloaded)) == len(evictions)
     if policy == "write_back":
         counts = host.memory.counts
         given = {key for family, length, _ in evictions for key in path(length, family)}
         lost = given - set(host.tier.blocks) - moves.store
-        assert len(lost) <= counts.shed + counts.write_failures + counts.copy_failures
+        assert len(lost) <= counts["shed"] + counts["write_failures"] + counts["copy_failures"]
     for block in host.tier.blocks.values():
         assert moves.slots[block.slot] == block.hash
         assert block.announced == (block.state is SlotState.RESIDENT)

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.cpu_evictor.actions import StartTimer
 from kvactors.cpu_evictor.messages import Save, Saved, SaveUnanswered
 from kvactors.cpu_evictor.save import SaveJob
 from kvactors.data_plane.base import Direction
@@ -14,6 +13,7 @@ from kvactors.gpu_swapper.messages import Copied, Copy
 from kvactors.storage.messages import DeviceSaved, Probed, Write
 from kvactors.types import join_hashes
 from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
+from tests.support.effects import Started
 
 
 def save(host: Host, hashes: list[bytes], positions: range | None = None, **fields) -> SaveJob:
@@ -32,15 +32,15 @@ def save(host: Host, hashes: list[bytes], positions: range | None = None, **fiel
 
 def test_the_store_is_asked_and_the_rest_is_written():
     host, keys = Host(), path(3)
-    probe, timer = save(host, keys).begin()
-    assert probe.message.keys == join_hashes(keys)
-    assert isinstance(timer, StartTimer)
-    assert (timer.seconds, timer.message.op) == (1.0, probe.message.op)
-    actions = host.completions.handle(Probed(probe.message.op, 1))
-    assert names(actions) == ["StopTimer", "Copy"]
+    probe, timer = host.run(save(host, keys).begin)
+    assert probe.keys == join_hashes(keys)
+    assert isinstance(timer, Started)
+    assert (timer.delay, timer.message.op) == (1.0, probe.op)
+    actions = host.end(Probed(probe.op, 1))
+    assert names(actions) == ["Copy"]
     (copy,) = sent(actions)
     assert (copy.direction, copy.blocks) == (Direction.TO_HOST, (102, 101))
-    actions = host.completions.handle(Copied(copy.op, ()))
+    actions = host.end(Copied(copy.op, ()))
     assert names(actions) == ["Write", "Saved"]
     write, answer = sent(actions)
     assert write.keys == keys[2] + keys[1], "the end first, so that the beginning is used last"
@@ -49,41 +49,41 @@ def test_the_store_is_asked_and_the_rest_is_written():
 
 def test_stored_blocks_are_not_copied():
     host, keys = Host(), path(3)
-    (probe,) = sent(save(host, keys).begin())
-    assert names(host.completions.handle(Probed(probe.op, 3))) == ["StopTimer", "Saved"]
+    (probe,) = sent(host.run(save(host, keys).begin))
+    assert names(host.end(Probed(probe.op, 3))) == ["Saved"]
     host.idle()
 
 
 def test_the_store_is_asked_only_about_blocks_to_save():
     host, keys = Host(), path(4)
-    (probe,) = sent(save(host, keys, range(1, 3)).begin())
+    (probe,) = sent(host.run(save(host, keys, range(1, 3)).begin))
     assert probe.keys == join_hashes(keys[:3])
 
 
 def test_a_store_that_does_not_answer_in_time_is_not_waited_for():
     host = Host(timeout_s=0.25)
-    probe, timer = save(host, path(2)).begin()
-    assert timer.seconds == 0.25
-    actions = host.completions.handle(SaveUnanswered(probe.message.op))
-    assert names(actions) == ["StopTimer", "Saved"]
-    assert host.completions.handle(Probed(probe.message.op, 0)) == []
+    probe, timer = host.run(save(host, path(2)).begin)
+    assert timer.delay == 0.25
+    actions = host.end(SaveUnanswered(probe.op))
+    assert names(actions) == ["Saved"]
+    assert host.end(Probed(probe.op, 0)) == []
     host.idle()
 
 
 def test_a_clear_before_the_answer_keeps_blocks_of_before_out():
     host = Host(mode="inclusive")
-    (probe,) = sent(save(host, path(2)).begin())
-    host.memory.clear()
-    (answer,) = sent(host.completions.handle(Probed(probe.op, 0)))
+    (probe,) = sent(host.run(save(host, path(2)).begin))
+    host.run(host.memory.clear)
+    (answer,) = sent(host.end(Probed(probe.op, 0)))
     assert answer.kept_mask == bytes(2)
     assert host.tier.free == 8
 
 
 def test_blocks_of_a_lost_memory_are_not_copied():
     host = Host(mode="inclusive")
-    (probe,) = sent(save(host, path(2)).begin())
+    (probe,) = sent(host.run(save(host, path(2)).begin))
     host.requests.generation = 1
-    (answer,) = sent(host.completions.handle(Probed(probe.op, 0)))
+    (answer,) = sent(host.end(Probed(probe.op, 0)))
     assert answer.kept_mask == bytes(2)
     host.idle()
 
@@ -91,9 +91,9 @@ def test_blocks_of_a_lost_memory_are_not_copied():
 def test_an_inclusive_host_keeps_a_copy_of_the_path():
     host, keys = Host(mode="inclusive", stored=False), path(3)
     host.fill(keys[:1])
-    (copy,) = sent(save(host, keys, range(0)).begin())
+    (copy,) = sent(host.run(save(host, keys, range(0)).begin))
     assert copy.blocks == (102, 101)
-    actions = host.completions.handle(Copied(copy.op, (0,)))
+    actions = host.end(Copied(copy.op, (0,)))
     assert names(actions) == ["BlocksAdded", "Saved"]
     assert sent(actions, Saved)[0].kept_mask == bytes([1, 1, 0])
     order = [block.hash for block in host.tier.policy.candidates()]
@@ -102,19 +102,17 @@ def test_an_inclusive_host_keeps_a_copy_of_the_path():
 
 def test_with_copies_of_the_whole_path_all_of_it_is_offered():
     host, keys = Host(mode="inclusive"), path(3)
-    (probe,) = sent(save(host, keys).begin())
-    (copy,) = sent(host.completions.handle(Probed(probe.op, 2)))
-    write = sent(host.completions.handle(Copied(copy.op, ())), Write)[0]
+    (probe,) = sent(host.run(save(host, keys).begin))
+    (copy,) = sent(host.end(Probed(probe.op, 2)))
+    write = sent(host.end(Copied(copy.op, ())), Write)[0]
     assert write.keys == join_hashes(reversed(keys))
 
 
 def test_more_blocks_than_fit_are_kept_from_the_first_on():
     host, keys = Host(slots=2, mode="inclusive", stored=False), path(4)
-    (copy,) = sent(save(host, keys, range(0)).begin())
+    (copy,) = sent(host.run(save(host, keys, range(0)).begin))
     assert copy.blocks == (101, 100)
-    assert sent(host.completions.handle(Copied(copy.op, ())), Saved)[0].kept_mask == bytes(
-        [1, 1, 0, 0]
-    )
+    assert sent(host.end(Copied(copy.op, ())), Saved)[0].kept_mask == bytes([1, 1, 0, 0])
 
 
 def test_blocks_without_a_slot_are_shed_if_that_is_the_setting():
@@ -123,10 +121,10 @@ def test_blocks_without_a_slot_are_shed_if_that_is_the_setting():
         ("inclusive", 1, 1, 2, 2),
     ):
         host, keys = Host(slots, transit, mode=mode, on_full="shed"), path(5)
-        (probe,) = sent(save(host, keys, range(1, 5)).begin())
-        actions = host.completions.handle(Probed(probe.op, 2))
+        (probe,) = sent(host.run(save(host, keys, range(1, 5)).begin))
+        actions = host.end(Probed(probe.op, 2))
         # Positions 2 to 4 are to be written. An inclusive tier begins with position 0.
-        assert host.memory.counts.shed == shed
+        assert host.memory.counts["shed"] == shed
         assert len(sent(actions, Copy)[0].blocks) == copied
 
 
@@ -137,12 +135,12 @@ def test_a_finish_stores_its_whole_path_through_any_number_of_slots(mode, slots,
     host, keys = Host(slots, transit, mode=mode), path(9)
     moves = Movements(host)
     moves.device.update({100 + i: key for i, key in enumerate(keys)})
-    moves.perform(save(host, keys).begin())
+    moves.run(save(host, keys).begin)
     moves.complete_all()
     assert moves.store == set(keys)
     assert len(moves.of(Saved)) == 1
-    assert host.memory.counts.shed == 0
-    assert not moves.timers
+    assert host.memory.counts["shed"] == 0
+    assert not host.timers
     host.idle()
 
 
@@ -150,13 +148,13 @@ def test_a_save_that_waits_too_long_is_answered_without_the_rest():
     host, keys = Host(slots=0, transit=2, timeout_s=0.25), path(5)
     moves = Movements(host)
     moves.device.update({100 + i: key for i, key in enumerate(keys)})
-    moves.perform(save(host, keys).begin())
+    moves.run(save(host, keys).begin)
     moves.complete()
     moves.complete()
-    (timer,) = moves.timers.values()
-    assert timer.seconds == 0.25
-    moves.perform(host.memory.movements.overdue(timer.message.op))
-    assert (host.memory.counts.shed, len(moves.of(Saved))) == (3, 1)
+    (timer,) = host.timers
+    assert timer.delay == 0.25
+    moves.run(host.memory.movements.overdue, timer.message.op)
+    assert (host.memory.counts["shed"], len(moves.of(Saved))) == (3, 1)
     moves.complete_all()
     assert moves.store == set(keys[3:]), "the deepest blocks are written first"
     host.idle()
@@ -164,26 +162,26 @@ def test_a_save_that_waits_too_long_is_answered_without_the_rest():
 
 def test_blocks_not_written_by_this_cache_are_not_counted_as_shed():
     host, keys = Host(2, 0, mode="inclusive", device_store=True), path(4)
-    save(host, keys).begin()
-    assert host.memory.counts.shed == 0
+    host.run(save(host, keys).begin)
+    assert host.memory.counts["shed"] == 0
 
 
 def test_device_blocks_are_held_until_a_device_store_has_read_them():
     host, keys = Host(slots=0, device_store=True), path(3)
-    actions = save(host, keys, range(1, 3), tokens=b"tokens").begin()
+    actions = host.run(save(host, keys, range(1, 3), tokens=b"tokens").begin)
     (write,) = sent(actions)
     assert (write.tokens, write.start, write.blocks) == (b"tokens", 1, (101, 102))
-    actions = host.completions.handle(DeviceSaved(write.op, 1))
+    actions = host.end(DeviceSaved(write.op, 1))
     assert names(actions) == ["Saved"]
-    assert (host.memory.counts.written, host.memory.counts.write_failures) == (1, 1)
+    assert (host.memory.counts["written"], host.memory.counts["write_failures"]) == (1, 1)
 
 
 def test_a_copy_evicted_during_a_save_to_a_device_store_is_not_called_kept():
     host, keys = Host(mode="inclusive", device_store=True), path(2)
-    (copy,) = sent(save(host, keys).begin())
-    (write,) = sent(host.completions.handle(Copied(copy.op, ())))[1:]
-    host.memory.evict(host.tier.victims(1))
-    (answer,) = sent(host.completions.handle(DeviceSaved(write.op, 2)))
+    (copy,) = sent(host.run(save(host, keys).begin))
+    (write,) = sent(host.end(Copied(copy.op, ())))[1:]
+    host.run(host.memory.evict, host.tier.victims(1))
+    (answer,) = sent(host.end(DeviceSaved(write.op, 2)))
     assert answer.kept_mask == bytes([1, 0])
 
 
@@ -214,10 +212,10 @@ def test_any_order_of_finished_requests(finished, mode, slots, transit, numbers)
         blocks = tuple(100 * number + i for i in range(length))
         positions = tuple(range(min(first, length), length))
         keep = not host.memory.exclusive
-        moves.perform(
+        moves.run(
             SaveJob(
                 host.memory, Save(number, ROOT, join_hashes(keys), blocks, keep, positions)
-            ).begin()
+            ).begin
         )
         for _ in range(next(order, 0)):
             if moves.open:
@@ -225,7 +223,7 @@ def test_any_order_of_finished_requests(finished, mode, slots, transit, numbers)
                 host.tier.check()
     moves.complete_all()
     assert sorted(answer.op for answer in moves.of(Saved)) == list(range(len(finished)))
-    assert not moves.timers
+    assert not host.timers
     for block in host.tier.blocks.values():
         assert moves.slots[block.slot] == block.hash
     host.idle()

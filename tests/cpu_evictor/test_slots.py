@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvactors.cpu_evictor import slots
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
-from tests.cpu_evictor.helpers import hash_of
+from tests.cpu_evictor.helpers import hash_of, is_resident
 
 CAPACITY, SLOTS = 4, 7
 HASHES = [hash_of(number) for number in range(10)]
@@ -124,7 +124,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def mark_on_device(self, data):
         block = self.some(data)
-        if block.state is SlotState.LEAVING:
+        if block.state is SlotState.PROMOTING:
             self.tier.mark_on_device(block)
             assert block.on_device
 
@@ -151,14 +151,17 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(count=st.integers(-1, 6), protected=st.lists(st.sampled_from(HASHES), max_size=3))
     def victims(self, count, protected):
         expected: list[bytes] = []
-        for block_hash in self.order:
-            stay = [h for h in self.order if self.blocks[h].parent == block_hash]
-            children = any(child not in expected for child in stay)
-            block = self.blocks[block_hash]
-            if block not in self.pins and block_hash not in protected and not children:
-                expected.append(block_hash)
-            if len(expected) >= count:
-                break
+        passed: set[bytes] = set()  # blocks that are older than their children
+        for candidate in self.order:
+            one = candidate
+            while self.blocks[one] not in self.pins and one not in (*protected, *expected):
+                children = {h for h in self.order if self.blocks[h].parent == one}
+                if children - {*expected}:
+                    passed.add(one)
+                    break
+                expected.append(one)
+                parent = self.blocks[one].parent
+                one = parent if parent in passed else one
         chosen = self.tier.victims(count, protected)
         assert [block.hash for block in chosen] == expected[: max(0, count)]
 
@@ -188,7 +191,7 @@ class SlotsMachine(RuleBasedStateMachine):
             block = self.blocks.get(block_hash)
             readable = block if block is not None and not block.arriving else None
             assert tier.readable(block_hash) is readable
-            assert tier.is_resident(block_hash) == (block_hash in self.order)
+            assert is_resident(tier, block_hash) == (block_hash in self.order)
         for start in range(0, len(HASHES), 3):
             blocks = [tier.readable(block_hash) for block_hash in HASHES[start:]]
             run = blocks[: blocks.index(None)] if None in blocks else blocks

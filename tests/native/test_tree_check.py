@@ -97,7 +97,7 @@ def test_the_host_tiers_check_in_steps_finds_damage(damage):
     elif damage == "children":
         host._children[bytes(32)] -= 1
     else:
-        entries[0].state = SlotState.LEAVING
+        entries[0].state = SlotState.PROMOTING
     with pytest.raises(AssertionError):
         host.check()
 

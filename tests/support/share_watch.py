@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from math import inf
 from typing import Any
 
-from kvactors.cpu_evictor import slots
-from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
+from kvactors.cpu_evictor.slots import NOTHING, HostBlock, HostTier, SlotState
 from kvactors.prefix_index import index as device
 from kvactors.prefix_index.grants import Grants
 from kvactors.prefix_index.records import LeaseState
@@ -35,22 +34,25 @@ class ShareWatch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Watch within a block. One watch a process at a time."""
-        of_device, of_host = vars(device), vars(slots)
-        before = of_device["choose_victims"], of_host["choose_victims"]
+        of_device, victims = vars(device), HostTier.victims
+        choose = of_device["choose_victims"]
 
         def on_device(index: Any, count: int, op: int, salt: int, incoming: int) -> Any:
             owners = index.tree.owners() if index.tree.sharing else {}
-            found = before[0](index, count, op, salt, incoming)
+            found = choose(index, count, op, salt, incoming)
             now = index.policy.now()
             if found.traits is not None:
                 self._device(index, owners, found.traits, (salt, incoming), now)
             return found
 
         def on_host(
-            tier: HostTier, count: int, protected: Iterable[bytes], incoming: Mapping[int, int]
+            tier: HostTier,
+            count: int,
+            protected: Iterable[bytes] = (),
+            incoming: Mapping[int, int] = NOTHING,
         ) -> list[HostBlock]:
             spare, now = set(protected), tier.shares._clock()
-            found: list[HostBlock] = before[1](tier, count, spare, incoming)
+            found = victims(tier, count, spare, incoming)
             times = now, tier.shares._clock()
             self._host(tier, count, spare, incoming, found, times)
             return found
@@ -73,12 +75,14 @@ class ShareWatch:
             return granted(grants, lease, *arguments)
 
         Grants.granted = on_granted  # type: ignore[assignment, method-assign]
-        of_device["choose_victims"], of_host["choose_victims"] = on_device, on_host
+        of_device["choose_victims"] = on_device
+        HostTier.victims = on_host  # type: ignore[assignment, method-assign]
         Catalog.admit = on_store  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
-            of_device["choose_victims"], of_host["choose_victims"] = before
+            of_device["choose_victims"] = choose
+            HostTier.victims = victims  # type: ignore[method-assign]
             Catalog.admit, Grants.granted = admit, granted  # type: ignore[method-assign]
 
     def _store(
