@@ -439,9 +439,11 @@ class KVCache:
             raise CacheAsleep
         core = self.system.index_actor.core
         index = core.index
-        being_freed = max(0, core.admission.unpromised())
-        waiting = len(core.admission.waiting) + len(core.admission.space)
-        return FreeBlocks(index.pool.total, index.free, index.evictable(), being_freed, waiting)
+        being_freed = max(0, index.room.unpromised)
+        waiting = len(core.queue.waiting) + len(core.queue.acquires)
+        return FreeBlocks(
+            index.pool.total, index.room.free, index.evictable(), being_freed, waiting
+        )
 
     async def prefetch(
         self,

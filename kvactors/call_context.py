@@ -36,7 +36,7 @@ from kvactors.prefix_index.messages import (
     IndexRequest,
     Withdrawn,
 )
-from kvactors.prefix_index.parts import part_of
+from kvactors.prefix_index.work import turn_blocks_of
 from kvactors.system import System
 
 log = get_logger()
@@ -70,7 +70,7 @@ class CallContext:
         self.loop = asyncio.get_running_loop()
         self.layers = system.layout.num_layers + system.layout.extra_layers
         self.block_size = block_size
-        self.part_tokens = part_of(block_size) * block_size
+        self.part_tokens = turn_blocks_of(block_size) * block_size
         self.events = DeviceEvents(self.loop)
         self.lease_numbers = count(1)
         self.on_forgotten: Callable[[int], None] | None = None

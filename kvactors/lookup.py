@@ -13,9 +13,9 @@ from kvactors.identity import RequestScope
 from kvactors.lease import Hits
 from kvactors.native import DEVICE, HOST, LOADING, Path
 from kvactors.observe.invariants import in_slices
-from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import Stored
 from kvactors.prefix_index.settings import IndexSettings
+from kvactors.prefix_index.tree import BlockIndex
 from kvactors.quotas import salt_id
 from kvactors.storage.guarded import GuardedBackend
 from kvactors.system import System
@@ -127,7 +127,7 @@ def _hash(path: Path, blocks: int, step: int) -> Iterator[None]:
 
 def _step(index: BlockIndex) -> int:
     """Blocks that a step hashes at most."""
-    return max(1, index.part // TURN_STEPS)
+    return max(1, index.turn_blocks // TURN_STEPS)
 
 
 def hits_of(
@@ -158,7 +158,7 @@ def count_hits(
     `hosted` are the blocks in the slots of the host tier. Blocks fetched by a prefetch are not in
     the index yet.
     """
-    limit = index.match_limit(path)
+    limit = index.limit_of(path.num_tokens)
     run, states = index.tree.peek(path, limit)
     fetch = 0 if store is None else min(limit, settings.fetchable(path))
     held_run = _nothing_held if store is None else store.held_run

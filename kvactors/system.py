@@ -53,12 +53,10 @@ from kvactors.gpu_swapper.messages import CopiedWithin, Copy, CopyReply, CopyWit
 from kvactors.identity import CacheScope
 from kvactors.lifecycle import QUIET, STOP, Opening, Shutdown
 from kvactors.prefix_index.actor import PrefixIndex
-from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import IndexRequest, SetNumBlocks
-from kvactors.prefix_index.policy import Clock, policies_of
-from kvactors.prefix_index.records import IndexStatistics
-from kvactors.prefix_index.roots import Roots
-from kvactors.prefix_index.settings import IndexSettings
+from kvactors.prefix_index.reports import IndexStatistics
+from kvactors.prefix_index.settings import Clock, IndexSettings, Roots, policies_of
+from kvactors.prefix_index.tree import BlockIndex
 from kvactors.quotas import SaltCounts, salt_id
 from kvactors.settings import Config, StorageConfig
 from kvactors.storage.actors import StorageReader, StorageWriter

@@ -1,4 +1,4 @@
-"""What the turns of an actor do to others: the one way by which its objects send, answer and set
+"""Effects of the turns of an actor: the one way by which its objects send, answer and set
 timers."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from kvactors.actor.context import Context
 class Effects:
     """Collector of the effects of turns, handed to the objects that decide.
 
-    Each effect takes place at once, in the order of the calls. A turn is synchronous: nothing
-    else runs between two of them. `Envelope.abandoned` is true of an ask that was answered: ask
-    whether its caller still waits before the answer.
+    Each effect takes place at once, in the order of the calls. A turn is synchronous, so no other
+    turn runs between two of them. `reply` and `refuse` return whether the asker still waited. After
+    them `Envelope.abandoned` is true.
 
     The attributes are the methods of a `Context`, bound here because most turns call several.
     """

@@ -19,7 +19,7 @@ from kvactors.actor.clock import now
 from kvactors.actor.log import brief
 from kvactors.actor.sliced import Sliced, T, finish
 from kvactors.native import DEVICE, HOST
-from kvactors.prefix_index.records import IndexStatistics
+from kvactors.prefix_index.reports import IndexStatistics
 from kvactors.system import System
 from kvactors.tables import ShardedSet
 from kvactors.types import Tier, split_hashes
@@ -182,13 +182,13 @@ def _unfinished(system: System) -> Iterator[str]:
     """No load is left open, no request waits for blocks that nothing frees, and without requests no
     call to the index."""
     index, evictor = system.index_actor, system.evictor_actor
-    if waiting := len(index.core.admission.waiting):
+    if waiting := len(index.core.queue.waiting):
         yield f"prefix_index: {waiting} requests wait for device blocks, and no work in flight"
     if loading := len(index.index.loading):
         yield f"prefix_index: {loading} blocks are loading, and no work in flight"
     if loads := len(evictor.memory.loads):
         yield f"cpu_evictor: {loads} loads have not ended, and no work in flight"
-    asks, held = index.ref.open_asks, len(index.core.held)
+    asks, held = index.ref.open_asks, len(index.core.queue.held)
     if asks and not (held or index.core.leases or index.core.statistics().waiting):
         yield f"prefix_index: {asks} calls have no answer, and there is no request"
 

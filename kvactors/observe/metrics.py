@@ -18,7 +18,7 @@ from kvactors.observe.health import Health, health
 from kvactors.observe.operations import Operation, OperationWatch
 from kvactors.observe.statistics import CacheStatistics, TenantStatistics, collect, named_tenants
 from kvactors.prefix_index.actor import PrefixIndex
-from kvactors.prefix_index.ages import BlockAges
+from kvactors.prefix_index.tree import BlockAges
 from kvactors.system import Summary, System, summarize
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from kvactors.data_plane.ranks.state import RankStatistics
 from kvactors.flush_notifier.deliver import SinkStatistics
 from kvactors.flush_notifier.view import SinkFilter
 from kvactors.gpu_swapper.actor import SwapperStatistics
-from kvactors.prefix_index.records import IndexStatistics
+from kvactors.prefix_index.reports import IndexStatistics
 from kvactors.quotas import SaltCount
 from kvactors.storage.backend import StoreStatistics
 from kvactors.system import System

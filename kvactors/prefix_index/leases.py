@@ -3,22 +3,138 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvactors.actor import Envelope
 from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, ensure
-from kvactors.prefix_index.actions import Action, Refusal, Reply
-from kvactors.prefix_index.evictions import Evictions
-from kvactors.prefix_index.index import BlockIndex
-from kvactors.prefix_index.messages import LayerResult, ReadyResult
-from kvactors.prefix_index.records import LeaseFault, LeaseState, LoadState
+from kvactors.hints import Hints
+from kvactors.native import BlockTree, Path
+from kvactors.prefix_index.messages import LayerReady, LayerResult, Ready, ReadyResult
+from kvactors.prefix_index.work import Timed
 
-PREEMPTED = 65_536
+if TYPE_CHECKING:
+    from kvactors.prefix_index.actor import IndexCore
+
+
+PREEMPTED_REQUESTS = 65_536
 """Preempted requests that are recorded, the oldest dropped first: they are not counted again
 when they come again."""
 
-CHECKED = 256
+CHECKED_LEASES = 256
 """Leases that a step of a check covers."""
+
+
+class LeaseFault(NamedTuple):
+    """Why a lease can no longer be used.
+
+    A new exception is made for each caller: one that was raised keeps its frames alive, and with
+    them the lease.
+    """
+
+    kind: type[KVActorsError]
+    arguments: tuple[Any, ...]
+
+    def error(self) -> KVActorsError:
+        """A new exception."""
+        return self.kind(*self.arguments)
+
+
+class LeaseState(msgspec.Struct, eq=False):
+    """A request's hold on its device blocks.
+
+    Attributes:
+        path: tokens, hashes, nodes and block table.
+        tree: the tree of its nodes, retired by a clear.
+        media: (offset, length) in tokens of items that are cached whole or not at all.
+        loads: those in flight that it waits for.
+        ready: requests to be answered when there is none left.
+        layers: the same for one layer.
+        expected_blocks: leading blocks that are cached if every load completes.
+        granted: it has its blocks. A lease that waits for them may have loads already.
+        counted: the statistics count it, as they do unless it was preempted before.
+        fault: why it can no longer be used.
+        changed: the table has other blocks than it was granted with, in place of blocks that were
+            not loaded.
+        prompt_tokens: tokens that it was acquired with.
+        output_tokens: of the model, if its holder has given their number.
+        hints: about the reuse of its blocks, None for none.
+        pin_prompt: a pin is of the blocks of its prompt only.
+    """
+
+    id: int
+    request_id: str
+    path: Path
+    tree: BlockTree
+    deadline: float
+    media: tuple[tuple[int, int], ...] = ()
+    device_hits: int = 0
+    expected_blocks: int = 0
+    host_hits: int = 0
+    storage_hits: int = 0
+    loads: list[LoadState] = []
+    ready: list[Envelope[Any]] = []
+    layers: list[tuple[int, Envelope[LayerResult]]] = []
+    granted: bool = False
+    counted: bool = True
+    fault: LeaseFault | None = None
+    changed: bool = False
+    prompt_tokens: int = 0
+    output_tokens: int | None = None
+    hints: Hints | None = None
+    pin_prompt: bool = True
+
+    def output(self) -> int:
+        """Tokens that the model has produced, -1 if that is not known."""
+        if self.output_tokens is not None:
+            return self.output_tokens
+        return self.path.num_tokens - self.prompt_tokens or -1
+
+
+class LoadState(Timed, eq=False):
+    """Consecutive blocks that are being loaded into device blocks of the owner. Other leases may
+    share them.
+
+    Attributes:
+        owner: the lease that took the target blocks, None once it has ended.
+        start, stop: positions of its blocks, the same on the path of every sharer.
+        predecessor: the load of the blocks above, which must complete first: a block without its
+            parent cannot be hit.
+        tree, path: the owner's, which the load keeps.
+        nodes, blocks: targets, empty until the owner has them.
+        result: (blocks loaded, blocks of those from the host tier), once known.
+        completed: the result has been applied.
+        lost: overdue, and its leases continue without it.
+        layers, arriving: so many layers of so many blocks are on the device.
+    """
+
+    op: int
+    owner: LeaseState | None
+    start: int
+    stop: int
+    predecessor: LoadState | None
+    tree: BlockTree
+    path: Path
+    nodes: NDArray[np.uint32] = msgspec.field(default_factory=lambda: np.empty(0, np.uint32))
+    blocks: list[int] = msgspec.field(default_factory=list)
+    sharers: list[LeaseState] = msgspec.field(default_factory=list)
+    result: tuple[int, int] | None = None
+    completed: bool = False
+    lost: bool = False
+    layers: int = 0
+    arriving: int = 0
+
+    def leases(self) -> list[LeaseState]:
+        """The leases that wait for it, the owner first."""
+        return [*self.sharers] if self.owner is None else [self.owner, *self.sharers]
+
+    def is_below_a_gap(self, lease: LeaseState) -> bool:
+        """Whether a load above this one has failed. The lease computes all blocks from there on.
+        Other requests can hit the blocks of this load if one of them has computed those above."""
+        return lease.path.num_committed < self.start
 
 
 class LeaseTable:
@@ -39,12 +155,12 @@ class LeaseTable:
         device_hits, host_hits, storage_hits: blocks found, by tier.
     """
 
-    def __init__(self, index: BlockIndex, evictions: Evictions, *, restarted: bool) -> None:
+    def __init__(self, core: IndexCore, *, restarted: bool) -> None:
         self.requests = self.looked_up = self.resumed = 0
         self.device_hits = self.host_hits = self.storage_hits = 0
-        self._salts = index.policy.quotas.counts.rows  # empty without salts
-        self._index = index
-        self._evictions = evictions
+        self._salts = core.index.policy.quotas.counts.rows  # empty without salts
+        self._index, self._out = core.index, core.out
+        self._evictions = core.evictions
         self._restarted = restarted
         self._leases: dict[int, LeaseState] = {}
         self.get = self._leases.get  # bound: every call of a lease begins with it
@@ -56,65 +172,36 @@ class LeaseTable:
     def __iter__(self) -> Iterator[LeaseState]:
         return iter(self._leases.values())
 
-    def refusal(self, envelope: Envelope[Any]) -> Refusal:
-        """The lease of a request has ended."""
-        lost = (
-            "it was lost when prefix_index was restarted: acquire again"
-            if self._restarted
-            else "it was finished, preempted or given back"
-        )
-        return Refusal(envelope, LeaseEnded(lost))
+    def find(self, number: int, envelope: Envelope[Any]) -> LeaseState | None:
+        """The lease that a request is for. None if it has ended, and the request is refused. Most
+        calls try `get` first, which costs least."""
+        lease = self._leases.get(number)
+        if lease is None:
+            lost = (
+                "it was lost when prefix_index was restarted: acquire again"
+                if self._restarted
+                else "it was finished, preempted or given back"
+            )
+            self._out.refuse(envelope, LeaseEnded(lost))
+        return lease
 
     # -- begin and end
 
-    def grant(self, lease: LeaseState) -> list[Action]:
+    def grant(self, lease: LeaseState) -> None:
         """The lease has its blocks. Without loads it is ready."""
-        self._enter(lease, lease.path.num_tokens)
-        if lease.loads:
-            return []
-        actions = self._ready(lease)
-        lease.expected_blocks = lease.path.num_committed
-        return actions
-
-    def begin(self, lease: LeaseState, tokens: int) -> None:
-        """A lease of a prompt of so many tokens has its blocks, all hits of them on the device."""
-        if self._preempted or self._salts:
-            self._enter(lease, tokens)
-            self._count_hits(lease)
-            return
         self._leases[lease.id] = lease
-        lease.granted, lease.prompt_tokens = True, tokens
-        self.requests += 1
-        self.looked_up += tokens // self._index.block_size
-        self.device_hits += lease.device_hits
-
-    def _enter(self, lease: LeaseState, tokens: int) -> None:
-        self._leases[lease.id] = lease
-        lease.granted, lease.prompt_tokens = True, tokens
+        lease.granted, lease.prompt_tokens = True, lease.path.num_tokens
         if self._preempted and lease.request_id in self._preempted:
             del self._preempted[lease.request_id]
             self.resumed += 1
             lease.counted = False
-            return
-        self.requests += 1
-        if self._salts and (row := self._salts.get(lease.path.salt)) is not None:
-            row.requests += 1
-
-    def _count_hits(self, lease: LeaseState) -> None:
-        """No load of the lease is in flight any more. Its look-ups count now, with their hits: the
-        share of hits is at most 1 at any time."""
-        if not lease.counted:
-            return
-        blocks = lease.prompt_tokens // self._index.block_size
-        self.looked_up += blocks
-        self.device_hits += lease.device_hits
-        self.host_hits += lease.host_hits
-        self.storage_hits += lease.storage_hits
-        if self._salts and (row := self._salts.get(lease.path.salt)) is not None:
-            row.looked_up += blocks
-            row.device_hits += lease.device_hits
-            row.host_hits += lease.host_hits
-            row.storage_hits += lease.storage_hits
+        else:
+            self.requests += 1
+            if self._salts and (row := self._salts.get(lease.path.salt)) is not None:
+                row.requests += 1
+        if not lease.loads:
+            self._ready(lease)
+            lease.expected_blocks = lease.path.num_committed
 
     def add_fork(self, fork: LeaseState) -> None:
         """A fork of a granted lease waits for the same loads."""
@@ -122,124 +209,122 @@ class LeaseTable:
         for load in fork.loads:
             load.sharers.append(fork)
 
-    def remove(self, lease: LeaseState) -> list[Action]:
+    def remove(self, lease: LeaseState) -> None:
         """End a lease, granted or not: it waits for no load any more. Its blocks stay as they
         are."""
         self._leases.pop(lease.id, None)
-        for load in lease.loads:
-            if load.owner is lease:
-                load.owner = None
-            else:
-                load.sharers.remove(lease)
-        lease.loads.clear()
-        if not (lease.ready or lease.layers):
-            return []
-        waiting = (*lease.ready, *(envelope for _, envelope in lease.layers))
-        lease.ready.clear()
-        lease.layers.clear()
-        return [Refusal(envelope, LeaseEnded("it has ended")) for envelope in waiting]
-
-    def end(self, lease: LeaseState) -> None:
-        """End a lease for which nothing waits."""
-        del self._leases[lease.id]
+        if lease.loads:
+            for load in lease.loads:
+                if load.owner is lease:
+                    load.owner = None
+                else:
+                    load.sharers.remove(lease)
+            lease.loads.clear()
+        if lease.ready or lease.layers:
+            waiting = (*lease.ready, *(envelope for _, envelope in lease.layers))
+            lease.ready.clear()
+            lease.layers.clear()
+            for envelope in waiting:
+                self._out.refuse(envelope, LeaseEnded("it has ended"))
 
     def remember_preempted(self, request_id: str) -> None:
         """The request will be acquired again."""
         self._preempted[request_id] = None
-        if len(self._preempted) > PREEMPTED:
+        if len(self._preempted) > PREEMPTED_REQUESTS:
             del self._preempted[next(iter(self._preempted))]
 
-    def fail_all(self, kind: type[KVActorsError], reason: str) -> list[Action]:
+    def fail_all(self, kind: type[KVActorsError], reason: str) -> None:
         """No granted lease can be used any more."""
-        actions: list[Action] = []
         for lease in self._leases.values():
             lease.fault = lease.fault or LeaseFault(kind, (reason,))
             waiting, lease.ready = lease.ready, []
-            actions += [Refusal(envelope, lease.fault.error()) for envelope in waiting]
-            actions += self.answer_layers(lease)
-        return actions
+            for envelope in waiting:
+                self._out.refuse(envelope, lease.fault.error())
+            self.answer_layers(lease)
 
     # -- waiting for loads
 
-    def wait_ready(self, number: int, envelope: Envelope[ReadyResult]) -> list[Action]:
+    def wait_ready(self, message: Ready, envelope: Envelope[ReadyResult]) -> None:
         """Answer once no load of a lease is in flight."""
-        lease = self._leases.get(number)
+        lease = self.find(message.lease, envelope)
         if lease is None:
-            return [self.refusal(envelope)]
+            return
         if lease.loads and lease.fault is None:
             lease.ready.append(envelope)
-            return []
-        return [self._landed(lease, envelope)]
+        else:
+            self._answer_ready(lease, envelope)
 
-    def wait_layer(self, number: int, layer: int, envelope: Envelope[LayerResult]) -> list[Action]:
+    def wait_layer(self, message: LayerReady, envelope: Envelope[LayerResult]) -> None:
         """Answer once a layer has arrived for every load of a lease."""
-        lease = self._leases.get(number)
-        if lease is None:
-            return [self.refusal(envelope)]
-        lease.layers.append((layer, envelope))
-        return self.answer_layers(lease)
+        lease = self.find(message.lease, envelope)
+        if lease is not None:
+            lease.layers.append((message.layer, envelope))
+            self.answer_layers(lease)
 
-    def answer_layers(self, lease: LeaseState) -> list[Action]:
+    def answer_layers(self, lease: LeaseState) -> None:
         """Answer the requests whose layer has arrived."""
         if not lease.layers:
-            return []
+            return
         arrived = min((load.layers for load in lease.loads), default=None)
         waiting, lease.layers = lease.layers, []
-        actions: list[Action] = []
         for layer, envelope in waiting:
             if lease.fault is not None:
-                actions.append(Refusal(envelope, lease.fault.error()))
+                self._out.refuse(envelope, lease.fault.error())
             elif arrived is None or (layer < arrived and not self._computes_into_loads(lease)):
                 cached = self._index.before_media(self._arriving(lease), lease.media)
                 table = tuple(lease.path.table()) if lease.changed else None
-                result = LayerResult(cached * self._index.block_size, table)
-                actions.append(Reply(envelope, result))
+                self._out.reply(envelope, LayerResult(cached * self._index.block_size, table))
             else:
                 lease.layers.append((layer, envelope))
-        return actions
 
     def load_ended(
         self, lease: LeaseState, load: LoadState, num_loaded: int, from_host: int, *, owner: bool
-    ) -> list[Action]:
+    ) -> None:
         """A load that the lease waited for has ended, or the lease continues without it.
-
-        Args:
-            lease: the owner of the load or a sharer.
-            load: the load.
-            num_loaded: leading blocks of it that are resident now.
-            from_host: blocks of those that came from the host tier.
-            owner: the target blocks belong to this lease. Any other lease gets new blocks in place
-                of targets that were not loaded.
-        """
+        `num_loaded` leading blocks of it are resident now, `from_host` of them from the host tier.
+        owner: the target blocks belong to this lease. Any other lease gets new blocks in place of
+        targets that were not loaded."""
         lease.loads.remove(load)
         before = lease.path.num_committed
         committed = lease.tree.settle(lease.path)
         host = max(0, min(committed, load.start + from_host) - before)
         lease.host_hits += host
         lease.storage_hits += committed - before - host
-        actions: list[Action] = []
         if not owner:
-            actions += self._replace_targets(lease, load, load.start + num_loaded)
+            self._replace_targets(lease, load, load.start + num_loaded)
         if not lease.loads and lease.granted:
-            actions += self._ready(lease)
-        return actions
+            self._ready(lease)
 
-    def _ready(self, lease: LeaseState) -> list[Action]:
-        """No load of the lease is in flight any more."""
-        actions = self._keep_media_whole(lease) if lease.media else []
-        self._count_hits(lease)
+    def _ready(self, lease: LeaseState) -> None:
+        """No load of the lease is in flight any more. Its look-ups count now, with their hits: the
+        share of hits is at most 1 at any time."""
+        if lease.media:
+            self._keep_media_whole(lease)
+        if lease.counted:
+            blocks = lease.prompt_tokens // self._index.block_size
+            self.looked_up += blocks
+            self.device_hits += lease.device_hits
+            self.host_hits += lease.host_hits
+            self.storage_hits += lease.storage_hits
+            if self._salts and (row := self._salts.get(lease.path.salt)) is not None:
+                row.looked_up += blocks
+                row.device_hits += lease.device_hits
+                row.host_hits += lease.host_hits
+                row.storage_hits += lease.storage_hits
         if lease.ready:
             waiting, lease.ready = lease.ready, []
-            actions += [self._landed(lease, envelope) for envelope in waiting]
-        return actions + self.answer_layers(lease) if lease.layers else actions
+            for envelope in waiting:
+                self._answer_ready(lease, envelope)
+        if lease.layers:
+            self.answer_layers(lease)
 
-    def _landed(self, lease: LeaseState, envelope: Envelope[ReadyResult]) -> Action:
-        """The answer to a request that waited for the loads of a lease."""
+    def _answer_ready(self, lease: LeaseState, envelope: Envelope[ReadyResult]) -> None:
         if lease.fault is not None:
-            return Refusal(envelope, lease.fault.error())
+            self._out.refuse(envelope, lease.fault.error())
+            return
         hits = (lease.device_hits, lease.host_hits, lease.storage_hits)
         cached = sum(hits) * self._index.block_size
-        return Reply(envelope, ReadyResult(tuple(lease.path.table()), cached, *hits))
+        self._out.reply(envelope, ReadyResult(tuple(lease.path.table()), cached, *hits))
 
     def _arriving(self, lease: LeaseState) -> int:
         """Leading blocks that are cached if everything completes that is arriving now."""
@@ -271,7 +356,7 @@ class LeaseTable:
 
     # -- blocks in place of shared ones
 
-    def _replace_targets(self, lease: LeaseState, load: LoadState, first: int) -> list[Action]:
+    def _replace_targets(self, lease: LeaseState, load: LoadState, first: int) -> None:
         """Blocks that were not loaded have targets of another lease: this lease computes into new
         ones."""
         targets = set(load.blocks)
@@ -283,48 +368,46 @@ class LeaseTable:
         ]
         if positions:
             lease.expected_blocks = min(lease.expected_blocks, positions[0])
-        return self._take_new_blocks(lease, positions)
+        self._take_new_blocks(lease, positions)
 
-    def _keep_media_whole(self, lease: LeaseState) -> list[Action]:
+    def _keep_media_whole(self, lease: LeaseState) -> None:
         """If the cached blocks end within a media item, the request computes all of the item, into
         blocks that are not shared."""
         committed = lease.path.num_committed
         kept = self._index.before_media(committed, lease.media)
         if kept == committed or lease.fault is not None:
-            return []
+            return
         self._index.pool.give(lease.tree.retreat(lease.path, kept))
         lease.storage_hits -= (less := min(lease.storage_hits, excess := committed - kept))
         lease.host_hits -= (more := min(lease.host_hits, excess - less))
         lease.device_hits -= excess - less - more
-        return self._take_new_blocks(lease, list(range(kept, committed)))
+        self._take_new_blocks(lease, list(range(kept, committed)))
 
-    def _take_new_blocks(self, lease: LeaseState, positions: list[int]) -> list[Action]:
+    def _take_new_blocks(self, lease: LeaseState, positions: list[int]) -> None:
         """Blocks to compute into at these positions. If there are none the lease fails."""
-        index, actions = self._index, list[Action]()
+        index = self._index
         lease.changed |= bool(positions)
-        if index.free < len(positions):
-            actions = self._evictions.drop(len(positions) - index.free, lease.path.salt)
-        if index.free < len(positions):
-            lease.fault = lease.fault or LeaseFault(NoRoom, (len(positions), index.free))
+        if index.room.free < len(positions):
+            self._evictions.drop(len(positions) - index.room.free, lease.path.salt)
+        if index.room.free < len(positions):
+            lease.fault = lease.fault or LeaseFault(NoRoom, (len(positions), index.room.free))
             for position in positions:
                 # The block belongs to the load: this lease must not give it back.
                 lease.tree.replace(lease.path, position, -1)
-            return actions
+            return
         for position, block in zip(positions, index.take(len(positions)), strict=True):
             lease.tree.replace(lease.path, position, block)
-        return actions
 
-
-def check_leases(leases: LeaseTable) -> Iterator[None]:
-    """AssertionError if there are more hits than look-ups, or if a lease would compute into a block
-    that other requests hit. In steps of some leases."""
-    hits = leases.device_hits + leases.host_hits + leases.storage_hits
-    ensure(hits <= leases.looked_up, f"{hits} hits of {leases.looked_up} blocks looked up")
-    for number, lease in enumerate(list(leases), 1):
-        path = lease.path
-        if leases.get(lease.id) is lease and not (lease.loads or lease.fault):
-            computed = range(path.num_committed, min(path.num_held, path.num_blocks))
-            shared = any(map(path.is_shared, computed))
-            ensure(not shared, f"lease {lease.id} computes into a block of the cache")
-        if not number % CHECKED:
-            yield
+    def check_steps(self) -> Iterator[None]:
+        """AssertionError if there are more hits than look-ups, or if a lease would compute into a
+        block that other requests hit. In steps of some leases."""
+        hits = self.device_hits + self.host_hits + self.storage_hits
+        ensure(hits <= self.looked_up, f"{hits} hits of {self.looked_up} blocks looked up")
+        for number, lease in enumerate(list(self), 1):
+            path = lease.path
+            if self.get(lease.id) is lease and not (lease.loads or lease.fault):
+                computed = range(path.num_committed, min(path.num_held, path.num_blocks))
+                shared = any(map(path.is_shared, computed))
+                ensure(not shared, f"lease {lease.id} computes into a block of the cache")
+            if not number % CHECKED_LEASES:
+                yield

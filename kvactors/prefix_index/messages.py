@@ -11,7 +11,6 @@ from kvactors.actor.message import Message
 from kvactors.hints import Hints
 from kvactors.identity import PLAIN, RequestScope
 from kvactors.native import Path, StepTokens
-from kvactors.prefix_index.actions import Work
 from kvactors.quotas import Quota
 
 
@@ -419,12 +418,6 @@ class Proceed(Later, frozen=True, eq=False):
 class Sweep(Later, frozen=True, eq=False):
     """To itself: return more device blocks, or memory, of cleared trees. One turn takes a part of
     them."""
-
-
-class Continue(Later, frozen=True, eq=False):
-    """To itself: the next part of work on very many blocks."""
-
-    work: Work
 
 
 IndexRequest = (

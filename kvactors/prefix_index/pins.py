@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import count
 from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import PinHostBlocks, UnpinHostBlocks
-from kvactors.identity import PLAIN, RequestScope
+from kvactors.identity import PLAIN
 from kvactors.native import BlockTree, Path
-from kvactors.prefix_index.actions import Action, StartTimer, Timed
-from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.leases import LeaseState
 from kvactors.prefix_index.messages import PinExpired
-from kvactors.prefix_index.records import LeaseState
+from kvactors.prefix_index.work import Timed
 from kvactors.types import HASH_BYTES, hash_at
 
-EARLY = 0.001
+if TYPE_CHECKING:
+    from kvactors.prefix_index.actor import IndexCore
+
+
+EARLY_TIMER_S = 0.001
 """Seconds that a timer may be early, by the resolution of the clocks."""
 
-AGAIN = 0.1
+STOPPED_CLOCK_S = 0.1
 """Seconds at least until a clock that stands still is looked at again."""
 
 
-class Pin(Timed):
+class Pin(Timed, eq=False):
     """One pinned path.
 
     Attributes:
@@ -38,49 +42,30 @@ class Pin(Timed):
         expiry: time of the cache's clock from which it is over.
     """
 
-    __slots__ = ("expiry", "hashes", "nodes", "number", "root", "salt", "tree")
-
-    def __init__(
-        self, number: int, path: Path, hashes: bytes, tree: BlockTree, nodes: NDArray[np.uint32]
-    ) -> None:
-        super().__init__()
-        self.number = number
-        self.root = path.root
-        self.salt = path.salt
-        self.hashes = hashes
-        self.tree = tree
-        self.nodes: NDArray[np.uint32] | None = nodes
-        self.expiry = inf
+    number: int
+    root: bytes
+    salt: int
+    hashes: bytes
+    tree: BlockTree
+    nodes: NDArray[np.uint32] | None
+    expiry: float = inf
 
 
 class Pins:
-    """Pins paths of finished requests, up to a share of the device.
-
-    Args:
-        share: of the device blocks, at most.
-        scopes: the inputs of root hashes.
-        root: the root hash of requests that are admitted now, by their scope.
-        host: whether there is a host tier, whose copies of the blocks are pinned as well.
+    """Pins paths of finished requests, up to a share of the device. Their copies in the host tier
+    are pinned as well.
 
     Attributes:
         refused, expired: pins so far that were beyond the share, and that ended with their time.
     """
 
-    def __init__(
-        self,
-        index: BlockIndex,
-        share: float,
-        scopes: Mapping[bytes, RequestScope],
-        root: Callable[[RequestScope], bytes],
-        *,
-        host: bool,
-    ) -> None:
+    def __init__(self, core: IndexCore) -> None:
         self.refused = self.expired = 0
-        self._index = index
-        self._share = share
-        self._scopes = scopes
-        self._root = root
-        self._host = host
+        self._index, self._out = core.index, core.out
+        self._share = core.settings.pin_share
+        self._host = core.settings.host_tier
+        self._scopes = core.announcements.scopes
+        self._roots = core.roots
         self._numbers = count(1)
         self._pins: dict[bytes, Pin] = {}  # by the hash of the last block
         self._by_number: dict[int, bytes] = {}
@@ -100,17 +85,11 @@ class Pins:
 
     def withheld(self, path: Path, hits: int, deadline: float) -> int:
         """Device blocks that a request cannot have before a deadline: those that stay pinned until
-        then, without those of the request's path.
-
-        Args:
-            path: of the request.
-            hits: leading blocks of the path that the request may share.
-            deadline: absolute loop time.
-        """
+        then, without the `hits` leading blocks of its path that the request may share."""
         until = self._index.policy.now() + deadline - now()
         nodes, shared = [np.empty(0, np.uint32)], 0
         for pin in self._pins.values():
-            if pin.nodes is None or pin.expiry - EARLY <= until:
+            if pin.nodes is None or pin.expiry - EARLY_TIMER_S <= until:
                 continue
             nodes.append(pin.nodes)
             for last in range(shared, min(hits, len(pin.nodes))):
@@ -119,96 +98,99 @@ class Pins:
                 shared = last + 1
         return len(np.unique(np.concatenate(nodes))) - shared
 
-    def pin(self, lease: LeaseState) -> tuple[int, list[Action]]:
-        """Pin the committed blocks of a lease that ends, as its hints ask.
-
-        Returns:
-            Blocks pinned, 0 if that was refused, and the actions.
-        """
+    def pin(self, lease: LeaseState) -> int:
+        """Pin the committed blocks of a lease that ends, as its hints ask. Returns how many are
+        pinned, 0 if that was refused."""
         path, hints = lease.path, lease.hints
         if hints is None or not hints.pin or lease.tree.retired:
-            return 0, []
+            return 0
         blocks = path.num_committed
         if lease.pin_prompt:
             blocks = min(blocks, lease.prompt_tokens // self._index.block_size)
         if not blocks or lease.tree.is_forgotten(path):
-            return 0, []
-        if self._root(self._scopes.get(path.root, PLAIN)) != path.root:
-            return 0, []  # the adapter was cleared: no request would find the blocks, or unpin them
+            return 0
+        if self._roots.root(self._scopes.get(path.root, PLAIN)) != path.root:
+            return 0  # the adapter was cleared: no request would find the blocks, or unpin them
         hashes = path.hashes(0, blocks)
-        last = hashes[-32:]
+        last = hashes[-HASH_BYTES:]
         nodes = lease.tree.pin_blocks(path, blocks, self.limit)
         if nodes is None:
             self.refused += 1
-            return 0, []
-        actions = self._end(last)  # pinned again: only the time is new
-        pin = Pin(next(self._numbers), path, hashes, lease.tree, nodes)
+            return 0
+        self._end(last)  # pinned again: only the time is new
+        pin = Pin(next(self._numbers), path.root, path.salt, hashes, lease.tree, nodes)
         self._pins[last] = pin
         self._by_number[pin.number] = last
         if hints.ttl is not None:
             pin.expiry = self._index.policy.now() + hints.ttl
-            actions.append(self._timer(pin))
-        if self._host:
-            actions += [PinHostBlocks(run) for run in self._runs(hashes)]
-        return blocks, actions
+            self._start_timer(pin)
+        self._pin_on_host(pin)
+        return blocks
 
-    def unpin(self, path: Path) -> tuple[int, list[Action]]:
+    def unpin(self, path: Path) -> int:
         """End the pin of exactly these full blocks. Returns how many they are, 0 without a pin."""
         blocks = path.num_full_blocks
         last = path.hashes(blocks - 1, blocks) if blocks else b""
-        if last not in self._pins:
-            return 0, []
-        return blocks, self._end(last)
+        return blocks if self._end(last) else 0
 
-    def expire(self, number: int) -> list[Action]:
+    def expire(self, number: int) -> None:
         """The time of a pin is over on the loop's clock."""
         last = self._by_number.get(number)
         if last is None:
-            return []
+            return
         pin = self._pins[last]
-        if pin.expiry - self._index.policy.now() > EARLY:
-            return [self._timer(pin, AGAIN)]  # the cache's clock is another one, and slower
+        if pin.expiry - self._index.policy.now() > EARLY_TIMER_S:
+            # The cache's clock is another one, and slower.
+            self._start_timer(pin, STOPPED_CLOCK_S)
+            return
         self.expired += 1
-        return self._end(last)
+        self._end(last)
 
-    def end_all(self, chosen: Callable[[Pin], bool] = lambda _: True) -> list[Action]:
+    def end_all(self, chosen: Callable[[Pin], bool] = lambda _: True) -> None:
         """End every pin, or the chosen ones."""
-        ended = [last for last, pin in self._pins.items() if chosen(pin)]
-        return [action for last in ended for action in self._end(last)]
+        for last in [last for last, pin in self._pins.items() if chosen(pin)]:
+            self._end(last)
 
     def device_lost(self) -> None:
         """The device has lost its blocks: only copies in the host tier stay pinned."""
         for pin in self._pins.values():
             self._release(pin)
 
-    def again(self) -> list[Action]:
+    def again(self) -> None:
         """Pin the blocks in a restarted host tier."""
-        if not self._host:
-            return []
-        return [PinHostBlocks(run) for pin in self._pins.values() for run in self._runs(pin.hashes)]
+        for pin in self._pins.values():
+            self._pin_on_host(pin)
 
     def hashes(self) -> Iterator[bytes]:
         """The joined hashes of each pinned path."""
         return (pin.hashes for pin in self._pins.values())
 
-    def _timer(self, pin: Pin, least: float = 0.0) -> StartTimer:
+    def _start_timer(self, pin: Pin, least: float = 0.0) -> None:
         """Timers run on the loop's clock, and a time to live on the cache's."""
         left = max(pin.expiry - self._index.policy.now(), least)
-        return StartTimer(pin, now() + left, PinExpired(pin.number))
+        self._out.at(pin, now() + left, PinExpired(pin.number))
 
-    def _end(self, last: bytes) -> list[Action]:
+    def _end(self, last: bytes) -> bool:
         pin = self._pins.pop(last, None)
         if pin is None:
-            return []
+            return False
         del self._by_number[pin.number]
         pin.stop_timer()
         self._release(pin)
-        return [UnpinHostBlocks(run) for run in self._runs(pin.hashes)] if self._host else []
+        if self._host:
+            for run in self._runs(pin):
+                self._out.to_evictor(UnpinHostBlocks(run))
+        return True
 
-    def _runs(self, hashes: bytes) -> Iterator[bytes]:
-        """The hashes of a path in runs of a part: the host tier handles one of them in a turn."""
-        size = self._index.part * HASH_BYTES
-        return (hashes[start : start + size] for start in range(0, len(hashes), size))
+    def _pin_on_host(self, pin: Pin) -> None:
+        if self._host:
+            for run in self._runs(pin):
+                self._out.to_evictor(PinHostBlocks(run))
+
+    def _runs(self, pin: Pin) -> Iterator[bytes]:
+        """The hashes of a path in runs: the host tier handles one of them in a turn."""
+        size = self._index.turn_blocks * HASH_BYTES
+        return (pin.hashes[start : start + size] for start in range(0, len(pin.hashes), size))
 
     def _release(self, pin: Pin) -> None:
         if pin.nodes is not None:

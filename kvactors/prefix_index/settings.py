@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from math import inf
+from secrets import token_hex
 from typing import NamedTuple
 
-from kvactors.native import Path
+from kvactors.actor.clock import now
+from kvactors.cpu_evictor.messages import SetHostQuota
+from kvactors.hints import Hints
+from kvactors.identity import PLAIN, CacheScope, RequestScope
+from kvactors.native import BlockTree, LifeTables, Path
 from kvactors.prefix_index.messages import Stored
+from kvactors.quotas import Quota, Quotas, salt_id
 from kvactors.settings.check import WritePolicy
 
 
@@ -73,3 +82,176 @@ class IndexSettings(NamedTuple):
         if stored is None or stored.root != path.root:
             return storable
         return min(storable, stored.blocks)
+
+
+# -- The root hashes that chains of block hashes start from, under the present namespace.
+
+
+REMEMBERED_ROOTS = 1024
+"""Roots kept, the least recently used dropped first."""
+
+
+class Roots:
+    """Root hashes by adapter and salt.
+
+    Owned by the system, so that a restarted PrefixIndex continues with the last namespace.
+    """
+
+    def __init__(self, model: str, namespace: str, fingerprint: bytes) -> None:
+        self.model = model
+        self.fingerprint = fingerprint
+        self._root = lru_cache(REMEMBERED_ROOTS)(self._hash)
+        self._versions: dict[str, str] = {}  # of adapters that were cleared
+        self.namespace = namespace
+
+    @property
+    def namespace(self) -> str:
+        """The one that requests are admitted under, changed by PrefixIndex alone."""
+        return self._namespace
+
+    @namespace.setter
+    def namespace(self, namespace: str) -> None:
+        self._namespace = namespace
+        self.plain = self.of(namespace, PLAIN)
+
+    def renew(self, lora: str) -> None:
+        """Let requests with an adapter start from another root hash, which no process has used."""
+        self._versions[lora] = token_hex(16)
+
+    def root(self, scope: RequestScope) -> bytes:
+        """The root hash of requests with this adapter and salt that are admitted now."""
+        return self.plain if scope is PLAIN else self.of(self._namespace, scope)
+
+    def of(self, namespace: str, scope: RequestScope) -> bytes:
+        """The root hash of such requests under any namespace."""
+        version = None if scope.lora is None else self._versions.get(scope.lora)
+        return self._root(namespace, scope.lora, scope.salt, version)
+
+    def _hash(
+        self, namespace: str, lora: str | None, salt: str | None, version: str | None
+    ) -> bytes:
+        return CacheScope(self.model, namespace, lora, salt, version).root(self.fingerprint)
+
+
+# -- eviction policies of device and host: LRU, or RETAIN, which learns from the requests
+
+
+Clock = Callable[[], float]
+"""Seconds, never running backwards."""
+
+OBSERVED_REQUESTS = 32
+"""Requests after a start that RETAIN only observes. Until then the least recently used block is the
+victim."""
+
+
+class TierPolicies:
+    """Makes the trees of an index, and passes requests and the time on to them.
+
+    Both tiers share the statistics. The index chooses the victims of the host tier too, see
+    `HostVictims`.
+
+    Args:
+        tables: the statistics of RETAIN, which outlast a clear. None: both tiers are LRU.
+        clock: of the ages of blocks.
+        device, host: whether RETAIN is the policy of this tier.
+        quotas: of salts.
+    """
+
+    def __init__(
+        self,
+        tables: LifeTables | None = None,
+        clock: Clock = now,
+        *,
+        device: bool = True,
+        host: bool = False,
+        quotas: Quotas | None = None,
+    ) -> None:
+        self.tables = tables
+        self.quotas = Quotas() if quotas is None else quotas
+        self.quota_evictions = 0  # of cleared trees
+        self.host = host and tables is not None
+        self._device = device
+        self.now = clock
+
+    def tree(
+        self, block_size: int, capacity: int, *, hashes: bool, touch: bool = True
+    ) -> BlockTree:
+        """An empty tree. hashes: blocks are hashed when they enter it. touch: bring its memory in
+        now."""
+        tree = BlockTree(
+            block_size,
+            capacity,
+            touch,
+            self.tables if self._device else None,
+            eager_hashes=hashes,
+            retain_host=self.tables if self.host else None,
+        )
+        if self.quotas:
+            tree.set_default_quota(blocks_of(self.quotas.default))
+            for salt, quota in self.quotas:
+                tree.set_quota(salt_id(salt), blocks_of(quota))
+        return tree
+
+    def retire(self, tree: BlockTree) -> None:
+        """A tree is cleared: keep its counts."""
+        self.quota_evictions += tree.quota_evictions
+        self.keep_counts(tree)
+
+    def keep_counts(self, tree: BlockTree) -> None:
+        """A tree counts no longer: keep its counts by salt."""
+        if tree.quota_evictions:
+            self.quotas.counts.device_ended(lambda salt: tree.owner(salt)[2])
+
+    def set_quota(self, tree: BlockTree, salt: str, quota: Quota | None) -> SetHostQuota:
+        """Change the quota of a salt, None for the default. One without limits beside a default
+        without limits is none. Returns the host tier's message."""
+        if quota == self.quotas.default == Quota():
+            quota = None
+        number, named = salt_id(salt), quota is not None
+        self.quotas.set(salt, quota)
+        tree.set_quota(number, -1 if quota is None else blocks_of(quota), named)
+        return SetHostQuota(number, None if quota is None else quota.host, named)
+
+    def hint(self, tree: BlockTree, path: Path, hints: Hints | None) -> tuple[int, float]:
+        """A request ends: its hints are those of its blocks, until their next use. Returns their
+        priority and the time when they expire."""
+        priority, expiry = 0, inf
+        if hints is not None:
+            priority = hints.priority
+            expiry = inf if hints.ttl is None else self.now() + hints.ttl
+        tree.hint(path, priority, expiry)
+        return priority, expiry
+
+    def advance(self, tree: BlockTree) -> None:
+        """A request is about to be matched."""
+        if self.tables is not None:
+            tree.advance(self.now())
+
+    def end(
+        self, tree: BlockTree, path: Path, output_tokens: int, hints: Hints | None = None
+    ) -> None:
+        """A request has ended, and still references its blocks. output_tokens: -1 if not known."""
+        if self.tables is None:
+            return
+        tree.advance(self.now())
+        if hints is None:
+            tree.touch(path, output_tokens)
+        else:
+            later = -1.0 if hints.returns_in is None else hints.returns_in
+            tree.touch(path, output_tokens, hints.session_ends, later)
+
+
+def blocks_of(quota: Quota) -> int:
+    """The device blocks of a quota, as a tree takes it."""
+    return -1 if quota.device is None else quota.device
+
+
+def policies_of(
+    device: str, host: str = "lru", clock: Clock | None = None, quotas: Quotas | None = None
+) -> TierPolicies:
+    """The policies of the names in `device.policy` and `host.policy`. clock: the running loop's if
+    None."""
+    retained = [name == "retain" for name in (device, host)]
+    tables = LifeTables(first=OBSERVED_REQUESTS) if any(retained) else None
+    clock = now if clock is None else clock
+    return TierPolicies(tables, clock, device=retained[0], host=retained[1], quotas=quotas)

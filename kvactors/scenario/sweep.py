@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvactors.errors import ConfigError
 from kvactors.native import BlockTree, LifeTables, Path
-from kvactors.prefix_index.policy import FIRST
+from kvactors.prefix_index.settings import OBSERVED_REQUESTS
 from kvactors.scenario.trace import TraceRequest
 from kvactors.settings import Config
 
@@ -455,7 +455,7 @@ def retain_hits(
         whole: whether a request may hit all its blocks.
         progress: called with the number of requests that are done, from time to time.
     """
-    device = DeviceTier(size, LifeTables(first=FIRST))
+    device = DeviceTier(size, LifeTables(first=OBSERVED_REQUESTS))
     blocks = paths.blocks.astype(np.uint32)
     times: Sequence[float] = arrivals.times.tolist()
     outputs: Sequence[int] = arrivals.outputs.tolist()

@@ -291,7 +291,7 @@ class HeldBlocks(Instrument):
         if getattr(device, "regions", None) is None or device.kind != "host":
             return
         held = dict.fromkeys(index.index.loading, "")
-        for copy in index.core.forks._copies.values():
+        for copy in index.core.requests.copies.values():
             held.update(dict.fromkeys(copy.targets, ""))
         for lease in index.core.leases:
             held.update(dict.fromkeys(lease.path.table(), lease.request_id))
@@ -356,7 +356,7 @@ def left_over(cache: KVCache) -> list[str]:
     were not finished, waiting requests, violated invariants (see `KVCache.check`)."""
     system, core = cache.system, cache.system.index_actor.core
     problems = [f"the lease of {lease.request_id!r} was never finished" for lease in core.leases]
-    if waiting := core.statistics().waiting + len(core.held):
+    if waiting := core.statistics().waiting + len(core.queue.held):
         problems.append(f"{waiting} requests still wait")
     if count := system.in_flight.count:
         problems.append(f"{count} messages or jobs are in flight")

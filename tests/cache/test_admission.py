@@ -13,8 +13,8 @@ import kvactors
 from kvactors.actor.loop import MailboxLoop
 from kvactors.errors import DeadlineExceeded, NotReady, Paused
 from kvactors.identity import PLAIN
-from kvactors.prefix_index.admission import STEPS, Admission
 from kvactors.prefix_index.requests import Requests
+from kvactors.prefix_index.waiting import TURN_REQUESTS, WaitQueue
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
 
 HOST = {"slots": 8, "transit_slots": 16}
@@ -105,7 +105,7 @@ async def test_the_namespace_outlives_a_restart_of_the_index(monkeypatch):
 async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch):
     """Each costs the same however many wait, and no turn takes more than its share of them."""
     steps = {"turn": 0, "most": 0, "all": 0}
-    turn, serve, admit = MailboxLoop.handle, Admission._serve_first, Requests._admit
+    turn, serve, admit = MailboxLoop.handle, WaitQueue._serve_first, Requests._admit
 
     def counted(method):
         def call(self, *args):
@@ -121,7 +121,7 @@ async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch
         steps["most"] = max(steps["most"], steps["turn"])
 
     monkeypatch.setattr(MailboxLoop, "handle", turned)
-    monkeypatch.setattr(Admission, "_serve_first", counted(serve))
+    monkeypatch.setattr(WaitQueue, "_serve_first", counted(serve))
     monkeypatch.setattr(Requests, "_admit", counted(admit))
     count = 2000
     async with opened(device=8, sinks=()) as cache:
@@ -130,17 +130,17 @@ async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch
             asyncio.ensure_future(cache.acquire(f"r{n}", [n], deadline=600.0)) for n in range(count)
         ]
         await cache.wait_idle()
-        assert len(cache.system.index_actor.core.held) == count
+        assert len(cache.system.index_actor.core.queue.held) == count
         given_up = waiting[::2]
         for one in given_up:
             one.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
         await cache.wait_idle()
-        assert len(cache.system.index_actor.core.held) == count // 2
+        assert len(cache.system.index_actor.core.queue.held) == count // 2
         done = asyncio.ensure_future(end_each(waiting[1::2]))
         await cache.resume()
         await done
-    assert steps["most"] <= 2 * STEPS + 2
+    assert steps["most"] <= 2 * TURN_REQUESTS + 2
     assert steps["all"] <= 3 * count
 
 
@@ -162,12 +162,12 @@ async def test_waiting_requests_expire_in_steps_that_do_not_grow():
         waiting = [
             asyncio.ensure_future(cache.acquire(f"r{n}", [n], deadline=3.0)) for n in range(300)
         ]
-        while len(core.admission.waiting) < 300:
+        while len(core.queue.waiting) < 300:
             await asyncio.sleep(0)
-        assert core.admission.blocks_promised == 300
+        assert core.index.room.promised == 300
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert all(isinstance(one, DeadlineExceeded) for one in results)
-        assert len(core.admission.waiting) == core.admission.blocks_promised == 0
+        assert len(core.queue.waiting) == core.index.room.promised == 0
         del core.saves.in_flight[-1]
         await held.finish()
 

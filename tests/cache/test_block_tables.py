@@ -118,7 +118,7 @@ async def test_changes_of_one_table_at_once_are_refused():
 
 
 async def test_a_truncate_between_the_parts_of_a_commit_is_refused(monkeypatch, queued):
-    monkeypatch.setattr("kvactors.prefix_index.parts.BLOCKS", 1)
+    monkeypatch.setattr("kvactors.prefix_index.work.TURN_BLOCKS", 1)
     async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 6)) as lease:
         commits = asyncio.ensure_future(lease.commit(6 * BLOCK))
         await asyncio.sleep(0)
@@ -128,7 +128,7 @@ async def test_a_truncate_between_the_parts_of_a_commit_is_refused(monkeypatch, 
 
 
 async def test_a_commit_in_parts_during_a_truncate_is_refused(monkeypatch, queued):
-    monkeypatch.setattr("kvactors.prefix_index.parts.BLOCKS", 1)
+    monkeypatch.setattr("kvactors.prefix_index.work.TURN_BLOCKS", 1)
     async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 6)) as lease:
         truncates = asyncio.ensure_future(lease.truncate(2 * BLOCK))
         await asyncio.sleep(0)

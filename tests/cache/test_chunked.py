@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import kvactors
-from kvactors.prefix_index import parts
+from kvactors.prefix_index import work
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}
@@ -38,7 +38,7 @@ async def prefill(cache, lease, chunk):
 @pytest.mark.parametrize("long", [False, True])
 async def test_a_prompt_is_computed_in_chunks(tiers, long, monkeypatch):
     if long:
-        monkeypatch.setattr(parts, "BLOCKS", 2)
+        monkeypatch.setattr(work, "TURN_BLOCKS", 2)
     tokens = prompt(1, 7, tail=1)
     async with opened(device=16, **tiers) as cache:
         lease = await cache.acquire("chunked", tokens, chunk_tokens=2 * BLOCK)

@@ -32,7 +32,7 @@ class Steps:
 async def begun(cache, salt="a"):
     """A clear that has taken its first turn, of many."""
     core = cache.system.index_actor.core
-    core.index.part, forget = 8, core._forget
+    core.index.turn_blocks, forget = 8, core._forget
     steps = Steps(core.index.tree)
     core._forget = lambda tree, *rest: forget(steps, *rest)
     task = asyncio.create_task(cache.clear(salt=salt))
@@ -93,7 +93,7 @@ async def test_clears_between_requests_of_several_salts(seed):
     rng = random.Random(seed)
     host = {"slots": 6, "transit_slots": 6} if seed % 2 else {}
     async with opened(device=16, host=host, quota={"device": 6} if seed % 3 else {}) as cache:
-        cache.system.index_actor.index.part = 1
+        cache.system.index_actor.index.turn_blocks = 1
         open_, clears = [], []
         for _ in range(60):
             salt, kind = rng.choice("abc"), rng.random()

@@ -17,7 +17,7 @@ from tests.support.cache import BLOCK, opened, prompt, settings
 
 @pytest.fixture(autouse=True)
 def two_blocks_a_message(monkeypatch):
-    monkeypatch.setattr(call_context, "part_of", lambda block_size: 2)
+    monkeypatch.setattr(call_context, "turn_blocks_of", lambda block_size: 2)
 
 
 def commits(monkeypatch):

@@ -182,7 +182,7 @@ async def test_a_slow_or_broken_store_costs_a_miss_by_the_deadline(answer):
 async def test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use(monkeypatch):
     from kvactors.prefix_index import loads
 
-    monkeypatch.setattr(loads, "GRACE", 0.05)
+    monkeypatch.setattr(loads, "LATE_LOAD_S", 0.05)
     async with opened(device=16, host={"slots": 16, "transit_slots": 16}) as cache:
         await serve(cache, "a", prompt(1, 4))
         await serve(cache, "b", prompt(2, 16))

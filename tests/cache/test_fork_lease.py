@@ -244,7 +244,7 @@ async def test_blocks_of_a_load_without_a_lease_are_waited_for(monkeypatch):
 
 
 async def test_a_fork_waits_for_other_leases_if_it_is_asked_to(monkeypatch):
-    monkeypatch.setattr("kvactors.prefix_index.admission.OVERTAKEN", 0)
+    monkeypatch.setattr("kvactors.prefix_index.waiting.OVERTAKEN", 0)
     async with opened(device=6) as cache:
         lease = await cache.acquire("a", prompt(1, 1, tail=1))
         other = await cache.acquire("b", prompt(2, 3))
@@ -280,7 +280,7 @@ async def test_a_fork_that_its_own_lease_or_pins_keep_out_is_refused_at_once():
 
 
 async def test_forks_that_fit_overtake_one_that_waits(monkeypatch):
-    monkeypatch.setattr("kvactors.prefix_index.admission.OVERTAKEN", 1)
+    monkeypatch.setattr("kvactors.prefix_index.waiting.OVERTAKEN", 1)
     async with opened(device=9) as cache:
         large, small = [await cache.acquire("a", prompt(n, 1, tail=1)) for n in (1, 2)]
         other = await cache.acquire("b", prompt(3, 4))

@@ -16,8 +16,8 @@ import kvactors.from_thread
 from kvactors import Step
 from kvactors.errors import CacheClosed, DeadlineExceeded, LeaseBusy, LeaseEnded, NoRoom, WrongLoop
 from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.prefix_index.leases import LeaseFault
 from kvactors.prefix_index.messages import Commit
-from kvactors.prefix_index.records import LeaseFault
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}

@@ -167,7 +167,7 @@ async def test_watermarks_and_limits_follow_the_number():
     async with kvactors.open(config) as cache:
         await cache.set_num_blocks(40)
         core, wiring = cache.system.index_actor.core, cache.system
-        assert (core.admission.free_low, core.admission.free_high) == (10, 20)
+        assert (core.queue.free_low, core.queue.free_high) == (10, 20)
         assert core.index.capacity >= 40
         await cache.wait_idle()
         assert cache.system.notifier_actor.ledger.tree.idle_limit == wiring.idle_limit == 1064

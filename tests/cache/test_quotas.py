@@ -213,7 +213,7 @@ async def test_a_clear_of_a_salt_ends_its_pins_alone():
 async def test_a_long_pin_reaches_the_host_tier_in_runs_and_ends_there():
     host = {"slots": 8, "transit_slots": 8}
     async with opened(device=8, host=host, hints={"pin_share": 1.0}) as cache:
-        cache.system.index_actor.index.part = 2
+        cache.system.index_actor.index.turn_blocks = 2
         shares = cache.system.evictor_actor.host.shares
         await use(cache, 1, blocks=5, hints=Hints(pin=True))
         await use(cache, 1, blocks=2, hints=Hints(pin=True))  # the first run of the other

@@ -140,7 +140,7 @@ async def test_an_error_concerns_its_lease_alone(bad, batch, at, monkeypatch):
 
 async def test_a_step_of_a_chunked_lease_takes_no_blocks(monkeypatch):
     """However long it is: the commit of tokens without blocks is refused in the same way."""
-    monkeypatch.setattr("kvactors.prefix_index.parts.BLOCKS", 2)
+    monkeypatch.setattr("kvactors.prefix_index.work.TURN_BLOCKS", 2)
     async with opened(device=16) as cache:
         lease = await cache.acquire("chunked", prompt(1, 9), chunk_tokens=BLOCK)
         for computed in (2 * BLOCK, 8 * BLOCK):
@@ -256,7 +256,7 @@ async def test_leases_that_wait_for_blocks_do_not_hold_up_the_others():
 
 
 async def test_long_steps_go_in_parts(monkeypatch):
-    monkeypatch.setattr("kvactors.prefix_index.parts.BLOCKS", 2)
+    monkeypatch.setattr("kvactors.prefix_index.work.TURN_BLOCKS", 2)
     async with opened(device=64) as cache:
         first, second = await acquired(cache, 2)
         outcomes = await cache.step(

@@ -6,7 +6,7 @@ import pytest
 
 import kvactors
 from kvactors.cpu_evictor.slots import POLICIES
-from kvactors.prefix_index.policy import FIRST
+from kvactors.prefix_index.settings import OBSERVED_REQUESTS
 from kvactors.settings import CacheConfig, DeviceConfig, HostConfig
 
 
@@ -52,6 +52,6 @@ async def evictions(policy, requests):
 
 
 async def test_the_first_requests_after_a_start_are_evicted_by_lru():
-    lru, retain = [await evictions(policy, 3 * FIRST) for policy in ("lru", "retain")]
-    assert retain[:FIRST] == lru[:FIRST]
+    lru, retain = [await evictions(policy, 3 * OBSERVED_REQUESTS) for policy in ("lru", "retain")]
+    assert retain[:OBSERVED_REQUESTS] == lru[:OBSERVED_REQUESTS]
     assert retain != lru

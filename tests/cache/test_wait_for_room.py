@@ -8,7 +8,8 @@ import pytest
 
 import kvactors
 from kvactors.actor.clock import now
-from kvactors.prefix_index import admission, parts
+from kvactors.prefix_index import waiting as queue
+from kvactors.prefix_index import work
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}
@@ -54,7 +55,7 @@ async def test_a_request_gets_its_blocks_when_another_ends(tiers, end):
 
 async def test_requests_are_admitted_in_order(monkeypatch):
     """Small ones do not overtake a large one any more."""
-    monkeypatch.setattr(admission, "OVERTAKEN", 0)
+    monkeypatch.setattr(queue, "OVERTAKEN", 0)
     order = []
 
     async def serve_one(number, one):
@@ -85,7 +86,7 @@ async def test_requests_are_admitted_in_order(monkeypatch):
 @pytest.mark.parametrize("wait", [False, True])
 async def test_a_request_is_overtaken_a_bounded_number_of_times(wait, monkeypatch):
     """Four of eight blocks are free, and the first request that waits needs all eight."""
-    monkeypatch.setattr(admission, "OVERTAKEN", 3)
+    monkeypatch.setattr(queue, "OVERTAKEN", 3)
     async with opened(device=8) as cache:
         runs = await cache.acquire("runs", prompt(1, 4))
         large = await queued(cache, 1, 1, 8)
@@ -101,7 +102,7 @@ async def test_a_request_is_overtaken_a_bounded_number_of_times(wait, monkeypatc
 
 async def test_requests_that_fit_beside_those_that_wait_are_served(monkeypatch):
     """Six of eight blocks are for the first request that waits: two can be used before."""
-    monkeypatch.setattr(admission, "OVERTAKEN", 0)
+    monkeypatch.setattr(queue, "OVERTAKEN", 0)
     async with opened(device=8) as cache:
         runs = await cache.acquire("runs", prompt(1, 4))
         large = await queued(cache, 1, 1, 6)
@@ -213,7 +214,7 @@ async def test_the_deadline_ends_the_wait(seconds):
 async def test_a_request_cancelled_at_any_step_leaves_nothing(tiers, long, monkeypatch):
     """It is cancelled after each number of turns of the loop, while its blocks are freed."""
     if long:
-        monkeypatch.setattr(parts, "BLOCKS", 2)
+        monkeypatch.setattr(work, "TURN_BLOCKS", 2)
     for steps in range(14):
         async with opened(device=8, **tiers) as cache:
             await serve(cache, "before", prompt(101, 3))
@@ -285,12 +286,12 @@ async def test_a_clear_wakes_it():
 @pytest.mark.parametrize("tiers", TIERS, ids=["device", "host", "storage"])
 async def test_long_requests_wait_too(tiers, monkeypatch):
     """Matched and released in parts of two blocks."""
-    monkeypatch.setattr(parts, "BLOCKS", 2)
+    monkeypatch.setattr(work, "TURN_BLOCKS", 2)
     async with opened(device=12, **tiers) as cache:
         await serve(cache, "before", prompt(7, 6))
         await cache.wait_idle()
         leases = [await cache.acquire(f"r{n}", prompt(n, 4)) for n in (1, 2)]
-        monkeypatch.setattr(admission, "OVERTAKEN", 0)
+        monkeypatch.setattr(queue, "OVERTAKEN", 0)
         shared = asyncio.ensure_future(cache.acquire("w", prompt(7, 9), wait_for_room=True))
         while not waiting(cache):
             await asyncio.sleep(0)

@@ -16,7 +16,6 @@ from kvactors.gpu_swapper.messages import Copied, Copy, DataPlaneStatus
 from kvactors.identity import PLAIN
 from kvactors.native import HOST, Path
 from kvactors.prefix_index.actor import PrefixIndex
-from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
     Abandon,
     Acquire,
@@ -27,8 +26,8 @@ from kvactors.prefix_index.messages import (
     Prefetch,
     Ready,
 )
-from kvactors.prefix_index.roots import Roots
-from kvactors.prefix_index.settings import IndexSettings
+from kvactors.prefix_index.settings import IndexSettings, Roots
+from kvactors.prefix_index.tree import BlockIndex
 from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
 from kvactors.types import split_hashes
@@ -391,7 +390,9 @@ class TiersWalk:
         left = (evictor.memory.loads, self.open)
         assert not any(left), f"left over: {left}"
         assert evictor.host.pinned == evictor.host.on_device == 0
-        assert self.index.free + self.index.tree.statistics()["device"] == self.index.pool.total
+        assert (
+            self.index.room.free + self.index.tree.statistics()["device"] == self.index.pool.total
+        )
         assert evictor.host.free + evictor.host.resident == evictor.host.num_slots
         resident = set(evictor.host.hashes())
         for key, entry in evictor.host.blocks.items():

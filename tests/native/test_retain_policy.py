@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvactors.native import LifeTables
-from kvactors.prefix_index.policy import FIRST
+from kvactors.prefix_index.settings import OBSERVED_REQUESTS
 from kvactors.scenario.sweep import DeviceTier, hit_curve, read_paths
 from tests.support.adversaries import ADVERSARIES, HOSTILE, finer, first
 from tests.support.traces import SHORT, read
@@ -42,7 +42,11 @@ def rates(requests, size):
         return hits / blocks
 
     curve = hit_curve(read_paths(ids.astype("u8") for ids in arrays), size)
-    return Rates(curve.rate(size), run(LifeTables(first=FIRST)), run(LifeTables(True, FIRST)))
+    return Rates(
+        curve.rate(size),
+        run(LifeTables(first=OBSERVED_REQUESTS)),
+        run(LifeTables(True, OBSERVED_REQUESTS)),
+    )
 
 
 TWO = (((False, False), False), ((True, True), False), ((True, True), True))
@@ -51,7 +55,7 @@ TWO = (((False, False), False), ((True, True), False), ((True, True), True))
 
 def two_tiers(requests, device, host, retain, inverted):
     """The hit rate of both tiers together."""
-    tiers, hits = TwoTiers(device, host, LifeTables(inverted, FIRST), retain), 0
+    tiers, hits = TwoTiers(device, host, LifeTables(inverted, OBSERVED_REQUESTS), retain), 0
     for one in requests:
         hits += sum(tiers.request(np.array(one.ids, np.uint32), one.now, one.output)[:2])
     return hits / sum(len(one.ids) for one in requests)
@@ -60,7 +64,10 @@ def two_tiers(requests, device, host, retain, inverted):
 def three_tiers(requests, retain):
     """The hit rate of 3,000, 30,000 and 100,000 blocks, and the blocks moved down. The store
     takes the blocks that leave the host, and evicts those that it has had longest."""
-    tiers, store = TwoTiers(3000, 30_000, LifeTables(first=FIRST), retain), OrderedDict()
+    tiers, store = (
+        TwoTiers(3000, 30_000, LifeTables(first=OBSERVED_REQUESTS), retain),
+        OrderedDict(),
+    )
     hits = stored = 0
     for one in requests:
         device, host, hashes = tiers.request(np.array(one.ids, np.uint32), one.now, one.output)
@@ -136,7 +143,7 @@ def test_the_loss_is_bounded_at_every_moment_of_a_short_trace(name):
     displaced."""
     for inverted in (False, True):
         for size in (300, 600):
-            device, looked_up = DeviceTier(size, LifeTables(inverted, FIRST)), 0
+            device, looked_up = DeviceTier(size, LifeTables(inverted, OBSERVED_REQUESTS)), 0
             for one in first(HOSTILE[name], 8000):
                 device.request(np.array(one.ids, np.uint32), one.now, one.output)
                 looked_up += len(one.ids)

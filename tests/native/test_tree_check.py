@@ -8,8 +8,7 @@ import pytest
 
 from kvactors.cpu_evictor.slots import HostTier, SlotState
 from kvactors.native import Path, TreeCheck
-from kvactors.prefix_index.index import BlockIndex
-from kvactors.prefix_index.pool import BlockPool
+from kvactors.prefix_index.tree import BlockIndex, BlockPool
 
 BLOCK = 4
 

@@ -29,8 +29,7 @@ PROGRAM = """
         secret, tokens = "tenant-secret", [987654321]
         raise RuntimeError("broken")
 
-    kvactors.prefix_index.actor.PrefixIndex.acquire = acquire
-    kvactors.prefix_index.at_once.AtOnce.acquire = lambda *_: None  # the handler is asked
+    kvactors.prefix_index.requests.Requests.acquire = acquire
     config = kvactors.Config.from_mapping({{
         "cache": {{"block_size": 16}}, "device": {{"num_blocks": 8}}, "layout": {{"num_layers": 1, "num_kv_heads": 1, "head_dim": 8}},
         "actors": {{"max_restarts_per_minute": 1}},

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvactors.prefix_index.parts import BLOCKS
+from kvactors.prefix_index.work import TURN_BLOCKS
 from kvactors.settings import CacheConfig
 
 MODEL = "model-a"
@@ -56,7 +56,7 @@ class Draw:
     recorded: bool = True
     turns: int = 128
     batches: float = 0.0
-    part: int = BLOCKS
+    part: int = TURN_BLOCKS
     seen: list[str] = field(default_factory=list)
 
     @property
@@ -149,7 +149,7 @@ def _batches(rng: random.Random, made: Draw) -> None:
     or for prompts that are admitted in many turns."""
     made.batches, made.part = (
         rng.choice((0.05, 0.2, 0.5)),
-        rng.choice((1, limit(rng), BLOCKS, BLOCKS)),
+        rng.choice((1, limit(rng), TURN_BLOCKS, TURN_BLOCKS)),
     )
     if rng.random() < 0.25:
         made.tables["device"]["num_blocks"] += 160

@@ -14,7 +14,7 @@ from typing import Any
 
 import kvactors
 from kvactors.actor import loop
-from kvactors.prefix_index import parts
+from kvactors.prefix_index import work
 from tests.support.share_watch import ShareWatch
 
 from .client import Client
@@ -87,12 +87,12 @@ async def serve_round(
 def _limited(drawn: Draw) -> Iterator[None]:
     """Set the inline turns of a pass and the blocks of a turn. With few inline turns asks wait for
     the next pass, with few blocks requests take several turns."""
-    before = loop.INLINE_TURNS, parts.BLOCKS
-    loop.INLINE_TURNS, parts.BLOCKS = drawn.turns, drawn.part
+    before = loop.INLINE_TURNS, work.TURN_BLOCKS
+    loop.INLINE_TURNS, work.TURN_BLOCKS = drawn.turns, drawn.part
     try:
         yield
     finally:
-        loop.INLINE_TURNS, parts.BLOCKS = before
+        loop.INLINE_TURNS, work.TURN_BLOCKS = before
 
 
 def run_seed(

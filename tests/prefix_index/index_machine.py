@@ -4,7 +4,6 @@ state machine."""
 from __future__ import annotations
 
 from collections import Counter
-from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
@@ -37,14 +36,13 @@ from kvactors.gpu_swapper.messages import CopiedWithin, CopyWithin, DataPlaneSta
 from kvactors.identity import PLAIN
 from kvactors.native import Path, StepTokens
 from kvactors.prefix_index.actor import PrefixIndex
-from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.leases import LeaseState
 from kvactors.prefix_index.messages import (
     Abandon,
     Acquire,
     AcquireResult,
     Clear,
     Commit,
-    Continue,
     Extend,
     Finish,
     Fork,
@@ -62,11 +60,10 @@ from kvactors.prefix_index.messages import (
     Truncate,
     Withdrawn,
 )
-from kvactors.prefix_index.records import LeaseState
-from kvactors.prefix_index.roots import Roots
-from kvactors.prefix_index.settings import IndexSettings
+from kvactors.prefix_index.settings import IndexSettings, Roots
+from kvactors.prefix_index.tree import BlockIndex
+from kvactors.prefix_index.work import Continue
 from kvactors.types import split_hashes
-from tests.prefix_index.twins import answered_at_once
 from tests.support.probe import Probe
 from tests.support.stepper import Stepper
 
@@ -90,7 +87,6 @@ class IndexMachine(RuleBasedStateMachine):
         low=st.sampled_from([0, 0, 2]),
         part=st.sampled_from([1, 2, 100]),
         announce=st.booleans(),
-        seed=st.integers(0, 30),
     )
     def start(
         self,
@@ -103,11 +99,7 @@ class IndexMachine(RuleBasedStateMachine):
         low: int,
         part: int = 100,
         announce: bool = True,
-        seed: int = 0,
     ) -> None:
-        """seed: of the asks that are answered in one step if they can be, 0 for none."""
-        self.direct = Random(seed)
-        self.share = min(seed, 9) / 9
         self.announce = announce
         self.roots = Roots("model", "a", bytes(32))
         self.index = BlockIndex(BLOCK, blocks, 64, recompute_last_token=recompute)
@@ -141,7 +133,7 @@ class IndexMachine(RuleBasedStateMachine):
 
         self.fetch = fetch
         self.stepper = Stepper(make)
-        self.index.part = part
+        self.index.turn_blocks = part
         self.works: list[Continue | Proceed] = []
         # The namespace that the notifier was sent since it started, None before.
         self.namespace: str | None = None
@@ -258,7 +250,7 @@ class IndexMachine(RuleBasedStateMachine):
         announced."""
         if isinstance(message, PathCached):
             keys = split_hashes(message.hashes)
-            assert len(keys) <= self.index.part
+            assert len(keys) <= self.index.turn_blocks
             assert len(message.tokens) == 4 * BLOCK * len(keys)
             if not message.start:
                 assert message.parent == message.root
@@ -276,11 +268,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.sent.clear()
 
     def turn(self, message: Any, deadline: float | None = None) -> Any:
-        """A message, which an actor without others in its channel may answer in one step."""
-        if not self.works and self.direct.random() < self.share:
-            effects = answered_at_once(self.stepper, message)
-            if effects is not None:
-                return self.take(effects)
+        """A message, and what came of its turn."""
         return self.take(self.stepper.turn(message, deadline=deadline))
 
     def lease(self, which: int) -> int:
@@ -432,7 +420,7 @@ class IndexMachine(RuleBasedStateMachine):
         computed = [None if less is None else max(0, at + count - less) for at in positions]
         before = [self.lease_state(lease).path.num_blocks for lease in chosen]
         tokens = StepTokens([list(range(count))] * len(chosen))
-        can_wait = bool(self.actor.core.admission.waiting)
+        can_wait = bool(self.actor.core.queue.waiting)
         message = StepLeases(0, chosen, tokens, positions, computed)
         [answered] = [one for one in self.turn(message).answered if one.message is message]
         assert answered.error is None
@@ -453,7 +441,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def changes(self, lease: int) -> bool:
         """Whether an extend, a reserve or a fork of a lease waits for blocks."""
-        call = self.actor.core.admission.call_of(lease)
+        call = self.actor.core.queue.call_of(lease)
         return any(
             (isinstance(one.message, (Extend, Reserve)) and one.message.lease == lease)
             or (call is not None and one.message is call.message)
@@ -620,7 +608,7 @@ class IndexMachine(RuleBasedStateMachine):
     def sweep(self, count: int) -> None:
         """A step of what a clear leaves, which may come at any time. The pool gets at most `count`
         blocks by it."""
-        due, before, returning = self.index.sweeping, self.index.pool.free, self.index.returning
+        due, before, returning = self.index.sweeping, self.index.pool.free, self.index.reclaimable
         shared = self.index.pool.num_shared
         sweep = self.index.sweep
         self.index.sweep = lambda: sweep(count)  # type: ignore[method-assign, misc]
@@ -643,7 +631,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        if self.actor.core.held.paused:
+        if self.actor.core.queue.paused:
             self.turn(Resume())
 
     @precondition(lambda self: self.works)
@@ -666,32 +654,30 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.check()
         self.actor.check()
         core = self.actor.core
-        waiting = list(core.admission.waiting.values())
-        assert core.admission.blocks_promised == sum(waiter.lacking for waiter in waiting)
-        assert core.admission.sweeper.scheduled or not self.index.sweeping, (
+        waiting = list(core.queue.waiting.values())
+        assert self.index.room.promised == sum(waiter.lacking for waiter in waiting)
+        assert core.queue._sweeping or not self.index.sweeping, (
             "nothing brings back what a clear left"
         )
-        assert 0 <= core.evictions.blocks_being_freed <= core.evictions.blocks_in_flight
-        space = core.admission.space
-        for held in space.requests.values():
+        assert 0 <= self.index.room.coming <= core.evictions.blocks_in_flight
+        space = core.queue.acquires
+        for held in space.waits.values():
             path = held.message.path
             assert self.works or not (path.num_held or path.num_blocks), (
                 "it waits, and holds blocks"
             )
         first = space.first
-        if first is not None and not (self.works or core.held.paused):
+        if first is not None and not (self.works or core.queue.paused):
             first.message.path.set_root(self.roots.root(PLAIN))
             message, fetch = first.message, self.fetch * LONGEST
             needed = self.index.needed_blocks(
                 message.path, message.chunk_tokens, fetch=fetch, media=message.media
             )
-            unpromised = core.admission.unpromised()
-            assert not self.index.fits(
-                first.message.path, needed, unpromised, first.message.media
-            ), "nothing wakes a request that fits"
-        assert self.works or not space.retried, "a request left the queue and did not come back"
+            fits = self.index.fits(first.message.path, needed, first.message.media)
+            assert not fits, "nothing wakes a request that fits"
+        assert self.works or not space.matching, "a request left the queue and did not come back"
         paths = {id(lease.path): lease for lease in core.leases}
-        private: list[int] = [block for waiter in waiting for block in waiter.taken]
+        private: list[int] = []
         places: dict[int, tuple[int, bytes]] = {}  # of private blocks in the tables of leases
         for lease in paths.values():
             path = lease.path
@@ -722,7 +708,7 @@ class IndexMachine(RuleBasedStateMachine):
                 assert self.index.pool.is_shared(block), "a device block is given to two requests"
         private = list(owned.elements())
         assert not set(private) & set(self.index.pool.free_blocks()), "a block in use is free"
-        assert self.actor.runner.works == sum(isinstance(work, Continue) for work in self.works)
+        assert self.actor.out.works == sum(isinstance(work, Continue) for work in self.works)
         if self.announce and core.announcements.up_to_date:
             assert self.sent == set(split_hashes(self.index.tree.device_hashes())), (
                 "the notifier was not sent what is true"
@@ -746,7 +732,7 @@ class IndexMachine(RuleBasedStateMachine):
         """Everything is answered, every lease ends: nothing is left."""
         if not hasattr(self, "stepper"):
             return
-        if self.actor.core.held.paused:
+        if self.actor.core.queue.paused:
             self.turn(Resume())
         for _ in range(200):
             for load in list(self.loads.values()):
@@ -771,7 +757,7 @@ class IndexMachine(RuleBasedStateMachine):
                 break
         self.consistent()
         core = self.actor.core
-        left = (core.held, core.admission.space, core.index.loading)
+        left = (core.queue.held, core.queue.acquires, core.index.loading)
         assert not core.in_use()
         assert not any(left), f"left over: {left}"
         assert not self.stepper._open, (
@@ -780,14 +766,14 @@ class IndexMachine(RuleBasedStateMachine):
         assert not self.actor.context.unanswered, "an ask is kept although it has ended"
         state = self.index.tree.statistics()
         assert state["referenced"] == state["loading"] == state["offloading"] == 0
-        assert not self.index.reserved
-        assert self.index.free + state["device"] == self.index.pool.total
+        assert not self.index.room.reserved
+        assert self.index.room.free + state["device"] == self.index.pool.total
         assert self.index.tree.sweep_host(1), (
             "hints of before a restart of the host tier are never removed"
         )
         while self.index.sweeping:
             self.turn(Sweep())
-        assert not self.index.returning
+        assert not self.index.reclaimable
         assert not self.index.retired, "a tree that nothing uses is kept"
         assert self.index.pool.free + state["device"] == self.index.pool.total
         self.stepper.close()

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import count
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 
-from kvactors.actor import Envelope, Message
+from kvactors.actor import Control, Envelope, Message
 from kvactors.identity import PLAIN
 from kvactors.native import Path
-from kvactors.prefix_index.actions import Action, Refusal, Reply
-from kvactors.prefix_index.announcements import Announcements
-from kvactors.prefix_index.core import IndexCore
-from kvactors.prefix_index.evictions import Evictions
-from kvactors.prefix_index.host_victims import HostVictims
-from kvactors.prefix_index.index import BlockIndex
-from kvactors.prefix_index.leases import LeaseTable
-from kvactors.prefix_index.lineages import LineageSource
+from kvactors.prefix_index.actor import IndexCore
+from kvactors.prefix_index.leases import LeaseState, LeaseTable
 from kvactors.prefix_index.messages import Acquire
-from kvactors.prefix_index.policy import TierPolicies
-from kvactors.prefix_index.records import LeaseState
-from kvactors.prefix_index.roots import Roots
-from kvactors.prefix_index.settings import IndexSettings
+from kvactors.prefix_index.settings import IndexSettings, Roots, TierPolicies
+from kvactors.prefix_index.tree import BlockIndex
+from kvactors.prefix_index.work import IndexEffects, Timed
+from tests.support.effects import Recording, Started, answers, messages
+
+__all__ = ["answers", "messages"]
 
 BLOCK = 2
 
@@ -49,12 +45,52 @@ class Request(Envelope[Any]):
         self.reply.cancelled = True
 
 
+class StartTimer(NamedTuple):
+    """A timer of an operation was started."""
+
+    operation: Timed
+    deadline: float
+    message: Control
+    grace: float
+
+
+class RecordedIndexEffects(Recording, IndexEffects):
+    """Effects as a list, and timers by their deadlines: there is no clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._evictor = self._swapper = self._notifier = None  # type: ignore[assignment]
+        self.works = 0
+
+    def at(
+        self, operation: Timed, deadline: float, message: Control, *, grace: float = 0.0
+    ) -> None:
+        self._add(StartTimer(operation, deadline, message, grace))
+        operation.timer = Started(deadline, message)  # type: ignore[assignment]
+
+
+def effects_of(method: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+    """The effects of a call of a method of one of the objects."""
+    owner: Any = method.__self__  # type: ignore[attr-defined]
+    out = owner.out if isinstance(owner, IndexCore) else owner._out
+    out.take()
+    method(*arguments, **options)
+    return out.take()
+
+
+def work_of(out: Any, work: Any) -> list[Any]:
+    """The effects of the next slice of some work."""
+    out.take()
+    out.begin(work)
+    return out.take()
+
+
 def block_index(
     blocks: int = 8, *, part: int = 100, policy: TierPolicies | None = None
 ) -> BlockIndex:
     """An empty device."""
     index = BlockIndex(BLOCK, blocks, 64, recompute_last_token=False, policy=policy)
-    index.part = part
+    index.turn_blocks = part
     return index
 
 
@@ -71,23 +107,18 @@ def core(
     chosen = {"exclusive": True, "host_tier": True, "announce": True, **settings}
     return IndexCore(
         block_index(blocks, part=part, policy=policy),
+        RecordedIndexEffects(),
         roots,
         IndexSettings(**chosen),
         restarted=False,
     )
 
 
-def evictions(index: BlockIndex, *, offload: bool = False, announce: bool = False) -> Evictions:
-    """Evictions without lineages."""
-    announcements = Announcements(index, enabled=announce, whole=False)
-    lineages = LineageSource(False, {}, lambda _: b"")
-    victims = HostVictims(index, IndexSettings(exclusive=True, host_tier=True))
-    return Evictions(index, announcements, lineages, count(1), victims, offload=offload)
-
-
-def lease_table(index: BlockIndex) -> LeaseTable:
-    """The leases of a first incarnation."""
-    return LeaseTable(index, evictions(index), restarted=False)
+def lease_table(index: BlockIndex, *, restarted: bool = False) -> LeaseTable:
+    """The leases of a first incarnation, without a host tier and a sink."""
+    settings, out = IndexSettings(exclusive=True, host_tier=False), RecordedIndexEffects()
+    roots = Roots("model", "a", bytes(32))
+    return IndexCore(index, out, roots, settings, restarted=restarted).leases
 
 
 def path(blocks: int, *, first: int = 0, root: bytes | None = None) -> Path:
@@ -121,17 +152,3 @@ def acquire(
 ) -> Acquire:
     """A request of full blocks."""
     return Acquire(lease, f"r{lease}", path(blocks, first=first), deadline, **options)
-
-
-def answers(actions: list[Action]) -> list[Any]:
-    """The values and errors that requests are answered with, in order."""
-    return [
-        action.value if isinstance(action, Reply) else action.error
-        for action in actions
-        if isinstance(action, (Reply, Refusal))
-    ]
-
-
-def messages(actions: list[Action]) -> list[Message]:
-    """The messages among actions, in order."""
-    return [action for action in actions if isinstance(action, Message)]

@@ -3,70 +3,74 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvactors.cpu_evictor.messages import Offload
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom
-from kvactors.prefix_index.actions import Action, StartTimer
-from kvactors.prefix_index.admission import STEPS, Admission, Waiter
-from kvactors.prefix_index.core import IndexCore
-from kvactors.prefix_index.messages import AdmissionDeadline, Continue, Proceed, Sweep
-from tests.prefix_index.objects import Request, answers, cache, core, messages, new_lease
+from kvactors.prefix_index.actor import IndexCore
+from kvactors.prefix_index.messages import AdmissionDeadline, Proceed, Sweep
+from kvactors.prefix_index.waiting import TURN_REQUESTS, Wait, WaitQueue
+from kvactors.prefix_index.work import Continue
+from tests.prefix_index.objects import (
+    Request,
+    StartTimer,
+    answers,
+    cache,
+    core,
+    effects_of,
+    messages,
+    new_lease,
+    work_of,
+)
 
 
-class Taker(Waiter):
-    """Notes the blocks that it is given."""
-
-    __slots__ = ("given", "gone")
+class Taker:
+    """A request, and the blocks that it gets."""
 
     def __init__(self, lease: int, needed: int) -> None:
-        super().__init__(lease, Request(), needed)
+        self.lease, self.needed = lease, needed
         self.given: list[int] | None = None
         self.gone = False
+        self.wait = Wait(lease, Request(), needed=needed, give_up=self.give_up)
 
-    def complete(self, blocks: list[int]) -> list[Action]:
-        self.given = blocks
-        return []
-
-    def give_up(self) -> list[Action]:
+    def give_up(self) -> None:
         self.gone = True
-        return []
 
 
-class Reserver(Taker):
-    """Reserves its blocks."""
+def ask(state: IndexCore, taker: Taker, *, wait: bool = True) -> tuple[bool, list[Any]]:
+    def complete() -> None:
+        taker.given = state.index.take_reserved(taker.needed)
 
-    __slots__ = ()
-    reserves = True
+    taker.wait.complete = complete
+    state.out.take()
+    accepted = state.queue.request(taker.wait, may_wait=wait, deadline=5.0)
+    return accepted, state.out.take()
 
 
-def ask(admission: Admission, waiter: Taker, *, wait: bool = True) -> tuple[bool, list[Action]]:
-    return admission.request(waiter, wait=wait, deadline=5.0)
-
-
-def releasing(state: IndexCore) -> Admission:
+def releasing(state: IndexCore) -> WaitQueue:
     """Blocks of ended leases are on their way back: requests may wait for them."""
-    state.admission.closing = 1
-    return state.admission
+    state.index.room.closing = 1
+    return state.queue
 
 
 def test_free_blocks_are_given_at_once():
     state = core(4)
     taker = Taker(1, 3)
-    assert ask(state.admission, taker) == (True, [])
+    assert ask(state, taker) == (True, [])
     assert taker.given is not None
     assert len(taker.given) == 3
-    assert state.index.free == 1
+    assert state.index.room.free == 1
 
 
 def test_a_request_for_more_than_can_be_freed_is_refused_and_changes_nothing():
     state = core(4)
     cache(state, 2)
     taker = Taker(1, 5)
-    assert ask(state.admission, taker) == (False, [])
-    assert state.index.free == 2
+    assert ask(state, taker) == (False, [])
+    assert state.index.room.free == 2
     assert state.evictions.evicted == 0
 
 
@@ -74,44 +78,42 @@ def test_a_request_waits_for_the_copies_of_evicted_blocks():
     state = core(4)
     cache(state, 3)
     taker = Taker(1, 3)
-    accepted, actions = ask(state.admission, taker)
+    accepted, actions = ask(state, taker)
     [offload, timer] = actions
     assert accepted
     assert isinstance(offload, Offload)
     assert isinstance(timer, StartTimer)
-    assert (timer.operation, timer.deadline) == (taker, 5.0)
-    assert taker.taken != []
-    assert state.admission.blocks_promised == 2
+    assert (timer.operation, timer.deadline) == (taker.wait, 5.0)
+    assert state.index.room.reserved == 1
+    assert state.index.room.promised == 2
     state.evictions.finish(offload.op, b"\1\1")
-    assert state.admission.serve_waiting() == []
+    assert effects_of(state.queue.serve) == []
     assert taker.given is not None
     assert len(set(taker.given)) == 3
-    assert taker.over
-    assert not state.admission.waiting
+    assert taker.wait.timer is None
+    assert not state.queue.waiting
 
 
 def test_a_request_that_must_not_wait_is_refused_after_it_began_to_evict():
     state = core(4)
     cache(state, 3)
-    accepted, actions = ask(state.admission, Taker(1, 3), wait=False)
+    accepted, actions = ask(state, Taker(1, 3), wait=False)
     assert not accepted
     assert [type(one) for one in actions] == [Offload]
-    assert not state.admission.waiting
+    assert not state.queue.waiting
 
 
 def test_no_request_overtakes_the_queue():
     state = core(4)
     admission = releasing(state)
     first, second = Taker(1, 5), Taker(2, 1)
-    ask(admission, first)
-    ask(admission, second)
+    ask(state, first)
+    ask(state, second)
     assert second.given is None, "a small request took blocks that were promised"
-    state.index.pool.give(first.taken)
-    first.taken.clear()
-    [refusal] = admission.cancel(1, "gone")
+    [refusal] = effects_of(admission.cancel, 1, "gone")
     assert first.gone
     assert isinstance(refusal.error, LeaseEnded)
-    admission.serve_waiting()
+    admission.serve()
     assert second.given is not None
 
 
@@ -120,11 +122,11 @@ def test_the_last_request_is_refused_once_no_block_can_become_free():
     admission = releasing(state)
     first, last = Taker(1, 3), Taker(2, 2)
     state.index.take(4)
-    ask(admission, first)
-    ask(admission, last)
-    admission.closing = 0
+    ask(state, first)
+    ask(state, last)
+    state.index.room.closing = 0
     state.index.pool.give([0, 1, 2])
-    [error] = answers(admission.serve_waiting())
+    [error] = answers(effects_of(admission.serve))
     assert isinstance(error, NoRoom)
     assert (first.given is not None, last.gone) == (True, True)
     assert state.statistics().no_room == 1
@@ -134,34 +136,33 @@ def test_a_deadline_ends_the_wait_that_it_belongs_to():
     state = core(2)
     admission = releasing(state)
     taker = Taker(1, 3)
-    _, actions = ask(admission, taker)
+    _, actions = ask(state, taker)
     [timer] = [one for one in actions if isinstance(one, StartTimer)]
     assert isinstance(timer.message, AdmissionDeadline)
-    assert admission.expire(1, timer.message.ticket + 1) == []
-    [error] = answers(admission.expire(1, timer.message.ticket))
+    assert effects_of(admission.expire, 1, timer.message.ticket + 1) == []
+    [error] = answers(effects_of(admission.expire, 1, timer.message.ticket))
     assert isinstance(error, DeadlineExceeded)
     assert "1 lacking" in str(error)
-    assert state.index.free == 2
+    assert state.index.room.free == 2
 
 
 def test_a_cancelled_request_is_skipped():
     state = core(2)
     admission = releasing(state)
     gone, next_one = Taker(1, 3), Taker(2, 2)
-    ask(admission, gone)
-    ask(admission, next_one)
-    gone.envelope.cancel()  # type: ignore[attr-defined]
-    admission.serve_waiting()
+    ask(state, gone)
+    ask(state, next_one)
+    gone.wait.envelope.cancel()  # type: ignore[attr-defined]
+    admission.serve()
     assert (gone.gone, gone.given) == (True, None)
     assert next_one.given is not None
 
 
 def test_reserved_blocks_stay_free_and_are_not_given_to_others():
     state = core(4)
-    reserver = Reserver(1, 3)
-    ask(state.admission, reserver)
-    assert (reserver.given, state.index.reserved, state.index.free) == ([], 3, 1)
-    assert ask(state.admission, Taker(2, 2))[0] is False
+    state.index.room.reserved = 3
+    assert state.index.room.free == 1
+    assert ask(state, Taker(2, 2))[0] is False
     assert len(state.index.take_reserved(3)) == 3
 
 
@@ -170,70 +171,66 @@ def test_stalled_copies_are_not_waited_for():
     cache(state, 3)
     cache(state, 3, first=100)
     waiting = Taker(1, 3)
-    ask(state.admission, waiting)
+    ask(state, waiting)
     assert waiting.given is None
-    [offload] = messages(state.admission.stall())
+    [offload] = messages(effects_of(state.queue.stall))
     assert isinstance(offload, Offload)
     state.evictions.finish(offload.op, bytes(3))
-    state.admission.serve_waiting()
+    state.queue.serve()
     assert waiting.given is not None
 
 
 def test_a_turn_serves_a_bounded_number_of_requests():
-    state = core(2 * STEPS)
+    state = core(2 * TURN_REQUESTS)
     admission = releasing(state)
-    held = state.index.take(2 * STEPS)
-    takers = [Taker(number, 1) for number in range(2 * STEPS)]
+    held = state.index.take(2 * TURN_REQUESTS)
+    takers = [Taker(number, 1) for number in range(2 * TURN_REQUESTS)]
     for taker in takers:
-        ask(admission, taker)
+        ask(state, taker)
     state.index.pool.give(held)
-    assert [type(one) for one in admission.serve_waiting()] == [Proceed]
-    assert sum(taker.given is not None for taker in takers) == STEPS
-    late = Taker(2 * STEPS, 1)
-    ask(admission, late)
+    assert [type(one) for one in effects_of(admission.serve)] == [Proceed]
+    assert sum(taker.given is not None for taker in takers) == TURN_REQUESTS
+    late = Taker(2 * TURN_REQUESTS, 1)
+    ask(state, late)
     assert late.given is None, "a request overtook those that the last turn did not serve"
     admission.proceed()
-    admission.serve_waiting()
+    admission.serve()
     assert all(taker.given for taker in takers)
 
 
-def test_a_long_path_is_released_in_parts_and_a_pause_waits_for_them():
+def test_a_long_path_is_released_in_slices_and_a_pause_waits_for_them():
     state = core(8, part=3)
     lease = new_lease(state.index, 1, 8)
-    [work] = state.admission.release(lease.tree, lease.path)
-    assert isinstance(work, Continue)
+    [last] = effects_of(state.queue.release, lease.tree, lease.path)
     pause = Request()
-    assert state.admission.wait_idle(pause) == []
-    free, done = [state.index.free], []
-    while not done:
-        try:
-            next(work.work)
-        except StopIteration as end:
-            done = end.value
-        free.append(state.index.free)
-    assert free == [3, 6, 8], "a part a turn, the deepest blocks first"
-    assert done[0].envelope is pause
+    assert effects_of(state.queue.wait_idle, pause) == []
+    free = [state.index.room.free]
+    while isinstance(last, Continue):
+        [last] = work_of(state.out, last.work)
+        free.append(state.index.room.free)
+    assert free == [3, 6, 8], "some blocks a turn, the deepest first"
+    assert last.envelope is pause
 
 
 def test_blocks_of_a_clear_come_back_in_later_turns():
     state = core(4)
     cache(state, 4)
     state.index.retire()
-    assert [type(one) for one in state.admission.serve_waiting()] == [Sweep]
-    assert state.admission.serve_waiting() == [], "one turn of it is in the mailbox already"
-    assert [type(one) for one in state.admission.sweeper.step()] == [Sweep]
+    assert [type(one) for one in effects_of(state.queue.serve)] == [Sweep]
+    assert effects_of(state.queue.serve) == [], "one turn of it is in the mailbox already"
+    assert [type(one) for one in effects_of(state.queue.sweep)] == [Sweep]
     assert state.index.pool.free == 4
 
 
 def test_eviction_ahead_of_need_starts_below_the_low_watermark():
     state = core(6, free_low=2, free_high=4)
     cache(state, 4)
-    assert state.admission.evict_to_watermark() == []
+    assert effects_of(state.queue.evict_to_watermark) == []
     state.index.take(1)
-    [offload] = state.admission.evict_to_watermark()
+    [offload] = effects_of(state.queue.evict_to_watermark)
     assert isinstance(offload, Offload)
     assert len(offload.blocks) == 3
-    assert state.admission.evict_to_watermark() == [], "blocks being freed count"
+    assert effects_of(state.queue.evict_to_watermark) == [], "blocks being freed count"
 
 
 class Queue:
@@ -272,8 +269,8 @@ class Queue:
 STEP = st.tuples(st.sampled_from(["ask", "ask", "give", "cancel", "expire"]), st.integers(0, 9))
 
 
-@given(st.lists(STEP, max_size=40), st.booleans())
-def test_the_queue_agrees_with_a_model(steps, reserve):
+@given(st.lists(STEP, max_size=40))
+def test_the_queue_agrees_with_a_model(steps):
     """Blocks that are private to leases come back in any order, and none is given twice."""
     state = core(8)
     admission, model = releasing(state), Queue(8)
@@ -281,36 +278,35 @@ def test_the_queue_agrees_with_a_model(steps, reserve):
     ended: set[int] = set()
     for step, value in steps:
         if step == "ask":
-            taker = (Reserver if reserve else Taker)(len(takers), value % 6 + 1)
+            taker = Taker(len(takers), value % 6 + 1)
             takers.append(taker)
-            assert ask(admission, taker)[0]
+            assert ask(state, taker)[0]
             model.ask(taker.lease, taker.needed)
         elif step == "give":
             done = [one for one in takers if one.given is not None and one.lease not in ended]
             if done:
                 one = done[value % len(done)]
                 ended.add(one.lease)
-                blocks = state.index.take_reserved(one.needed) if reserve else one.given
-                state.index.pool.give(blocks)
+                state.index.pool.give(one.given)
                 model.free += one.needed
-                admission.serve_waiting()
+                admission.serve()
                 model.serve()
         elif admission.waiting:
             number = sorted(admission.waiting)[value % len(admission.waiting)]
             taker = takers[number]
             if step == "cancel":
-                assert answers(admission.cancel(number, "gone"))
-                admission.serve_waiting()
+                assert answers(effects_of(admission.cancel, number, "gone"))
+                admission.serve()
             else:
-                assert answers(admission.expire(number, taker.ticket))
+                assert answers(effects_of(admission.expire, number, taker.wait.ticket))
             assert taker.gone
-            assert taker.over
+            assert taker.wait.timer is None
             model.end(number)
         given = [one.lease for one in takers if one.given is not None]
         assert sorted(given) == sorted(model.given)
         assert list(admission.waiting) == [one[0] for one in model.waiting]
-        assert admission.blocks_promised == sum(one[1] for one in model.waiting)
-        assert state.index.free == model.free
+        assert state.index.room.promised == sum(one[1] for one in model.waiting)
+        assert state.index.room.free == model.free
         holding = [one for one in takers if one.lease not in ended and not one.gone]
-        owned = [block for one in holding for block in one.given or one.taken]
+        owned = [block for one in holding for block in one.given or ()]
         assert len(set(owned)) == len(owned)

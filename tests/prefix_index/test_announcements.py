@@ -12,12 +12,12 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
 )
 from kvactors.identity import PLAIN, RequestScope
-from kvactors.prefix_index import announcements as module
-from kvactors.prefix_index.announcements import Announcements
-from kvactors.prefix_index.messages import Continue
-from kvactors.prefix_index.parts import next_part
+from kvactors.prefix_index import reports as module
+from kvactors.prefix_index.reports import Announcements
+from kvactors.prefix_index.settings import IndexSettings, Roots
+from kvactors.prefix_index.work import Continue
 from kvactors.types import Reason
-from tests.prefix_index.objects import block_index, path
+from tests.prefix_index.objects import RecordedIndexEffects, block_index, effects_of, path, work_of
 
 ROOT, OTHER = b"r" * 32, b"o" * 32
 
@@ -28,7 +28,9 @@ def index():
 
 
 def made(index, *, enabled=True, whole=False):
-    return Announcements(index, enabled=enabled, whole=whole)
+    settings = IndexSettings(exclusive=True, host_tier=True, announce=enabled, announce_whole=whole)
+    roots = Roots("model", "a", bytes(32))
+    return Announcements(index, RecordedIndexEffects(), roots, settings)
 
 
 def cached(index, blocks, *, root=ROOT, first=0):
@@ -40,48 +42,46 @@ def cached(index, blocks, *, root=ROOT, first=0):
     return one
 
 
-def work_of(actions):
-    """The actions without the message for the next part, and that part's work."""
-    *done, last = actions
-    assert isinstance(last, Continue)
-    return done, last.work
-
-
-def whole_walk(actions):
-    """Every message of a walk, in order."""
+def whole_walk(news, effects):
+    """Every message of a walk, in order. effects: of its first turn."""
     found = []
-    while actions and isinstance(actions[-1], Continue):
-        done, work = work_of(actions)
+    while effects and isinstance(effects[-1], Continue):
+        *done, last = effects
         found += done
-        actions = next_part(work)
-    return found + actions
+        effects = work_of(news._out, last.work)
+    return found + effects
 
 
 def test_without_a_sink_nothing_is_sent(index):
     news = made(index, enabled=False)
     one = cached(index, 2)
-    assert news.cached(one, 0, 2, Reason.COMMIT) == []
-    assert news.removed(one.hashes(0, 2), Reason.DEVICE_DROP) == []
-    assert news.cleared(Reason.CLEAR) == news.namespace_changed("b") == news.announce_all() == []
+    assert effects_of(news.cached, one, 0, 2, Reason.COMMIT) == []
+    assert effects_of(news.removed, one.hashes(0, 2), Reason.DEVICE_DROP) == []
+    assert (
+        effects_of(news.cleared, Reason.CLEAR)
+        == effects_of(news.namespace_changed, "b")
+        == effects_of(news.announce_all)
+        == []
+    )
 
 
 def test_a_long_path_is_announced_in_parts_each_below_its_parent(index):
     news = made(index)
     news.remember(ROOT, PLAIN)
     one = cached(index, 5)
-    sent = news.cached(one, 0, 5, Reason.COMMIT)
+    sent = effects_of(news.cached, one, 0, 5, Reason.COMMIT)
     assert [(each.start, each.count) for each in sent] == [(0, 2), (2, 2), (4, 1)]
     assert [each.parent for each in sent] == [ROOT, one.hashes(1, 2), one.hashes(3, 4)]
     assert b"".join(each.tokens for each in sent) == one.tokens(0, 5)
 
 
 def test_blocks_below_a_forgotten_root_are_reported_by_their_hashes(index, monkeypatch):
-    monkeypatch.setattr(module, "MOST_SCOPES", 2)
+    monkeypatch.setattr(module, "REMEMBERED_SCOPES", 2)
     news = made(index)
     for root in (ROOT, OTHER, ROOT, b"x" * 32):
         news.remember(root, RequestScope(salt=root.hex()))
     assert list(news.scopes) == [ROOT, b"x" * 32], "the least recently used is forgotten"
-    [gained] = news.cached(cached(index, 2, root=OTHER), 0, 2, Reason.COMMIT)
+    [gained] = effects_of(news.cached, cached(index, 2, root=OTHER), 0, 2, Reason.COMMIT)
     assert isinstance(gained, BlocksAdded)
 
 
@@ -98,8 +98,8 @@ def test_a_finish_announces_blocks_not_announced_before(index, whole):
     news = made(index, whole=whole)
     news.remember(ROOT, PLAIN)
     one = cached(index, 2)
-    assert len(news.finished(index.tree, one, 0, 2)) == 1
-    again = news.finished(index.tree, one, 0, 2)
+    assert len(effects_of(news.finished, index.tree, one, 0, 2)) == 1
+    again = effects_of(news.finished, index.tree, one, 0, 2)
     assert len(again) == (1 if whole else 0), "a finish announces whole paths if a sink asks for it"
 
 
@@ -107,7 +107,7 @@ def test_a_walk_announces_every_block_once_below_its_parent(index):
     news = made(index)
     news.remember(ROOT, PLAIN)
     one, other = cached(index, 5), cached(index, 3, first=100)
-    sent = whole_walk(news.announce_all())
+    sent = whole_walk(news, effects_of(news.announce_all))
     keys = b"".join(each.hashes for each in sent)
     assert sorted(keys[i : i + 32] for i in range(0, len(keys), 32)) == sorted(
         [*(one.hashes(i, i + 1) for i in range(5)), *(other.hashes(i, i + 1) for i in range(3))]
@@ -124,7 +124,7 @@ def test_a_walk_does_not_announce_blocks_of_a_forgotten_root_as_others(index):
     news = made(index)
     news.remember(ROOT, RequestScope(salt="a"))
     one = cached(index, 2, root=OTHER)
-    sent = whole_walk(news.announce_all())
+    sent = whole_walk(news, effects_of(news.announce_all))
     assert {type(each) for each in sent} == {BlocksAdded}
     assert b"".join(each.hashes for each in sent) == one.hashes(0, 2)
 
@@ -133,13 +133,13 @@ def test_changes_during_a_walk_are_sent_after_it(index):
     news = made(index)
     news.remember(ROOT, PLAIN)
     one = cached(index, 5)
-    begun = news.announce_all()
+    begun = effects_of(news.announce_all)
     assert not news.up_to_date
     late = cached(index, 2, first=100)
-    assert news.cached(late, 0, 2, Reason.COMMIT) == []
-    assert news.removed(one.hashes(4, 5), Reason.DEVICE_DROP) == []
-    assert news.namespace_changed("b") == []
-    sent = whole_walk(begun)
+    assert effects_of(news.cached, late, 0, 2, Reason.COMMIT) == []
+    assert effects_of(news.removed, one.hashes(4, 5), Reason.DEVICE_DROP) == []
+    assert effects_of(news.namespace_changed, "b") == []
+    sent = whole_walk(news, begun)
     assert [type(each) for each in sent[-3:]] == [PathCached, BlocksRemoved, NamespaceChanged]
     assert sent[-3].hashes == late.hashes(0, 2)
 
@@ -148,11 +148,11 @@ def test_a_walk_ends_where_the_notifier_restarts_again(index):
     news = made(index)
     news.remember(ROOT, PLAIN)
     cached(index, 5)
-    _, first = work_of(news.announce_all())
+    first = effects_of(news.announce_all)[-1].work
     news.cleared(Reason.CLEAR)
-    second = news.announce_all()
-    assert next_part(first) == []
-    assert not any(isinstance(each, TierCleared) for each in whole_walk(second)), (
+    second = effects_of(news.announce_all)
+    assert work_of(news._out, first) == []
+    assert not any(isinstance(each, TierCleared) for each in whole_walk(news, second)), (
         "the second walk has what changed before it"
     )
     assert news.up_to_date

@@ -7,11 +7,11 @@ from pathlib import Path as FilePath
 
 from kvactors.errors import NoRoom
 from kvactors.native import BlockTree, Path
-from kvactors.prefix_index.index import RETURNED, BlockIndex
 from kvactors.prefix_index.messages import Abandon, Ack, Acquire, AcquireResult, Clear, Pause, Sweep
+from kvactors.prefix_index.tree import RECLAIMED_BLOCKS, BlockIndex
 from tests.prefix_index.index_machine import BLOCK, IndexMachine
 
-MANY = 3 * RETURNED
+MANY = 3 * RECLAIMED_BLOCKS
 
 
 def filled(blocks: int, cached: int) -> IndexMachine:
@@ -41,7 +41,7 @@ def request(machine: IndexMachine, blocks: int, *, wait: bool = True) -> object:
 def sweeps(machine: IndexMachine) -> list[int]:
     """The blocks that each turn brings back, until nothing is left to do."""
     steps = []
-    while machine.actor.core.admission.sweeper.scheduled:
+    while machine.actor.core.queue._sweeping:
         before = machine.index.pool.free
         effects = machine.turn(Sweep())
         steps.append(machine.index.pool.free - before)
@@ -56,10 +56,10 @@ def test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_nu
     effects = machine.turn(Clear())
     assert effects.answered[0].value.count == MANY + 5
     assert machine.index.pool.free == 2, "the turn of the clear went through the blocks"
-    assert machine.index.free == machine.index.pool.total
+    assert machine.index.room.free == machine.index.pool.total
     assert machine.actor.core.statistics().blocks_free == machine.index.pool.total
     steps = sweeps(machine)
-    assert steps[:4] == [RETURNED, RETURNED, RETURNED, 5]
+    assert steps[:4] == [RECLAIMED_BLOCKS, RECLAIMED_BLOCKS, RECLAIMED_BLOCKS, 5]
     assert set(steps[4:]) == {0}, "only memory goes after the last block"
     assert not machine.index.retired
     assert machine.index.pool.free == machine.index.pool.total
@@ -71,13 +71,13 @@ def test_a_request_gets_blocks_of_a_clear_at_once_and_no_more_than_it_needs() ->
         machine = filled(20, 18)
         machine.turn(Clear())
         assert isinstance(request(machine, 5, wait=wait), AcquireResult)
-        assert machine.index.returning == 18 - 3
+        assert machine.index.reclaimable == 18 - 3
         assert machine.index.pool.free == 0
         refused = request(machine, 16, wait=wait)
         assert isinstance(refused, NoRoom)
         assert "15" in str(refused), "what a clear leaves can be had"
         assert isinstance(request(machine, 15, wait=wait), AcquireResult)
-        assert machine.index.free == 0
+        assert machine.index.room.free == 0
         machine.teardown()
 
 
@@ -139,7 +139,7 @@ def test_a_block_that_an_eviction_still_reads_comes_back_at_its_end_only() -> No
     assert not set(op.blocks) & set(index.pool.free_blocks()), (
         "a block is free that a copy still reads"
     )
-    assert index.free == index.pool.free == 3
+    assert index.room.free == index.pool.free == 3
     assert not index.sweeping
     index.check()
     went, stayed = index.finish_evict(op, b"\0")

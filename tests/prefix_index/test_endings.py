@@ -7,11 +7,22 @@ import pytest
 from kvactors.cpu_evictor.messages import DropHostCopies, Save
 from kvactors.errors import LeaseEnded, NotReady, RankLost
 from kvactors.flush_notifier.messages import PathCached
-from kvactors.prefix_index.core import IndexCore
-from kvactors.prefix_index.messages import Continue, Extend, Finish
-from kvactors.prefix_index.parts import next_part
+from kvactors.prefix_index.actor import IndexCore
+from kvactors.prefix_index.messages import Abandon, Commit, Extend, Finish, Preempt
+from kvactors.prefix_index.work import Continue
 from kvactors.types import Reason
-from tests.prefix_index.objects import BLOCK, Request, acquire, answers, cache, core, messages, path
+from tests.prefix_index.objects import (
+    BLOCK,
+    Request,
+    acquire,
+    answers,
+    cache,
+    core,
+    effects_of,
+    messages,
+    path,
+    work_of,
+)
 
 
 def granted(state: IndexCore, number: int = 1, blocks: int = 3, *, first: int = 0):
@@ -25,12 +36,12 @@ def granted(state: IndexCore, number: int = 1, blocks: int = 3, *, first: int = 
 def test_full_blocks_of_computed_tokens_are_shareable():
     state = core()
     lease = granted(state)
-    actions = state.commits.commit(1, 2 * BLOCK + 1, Request())
+    actions = effects_of(state.endings.commit, Commit(1, 2 * BLOCK + 1), Request())
     assert answers(actions)[0].count == 2
     [announced] = messages(actions)
     assert isinstance(announced, PathCached)
     assert (announced.count, announced.reason) == (2, Reason.COMMIT)
-    assert state.commits.commit(1, 2 * BLOCK, Request())[0] is not None
+    assert effects_of(state.endings.commit, Commit(1, 2 * BLOCK), Request())[0] is not None
     assert lease.path.num_committed == 2
 
 
@@ -40,8 +51,12 @@ def test_full_blocks_of_computed_tokens_are_shareable():
 def test_bad_arguments_change_nothing(computed, kind):
     state = core()
     lease = granted(state)
-    assert isinstance(answers(state.commits.commit(1, computed, Request()))[0], kind)
-    assert isinstance(answers(state.endings.finish(Finish(1, computed), Request()))[0], kind)
+    assert isinstance(
+        answers(effects_of(state.endings.commit, Commit(1, computed), Request()))[0], kind
+    )
+    assert isinstance(
+        answers(effects_of(state.endings.finish, Finish(1, computed), Request()))[0], kind
+    )
     assert state.leases.get(1) is lease
     assert lease.path.num_committed == 0
 
@@ -49,14 +64,20 @@ def test_bad_arguments_change_nothing(computed, kind):
 def test_a_lease_that_waits_for_loads_or_has_failed_commits_nothing():
     state = core()
     cached = cache(state, 2)
-    [offload] = state.evictions.evict(2)[1]
+    [offload] = effects_of(state.evictions.evict, 2)
     state.evictions.finish(offload.op, b"\1\1")
     lease = granted(state)
     assert cached.num_full_blocks == 2
-    assert isinstance(answers(state.commits.commit(1, 1, Request()))[0], NotReady)
+    assert isinstance(
+        answers(effects_of(state.endings.commit, Commit(1, 1), Request()))[0], NotReady
+    )
     state.device_lost(1)
-    assert isinstance(answers(state.commits.commit(1, 1, Request()))[0], RankLost)
-    assert isinstance(answers(state.commits.commit(9, 1, Request()))[0], LeaseEnded)
+    assert isinstance(
+        answers(effects_of(state.endings.commit, Commit(1, 1), Request()))[0], RankLost
+    )
+    assert isinstance(
+        answers(effects_of(state.endings.commit, Commit(9, 1), Request()))[0], LeaseEnded
+    )
     assert lease.path.num_committed == 0
 
 
@@ -64,9 +85,9 @@ def test_the_host_drops_its_copy_of_a_block_that_was_computed_again():
     state = core()
     granted(state, blocks=2)
     cache(state, 1)
-    [offload] = state.evictions.evict(1)[1]
+    [offload] = effects_of(state.evictions.evict, 1)
     state.evictions.finish(offload.op, b"\1")
-    actions = state.commits.commit(1, BLOCK, Request())
+    actions = effects_of(state.endings.commit, Commit(1, BLOCK), Request())
     assert [one.hashes for one in messages(actions) if isinstance(one, DropHostCopies)] == [
         offload.hashes
     ]
@@ -75,7 +96,7 @@ def test_the_host_drops_its_copy_of_a_block_that_was_computed_again():
 def test_a_finish_announces_saves_and_releases():
     state = core(exclusive=False)
     granted(state)
-    actions = state.endings.finish(Finish(1, 3 * BLOCK), Request())
+    actions = effects_of(state.endings.finish, Finish(1, 3 * BLOCK), Request())
     kinds = [type(one) for one in messages(actions)]
     assert kinds == [PathCached, PathCached, Save], "the commit, the finish, the save"
     assert answers(actions)[0].count == 3
@@ -89,18 +110,18 @@ def test_a_finish_announces_saves_and_releases():
 def test_an_abandoned_lease_is_announced_and_not_saved():
     state = core(exclusive=False)
     granted(state)
-    state.commits.commit(1, 2 * BLOCK, Request())
-    kinds = [type(one) for one in messages(state.endings.abandon(1))]
+    state.endings.commit(Commit(1, 2 * BLOCK), Request())
+    kinds = [type(one) for one in messages(effects_of(state.endings.abandon, Abandon(1)))]
     assert kinds == [PathCached]
-    assert (state.endings.abandoned, state.index.evictable(), state.index.free) == (1, 2, 6)
-    assert state.endings.abandon(1) == []
+    assert (state.endings.abandoned, state.index.evictable(), state.index.room.free) == (1, 2, 6)
+    assert effects_of(state.endings.abandon, Abandon(1)) == []
 
 
 def test_a_preempted_request_is_not_counted_again():
     state = core()
     granted(state)
-    assert answers(state.endings.preempt(1, BLOCK, Request()))[0].count == 1
-    assert answers(state.endings.preempt(1, BLOCK, Request()))[0].args
+    assert answers(effects_of(state.endings.preempt, Preempt(1, BLOCK), Request()))[0].count == 1
+    assert answers(effects_of(state.endings.preempt, Preempt(1, BLOCK), Request()))[0].args
     granted(state)
     assert (state.leases.requests, state.leases.resumed, state.endings.preempted) == (1, 1, 1)
 
@@ -108,26 +129,26 @@ def test_a_preempted_request_is_not_counted_again():
 def test_an_end_refuses_the_waiting_asks_of_the_lease():
     state = core(4)
     granted(state)
-    state.admission.closing = 1
+    state.index.room.closing = 1
     others = state.index.take(1)
     added = path(1, first=50)
-    assert answers(state.tables.grow(Extend(1, 3 * BLOCK, added), Request())) == []
-    errors = answers(state.endings.finish(Finish(1, None), Request()))
+    assert answers(effects_of(state.requests.grow, Extend(1, 3 * BLOCK, added), Request())) == []
+    errors = answers(effects_of(state.endings.finish, Finish(1, None), Request()))
     assert isinstance(errors[0], LeaseEnded)
-    assert not state.admission.waiting
-    assert state.index.free == 4 - len(others)
+    assert not state.queue.waiting
+    assert state.index.room.free == 4 - len(others)
 
 
 def test_a_long_lease_ends_in_parts():
     state = core(8, part=3, exclusive=False)
     granted(state, blocks=3)
-    state.commits.commit(1, 3 * BLOCK, Request())
-    state.index.part = 2
-    actions = state.endings.finish(Finish(1, None), Request())
+    state.endings.commit(Commit(1, 3 * BLOCK), Request())
+    state.index.turn_blocks = 2
+    actions = effects_of(state.endings.finish, Finish(1, None), Request())
     turns = []
     while isinstance(actions[-1], Continue):
         turns.append([type(one) for one in actions[:-1]])
-        actions = next_part(actions[-1].work)
+        actions = work_of(state.out, actions[-1].work)
     assert turns == [[PathCached], [PathCached], [Save]]
     assert answers(actions)[0].count == 3
-    assert state.admission.closing == 0
+    assert state.index.room.closing == 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from kvactors.cpu_evictor.messages import DropHostCopies, Offload
 from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.identity import PLAIN
-from kvactors.prefix_index.core import IndexCore
+from kvactors.prefix_index.actor import IndexCore
 from kvactors.types import Reason, split_hashes
-from tests.prefix_index.objects import cache, core, messages
+from tests.prefix_index.objects import cache, core, effects_of, messages
 
 
 def gone(actions) -> list[tuple[int, Reason]]:
@@ -19,9 +19,8 @@ def gone(actions) -> list[tuple[int, Reason]]:
 
 
 def started(state: IndexCore, wanted: int) -> Offload:
-    total, [offload] = state.evictions.evict(wanted)
+    [offload] = effects_of(state.evictions.evict, wanted)
     assert isinstance(offload, Offload)
-    assert total == len(offload.blocks)
     return offload
 
 
@@ -29,19 +28,27 @@ def test_blocks_are_free_after_their_copies_only():
     state = core(4)
     cache(state, 4)
     offload = started(state, 3)
-    assert (state.index.free, state.evictions.blocks_being_freed, len(state.evictions)) == (0, 3, 1)
-    actions = state.evictions.finish(offload.op, b"\1\1\0")
+    assert (state.index.room.free, state.index.room.coming, len(state.evictions)) == (
+        0,
+        3,
+        1,
+    )
+    actions = effects_of(state.evictions.finish, offload.op, b"\1\1\0")
     assert gone(actions) == [(2, Reason.DEVICE_EVICTION), (1, Reason.DEVICE_DROP)]
-    assert (state.index.free, state.evictions.blocks_being_freed, len(state.evictions)) == (3, 0, 0)
-    assert state.evictions.finish(offload.op, b"\1\1\0") is None
+    assert (state.index.room.free, state.index.room.coming, len(state.evictions)) == (
+        3,
+        0,
+        0,
+    )
+    assert not state.evictions.finish(offload.op, b"\1\1\0")
 
 
 def test_without_an_exclusive_host_tier_blocks_are_free_at_once():
     state = core(4, exclusive=False)
     made = cache(state, 4)
     state.index.tree.host_blocks_added(made.hashes(3, 4))
-    total, actions = state.evictions.evict(2)
-    assert (total, state.index.free, len(state.evictions)) == (2, 2, 0)
+    actions = effects_of(state.evictions.evict, 2)
+    assert (state.index.room.free, len(state.evictions)) == (2, 0)
     assert gone(actions) == [(1, Reason.DEVICE_EVICTION), (1, Reason.DEVICE_DROP)]
 
 
@@ -56,9 +63,9 @@ def test_a_block_that_is_matched_again_stays_and_the_host_drops_its_copy():
     state = core(4)
     made = cache(state, 4)
     offload = started(state, 2)
-    state.grants.set_root(made, PLAIN)
+    state.requests.set_root(made, PLAIN)
     assert state.index.tree.pin(made, 3)[0] == 3
-    actions = state.evictions.finish(offload.op, b"\1\1")
+    actions = effects_of(state.evictions.finish, offload.op, b"\1\1")
     assert gone(actions) == [(1, Reason.DEVICE_EVICTION)]
     [discard] = [one for one in messages(actions) if isinstance(one, DropHostCopies)]
     assert discard.hashes == made.hashes(2, 3)
@@ -71,11 +78,11 @@ def test_stalled_copies_do_not_count_as_blocks_being_freed():
     first = started(state, 2)
     state.evictions.stall()
     second = started(state, 1)
-    assert (state.evictions.blocks_being_freed, state.evictions.blocks_in_flight) == (1, 3)
+    assert (state.index.room.coming, state.evictions.blocks_in_flight) == (1, 3)
     state.evictions.finish(first.op, bytes(2))
-    assert state.evictions.blocks_being_freed == 1
+    assert state.index.room.coming == 1
     state.evictions.finish(second.op, bytes(1))
-    assert state.evictions.blocks_being_freed == 0
+    assert state.index.room.coming == 0
 
 
 def test_a_restart_of_the_host_tier_frees_the_blocks_being_copied():
@@ -83,9 +90,13 @@ def test_a_restart_of_the_host_tier_frees_the_blocks_being_copied():
     cache(state, 4)
     started(state, 2)
     started(state, 1)
-    actions = state.evictions.host_lost()
+    actions = effects_of(state.evictions.host_lost)
     assert gone(actions) == [(2, Reason.DEVICE_DROP), (1, Reason.DEVICE_DROP)]
-    assert (state.index.free, len(state.evictions), state.evictions.blocks_being_freed) == (3, 0, 0)
+    assert (state.index.room.free, len(state.evictions), state.index.room.coming) == (
+        3,
+        0,
+        0,
+    )
 
 
 def test_blocks_of_a_cleared_tree_are_freed_without_a_report():
@@ -93,12 +104,12 @@ def test_blocks_of_a_cleared_tree_are_freed_without_a_report():
     cache(state, 4)
     offload = started(state, 2)
     state.index.retire()
-    assert state.evictions.finish(offload.op, b"\1\1") == []
-    assert state.index.free == 4
+    assert effects_of(state.evictions.finish, offload.op, b"\1\1") == []
+    assert state.index.room.free == 4
 
 
 def test_a_drop_frees_more_than_a_part_in_one_turn():
     state = core(8, part=2)
     cache(state, 8)
-    assert gone(state.evictions.drop(5)) == [(5, Reason.DEVICE_DROP)]
-    assert state.index.free == 5
+    assert gone(effects_of(state.evictions.drop, 5)) == [(5, Reason.DEVICE_DROP)]
+    assert state.index.room.free == 5

@@ -7,27 +7,30 @@ import pytest
 from kvactors.cpu_evictor.messages import Cancel, Load, Offload, SetTargets
 from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom, Paused
 from kvactors.identity import PLAIN
-from kvactors.prefix_index.actions import StartTimer
-from kvactors.prefix_index.core import IndexCore
+from kvactors.prefix_index.actor import IndexCore
 from kvactors.prefix_index.messages import (
+    Abandon,
     AcquireResult,
     AdmissionDeadline,
     Clear,
-    Continue,
     Extend,
     Pause,
     Resume,
+    SetNamespace,
 )
-from kvactors.prefix_index.parts import next_part
+from kvactors.prefix_index.work import Continue
 from tests.prefix_index.objects import (
     BLOCK,
     Request,
+    StartTimer,
     acquire,
     answers,
     cache,
     core,
+    effects_of,
     messages,
     path,
+    work_of,
 )
 
 
@@ -35,14 +38,14 @@ def request(state: IndexCore, number: int, blocks: int, *, first: int = 0, **opt
     """The request, and the actions of its turn."""
     message = acquire(number, blocks, first=first, **options)
     envelope = Request(message)
-    return envelope, state.requests.acquire(message, envelope)
+    return envelope, effects_of(state.requests.acquire, message, envelope)
 
 
 def extend(state: IndexCore, number: int, position: int, tokens: int):
     added = path(0)
     added.extend([7] * tokens)
     envelope = Request()
-    return envelope, state.tables.grow(Extend(number, position, added), envelope)
+    return envelope, effects_of(state.requests.grow, Extend(number, position, added), envelope)
 
 
 def test_a_prefix_on_the_device_is_hit():
@@ -53,7 +56,7 @@ def test_a_prefix_on_the_device_is_hit():
     assert isinstance(granted, AcquireResult)
     assert (granted.cached_tokens, granted.pending, granted.device_hits) == (2 * BLOCK, False, 2)
     assert len(set(granted.blocks)) == 3
-    assert state.index.free == 8 - 3
+    assert state.index.room.free == 8 - 3
     assert state.leases.get(1) is not None
     assert cached.num_full_blocks == 2
 
@@ -61,7 +64,7 @@ def test_a_prefix_on_the_device_is_hit():
 def test_blocks_of_the_host_are_loaded_behind_the_answer():
     state = core(8)
     cached = cache(state, 2)
-    [offload] = state.evictions.evict(2)[1]
+    [offload] = effects_of(state.evictions.evict, 2)
     state.evictions.finish(offload.op, b"\1\1")
     _, actions = request(state, 1, 3)
     [granted] = answers(actions)
@@ -77,7 +80,7 @@ def test_without_free_blocks_the_request_is_refused_and_nothing_changes():
     _, actions = request(state, 1, 3)
     [error] = answers(actions)
     assert isinstance(error, NoRoom)
-    assert (state.index.free, len(state.loads), len(state.leases)) == (2, 0, 0)
+    assert (state.index.room.free, len(state.loads), len(state.leases)) == (2, 0, 0)
     assert state.statistics().no_room == 1
     assert not state.in_use()
 
@@ -88,7 +91,7 @@ def test_the_caller_of_a_grant_that_has_gone_keeps_nothing():
     envelope = Request(message)
     envelope.cancel()
     state.requests.acquire(message, envelope)
-    assert (state.index.free, len(state.leases)) == (4, 0)
+    assert (state.index.room.free, len(state.leases)) == (4, 0)
 
 
 def test_refused_requests_that_try_again_in_turn_are_all_granted():
@@ -105,7 +108,7 @@ def test_refused_requests_that_try_again_in_turn_are_all_granted():
                 in_flight += [one for one in messages(actions) if isinstance(one, Offload)]
                 if isinstance(answers(actions)[0], AcquireResult):
                     granted.add(family)
-                    state.endings.abandon(number)
+                    state.endings.abandon(Abandon(number))
         while in_flight:
             offload = in_flight.pop(0)
             state.offloaded(offload.op, bytes(len(offload.blocks)))
@@ -116,7 +119,7 @@ def test_refused_requests_that_try_again_in_turn_are_all_granted():
 def test_a_refused_request_counts_no_hit_and_sends_no_load():
     state = core(4)
     cached = cache(state, 2)
-    [offload] = state.evictions.evict(1)[1]  # the second block is on the host
+    [offload] = effects_of(state.evictions.evict, 1)  # the second block is on the host
     state.evictions.finish(offload.op, b"\1")
     cache(state, 2, first=100)
     sent = []
@@ -137,11 +140,11 @@ def test_a_granted_or_waiting_request_keeps_what_was_leaving(free):
     state = core(4 + free)
     cache(state, 2)
     cache(state, 2, first=100)
-    [offload] = state.evictions.evict(2)[1]
+    [offload] = effects_of(state.evictions.evict, 2)
     _, actions = request(state, 1, 3)
     assert len(answers(actions)) == free
     while offload is not None:
-        done = state.offloaded(offload.op, bytes(len(offload.blocks)))
+        done = effects_of(state.offloaded, offload.op, bytes(len(offload.blocks)))
         offload = next((one for one in messages(done) if isinstance(one, Offload)), None)
         actions += done
     [granted] = answers(actions)
@@ -151,7 +154,7 @@ def test_a_granted_or_waiting_request_keeps_what_was_leaving(free):
 def waiting_with_a_load(state: IndexCore) -> tuple[Request, Load, Offload]:
     """Two blocks on the host. A request of four waits for an eviction, its load sent ahead."""
     cache(state, 2)
-    [offload] = state.evictions.evict(2)[1]
+    [offload] = effects_of(state.evictions.evict, 2)
     state.evictions.finish(offload.op, b"\1\1")
     cache(state, 4, first=100)
     envelope, actions = request(state, 1, 4)
@@ -164,7 +167,7 @@ def waiting_with_a_load(state: IndexCore) -> tuple[Request, Load, Offload]:
 def test_a_load_sent_ahead_is_placed_when_the_request_has_its_blocks():
     state = core(4)
     _, load, offload = waiting_with_a_load(state)
-    actions = state.offloaded(offload.op, bytes(4))
+    actions = effects_of(state.offloaded, offload.op, bytes(4))
     [place] = [one for one in messages(actions) if isinstance(one, SetTargets)]
     [granted] = answers(actions)
     assert (place.op, place.blocks) == (load.op, tuple(granted.blocks[:2]))
@@ -174,8 +177,8 @@ def test_a_load_sent_ahead_is_placed_when_the_request_has_its_blocks():
 def test_a_request_that_waited_is_matched_again_under_the_present_namespace():
     state = core(4)
     envelope, load, offload = waiting_with_a_load(state)
-    state.set_namespace("b", Request())
-    actions = state.offloaded(offload.op, bytes(4))
+    state.set_namespace(SetNamespace("b"), Request())
+    actions = effects_of(state.offloaded, offload.op, bytes(4))
     assert [one.op for one in messages(actions) if isinstance(one, Cancel)] == [load.op]
     [granted] = answers(actions)
     assert (granted.pending, granted.cached_tokens) == (False, 0)
@@ -187,7 +190,7 @@ def test_a_request_that_waited_is_matched_again_under_the_present_namespace():
 def test_a_waiting_request_that_is_given_up_cancels_its_load():
     state = core(4)
     _, load, _ = waiting_with_a_load(state)
-    actions = state.requests.cancel(1)
+    actions = effects_of(state.endings.abandon, Abandon(1))
     assert [one.op for one in messages(actions) if isinstance(one, Cancel)] == [load.op]
     assert isinstance(answers(actions)[0], LeaseEnded)
     assert not state.loads
@@ -198,7 +201,7 @@ def test_an_extend_in_the_wrong_place_or_during_another_is_refused():
     request(state, 1, 2)
     [error] = answers(extend(state, 1, 99, 1)[1])
     assert isinstance(error, LeaseBusy)
-    state.admission.closing = 1  # blocks are on their way back
+    state.index.room.closing = 1  # blocks are on their way back
     state.index.take(1)
     first, actions = extend(state, 1, 2 * BLOCK, 2 * BLOCK)
     assert [type(one) for one in actions] == [StartTimer]
@@ -223,16 +226,16 @@ def test_tokens_within_the_last_block_need_none():
 
 def test_requests_of_a_pause_are_admitted_in_order_after_it():
     state = core(4)
-    state.requests.pause(Pause(), Request())
+    state.pause(Pause(), Request())
     _, first = request(state, 1, 3)
     _, second = request(state, 2, 3, first=100)
     assert [type(one) for one in first + second] == [StartTimer] * 2
     expired = second[0].message
     assert isinstance(expired, AdmissionDeadline)
-    [error] = answers(state.requests.expire(expired.lease, expired.ticket))
+    [error] = answers(effects_of(state.queue.expire, expired.lease, expired.ticket))
     assert isinstance(error, Paused)
     resume = Request()
-    done, granted = answers(state.requests.resume(Resume(), resume))
+    done, granted = answers(effects_of(state.resume, Resume(), resume))
     assert (done.count, len(granted.blocks)) == (1, 3)
 
 
@@ -246,10 +249,10 @@ def test_a_long_request_takes_a_turn_a_part_and_begins_again_after_a_clear(clear
         if clear and turns == 2:
             state.clear(Clear(), Request())
         [work] = [one.work for one in actions if isinstance(one, Continue)]
-        actions = next_part(work)
+        actions = work_of(state.out, work)
         turns += 1
     [granted] = answers(actions)
     assert granted.device_hits == (0 if clear else 4)
     assert len(set(granted.blocks)) == 7
-    assert turns > 4
-    assert state.index.reserved == 0
+    assert turns > 2
+    assert state.index.room.reserved == 0

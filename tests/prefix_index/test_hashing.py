@@ -18,7 +18,7 @@ from kvactors.hints import Hints
 from kvactors.lookup import FIRST_STEP_BLOCKS
 from kvactors.native import BlockTree, Path, chain_hashes
 from kvactors.observe import invariants
-from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.tree import BlockIndex
 from kvactors.types import HASH_BYTES, split_hashes
 from tests.support.cache import BLOCK, opened, prompt
 
@@ -175,7 +175,7 @@ async def test_a_pin_of_a_long_request_hashes_a_part_a_turn() -> None:
     blocks = 3 * LONG + 5
     tokens = prompt(0, blocks)
     async with opened(device=4 * blocks, sinks=()) as cache:
-        cache.system.index_actor.index.part = LONG
+        cache.system.index_actor.index.turn_blocks = LONG
         lease = await cache.acquire("long", tokens)
         path = lease._path
         await lease.commit(len(tokens))
@@ -215,7 +215,7 @@ async def test_other_tasks_run_while_a_long_prompt_is_hashed(
             monkeypatch.setattr(cache.system.store.inner, "holds", held.__contains__)
         else:
             monkeypatch.setattr(cache.system.store.inner, "answerable", False)
-        index.part = LONG
+        index.turn_blocks = LONG
         ticks = Ticks()
         other = asyncio.create_task(ticks.run())
         if call == "acquire":
@@ -231,7 +231,7 @@ async def test_other_tasks_run_while_a_long_prompt_is_hashed(
 async def test_a_prompt_that_no_tier_has_is_not_hashed() -> None:
     blocks = 4 * LONG
     async with opened(device=blocks + 1, sinks=(), storage=STORE, host=HOST) as cache:
-        cache.system.index_actor.index.part = LONG
+        cache.system.index_actor.index.turn_blocks = LONG
         lease = await cache.acquire("long", prompt(0, blocks, tail=1))
         assert lease._path.num_hashed <= FIRST_STEP_BLOCKS
         lease.abandon()

@@ -1,60 +1,59 @@
-"""HeldRequests: requests of a paused cache."""
+"""Lines: requests that wait, holding nothing."""
 
 from __future__ import annotations
-
-from itertools import count
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.prefix_index.actions import StartTimer
-from kvactors.prefix_index.held import HeldRequests
-from kvactors.prefix_index.messages import AdmissionDeadline
-from tests.prefix_index.objects import Request, acquire
+from kvactors.prefix_index.messages import Pause, Resume
+from kvactors.prefix_index.waiting import Line, Wait
+from tests.prefix_index.objects import Request, StartTimer, acquire, core, effects_of
 
 
-def test_a_held_request_has_a_timer_until_it_is_taken():
-    held = HeldRequests(count(1))
-    held.paused = True
-    message = acquire(1, 2)
-    timer = held.hold(message, Request(message))
+def test_a_held_request_has_a_timer_until_it_is_admitted():
+    state, message = core(4), acquire(1, 2)
+    state.pause(Pause(), Request())
+    [timer] = effects_of(state.requests.acquire, message, Request(message))
     assert isinstance(timer, StartTimer)
-    assert (timer.deadline, timer.operation.over) == (message.deadline, False)
-    assert held.take_next() is None, "during a pause"
-    held.paused = False
-    taken = held.take_next()
-    assert taken is timer.operation
-    assert taken.over
-    assert held.take_next() is None
+    assert timer.deadline == message.deadline
+    state.requests.admit_waiting()
+    assert len(state.queue.held) == 1, "during a pause"
+    state.resume(Resume(), Request())
+    assert timer.operation.timer is None
+    assert (len(state.queue.held), len(state.leases)) == (0, 1)
 
 
 def test_a_timer_of_an_earlier_wait_changes_nothing():
-    held = HeldRequests(count(1))
-    tickets = []
-    for _ in range(2):
-        timer = held.hold(acquire(1, 2), Request())
-        assert isinstance(timer, StartTimer)
-        assert isinstance(timer.message, AdmissionDeadline)
-        tickets.append(timer.message.ticket)
-        if len(tickets) == 1:
-            held.remove(1)
-    assert held.expire(1, tickets[0]) is None
-    assert held.expire(1, tickets[1]) is not None
-    assert held.remove(1) is None
+    state, message = core(4), acquire(1, 2)
+    state.pause(Pause(), Request())
+    [first] = effects_of(state.requests.acquire, message, Request(message))
+    state.queue.cancel(1, "gone")
+    [second] = effects_of(state.requests.acquire, message, Request(message))
+    state.queue.expire(1, first.message.ticket)
+    assert len(state.queue.held) == 1
+    state.queue.expire(1, second.message.ticket)
+    assert len(state.queue.held) == 0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["hold", "take", "cancel"]), st.integers(0, 3))))
-def test_requests_leave_in_the_order_they_came(steps):
-    held, model, number = HeldRequests(count(1)), [], 0
-    for step, which in steps:
-        if step == "hold":
-            number += 1
-            held.hold(acquire(number, 1), Request())
-            model.append(number)
-        elif step == "take":
-            taken = held.take_next()
-            assert (taken and taken.message.lease) == (model.pop(0) if model else None)
-        elif model:
-            lease = model.pop(which % len(model))
-            assert held.remove(lease).message.lease == lease
-        assert list(held.requests) == model
+@given(st.permutations(range(6)), st.lists(st.tuples(st.booleans(), st.integers(0, 5))))
+def test_requests_wait_in_the_order_of_their_calls(numbers, steps):
+    """A request that was matched meanwhile has its place again, and the same patience."""
+    line, model = Line(), set()
+    for number in numbers:
+        line.enter(Wait(number, Request(acquire(number, 1)), claim=number, since=number))
+        model.add(number)
+        assert list(line.waits) == sorted(model)
+        assert line.claims == sum(model)
+    for again, number in steps:
+        if number not in model:
+            continue
+        since = line.waits[number].since
+        if again:
+            line.match(number)
+            assert line.first is line.matching[number]
+            line.enter(Wait(number, Request(acquire(number, 1)), claim=number, since=99))
+            assert line.waits[number].since == since
+        else:
+            assert line.remove(number).lease == number
+            model.discard(number)
+        assert (list(line.waits), line.claims) == (sorted(model), sum(model))

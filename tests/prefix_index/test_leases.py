@@ -7,15 +7,14 @@ from hypothesis import strategies as st
 
 from kvactors.errors import LeaseEnded, NoRoom, RankLost
 from kvactors.prefix_index import leases as module
-from kvactors.prefix_index.leases import LeaseTable
-from kvactors.prefix_index.messages import ReadyResult
-from kvactors.prefix_index.records import LeaseFault, LeaseState, LoadState
+from kvactors.prefix_index.leases import LeaseFault, LeaseState, LeaseTable, LoadState
+from kvactors.prefix_index.messages import LayerReady, Ready, ReadyResult
 from tests.prefix_index.objects import (
     BLOCK,
     Request,
     answers,
     block_index,
-    evictions,
+    effects_of,
     lease_table,
     new_lease,
     path,
@@ -27,7 +26,7 @@ def loading(blocks: int = 8, *, sharers: int = 0) -> tuple[LeaseTable, list[Leas
     index = block_index(blocks)
     table = lease_table(index)
     owner = new_lease(index, 1, 2)
-    load = LoadState(1, owner, 0, 2, None)
+    load = LoadState(1, owner, 0, 2, None, owner.tree, owner.path)
     load.nodes = index.tree.begin_load(owner.path, 0, 2)
     load.blocks = owner.path.blocks()
     leases = [owner]
@@ -40,7 +39,7 @@ def loading(blocks: int = 8, *, sharers: int = 0) -> tuple[LeaseTable, list[Leas
     for lease in leases:
         lease.loads.append(load)
         lease.expected_blocks = 2
-        assert table.grant(lease) == []
+        assert effects_of(table.grant, lease) == []
     return table, leases, load
 
 
@@ -49,10 +48,10 @@ def test_a_lease_without_loads_is_ready_at_once():
     table = lease_table(index)
     lease = new_lease(index, 1, 3)
     lease.device_hits = 1
-    assert table.grant(lease) == []
+    assert effects_of(table.grant, lease) == []
     assert table.get(1) is lease
     request = Request()
-    [landed] = answers(table.wait_ready(1, request))
+    [landed] = answers(effects_of(table.wait_ready, Ready(1), request))
     assert landed.cached_tokens == BLOCK
     assert landed.blocks == tuple(lease.path.blocks())
     assert (table.requests, table.looked_up, table.device_hits) == (1, 3, 1)
@@ -61,10 +60,10 @@ def test_a_lease_without_loads_is_ready_at_once():
 def test_a_pending_lease_is_answered_after_its_load():
     table, [lease], load = loading()
     request = Request()
-    assert table.wait_ready(1, request) == []
+    assert effects_of(table.wait_ready, Ready(1), request) == []
     assert (table.requests, table.looked_up) == (1, 0), "look-ups count with the hits"
     load.tree.finish_load(load.nodes, 1)
-    actions = table.load_ended(lease, load, 1, 1, owner=True)
+    actions = effects_of(table.load_ended, lease, load, 1, 1, owner=True)
     [landed] = answers(actions)
     assert isinstance(landed, ReadyResult)
     assert (landed.host_hits, landed.storage_hits, landed.cached_tokens) == (1, 0, BLOCK)
@@ -92,40 +91,40 @@ def test_a_sharer_gets_new_blocks_in_place_of_targets_that_were_not_loaded():
 def test_a_sharer_that_gets_no_blocks_fails_and_keeps_no_block_of_the_load():
     table, [_, sharer], load = loading(2, sharers=1)
     load.tree.finish_load(load.nodes, 0)
-    assert table.wait_ready(2, Request()) == []
-    [error] = answers(table.load_ended(sharer, load, 0, 0, owner=False))
+    assert effects_of(table.wait_ready, Ready(2), Request()) == []
+    [error] = answers(effects_of(table.load_ended, sharer, load, 0, 0, owner=False))
     assert isinstance(error, NoRoom)
     assert sharer.path.blocks() == [-1, -1]
-    assert isinstance(answers(table.wait_ready(2, Request()))[0], NoRoom)
+    assert isinstance(answers(effects_of(table.wait_ready, Ready(2), Request()))[0], NoRoom)
 
 
 def test_an_ended_lease_refuses_its_waiting_asks_and_leaves_its_load():
     table, [owner, sharer], load = loading(sharers=1)
-    table.wait_ready(2, Request())
-    table.wait_layer(2, 0, Request())
-    errors = answers(table.remove(sharer))
+    table.wait_ready(Ready(2), Request())
+    table.wait_layer(LayerReady(2, 0), Request())
+    errors = answers(effects_of(table.remove, sharer))
     assert [type(error) for error in errors] == [LeaseEnded] * 2
     assert load.sharers == []
     table.remove(owner)
     assert load.owner is None
     assert len(table) == 0
-    [error] = answers(table.wait_ready(1, Request()))
+    [error] = answers(effects_of(table.wait_ready, Ready(1), Request()))
     assert "finished, preempted or given back" in str(error)
 
 
 def test_a_restarted_index_refuses_earlier_leases_as_lost():
     index = block_index()
-    table = LeaseTable(index, evictions(index), restarted=True)
-    [error] = answers([table.refusal(Request())])
+    table = lease_table(index, restarted=True)
+    [error] = answers(effects_of(table.find, 1, Request()))
     assert "lost when prefix_index was restarted" in str(error)
 
 
 def test_every_waiting_request_of_a_failed_lease_gets_a_separate_exception():
     table, [lease], _ = loading()
     for _ in range(2):
-        table.wait_ready(1, Request())
-    table.wait_layer(1, 0, Request())
-    errors = answers(table.fail_all(RankLost, "a rank was lost"))
+        table.wait_ready(Ready(1), Request())
+    table.wait_layer(LayerReady(1, 0), Request())
+    errors = answers(effects_of(table.fail_all, RankLost, "a rank was lost"))
     assert [type(error) for error in errors] == [RankLost] * 3
     assert len({id(error) for error in errors}) == 3
     assert lease.ready == lease.layers == []
@@ -137,19 +136,19 @@ def test_every_waiting_request_of_a_failed_lease_gets_a_separate_exception():
 def test_layers_are_answered_as_they_arrive():
     table, [lease], load = loading()
     first, second = Request(), Request()
-    assert table.wait_layer(1, 0, first) == []
-    assert table.wait_layer(1, 1, second) == []
+    assert effects_of(table.wait_layer, LayerReady(1, 0), first) == []
+    assert effects_of(table.wait_layer, LayerReady(1, 1), second) == []
     load.layers, load.arriving = 1, 1
-    [answer] = table.answer_layers(lease)
+    [answer] = effects_of(table.answer_layers, lease)
     assert (answer.envelope, answer.value.cached_tokens) == (first, BLOCK)
     load.tree.finish_load(load.nodes, 2)
-    [answer] = table.load_ended(lease, load, 2, 2, owner=True)
+    [answer] = effects_of(table.load_ended, lease, load, 2, 2, owner=True)
     assert (answer.envelope, answer.value.cached_tokens) == (second, 2 * BLOCK)
     assert answer.value.blocks is None
 
 
 def test_only_so_many_preempted_requests_are_remembered(monkeypatch):
-    monkeypatch.setattr(module, "PREEMPTED", 2)
+    monkeypatch.setattr(module, "PREEMPTED_REQUESTS", 2)
     index = block_index()
     table = lease_table(index)
     for number in range(3):
@@ -175,7 +174,7 @@ def test_the_counters_agree_with_a_model(steps):
             preempted.discard(number)
         elif step != "grant" and number in granted:
             lease = granted.pop(number)
-            assert table.remove(lease) == []
+            assert effects_of(table.remove, lease) == []
             index.pool.give(index.tree.release(lease.path))
             if step == "preempt":
                 table.remember_preempted(lease.request_id)

@@ -7,17 +7,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvactors.actor import Message
-from kvactors.cpu_evictor.messages import Cancel, DropHostCopies, KeepHostCopies, Load, SetTargets
+from kvactors.cpu_evictor.messages import (
+    Cancel,
+    DropHostCopies,
+    KeepHostCopies,
+    LayersLoaded,
+    Load,
+    SetTargets,
+)
 from kvactors.flush_notifier.messages import BlocksAdded
 from kvactors.native import Path
-from kvactors.prefix_index.actions import StartTimer
-from kvactors.prefix_index.core import IndexCore
-from kvactors.prefix_index.index import Segment
-from kvactors.prefix_index.loads import GRACE
-from kvactors.prefix_index.messages import Ack, Extend, LoadDeadline, ReadyResult, Truncate
-from kvactors.prefix_index.records import LeaseState
+from kvactors.prefix_index.actor import IndexCore
+from kvactors.prefix_index.leases import LeaseState
+from kvactors.prefix_index.loads import LATE_LOAD_S
+from kvactors.prefix_index.messages import (
+    Ack,
+    Extend,
+    LayerReady,
+    LoadDeadline,
+    Ready,
+    ReadyResult,
+    Truncate,
+)
+from kvactors.prefix_index.tree import Segment
 from kvactors.types import HASH_BYTES, split_hashes
-from tests.prefix_index.objects import BLOCK, Request, answers, core, messages, new_lease, path
+from tests.prefix_index.objects import (
+    BLOCK,
+    Request,
+    StartTimer,
+    answers,
+    core,
+    effects_of,
+    messages,
+    new_lease,
+    path,
+)
 
 
 def segments(*lengths: int) -> list[Segment]:
@@ -32,7 +56,7 @@ def segments(*lengths: int) -> list[Segment]:
 def begun(state: IndexCore, *lengths: int) -> tuple[LeaseState, list[int]]:
     """A granted lease that loads segments of these lengths, and their operations."""
     lease = new_lease(state.index, 1, sum(lengths))
-    actions = state.loads.begin(lease, segments(*lengths), placed=True)
+    actions = effects_of(state.loads.begin, lease, segments(*lengths), placed=True)
     state.leases.grant(lease)
     return lease, [one.op for one in messages(actions) if isinstance(one, Load)]
 
@@ -40,11 +64,11 @@ def begun(state: IndexCore, *lengths: int) -> tuple[LeaseState, list[int]]:
 def test_a_load_has_a_timer_and_every_hash_from_the_root_on():
     state = core(fetch=True)
     lease = new_lease(state.index, 1, 3)
-    actions = state.loads.begin(lease, segments(1, 2), placed=True)
+    actions = effects_of(state.loads.begin, lease, segments(1, 2), placed=True)
     [first, load1, second, load2] = actions
     assert isinstance(first, StartTimer)
     assert isinstance(second, StartTimer)
-    assert (first.deadline, first.grace) == (lease.deadline, GRACE)
+    assert (first.deadline, first.grace) == (lease.deadline, LATE_LOAD_S)
     assert isinstance(second.message, LoadDeadline)
     assert second.message.op == load2.op
     assert [(load.start, load.blocks) for load in (load1, load2)] == [
@@ -60,17 +84,17 @@ def test_a_load_that_a_store_writes_to_the_device_has_no_time_past_the_deadline(
     """Its answer is the return of the store's call, which comes late or not at all."""
     root = new_lease(core().index, 1, 1).path.root if direct else b"other".ljust(HASH_BYTES)
     state = core(fetch=True, token_root=root)
-    timer, _ = state.loads.begin(new_lease(state.index, 1, 2), segments(2), placed=True)
+    timer, _ = effects_of(state.loads.begin, new_lease(state.index, 1, 2), segments(2), placed=True)
     assert isinstance(timer, StartTimer)
-    assert timer.grace == (0.0 if direct else GRACE)
+    assert timer.grace == (0.0 if direct else LATE_LOAD_S)
 
 
 def test_a_result_waits_for_those_of_the_loads_above():
     state = core()
     lease, (first, second) = begun(state, 1, 1)
-    assert state.loads.finish(second, 1, 1) == []
+    assert effects_of(state.loads.finish, second, 1, 1) == []
     assert lease.path.num_committed == 0
-    actions = state.loads.finish(first, 1, 1)
+    actions = effects_of(state.loads.finish, first, 1, 1)
     assert lease.path.num_committed == 2
     kinds = [type(one) for one in messages(actions)]
     assert kinds == [BlocksAdded, DropHostCopies] * 2, (
@@ -84,25 +108,25 @@ def test_an_answer_for_an_unknown_or_an_answered_load_is_ignored():
     state = core()
     _, (first, second) = begun(state, 1, 1)
     state.loads.finish(second, 1, 0)
-    assert state.loads.finish(second, 0, 0) is None
-    assert state.loads.overdue(second) is None
-    assert state.loads.finish(99, 1, 1) is None
-    assert state.loads.overdue(99) is None
-    assert state.loads.finish(first, 0, 0) is not None
+    assert not state.loads.finish(second, 0, 0)
+    assert not state.loads.overdue(second)
+    assert not state.loads.finish(99, 1, 1)
+    assert not state.loads.overdue(99)
+    assert state.loads.finish(first, 0, 0)
 
 
 def test_an_overdue_load_keeps_its_targets_until_it_is_answered():
     state = core(4)
     lease, (op,) = begun(state, 2)
     targets = lease.path.blocks()
-    state.leases.wait_ready(1, Request())
-    [landed] = answers(state.loads.overdue(op))
+    state.leases.wait_ready(Ready(1), Request())
+    [landed] = answers(effects_of(state.loads.overdue, op))
     assert isinstance(landed, ReadyResult)
     assert not set(landed.blocks) & set(targets)
     assert state.loads.overdue_loads == 1
-    assert state.index.free == 0
-    assert state.loads.finish(op, 0, 0) == []
-    assert state.index.free == 2
+    assert state.index.room.free == 0
+    assert effects_of(state.loads.finish, op, 0, 0) == []
+    assert state.index.room.free == 2
 
 
 @pytest.mark.parametrize("kept", [0, BLOCK, BLOCK + 1])
@@ -112,11 +136,11 @@ def test_a_late_load_is_announced_by_the_tokens_that_it_was_loaded_for(kept):
     lease, (op,) = begun(state, 2)
     loaded = lease.path.hashes(0, 2)
     state.loads.overdue(op)
-    actions = state.tables.truncate(Truncate(1, 2 * BLOCK, kept), Request())
+    actions = effects_of(state.requests.truncate, Truncate(1, 2 * BLOCK, kept), Request())
     assert [type(one) for one in answers(actions)] == [Ack]
     added = path(2, first=7)
-    answers(state.tables.grow(Extend(1, kept, added), Request()))
-    actions = state.loads.finish(op, 2, 2)
+    answers(effects_of(state.requests.grow, Extend(1, kept, added), Request()))
+    actions = effects_of(state.loads.finish, op, 2, 2)
     [announced] = [one for one in messages(actions) if isinstance(one, BlocksAdded)]
     [dropped] = [one for one in messages(actions) if isinstance(one, DropHostCopies)]
     assert announced.hashes == dropped.hashes == loaded
@@ -126,9 +150,9 @@ def test_a_late_load_is_announced_by_the_tokens_that_it_was_loaded_for(kept):
 def test_a_load_that_stalls_again_and_is_then_late_is_overdue_once():
     state = core(4)
     _, (op,) = begun(state, 2)
-    assert state.loads.overdue(op) is not None
-    assert state.loads.overdue(op) is None
-    assert state.loads.overdue(op) is None
+    assert state.loads.overdue(op)
+    assert not state.loads.overdue(op)
+    assert not state.loads.overdue(op)
     assert state.loads.overdue_loads == 1
 
 
@@ -139,11 +163,11 @@ def test_the_host_keeps_blocks_that_the_device_did_not_take(overdue):
     lease, (first, second) = begun(state, 2, 2)
     if overdue:
         state.loads.overdue(first)
-        actions = state.loads.finish(second, 2, 2)
-        actions += state.loads.finish(first, 0, 0)
+        actions = effects_of(state.loads.finish, second, 2, 2)
+        actions += effects_of(state.loads.finish, first, 0, 0)
     else:
         state.loads.finish(second, 2, 2)
-        actions = state.loads.finish(first, 1, 1)
+        actions = effects_of(state.loads.finish, first, 1, 1)
     discarded = [one.hashes for one in messages(actions) if isinstance(one, DropHostCopies)]
     kept = [one.hashes for one in messages(actions) if isinstance(one, KeepHostCopies)]
     assert discarded == ([] if overdue else [lease.path.hashes(0, 1)])
@@ -155,7 +179,7 @@ def test_the_host_keeps_the_loaded_blocks_of_a_path_that_was_cleared():
     state = core()
     lease, (op,) = begun(state, 2)
     state.index.retire()
-    actions = state.loads.finish(op, 2, 2)
+    actions = effects_of(state.loads.finish, op, 2, 2)
     assert not [one for one in messages(actions) if isinstance(one, DropHostCopies)]
     kept = [one.hashes for one in messages(actions) if isinstance(one, KeepHostCopies)]
     assert kept == [lease.path.hashes(0, 2)]
@@ -164,14 +188,14 @@ def test_the_host_keeps_the_loaded_blocks_of_a_path_that_was_cleared():
 def test_loads_sent_ahead_are_placed_once_the_lease_has_its_blocks():
     state = core()
     lease = new_lease(state.index, 1, 2)
-    actions = state.loads.begin(lease, segments(2), placed=False)
+    actions = effects_of(state.loads.begin, lease, segments(2), placed=False)
     [load] = actions
     assert load.blocks == ()
-    [timer, place] = state.loads.place(lease)
+    [timer, place] = effects_of(state.loads.place, lease)
     assert isinstance(timer, StartTimer)
     assert isinstance(place, SetTargets)
     assert place.blocks == tuple(lease.path.blocks())
-    assert state.loads.place(lease) == [], "each is placed once"
+    assert effects_of(state.loads.place, lease) == [], "each is placed once"
 
 
 def test_loads_sent_ahead_are_cancelled_where_another_request_was_faster():
@@ -181,7 +205,7 @@ def test_loads_sent_ahead_are_cancelled_where_another_request_was_faster():
     lease.expected_blocks = 2
     other = new_lease(state.index, 2, 1)
     state.index.tree.commit(other.path, 1)
-    actions = state.loads.place(lease)
+    actions = effects_of(state.loads.place, lease)
     assert [type(one) for one in actions] == [Cancel, Cancel]
     assert (len(state.loads), lease.loads, lease.expected_blocks) == (0, [], 0)
 
@@ -193,7 +217,7 @@ def test_a_joined_load_is_not_sent_again():
     state.index.tree.pin(joined)
     sharer = LeaseState(2, "r2", joined, state.index.tree, 10.0)
     [load] = owner.loads
-    assert state.loads.begin(sharer, [Segment(0, 2, load)], placed=True) == []
+    assert effects_of(state.loads.begin, sharer, [Segment(0, 2, load)], placed=True) == []
     state.leases.grant(sharer)
     state.loads.finish(op, 2, 2)
     assert (owner.path.num_committed, sharer.path.num_committed) == (2, 2)
@@ -225,9 +249,9 @@ def test_a_layer_counts_no_block_of_a_joined_load_beyond_the_common_path(shared,
     state = core()
     _, sharer = parted(state, shared)
     joined, load = sharer.loads
-    state.loads.layers_loaded(joined.op, 1, 4)
-    state.loads.layers_loaded(load.op, 1, own)
-    [arrived] = answers(state.leases.wait_layer(2, 0, Request()))
+    state.loads.layers_loaded(LayersLoaded(joined.op, 1, 4))
+    state.loads.layers_loaded(LayersLoaded(load.op, 1, own))
+    [arrived] = answers(effects_of(state.leases.wait_layer, LayerReady(2, 0), Request()))
     assert (arrived.cached_tokens, arrived.blocks) == ((shared + own) * BLOCK, None)
 
 
@@ -235,10 +259,10 @@ def test_a_layer_counts_no_block_of_a_load_that_was_given_up():
     state = core()
     _, sharer = parted(state, 1)
     joined, load = sharer.loads
-    state.loads.layers_loaded(joined.op, 1, 4)
+    state.loads.layers_loaded(LayersLoaded(joined.op, 1, 4))
     state.loads.overdue(load.op)
     assert sharer.loads == [joined]
-    [arrived] = answers(state.leases.wait_layer(2, 0, Request()))
+    [arrived] = answers(effects_of(state.leases.wait_layer, LayerReady(2, 0), Request()))
     assert arrived.cached_tokens == BLOCK
     assert list(arrived.blocks) == sharer.path.blocks()
 
@@ -247,12 +271,12 @@ def test_layers_of_an_answered_load_are_ignored():
     state = core()
     lease, (first, second) = begun(state, 1, 1)
     state.loads.finish(second, 1, 0)
-    assert state.loads.layers_loaded(second, 1, 1) == []
+    assert effects_of(state.loads.layers_loaded, LayersLoaded(second, 1, 1)) == []
     assert lease.loads[1].layers == 0
-    state.leases.wait_layer(1, 0, Request())
+    state.leases.wait_layer(LayerReady(1, 0), Request())
     lease.loads[1].layers = 2
     lease.expected_blocks = 1
-    [arrived] = answers(state.loads.layers_loaded(first, 1, 1))
+    [arrived] = answers(effects_of(state.loads.layers_loaded, LayersLoaded(first, 1, 1)))
     assert arrived.cached_tokens == BLOCK
 
 
@@ -275,7 +299,7 @@ def test_results_in_any_order_agree_with_a_model(run):
     known: dict[int, int] = {}
     sent: list[Message] = []
     for which in order[:until]:
-        sent += messages(state.loads.finish(ops[which], good[which], 0))
+        sent += messages(effects_of(state.loads.finish, ops[which], good[which], 0))
         known[which] = good[which]
         expected = 0
         for number, length in enumerate(lengths):
@@ -286,7 +310,7 @@ def test_results_in_any_order_agree_with_a_model(run):
                 break
         assert lease.path.num_committed == expected
     if until < len(ops):
-        sent += messages(state.loads.host_lost())
+        sent += messages(effects_of(state.loads.host_lost))
         good = [known.get(number, 0) for number in range(len(ops))]
     expected = 0
     for number, length in enumerate(lengths):

@@ -13,8 +13,8 @@ from kvactors.actor.sliced import finish
 from kvactors.lease import Hits
 from kvactors.lookup import PromptHits, count_hits
 from kvactors.native import Path
-from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.settings import IndexSettings
+from kvactors.prefix_index.tree import BlockIndex
 from kvactors.types import split_hashes
 from tests.prefix_index.objects import BLOCK, path
 
@@ -126,14 +126,14 @@ def test_nothing_below_a_leaving_block_is_a_hit() -> None:
 
 def test_a_stored_prompt_is_hashed_in_bounded_steps_up_to_the_first_miss() -> None:
     index = build(Case(0, [], set()), recompute=False)
-    index.part, blocks, held = 64, 300, 150
+    index.turn_blocks, blocks, held = 64, 300, 150
     prompt = path(blocks)
     chosen = IndexSettings(exclusive=True, host_tier=True, fetch=True)
     store: Any = Store(path(blocks), set(range(held)))
     steps = count_hits(index, chosen, store, 1, prompt, ())
     hashed = [0, *(prompt.num_hashed for _ in steps)]
-    assert max(after - before for before, after in pairwise(hashed)) <= index.part // 4
-    assert held < prompt.num_hashed <= held + index.part // 4
+    assert max(after - before for before, after in pairwise(hashed)) <= index.turn_blocks // 4
+    assert held < prompt.num_hashed <= held + index.turn_blocks // 4
     assert finish(count_hits(index, chosen, store, 1, prompt, ())) == Hits(0, 0, held)
 
 

@@ -4,9 +4,9 @@ private blocks."""
 from __future__ import annotations
 
 from kvactors.native import Path
-from kvactors.prefix_index.index import BlockIndex
-from kvactors.prefix_index.records import LeaseState
-from tests.prefix_index.objects import lease_table
+from kvactors.prefix_index.leases import LeaseState
+from kvactors.prefix_index.tree import BlockIndex
+from tests.prefix_index.objects import effects_of, lease_table
 
 BLOCK, ROOT = 4, bytes(32)
 
@@ -30,7 +30,7 @@ def test_every_position_of_a_request_has_a_block_after_a_load_ended_within_an_it
 
     lease = LeaseState(2, "second", second, tree, 0.0)
     lease.media, lease.device_hits, lease.storage_hits = ((0, 3 * BLOCK),), 1, 1
-    assert lease_table(index).grant(lease) == []
+    assert effects_of(lease_table(index).grant, lease) == []
     table = second.blocks()
     assert second.num_committed == 0
     assert min(table) >= 0
@@ -40,4 +40,4 @@ def test_every_position_of_a_request_has_a_block_after_a_load_ended_within_an_it
     tree.commit(second, 3)
     for path in (first, second):
         index.pool.give(tree.release(path))
-    assert index.evictable() + index.free == 16
+    assert index.evictable() + index.room.free == 16

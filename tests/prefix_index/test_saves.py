@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvactors.cpu_evictor.messages import Save
 from kvactors.identity import PLAIN
-from kvactors.prefix_index.core import IndexCore
-from kvactors.prefix_index.saves import SavedPath
+from kvactors.prefix_index.actor import IndexCore
+from kvactors.prefix_index.host import SavedPath
 from kvactors.types import HASH_BYTES
-from tests.prefix_index.objects import core, path
+from tests.prefix_index.objects import core, effects_of, path
 
 
 def committed(state: IndexCore, blocks: int) -> SavedPath:
@@ -20,7 +20,7 @@ def committed(state: IndexCore, blocks: int) -> SavedPath:
 
 
 def save(state: IndexCore, whole: SavedPath, start: int, stop: int) -> Save:
-    [admit] = state.saves.start(whole, start, stop)
+    [admit] = effects_of(state.saves.start, whole, start, stop)
     assert isinstance(admit, Save)
     return admit
 
@@ -28,7 +28,7 @@ def save(state: IndexCore, whole: SavedPath, start: int, stop: int) -> Save:
 def test_nothing_is_saved_by_an_exclusive_cache_without_a_write_policy():
     state = core()
     assert not state.saves.enabled
-    assert state.saves.start(committed(state, 2), 0, 2) == []
+    assert effects_of(state.saves.start, committed(state, 2), 0, 2) == []
 
 
 def test_a_part_names_the_block_above_it_and_is_held_until_all_are_answered():
@@ -54,7 +54,7 @@ def test_a_part_names_the_block_above_it_and_is_held_until_all_are_answered():
 def test_only_blocks_with_enough_hits_are_written_to_the_store():
     state = core(save="write_through_selective", min_hits=2)
     whole = committed(state, 3)
-    assert state.saves.start(whole, 0, 3) == []
+    assert effects_of(state.saves.start, whole, 0, 3) == []
     again = path(2, root=whole.path.root)
     state.index.tree.pin(again)
     assert save(state, whole, 0, 3).save == (0, 1)
@@ -69,7 +69,9 @@ def test_a_store_addressed_by_tokens_gets_the_whole_path_of_its_scope():
     admit = save(state, whole, start, stop)
     assert admit.tokens == whole.path.tokens(0, 5)
     other = core(part=2, save="write_through", token_root=bytes(HASH_BYTES))
-    assert other.saves.start(committed(other, 2), 0, 2) == [], "another scope is not stored"
+    assert effects_of(other.saves.start, committed(other, 2), 0, 2) == [], (
+        "another scope is not stored"
+    )
 
 
 def test_a_restart_of_the_host_tier_gives_every_path_back_once():

@@ -19,11 +19,30 @@ from hypothesis.stateful import (
 from kvactors.cpu_evictor.messages import Offload
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NeverFits, NoRoom
 from kvactors.native import Path
-from kvactors.prefix_index import admission
-from kvactors.prefix_index.actions import Action, Refusal, Reply, StartTimer
-from kvactors.prefix_index.messages import Acquire, Continue, Extend, Finish, Proceed
-from kvactors.prefix_index.parts import next_part
-from tests.prefix_index.objects import BLOCK, Request, acquire, answers, cache, core, messages
+from kvactors.prefix_index import waiting as queues
+from kvactors.prefix_index.messages import (
+    Abandon,
+    Acquire,
+    Commit,
+    Extend,
+    Finish,
+    Preempt,
+    Proceed,
+)
+from kvactors.prefix_index.work import Continue
+from tests.prefix_index.objects import (
+    BLOCK,
+    Request,
+    StartTimer,
+    acquire,
+    answers,
+    cache,
+    core,
+    effects_of,
+    messages,
+    work_of,
+)
+from tests.support.effects import Refusal, Reply
 
 which = st.integers(0, 20)
 
@@ -38,7 +57,7 @@ class QueueMachine(RuleBasedStateMachine):
     )
     def start(self, blocks: int, part: int, bound: int) -> None:
         self.bound = pytest.MonkeyPatch()
-        self.bound.setattr(admission, "OVERTAKEN", bound)
+        self.bound.setattr(queues, "OVERTAKEN", bound)
         self.core = core(blocks, part=part, host_tier=False, announce=False)
         self.total = blocks
         self.held: dict[int, int] = {}
@@ -62,7 +81,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Whether a request gets its blocks before those of `waiting`, and counts that."""
         if blocks > self.free:
             return False
-        if waiting and self.overtakings - self.since[waiting[0]] >= admission.OVERTAKEN:
+        if waiting and self.overtakings - self.since[waiting[0]] >= queues.OVERTAKEN:
             newer = sum(held for lease, held in self.held.items() if lease > waiting[0])
             if blocks + newer + sum(self.queue[lease] for lease in waiting) > self.total:
                 return False
@@ -80,9 +99,9 @@ class QueueMachine(RuleBasedStateMachine):
             else:
                 waiting.append(lease)
 
-    def run(self, actions: list[Action]) -> None:
+    def run(self, effects: list[Any]) -> None:
         """Note the answers, and do all work that follows."""
-        pending = list(actions)
+        pending = list(effects)
         while pending:
             action = pending.pop(0)
             if isinstance(action, (Reply, Refusal)) and isinstance(
@@ -94,9 +113,9 @@ class QueueMachine(RuleBasedStateMachine):
             elif isinstance(action, StartTimer):
                 self.tickets[action.message.lease] = action.message.ticket  # type: ignore[attr-defined]
             elif isinstance(action, Continue):
-                pending += next_part(action.work)
+                pending += work_of(self.core.out, action.work)
             elif isinstance(action, Proceed):
-                pending += self.core.requests.go_on(Proceed())
+                pending += proceed(self.core)
 
     # -- rules
 
@@ -116,7 +135,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.since[lease] = self.overtakings
         else:
             self.expected[lease] = "NoRoom"
-        self.run(self.core.requests.acquire(message, self.asked[lease]))
+        self.run(effects_of(self.core.requests.acquire, message, self.asked[lease]))
 
     @precondition(lambda self: self.held)
     @rule(number=which, how=st.sampled_from(["finish", "preempt", "abandon"]))
@@ -126,11 +145,11 @@ class QueueMachine(RuleBasedStateMachine):
         self.serve()
         endings = self.core.endings
         if how == "finish":
-            self.run(endings.finish(Finish(lease, None), Request(Finish(lease))))
+            self.run(effects_of(endings.finish, Finish(lease, None), Request(Finish(lease))))
         elif how == "preempt":
-            self.run(endings.preempt(lease, 0, Request(Finish(lease))))
+            self.run(effects_of(endings.preempt, Preempt(lease, 0), Request(Finish(lease))))
         else:
-            self.run(endings.abandon(lease))
+            self.run(effects_of(endings.abandon, Abandon(lease)))
 
     @precondition(lambda self: self.queue)
     @rule(number=which, told=st.booleans())
@@ -142,9 +161,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.serve()
         self.expected[lease] = "LeaseEnded"
         if told:
-            self.run(self.core.requests.cancel(lease))
+            self.run(effects_of(self.core.endings.abandon, Abandon(lease)))
         else:
-            self.run(self.core.requests.cancel(0))
+            self.run(effects_of(self.core.endings.abandon, Abandon(0)))
 
     @precondition(lambda self: self.queue)
     @rule(number=which)
@@ -153,7 +172,7 @@ class QueueMachine(RuleBasedStateMachine):
         del self.queue[lease]
         self.serve()
         self.expected[lease] = "DeadlineExceeded"
-        self.run(self.core.requests.expire(lease, self.tickets[lease]))
+        self.run(effects_of(self.core.queue.expire, lease, self.tickets[lease]))
 
     @precondition(lambda self: self.held)
     @rule(number=which)
@@ -181,12 +200,12 @@ class QueueMachine(RuleBasedStateMachine):
             if kind != "LeaseEnded" or lease in self.found
         }
         assert self.found == expected
-        space = self.core.admission.space
-        there = [lease for lease, one in space.requests.items() if not one.envelope.abandoned]
+        space = self.core.queue.acquires
+        there = [lease for lease, one in space.waits.items() if not one.envelope.abandoned]
         assert there == list(waiting), "the queue is not in the order of arrival"
-        assert self.core.index.free == self.free
-        assert not self.core.admission.waiting
-        assert not space.retried
+        assert self.core.index.room.free == self.free
+        assert not self.core.queue.waiting
+        assert not space.matching
 
 
 class Grow:
@@ -201,7 +220,7 @@ class Grow:
         self.envelope.deadline = 5.0
         message = self.envelope.message
         assert isinstance(message, Extend)
-        self.actions = machine.core.tables.grow(message, self.envelope)
+        self.actions = effects_of(machine.core.requests.grow, message, self.envelope)
         self.granted = any(isinstance(one, Reply) for one in self.actions)
 
 
@@ -214,8 +233,16 @@ def test_the_queue_equals_its_model() -> None:
     )
 
 
-def ask(state: Any, message: Acquire) -> list[Action]:
-    return state.requests.acquire(message, Request(message))
+def proceed(state: Any) -> list[Any]:
+    """The turn that continues with the requests that wait."""
+    state.out.take()
+    state.queue.proceed()
+    state.requests.admit_waiting()
+    return state.out.take()
+
+
+def ask(state: Any, message: Acquire) -> list[Any]:
+    return effects_of(state.requests.acquire, message, Request(message))
 
 
 def test_not_now_and_never_are_different_errors() -> None:
@@ -238,11 +265,11 @@ def test_not_now_and_never_are_different_errors() -> None:
 def test_a_request_that_waits_is_counted_and_holds_nothing() -> None:
     state = core(4)
     ask(state, acquire(1, 3))
-    before = (state.index.tree.statistics(), state.index.free)
+    before = (state.index.tree.statistics(), state.index.room.free)
     [timer] = ask(state, acquire(2, 2, wait_for_room=True))
     assert isinstance(timer, StartTimer)
     assert (timer.deadline, state.statistics().waiting) == (10.0, 1)
-    assert (state.index.tree.statistics(), state.index.free) == before
+    assert (state.index.tree.statistics(), state.index.room.free) == before
     assert not state.in_use() or len(state.leases) == 1
 
 
@@ -251,14 +278,14 @@ def test_shared_blocks_that_others_use_count_for_a_request_that_waits() -> None:
     state = core(8, host_tier=False)
     [granted] = answers(ask(state, acquire(1, 3)))
     assert len(granted.blocks) == 3
-    state.commits.commit(1, 6, Request())
+    state.endings.commit(Commit(1, 6), Request())
     ask(state, acquire(2, 3, first=100))
     ask(state, acquire(3, 2, first=200))
     [timer] = ask(state, acquire(4, 5, wait_for_room=True))
     assert isinstance(timer, StartTimer)
-    actions = state.endings.finish(Finish(3, None), Request())
+    actions = effects_of(state.endings.finish, Finish(3, None), Request())
     assert [type(one) for one in messages(actions)] == [Proceed]
-    [reply] = answers(state.requests.go_on(Proceed()))
+    [reply] = answers(proceed(state))
     assert reply.device_hits == 3
 
 
@@ -266,20 +293,20 @@ def test_a_deadline_names_the_sizes() -> None:
     state = core(4)
     ask(state, acquire(1, 3))
     [timer] = ask(state, acquire(2, 2, first=100, wait_for_room=True))
-    assert state.requests.expire(2, timer.message.ticket + 1) == []  # type: ignore[union-attr]
-    [error] = answers(state.requests.expire(2, timer.message.ticket))  # type: ignore[union-attr]
+    assert effects_of(state.queue.expire, 2, timer.message.ticket + 1) == []  # type: ignore[union-attr]
+    [error] = answers(effects_of(state.queue.expire, 2, timer.message.ticket))  # type: ignore[union-attr]
     assert isinstance(error, DeadlineExceeded)
     assert "2 needed, 1 available" in str(error)
-    assert timer.operation.over  # type: ignore[union-attr]
+    assert timer.operation.timer is None  # type: ignore[union-attr]
 
 
 def test_a_cancelled_request_leaves_nothing() -> None:
     state = core(4)
     ask(state, acquire(1, 3))
     ask(state, acquire(2, 2, first=100, wait_for_room=True))
-    [error] = answers(state.requests.cancel(2))
+    [error] = answers(effects_of(state.endings.abandon, Abandon(2)))
     assert isinstance(error, LeaseEnded)
-    assert not state.admission.heads()
+    assert not state.queue.heads()
 
 
 def test_own_cached_blocks_are_not_free() -> None:
@@ -289,11 +316,11 @@ def test_own_cached_blocks_are_not_free() -> None:
     ask(state, acquire(1, 5, first=100))
     [timer] = ask(state, acquire(2, 6, wait_for_room=True))
     assert isinstance(timer, StartTimer)
-    held = state.admission.space.first
+    held = state.queue.acquires.first
     assert held is not None
-    assert not state.index.fits(held.message.path, 6, 0, ())
+    assert not state.index.fits(held.message.path, 6, ())
     state.endings.finish(Finish(1, None), Request())
-    assert state.index.fits(held.message.path, 6, 0, ())
+    assert state.index.fits(held.message.path, 6, ())
 
 
 def test_evictions_that_come_short_are_no_refusal() -> None:
@@ -304,13 +331,11 @@ def test_evictions_that_come_short_are_no_refusal() -> None:
     actions = ask(state, acquire(1, 4, first=100, wait_for_room=True))
     [offload] = [one for one in messages(actions) if isinstance(one, Offload)]
     assert answers(ask(state, acquire(2, 1))) == []
-    [granted] = answers(state.offloaded(offload.op, b"\1\1\1\1"))
+    [granted] = answers(effects_of(state.offloaded, offload.op, b"\1\1\1\1"))
     assert granted.device_hits == 1
-    assert list(state.admission.space.requests) == [1]
-    assert not state.admission.waiting
+    assert list(state.queue.acquires.waits) == [1]
+    assert not state.queue.waiting
     state.endings.finish(Finish(2, None), Request())
-    [offload] = [
-        one for one in messages(state.requests.go_on(Proceed())) if isinstance(one, Offload)
-    ]
-    [reply] = answers(state.offloaded(offload.op, b"\1"))
+    [offload] = [one for one in messages(proceed(state)) if isinstance(one, Offload)]
+    [reply] = answers(effects_of(state.offloaded, offload.op, b"\1"))
     assert len(reply.blocks) == 4

@@ -19,21 +19,30 @@ from kvactors.checks import added_media, request_path
 from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom, NotReady, RankLost, TokensCommitted
 from kvactors.identity import PLAIN
 from kvactors.native import Path
-from kvactors.prefix_index.core import IndexCore
+from kvactors.prefix_index.actor import IndexCore
+from kvactors.prefix_index.leases import LeaseFault, LeaseState
 from kvactors.prefix_index.messages import (
     Ack,
     Acquire,
     AcquireResult,
     Clear,
-    Continue,
+    Commit,
     Extend,
     Finish,
     Reserve,
     Truncate,
 )
-from kvactors.prefix_index.parts import next_part
-from kvactors.prefix_index.records import LeaseFault, LeaseState
-from tests.prefix_index.objects import BLOCK, Request, answers, cache, core, messages
+from kvactors.prefix_index.work import Continue
+from tests.prefix_index.objects import (
+    BLOCK,
+    Request,
+    answers,
+    cache,
+    core,
+    effects_of,
+    messages,
+    work_of,
+)
 
 DEVICE_BLOCKS = 9
 LEASE = 1
@@ -105,7 +114,8 @@ class TablesMachine(RuleBasedStateMachine):
         self.model = Model(tokens)
         path, _ = request_path(BLOCK, bytes(32), tokens, ())
         self.answer(
-            self.state.requests.acquire(Acquire(LEASE, "r", path, 10.0), Request()), AcquireResult
+            effects_of(self.state.requests.acquire, Acquire(LEASE, "r", path, 10.0), Request()),
+            AcquireResult,
         )
         self.lease = held(self.state, LEASE)
         self.model.committed = self.lease.path.num_committed
@@ -116,7 +126,7 @@ class TablesMachine(RuleBasedStateMachine):
         while queue:
             action = queue.pop(0)
             if isinstance(action, Continue):
-                queue += next_part(action.work)
+                queue += work_of(self.state.out, action.work)
             else:
                 done.append(action)
         [value] = answers(done)
@@ -126,7 +136,7 @@ class TablesMachine(RuleBasedStateMachine):
     def available(self) -> int:
         """Blocks that can be had at once."""
         evictable = 0 if self.offload else self.state.index.evictable()
-        return self.state.index.free + evictable
+        return self.state.index.room.free + evictable
 
     @rule(tokens=tokens_to_add, media=st.booleans(), name=st.sampled_from(["a", "b"]))
     def extend(self, tokens: list[int], media: bool, name: str) -> None:
@@ -138,7 +148,9 @@ class TablesMachine(RuleBasedStateMachine):
             return
         extras, _ = added_media(BLOCK, position, len(tokens), items)
         message = Extend(LEASE, position, added(tokens), extras)
-        granted = self.answer(self.state.tables.grow(message, Request(message)), AcquireResult)
+        granted = self.answer(
+            effects_of(self.state.requests.grow, message, Request(message)), AcquireResult
+        )
         assert len(granted.blocks) == self.model.extend(tokens, items)
 
     @rule(count=st.integers(0, 3 * BLOCK))
@@ -147,13 +159,15 @@ class TablesMachine(RuleBasedStateMachine):
         message = Reserve(LEASE, position, position + count)
         needed = blocks_for(position + count) - self.model.table
         if needed > self.available():
-            if needed > self.state.index.free + self.state.index.evictable():
+            if needed > self.state.index.room.free + self.state.index.evictable():
                 before = self.lease.path.blocks()
-                actions = self.state.tables.grow(message, Request(message))
+                actions = effects_of(self.state.requests.grow, message, Request(message))
                 self.answer(actions, NoRoom)
                 assert self.lease.path.blocks() == before
             return
-        granted = self.answer(self.state.tables.grow(message, Request(message)), AcquireResult)
+        granted = self.answer(
+            effects_of(self.state.requests.grow, message, Request(message)), AcquireResult
+        )
         assert len(granted.blocks) == self.model.reserve(count)
 
     @rule(less=st.integers(0, 3 * BLOCK))
@@ -161,9 +175,9 @@ class TablesMachine(RuleBasedStateMachine):
         kept = max(0, len(self.model.tokens) - less)
         if self.model.cuts(kept):
             return  # refused in the caller
-        before, free = self.lease.path.blocks(), self.state.index.free
+        before, free = self.lease.path.blocks(), self.state.index.room.free
         message = Truncate(LEASE, len(self.model.tokens), kept)
-        actions = self.state.tables.truncate(message, Request(message))
+        actions = effects_of(self.state.requests.truncate, message, Request(message))
         if kept < self.model.committed * BLOCK:
             self.answer(actions, TokensCommitted)
             assert self.lease.path.blocks() == before
@@ -172,12 +186,12 @@ class TablesMachine(RuleBasedStateMachine):
         freed = self.model.truncate(kept)
         assert left == self.model.table
         assert self.lease.path.blocks() == before[:left]
-        assert self.state.index.free == free + freed
+        assert self.state.index.room.free == free + freed
 
     @rule(less=st.integers(0, BLOCK))
     def commit(self, less: int) -> None:
         computed = max(0, len(self.model.tokens) - less)
-        actions = self.state.commits.commit(LEASE, computed, Request())
+        actions = effects_of(self.state.endings.commit, Commit(LEASE, computed), Request())
         committed = self.answer(actions, Ack).count
         if not self.lease.tree.retired:
             self.model.committed = max(self.model.committed, computed // BLOCK)
@@ -200,9 +214,11 @@ class TablesMachine(RuleBasedStateMachine):
         if blocks_for(len(self.model.tokens)) - self.model.committed > self.available():
             return
         shared = Acquire(2, "s", path, 10.0)
-        granted = self.answer(self.state.requests.acquire(shared, Request()), AcquireResult)
+        granted = self.answer(
+            effects_of(self.state.requests.acquire, shared, Request()), AcquireResult
+        )
         assert granted.device_hits >= self.model.committed
-        self.answer(self.state.endings.finish(Finish(2, None), Request()), Ack)
+        self.answer(effects_of(self.state.endings.finish, Finish(2, None), Request()), Ack)
 
     @invariant()
     def alike(self) -> None:
@@ -223,11 +239,11 @@ class TablesMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "lease"):
-            self.answer(self.state.endings.finish(Finish(LEASE, None), Request()), Ack)
+            self.answer(effects_of(self.state.endings.finish, Finish(LEASE, None), Request()), Ack)
             while self.state.index.sweeping:
                 self.state.index.sweep()
             in_tree = self.state.index.tree.statistics()["device"]
-            assert self.state.index.free + in_tree == DEVICE_BLOCKS
+            assert self.state.index.room.free + in_tree == DEVICE_BLOCKS
 
 
 def held(state: IndexCore, number: int) -> LeaseState:
@@ -253,8 +269,8 @@ def test_tokens_after_a_truncate_have_their_own_hashes():
     state = core(DEVICE_BLOCKS)
     path = granted(state, 3 * BLOCK).path
     before = path.hashes(0, 3)
-    state.tables.truncate(Truncate(LEASE, 3 * BLOCK, BLOCK + 1), Request())
-    state.tables.grow(Extend(LEASE, BLOCK + 1, added([7] * (2 * BLOCK - 1))), Request())
+    state.requests.truncate(Truncate(LEASE, 3 * BLOCK, BLOCK + 1), Request())
+    state.requests.grow(Extend(LEASE, BLOCK + 1, added([7] * (2 * BLOCK - 1))), Request())
     again, _ = request_path(BLOCK, path.root, [0, 1, 2, 7, 7, 7], ())
     assert path.hashes(0, 3) == again.hashes(0, 3) != before
 
@@ -263,7 +279,7 @@ def test_a_truncate_of_tokens_that_load_is_refused():
     state = core(DEVICE_BLOCKS, fetch=True)
     lease = granted(state, 3 * BLOCK)
     assert lease.loads
-    actions = state.tables.truncate(Truncate(LEASE, 3 * BLOCK, BLOCK), Request())
+    actions = effects_of(state.requests.truncate, Truncate(LEASE, 3 * BLOCK, BLOCK), Request())
     assert isinstance(answers(actions)[0], NotReady)
     assert lease.path.num_tokens == 3 * BLOCK
 
@@ -274,7 +290,7 @@ def test_a_lease_that_failed_is_not_truncated(kind):
     lease = granted(state, 3 * BLOCK)
     arguments = (1, 0) if kind is NoRoom else ("lost",)
     lease.fault = LeaseFault(kind, arguments)
-    [error] = answers(state.tables.truncate(Truncate(LEASE, 3 * BLOCK, 0), Request()))
+    [error] = answers(effects_of(state.requests.truncate, Truncate(LEASE, 3 * BLOCK, 0), Request()))
     assert isinstance(error, kind)
     assert lease.path.num_tokens == 3 * BLOCK
 
@@ -282,11 +298,11 @@ def test_a_lease_that_failed_is_not_truncated(kind):
 @pytest.mark.parametrize("message", [Reserve(LEASE, BLOCK, BLOCK + 1), Truncate(LEASE, BLOCK, 0)])
 def test_a_change_at_another_position_or_of_an_ended_lease_is_refused(message):
     state = core(DEVICE_BLOCKS)
-    call = state.tables.grow if isinstance(message, Reserve) else state.tables.truncate
-    [error] = answers(call(message, Request(message)))
+    call = state.requests.grow if isinstance(message, Reserve) else state.requests.truncate
+    [error] = answers(effects_of(call, message, Request(message)))
     assert isinstance(error, LeaseEnded)
     granted(state, 3 * BLOCK)
-    [error] = answers(call(message, Request(message)))
+    [error] = answers(effects_of(call, message, Request(message)))
     assert isinstance(error, LeaseBusy)
 
 
@@ -297,15 +313,15 @@ def test_reserved_blocks_wait_for_evictions_and_a_cancelled_wait_ends():
     lease = granted(state, 1)
     message = Reserve(LEASE, 1, 1 + 2 * BLOCK)
     waits = Request(message)
-    actions = state.tables.grow(message, waits)
+    actions = effects_of(state.requests.grow, message, waits)
     assert not answers(actions)
-    assert state.admission.waiting
-    busy = state.tables.truncate(Truncate(LEASE, 1, 0), Request())
+    assert state.queue.waiting
+    busy = effects_of(state.requests.truncate, Truncate(LEASE, 1, 0), Request())
     assert isinstance(answers(busy)[0], LeaseBusy)
     waits.cancel()
-    done = state.tables.truncate(Truncate(LEASE, 1, 0), Request())
+    done = effects_of(state.requests.truncate, Truncate(LEASE, 1, 0), Request())
     assert isinstance(answers(done)[-1], Ack)
-    assert not state.admission.waiting
+    assert not state.queue.waiting
     assert lease.path.num_blocks == 0
 
 
@@ -314,22 +330,22 @@ def test_freed_blocks_go_to_the_request_that_waits():
     granted(state, 4 * BLOCK)
     path = Path(BLOCK, bytes(32))
     path.extend(list(range(100, 100 + 3 * BLOCK)))
-    state.admission.closing = 1  # blocks are on their way back, so the request waits
-    assert not answers(state.requests.acquire(Acquire(2, "r2", path, 10.0), Request()))
-    actions = state.tables.truncate(Truncate(LEASE, 4 * BLOCK, 3 * BLOCK), Request())
+    state.index.room.closing = 1  # blocks are on their way back, so the request waits
+    assert not answers(effects_of(state.requests.acquire, Acquire(2, "r2", path, 10.0), Request()))
+    actions = effects_of(state.requests.truncate, Truncate(LEASE, 4 * BLOCK, 3 * BLOCK), Request())
     assert [type(one) for one in answers(actions)] == [Ack, AcquireResult]
 
 
 def test_very_many_blocks_are_given_back_in_parts():
     state = core(30, part=4)
     lease = granted(state, 1)
-    state.tables.grow(Reserve(LEASE, 1, 1 + 19 * BLOCK), Request())
+    state.requests.grow(Reserve(LEASE, 1, 1 + 19 * BLOCK), Request())
     assert lease.path.num_blocks == 20
-    actions = state.tables.truncate(Truncate(LEASE, 1, 1), Request())
+    actions = effects_of(state.requests.truncate, Truncate(LEASE, 1, 1), Request())
     turns = 1
     while works := [one for one in messages(actions) if isinstance(one, Continue)]:
-        assert state.index.free <= 10 + 4 * turns
-        actions, turns = next_part(works[0].work), turns + 1
-    assert turns == 6
-    assert state.index.free == 29
+        assert state.index.room.free <= 10 + 4 * turns
+        actions, turns = work_of(state.out, works[0].work), turns + 1
+    assert turns == 5
+    assert state.index.room.free == 29
     state.endings.finish(Finish(LEASE, None), Request(Finish(LEASE)))

@@ -12,7 +12,7 @@ from kvactors.cpu_evictor.messages import HostBlocksAdded, Loaded, Save, Saved
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathCached
 from kvactors.identity import PLAIN, RequestScope
 from kvactors.native import Path
-from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.leases import LeaseState, LoadState
 from kvactors.prefix_index.messages import (
     Abandon,
     Acquire,
@@ -23,7 +23,7 @@ from kvactors.prefix_index.messages import (
     Preempt,
     SetNamespace,
 )
-from kvactors.prefix_index.records import LeaseState, LoadState
+from kvactors.prefix_index.tree import BlockIndex
 from kvactors.types import HASH_BYTES
 from tests.prefix_index.index_machine import BLOCK, IndexMachine
 
@@ -162,7 +162,7 @@ def test_restarts_of_the_neighbours_are_handled_in_parts(machine):
             )
         )
     while machine.index.evictable():
-        machine.actor.runner.perform(machine.actor.core.evictions.drop(PART))
+        machine.actor.core.evictions.drop(PART)
     machine.stepper._effects()
     machine.sent.clear()
     machine.handled.clear()
@@ -230,12 +230,12 @@ def test_a_request_cancelled_between_two_parts_leaves_nothing(machine, turns):
     machine.whole(Abandon(message.lease))
     machine.finish_works()
     state = machine.index.tree.statistics()
-    assert (state["referenced"], machine.index.reserved, len(machine.actor.core.leases)) == (
+    assert (state["referenced"], machine.index.room.reserved, len(machine.actor.core.leases)) == (
         0,
         0,
         0,
     )
-    assert machine.index.free + state["device"] == machine.index.pool.total
+    assert machine.index.room.free + state["device"] == machine.index.pool.total
 
 
 @pytest.mark.parametrize("turns", range(0, STEPS, 3))
@@ -312,7 +312,8 @@ def test_joining_a_long_load_takes_a_look_at_each_block():
         path.extend(range(MANY * BLOCK))
     match = index.match(paths[0], fetch=MANY)
     index.fill_table(paths[0], match, index.take(MANY))
-    load = LoadState(1, LeaseState(1, "first", paths[0], index.tree, 0.0), 0, MANY, None)
+    lease = LeaseState(1, "first", paths[0], index.tree, 0.0)
+    load = LoadState(1, lease, 0, MANY, None, index.tree, paths[0])
     load.nodes = index.tree.begin_load(paths[0], 0, MANY)
     load.blocks = Searched(paths[0].blocks(0, MANY))
     index.loading.update(dict.fromkeys(load.blocks, load))

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from kvactors.errors import KVActorsError, LeaseEnded, RankLost
-from kvactors.prefix_index.loads import GRACE
+from kvactors.prefix_index.loads import LATE_LOAD_S
 from tests.simulation.draw import BLOCK
 from tests.support.batch import Batch, Content, Row, named
 
@@ -53,7 +53,7 @@ class Batched(Batch):
             seconds,
         )
         row = Row(lease, (prompt.tokens, prompt.media))
-        rest = max(0.0, by - loop.time()) + GRACE
+        rest = max(0.0, by - loop.time()) + LATE_LOAD_S
         await self.ask("wait_ready", lambda: lease.wait_ready(deadline=8.0), rest)
         row.solid = lease.cached_tokens // BLOCK
         await self.check(row, row.solid)

@@ -20,11 +20,11 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "blocks of a page of paths": ("kvactors.storage.actors", "PATH_PAGE"),
     "stored blocks waiting": ("kvactors.flush_notifier.ledger", "MAX_WAITING_ORPHANS"),
     "saves waiting": ("kvactors.storage.device_store", "WAITING"),
-    "scopes remembered": ("kvactors.prefix_index.announcements", "MOST_SCOPES"),
-    "blocks of a turn": ("kvactors.prefix_index.parts", "BLOCKS"),
-    "requests observed first": ("kvactors.prefix_index.policy", "FIRST"),
+    "scopes remembered": ("kvactors.prefix_index.reports", "REMEMBERED_SCOPES"),
+    "blocks of a turn": ("kvactors.prefix_index.work", "TURN_BLOCKS"),
+    "requests observed first": ("kvactors.prefix_index.settings", "OBSERVED_REQUESTS"),
     "blocks of a window": ("kvactors.cpu_evictor.memory", "WINDOW"),
-    OVERTAKINGS: ("kvactors.prefix_index.admission", "OVERTAKEN"),
+    OVERTAKINGS: ("kvactors.prefix_index.waiting", "OVERTAKEN"),
 }
 """By name: the module and the constant. The constant is read when it is used, so that replacing it
 has an effect."""

@@ -135,7 +135,7 @@ def check_sharing(world: World) -> None:
     for store in world.stores:
         store.catalog.check()
     wanted = Counter(
-        run[-HASH_BYTES:] for pin in core.pins._pins.values() for run in core.pins._runs(pin.hashes)
+        run[-HASH_BYTES:] for pin in core.pins._pins.values() for run in core.pins._runs(pin)
     )
     if host.shares._pins - wanted:
         world.violated("host blocks are pinned that the index has not pinned")

@@ -53,7 +53,7 @@ def test_a_limit_is_replaced_and_restored(name):
 def test_the_ledger_and_the_index_get_a_small_limit(monkeypatch):
     from kvactors.flush_notifier.ledger import Ledger
     from kvactors.flush_notifier.view import SinkView
-    from kvactors.prefix_index.index import BlockIndex
+    from kvactors.prefix_index.tree import BlockIndex
 
     ledgers, indexes, steps = [], [], set()
     make_ledger, make_index, take = Ledger.__init__, BlockIndex.__init__, SinkView.take

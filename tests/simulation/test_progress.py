@@ -8,9 +8,10 @@ from math import inf
 
 import pytest
 
-from kvactors.prefix_index.admission import Admission
-from kvactors.prefix_index.core import IndexCore
+from kvactors.prefix_index.finish import Endings
+from kvactors.prefix_index.messages import Ack
 from kvactors.prefix_index.pins import Pins
+from kvactors.prefix_index.waiting import WaitQueue
 from tests.simulation import SeedReport, run_seed
 from tests.simulation.draw import draw_run
 from tests.simulation.sharing import with_crowd
@@ -39,11 +40,18 @@ def test_nothing_is_violated():
 withheld = Pins.withheld
 
 
+def commit_alone(endings, message, envelope):
+    """A commit that does not look at the requests that wait."""
+    lease = endings._leases.find(message.lease, envelope)
+    if lease is not None and endings.enter(lease, message.computed_tokens) is None:
+        endings._out.reply(envelope, Ack(lease.path.num_committed))
+
+
 @pytest.mark.parametrize(
     ("what", "method", "broken"),
     [
         ("waits that pins keep out", (Pins, "withheld"), lambda *_: 0),
-        ("waits that pins keep out", (Admission, "refuse_unreachable"), lambda _: []),
+        ("waits that pins keep out", (WaitQueue, "refuse_unreachable"), lambda _: []),
         (
             "may wait for room is refused",
             (Pins, "withheld"),
@@ -54,13 +62,13 @@ withheld = Pins.withheld
             (Pins, "withheld"),
             lambda s, p, n, _: withheld(s, p, n, 0),
         ),
-        ("overtaken too often", (Admission, "spare"), lambda *_: inf),
-        ("is refused", (Admission, "spare"), lambda _, heads: 0 if heads else inf),
-        ("waits for room, and fits", (Admission, "look_again"), lambda _: []),
+        ("overtaken too often", (WaitQueue, "spare"), lambda *_: inf),
+        ("is refused", (WaitQueue, "spare"), lambda _, heads: 0 if heads else inf),
+        ("waits for room, and fits", (WaitQueue, "look_again"), lambda _: []),
         (
             "waits for room, and fits",
-            (IndexCore, "commit"),
-            lambda s, m, e: s.commits.commit(m.lease, m.computed_tokens, e),
+            (Endings, "commit"),
+            commit_alone,
         ),
     ],
 )

@@ -26,8 +26,8 @@ from kvactors.errors import (
     TokensCommitted,
 )
 from kvactors.lease import Lease
-from kvactors.prefix_index.loads import GRACE
-from kvactors.prefix_index.parts import part_of
+from kvactors.prefix_index.loads import LATE_LOAD_S
+from kvactors.prefix_index.work import turn_blocks_of
 from kvactors.scenario.engine import Request
 from tests.simulation.batched import Batched
 from tests.simulation.client import CacheClient
@@ -340,7 +340,7 @@ class Served:
             self.world.seen["lease loading to ended"] += 1
             lease.abandon()
             return False
-        rest = max(0.0, self.by - asyncio.get_running_loop().time()) + GRACE
+        rest = max(0.0, self.by - asyncio.get_running_loop().time()) + LATE_LOAD_S
         await client.ask("wait_ready", lambda: lease.wait_ready(deadline=LONG), rest)
         if len(set(lease.block_table)) < len(lease.block_table):
             self.world.violated("a block stands twice in a table")
@@ -418,7 +418,7 @@ class Served:
     async def _layers(self) -> None:
         layout, lease = self.world.layout, self.lease
         for layer in range(layout.num_layers):
-            rest = max(0.0, self.by - asyncio.get_running_loop().time()) + GRACE
+            rest = max(0.0, self.by - asyncio.get_running_loop().time()) + LATE_LOAD_S
             table = lease.block_table
             tokens = await self.client.ask(
                 "wait_layer",
@@ -459,7 +459,7 @@ class Served:
     async def speculate(self) -> None:
         """Drafts in reserved blocks, of which some are rejected, and tokens in their place."""
         lease, rng, ask = self.lease, self.rng, self.client.ask
-        most = min(3 * BLOCK, part_of(BLOCK) * BLOCK)
+        most = min(3 * BLOCK, turn_blocks_of(BLOCK) * BLOCK)
         count, deadline = rng.randint(0, most), rng.choice((0.05, 1.0))
         before = lease.num_tokens
         await ask("reserve", lambda: lease.reserve(count, deadline=deadline), deadline)

@@ -40,37 +40,48 @@ class Started:
         self.cancelled = True
 
 
-class RecordedEffects(Effects):
-    """Keeps each effect: messages, `Reply`, `Refusal` and `Started`, in order."""
+class Recording:
+    """Keeps each effect: messages, `Reply`, `Refusal` and `Started`, in order. To be mixed into a
+    class of effects."""
 
-    __slots__ = ("done",)
+    __slots__ = ()
 
     def __init__(self) -> None:
-        self.done: list[Any] = []
         bound: Any = self  # there is no context, whose methods these would be
-        bound.send = lambda _, message: self.done.append(message)
-        bound.to_self = self.done.append
+        bound.done = []
+        bound.send = lambda _, message: bound.done.append(message)
+        bound.to_self = bound.done.append
         bound.reply = lambda *reply: self._add(Reply(*reply))
         bound.refuse = lambda *refusal: self._add(Refusal(*refusal))
         bound.after = lambda *timer: self._add(Started(*timer))
 
     def _add(self, effect: Any) -> Any:
-        self.done.append(effect)
-        return effect if isinstance(effect, Started) else True
+        bound: Any = self
+        bound.done.append(effect)
+        if isinstance(effect, (Reply, Refusal)):
+            return not effect.envelope.abandoned
+        return effect
 
     def take(self) -> list[Any]:
-        """What was done since the last call."""
-        taken, self.done[:] = list(self.done), []
+        """The effects since the last call."""
+        bound: Any = self
+        taken, bound.done[:] = list(bound.done), []
         return taken
 
-    def answers(self) -> list[Any]:
-        """`take`, only the values and errors of answers."""
-        return [
-            done.value if isinstance(done, Reply) else done.error
-            for done in self.take()
-            if isinstance(done, (Reply, Refusal))
-        ]
 
-    def messages(self) -> list[Message]:
-        """`take`, only the messages."""
-        return [done for done in self.take() if isinstance(done, Message)]
+class RecordedEffects(Recording, Effects):
+    """The effects of any actor."""
+
+
+def answers(effects: list[Any]) -> list[Any]:
+    """The values and errors that requests are answered with, in order."""
+    return [
+        effect.value if isinstance(effect, Reply) else effect.error
+        for effect in effects
+        if isinstance(effect, (Reply, Refusal))
+    ]
+
+
+def messages(effects: list[Any]) -> list[Message]:
+    """The messages among effects, in order."""
+    return [effect for effect in effects if isinstance(effect, Message)]

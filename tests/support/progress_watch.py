@@ -10,10 +10,9 @@ from typing import Any
 from kvactors.actor import Actor, ActorRef, Envelope, Instrument
 from kvactors.errors import NeverFits, NoRoom
 from kvactors.prefix_index.actor import PrefixIndex
-from kvactors.prefix_index.admission import Admission
-from kvactors.prefix_index.held import Held, number_of
 from kvactors.prefix_index.messages import Acquire
 from kvactors.prefix_index.requests import Requests
+from kvactors.prefix_index.waiting import Wait, WaitQueue, number_of
 from kvactors.types import split_hashes
 
 CLOCKS = 0.002
@@ -48,7 +47,7 @@ class ProgressWatch(Instrument):
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Watch within a block. One watch a process at a time."""
-        admit, count_refusal = Requests._admit, Admission.count_refusal
+        admit, refuse = Requests._admit, WaitQueue.refuse
 
         def on_admit(
             requests: Requests, message: Acquire, needed: int, envelope: Envelope[Any]
@@ -60,17 +59,17 @@ class ProgressWatch(Instrument):
             finally:
                 del self._fitted[message.lease]
 
-        def on_refusal(admission: Admission, envelope: Envelope[Any], error: Exception) -> Any:
+        def on_refusal(queue: WaitQueue, envelope: Envelope[Any], error: Exception) -> Any:
             if isinstance(envelope.message, Acquire) and not envelope.abandoned:
                 self._refused(envelope.message, error)
-            return count_refusal(admission, envelope, error)  # type: ignore[arg-type]
+            return refuse(queue, envelope, error)  # type: ignore[arg-type]
 
-        patches: Any = (Requests, Admission)
-        patches[0]._admit, patches[1].count_refusal = on_admit, on_refusal
+        patches: Any = (Requests, WaitQueue)
+        patches[0]._admit, patches[1].refuse = on_admit, on_refusal
         try:
             yield
         finally:
-            patches[0]._admit, patches[1].count_refusal = admit, count_refusal
+            patches[0]._admit, patches[1].refuse = admit, refuse
 
     # -- see `Instrument`
 
@@ -85,26 +84,26 @@ class ProgressWatch(Instrument):
         actor = self._actor
         if actor is None or receiver.role != actor.ROLE:
             return
-        core, admission = actor.core, actor.core.admission
+        queue = actor.core.queue
         self._refuse_hopeless()
-        if admission._proceeding or admission.space.retried or actor.runner.works:
+        if queue.proceeding or queue.acquires.matching or actor.out.works:
             return  # the index looks at the queue in a later turn
-        ahead: list[Held[Any]] = []
+        ahead: list[Wait] = []
         for held in self._waiting():
             message = held.message
             path = message.path if isinstance(message, Acquire) else None
-            if path is not None and (core.held.paused or path.num_held or path.num_blocks):
+            if path is not None and (queue.paused or path.num_held or path.num_blocks):
                 return  # blocks of an earlier attempt are still being released
             self._seen["waiting requests watched"] += 1
             if self._may_pass(held.claim, ahead) and self._fits(message):
                 self._fail(f"progress: {type(message).__name__} waits for room, and fits")
             ahead.append(held)
 
-    def _waiting(self) -> list[Held[Any]]:
+    def _waiting(self) -> list[Wait]:
         assert self._actor is not None
-        admission = self._actor.core.admission
-        waiting: list[Held[Any]] = [*admission.forking.requests.values()]
-        waiting += admission.space.requests.values()
+        queue = self._actor.core.queue
+        waiting: list[Wait] = [*queue.forks.waits.values()]
+        waiting += queue.acquires.waits.values()
         return [held for held in waiting if not held.envelope.abandoned]
 
     # -- the law
@@ -132,7 +131,7 @@ class ProgressWatch(Instrument):
             return
         ahead = [
             held for held in self._waiting() if number_of(held.message) < message.lease
-        ] + list(core.admission.space.retried.values())
+        ] + list(core.queue.acquires.matching.values())
         if not self._may_pass(claim, ahead):
             self._seen["refused behind others"] += 1
         elif message.wait and not path.num_held:
@@ -143,9 +142,9 @@ class ProgressWatch(Instrument):
     def _overtakes(self, message: Acquire, needed: int) -> None:
         """A request is about to get its blocks."""
         assert self._actor is not None
-        admission = self._actor.core.admission
+        queue = self._actor.core.queue
         waiting = {held.message.lease: held for held in self._waiting()}
-        kept = waiting.keys() | admission.space.retried.keys()
+        kept = waiting.keys() | queue.acquires.matching.keys()
         self._overtaken = Counter({n: c for n, c in self._overtaken.items() if n in kept})
         for lease, held in waiting.items():
             if isinstance(held.message, Acquire) and lease > message.lease:
@@ -157,15 +156,15 @@ class ProgressWatch(Instrument):
                     self._fail("progress: a waiting request is overtaken too often")
             self._overtaken[lease] += 1
 
-    def _may_pass(self, claim: int, ahead: Sequence[Held[Any]]) -> bool:
+    def _may_pass(self, claim: int, ahead: Sequence[Wait]) -> bool:
         assert self._actor is not None
-        overtakings = self._actor.core.admission.overtakings
+        overtakings = self._actor.core.queue.overtakings
         if all(overtakings - held.since < self._bound for held in ahead):
             return True
         claims = claim + sum(held.claim for held in ahead)
         return claims + self._newer(ahead) <= self._reach()
 
-    def _newer(self, ahead: Sequence[Held[Any]]) -> int:
+    def _newer(self, ahead: Sequence[Wait]) -> int:
         """Blocks of the leases that are newer than the first of these requests."""
         assert self._actor is not None
         first = min(number_of(held.message) for held in ahead)
@@ -181,12 +180,12 @@ class ProgressWatch(Instrument):
         """Whether free blocks, and those that evictions free, are enough for a request now."""
         assert self._actor is not None
         core, index = self._actor.core, self._actor.index
-        unpromised = core.admission.unpromised()
+        unpromised = core.index.room.unpromised
         if not isinstance(message, Acquire):
-            return index.free + index.evictable() + unpromised >= len(message.leases)
+            return index.room.free + index.evictable() + unpromised >= len(message.leases)
         # A request that is computed in chunks needs fewer, as long as its cached blocks leave.
         path = message.path
-        return index.fits(path, index.blocks_for(path.num_tokens), unpromised, message.media)
+        return index.fits(path, index.blocks_for(path.num_tokens), message.media)
 
     def _is_hopeless(self, message: Any, claim: int, margin: float) -> bool:
         """Whether blocks that stay pinned until the deadline of a request keep it out. margin:

@@ -10,9 +10,9 @@ from math import inf
 from typing import Any
 
 from kvactors.cpu_evictor.slots import NOTHING, HostBlock, HostTier, SlotState
-from kvactors.prefix_index import index as device
-from kvactors.prefix_index.grants import Grants
-from kvactors.prefix_index.records import LeaseState
+from kvactors.prefix_index.leases import LeaseState
+from kvactors.prefix_index.requests import Requests
+from kvactors.prefix_index.tree import BlockIndex
 from kvactors.quotas import salt_id
 from kvactors.storage.catalog import NONE, BatchAdmission, Catalog
 
@@ -34,12 +34,11 @@ class ShareWatch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Watch within a block. One watch a process at a time."""
-        of_device, victims = vars(device), HostTier.victims
-        choose = of_device["choose_victims"]
+        evict, victims = BlockIndex.evict, HostTier.victims
 
-        def on_device(index: Any, count: int, op: int, salt: int, incoming: int) -> Any:
+        def on_device(index: Any, count: int, op: int, salt: int = 0, incoming: int = 0) -> Any:
             owners = index.tree.owners() if index.tree.sharing else {}
-            found = choose(index, count, op, salt, incoming)
+            found = evict(index, count, op, salt, incoming)
             now = index.policy.now()
             if found.traits is not None:
                 self._device(index, owners, found.traits, (salt, incoming), now)
@@ -67,23 +66,22 @@ class ShareWatch:
             self._store(catalog, held, found)
             return found
 
-        granted = Grants.granted
+        granted = Requests._granted
 
-        def on_granted(grants: Grants, lease: LeaseState, *arguments: Any) -> Any:
+        def on_granted(requests: Requests, lease: LeaseState, *arguments: Any) -> Any:
             if lease.device_hits and lease.tree.is_forgotten(lease.path):
                 self._fail("a request was granted blocks of a salt that were cleared before")
-            return granted(grants, lease, *arguments)
+            return granted(requests, lease, *arguments)
 
-        Grants.granted = on_granted  # type: ignore[assignment, method-assign]
-        of_device["choose_victims"] = on_device
+        Requests._granted = on_granted  # type: ignore[assignment, method-assign]
+        BlockIndex.evict = on_device  # type: ignore[assignment, method-assign]
         HostTier.victims = on_host  # type: ignore[assignment, method-assign]
         Catalog.admit = on_store  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
-            of_device["choose_victims"] = choose
-            HostTier.victims = victims  # type: ignore[method-assign]
-            Catalog.admit, Grants.granted = admit, granted  # type: ignore[method-assign]
+            BlockIndex.evict, HostTier.victims = evict, victims  # type: ignore[method-assign]
+            Catalog.admit, Requests._granted = admit, granted  # type: ignore[method-assign]
 
     def _store(
         self, catalog: Catalog, salts: Mapping[bytes, int | None], found: BatchAdmission

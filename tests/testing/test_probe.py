@@ -14,10 +14,9 @@ from kvactors.errors import NoRoom, NotReady, WiringError
 from kvactors.flush_notifier.messages import PathCached
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
-from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import Acquire, Commit, Finish, Ready
-from kvactors.prefix_index.roots import Roots
-from kvactors.prefix_index.settings import IndexSettings
+from kvactors.prefix_index.settings import IndexSettings, Roots
+from kvactors.prefix_index.tree import BlockIndex
 from kvactors.testing import simulate
 from tests.support.probe import Probe, Unexpected
 from tests.support.stepper import Stepper

@@ -1,0 +1,266 @@
+"""Reports of PrefixIndex: residency for the notifier, lineages for stores, statistics."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from kvactors.flush_notifier.messages import (
+    BlocksAdded,
+    BlocksRemoved,
+    NamespaceChanged,
+    PathCached,
+    Report,
+    TierCleared,
+)
+from kvactors.identity import PLAIN, Lineages, RequestScope
+from kvactors.native import DEVICE, BlockTree, Path, TreeWalk
+from kvactors.prefix_index.settings import IndexSettings, Roots
+from kvactors.prefix_index.tree import BlockIndex, Eviction
+from kvactors.prefix_index.work import IndexEffects, Work, slices
+from kvactors.types import HASH_BYTES, Reason, Tier, split_hashes
+
+REMEMBERED_SCOPES = 65_536
+"""Root hashes whose scope is remembered."""
+
+WALK_NODES = 512
+"""Nodes of the tree that a turn announces to a restarted notifier: each may be a message."""
+
+
+class Announcements:
+    """Reports to the notifier about blocks that became resident on the device or left it.
+
+    A restarted notifier is sent the whole tree by a walk in slices. Changes during the walk are
+    sent after it, so that every block follows its parent.
+
+    Attributes:
+        enabled: whether there is a sink.
+        scopes: the inputs of root hashes, the last one used last.
+        latest: the root hash that was used last.
+    """
+
+    def __init__(
+        self, index: BlockIndex, out: IndexEffects, roots: Roots, settings: IndexSettings
+    ) -> None:
+        self.enabled = settings.announce
+        self.scopes: dict[bytes, RequestScope] = {}
+        self.latest = b""
+        self._whole = settings.announce_whole
+        self._keep_lineages = settings.keep_lineages
+        self._index, self._out, self._roots = index, out, roots
+        self._walk: TreeWalk | None = None
+        self._delayed: deque[Report] = deque()  # changes since the walk began
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether the notifier has been sent every change."""
+        return self._walk is None
+
+    def remember(self, root: bytes, scope: RequestScope) -> None:
+        """Record the inputs of a root hash. The number of an adapter is the last one given.
+
+        The least recently used of very many roots are dropped, and blocks below those are
+        reported by their hashes only: an index that has such a block keeps it, and is not sent new
+        ones.
+        """
+        if root == self.latest and self.scopes.get(root) is scope:
+            return
+        self.latest = root
+        before = self.scopes.pop(root, scope)
+        self.scopes[root] = before if scope.lora_id is None else scope
+        if len(self.scopes) > REMEMBERED_SCOPES:
+            del self.scopes[next(iter(self.scopes))]
+
+    def cached(self, path: Path, start: int, stop: int, reason: Reason) -> None:
+        """Blocks [start, stop) of a path are on the device. Those above were announced before."""
+        if not self.enabled:
+            return
+        scope = self.scopes.get(path.root)
+        for first, last in slices(start, stop, self._index.turn_blocks):
+            hashes = path.hashes(first, last)
+            if scope is None:
+                self._report(BlocksAdded(hashes, Tier.DEVICE, reason))
+                continue
+            parent = path.hashes(first - 1, first) if first else path.root
+            tokens, extras = path.tokens(first, last), path.extra_keys(first, last)
+            count, tier = last - first, Tier.DEVICE
+            self._report(
+                PathCached(
+                    path.root, tokens, hashes, first, count, tier, reason, parent, scope, extras
+                )
+            )
+
+    def finished(self, tree: BlockTree, path: Path, start: int, stop: int) -> None:
+        """Committed blocks [start, stop) of a request that has ended stay cached: for sinks that
+        follow finished requests, as far as no finish has announced them."""
+        first = tree.mark_announced(path, start, stop)
+        self.cached(path, start if self._whole else first, stop, Reason.REQUEST_FINISH)
+
+    def removed(self, hashes: bytes, reason: Reason) -> None:
+        """Blocks left the device."""
+        if hashes and self.enabled:
+            self._report(BlocksRemoved(hashes, Tier.DEVICE, reason))
+
+    def cleared(self, reason: Reason) -> None:
+        """No block is on the device any more."""
+        if self.enabled:
+            self._report(TierCleared(Tier.DEVICE, reason))
+
+    def namespace_changed(self, namespace: str) -> None:
+        """Requests are admitted under another namespace."""
+        if self.enabled:
+            self._report(NamespaceChanged(namespace))
+
+    def announce_all(self) -> None:
+        """Begin to announce every block to a notifier that has restarted."""
+        if self.enabled:
+            self._delayed.clear()  # the tree has these changes already
+            self._walk = walk = TreeWalk(self._index.tree)
+            self._out.begin(self._announce_tree(self._index.tree, walk))
+
+    def _report(self, report: Report) -> None:
+        if self._walk is None:
+            self._out.to_notifier(report)
+        else:
+            self._delayed.append(report)
+
+    def _announce_tree(self, tree: BlockTree, walk: TreeWalk) -> Work:
+        over = False
+        while not over and not tree.retired:
+            over, stretches = walk.step(min(self._index.turn_blocks, WALK_NODES))
+            for stretch in stretches:
+                self._out.to_notifier(self._stretch(*stretch))
+            yield
+            if self._walk is not walk:
+                return  # the notifier has restarted again
+        while self._delayed:
+            for _ in range(min(WALK_NODES, len(self._delayed))):
+                self._out.to_notifier(self._delayed.popleft())
+            yield
+            if self._walk is not walk:
+                return
+        self._walk = None
+
+    def _stretch(
+        self,
+        root: bytes,
+        parent: bytes,
+        start: int,
+        tokens: bytes,
+        hashes: bytes,
+        states: bytes,
+        extras: tuple[tuple[int, bytes], ...],
+    ) -> Report:
+        """Announce consecutive blocks of a path, as the walk finds them, as far as they are on the
+        device."""
+        resident = next((j for j, state in enumerate(states) if not state & DEVICE), len(states))
+        scope, reason = self.scopes.get(root), Reason.REQUEST_FINISH
+        if scope is None:
+            return BlocksAdded(hashes[: resident * HASH_BYTES], Tier.DEVICE, reason)
+        return PathCached(
+            root, tokens, hashes, start, resident, Tier.DEVICE, reason, parent, scope, extras
+        )
+
+    # -- lineages: the inputs of block hashes, for stores that keep them beside the blocks
+
+    def lineages_of_path(self, path: Path, start: int, stop: int) -> Lineages | None:
+        """Lineages of blocks [start, stop) of a path. None if the store keeps none, or the path is
+        under a salt."""
+        if not self._keep_lineages or (scope := self._kept_scope(path.root)) is None:
+            return None
+        extra_keys = {
+            position - start: extra_key for position, extra_key in path.extra_keys(start, stop)
+        }
+        return Lineages(path.tokens(start, stop), (scope,), extra_keys)
+
+    def lineages_of_eviction(self, op: Eviction) -> Lineages | None:
+        """Lineages of blocks that leave the device."""
+        if not self._keep_lineages:
+            return None
+        roots, tokens, extra_keys = op.tree.contents(op.nodes)
+        each = split_hashes(roots)
+        scopes = {root: self._kept_scope(root) for root in set(each)}
+        if not any(scopes.values()):
+            return None
+        return Lineages(tokens, tuple(scopes[root] for root in each), dict(extra_keys))
+
+    def _kept_scope(self, root: bytes) -> RequestScope | None:
+        """The scope of a root hash, None if lineages below it are not kept: those under a salt,
+        and those of an earlier namespace. The scope of a forgotten root counts as plain only if it
+        hashes to that root."""
+        scope = self.scopes.get(root, PLAIN)
+        return scope if scope.salt is None and self._roots.root(scope) == root else None
+
+
+class IndexStatistics(NamedTuple):
+    """A snapshot of PrefixIndex. Hits are counted in blocks, by the tier that held each when it was
+    requested.
+
+    Attributes:
+        requests: requests that got their device blocks, each counted once.
+        blocks_looked_up: full blocks of their prompts, counted with their hits when the loads of a
+            request have ended.
+        device_hits: blocks found on the device.
+        host_hits: blocks found in host memory.
+        storage_hits: blocks found in storage.
+        no_room: acquires that were refused with NoRoom.
+        refused_size: those of them that need more blocks than the device has.
+        refused_pins: those of them that pinned blocks kept out.
+        preempted: requests that were preempted.
+        abandoned: leases whose holder had gone: cancelled, garbage-collected or left by an
+            exception.
+        leases: leases in use.
+        waiting: requests that wait for device blocks.
+        blocks_total: device blocks.
+        blocks_free: device blocks that no block of a request is in.
+        nodes: blocks in the block tree.
+        nodes_referenced: blocks in the tree that a lease or a transfer uses.
+        evictable: cached device blocks that no request uses.
+        evicted: blocks that left the device for others.
+        rescued: blocks that were matched again while they were being offloaded, and stayed.
+        loads_in_flight: loads from host memory or storage that have not ended.
+        offloads_in_flight: offloads that have not ended.
+        saves_in_flight: saves after a request finish that have not ended.
+        overdue_loads: loads that missed their deadline.
+        resumed: preempted requests that were acquired again, in none of the counts above it.
+        forks: leases that `Lease.fork` has made, in none of the counts above it except `leases`.
+        tails_copied: device blocks that were copied for them, since they were not full.
+        blocks_shared: device blocks with more than one owner: full blocks of forks that are not
+            committed by all of them, and blocks that are being copied.
+        pinned: device blocks that are pinned.
+        pins_refused: pins beyond the share of pinned blocks.
+        pins_expired: pins that ended with their time to live.
+        quota_evictions: evicted blocks that were chosen because their salt was above its quota.
+    """
+
+    requests: int
+    blocks_looked_up: int
+    device_hits: int
+    host_hits: int
+    storage_hits: int
+    no_room: int
+    refused_size: int
+    refused_pins: int
+    preempted: int
+    abandoned: int
+    leases: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    nodes: int
+    nodes_referenced: int
+    evictable: int
+    evicted: int
+    rescued: int
+    loads_in_flight: int
+    offloads_in_flight: int
+    saves_in_flight: int
+    overdue_loads: int
+    resumed: int
+    forks: int = 0
+    tails_copied: int = 0
+    blocks_shared: int = 0
+    pinned: int = 0
+    pins_refused: int = 0
+    pins_expired: int = 0
+    quota_evictions: int = 0

@@ -1,0 +1,650 @@
+"""Blocks on this node: the block tree, the pool of device blocks, and the room that requests may
+count on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvactors.actor.clock import now
+from kvactors.errors import ensure
+from kvactors.hints import BlockHints
+from kvactors.histogram import Histogram
+from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path, TreeCheck
+from kvactors.prefix_index.settings import TierPolicies
+from kvactors.prefix_index.work import turn_blocks_of
+from kvactors.types import HASH_BYTES
+
+if TYPE_CHECKING:
+    from kvactors.prefix_index.leases import LoadState
+
+
+class BlockAges:
+    """Times at which device blocks were taken and last used, in seconds of the loop's clock.
+
+    Args:
+        lifetime: of evicted blocks, from the request that took the block to its eviction.
+        idle: of evicted blocks, since the last use.
+        gap: of hits on the device, since the last use.
+    """
+
+    def __init__(self, lifetime: Histogram, idle: Histogram, gap: Histogram) -> None:
+        self._lifetime = lifetime
+        self._idle = idle
+        self._gap = gap
+        self._taken, self._used = np.empty(0), np.empty(0)
+
+    def took(self, blocks: Sequence[int]) -> None:
+        """A request has taken free blocks."""
+        if max(blocks) >= len(self._taken):
+            self._grow(max(blocks) + 1)
+        self._taken[blocks] = self._used[blocks] = now()
+
+    def matched(self, blocks: Sequence[int]) -> None:
+        """A request has found these blocks on the device."""
+        at = now()
+        known = self._known(blocks)
+        self._gap.observe_all(at - self._used[known])
+        self._used[known] = at
+
+    def released(self, blocks: Sequence[int]) -> None:
+        """A request has ended that used these blocks. Those below 0 are none."""
+        self._used[self._known(blocks)] = now()
+
+    def evicted(self, blocks: Sequence[int]) -> None:
+        """These blocks have left the device."""
+        at, known = now(), self._known(blocks)
+        self._lifetime.observe_all(at - self._taken[known])
+        self._idle.observe_all(at - self._used[known])
+
+    def _known(self, blocks: Sequence[int]) -> list[int]:
+        """Without blocks that were taken before the ages were asked for."""
+        size, taken = len(self._taken), self._taken
+        return [block for block in blocks if 0 <= block < size and taken[block] >= 0.0]
+
+    def _grow(self, size: int) -> None:
+        """Make place for `size` blocks, twice as many as before at least."""
+        more = np.full(max(size, 2 * len(self._taken)) - len(self._taken), -1.0)
+        self._taken = np.concatenate((self._taken, more))
+        self._used = np.concatenate((self._used, more))
+
+
+# -- The device block pool: the free device blocks, and those with more than one owner.
+
+
+CHECKED_BLOCKS = 512
+"""Blocks that a step of a check covers."""
+
+
+class BlockPool:
+    """Free device block ids 0 .. total - 1. A new pool hands out the lowest first, and later the
+    block that was returned last.
+
+    A block may have several owners: paths that a fork has made of one, a copy in flight, and the
+    tree once one of the paths has committed it. Each returns it once, and it is free with the last.
+    """
+
+    __slots__ = ("_free", "_is_free", "_owners", "ages", "changes", "total")
+
+    def __init__(self, total: int, ages: BlockAges | None = None) -> None:
+        self.total = total
+        self.changes = 0  # calls that changed something
+        self.ages = ages  # while a metric asks for them
+        self._free = list(range(total - 1, -1, -1))
+        self._is_free = bytearray(b"\x01" * total)
+        self._owners: dict[int, int] = {}  # beyond the first, by block
+
+    @property
+    def free(self) -> int:
+        """Blocks in the pool."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free blocks. The caller has made sure that there are as many."""
+        if count == 1 and self._free and self.ages is None:  # as most requests that hit
+            self.changes += 1
+            block = self._free.pop()
+            self._is_free[block] = 0
+            return [block]
+        if not 0 <= count <= len(self._free):
+            raise RuntimeError(f"{count} blocks wanted, {len(self._free)} free")
+        if not count:
+            return []
+        self.changes += 1
+        taken = self._free[-count:]
+        del self._free[-count:]
+        taken.reverse()
+        for block in taken:
+            self._is_free[block] = 0
+        if self.ages is not None:
+            self.ages.took(taken)
+        return taken
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks with more than one owner."""
+        return len(self._owners)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a block has more than one owner."""
+        return block in self._owners
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """These blocks get one more owner each. RuntimeError for one that is free."""
+        self.changes += 1
+        for block in blocks:
+            if self._is_free[block]:
+                raise RuntimeError(f"block {block} is free, and gets an owner")
+            self._owners[block] = self._owners.get(block, 0) + 1
+
+    def note_release(self, path: Path) -> None:
+        """The request of a path has ended."""
+        if self.ages is not None:
+            self.ages.released(path.blocks())
+
+    def note_eviction(self, blocks: list[int]) -> None:
+        """These blocks have left the device for others."""
+        if self.ages is not None and blocks:
+            self.ages.evicted(blocks)
+
+    def give(self, blocks: Iterable[int]) -> None:
+        """Take blocks back from one owner each. RuntimeError for one that is free already or not of
+        this pool: a block that is free and in use means wrong bytes."""
+        self.changes += 1
+        marks, total = self._is_free, self.total
+        for block in self._last_owned(blocks) if self._owners else blocks:
+            if not 0 <= block < total:
+                raise RuntimeError(f"block {block} is not of this pool")
+            if marks[block]:
+                raise RuntimeError(f"block {block} was released twice")
+            marks[block] = 1
+            self._free.append(block)
+
+    def _last_owned(self, blocks: Iterable[int]) -> list[int]:
+        """Those of the blocks that nothing owns any more when one owner of each has returned it."""
+        last: list[int] = []
+        for block in blocks:
+            others = self._owners.get(block, 0)
+            if not others:
+                last.append(block)
+            elif others == 1:
+                del self._owners[block]
+            else:
+                self._owners[block] = others - 1
+        return last
+
+    def free_blocks(self) -> list[int]:
+        """The free ids (a copy)."""
+        return list(self._free)
+
+    def check(self) -> None:
+        """AssertionError if list and marks disagree."""
+        for _ in self.check_steps():
+            pass
+
+    def check_steps(self) -> Iterator[None]:
+        """`check` in steps of about a millisecond, between which anything may happen: a block that
+        is listed must be marked in any case, and the whole is compared if nothing has changed since
+        the check began."""
+        changes, marks, seen = self.changes, self._is_free, bytearray(self.total)
+        ensure(not any(marks[block] for block in self._owners), "a block with owners is free")
+        for start in range(0, len(self._free), CHECKED_BLOCKS):
+            for block in self._free[start : start + CHECKED_BLOCKS]:
+                ensure(bool(marks[block]), "free list and marks disagree")
+                seen[block] = 1
+            yield
+        if changes != self.changes:
+            return
+        ensure(seen == marks, "free list and marks disagree")
+        ensure(len(self._free) == marks.count(1), "free list and marks disagree")
+
+
+# -- The prefix index: the tree of the blocks on this node and the pool of free device blocks.
+
+
+Media = tuple[tuple[int, int], ...]
+"""(offset, length) in tokens of media items, in ascending order."""
+
+CHECKED_NODES = 128
+"""Nodes of the tree that a step of a check covers: hashing the tokens of one takes a microsecond
+or more."""
+
+RECLAIMED_BLOCKS = 2048
+"""Device blocks of cleared trees that a turn returns to the pool: each takes a fraction of a
+microsecond."""
+
+
+class Segment(NamedTuple):
+    """Blocks [start, stop) of a path that are cached without being computed: to be loaded, or being
+    loaded by `joined`."""
+
+    start: int
+    stop: int
+    joined: LoadState | None
+
+
+class Match(msgspec.Struct, frozen=True):
+    """The cached part of a pinned path.
+
+    Attributes:
+        num_device_blocks: leading blocks on the device.
+        segments: what may be loaded, contiguous after those.
+        new_blocks: device blocks that the request needs.
+    """
+
+    num_device_blocks: int
+    segments: list[Segment]
+    new_blocks: int
+
+    @property
+    def expected_blocks(self) -> int:
+        """Leading blocks that are cached if every segment is loaded."""
+        return self.segments[-1].stop if self.segments else self.num_device_blocks
+
+
+class Eviction(NamedTuple):
+    """Device blocks that are leaving the device.
+
+    Attributes:
+        nodes: of `tree`, marked with `op`.
+        hashes, parents: hashes of the blocks and of those above them, empty in an index without
+            hashes.
+        states: the state bits of each node when it was chosen.
+        traits: of the blocks, if the tree tracks them.
+        freed: blocks of a cleared salt that were freed at once, beside those.
+    """
+
+    op: int
+    tree: BlockTree
+    nodes: NDArray[np.uint32]
+    hashes: bytes
+    parents: bytes
+    blocks: tuple[int, ...]
+    states: bytes
+    traits: BlockHints | None = None
+    freed: int = 0
+
+    @property
+    def total(self) -> int:
+        """Blocks concerned."""
+        return len(self.blocks)
+
+
+class BlockIndex:
+    """Blocks known to this node and the device blocks they are in.
+
+    A cleared tree keeps its unused blocks until `sweep` has returned them to the pool, some at a
+    time. They count as free from the clear on: `take` returns those it lacks.
+
+    Args:
+        block_size: tokens a block.
+        num_blocks, capacity: device blocks, and nodes to size the tree for.
+        recompute_last_token: whether a prompt is never hit as a whole.
+        memory_generation: of the device memory.
+        policy: the eviction policy, LRU if None.
+        hashes: whether blocks are hashed when they enter the tree, since a sink or another tier
+            needs the hash of each. Otherwise evictions come without hashes, and the others are
+            made when they are asked for.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        num_blocks: int,
+        capacity: int,
+        *,
+        recompute_last_token: bool,
+        memory_generation: int = 0,
+        policy: TierPolicies | None = None,
+        hashes: bool = True,
+    ) -> None:
+        self.block_size, self.turn_blocks = block_size, turn_blocks_of(block_size)
+        self.memory_generation = memory_generation
+        self.capacity = capacity
+        self.hashes = hashes
+        self.pool = BlockPool(num_blocks)
+        self.policy = TierPolicies() if policy is None else policy
+        self.tree = self.policy.tree(block_size, capacity, hashes=hashes)
+        self.retired: deque[BlockTree] = deque()  # cleared trees that still have blocks or memory
+        self.reclaimable = 0  # unused device blocks of those
+        self.loading: dict[int, LoadState] = {}  # by target block
+        self.recompute_tokens = int(recompute_last_token)
+        self.room = Room(self)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free blocks. The caller has made sure that there are as many."""
+        while self.reclaimable and count > self.pool.free:
+            self.reclaim(count - self.pool.free)
+        return self.pool.take(count)
+
+    def take_reserved(self, count: int) -> list[int]:
+        """`count` of the blocks that were counted in `Room.reserved`."""
+        self.room.reserved -= count
+        return self.take(count)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def limit_of(self, tokens: int) -> int:
+        """Blocks of a prompt that may be hit: all full ones, or one less to leave a token to
+        compute."""
+        return max(tokens - self.recompute_tokens, 0) // self.block_size
+
+    def can_fit(self, path: Path, needed: int) -> bool:
+        """Whether `needed` blocks of a path may fit on the device. Changes nothing."""
+        run, states = self.tree.peek(path, self.limit_of(path.num_tokens))
+        # Blocks that other requests are loading come with their device blocks.
+        shared = sum(1 for state in states if state & LOADING)
+        return self.room.free + self.room.unpromised + self.evictable() >= needed - run - shared
+
+    def fits(self, path: Path, needed: int, media: Media) -> bool:
+        """Whether a request that holds nothing can have its blocks now. Changes nothing.
+
+        Blocks of its path that other requests use are shared, at most those of a turn. Unused ones
+        are among those that can be evicted.
+        """
+        available = self.room.free + self.room.unpromised + self.evictable()
+        if available >= needed:
+            return True
+        limit = min(self.limit_of(path.num_tokens), self.turn_blocks)
+        return available >= needed - self.before_media(self.tree.referenced_run(path, limit), media)
+
+    def before_media(self, blocks: int, media: Media) -> int:
+        """As many leading blocks, or fewer: those that end within no media item."""
+        for offset, length in reversed(media):
+            if offset < blocks * self.block_size < offset + length:
+                blocks = offset // self.block_size
+        return blocks
+
+    def needed_blocks(self, path: Path, chunk: int, *, fetch: int, media: Media) -> int:
+        """Table entries that a request gets at most: all, or those of its cached blocks and of a
+        chunk of tokens after them. Changes nothing."""
+        if not chunk:
+            return self.blocks_for(path.num_tokens)
+        limit = self.limit_of(path.num_tokens)
+        cached = self.before_media(self.reach(path, limit, fetch=fetch), media)
+        # A known block has a place in the table even if it cannot be hit.
+        run, states = self.tree.peek(path, cached if media else limit)
+        return max(run + len(states), self.chunk_blocks(path, cached, chunk))
+
+    def chunk_blocks(self, path: Path, cached: int, chunk: int) -> int:
+        """Table entries of `cached` blocks and a chunk of tokens after them, 0 for all tokens."""
+        tokens = cached * self.block_size + chunk
+        return self.blocks_for(min(path.num_tokens, tokens) if chunk else path.num_tokens)
+
+    def match(
+        self,
+        path: Path,
+        *,
+        fetch: int,
+        media: Media = (),
+        chunk: int = 0,
+        used: bool = True,
+        states: bytes = b"",
+    ) -> Match:
+        """Pin the known blocks of the path, and find the blocks that may be loaded.
+
+        Args:
+            path: tokens of the request. It may hold leading nodes.
+            fetch: leading blocks that the store may have. No segment crosses this boundary.
+            media: items that are matched whole or not at all. The request computes what follows the
+                last whole one.
+            chunk: tokens after the cached ones that the request needs blocks for, 0 for all.
+            used: whether the request gets its blocks for certain. Otherwise blocks that are being
+                evicted leave, unless `tree.keep` follows in this turn.
+            states: of the nodes that the path holds beyond those on the device.
+        """
+        limit = self.limit_of(path.num_tokens)
+        if media:
+            limit = self.before_media(self.reach(path, limit, fetch=fetch), media)
+        match = self._match(path, limit, fetch=fetch, used=used, states=states)
+        while media and match.expected_blocks > (
+            limit := self.before_media(match.expected_blocks, media)
+        ):
+            self.pool.give(self.tree.release(path))
+            match = self._match(path, limit, fetch=fetch, used=used)
+        if not chunk:
+            return match
+        # Positions of known blocks that cannot be hit are in the table already.
+        chunked = max(path.num_blocks, self.chunk_blocks(path, match.expected_blocks, chunk))
+        later = self.blocks_for(path.num_tokens) - chunked
+        return msgspec.structs.replace(match, new_blocks=match.new_blocks - later)
+
+    def reach(self, path: Path, limit: int, *, fetch: int) -> int:
+        """Leading blocks that a match would find at most. Changes nothing."""
+        run, states = self.tree.peek(path, limit)
+        for position, state in enumerate(states, run):
+            if state & DEVICE or not (state & (LOADING | HOST) or position < fetch):
+                return position
+        return max(run + len(states), min(limit, fetch))
+
+    def _match(
+        self, path: Path, limit: int, *, fetch: int, used: bool, states: bytes = b""
+    ) -> Match:
+        held = path.num_held - len(states)
+        more, found = self.tree.pin(path, limit, used)
+        run, states = held + more, states + found
+        if not states and run >= min(limit, fetch):
+            return Match(run, [], self.blocks_for(path.num_tokens) - run)
+        known = run + len(states)
+        segments: list[Segment] = []
+        joined_blocks = 0
+        position = run
+        while position < known:
+            state = states[position - run]
+            if state & DEVICE or not (state & (LOADING | HOST) or position < fetch):
+                # Still on the device, but leaving after the block above it: it cannot be loaded
+                # until then.
+                break
+            stop = position + 1
+            if state & LOADING:
+                load = self.loading.get(path.blocks(position, stop)[0])
+                if load is None or load.lost:
+                    # This load is past its deadline: its copies may never complete.
+                    break
+                while (
+                    stop < known
+                    and states[stop - run] & LOADING
+                    and self.loading.get(path.blocks(stop, stop + 1)[0]) is load
+                ):
+                    stop += 1
+                segments.append(Segment(position, stop, load))
+                joined_blocks += stop - position
+            else:
+                end = min(known, fetch) if position < fetch else known
+                while (
+                    stop < end
+                    and not states[stop - run] & (DEVICE | LOADING)
+                    and (states[stop - run] & HOST or stop < fetch)
+                ):
+                    stop += 1
+                segments.append(Segment(position, stop, None))
+            position = stop
+        if position < known:
+            self.tree.trim(path, position)
+        elif position < (limit := min(limit, fetch)):
+            if segments and segments[-1].joined is None:
+                segments[-1] = Segment(segments[-1].start, limit, None)
+            else:
+                segments.append(Segment(position, limit, None))
+        return Match(run, segments, self.blocks_for(path.num_tokens) - run - joined_blocks)
+
+    def fill_table(self, path: Path, match: Match, blocks: list[int]) -> None:
+        """Enter the request's new blocks wherever there is no shared block."""
+        used, position = 0, match.num_device_blocks
+        if not match.segments and len(blocks) == match.new_blocks:
+            if blocks:
+                path.assign(position, blocks)
+            return
+        joined_blocks = sum(stop - start for start, stop, joined in match.segments if joined)
+        total = position + joined_blocks + match.new_blocks
+        for start, stop, joined in [*match.segments, Segment(total, total, None)]:
+            gap = (stop if joined is None else start) - position
+            if gap:
+                path.assign(position, blocks[used : used + gap])
+                used += gap
+            position = stop
+        if used != len(blocks):
+            raise RuntimeError(f"{len(blocks)} device blocks for a table that takes {used}")
+
+    def release_slices(self, tree: BlockTree, path: Path) -> Iterator[None]:
+        """Drop all references of a path in steps, the deepest blocks first. Blocks that no other
+        path uses are free after the step that drops them."""
+        self.pool.note_release(path)
+        blocks = max(path.num_blocks, path.num_held)
+        for keep in range(blocks - self.turn_blocks, 0, -self.turn_blocks):
+            self.pool.give(tree.release(path, keep))
+            yield
+        self.pool.give(tree.release(path))
+
+    def evictable(self) -> int:
+        """Device blocks that could be evicted now."""
+        return self.tree.statistics()["evictable"]
+
+    def evict(self, count: int, op: int, salt: int = 0, incoming: int = 0) -> Eviction:
+        """Choose up to `count` device blocks to leave the device, by quotas, hints and the policy,
+        for a request of a salt that takes `incoming` blocks in all."""
+        tree = self.tree
+        if not tree.sharing:
+            nodes, hashes, parents, blocks, states = tree.evict(count, hashes=self.hashes)
+            return Eviction(op, tree, nodes, hashes, parents, tuple(blocks), states)
+        now = self.policy.now()
+        chosen, traits = tree.evict_for(count, self.hashes, salt, incoming, now)
+        nodes, hashes, parents, blocks, states = chosen
+        freed = tree.take_discarded() if tree.forgetting else []
+        self.pool.give(freed)
+        return Eviction(
+            op, tree, nodes, hashes, parents, tuple(blocks), states, BlockHints(*traits), len(freed)
+        )
+
+    def finish_evict(self, op: Eviction, on_host: bytes) -> tuple[list[int], list[int]]:
+        """Free the blocks of a completed eviction, except those that were matched again or that
+        another eviction still reads. Returns the indices of those that left the device, and of
+        those that stayed."""
+        freed, stayed = op.tree.finish_offload(op.nodes, on_host)
+        self.pool.give(freed)
+        self.pool.note_eviction(freed)
+        kept = set(stayed)
+        return [j for j in range(op.total) if j not in kept], stayed
+
+    # -- clears
+
+    def retire(self) -> int:
+        """Continue with an empty tree, in the same time for a large one. Returns the number of
+        device blocks that no lease and no copy uses: they count as free from now on."""
+        self.policy.retire(self.tree)
+        unused = self.tree.retire()
+        self.reclaimable += unused
+        self.retired.append(self.tree)
+        self._renew_tree()
+        return unused
+
+    def _renew_tree(self) -> None:
+        """The memory of the empty tree is brought in later: this is within a turn."""
+        make = self.policy.tree
+        self.tree = make(self.block_size, self.capacity, hashes=self.hashes, touch=False)
+
+    def set_num_blocks(self, num_blocks: int) -> None:
+        """Give device blocks to an index that was made without any, and that is empty."""
+        if self.pool.total or self.tree.statistics()["nodes"]:
+            raise RuntimeError("the number of device blocks is set once, in an empty index")
+        self.capacity += num_blocks
+        self.pool = BlockPool(num_blocks, self.pool.ages)
+        self._renew_tree()
+
+    def reclaim(self, count: int) -> None:
+        """Return up to `count` unused blocks of cleared trees to the pool, those of the oldest tree
+        first."""
+        for tree in self.retired:
+            freed = tree.sweep(count) if tree.returning else []
+            self.pool.give(freed)
+            self.reclaimable -= len(freed)
+            count -= len(freed)
+            if not count:
+                return
+
+    @property
+    def sweeping(self) -> bool:
+        """Whether `sweep` has something to do now. It has not while leases and copies use all
+        blocks that are left."""
+        return self.reclaimable > 0 or any(tree.idle for tree in self.retired)
+
+    def sweep(self, count: int = RECLAIMED_BLOCKS) -> None:
+        """A step of the work after a clear: return `count` blocks, or after the last of them a part
+        of a tree's memory."""
+        if self.reclaimable:
+            self.reclaim(count)
+            return
+        tree = next((tree for tree in self.retired if tree.idle), None)
+        if tree is not None and tree.dismantle():
+            self.retired.remove(tree)
+
+    # -- inspection
+
+    def check(self) -> None:
+        """RuntimeError or AssertionError if the tree or the pool is inconsistent."""
+        deque(self.check_steps(), maxlen=0)
+
+    def check_steps(self) -> Iterator[None]:
+        """`check` in steps of about a millisecond, between which other calls may come. Each block
+        is checked by itself in any case, sums and orders only if nothing has changed since the
+        check began."""
+        check = TreeCheck(self.tree)
+        while not check.step(CHECKED_NODES):
+            yield
+        unused = sum(tree.returning for tree in self.retired)
+        ensure(self.reclaimable == unused, "blocks of cleared trees to be returned")
+        yield from self.pool.check_steps()
+
+
+class Room:
+    """Device blocks that requests may count on.
+
+    Attributes:
+        reserved: free blocks of requests that wait for more, or take theirs in later turns.
+        coming: blocks that copies in flight will free, at most, without stalled copies.
+        promised: blocks that waiting requests lack.
+        closing: operations that own blocks and return them when they end: paths that are being
+            released in several turns, and copies within the device.
+    """
+
+    __slots__ = ("_index", "closing", "coming", "promised", "reserved")
+
+    def __init__(self, index: BlockIndex) -> None:
+        self.reserved = self.coming = self.promised = self.closing = 0
+        self._index = index
+
+    @property
+    def free(self) -> int:
+        """Device blocks that can be taken now. Blocks with another owner are not counted."""
+        index, free = self._index, self._index.pool.free - self.reserved
+        if not index.reclaimable:
+            return free
+        return free + max(0, index.reclaimable - index.pool.num_shared)
+
+    @property
+    def unpromised(self) -> int:
+        """Blocks that evictions in flight will free, less those that requests wait for."""
+        return self.coming - self.promised
+
+    @property
+    def available(self) -> int:
+        """Device blocks that a new request could have at most."""
+        return self.free + self._index.evictable() + max(0, self.unpromised)
+
+
+def was_cleared(tree: BlockTree, path: Path) -> bool:
+    """Whether the blocks of a path were cleared since it was matched: nothing more of it may be
+    cached or reported."""
+    return tree.retired or (tree.sharing and tree.is_forgotten(path))
+
+
+def pick_hashes(hashes: bytes, positions: list[int]) -> bytes:
+    """The hashes at some positions of a buffer of hashes, none of an empty one."""
+    return b"".join(hashes[p * HASH_BYTES : (p + 1) * HASH_BYTES] for p in positions)

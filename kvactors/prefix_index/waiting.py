@@ -1,0 +1,525 @@
+"""Requests that wait: for the end of a pause, for evictions in flight, or until other requests
+release device blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import count, takewhile
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from kvactors.actor import Envelope
+from kvactors.errors import (
+    DeadlineExceeded,
+    KVActorsError,
+    LeaseEnded,
+    NeverFits,
+    NoRoom,
+    NumBlocksUnset,
+    Paused,
+)
+from kvactors.native import BlockTree, Path
+from kvactors.prefix_index.messages import Ack, Acquire, AdmissionDeadline, Fork, Proceed, Sweep
+from kvactors.prefix_index.tree import Media
+from kvactors.prefix_index.work import Timed, Work
+
+if TYPE_CHECKING:
+    from kvactors.prefix_index.actor import IndexCore
+
+
+TURN_REQUESTS = 64
+"""Requests that one turn serves, refuses or admits. The others follow in later turns."""
+
+OVERTAKEN = 64
+"""Requests of any size that get blocks before one that waits for room. After that only requests
+get blocks before it that fit on the device together with it."""
+
+PINNED = "only the end of a pin makes room"
+"""Reason of a refusal."""
+
+
+class Wait(Timed, eq=False):
+    """A request that waits.
+
+    Attributes:
+        lease: the lease that it is for, or that a fork is made of.
+        envelope: of its call.
+        ticket: of its deadline, since a lease may wait again.
+        claim: device blocks that its lease uses once it is granted.
+        since: `WaitQueue.overtakings` when it began to wait for room.
+        needed: device blocks that it asks for.
+        lacking: those that are not reserved for it yet.
+        salt: of the request, see `kvactors.quotas.salt_id`.
+        complete: called when all are reserved.
+        give_up: called if it gets none.
+    """
+
+    lease: int
+    envelope: Envelope[Any]
+    ticket: int = 0
+    claim: int = 0
+    since: int = 0
+    needed: int = 0
+    lacking: int = 0
+    salt: int = 0
+    complete: Callable[[], None] = lambda: None
+    give_up: Callable[[], None] = lambda: None
+
+    @property
+    def message(self) -> Any:
+        """The request."""
+        return self.envelope.message
+
+
+class Line:
+    """Requests that wait and hold nothing: no block, no reference, no load. In the order of their
+    calls.
+
+    Attributes:
+        waits: by lease.
+        matching: requests that have left the line to be matched, maybe over several turns, and may
+            come back to their place, by lease.
+        claims: blocks of `waits`.
+    """
+
+    def __init__(self) -> None:
+        self.waits: OrderedDict[int, Wait] = OrderedDict()
+        self.matching: dict[int, Wait] = {}
+        self.claims = 0
+
+    def __len__(self) -> int:
+        return len(self.waits)
+
+    @property
+    def first(self) -> Wait | None:
+        """The request that has waited longest."""
+        return next(iter((self.matching or self.waits).values()), None)
+
+    def enter(self, wait: Wait) -> None:
+        """Let a request wait. A request that waited before has its place again."""
+        before, number = self.matching.pop(wait.lease, None), number_of(wait.message)
+        backwards = reversed(self.waits.values())
+        later = list(takewhile(lambda one: number_of(one.message) > number, backwards))
+        if before is not None or later:
+            wait.since = (before or later[-1]).since
+        self.waits[wait.lease] = wait
+        self.claims += wait.claim
+        for one in reversed(later):
+            self.waits.move_to_end(one.lease)
+
+    def remove(self, lease: int) -> Wait | None:
+        """The request of a lease does not wait any more. None if it did not."""
+        wait = self.waits.pop(lease, None)
+        if wait is not None:
+            wait.stop_timer()
+            self.claims -= wait.claim
+        return wait
+
+    def match(self, lease: int) -> None:
+        """A request leaves the line to be matched."""
+        wait = self.remove(lease)
+        if wait is not None:
+            self.matching[lease] = wait
+
+
+class WaitQueue:
+    """First come, first served, with a bound: blocks that become free go to the request that has
+    waited longest, or, if it does not fit, to OVERTAKEN later ones that do, and to any that fit
+    beside it.
+
+    A lease waits for one thing at a time, in one of four lines.
+
+    Attributes:
+        free_low, free_high: see `IndexSettings`.
+        held: requests that wait for the end of a pause.
+        waiting: requests that wait for evictions and releases in flight, with the blocks that are
+            reserved for them, by lease in order of arrival.
+        forks: forks that wait, holding nothing, until other requests release blocks.
+        acquires: the same for acquires. Forks come before them: the leases that they are of hold
+            blocks.
+        contended: a request waits or has to wait. May be true for longer, see `is_quiet`.
+        paused, asleep: new requests are held, or refused.
+        overtakings: requests so far that got blocks before one that waited for room.
+        on_idle: called whenever no transfer is in flight, for a sleep.
+        pausing: calls to be answered once no transfer is in flight.
+        proceeding: a later turn continues with the lines.
+        no_room: requests that were refused for lack of device blocks.
+        refused_size, refused_pins: those of them that are too large, or that pins keep out.
+    """
+
+    def __init__(self, core: IndexCore) -> None:
+        self.held, self.forks, self.acquires = Line(), Line(), Line()
+        self.waiting: dict[int, Wait] = {}
+        self._patient: dict[int, Wait] = {}  # those of `waiting` that may wait for room as well
+        self.contended = True
+        self.paused = self.proceeding = False
+        self.asleep = core.settings.asleep
+        self.overtakings = self.no_room = self.refused_size = self.refused_pins = 0
+        self.free_low, self.free_high = core.settings.free_low, core.settings.free_high
+        self.pausing: list[Envelope[Ack]] = []
+        self.on_idle: Callable[[], None] | None = None
+        self._index, self._room, self._out = core.index, core.index.room, core.out
+        self._loads = core.loads
+        self._evictions = core.evictions
+        self._saves = core.saves
+        self._leases = core.leases
+        self._pins = core.pins
+        self._tickets = count(1)
+        self._serving = self._sweeping = False
+
+    def is_quiet(self) -> bool:
+        """Whether a request need not wait for others, and its end has no consequences for them."""
+        self.contended = bool(
+            self.paused
+            or self.asleep
+            or self.held.waits
+            or self.waiting
+            or self.heads()
+            or self.pausing
+        )
+        return not self.contended
+
+    def heads(self) -> list[Wait]:
+        """The fork and the acquire that have waited longest for room."""
+        return [wait for wait in (self.forks.first, self.acquires.first) if wait is not None]
+
+    @property
+    def releasing(self) -> bool:
+        """Whether blocks of ended leases will be free, or evictable, without an eviction: copies
+        in flight own theirs until they end."""
+        return bool(self._saves.in_flight or self._room.closing) or self._loads.any_unused()
+
+    # -- requests that hold nothing
+
+    def hold(self, envelope: Envelope[Any]) -> None:
+        """Let a request wait for the end of a pause."""
+        self._enter(self.held, envelope, 0)
+
+    def wait_for_room(self, envelope: Envelope[Any]) -> None:
+        """Let a request wait until others release blocks."""
+        acquires = isinstance(envelope.message, Acquire)
+        line = self.acquires if acquires else self.forks
+        self._enter(line, envelope, self._wanted(envelope.message)[1])
+
+    def _enter(self, line: Line, envelope: Envelope[Any], claim: int) -> None:
+        message: Any = envelope.message
+        wait = Wait(message.lease, envelope, claim=claim, since=self.overtakings)
+        line.enter(wait)
+        self._start(wait, message.deadline)
+
+    def _start(self, wait: Wait, deadline: float) -> None:
+        self.contended = True
+        wait.ticket = next(self._tickets)
+        self._out.at(wait, deadline, AdmissionDeadline(wait.lease, wait.ticket))
+
+    def spare(self, heads: list[Wait]) -> float:
+        """Device blocks that a request may claim, together with all requests that it overtakes, of
+        which `heads` have waited longest. Leases that are older than those requests are not
+        counted: they end without them."""
+        if all(self.overtakings - wait.since < OVERTAKEN for wait in heads):
+            return inf
+        first = min(number_of(wait.message) for wait in heads)
+        newer = sum(lease.path.num_blocks for lease in self._leases if lease.id > first)
+        return self._index.pool.total - self._index.tree.pinned - newer
+
+    def unreachable(
+        self, path: Path, claim: int, deadline: float, media: Media = ()
+    ) -> KVActorsError | None:
+        """Why a request of `claim` blocks cannot be granted before its deadline even if every lease
+        and transfer ends. None if it can."""
+        index, room = self._index, self._room
+        total, pinned = index.pool.total, index.tree.pinned
+        if claim > total:
+            return NeverFits(claim, room.available, total) if total else NumBlocksUnset()
+        if claim <= total - pinned:
+            return None
+        hits = index.before_media(index.limit_of(path.num_tokens), media)
+        withheld = self._pins.withheld(path, hits, deadline)
+        if claim <= total - withheld:
+            return None
+        return NoRoom(claim, room.available, withheld, PINNED)
+
+    def refuse_unreachable(self) -> None:
+        """Blocks were pinned: refuse the waiting requests that these pins keep out."""
+        for line in (self.forks, self.acquires):
+            for wait in list(line.waits.values()):
+                error = self.unreachable(*self._wanted(wait.message))
+                if error is not None:
+                    line.remove(wait.lease)
+                    self.refuse(wait.envelope, error)
+
+    def _wanted(self, message: Any) -> tuple[Path, int, float, Media]:
+        """Path, claim, deadline and media items of an `Acquire` or `Fork`."""
+        if isinstance(message, Acquire):
+            path = message.path
+            return path, self._index.blocks_for(path.num_tokens), message.deadline, message.media
+        lease: Any = self._leases.get(message.lease)  # holds its blocks until the fork is made
+        return lease.path, lease.path.num_blocks + len(message.leases), message.deadline, ()
+
+    # -- requests that wait for evictions
+
+    def request(self, wait: Wait, *, may_wait: bool, deadline: float) -> bool:
+        """Give a request its blocks, or let it wait behind evictions until a deadline. may_wait:
+        whether it waits for blocks that are not free at the end of this turn. False if it has not
+        got its blocks and does not wait."""
+        room, evicted = self._room, 0
+        wait.lacking = wait.needed
+        if self._give(wait):
+            return True
+        deficit = wait.needed - room.free - room.unpromised
+        if deficit > 0:
+            if self._index.evictable() < deficit and not self.releasing:
+                return False
+            evicted = self._evictions.evict_for(
+                lambda: wait.needed - room.free - room.unpromised, wait.salt, wait.needed
+            )
+            if self._give(wait):
+                return True
+        if not may_wait:
+            return False
+        self.waiting[wait.lease] = wait
+        if waits_for_room(wait.envelope):
+            self._patient[wait.lease] = wait
+        room.promised += wait.lacking
+        self._start(wait, deadline)
+        if evicted < self._index.turn_blocks:
+            self._serve_evictions()
+        else:
+            self.proceed_later()  # this turn has evicted its part
+        return True
+
+    def _give(self, wait: Wait) -> bool:
+        if self.waiting or self._room.free < wait.needed:
+            return False
+        self._room.reserved += wait.needed
+        wait.complete()
+        return True
+
+    def _serve_evictions(self) -> None:
+        if self._serving:
+            return  # an outer call continues with the queue
+        self._serving = True
+        try:
+            self._evictions.started = 0
+            for _ in range(TURN_REQUESTS):
+                if not self._serve_first():
+                    return
+                if self._evictions.started >= self._index.turn_blocks:
+                    break
+        finally:
+            self._serving = False
+        self.proceed_later()
+
+    def _serve_first(self) -> bool:
+        """Reserve free blocks for the first request. Returns whether more can be done now."""
+        wait, room = next(iter(self.waiting.values()), None), self._room
+        if wait is None:
+            return False
+        if wait.envelope.abandoned:
+            self._give_up(wait, LeaseEnded("this request was given up"))
+            return True
+        reserved = min(wait.lacking, room.free)
+        room.reserved += reserved
+        wait.lacking -= reserved
+        room.promised -= reserved
+        if not wait.lacking:
+            self._dequeue(wait)
+            wait.complete()
+            return True
+        if self._evictions.evict_for(lambda: -room.unpromised - room.free, wait.salt, wait.needed):
+            return True  # free now or later, or not if another request has them too
+        if room.unpromised >= 0 or self.releasing:
+            return room.free > 0
+        # There will be no blocks for the last one, or the last of those that can wait for room.
+        if self._patient:
+            last = next(reversed(self._patient.values()))
+            self._take_back(last)
+            self.lacks_room(last.envelope, 0)
+            return True
+        last = next(reversed(self.waiting.values()))
+        self.no_room += 1
+        error = NoRoom(last.needed, last.needed - last.lacking, self._index.tree.pinned)
+        self._give_up(last, error)
+        return True
+
+    def _dequeue(self, wait: Wait) -> None:
+        del self.waiting[wait.lease]
+        self._patient.pop(wait.lease, None)
+        self._room.promised -= wait.lacking
+        wait.stop_timer()
+
+    def _take_back(self, wait: Wait) -> None:
+        self._dequeue(wait)
+        self._room.reserved -= wait.needed - wait.lacking
+        wait.give_up()
+
+    def _give_up(self, wait: Wait, error: Exception) -> None:
+        self._take_back(wait)
+        self._out.refuse(wait.envelope, error)
+
+    # -- refusals
+
+    def lacks_room(self, envelope: Envelope[Any], needed: int) -> None:
+        """A request that does not wait cannot get `needed` blocks now: refuse it, or let it wait
+        for room."""
+        if not waits_for_room(envelope) or envelope.abandoned:
+            available, pinned = self._room.available, self._index.tree.pinned
+            self.refuse(envelope, NoRoom(needed, available, pinned))
+            return
+        error = self.unreachable(*self._wanted(envelope.message))
+        if error is None:
+            self.wait_for_room(envelope)
+        else:
+            self.refuse(envelope, error)
+
+    def refuse(self, envelope: Envelope[Any], error: KVActorsError) -> None:
+        """Refuse a request, and count it if it lacks blocks."""
+        self.no_room += isinstance(error, NoRoom)
+        self.refused_size += isinstance(error, NeverFits)
+        self.refused_pins += isinstance(error, NoRoom) and error.reason == PINNED
+        self._out.refuse(envelope, error)
+
+    def call_of(self, lease: int) -> Envelope[Any] | None:
+        """The call of a granted lease that waits for blocks, None if there is none."""
+        wait = self.waiting.get(lease) or self.forks.waits.get(lease)
+        return None if wait is None else wait.envelope
+
+    def cancel(self, lease: int, reason: str) -> None:
+        """Refuse the request of a lease, if it waits."""
+        wait = self.waiting.get(lease)
+        if wait is not None:
+            self._give_up(wait, LeaseEnded(reason))
+        for line in (self.held, self.forks, self.acquires):
+            if (wait := line.remove(lease)) is not None:
+                self._out.refuse(wait.envelope, LeaseEnded(reason))
+
+    def withdraw(self, lease: int) -> None:
+        """The waiting extend or fork of a lease was cancelled, unless it was answered before."""
+        call = self.call_of(lease)
+        if call is not None and call.abandoned:
+            self.cancel(lease, "this call was cancelled")
+            self.serve()
+
+    def expire(self, lease: int, ticket: int) -> None:
+        """The deadline of a request that waits has passed."""
+        wait = self.waiting.get(lease)
+        if wait is not None and wait.ticket == ticket:
+            error = f"no device blocks became free in time ({wait.lacking} lacking)"
+            self._give_up(wait, DeadlineExceeded(error))
+            self.serve()
+        for line in (self.held, self.forks, self.acquires):
+            wait = line.waits.get(lease)
+            if wait is None or wait.ticket != ticket:
+                continue
+            line.remove(lease)
+            if line is self.held:
+                self._out.refuse(wait.envelope, Paused("the cache is paused"))
+                return
+            needed = wait.claim if line is self.acquires else len(wait.message.leases)
+            error = (
+                f"other requests did not release enough device blocks in time: {needed} needed, "
+                f"{self._room.available} available, {self._index.tree.pinned} pinned"
+            )
+            self._out.refuse(wait.envelope, DeadlineExceeded(error))
+            self.serve()
+
+    # -- when blocks become free
+
+    def serve(self) -> None:
+        """Blocks became free, or an operation ended: serve the requests that wait for that."""
+        if self.contended or self._index.retired:
+            self._serve()
+            self.look_again()
+            self.is_quiet()
+
+    def _serve(self) -> None:
+        if self.waiting:
+            self._serve_evictions()
+        if self._index.retired:
+            self._sweep_later()
+        if not (self.pausing or self.on_idle):
+            return
+        busy = self._loads or self._evictions or self.releasing
+        if self.pausing and not busy:
+            paused, self.pausing = self.pausing, []
+            for envelope in paused:
+                self._out.reply(envelope, Ack())
+        if not busy and self.on_idle is not None:
+            self.on_idle()
+
+    def wait_idle(self, envelope: Envelope[Ack]) -> None:
+        """Answer once no transfer is in flight."""
+        self.contended = True
+        self.pausing.append(envelope)
+        self.serve()
+
+    def stall(self) -> None:
+        """The copies in flight may never complete: the requests that wait get other blocks."""
+        self._evictions.stall()
+        self.serve()
+
+    def evict_to_watermark(self) -> None:
+        """Evict ahead of need if the free device blocks are fewer than the low watermark."""
+        free = self._room.free + self._room.unpromised
+        if free < self.free_low:
+            self._evictions.evict(self.free_high - free)
+
+    def look_again(self) -> None:
+        """Look at the requests that wait for room in a later turn."""
+        if self.acquires.waits or self.forks.waits:
+            self.proceed_later()
+
+    def proceed_later(self) -> None:
+        """Continue with the queues in a later turn, after other messages."""
+        if not self.proceeding:
+            self.proceeding = True
+            self._out.to_self(Proceed())
+
+    def proceed(self) -> None:
+        """A later turn's share of the requests that wait for evictions."""
+        self.proceeding = False
+        self._serve()
+
+    # -- releases
+
+    def release(self, tree: BlockTree, path: Path) -> None:
+        """Drop the references of a path. Blocks that no other path uses are free, those of a long
+        path in later turns."""
+        if max(path.num_blocks, path.num_held) > self._index.turn_blocks:
+            self._out.begin(self._release(tree, path))
+            return
+        self._index.pool.note_release(path)
+        self._index.pool.give(tree.release(path))
+
+    def _release(self, tree: BlockTree, path: Path) -> Work:
+        self._room.closing += 1
+        for _ in self._index.release_slices(tree, path):
+            yield
+            self.serve()
+        self._room.closing -= 1
+        self.serve()
+
+    def _sweep_later(self) -> None:
+        """Return blocks and memory of cleared trees in a later turn. Requests do not wait for it:
+        `BlockIndex.take` reclaims the blocks that they need."""
+        if not self._sweeping and self._index.sweeping:
+            self._sweeping = True
+            self._out.to_self(Sweep())
+
+    def sweep(self) -> None:
+        """That turn's share."""
+        self._sweeping = False
+        self._index.sweep()
+        self._sweep_later()
+
+
+def waits_for_room(envelope: Envelope[Any]) -> bool:
+    """Whether a request waits until other requests release device blocks."""
+    message = envelope.message
+    return isinstance(message, Acquire | Fork) and message.wait_for_room
+
+
+def number_of(message: Acquire | Fork) -> int:
+    """Ascending in the order of calls: the number of the lease that the request is for."""
+    return message.lease if isinstance(message, Acquire) else message.leases[0]
