@@ -91,14 +91,14 @@ def parse_url(text: str) -> str:
     return f"{parts.scheme}://{host}:{port}{path}"
 
 
-class Answer(NamedTuple):
+class TopAnswer(NamedTuple):
     """An HTTP answer."""
 
     status: int
     body: bytes
 
 
-def _get(url: str, seconds: float) -> Answer:
+def _get(url: str, seconds: float) -> TopAnswer:
     try:
         answer = build_opener(ProxyHandler({})).open(url, timeout=seconds)
     except HTTPError as error:
@@ -109,10 +109,10 @@ def _get(url: str, seconds: float) -> Answer:
             raise ValueError(f"more than {MAX_ANSWER_BYTES >> 20} MiB")
         if getattr(answer, "length", None):
             raise ValueError("the connection ended before the end of the answer")
-        return Answer(answer.status, body)
+        return TopAnswer(answer.status, body)
 
 
-async def fetch(url: str, seconds: float) -> Answer:
+async def fetch(url: str, seconds: float) -> TopAnswer:
     """One GET, which may take some seconds in all.
 
     Raises:
@@ -218,7 +218,7 @@ def quantile(buckets: Buckets, share: float) -> float | None:
 # -- two readings of a process
 
 
-class Reason(msgspec.Struct, frozen=True):
+class ShownReason(msgspec.Struct, frozen=True):
     """A part that does not work. since: Unix time, None if the process does not report it."""
 
     component: str
@@ -226,11 +226,11 @@ class Reason(msgspec.Struct, frozen=True):
     since: float | None = None
 
 
-class Health(msgspec.Struct, frozen=True):
+class ShownHealth(msgspec.Struct, frozen=True):
     """The health of a process."""
 
     status: str
-    reasons: tuple[Reason, ...] = ()
+    reasons: tuple[ShownReason, ...] = ()
 
 
 class Reading(NamedTuple):
@@ -239,7 +239,7 @@ class Reading(NamedTuple):
 
     at: float
     metrics: Metrics
-    health: Health | None
+    health: ShownHealth | None
 
 
 class Interval(NamedTuple):
@@ -464,11 +464,13 @@ def view_of(both: Interval, url: str, at: float, restarts: int) -> Row:
     }
 
 
-def _health_of(metrics: Metrics) -> Health:
+def _health_of(metrics: Metrics) -> ShownHealth:
     """The health as far as the metrics have it."""
     status = next((name for name, value in metrics.by("health", "status").items() if value), None)
-    reasons = [Reason(name) for name, value in metrics.by("degraded", "component").items() if value]
-    return Health(status or ("ok" if metrics.value("up") else "closed"), tuple(reasons))
+    reasons = [
+        ShownReason(name) for name, value in metrics.by("degraded", "component").items() if value
+    ]
+    return ShownHealth(status or ("ok" if metrics.value("up") else "closed"), tuple(reasons))
 
 
 class Readings:
@@ -753,5 +755,5 @@ async def read(url: str, timeout: float) -> Reading:
     if "health" in metrics.samples:  # else the process has no such path
         with suppress(Unreachable, msgspec.DecodeError, UnicodeDecodeError):
             answer = await fetch(url.rpartition("/")[0] + "/health", timeout)
-            health = msgspec.json.decode(answer.body, type=Health)
+            health = msgspec.json.decode(answer.body, type=ShownHealth)
     return Reading(now(), metrics, health)

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 from kvactors.actor import check_graph, edges
@@ -101,3 +102,15 @@ def test_run_and_replay_import_only_fault_injectors_of_the_test_harness():
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert found.stdout.split() == ["kvactors.testing", "kvactors.testing.faults"]
+
+
+def test_a_class_name_belongs_to_one_class():
+    """One name for one thing: a second class of a name is another part's, or wants another name."""
+    names = Counter(
+        node.name
+        for file in SOURCES
+        if file.parts[len(PACKAGE.parts)] != "scenarios"
+        for node in ast.parse(file.read_text("utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []

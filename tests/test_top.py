@@ -28,11 +28,11 @@ from kvactors.observe.prometheus import CacheMetrics
 from kvactors.testing.loop import simulate
 from kvactors.top import (
     BadMetrics,
-    Health,
     Metrics,
     Reading,
     Readings,
-    Reason,
+    ShownHealth,
+    ShownReason,
     Unreachable,
     fetch,
     frame,
@@ -340,7 +340,9 @@ def test_a_frame_fits_any_width_and_has_no_control_characters_of_the_process(wid
     evil = "bad\\x1b[31m\x1b]0;t\x07[bold]"
     text = TEXT.format(start=50.0, requests=1e300, queries=1, hits=1e-300, turns=1)
     text = text.replace('"index"', f'"{evil}"').replace('model="m"', f'model="{evil}"')
-    health = Health("degraded" + evil, (Reason(evil, evil, 1e300), Reason("a", "b", -1e300)))
+    health = ShownHealth(
+        "degraded" + evil, (ShownReason(evil, evil, 1e300), ShownReason("a", "b", -1e300))
+    )
     readings = Readings()
     readings.add(Reading(0.0, Metrics(text), health))
     readings.add(Reading(2.0, Metrics(text), health))
@@ -354,7 +356,7 @@ def test_a_frame_fits_any_width_and_has_no_control_characters_of_the_process(wid
 
 def test_colours_name_the_states():
     readings = Readings()
-    readings.add(reading(0.0, Health("degraded", (Reason("store", "is full", 90.0),))))
+    readings.add(reading(0.0, ShownHealth("degraded", (ShownReason("store", "is full", 90.0),))))
     page = shown(readings.view("http://x", 100.0), 100, force_terminal=True)
     assert "\x1b[" in page
     plain = shown(readings.view("http://x", 100.0), 100, no_color=True)

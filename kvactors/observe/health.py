@@ -19,7 +19,7 @@ from kvactors.system import System
 log = get_logger()
 
 
-class Reason(NamedTuple):
+class HealthReason(NamedTuple):
     """A reason why a cache is not healthy.
 
     Attributes:
@@ -49,7 +49,7 @@ class Health(NamedTuple):
     """
 
     status: Literal["ok", "degraded", "failed"]
-    reasons: tuple[Reason, ...]
+    reasons: tuple[HealthReason, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Names and values, for JSON."""
@@ -82,8 +82,10 @@ def health(system: System) -> Health:
     return found
 
 
-def _reason(component: str, why: str, since: float | None) -> Reason:
-    return Reason(component, why, time.time() - (0.0 if since is None else max(0.0, now() - since)))
+def _reason(component: str, why: str, since: float | None) -> HealthReason:
+    return HealthReason(
+        component, why, time.time() - (0.0 if since is None else max(0.0, now() - since))
+    )
 
 
 def troubles(system: System) -> Iterator[Trouble]:

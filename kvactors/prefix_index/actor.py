@@ -46,7 +46,7 @@ from kvactors.gpu_swapper.messages import CopiedWithin, CopyWithin, DataPlaneSta
 from kvactors.identity import PLAIN
 from kvactors.native import BlockTree
 from kvactors.prefix_index.finish import Endings
-from kvactors.prefix_index.host import Clears, Evictions, HostVictims, SaveTable
+from kvactors.prefix_index.host import Evictions, HostVictims, SaveTable, TreeClears
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.loads import LoadTable
 from kvactors.prefix_index.messages import (
@@ -89,7 +89,7 @@ from kvactors.prefix_index.requests import Requests
 from kvactors.prefix_index.settings import IndexSettings, Roots
 from kvactors.prefix_index.tree import BlockIndex
 from kvactors.prefix_index.waiting import WaitQueue
-from kvactors.prefix_index.work import Continue, IndexEffects, Work, hash_first
+from kvactors.prefix_index.work import IndexEffects, NextSlice, Work, hash_first
 from kvactors.quotas import salt_id
 from kvactors.types import Reason
 
@@ -115,7 +115,7 @@ class IndexCore:
         self._restarted = restarted
         self._sleep: Envelope[Ack] | None = None
         self.index, self.out, self.roots, self.settings = index, out, roots, settings
-        self.clears = Clears(out, ops)
+        self.clears = TreeClears(out, ops)
         self.announcements = Announcements(index, out, roots, settings)
         self.victims = HostVictims(index, out, settings)
         self.evictions = Evictions(self, ops)
@@ -666,8 +666,8 @@ class PrefixIndex(Actor):
         """The next turn's share of the work after a clear."""
         self.core.queue.sweep()
 
-    @on(Continue)
-    def continue_work(self, message: Continue) -> None:
+    @on(NextSlice)
+    def continue_work(self, message: NextSlice) -> None:
         """The next slice of some work."""
         self.out.works -= 1
         self.out.begin(message.work)

@@ -337,7 +337,7 @@ class StoreClear:
     cleared: HostCleared | None = None
 
 
-class Clears:
+class TreeClears:
     """Clears of the host tier and the store, by operation.
 
     Attributes:

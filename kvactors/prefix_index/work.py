@@ -25,7 +25,7 @@ Work: TypeAlias = Generator[None, None, None]
 """Work in slices of one turn each: yields after each slice but the last."""
 
 
-class Continue(Later, frozen=True, eq=False):
+class NextSlice(Later, frozen=True, eq=False):
     """To itself: the next slice of some work."""
 
     work: Work
@@ -88,7 +88,7 @@ class IndexEffects(Effects):
         """Do the next slice of some work. If others are left they follow in later turns."""
         for _ in work:
             self.works += 1
-            self.to_self(Continue(work))
+            self.to_self(NextSlice(work))
             return
 
 

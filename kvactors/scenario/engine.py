@@ -54,7 +54,7 @@ class DeviceModel:
         return bad
 
 
-class Request:
+class ScenarioRequest:
     """A lease, and the contents that its blocks must have.
 
     Attributes:
@@ -110,7 +110,7 @@ class Request:
         return [start + index for index in await self._model.check(blocks, names)]
 
 
-OnWrong = Callable[[Request, Sequence[int], str], Awaitable[None]]
+OnWrong = Callable[[ScenarioRequest, Sequence[int], str], Awaitable[None]]
 """Called with a request, the positions of its wrong blocks, and when they were found."""
 
 OnError = Callable[[str, KVActorsError], None]
@@ -152,11 +152,11 @@ class Engine:
         self._on_wrong = on_wrong
         self._on_error = on_error
 
-    def request(self, lease: Lease) -> Request:
+    def request(self, lease: Lease) -> ScenarioRequest:
         """The state of a request that was granted a lease."""
-        return Request(lease, self.cache.block_size, self.model)
+        return ScenarioRequest(lease, self.cache.block_size, self.model)
 
-    async def begin(self, request: Request, *, resumed: bool = False) -> None:
+    async def begin(self, request: ScenarioRequest, *, resumed: bool = False) -> None:
         """Wait for the loads, count the hits, verify the blocks. A resumed request is not counted
         again."""
         lease, totals = request.lease, self.totals
@@ -176,12 +176,12 @@ class Engine:
         else:
             await self.verify(request, hits.device, sum(hits), "served")
 
-    async def compute(self, request: Request) -> None:
+    async def compute(self, request: ScenarioRequest) -> None:
         """Compute what is missing, and commit it."""
         await request.compute()
         await request.lease.commit(request.lease.num_tokens)
 
-    async def verify(self, request: Request, start: int, stop: int, when: str) -> None:
+    async def verify(self, request: ScenarioRequest, start: int, stop: int, when: str) -> None:
         """Verify blocks, and count them."""
         if start >= stop:
             return

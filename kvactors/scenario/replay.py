@@ -23,9 +23,9 @@ from kvactors.scenario.recorder import Observe, unobserved
 from kvactors.scenario.report import Report, Totals, make_report
 from kvactors.scenario.serving import (
     Baseline,
-    Figures,
     Pace,
     Serving,
+    ServingFigures,
     ThreadModel,
     serve_on_model,
     sizes_of,
@@ -115,7 +115,7 @@ async def replay(
     Raises:
         ConfigError: the trace cannot be read.
     """
-    settings, totals, served = config.replay, Totals(), Figures()
+    settings, totals, served = config.replay, Totals(), ServingFigures()
     read = partial(read_trace, trace, coarse=settings.coarse, limit=settings.limit)
     timed = settings.mode == "timed"
     arrivals = await in_thread(lambda: list(read()), "kvactors-trace") if timed else []
@@ -198,7 +198,7 @@ def pace_of(settings: ReplaySettings) -> Pace:
 
 async def replay_timed(
     engine: Engine, requests: Sequence[TraceRequest], settings: ReplaySettings, progress: Progress
-) -> Figures:
+) -> ServingFigures:
     """Arrivals by the trace's clock, many requests in flight. Returns the figures of the loop."""
     serving = Serving(
         engine,

@@ -213,7 +213,7 @@ TIMES = 3
 """Requests of each prompt of the flood."""
 
 
-class Hits(msgspec.Struct):
+class TenantHits(msgspec.Struct):
     """Blocks of a tenant's requests, after the first round."""
 
     looked_up: int = 0
@@ -242,7 +242,9 @@ def check_tenants(scenario: Scenario) -> None:
         raise ConfigError("workload.kind = 'tenants' needs workload.flood")
 
 
-async def contend(engine: Engine, work: Workload, seed: int, *, flood: int) -> dict[str, Hits]:
+async def contend(
+    engine: Engine, work: Workload, seed: int, *, flood: int
+) -> dict[str, TenantHits]:
     """Serve rounds of the quiet tenant's prompts, and the flood between them.
 
     Args:
@@ -254,7 +256,7 @@ async def contend(engine: Engine, work: Workload, seed: int, *, flood: int) -> d
     """
     rng = np.random.default_rng(seed)
     prompts = [random_tokens(rng, work.user_tokens) for _ in range(work.sessions)]
-    hits = {QUIET: Hits(), NOISY: Hits()}
+    hits = {QUIET: TenantHits(), NOISY: TenantHits()}
 
     async def serve(salt: str, name: str, tokens: Any, *, counts: bool) -> None:
         lease = await engine.serve(name, tokens, salt=salt)
@@ -296,10 +298,10 @@ async def run_tenants(
         async with session(case_of(scenario, policy, case), virtual=virtual) as one:
             one.totals = totals
             flood = 0 if case == "alone" else scenario.workload.flood
-            hits: dict[str, Hits] = {}
+            hits: dict[str, TenantHits] = {}
 
             async def work(
-                engine: Engine, hits: dict[str, Hits] = hits, flood: int = flood
+                engine: Engine, hits: dict[str, TenantHits] = hits, flood: int = flood
             ) -> None:
                 hits |= await contend(engine, scenario.workload, seed, flood=flood)
 

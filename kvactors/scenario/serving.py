@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.decode_batch import Step
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
-from kvactors.scenario.engine import Engine, Request
+from kvactors.scenario.engine import Engine, ScenarioRequest
 from kvactors.scenario.report import Totals
 from kvactors.scenario.trace import TraceRequest, tokens_of
 from kvactors.settings import Config
@@ -29,7 +29,7 @@ from kvactors.threads import Workers
 # -- continuous batching: pure state on a clock that only the steps advance
 
 
-class Job:
+class ServingJob:
     """A request of a trace in the serving loop.
 
     Attributes:
@@ -70,7 +70,7 @@ class Job:
         """Decode steps that it has blocks for. A step writes the token decoded before it."""
         return self.covered - self.num_tokens + 1
 
-    def __lt__(self, other: Job) -> bool:
+    def __lt__(self, other: ServingJob) -> bool:
         return self.number < other.number
 
 
@@ -98,11 +98,11 @@ class Stride(NamedTuple):
     """
 
     seconds: float
-    prefill: tuple[tuple[Job, int], ...]
+    prefill: tuple[tuple[ServingJob, int], ...]
     decode_steps: int
 
 
-class Outcome(NamedTuple):
+class RequestOutcome(NamedTuple):
     """Requests after a stride.
 
     Attributes:
@@ -111,9 +111,9 @@ class Outcome(NamedTuple):
         full: that need another device block before the next step, the earliest first.
     """
 
-    prefilled: list[Job]
-    done: list[Job]
-    full: list[Job]
+    prefilled: list[ServingJob]
+    done: list[ServingJob]
+    full: list[ServingJob]
 
 
 class Scheduler:
@@ -130,17 +130,17 @@ class Scheduler:
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
         self.now = 0.0
-        self.waiting: list[Job] = []
-        self.prefilling: deque[Job] = deque()
-        self.decoding: dict[int, Job] = {}
-        self.figures = Figures()
+        self.waiting: list[ServingJob] = []
+        self.prefilling: deque[ServingJob] = deque()
+        self.decoding: dict[int, ServingJob] = {}
+        self.figures = ServingFigures()
 
     @property
     def has_work(self) -> bool:
         """Whether a step can be computed."""
         return bool(self.prefilling or self.decoding)
 
-    def arrive(self, job: Job, device_tokens: int) -> bool:
+    def arrive(self, job: ServingJob, device_tokens: int) -> bool:
         """A request arrives, and waits behind earlier ones. One that the device can never hold is
         rejected: False."""
         if job.prompt_tokens + job.output_tokens - 1 > device_tokens:
@@ -149,8 +149,8 @@ class Scheduler:
         heapq.heappush(self.waiting, job)
         return True
 
-    def begin(self, job: Job, cached_tokens: int, covered: int) -> None:
-        """A request has its blocks, and the bytes of the cached ones. covered: see `Job`."""
+    def begin(self, job: ServingJob, cached_tokens: int, covered: int) -> None:
+        """A request has its blocks, and the bytes of the cached ones. covered: see `ServingJob`."""
         if job.admitted_at < 0:
             job.admitted_at = self.now
             job.cached_tokens = cached_tokens
@@ -163,7 +163,7 @@ class Scheduler:
 
     def plan(self, until: float) -> Stride:
         """The next stride. It ends at the time `until`, or after one step if that takes longer."""
-        prefill, budget = list[tuple[Job, int]](), self.pace.step_tokens
+        prefill, budget = list[tuple[ServingJob, int]](), self.pace.step_tokens
         for job in self.prefilling:
             count = min(job.missing, budget)
             budget -= count
@@ -182,7 +182,7 @@ class Scheduler:
         steps = max(1, min(steps, math.ceil((until - self.now) / decode_s)))
         return Stride(steps * decode_s, (), steps)
 
-    def carry_out(self, stride: Stride) -> Outcome:
+    def carry_out(self, stride: Stride) -> RequestOutcome:
         """The stride has been computed."""
         self.now += stride.seconds
         self.figures.steps += max(1, stride.decode_steps)
@@ -201,24 +201,24 @@ class Scheduler:
         for job in done:
             del self.decoding[job.number]
             self.figures.finish(job, self.now)
-        return Outcome(prefilled, done, sorted(full))
+        return RequestOutcome(prefilled, done, sorted(full))
 
-    def victim(self) -> Job:
+    def victim(self) -> ServingJob:
         """The decoding request that gives its blocks up: the one that arrived last."""
         return max(self.decoding.values())
 
-    def preempt(self, job: Job) -> None:
+    def preempt(self, job: ServingJob) -> None:
         """A decoding request has given its blocks up. It waits again, before later ones."""
         del self.decoding[job.number]
         self.give_up(job)
 
-    def give_up(self, job: Job) -> None:
+    def give_up(self, job: ServingJob) -> None:
         """A request without blocks waits again, before later ones."""
         self.figures.preemptions += 1
         heapq.heappush(self.waiting, job)
 
 
-class Figures:
+class ServingFigures:
     """Measured times of the requests of one run.
 
     Attributes:
@@ -242,7 +242,7 @@ class Figures:
         self.preemptions = self.rejected = self.steps = 0
         self.end = 0.0
 
-    def finish(self, job: Job, now: float) -> None:
+    def finish(self, job: ServingJob, now: float) -> None:
         """A request has all its tokens."""
         self.first_token_s.append(job.first_token_at - job.arrival)
         self.queue_s.append(job.admitted_at - job.arrival)
@@ -279,16 +279,16 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{share}": round(one, 4) for share, one in zip((50, 90, 99), found, strict=True)}
 
 
-def jobs_of(requests: Iterable[TraceRequest], block_size: int) -> list[Job]:
+def jobs_of(requests: Iterable[TraceRequest], block_size: int) -> list[ServingJob]:
     """The requests of a trace, with times from the first one on."""
-    jobs = [Job(number, request, block_size) for number, request in enumerate(requests)]
+    jobs = [ServingJob(number, request, block_size) for number, request in enumerate(requests)]
     start = jobs[0].arrival if jobs else 0.0
     for job in jobs:
         job.arrival -= start
     return jobs
 
 
-def output_ids(job: Job, blocks: int) -> NDArray[np.uint64]:
+def output_ids(job: ServingJob, blocks: int) -> NDArray[np.uint64]:
     """Ids of the first blocks of decoded tokens, which no prompt of a trace has."""
     first = (1 << 63) + (job.number << 20)
     return np.arange(first, first + blocks, dtype=np.uint64)
@@ -354,7 +354,7 @@ class Serving:
         self._most_running = most_running
         self._scheduler = Scheduler(pace)
         self._arriving = jobs_of(requests, self._size)[::-1]
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, ScenarioRequest] = {}
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._woken = self._loop.create_future()
@@ -363,7 +363,7 @@ class Serving:
         self._running = 0  # requests with a lease, or about to have one
         self._shown = 0.0
 
-    async def run(self) -> Figures:
+    async def run(self) -> ServingFigures:
         """Serve every request."""
         scheduler = self._scheduler
         try:
@@ -452,7 +452,7 @@ class Serving:
             self._admitting = None
             self._wake()
 
-    async def _acquire(self, job: Job) -> None:
+    async def _acquire(self, job: ServingJob) -> None:
         try:
             lease = await self._cache.acquire(
                 str(job.number), self._tokens(job), wait_for_room=True, deadline=self._patience
@@ -469,13 +469,13 @@ class Serving:
             self._starting.add(task)
             task.add_done_callback(self._starting.discard)
 
-    def _tokens(self, job: Job) -> np.ndarray:
+    def _tokens(self, job: ServingJob) -> np.ndarray:
         """The prompt, and the blocks of tokens that were decoded before a preemption."""
         blocks = -(-job.num_tokens // self._size) - len(job.ids)
         ids = np.concatenate([job.ids, output_ids(job, blocks)]) if blocks else job.ids
         return tokens_of(ids, self._size)
 
-    async def _start(self, job: Job) -> None:
+    async def _start(self, job: ServingJob) -> None:
         """Wait for the loads, and verify what they brought."""
         request = self._requests[job.number]
         try:
@@ -493,7 +493,7 @@ class Serving:
         finally:
             self._wake()
 
-    def _fail(self, job: Job, error: KVActorsError) -> None:
+    def _fail(self, job: ServingJob, error: KVActorsError) -> None:
         """A request ends with an error."""
         self._running -= 1
         request = self._requests.pop(job.number, None)
@@ -516,7 +516,7 @@ class Serving:
         await self._finish(outcome)
         await self._grow(outcome.full)
 
-    async def _commit(self, outcome: Outcome) -> None:
+    async def _commit(self, outcome: RequestOutcome) -> None:
         """The prompts that were computed become shareable."""
         for job in outcome.prefilled:
             request = self._requests[job.number]
@@ -526,7 +526,7 @@ class Serving:
             except KVActorsError as error:
                 self._drop(job, error)
 
-    async def _finish(self, outcome: Outcome) -> None:
+    async def _finish(self, outcome: RequestOutcome) -> None:
         for job in outcome.done:
             request = self._requests.pop(job.number, None)
             if request is None:
@@ -538,12 +538,12 @@ class Serving:
             except KVActorsError as error:
                 self._engine.failed(str(job.number), error)
 
-    def _drop(self, job: Job, error: KVActorsError) -> None:
+    def _drop(self, job: ServingJob, error: KVActorsError) -> None:
         """A request that is being computed ends with an error."""
         self._scheduler.decoding.pop(job.number, None)
         self._fail(job, error)
 
-    async def _grow(self, full: Sequence[Job]) -> None:
+    async def _grow(self, full: Sequence[ServingJob]) -> None:
         """Take a block for each request that has filled its last one. Without a free block the
         requests that arrived last give theirs up."""
         decoding = self._scheduler.decoding
@@ -553,7 +553,7 @@ class Serving:
                 number = job.covered // self._size - len(job.ids)
                 tokens = tokens_of(output_ids(job, number + 1)[number:], self._size)
                 steps.append(Step(self._requests[job.number].lease, tokens))
-            without = list[Job]()
+            without = list[ServingJob]()
             for job, stepped in zip(full, await self._cache.step(steps), strict=True):
                 if stepped.error is None:
                     job.covered += self._size
@@ -567,7 +567,7 @@ class Serving:
             if full:
                 await self._preempt(self._scheduler.victim())
 
-    async def _preempt(self, job: Job) -> None:
+    async def _preempt(self, job: ServingJob) -> None:
         """A request gives its blocks up. The computed ones stay cached."""
         request = self._requests.pop(job.number)
         self._scheduler.preempt(job)
@@ -636,7 +636,7 @@ class ModelCache:
         self._own: dict[int, int] = {}  # other blocks, by request
         self._cached: OrderedDict[int, None] = OrderedDict()
 
-    def acquire(self, job: Job) -> int | None:
+    def acquire(self, job: ServingJob) -> int | None:
         """Give a request its blocks. Returns the cached tokens, None without enough free blocks."""
         size = self.sizes
         ids: list[int] = job.ids.tolist()
@@ -661,7 +661,7 @@ class ModelCache:
             self._cached[one] = None
             self._cached.move_to_end(one)
 
-    def computed(self, job: Job) -> None:
+    def computed(self, job: ServingJob) -> None:
         """The prompt of a request is computed: it is cached."""
         cached = self.sizes.cached
         if cached == 0:
@@ -670,7 +670,7 @@ class ModelCache:
         while cached is not None and len(self._cached) > cached:
             self._cached.popitem(last=False)
 
-    def grow(self, job: Job) -> bool:
+    def grow(self, job: ServingJob) -> bool:
         """Give a request another block. False without a free one."""
         if not self.free:
             return False
@@ -679,7 +679,7 @@ class ModelCache:
         job.covered += self.sizes.block_size
         return True
 
-    def release(self, job: Job) -> None:
+    def release(self, job: ServingJob) -> None:
         """A request gives its blocks up."""
         self.free += self._own.pop(job.number)
         if self.sizes.cached == 0:
@@ -693,12 +693,12 @@ class ModelCache:
 
 def serve_on_model(
     requests: Iterable[TraceRequest], sizes: Sizes, pace: Pace, most_running: int
-) -> Figures:
+) -> ServingFigures:
     """Serve a trace on a modelled cache, with `most_running` requests at once."""
     cache, scheduler, size = ModelCache(sizes), Scheduler(pace), sizes.block_size
     arriving, running = jobs_of(requests, size)[::-1], 0
 
-    def grow(job: Job) -> int:
+    def grow(job: ServingJob) -> int:
         """Take a block for a request. Without a free one the requests that arrived last give theirs
         up. Returns their number."""
         victims = 0

@@ -35,7 +35,7 @@ class MediaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash: str
 
 
-class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScenarioStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One move of a script.
 
     do: the operation. request: name of the request. prompt: seed of the tokens of acquire and
@@ -99,7 +99,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image_tokens: int = 0
     settle: bool = False
     flood: int = 0
-    step: tuple[Step, ...] = ()
+    step: tuple[ScenarioStep, ...] = ()
 
 
 class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from kvactors.checks import Media
 from kvactors.errors import CacheAsleep, KVActorsError, LeasesOpen, NoRoom, Paused
-from kvactors.scenario.engine import DeviceModel, Engine, Request
-from kvactors.scenario.spec import Step, Workload
+from kvactors.scenario.engine import DeviceModel, Engine, ScenarioRequest
+from kvactors.scenario.spec import ScenarioStep, Workload
 
 VOCABULARY = 150_000
 PLACEHOLDER = VOCABULARY
@@ -122,9 +122,9 @@ class Script:
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine = engine
         self.seed = seed
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, ScenarioRequest] = {}
 
-    async def run(self, steps: tuple[Step, ...]) -> None:
+    async def run(self, steps: tuple[ScenarioStep, ...]) -> None:
         """Run every step, in order. Leases left open at the end are finished."""
         for number, step in enumerate(steps, 1):
             outcome = "ok"
@@ -155,15 +155,15 @@ class Script:
         for request in self.requests.values():
             await request.lease.finish()
 
-    def _complain(self, number: int, step: Step, what: str) -> None:
+    def _complain(self, number: int, step: ScenarioStep, what: str) -> None:
         self.engine.totals.complain(
             f"step {number} ({step.do}{step.request and ' ' + step.request}): {what}"
         )
 
-    def _tokens(self, step: Step) -> Any:
+    def _tokens(self, step: ScenarioStep) -> Any:
         return random_tokens(np.random.default_rng((self.seed, step.prompt)), step.tokens)
 
-    async def _step(self, step: Step) -> None:
+    async def _step(self, step: ScenarioStep) -> None:
         cache, engine = self.engine.cache, self.engine
         if step.do == "acquire":
             items = [(item.offset, item.length, item.hash) for item in step.media]

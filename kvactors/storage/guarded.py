@@ -71,7 +71,7 @@ class GuardedBackend:
         self.attempts = self._calls.attempts
         # One of another package may leave `Backend.__init__` out.
         self.counters: StoreCounters = getattr(inner, "counters", StoreCounters())
-        self.clears = Clears()
+        self.clears = StoreClears()
 
     @property
     def faults(self) -> int:
@@ -402,7 +402,7 @@ def ignore(_answer: object) -> None:
 # -- the order of clears and batches
 
 
-class Clears:
+class StoreClears:
     """A clear waits for the writes in flight. Until one has succeeded, nothing is read or written.
     After one of a salt that has failed, the whole store must be cleared.
 

@@ -183,7 +183,7 @@ RETRY = 0.2
 eviction."""
 
 
-class Batch(NamedTuple):
+class PoolBatch(NamedTuple):
     """Some objects and their memory.
 
     Attributes:
@@ -200,7 +200,7 @@ class Batch(NamedTuple):
     sizes: list[int]
     headers: NDArray[np.uint8] | None = None
 
-    def part(self, some: slice) -> Batch:
+    def part(self, some: slice) -> PoolBatch:
         """Objects that follow one another."""
         return self._replace(keys=self.keys[some], places=self.places[some])
 
@@ -208,13 +208,13 @@ class Batch(NamedTuple):
         """The keys, joined."""
         return b"".join(self.keys)
 
-    def chosen(self, which: Sequence[int]) -> Batch:
+    def chosen(self, which: Sequence[int]) -> PoolBatch:
         """Some of the objects, by position."""
         keys, places = [self.keys[i] for i in which], [self.places[i] for i in which]
         return self._replace(keys=keys, places=places)
 
 
-class Moved(NamedTuple):
+class PoolMoved(NamedTuple):
     """The result of a transfer.
 
     Attributes:
@@ -275,7 +275,7 @@ class MooncakeObjects:
         """`read` into slots of the arena (see `has_slots`)."""
         return await self._read(self._in_slots(keys, slots), expired)
 
-    async def _read(self, batch: Batch, expired: Callable[[], bool]) -> bytearray:
+    async def _read(self, batch: PoolBatch, expired: Callable[[], bool]) -> bytearray:
         count = len(batch.keys)
         outcomes = bytearray([Outcome.LATE]) * count
         comparing: list[tuple[slice, asyncio.Future[Compared]]] = []
@@ -297,7 +297,9 @@ class MooncakeObjects:
                 self._settle(outcomes, some, compared)
         return outcomes
 
-    def _get(self, batch: Batch, clock: Callable[[], float], store: Any, *, compare: bool) -> Moved:
+    def _get(
+        self, batch: PoolBatch, clock: Callable[[], float], store: Any, *, compare: bool
+    ) -> PoolMoved:
         """Read, and compare headers. In a thread of the client."""
         keys, pointers = batch.joined(), batch.pointers(batch.places)
         names, sizes = object_names(self.prefix, keys), [batch.sizes] * len(pointers)
@@ -305,11 +307,11 @@ class MooncakeObjects:
         codes = list(store.batch_get_into_multi_buffers(names, pointers, sizes))
         seconds, objects = clock() - began, codes.count(sum(batch.sizes))
         if not compare:
-            return Moved(codes, objects, seconds)
+            return PoolMoved(codes, objects, seconds)
         compared = self._headers.compare(keys, pointers, codes)
-        return Moved(codes, objects, seconds, compared)
+        return PoolMoved(codes, objects, seconds, compared)
 
-    def _compare(self, batch: Batch, codes: list[int]) -> Compared:
+    def _compare(self, batch: PoolBatch, codes: list[int]) -> Compared:
         return self._headers.compare(batch.joined(), batch.pointers(batch.places), codes)
 
     def _settle(self, outcomes: bytearray, some: slice, compared: Compared) -> None:
@@ -333,7 +335,7 @@ class MooncakeObjects:
         """`write` from slots of the arena (see `has_slots`)."""
         return await self._write(self._in_slots(keys, slots), expired)
 
-    async def _write(self, batch: Batch, expired: Callable[[], bool]) -> bytearray:
+    async def _write(self, batch: PoolBatch, expired: Callable[[], bool]) -> bytearray:
         outcomes = bytearray([Outcome.LATE]) * len(batch.keys)
         ahead: asyncio.Future[None] | None = None
         calls = list(self.calls.parts(len(batch.keys)))
@@ -360,7 +362,9 @@ class MooncakeObjects:
                 await wait_uncancelled(ahead)  # it reads the payloads
         return outcomes
 
-    def _put(self, batch: Batch, clock: Callable[[], float], store: Any, *, made: bool) -> Moved:
+    def _put(
+        self, batch: PoolBatch, clock: Callable[[], float], store: Any, *, made: bool
+    ) -> PoolMoved:
         """Make headers, and write. In a thread of the client."""
         keys, pointers = batch.joined(), batch.pointers(batch.places)
         names, sizes = object_names(self.prefix, keys), [batch.sizes] * len(pointers)
@@ -368,9 +372,9 @@ class MooncakeObjects:
             self._headers.make(keys, pointers)
         began = clock()
         codes = list(store.batch_put_from_multi_buffers(names, pointers, sizes))
-        return Moved(codes, codes.count(OK), clock() - began)
+        return PoolMoved(codes, codes.count(OK), clock() - began)
 
-    def _ahead(self, batch: Batch) -> asyncio.Future[None]:
+    def _ahead(self, batch: PoolBatch) -> asyncio.Future[None]:
         """Make the headers of a later transfer."""
 
         def make() -> None:
@@ -379,28 +383,30 @@ class MooncakeObjects:
         return asyncio.wrap_future(self._checksums.submit(make))
 
     @staticmethod
-    def _written(moved: Moved) -> bytes:
+    def _written(moved: PoolMoved) -> bytes:
         if moved.objects == len(moved.codes):
             return bytes([Outcome.OK]) * len(moved.codes)
         return bytes(map(outcome_of, moved.codes))
 
-    def _begin(self, batch: Batch, transfer: Callable[..., Moved]) -> asyncio.Future[Moved]:
+    def _begin(
+        self, batch: PoolBatch, transfer: Callable[..., PoolMoved]
+    ) -> asyncio.Future[PoolMoved]:
         count, clock = len(batch.keys), clock_of(asyncio.get_running_loop())
 
-        def work(store: Any) -> Moved:
+        def work(store: Any) -> PoolMoved:
             moved = transfer(batch, clock, store)
             if len(moved.codes) != count:
                 raise ValueError(f"{len(moved.codes)} codes for {count} objects")
             return moved
 
-        return self._client.begin(work, Moved([RPC_FAILED] * count))
+        return self._client.begin(work, PoolMoved([RPC_FAILED] * count))
 
-    async def _ended(self, moving: asyncio.Future[Moved]) -> Moved:
+    async def _ended(self, moving: asyncio.Future[PoolMoved]) -> PoolMoved:
         moved = await wait_uncancelled(moving)
         self.calls.record(moved.objects, moved.seconds)
         return moved
 
-    async def _moved(self, batch: Batch, transfer: Callable[..., Moved]) -> Moved:
+    async def _moved(self, batch: PoolBatch, transfer: Callable[..., PoolMoved]) -> PoolMoved:
         return await self._ended(self._begin(batch, transfer))
 
     def has_slots(self, arena: Arena, slots: Sequence[int], count: int) -> bool:
@@ -414,24 +420,24 @@ class MooncakeObjects:
             and max(slots) < arena.num_slots
         )
 
-    def _in_slots(self, keys: Sequence[bytes], slots: Sequence[int]) -> Batch:
+    def _in_slots(self, keys: Sequence[bytes], slots: Sequence[int]) -> PoolBatch:
         """A slot of the arena is one piece with its trailer: over a network, another piece costs as
         much as a small block."""
         if self.arena is None:
             raise ValueError("no arena is attached")
         pointers = partial(slot_pointers, self.arena.address, self.arena.stride)
-        return Batch(keys, slots, pointers, [self._block_bytes + HEADER.size])
+        return PoolBatch(keys, slots, pointers, [self._block_bytes + HEADER.size])
 
-    def _in_views(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> Batch:
+    def _in_views(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> PoolBatch:
         """Headers are behind the payloads if every payload is in a slot of the arena."""
         payloads, arena = addresses(list(views)), self.arena
         if arena is not None and arena.trailer >= HEADER.size and all(map(arena.holds, payloads)):
             whole = [[address] for address in payloads]
-            return Batch(keys, whole, list, [self._block_bytes + HEADER.size])
+            return PoolBatch(keys, whole, list, [self._block_bytes + HEADER.size])
         headers = np.zeros(HEADER.size * len(payloads), np.uint8)
         first = int(headers.ctypes.data)
         pieces = [[at, first + HEADER.size * i] for i, at in enumerate(payloads)]
-        return Batch(keys, pieces, list, [self._block_bytes, HEADER.size], headers)
+        return PoolBatch(keys, pieces, list, [self._block_bytes, HEADER.size], headers)
 
     def close(self) -> None:
         """End the thread of the checksums."""

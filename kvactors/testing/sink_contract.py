@@ -41,7 +41,7 @@ CLOSE_LIMIT = 5.0
 """Seconds that `close` may take here."""
 
 
-class Recorder:
+class TaskRecorder:
     """The deliveries of a sink, as the notifier makes them."""
 
     def __init__(self, sink: Sink) -> None:
@@ -74,7 +74,9 @@ class Recorder:
 class Served:
     """A cache with a sink, and what the sink must hold."""
 
-    def __init__(self, cache: KVCache, sink: Sink, mirror: MemorySink, recorder: Recorder) -> None:
+    def __init__(
+        self, cache: KVCache, sink: Sink, mirror: MemorySink, recorder: TaskRecorder
+    ) -> None:
         self.cache = cache
         self.sink = sink
         self.recorder = recorder
@@ -135,7 +137,7 @@ class SinkContract(ABC):
             ),
             BLOCK,
         )
-        recorder = Recorder(sink)
+        recorder = TaskRecorder(sink)
         config = Config.from_mapping(
             {
                 "cache": {"model": "contract", "block_size": BLOCK},

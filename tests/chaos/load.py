@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.cache import KVCache
-from kvactors.scenario.engine import RETRY, Engine, Request
+from kvactors.scenario.engine import RETRY, Engine, ScenarioRequest
 from tests.chaos.record import Tally
 
 FAMILIES, MEMBERS, SHARED, OWN, ANSWERS = 6, 6, 4, 4, 3
@@ -140,5 +140,5 @@ class Load:
             work["output"] = self.answer(number, rng.randrange(ANSWERS))
         return work
 
-    async def _wrong(self, _request: Request, _positions: Sequence[int], when: str) -> None:
+    async def _wrong(self, _request: ScenarioRequest, _positions: Sequence[int], when: str) -> None:
         self.tally.complain(f"blocks {when} by the cache did not hold what they should")

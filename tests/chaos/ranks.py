@@ -10,7 +10,7 @@ import anyio
 
 from kvactors.cache import KVCache, open_cache
 from kvactors.errors import DeadlineExceeded, KVActorsError, LeaseEnded, RankLost
-from kvactors.scenario.engine import Request
+from kvactors.scenario.engine import ScenarioRequest
 from kvactors.settings import Config
 from kvactors.testing.faults import Fault, Kind
 from kvactors.testing.plan import carry_out
@@ -105,7 +105,7 @@ def ranked_load(
         else:
             tally.complain(f"request {name}: {type(error).__name__}: {error}")
 
-    async def wrong(request: Request, positions: Sequence[int], when: str) -> None:
+    async def wrong(request: ScenarioRequest, positions: Sequence[int], when: str) -> None:
         """Wrong blocks are a violation, unless the cache reports that a rank lost its memory."""
         await anyio.sleep(0.05)
         await request.lease.commit(request.lease.cached_tokens)

@@ -62,7 +62,7 @@ from kvactors.prefix_index.messages import (
 )
 from kvactors.prefix_index.settings import IndexSettings, Roots
 from kvactors.prefix_index.tree import BlockIndex
-from kvactors.prefix_index.work import Continue
+from kvactors.prefix_index.work import NextSlice
 from kvactors.types import split_hashes
 from tests.support.probe import Probe
 from tests.support.stepper import Stepper
@@ -134,7 +134,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.fetch = fetch
         self.stepper = Stepper(make)
         self.index.turn_blocks = part
-        self.works: list[Continue | Proceed] = []
+        self.works: list[NextSlice | Proceed] = []
         # The namespace that the notifier was sent since it started, None before.
         self.namespace: str | None = None
         # Blocks that the notifier was sent as resident, each below a root or a block sent before.
@@ -181,7 +181,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert len({*message.targets, *message.sources}) == len(message.targets) + 1
             self.copies[message.op] = message
         self.works += [
-            told.message for told in effects.told if isinstance(told.message, (Continue, Proceed))
+            told.message for told in effects.told if isinstance(told.message, (NextSlice, Proceed))
         ]
         for message in effects.to("flush_notifier"):
             self.note(message)
@@ -708,7 +708,7 @@ class IndexMachine(RuleBasedStateMachine):
                 assert self.index.pool.is_shared(block), "a device block is given to two requests"
         private = list(owned.elements())
         assert not set(private) & set(self.index.pool.free_blocks()), "a block in use is free"
-        assert self.actor.out.works == sum(isinstance(work, Continue) for work in self.works)
+        assert self.actor.out.works == sum(isinstance(work, NextSlice) for work in self.works)
         if self.announce and core.announcements.up_to_date:
             assert self.sent == set(split_hashes(self.index.tree.device_hashes())), (
                 "the notifier was not sent what is true"

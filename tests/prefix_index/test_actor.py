@@ -51,7 +51,7 @@ from kvactors.prefix_index.messages import (
     Withdrawn,
 )
 from kvactors.prefix_index.settings import IndexSettings, Roots
-from kvactors.prefix_index.work import Continue
+from kvactors.prefix_index.work import NextSlice
 from tests.prefix_index.objects import BLOCK, acquire, block_index, path
 from tests.support.probe import Probe
 from tests.support.stepper import Stepper
@@ -324,7 +324,7 @@ def test_a_restarted_notifier_is_sent_the_whole_tree_in_parts():
         effects = step.turn(PeerRestarted("flush_notifier", 1))
         sent = effects.to("flush_notifier")
         works = 1
-        while effects.told and isinstance(effects.told[-1].message, Continue):
+        while effects.told and isinstance(effects.told[-1].message, NextSlice):
             assert step.actor.out.works == 1
             effects = step.turn(effects.told[-1].message)
             sent += effects.to("flush_notifier")
@@ -338,7 +338,7 @@ def served_in_parts(step: Stepper[PrefixIndex]) -> None:
     """A request of three blocks on an index whose turns handle one."""
     for message in (acquire(1, 3), Commit(1, 3 * BLOCK), Finish(1)):
         effects = step.turn(message)
-        while effects.told and isinstance(effects.told[-1].message, Continue):
+        while effects.told and isinstance(effects.told[-1].message, NextSlice):
             effects = step.turn(effects.told[-1].message)
 
 

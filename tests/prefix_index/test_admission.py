@@ -13,7 +13,7 @@ from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom
 from kvactors.prefix_index.actor import IndexCore
 from kvactors.prefix_index.messages import AdmissionDeadline, Proceed, Sweep
 from kvactors.prefix_index.waiting import TURN_REQUESTS, Wait, WaitQueue
-from kvactors.prefix_index.work import Continue
+from kvactors.prefix_index.work import NextSlice
 from tests.prefix_index.objects import (
     Request,
     StartTimer,
@@ -205,7 +205,7 @@ def test_a_long_path_is_released_in_slices_and_a_pause_waits_for_them():
     pause = Request()
     assert effects_of(state.queue.wait_idle, pause) == []
     free = [state.index.room.free]
-    while isinstance(last, Continue):
+    while isinstance(last, NextSlice):
         [last] = work_of(state.out, last.work)
         free.append(state.index.room.free)
     assert free == [3, 6, 8], "some blocks a turn, the deepest first"

@@ -15,7 +15,7 @@ from kvactors.identity import PLAIN, RequestScope
 from kvactors.prefix_index import reports as module
 from kvactors.prefix_index.reports import Announcements
 from kvactors.prefix_index.settings import IndexSettings, Roots
-from kvactors.prefix_index.work import Continue
+from kvactors.prefix_index.work import NextSlice
 from kvactors.types import Reason
 from tests.prefix_index.objects import RecordedIndexEffects, block_index, effects_of, path, work_of
 
@@ -45,7 +45,7 @@ def cached(index, blocks, *, root=ROOT, first=0):
 def whole_walk(news, effects):
     """Every message of a walk, in order. effects: of its first turn."""
     found = []
-    while effects and isinstance(effects[-1], Continue):
+    while effects and isinstance(effects[-1], NextSlice):
         *done, last = effects
         found += done
         effects = work_of(news._out, last.work)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvactors.cpu_evictor.messages import HostCleared
 from kvactors.errors import StoreError
-from kvactors.prefix_index.host import Clears
+from kvactors.prefix_index.host import TreeClears
 from kvactors.prefix_index.messages import Ack
 from tests.prefix_index.objects import RecordedIndexEffects, Request, answers, effects_of, messages
 
@@ -22,14 +22,14 @@ def started(clears, *, freed=0, storage=False, salt=None):
 
 
 def test_without_the_store_a_clear_is_answered_at_once():
-    clears = Clears(RecordedIndexEffects(), count(1))
+    clears = TreeClears(RecordedIndexEffects(), count(1))
     clear, [answer] = started(clears, freed=3)
     assert (clear.storage, clear.salt, answer.count, clears.sent) == (False, None, 3, 1)
     assert effects_of(clears.again) == []
 
 
 def test_with_the_store_it_is_answered_when_the_store_is_empty_or_could_not_be_emptied():
-    clears = Clears(RecordedIndexEffects(), count(1))
+    clears = TreeClears(RecordedIndexEffects(), count(1))
     ops = [started(clears, freed=freed, storage=True)[0].op for freed in (3, 4)]
     [done] = answers(effects_of(clears.finish, HostCleared(ops[1], "", 5)))
     assert isinstance(done, Ack)
@@ -41,7 +41,7 @@ def test_with_the_store_it_is_answered_when_the_store_is_empty_or_could_not_be_e
 
 
 def test_a_clear_of_a_salt_waits_for_the_device_and_for_the_store():
-    clears, request = Clears(RecordedIndexEffects(), count(1)), Request()
+    clears, request = TreeClears(RecordedIndexEffects(), count(1)), Request()
     [clear] = effects_of(clears.start, request, 7, storage=True)
     assert clear.salt == 7
     assert effects_of(clears.finish, HostCleared(clear.op, "")) == []
@@ -52,7 +52,7 @@ def test_a_clear_of_a_salt_waits_for_the_device_and_for_the_store():
 
 
 def test_a_restarted_host_tier_is_sent_the_clears_without_an_answer():
-    clears = Clears(RecordedIndexEffects(), count(1))
+    clears = TreeClears(RecordedIndexEffects(), count(1))
     started(clears)
     clear, _ = started(clears, storage=True, salt=3)
     clears.host_lost()
@@ -72,7 +72,7 @@ def test_a_prompt_is_hidden_by_clears_of_its_salt_and_of_all_that_are_on_their_w
     sent, handled, salt, lost
 ):
     """With a loss of the host tier, those that wait for the store are all that is sent again."""
-    clears = Clears(RecordedIndexEffects(), count(1))
+    clears = TreeClears(RecordedIndexEffects(), count(1))
     for one, storage in sent:
         clears.start(Request(), one, storage=storage)
     pending = [one for one, _ in sent[handled:]]
@@ -87,7 +87,7 @@ def test_a_prompt_is_hidden_by_clears_of_its_salt_and_of_all_that_are_on_their_w
 
 
 def test_with_many_clears_on_their_way_each_prompt_counts_as_cleared():
-    clears = Clears(RecordedIndexEffects(), count(1))
+    clears = TreeClears(RecordedIndexEffects(), count(1))
     for _ in range(65):
         clears.start(Request(), 1, storage=False)
     assert clears.reaches(2, 0)

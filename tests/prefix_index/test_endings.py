@@ -9,7 +9,7 @@ from kvactors.errors import LeaseEnded, NotReady, RankLost
 from kvactors.flush_notifier.messages import PathCached
 from kvactors.prefix_index.actor import IndexCore
 from kvactors.prefix_index.messages import Abandon, Commit, Extend, Finish, Preempt
-from kvactors.prefix_index.work import Continue
+from kvactors.prefix_index.work import NextSlice
 from kvactors.types import Reason
 from tests.prefix_index.objects import (
     BLOCK,
@@ -146,7 +146,7 @@ def test_a_long_lease_ends_in_parts():
     state.index.turn_blocks = 2
     actions = effects_of(state.endings.finish, Finish(1, None), Request())
     turns = []
-    while isinstance(actions[-1], Continue):
+    while isinstance(actions[-1], NextSlice):
         turns.append([type(one) for one in actions[:-1]])
         actions = work_of(state.out, actions[-1].work)
     assert turns == [[PathCached], [PathCached], [Save]]

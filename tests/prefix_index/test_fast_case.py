@@ -29,7 +29,7 @@ from kvactors.prefix_index.messages import (
 from kvactors.prefix_index.settings import TierPolicies
 from kvactors.prefix_index.tree import BlockIndex, BlockPool
 from kvactors.prefix_index.waiting import TURN_REQUESTS
-from kvactors.prefix_index.work import Continue
+from kvactors.prefix_index.work import NextSlice
 from tests.prefix_index.objects import (
     BLOCK,
     Request,
@@ -114,7 +114,7 @@ def test_a_request_that_leaves_too_few_blocks_free_evicts_ahead():
 
 
 def test_a_long_request_takes_several_turns():
-    assert any(isinstance(one, Continue) for one in ask(alone(part=2), 1, 5))
+    assert any(isinstance(one, NextSlice) for one in ask(alone(part=2), 1, 5))
 
 
 def test_the_hints_of_a_request_are_those_of_its_blocks():

@@ -18,7 +18,7 @@ from kvactors.prefix_index.messages import (
     Resume,
     SetNamespace,
 )
-from kvactors.prefix_index.work import Continue
+from kvactors.prefix_index.work import NextSlice
 from tests.prefix_index.objects import (
     BLOCK,
     Request,
@@ -248,7 +248,7 @@ def test_a_long_request_takes_a_turn_a_part_and_begins_again_after_a_clear(clear
     while actions and not answers(actions):
         if clear and turns == 2:
             state.clear(Clear(), Request())
-        [work] = [one.work for one in actions if isinstance(one, Continue)]
+        [work] = [one.work for one in actions if isinstance(one, NextSlice)]
         actions = work_of(state.out, work)
         turns += 1
     [granted] = answers(actions)

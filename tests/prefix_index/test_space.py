@@ -29,7 +29,7 @@ from kvactors.prefix_index.messages import (
     Preempt,
     Proceed,
 )
-from kvactors.prefix_index.work import Continue
+from kvactors.prefix_index.work import NextSlice
 from tests.prefix_index.objects import (
     BLOCK,
     Request,
@@ -112,7 +112,7 @@ class QueueMachine(RuleBasedStateMachine):
                 self.found[lease] = "granted" if ended else type(action.error).__name__  # type: ignore[union-attr]
             elif isinstance(action, StartTimer):
                 self.tickets[action.message.lease] = action.message.ticket  # type: ignore[attr-defined]
-            elif isinstance(action, Continue):
+            elif isinstance(action, NextSlice):
                 pending += work_of(self.core.out, action.work)
             elif isinstance(action, Proceed):
                 pending += proceed(self.core)

@@ -32,7 +32,7 @@ from kvactors.prefix_index.messages import (
     Reserve,
     Truncate,
 )
-from kvactors.prefix_index.work import Continue
+from kvactors.prefix_index.work import NextSlice
 from tests.prefix_index.objects import (
     BLOCK,
     Request,
@@ -125,7 +125,7 @@ class TablesMachine(RuleBasedStateMachine):
         queue, done = list(actions), []
         while queue:
             action = queue.pop(0)
-            if isinstance(action, Continue):
+            if isinstance(action, NextSlice):
                 queue += work_of(self.state.out, action.work)
             else:
                 done.append(action)
@@ -343,7 +343,7 @@ def test_very_many_blocks_are_given_back_in_parts():
     assert lease.path.num_blocks == 20
     actions = effects_of(state.requests.truncate, Truncate(LEASE, 1, 1), Request())
     turns = 1
-    while works := [one for one in messages(actions) if isinstance(one, Continue)]:
+    while works := [one for one in messages(actions) if isinstance(one, NextSlice)]:
         assert state.index.room.free <= 10 + 4 * turns
         actions, turns = work_of(state.out, works[0].work), turns + 1
     assert turns == 5

@@ -12,7 +12,7 @@ import kvactors
 from kvactors.device.host import HostDevice
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
-from kvactors.scenario.engine import Request
+from kvactors.scenario.engine import ScenarioRequest
 from kvactors.settings import (
     CacheConfig,
     Config,
@@ -136,7 +136,7 @@ class Clients:
                     await self._by_layers(lease)
                 await lease.wait_ready()
                 await asyncio.sleep(self.rng.random() * 0.05)
-                request = Request(lease, BLOCK, self.model)
+                request = ScenarioRequest(lease, BLOCK, self.model)
                 request.landed()
                 cached, full = request.known, request.full
                 if any(rank.serving is None for rank in self.ranks):

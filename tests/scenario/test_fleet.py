@@ -13,8 +13,8 @@ from rich.console import Console
 
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.fleet import run_fleet
-from kvactors.scenario.fleet.driver import Figures, choose
-from kvactors.scenario.fleet.node import Answer, Blocks, Conversation
+from kvactors.scenario.fleet.driver import NodeFigures, choose
+from kvactors.scenario.fleet.node import Blocks, Conversation, NodeAnswer
 from kvactors.scenario.report import print_fleet
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import Scenario, Workload
@@ -93,7 +93,7 @@ def test_a_prompt_goes_to_a_node_that_runs():
 
 
 def test_figures_count_what_was_computed_again():
-    figures = Figures()
+    figures = NodeFigures()
     first, second = [block(name) for name in "abc"], [block(name) for name in "abde"]
     for prompt, whole, hits in (
         (first[:2], first, Blocks()),
@@ -101,7 +101,7 @@ def test_figures_count_what_was_computed_again():
         (second[:3], second, Blocks(1, 1, 1)),
     ):
         figures.dispatched(prompt, whole)
-        figures.ended(Answer(0, hits), whole)
+        figures.ended(NodeAnswer(0, hits), whole)
     found = figures.as_dict()
     assert found["hit_rate"] == 0.5
     assert found["ideal_hit_rate"] == round((0 + 2 + 3) / 8, 4)
@@ -141,7 +141,7 @@ def test_a_fleet_needs_a_pool_and_a_chat():
 
 def test_the_report_shows_each_placement():
     console = Console(file=StringIO(), width=100)
-    figures = Figures().as_dict()
+    figures = NodeFigures().as_dict()
     print_fleet({"namespaces": {"used": 0.0}, "random": figures, "kv_aware": figures}, console)
     shown = console.file.getvalue()
     assert "processes on loopback" in shown

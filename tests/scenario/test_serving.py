@@ -17,10 +17,10 @@ from kvactors.scenario.engine import Engine
 from kvactors.scenario.replay import ReplayConfig, cache_config, replay
 from kvactors.scenario.report import Totals
 from kvactors.scenario.serving import (
-    Job,
     Pace,
     Scheduler,
     Serving,
+    ServingJob,
     percentiles,
     serve_on_model,
     sizes_of,
@@ -79,7 +79,7 @@ def serve(requests, settings=None, *, pace=PACE, seed=0, most=16, patience=1e4, 
 
 def test_prefill_takes_its_time_and_decoding_requests_join():
     scheduler = Scheduler(PACE)
-    job, other = Job(0, request(0, 3, 1, 2, 3), SIZE), Job(1, request(0, 2, 9), SIZE)
+    job, other = ServingJob(0, request(0, 3, 1, 2, 3), SIZE), ServingJob(1, request(0, 2, 9), SIZE)
     scheduler.begin(job, SIZE, covered=16)
     first = scheduler.plan(1e9)
     assert (first.seconds, first.prefill, first.decode_steps) == (0.08, ((job, 8),), 0)
@@ -99,7 +99,10 @@ def test_prefill_takes_its_time_and_decoding_requests_join():
 
 def test_a_long_prompt_takes_several_steps():
     scheduler = Scheduler(PACE)
-    long, short = Job(0, request(0, 1, *range(5)), SIZE), Job(1, request(0, 1, 9), SIZE)
+    long, short = (
+        ServingJob(0, request(0, 1, *range(5)), SIZE),
+        ServingJob(1, request(0, 1, 9), SIZE),
+    )
     for job in (long, short):
         scheduler.begin(job, 0, covered=20)
     sizes = []
@@ -112,7 +115,7 @@ def test_a_long_prompt_takes_several_steps():
 
 def test_decode_steps_without_a_call_between_are_one_stride():
     scheduler = Scheduler(PACE)
-    job = Job(0, request(0, 100, 1), SIZE)
+    job = ServingJob(0, request(0, 100, 1), SIZE)
     scheduler.begin(job, SIZE, covered=16)
     scheduler.carry_out(scheduler.plan(0.0))
     assert scheduler.plan(0.35).decode_steps == 4  # the next arrival joins after it
@@ -165,7 +168,7 @@ def test_every_request_that_fits_is_served(seed):
     tables = {} if seed % 2 else {"storage": {"backend": "memory", "write_policy": "write_back"}}
     settings = config(device=10, host=rng.choice([0, 6]), **tables)
     figures, totals, statistics = serve(requests, settings, seed=seed, most=4)
-    jobs = [Job(0, one, SIZE) for one in requests]
+    jobs = [ServingJob(0, one, SIZE) for one in requests]
     fitting = [job for job in jobs if job.prompt_tokens + job.output_tokens - 1 <= 10 * SIZE]
     assert totals.finished == len(figures.first_token_s) == len(fitting)
     assert totals.rejected == 25 - len(fitting)

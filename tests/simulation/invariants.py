@@ -14,7 +14,7 @@ from kvactors.cpu_evictor.memory import NOT_FETCHED
 from kvactors.errors import KVActorsError, NoRoom
 from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import announceable
-from kvactors.scenario.engine import Engine, Request
+from kvactors.scenario.engine import Engine, ScenarioRequest
 from kvactors.scenario.report import Totals
 from kvactors.storage.attempts import PAUSE_S
 from kvactors.testing.sim import left_over
@@ -125,7 +125,7 @@ async def serves_again(world: World) -> None:
     anything."""
     drawn = world.drawn
 
-    async def wrong(_request: Request, positions: Sequence[int], when: str) -> None:
+    async def wrong(_request: ScenarioRequest, positions: Sequence[int], when: str) -> None:
         world.violated(f"wrong bytes after all faults: {len(positions)} blocks {when}")
 
     engine = Engine(world.cache, Totals(), world.model, thorough=True, on_wrong=wrong)

@@ -28,7 +28,7 @@ from kvactors.errors import (
 from kvactors.lease import Lease
 from kvactors.prefix_index.loads import LATE_LOAD_S
 from kvactors.prefix_index.work import turn_blocks_of
-from kvactors.scenario.engine import Request
+from kvactors.scenario.engine import ScenarioRequest
 from tests.simulation.batched import Batched
 from tests.simulation.client import CacheClient
 from tests.simulation.draw import BLOCK
@@ -327,7 +327,7 @@ class Served:
         self.rng = client.rng
         self.lease = lease
         self.by = asyncio.get_running_loop().time() + deadline
-        self.request = Request(lease, BLOCK, self.world.model)
+        self.request = ScenarioRequest(lease, BLOCK, self.world.model)
         self.committed = 0  # tokens
 
     async def prefill(self) -> bool:

@@ -18,7 +18,7 @@ from kvactors.storage.actors import ReportPages
 from kvactors.storage.attempts import FAILURES
 from kvactors.storage.backend import ReadReport, WriteReport
 from kvactors.storage.file.store import FileBackend
-from kvactors.storage.guarded import Clears, GuardedBackend, GuardedCalls
+from kvactors.storage.guarded import GuardedBackend, GuardedCalls, StoreClears
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
@@ -645,7 +645,7 @@ def test_parts_of_paths_are_whole_or_none():
 
 
 async def test_a_clear_waits_for_writes_in_flight():
-    clears, order = Clears(), []
+    clears, order = StoreClears(), []
 
     async def clear() -> None:
         async with clears.clearing():
@@ -661,7 +661,7 @@ async def test_a_clear_waits_for_writes_in_flight():
 
 
 async def test_a_clear_that_fails_stays_pending_until_a_later_one_succeeds():
-    clears = Clears()
+    clears = StoreClears()
     with pytest.raises(OSError, match="no"):
         async with clears.clearing():
             raise OSError("no")
@@ -672,7 +672,7 @@ async def test_a_clear_that_fails_stays_pending_until_a_later_one_succeeds():
 
 
 async def test_an_earlier_clear_does_not_end_a_later_one():
-    clears = Clears()
+    clears = StoreClears()
     first = clears.clearing()
     await first.__aenter__()
     with pytest.raises(OSError, match="no"):

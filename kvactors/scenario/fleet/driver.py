@@ -33,7 +33,7 @@ from kvactors.layout import make_layout
 from kvactors.native import Path
 from kvactors.scenario.child import Child, start_child
 from kvactors.scenario.fleet.network import Network
-from kvactors.scenario.fleet.node import Answer, Conversation, Order, Orders
+from kvactors.scenario.fleet.node import Conversation, NodeAnswer, Order, Orders
 from kvactors.scenario.mirror import Reader
 from kvactors.scenario.mooncake_master import Master, free_port
 from kvactors.scenario.report import Report, Totals
@@ -72,7 +72,7 @@ class Task(msgspec.Struct):
     isolated: bool
 
 
-class Figures:
+class NodeFigures:
     """The counts of one placement of the workload. One large cache would have `seen` blocks, and
     `repeated` blocks of prompts when they were asked for."""
 
@@ -90,7 +90,7 @@ class Figures:
         self.repeated += sum(each in self.seen for each in prompt)
         self.seen.update(whole)
 
-    def ended(self, answer: Answer, whole: Sequence[bytes]) -> None:
+    def ended(self, answer: NodeAnswer, whole: Sequence[bytes]) -> None:
         """A node has served a request."""
         self.finished += 1
         self.hits = [total + blocks for total, blocks in zip(self.hits, answer.hits, strict=True)]
@@ -155,7 +155,7 @@ class Member:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the member)
         self._numbers = itertools.count()
         self._child: Child | None = None
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[NodeAnswer]] = {}
         self._answers: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -179,7 +179,7 @@ class Member:
     async def _receive(self, child: Child) -> None:
         with suppress(KVActorsError):
             while True:
-                answer = msgspec.json.decode(await child.receive(10 * ANSWER_S), type=Answer)
+                answer = msgspec.json.decode(await child.receive(10 * ANSWER_S), type=NodeAnswer)
                 waiting = self._waiting.pop(answer.number, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
@@ -191,13 +191,13 @@ class Member:
 
     async def ask(
         self, do: Literal["serve", "fill", "drain", "settle"], session: int = 0, turn: int = 0
-    ) -> Answer:
+    ) -> NodeAnswer:
         """Send an order and wait for its answer. KVActorsError if the process ended before."""
         child = self._child
         if child is None or not self.up:
             raise KVActorsError(f"node {self.number} does not run")
         order = Order(next(self._numbers), do, session, turn)
-        waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[NodeAnswer] = asyncio.get_running_loop().create_future()
         self._waiting[order.number] = waiting
         await child.send(msgspec.json.encode(order).decode())
         return await waiting
@@ -227,7 +227,7 @@ class Member:
         self.reader.step(0)
         return self.reader.mirror.view
 
-    def divergence(self, answer: Answer) -> int:
+    def divergence(self, answer: NodeAnswer) -> int:
         """Blocks on which the mirror and the node differ."""
         self.reader.reach(answer.sequence, ANSWER_S)
         view = self.reader.mirror.view
@@ -293,7 +293,7 @@ class Run:
     def __init__(
         self, scenario: Scenario, task: Task, network: Network, placement: Placement, totals: Totals
     ) -> None:
-        self.figures = Figures()
+        self.figures = NodeFigures()
         self._served = False
         self._pause_at = 0.0  # requests wait for the first fault
         self._fleet, self._work = scenario.fleet, scenario.workload

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.flush_notifier.sinks.kv_wire import MEDIA
-from kvactors.scenario.engine import RETRY, Engine, Request
+from kvactors.scenario.engine import RETRY, Engine, ScenarioRequest
 from kvactors.scenario.session import Session, session
 from kvactors.scenario.spec import Scenario, Workload, events_of
 from kvactors.scenario.workload import random_tokens
@@ -68,7 +68,7 @@ class Blocks(NamedTuple):
     storage: int = 0
 
 
-class Answer(msgspec.Struct):
+class NodeAnswer(msgspec.Struct):
     """The answer of a node.
 
     Attributes:
@@ -128,7 +128,7 @@ class TimedEngine(Engine):
         super().__init__(*arguments)
         self.waits: dict[str, float] = {}
 
-    async def begin(self, request: Request, *, resumed: bool = False) -> None:
+    async def begin(self, request: ScenarioRequest, *, resumed: bool = False) -> None:
         began = time.monotonic()
         await super().begin(request, resumed=resumed)
         self.waits[request.lease.request_id] = time.monotonic() - began
@@ -144,7 +144,7 @@ class Node:
         self._work = one.scenario.workload
         self._conversation = lru_cache(512)(lambda number: Conversation(self._work, seed, number))
 
-    async def carry_out(self, order: Order) -> Answer:
+    async def carry_out(self, order: Order) -> NodeAnswer:
         """Do what is asked."""
         if order.do == "serve":
             return await self._serve(order)
@@ -157,14 +157,14 @@ class Node:
             self._filling.cancel()
             await asyncio.gather(self._filling, return_exceptions=True)
             await self._pool(drain)
-        return Answer(order.number)
+        return NodeAnswer(order.number)
 
     async def _keep_full(self) -> None:
         while True:
             await self._pool(fill)
             await anyio.sleep(REFILL_S)
 
-    async def _serve(self, order: Order) -> Answer:
+    async def _serve(self, order: Order) -> NodeAnswer:
         prompt, answer = self._conversation(order.session).turn(order.turn)
         name = f"{order.session}.{order.turn}.{order.number}"
         while True:
@@ -175,11 +175,13 @@ class Node:
                 await anyio.sleep(RETRY)
             except KVActorsError as error:
                 self._engine.failed(name, error)
-                return Answer(order.number, errors=[repr(error)])
+                return NodeAnswer(order.number, errors=[repr(error)])
             else:
-                return Answer(order.number, Blocks(*lease.hits), self._engine.waits.pop(name, 0.0))
+                return NodeAnswer(
+                    order.number, Blocks(*lease.hits), self._engine.waits.pop(name, 0.0)
+                )
 
-    async def _settle(self, order: Order) -> Answer:
+    async def _settle(self, order: Order) -> NodeAnswer:
         one, cache = self._session, self._session.cache
         await self._engine.idle()  # saves in flight are objects of the pool that is judged
         await self._engine.settle()
@@ -200,7 +202,7 @@ class Node:
         if statistics.store is not None:
             counts |= {f"pool_{name}": getattr(statistics.store, name) for name in STORE_COUNTS}
         held = one.held(MEDIA[settings.media])
-        return Answer(
+        return NodeAnswer(
             order.number,
             held={medium: sorted(hashes) for medium, hashes in held.items()},
             sequence=sink.events.sequence,

@@ -37,7 +37,7 @@ DEADLINE_CHECK_S = 0.05
 """Seconds between two looks at the deadline of a job in flight."""
 
 
-class Moved(NamedTuple):
+class MovedObjects(NamedTuple):
     """The result of a job.
 
     Attributes:
@@ -102,7 +102,7 @@ class SlabIo:
         views: Sequence[memoryview],
         entries: Sequence[bytes],
         expired: Expired,
-    ) -> Moved:
+    ) -> MovedObjects:
         """Write payloads, and complete their entries with the checksums. When the call has ended,
         cancelled or not, no view is read any more."""
         return await self._move(True, slots, views, entries, expired)
@@ -114,7 +114,7 @@ class SlabIo:
         views: Sequence[memoryview],
         records: Sequence[bytes],
         expired: Expired,
-    ) -> Moved:
+    ) -> MovedObjects:
         direct = self._files.direct
         codes, done = await self._job(writes, direct, slots, views, records, expired)
         refused = [i for i, code in enumerate(codes) if code == -errno.EINVAL] if direct else []
@@ -133,8 +133,8 @@ class SlabIo:
                 codes[i], parts[i] = again[n], redone[n * size : (n + 1) * size]
             done = b"".join(parts)
         if not any(codes):
-            return Moved([Outcome.OK] * len(codes), done)
-        return Moved([self._outcome(code) for code in codes], done)
+            return MovedObjects([Outcome.OK] * len(codes), done)
+        return MovedObjects([self._outcome(code) for code in codes], done)
 
     def _outcome(self, code: int) -> Outcome:
         if code == DELETED:

@@ -31,7 +31,7 @@ from kvactors.storage.file.table import (
     WRITTEN_AT,
     Meta,
     SlabPaths,
-    Stored,
+    StoredSlot,
     Survey,
     TableReader,
     WritingLineages,
@@ -186,7 +186,7 @@ class FileBackend(LocalStore):
         await self.erase(evicted)
         await self._drop_empty_slabs()
 
-    def _enter(self, found: list[Stored]) -> tuple[list[bytes], list[int]]:
+    def _enter(self, found: list[StoredSlot]) -> tuple[list[bytes], list[int]]:
         """Take in the objects of the table, the oldest first.
 
         Returns:
@@ -921,7 +921,7 @@ class SlabView:
             self._enter(some)
             await asyncio.sleep(0)
 
-    def _enter(self, found: list[Stored]) -> None:
+    def _enter(self, found: list[StoredSlot]) -> None:
         for one in found:
             self._keys[one.slot] = one.key
             self._store.objects[one.key] = (one.slot, one.mark)

@@ -492,7 +492,7 @@ AT_PARENT = HEAD.size + TIME_FIELD
 U64 = np.dtype("<u8")
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """Blocks of a chunk: their slots, and the first 8 bytes of their keys and of their parents (0:
     no lineage)."""
 
@@ -507,7 +507,7 @@ class SlabPaths:
 
     def __init__(self, files: SlabFiles) -> None:
         self._files = files
-        self._rows: list[Rows] | None = []
+        self._rows: list[TableRows] | None = []
         self._next = 0  # slot from which the table is to be read on
         self._parent: NDArray[np.int32] = np.empty(0, np.int32)
         self._read = np.empty(0, bool)
@@ -535,7 +535,7 @@ class SlabPaths:
 
     # -- the survey
 
-    def _survey(self, rows: list[Rows]) -> None:
+    def _survey(self, rows: list[TableRows]) -> None:
         files, size = self._files, self._files.meta.entry_bytes
         slots = len(files.slabs) * files.meta.slots_per_slab
         if self._next < slots:
@@ -547,7 +547,7 @@ class SlabPaths:
         self._join(slots, rows)
         self._rows = None
 
-    def _join(self, slots: int, rows: list[Rows]) -> None:
+    def _join(self, slots: int, rows: list[TableRows]) -> None:
         """Find every block's parent, and the blocks that are no parent."""
         own = np.concatenate([one.slots for one in rows]) if rows else np.empty(0, np.int64)
         keys = np.concatenate([one.keys for one in rows]) if rows else np.empty(0, np.uint64)
@@ -612,7 +612,7 @@ class SlabPaths:
         return None if found is None else (one.key, found)
 
 
-def rows_of(raw: bytes, first: int, size: int, generation: int) -> Rows:
+def rows_of(raw: bytes, first: int, size: int, generation: int) -> TableRows:
     """The blocks of a chunk of the table. first: slot of its first entry. Only the fields needed
     here are read. Entries are verified later, when a path is read."""
     count = len(raw) // size
@@ -631,7 +631,7 @@ def rows_of(raw: bytes, first: int, size: int, generation: int) -> Rows:
         for i in others.tolist():  # another writer's order of fields
             entry = raw[int(used[i]) * size : (int(used[i]) + 1) * size]
             parents[i] = int.from_bytes(fields_of(entry).get(PARENT, b"")[:8], "little")
-    return Rows(first + used, words[used, 6].copy(), parents)
+    return TableRows(first + used, words[used, 6].copy(), parents)
 
 
 def _part(blocks: list[tuple[bytes, Lineage]]) -> PathPart:
@@ -651,7 +651,7 @@ CHUNK_ENTRIES = 16_384
 """Entries that are read at once."""
 
 
-class Stored(NamedTuple):
+class StoredSlot(NamedTuple):
     """An object.
 
     Attributes:
@@ -675,7 +675,7 @@ class Survey(NamedTuple):
         torn: entries that make no sense.
     """
 
-    found: list[Stored]
+    found: list[StoredSlot]
     changed: list[int]
     torn: int
 
@@ -694,7 +694,7 @@ class TableReader:
 
     def read(self, slots: int) -> Survey:
         """The changes in the first `slots` entries. OSError."""
-        files, found, changed, torn = self._files, list[Stored](), list[int](), 0
+        files, found, changed, torn = self._files, list[StoredSlot](), list[int](), 0
         meta = files.meta
         if meta.generation != self._generation:  # entries that were too new may be objects now
             self._generation = meta.generation
@@ -716,7 +716,7 @@ class TableReader:
                 continue
             changed += (first + np.flatnonzero(different & (seen != 0))).tolist()
             found += [
-                Stored(one.sequence, one.slot, one.key, one.mark, salt_in(one.raw))
+                StoredSlot(one.sequence, one.slot, one.key, one.mark, salt_in(one.raw))
                 for one in some.found
             ]
             torn += some.torn
