@@ -79,7 +79,7 @@ def named(text, parameter):
 def undescribed(owner, function):
     """Parameters of several that neither the docstring nor the class's or module's describes."""
     text = function.__doc__ or ""
-    if re.match(r"See\b", text):
+    if re.match(r"See\b", text) or not text:
         return []
     names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
     module = sys.modules[function.__module__]
@@ -107,9 +107,10 @@ def test_public_classes_have_docstrings_that_name_existing_errors(kind):
 
 @pytest.mark.parametrize(("owner", "function"), list(callables()))
 def test_public_methods_describe_their_parameters_and_errors(owner, function):
-    assert function.__doc__
+    text = inspect.getdoc(function)  # of the base, for an override that has none
+    assert text
     assert undescribed(owner, function) == []
-    assert [name for name in raised(function.__doc__) if not exists(name)] == []
+    assert [name for name in raised(text) if not exists(name)] == []
 
 
 @pytest.mark.parametrize("table", [pytest.param(kind, id=kind.__name__) for kind in TABLES])

@@ -132,7 +132,6 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line: time (Unix seconds), level, logger, event and the event's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter.format`."""
         import json
 
         fields = getattr(record, "kvactors_fields", {})

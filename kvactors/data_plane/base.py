@@ -84,15 +84,12 @@ class StreamsOutOfReach:
         """See `EngineStreams`."""
 
     def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
-        """See `EngineStreams`."""
         return False
 
     def begin_stream_wait(self, stream: int, blocks: Sequence[int]) -> asyncio.Future[None] | None:
-        """See `EngineStreams`."""
         return None
 
     def record_event(self, stream: int) -> RecordedEvent:
-        """See `EngineStreams`."""
         raise DeviceError(NO_STREAMS)
 
 

@@ -54,19 +54,15 @@ class CopyEngine(ABC):
         """
 
     def check_streams(self) -> None:
-        """See `EngineStreams`."""
         raise DeviceError(NO_STREAMS)
 
     def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
-        """See `EngineStreams`."""
         return False
 
     def begin_stream_wait(self, stream: int, blocks: Sequence[int]) -> asyncio.Future[None] | None:
-        """See `EngineStreams`."""
         return None
 
     def record_event(self, stream: int) -> RecordedEvent:
-        """See `EngineStreams`."""
         raise DeviceError(NO_STREAMS)
 
     async def close(self) -> None:
@@ -134,7 +130,6 @@ class InlineCopies(CopyEngine):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """See `CopyEngine`."""
         layerwise = progress is not None and direction is Direction.TO_DEVICE
         try:
             for layers in self.layer_groups(len(blocks), 1) if layerwise else [None]:
@@ -180,7 +175,6 @@ class ThreadedCopies(CopyEngine):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """See `CopyEngine`."""
         if not self._workers:
             self._start()
         loop = asyncio.get_running_loop()

@@ -92,24 +92,19 @@ class LocalPlane(DataPlane):
 
     @property
     def trouble(self) -> str:
-        """See `DataPlane`."""
         return self.engine.trouble
 
     def on_status(self, changed: StatusChanged) -> None:
-        """See `DataPlane`."""
         self._changed = changed
         self.engine.on_status(lambda available, lost: changed(available, lost, self.generation))
 
     def acknowledge_loss(self) -> None:
-        """See `DataPlane`."""
         self.engine.acknowledge_loss()
 
     def statistics(self) -> Any:
-        """See `DataPlane`."""
         return self.engine.statistics()
 
     def abandon_pending(self) -> None:
-        """See `DataPlane`."""
         self.engine.abandon_pending()
 
     async def copy_pairs(
@@ -119,12 +114,10 @@ class LocalPlane(DataPlane):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """See `DataPlane`."""
         return await self.engine.run(direction, blocks, slots, progress)
 
     @property
     def streams(self) -> EngineStreams:
-        """See `DataPlane`."""
         return self.engine
 
     def set_device(self, device: Device, engine: CopyEngine, *, owned: bool) -> None:

@@ -81,7 +81,6 @@ class CacheMetrics(Collector):
         self._watch.detach(self._cache.system)
 
     def collect(self) -> Iterator[Metric]:
-        """See `prometheus_client.registry.Collector`."""
         snapshot = self._snapshot()
         up = snapshot is not None and snapshot.health.status != "failed"
         yield GaugeMetricFamily(f"{PREFIX}up", "1 while the cache serves requests.", float(up))
@@ -140,7 +139,6 @@ class TierMetrics(Collector):
         self._cache = cache
 
     def collect(self) -> Iterator[Metric]:
-        """See `prometheus_client.registry.Collector`."""
         statistics, health = self._cache.statistics(), self._cache.health()
         up = health.status != "closed"
         yield GaugeMetricFamily(f"{PREFIX}up", "1 while the cache serves requests.", float(up))

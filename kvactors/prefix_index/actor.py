@@ -673,9 +673,7 @@ class PrefixIndex(Actor):
         self.out.begin(message.work)
 
     def check(self) -> None:
-        """See `IndexCore.check_steps`."""
         deque(self.check_steps(), maxlen=0)
 
     def check_steps(self) -> Iterator[None]:
-        """See `IndexCore.check_steps`."""
         return self.core.check_steps(idle=not self.out.works)

@@ -373,7 +373,6 @@ class StorageWorker(Actor):
             self.reporter.report_all()
 
     async def stopped(self) -> None:
-        """See `Actor.stopped`."""
         self.reporter.stop()
 
     async def sent(self) -> None:
@@ -518,7 +517,6 @@ class StoreOwner(StorageWorker):
     }
 
     def started(self) -> None:
-        """See `StorageWorker.started`."""
         super().started()
         if is_first(self.ref):
             self.reporter.paths.restart()

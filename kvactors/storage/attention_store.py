@@ -146,5 +146,4 @@ class AttentionStoreBackend(DeviceStore):
         return got
 
     async def close(self) -> None:
-        """See `DeviceStore.close`."""
         self.sdk.close()

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (methods of a store are documented in `Backend`)
 """The seam to a store of any origin: its exceptions and wrong answers are logged and counted, and
 replaced by a value that costs misses only.
 

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (overrides are documented in `Backend`)
 """`LocalStore`: base of the stores that one process owns."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (overrides are documented in `LocalStore`)
 """A store in this process's memory: for tests, simulation and replays. Checksums are verified as
 in the other stores."""
 

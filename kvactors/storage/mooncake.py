@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (overrides are documented in `Backend`)
 """A Mooncake pool as storage: every node of the pool can load the objects of every other node.
 
 An object is one immutable value: a block's payload and a header behind it. The pool belongs to

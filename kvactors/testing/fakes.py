@@ -274,7 +274,6 @@ class SimBackend(LocalStore, StoreFaults):
         return len(chosen)
 
     def lose(self, count: int) -> int:
-        """See `StoreFaults.lose`."""
         chosen = list(self.objects)[:count]
         for key in chosen:
             del self.objects[key]
@@ -293,7 +292,6 @@ class SimBackend(LocalStore, StoreFaults):
             super().damage(fault)
 
     def heal(self) -> None:
-        """See `StoreFaults.heal`."""
         super().heal()
         self.tearing = 0
 
@@ -306,7 +304,6 @@ class SimBackend(LocalStore, StoreFaults):
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        """See `Backend.write_slots`."""
         self.lineages |= {
             key: one for key, one in zip(keys, lineages, strict=False) if one is not None
         }
@@ -315,11 +312,9 @@ class SimBackend(LocalStore, StoreFaults):
     # -- paths, in the order of writing, so that children come before their parents
 
     def begin_paths(self) -> None:
-        """See `Backend.begin_paths`."""
         self._unread = list(self.objects)
 
     async def next_paths(self, most: int) -> list[PathPart] | None:
-        """See `Backend.next_paths`."""
         await self.delay()
         if self.down or not self._unread:
             return None
@@ -327,7 +322,6 @@ class SimBackend(LocalStore, StoreFaults):
         return [part_of(key, self.lineages[key]) for key in keys if key in self.lineages]
 
     def end_paths(self) -> None:
-        """See `Backend.end_paths`."""
         self._unread.clear()
 
 
@@ -349,7 +343,6 @@ class SimPool(SimBackend):
         """See `Backend.probe`."""
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """See `Backend.ask`."""
         await self.delay()
         if self.down:
             raise StoreUnavailable("the pool is down")

@@ -470,7 +470,7 @@ class TierCache:
         self.memory.close()
 
     def close_in_child(self) -> None:
-        """See `kvactors.threads.Forked`."""
+        """Called in a forked child: the cache cannot be used there."""
         self._owner.close("this cache was used before a fork: open another one in the child")
         if self._background is not None:
             self._background.abandon()

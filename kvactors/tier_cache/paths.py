@@ -265,7 +265,6 @@ class SinkFeed:
         self._put(path)
 
     def describe(self, path: DescribedPath) -> None:
-        """See `TierCache.describe`."""
         from kvactors.identity import RequestScope
 
         size = 4 * self.block_size

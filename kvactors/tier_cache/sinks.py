@@ -198,7 +198,6 @@ class CacheSinks:
             time.sleep(min(PAUSE, max(0.0, until - time.monotonic())))
 
     def _flushed(self, limit: float) -> bool | None:
-        """See `SinkService.flushed`."""
         answer: Future[bool | None] = Future()
         try:
             return self._run(self._service.ask, limit, answer) and answer.result(limit + 1.0)

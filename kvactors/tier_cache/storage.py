@@ -517,7 +517,6 @@ class StorageTier:
 
     @property
     def condition(self) -> str:
-        """See `Backend.condition`."""
         return "" if self._loop is None else self._loop.condition
 
     def clear(self) -> list[bytes]:

@@ -189,7 +189,6 @@ class CudaDevice(CudaContext, Device):
     def copy_to_device(
         self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
     ) -> None:
-        """See `copy_to_host`."""
         self._copy(True, blocks, arena, slots, layers)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:

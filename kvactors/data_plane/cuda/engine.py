@@ -176,7 +176,6 @@ class CudaCopyEngine(CopyEngine):
 
     @property
     def trouble(self) -> str:
-        """See `CopyEngine`."""
         return self._broken or ""
 
     # -- opening and closing
@@ -316,7 +315,6 @@ class CudaCopyEngine(CopyEngine):
         """See `EngineStreams`: they are in reach."""
 
     def begin_stream_wait(self, stream: int, blocks: Sequence[int]) -> asyncio.Future[None] | None:
-        """See `EngineStreams`."""
         lane = self._lanes.get(Direction.TO_DEVICE)
         if lane is None:
             return None
@@ -325,7 +323,6 @@ class CudaCopyEngine(CopyEngine):
         return wait.done
 
     def record_event(self, stream: int) -> CudaEvent:
-        """See `EngineStreams`."""
         return self._events.record(stream)
 
     # -- status
@@ -347,13 +344,11 @@ class CudaCopyEngine(CopyEngine):
                 self._changed(False, lost)
 
     def on_status(self, changed: Callable[[bool, bool], None]) -> None:
-        """See `CopyEngine`."""
         self._changed = changed
         if self._broken is not None:
             changed(False, self._unacknowledged)
 
     def acknowledge_loss(self) -> None:
-        """See `CopyEngine`."""
         self._unacknowledged = False
 
     def statistics(self) -> CudaStatistics:

@@ -80,13 +80,11 @@ class StreamConnection(Connection):
                 found.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: Frame) -> None:
-        """See `Connection`."""
         body = _encoder.encode(message)
         if not self._writer.is_closing():
             self._writer.write(len(body).to_bytes(4, "little") + body)
 
     async def receive(self) -> AnyFrame | None:
-        """See `Connection`."""
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "little")
             if size > self.limit:
@@ -99,7 +97,6 @@ class StreamConnection(Connection):
             return None
 
     def close(self) -> None:
-        """See `Connection`."""
         with suppress(RuntimeError):  # the loop is closed already
             self._writer.transport.abort()
 
@@ -147,7 +144,6 @@ class MemoryConnection(Connection):
             self._waiter.set_result(None)
 
     async def receive(self) -> AnyFrame | None:
-        """See `Connection`."""
         while not self._inbox:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -163,7 +159,6 @@ class MemoryConnection(Connection):
         return self._decode(item)
 
     def close(self) -> None:
-        """See `Connection`."""
         other, self.other = self.other, None
         self._put(None)
         if other is not None:

@@ -46,11 +46,9 @@ class RanksPlane(DataPlane):
 
     @property
     def generation(self) -> int:
-        """See `DataPlane`."""
         return self.group.memory_generation
 
     def on_status(self, changed: StatusChanged) -> None:
-        """See `DataPlane`."""
 
         def note(_rank: int, health: RankState) -> None:
             lost = health is RankState.DISCONNECTED
@@ -62,11 +60,9 @@ class RanksPlane(DataPlane):
             changed(self.group.healthy, self._unacknowledged, self.generation)
 
     def acknowledge_loss(self) -> None:
-        """See `DataPlane`."""
         self._unacknowledged = False
 
     def abandon_pending(self) -> None:
-        """See `DataPlane`."""
         self.group.abandon_pending()
 
     def statistics(self) -> tuple[RankStatistics, ...]:
@@ -80,7 +76,6 @@ class RanksPlane(DataPlane):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """See `DataPlane`."""
         pairs, to_device = (tuple(blocks), tuple(slots)), direction is Direction.TO_DEVICE
 
         def build(op: int) -> CopyBlocks | RankCopyWithin:

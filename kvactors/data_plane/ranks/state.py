@@ -219,7 +219,6 @@ class Rank:
         self.not_before = at + min(most, least * 2 ** min(16, self.violations - 1))
 
     def statistics(self) -> RankStatistics:
-        """See `RankStatistics`."""
         return RankStatistics(
             self.number,
             self.health.value,
@@ -231,7 +230,6 @@ class Rank:
         )
 
     def describe(self) -> RankHealth:
-        """See `RankHealth`."""
         if self.link is not None and not self.link.admitted:
             link = self.link
             return RankHealth(

@@ -91,7 +91,6 @@ class RankStore(Backend):
         return self.names_held.lost()
 
     def acknowledge_removed(self, keys: Iterable[bytes]) -> None:
-        """See `Backend.acknowledge_removed`."""
         for key in keys:
             self.names_held.departed.discard(key)
 
@@ -102,7 +101,6 @@ class RankStore(Backend):
         """The ranks attach their arenas themselves."""
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
-        """See `Backend.probe`."""
         if not self.group.healthy:
             return 0
         if self.shared:
@@ -119,7 +117,6 @@ class RankStore(Backend):
         return next((i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK), len(keys))
 
     def take(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.take`."""
         self.names_held.take(keys)
 
     async def _all(
@@ -157,13 +154,11 @@ class RankStore(Backend):
         return bytes(BADNESS[i] for i in worst), list(gone)
 
     def trouble(self) -> str:
-        """See `Backend.trouble`."""
         return self._trouble
 
     async def read_slots(
         self, keys: Sequence[bytes], arena: HostSlots | None, slots: Sequence[int], expired: Expired
     ) -> ReadReport:
-        """See `Backend.read_slots`."""
         if expired():
             return ReadReport(bytes([Outcome.LATE]) * len(keys), [])
         outcomes, gone = await self._all("read", keys, slots)
@@ -185,7 +180,6 @@ class RankStore(Backend):
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        """See `Backend.write_slots`."""
         if expired():
             return WriteReport(bytes([Outcome.LATE]) * len(keys), [])
         generation = self.group.memory_generation
@@ -221,7 +215,6 @@ class RankStore(Backend):
         raise StoreUnsupported("the bytes of ranks are not in reach of this process")
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.remove`."""
         self.take(keys)
         if keys:
             await self._all("remove", keys)
@@ -262,7 +255,6 @@ class RankStore(Backend):
     # -- paths: rank 0 keeps lineages, for objects that all ranks hold
 
     def begin_paths(self) -> None:
-        """See `Backend.begin_paths`."""
         self._reading, self._begun = True, False
 
     async def next_paths(self, most: int) -> list[PathPart] | None:
@@ -282,18 +274,15 @@ class RankStore(Backend):
         return [part for part in answers[0].paths if proved(part)]
 
     def end_paths(self) -> None:
-        """See `Backend.end_paths`."""
         self._reading = False
 
     async def close(self) -> None:
         """The ranks close their stores themselves."""
 
     def keys(self) -> list[bytes]:
-        """See `Backend.keys`."""
         return list(self.names_held.held)
 
     def iter_keys(self) -> Iterator[bytes]:
-        """See `Backend.iter_keys`."""
         return iter(self.names_held.held)
 
     def key_slices(self) -> Iterator[list[bytes]]:
@@ -302,11 +291,9 @@ class RankStore(Backend):
         return (list(self.names_held.held.shards[number]) for number in range(SHARDS))
 
     def count(self) -> int:
-        """See `Backend.count`."""
         return len(self.names_held)
 
     def holds(self, key: bytes) -> bool:
-        """See `Backend.holds`."""
         return key in self.names_held
 
 
@@ -498,13 +485,11 @@ class RanksDeviceStore(DeviceStore):
     async def fetch(
         self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
     ) -> int:
-        """See `DeviceStore.fetch`."""
         good = await self._all("fetch", tokens, start, blocks, seconds)
         self.reads += good
         return good
 
     async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
-        """See `DeviceStore.save`."""
         good = await self._all("save", tokens, start, blocks, seconds)
         self.writes += good
         return good

@@ -58,7 +58,6 @@ class JsonLinesSink(Sink):
         self._torn = True  # whether the file may end within a line
 
     async def open(self) -> None:
-        """See `Sink.open`."""
         try:
             async with aiofiles.open(self.path, "ab", opener=open_private, executor=self._threads):
                 pass
@@ -68,11 +67,9 @@ class JsonLinesSink(Sink):
             ) from error
 
     async def begin_epoch(self, epoch: int) -> None:
-        """See `Sink.begin_epoch`."""
         await self._append([self._encoder.encode({"type": "epoch", "epoch": epoch})])
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
-        """See `Sink.deliver`."""
         await self._append([self._encoder.encode(await self._record(task)) for task in tasks])
 
     async def close(self) -> None:

@@ -150,7 +150,6 @@ class KvEventsSink(Sink):
             self._sockets.close(LINGER_S)
 
     def set_snapshot_source(self, source: SnapshotSource) -> None:
-        """See `Sink.set_snapshot_source`."""
         self.events.source = source
 
     async def begin_epoch(self, epoch: int) -> None:

@@ -37,7 +37,6 @@ class MemorySink(Sink):
         self._blocks: dict[bytes, HeldBlock] = {}  # of the blocks that are held
 
     async def begin_epoch(self, epoch: int) -> None:
-        """See `Sink.begin_epoch`."""
         self.calls += 1
         self.epochs.append(epoch)
         self.lose_state()

@@ -534,7 +534,6 @@ class CacheKvsLayout(Layout):
             raise LayoutError(f"layer {layer} has {role!r}, and the first layer has not")
 
     def make_roles(self) -> Sequence[Role]:
-        """See `Layout`."""
         first = min(layer for layer, _ in self._regions)
         return [
             Role(role, tuple(region.shape[1:]), region.dtype)

@@ -47,7 +47,6 @@ class FastDeployMetrics(Collector):
         self._manager = manager
 
     def collect(self) -> Iterator[Metric]:
-        """See `prometheus_client.registry.Collector`."""
         found = self._manager.statistics()
         used = found.gpu_blocks - found.free_gpu_blocks
         share = used / found.gpu_blocks if found.gpu_blocks else 0.0

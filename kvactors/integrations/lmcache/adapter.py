@@ -177,7 +177,6 @@ class KVActorsL2(L2AdapterInterface):
     # -- results: called in the worker's thread
 
     def task_ended(self, task: TransferTask) -> None:
-        """See `TransferReport`."""
         if task.save:
             self._stores.append((task.number, L2StoreResult(all(task.ok), task.nbytes)))
             self._signal(self._store_event)
@@ -186,20 +185,16 @@ class KVActorsL2(L2AdapterInterface):
             self._signal(self._load_event)
 
     def looked_up(self, number: int, found: list[bool]) -> None:
-        """See `TransferReport`."""
         self._lookups[number] = bitmap(found)
         self._signal(self._lookup_event)
 
     def stored(self, keys: list[Any], sizes: list[int]) -> None:
-        """See `TransferReport`."""
         self._notify_keys_stored(keys, sizes)
 
     def accessed(self, keys: list[Any]) -> None:
-        """See `TransferReport`."""
         self._notify_keys_accessed(keys)
 
     def deleted(self, keys: list[Any], sizes: list[int]) -> None:
-        """See `TransferReport`."""
         self._notify_keys_deleted(keys, sizes)
 
     @staticmethod

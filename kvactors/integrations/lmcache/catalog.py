@@ -38,15 +38,15 @@ class Key(Protocol):
     """
 
     @property
-    def chunk_hash(self) -> bytes: ...  # noqa: D102
+    def chunk_hash(self) -> bytes: ...
     @property
-    def model_name(self) -> str: ...  # noqa: D102
+    def model_name(self) -> str: ...
     @property
-    def kv_rank(self) -> int: ...  # noqa: D102
+    def kv_rank(self) -> int: ...
     @property
-    def object_group_id(self) -> int: ...  # noqa: D102
+    def object_group_id(self) -> int: ...
     @property
-    def cache_salt(self) -> str: ...  # noqa: D102
+    def cache_salt(self) -> str: ...
 
 
 class ObjectShape(NamedTuple):

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (overrides are documented in `Backend` and `LocalStore`)
 """A store of preallocated slab files: the default, without a server. `layout` has the folder,
 `table` the format of the table."""
 

@@ -207,7 +207,6 @@ class Found(NamedTuple):
 
     @property
     def mark(self) -> bytes:
-        """See `mark_of`."""
         return mark_of(self.raw)
 
     @property
