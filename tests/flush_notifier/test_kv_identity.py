@@ -329,7 +329,7 @@ async def test_media_of_a_prompt_that_grows_stay_with_their_blocks(tmp_path):
 
 
 async def test_blocks_whose_scope_was_forgotten_are_not_announced_as_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvactors.prefix_index.reports.MOST_SCOPES", 2)
+    monkeypatch.setattr("kvactors.prefix_index.reports.REMEMBERED_SCOPES", 2)
     events = {"endpoint": f"ipc://{tmp_path}/e", "max_blocks": 1}
     async with kvactors.open(config(**events)) as cache:
         [sink] = cache.sinks.values()

@@ -369,16 +369,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int)
     given = parser.parse_args(arguments)
     seeds = range(given.first, given.first + given.seeds)
-    logging.getLogger("kvactors").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("kvactors")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     violated = hits = 0
-    for seed in seeds if given.seed is None else [given.seed]:
-        try:
-            hits += run_seed(seed)[1]
-        except Exception as error:
-            violated += 1
-            print(f"violated: seed {seed}: {type(error).__name__}: {error}", file=sys.stderr)
-            if given.seed is not None:
-                raise
+    try:
+        for seed in seeds if given.seed is None else [given.seed]:
+            try:
+                hits += run_seed(seed)[1]
+            except Exception as error:
+                violated += 1
+                print(f"violated: seed {seed}: {type(error).__name__}: {error}", file=sys.stderr)
+                if given.seed is not None:
+                    raise
+    finally:
+        logger.setLevel(level)
     print(f"{len(seeds) if given.seed is None else 1} seeds, {hits} hits, {violated} violated")
     return 1 if violated else 0
 
