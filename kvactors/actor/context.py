@@ -76,8 +76,8 @@ class Jobs:
         task.add_done_callback(lambda _: work.close())
 
     async def end(self, limit: float | None) -> None:
-        """Cancel every job and wait until all have ended, for at most `limit` seconds. Those that
-        have not are still in `running` afterwards."""
+        """Cancel every job and wait until all have ended, for at most `limit` seconds. Jobs that
+        have not ended are still in `running` afterwards."""
         for task in list(self.running):
             task.cancel()
         if self.running:

@@ -40,7 +40,7 @@ INLINE_TURNS = 192
 INLINE_TIME_S."""
 
 INLINE_TIME_S = 0.00075
-"""Seconds from the first of them after which there are no more in this pass."""
+"""Seconds of a pass that inline turns may take, from the first inline turn on."""
 
 SHARE_TURNS = 12
 """Inline turns of an ask that has waited, and of its task's next asks, at least: the wake-up of a
@@ -57,8 +57,8 @@ PASS_TIME_S = 0.0001
 """Seconds from the first turn of a pass. An actor with a message steps aside after that."""
 
 PASSES_ASIDE = 2
-"""Passes for which it steps aside. In the next one, callbacks of timers run behind those that were
-ready before: an actor among these would delay them once more."""
+"""Passes of the loop that an actor skips when it steps aside. In the next pass timers run behind
+the callbacks that were ready before: an actor among these would delay the timers again."""
 
 TURN_BUDGET = 64
 """Turns before an actor lets others run: a receive that finds a message does not yield by
@@ -100,7 +100,7 @@ class InlineTurns:
             self._begin_pass()
             left = INLINE_TURNS
         else:
-            clock = self._clock  # a call of an attribute that is no method takes longer
+            clock = self._clock  # local variable: faster than a call of the attribute
             if not left or clock() > self._until:
                 self._left = 0
                 return self._begin_later(message, deadline, lost, queued=queued)
@@ -392,8 +392,8 @@ class MailboxLoop:
                 in_flight.end()
 
     async def _step_aside(self, envelope: Envelope[Any], passes: int) -> None:
-        """Let others run for so many passes of the loop, before the turn of a message that has been
-        taken."""
+        """Let other tasks run for `passes` passes of the loop, before the turn of a message
+        that has been taken."""
         try:
             for _ in range(passes):
                 await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -14,7 +15,7 @@ from kvactors.data_plane.base import Direction
 from kvactors.types import hash_at
 
 
-class JobToHost(HostJob):
+class JobToHost(HostJob, ABC):
     """A job that copies device blocks into host slots, in windows of slots."""
 
     message: Offload | Save
@@ -63,9 +64,9 @@ class JobToHost(HostJob):
         found = map(self.host.readable, self.hashes)
         return [one if one and one.state is SlotState.RESIDENT else None for one in found]
 
+    @abstractmethod
     def end_if_complete(self) -> None:
         """Answer once no block waits or is being copied."""
-        raise NotImplementedError
 
 
 class OffloadJob(JobToHost):
