@@ -71,7 +71,7 @@ def objects(one: Master, host: str) -> float:
 def namespace(network: Network) -> Iterator[list[str]]:
     """A network namespace with a link to the pool's network and one for requests. Gives the start
     of a command that runs the rest of it there."""
-    holder = subprocess.Popen([*network.prefix(), "sleep", "infinity"])
+    holder = subprocess.Popen([*network.prefix, "sleep", "infinity"])
     inside = Path(f"/proc/{holder.pid}/ns/net")
     enter = ["nsenter", f"--net={inside}"]
     try:
