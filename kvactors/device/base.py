@@ -29,9 +29,7 @@ class Copying(Protocol):
         """See `Device`."""
 
 
-def copy_by_host(  # noqa: D417  (a method of Device)
-    self: Copying, sources: Sequence[int], targets: Sequence[int]
-) -> None:
+def copy_by_host(self: Copying, sources: Sequence[int], targets: Sequence[int]) -> None:
     """Copy blocks to other blocks. A device that can copy within its memory overrides this.
 
     Args:
