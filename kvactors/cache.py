@@ -1177,9 +1177,6 @@ class SafeClock:
     """Reads a clock of the caller. The time of a reading that fails is that of the reading before,
     and the first such reading is logged: ages stand still, and requests are served.
 
-    Args:
-        clock: returns seconds.
-
     Raises:
         TypeError: it is no function, or its first reading is no number.
         ValueError: the first reading is not finite.

@@ -53,13 +53,6 @@ class CallContext:
     """Loop-side state of an open cache: checks the calling loop and thread, and asks the index.
 
     Attributes:
-        index: the channel to PrefixIndex.
-        loop: the event loop that the cache belongs to.
-        layers: layers of the layout, those of extra layers included.
-        block_size: tokens of a block.
-        part_tokens: tokens that a turn of PrefixIndex commits at most.
-        events: events that calls wait for.
-        lease_numbers: the numbers of the next leases.
         on_forgotten: called with each lease that is garbage-collected before its end, for tests.
     """
 

@@ -188,7 +188,6 @@ def added_media(
     """Media items among tokens that are appended to a request.
 
     Args:
-        block_size: tokens.
         position: tokens of the request before the appended ones.
         num_added: appended tokens.
         extra_keys: media items with offsets from the first appended token.

@@ -103,12 +103,7 @@ async def step_batch(
 
 
 class _Call:
-    """Checked copies of the arguments of a call, and the outcomes.
-
-    Attributes:
-        leases: of the steps, a row each.
-        outcomes: None as long as one is not known.
-    """
+    """Checked copies of the arguments of a call, and the outcomes."""
 
     def __init__(self, context: CallContext, steps: list[Step]) -> None:
         with_media: list[int] = []

@@ -139,7 +139,6 @@ def blocking(
     """An awaited method as one that blocks its thread until the loop has answered.
 
     Args:
-        method: of a cache or a lease, with a deadline.
         ends_lease: whether an answer that comes too late for the thread ends the lease, because
             the call has changed it.
     """

@@ -53,7 +53,6 @@ class BlockHints(NamedTuple):
 
     Attributes:
         salts: see `kvactors.quotas.salt_id`.
-        priorities: -2 to 2.
         expiries: loop times from which the blocks are the first victims.
     """
 

@@ -30,7 +30,6 @@ class Histogram:
     Attributes:
         bounds: ascending. Values above the last one are counted in a further bucket.
         counts: values of each bucket, not cumulative.
-        total: the sum of all values.
     """
 
     __slots__ = ("_array", "bounds", "counts", "total")

@@ -35,7 +35,6 @@ def hash_of_block(parent: bytes, tokens: bytes) -> bytes:
     """The hash of a full block without an extra key.
 
     Args:
-        parent: the parent's block hash, or the root hash.
         tokens: the block's tokens, little-endian uint32.
     """
     return hashlib.sha256(parent + bytes(4) + tokens).digest()
@@ -47,11 +46,8 @@ class CacheScope(NamedTuple):
     A chain of block hashes starts from the scope's root hash.
 
     Attributes:
-        model: the model's name.
         namespace: the cache's namespace (`cache.namespace`, `KVCache.set_namespace`), such as a
             version of the weights.
-        lora: the LoRA adapter, or None.
-        salt: the cache salt, or None.
         lora_version: of the adapter, None unless it was cleared (`KVCache.clear(lora=)`).
     """
 
@@ -112,11 +108,7 @@ class StoreIdentity(NamedTuple):
     Objects of different identities never mix. Object headers and pool keys contain the digest.
 
     Attributes:
-        model: the model's name.
-        namespace: the store's namespace (`storage.namespace`).
         fingerprint: of the layout, 32 bytes.
-        rank: the tensor-parallel rank whose part of every block is stored.
-        ranks: the number of tensor-parallel ranks.
     """
 
     model: str
@@ -266,8 +258,6 @@ class Lineage(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         parent: the parent's block hash, or the root hash for a first block.
         tokens: the block's tokens, little-endian uint32.
-        extra_key: the block's extra key.
-        scope: the properties that requests for the block share.
     """
 
     parent: bytes
@@ -289,7 +279,6 @@ class Lineages(NamedTuple):
     """The lineages of a message's blocks. The message itself has their keys and parents.
 
     Attributes:
-        tokens: the tokens of all blocks, concatenated.
         scopes: one for each block (None: the block has no lineage), or one for all.
         extra_keys: the extra keys of the blocks that have one, by index.
     """
@@ -303,14 +292,7 @@ class Lineages(NamedTuple):
 
 
 def lineage(lineages: Lineages | None, index: int, count: int, parent: bytes) -> Lineage | None:
-    """The lineage of one block of a message, None if the block or the message has none.
-
-    Args:
-        lineages: of the message.
-        index: of the block in the message.
-        count: blocks in the message.
-        parent: the hash of the block's parent.
-    """
+    """The lineage of one block of a message, None if the block or the message has none."""
     if lineages is None:
         return None
     scope = lineages.scopes[index if len(lineages.scopes) > 1 else 0]

@@ -76,11 +76,6 @@ class LeaseHandle(msgspec.Struct, eq=False):
     progress refer to the handle, so that a forgotten lease is collected.
 
     Attributes:
-        context: of the lease's cache.
-        id: the lease's number.
-        request_id: for messages.
-        loads_end: the deadline of the loads.
-        ended: whether the lease has ended for its caller.
         changing: the call in progress that changes the block table, "" if there is none.
         committing: tokens of the commits in progress that take several steps, or wait for a pass
             of the loop. They must stay until the commits are answered.

@@ -31,10 +31,7 @@ class Shutdown:
     """Deadline and steps of the shutdown of a cache.
 
     Attributes:
-        limit: seconds from `begin` to the end.
-        arena: host memory, which stays mapped if a step does not end.
         waits: waits for threads, abandoned when the actors must have ended.
-        unfinished: names of the parts that did not end in time.
         forked: whether this is a forked child. A child closes nothing, because files, sockets and
             locks belong to the parent.
     """
@@ -60,11 +57,7 @@ class Shutdown:
             self._timer = asyncio.get_running_loop().call_at(self.at(STOP), self.waits.abandon)
 
     def at(self, part: float) -> float:
-        """Loop time at which a fraction of the limit has passed.
-
-        Raises:
-            RuntimeError: the shutdown has not begun.
-        """
+        """Loop time at which a fraction of the limit has passed."""
         if self._began is None:
             raise RuntimeError("the shutdown has not begun")
         return self._began + part * self.limit
@@ -76,13 +69,7 @@ class Shutdown:
     async def step(
         self, name: str, close: Callable[[], Awaitable[None]], limit: float = float("inf")
     ) -> None:
-        """Close one part, even if the caller is cancelled. Errors are logged.
-
-        Args:
-            name: of the part, for logs.
-            close: closes it.
-            limit: seconds it may take, if the shutdown has as much time left.
-        """
+        """Close one part, even if the caller is cancelled. Errors are logged."""
         if self.forked:
             return
         await uncancelled(self._step(name, close, limit))
@@ -114,11 +101,7 @@ class Shutdown:
             raise cancelled
 
     def over(self, *, stuck: bool = False) -> None:
-        """Finish the shutdown, when every part is closed or abandoned.
-
-        Args:
-            stuck: whether a thread of the store may still access the arena.
-        """
+        """Finish the shutdown, when every part is closed or abandoned."""
         if self._timer is not None:
             self._timer.cancel()
         if self.waits.abandoned:
@@ -134,11 +117,6 @@ log = get_logger()
 class Opening:
     """Opens the parts of a cache or a rank one after another, each within `actors.open_timeout_s`
     seconds, even if foreign code does not return.
-
-    Attributes:
-        limit: seconds that one part may take.
-        shutdown: of the same cache. It begins when a part is late, with `ends_cache`.
-        ends_cache: whether the cache has not opened yet.
     """
 
     def __init__(self, limit: float, shutdown: Shutdown, *, ends_cache: bool = True) -> None:
@@ -160,9 +138,6 @@ class Opening:
         mapped. The caller closes the part in either case.
 
         Args:
-            part: name of the part, for errors and logs.
-            call: opens it.
-            late: type of the error for a late part.
             least: seconds that the part may take, if more than the limit.
 
         Raises:

@@ -26,11 +26,7 @@ import fcntl as fcntl  # noqa: E402  (Windows has no such module: the error abov
 
 
 def native_missing(reason: str) -> str:
-    """The message for a missing native module.
-
-    Args:
-        reason: of the failed import.
-    """
+    """The message for a missing native module."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     text = f"kvactors' native module is missing or was built for another Python than {version}"
     if (TREE / "native" / "CMakeLists.txt").exists():

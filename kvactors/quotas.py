@@ -65,7 +65,6 @@ class SaltCount:
     """Counters of one salt, over all incarnations of the actors.
 
     Attributes:
-        salt: the string of the requests.
         device_evicted, host_evicted: blocks evicted because of the quota, without those that the
             present block tree and the present host tier count.
     """
@@ -136,8 +135,6 @@ class Quotas:
 
     Attributes:
         default: of salts that are not named, and of requests without a salt.
-        storage: those of the store.
-        counts: counters of salts.
     """
 
     def __init__(self, default: Quota = Quota(), named: dict[str, Quota] | None = None) -> None:  # noqa: B008

@@ -75,9 +75,6 @@ class Summary(NamedTuple):
         block_bytes: of one block on one rank.
         device_bytes: of all device blocks of one rank.
         host_bytes: of all host slots of one rank.
-        store: name of the storage back end, `none` without one.
-        store_objects: objects that the store held when it was opened.
-        store_bytes: their bytes.
         store_capacity_bytes: bytes that the store holds at most, 0 without a limit.
     """
 
@@ -149,9 +146,6 @@ present."""
 class ReplacedCounters:
     """Sums of the counters of replaced incarnations, over which totals never go down: an
     incarnation counts from zero.
-
-    Args:
-        salts: counters by salt, None for a system that has none.
     """
 
     def __init__(self, salts: SaltCounts | None = None) -> None:
@@ -175,12 +169,7 @@ class ReplacedCounters:
                 self._add(sink.name, sink)
 
     def over_incarnations(self, present: Record, name: str = "") -> Record:
-        """The statistics of a present incarnation with the counters of the earlier ones added.
-
-        Args:
-            present: the statistics.
-            name: of the actor or sink, for records of which there are several.
-        """
+        """The statistics of a present incarnation with the counters of the earlier ones added."""
         kind = type(present)
         sums = self._sums.get((kind, name))
         if sums is None:
@@ -197,10 +186,6 @@ class ReplacedCounters:
     ) -> tuple[SinkStatistics, ...]:
         """The statistics of every sink. While the notifier is switched off, they are the counters
         up to then.
-
-        Args:
-            present: the statistics of the present notifier.
-            names: of all sinks.
         """
         found = {sink.name: sink for sink in present}
         return tuple(
@@ -234,16 +219,9 @@ class System:
     """The parts of one cache. Nothing runs before `running()`.
 
     Args:
-        config: the cache's settings.
-        device: the device blocks, None for those that the config describes.
-        sinks: sinks beside those of the config.
-        backend: the store's back end in place of the config's.
         inline_copies: whether to copy in the loop's thread. Loops of virtual time need it, because
             they have no threads.
         clock: of the ages of blocks, the loop's if None.
-
-    Raises:
-        ConfigError: the settings, devices, stores or sinks do not fit together.
     """
 
     def __init__(
@@ -364,9 +342,6 @@ class System:
 
         All steps run in a separate task, so that no cancellation of the caller interrupts one. The
         cancellation is raised when the system has ended.
-
-        Raises:
-            CacheFailed: the system has failed, raised at the end of the block.
         """
         loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = loop.create_future()
@@ -468,12 +443,7 @@ class System:
                 await self.notifier.ask(WaitFlushed(healthy=True), deadline=limit)
 
     def check_usable(self) -> None:
-        """Check that calls can be served.
-
-        Raises:
-            CacheFailed: the system has failed.
-            CacheClosed: this process was forked from the one that opened the system.
-        """
+        """Check that calls can be served."""
         if self.forked:
             raise CacheClosed(FORKED)
         if self.supervisor.failed is not None:

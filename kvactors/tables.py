@@ -80,10 +80,6 @@ T = TypeVar("T")
 class Unclaimed(Generic[T]):
     """At most `most` connections, in the order of their arrival. The oldest is closed for a new
     one, so that clients that send nothing keep out no other client.
-
-    Args:
-        most: connections at a time.
-        close: closes the oldest connection.
     """
 
     def __init__(self, most: int, close: Callable[[T], object]) -> None:

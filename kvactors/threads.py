@@ -71,10 +71,6 @@ class Workers:
 
     A call that never returns does not keep the process from ending, as it would in an ordinary
     thread pool. With one thread, calls never overlap and keep their order.
-
-    Attributes:
-        threads: how many threads.
-        name: prefix of the threads' names.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -150,13 +146,7 @@ class Workers:
 async def in_thread(
     call: Callable[[], T], name: str, cancelled: Callable[[], None] | None = None
 ) -> T:
-    """Run one blocking call in a separate daemon thread and wait for its end, even if cancelled.
-
-    Args:
-        call: the blocking call.
-        name: prefix of the thread's name.
-        cancelled: see `wait_uncancelled`.
-    """
+    """Run one blocking call in a separate daemon thread and wait for its end, even if cancelled."""
     workers = Workers(1, name)
     future = asyncio.wrap_future(workers.submit(call))
     workers.close()

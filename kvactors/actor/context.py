@@ -44,11 +44,7 @@ class JobsRunOn(RuntimeError):
 
 
 class Jobs:
-    """The running jobs of one incarnation of an actor.
-
-    Args:
-        deliver: sends the actor the message with a job's outcome.
-    """
+    """The running jobs of one incarnation of an actor."""
 
     __slots__ = ("_deliver", "_in_flight", "_name", "running")
 
@@ -224,7 +220,6 @@ class Context:
     Attributes:
         peer_incarnations: the incarnations of the other actors that this one has been notified of.
             A message carries the receiver's, so that a later incarnation drops it.
-        unanswered: asks taken in and not answered.
     """
 
     def __init__(
@@ -302,12 +297,7 @@ class Context:
         The result of a job that ends later is dropped.
 
         Args:
-            job: the work.
-            done: makes the message from the result.
-            failed: makes the message from the error.
             counted: whether the system counts as busy until the job ends.
-            slots: host slots that the job accesses.
-            keys: keys of the blocks that the job is about.
         """
         self.jobs.start(job, done, failed, Job(counted, slots, keys))
 

@@ -306,7 +306,6 @@ class MailboxLoop:
     """Runs one incarnation of an actor.
 
     Attributes:
-        turns: taken so far.
         skipped: asks given up before their turn, and messages for an earlier incarnation.
         ended_at: when the failure or the stop came, on the loop's clock.
         failed_peer: the failure of another actor, if it is the reason why this one is cancelled.

@@ -44,7 +44,6 @@ class PeerRestarted(Control, frozen=True, eq=False):
     """An actor lost its state and restarted: its operations in flight will never be answered.
 
     Attributes:
-        name: the actor's name.
         incarnation: the new one. When this arrives none of its child jobs runs any more.
     """
 
@@ -55,11 +54,6 @@ class PeerRestarted(Control, frozen=True, eq=False):
 class InlineReply(msgspec.Struct, eq=False, gc=False):
     """The port of an ask's answer during its inline turn: what is used of a future, at a third of
     its cost.
-
-    Attributes:
-        is_done: whether there is an answer.
-        value: the answer.
-        error: the answer, if it is an error.
     """
 
     is_done: bool = False

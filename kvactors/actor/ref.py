@@ -84,7 +84,6 @@ class OpenAsks(Generic[R]):
     """The unanswered asks of one ref, ended at their deadlines (to within two sweeps).
 
     Attributes:
-        open: the envelopes by reply. An ask adds itself and removes itself.
         timer: of the next sweep.
     """
 
@@ -125,11 +124,9 @@ class ActorRef(Generic[M_contra]):
     """A reference to an actor that handles messages of the type `M_contra`, usually a union.
 
     Attributes:
-        name: unique in the system.
         role: the class of actor, as the channel graph names it (a pool shares one role).
         switched_off: whether a substitute runs in the actor's place.
         make_context: makes the context of each incarnation in place of `Context`, for tests.
-        instruments: of the system, shared by all its refs.
         entrance: begins an ask: the inline turns of an actor that runs, else this ref.
     """
 

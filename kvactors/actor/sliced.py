@@ -24,11 +24,7 @@ def _pattern(size: int) -> tuple[bool, ...]:
 
 
 def finish(work: Sliced[T] | Iterator[None]) -> T:
-    """Run all slices without a pause.
-
-    Returns:
-        The result of the work.
-    """
+    """Run all slices without a pause."""
     while True:
         try:
             next(work)

@@ -89,11 +89,6 @@ class SwitchedOff(NamedTuple):
 class Switch:
     """Whether the optional actor of a group runs, or its substitute. Does nothing for any other
     group.
-
-    Args:
-        group: the group.
-        switched_off: of the system, by name. The switch adds and removes its actor.
-        is_stopping: whether the system stops.
     """
 
     def __init__(
@@ -176,13 +171,7 @@ LEAST_STEP = 0.1
 
 
 class SupervisorStatistics(NamedTuple):
-    """Counts of failures and restarts.
-
-    Attributes:
-        failures: failures of actors.
-        restarts: restarts of actors.
-        last_failure: name of the actor and cause, or empty.
-    """
+    """Counts of failures and restarts."""
 
     failures: int
     restarts: int
