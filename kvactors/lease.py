@@ -161,16 +161,23 @@ class LeaseHandle(msgspec.Struct, eq=False):
         self.ended = True
         return LeaseEnded(f"lease of {self.request_id!r}: {error}")
 
-    async def take(self, message: Extend | Reserve, at: float) -> AcquireResult:
-        """Send a message of a change that has begun, which adds blocks to the end of the table."""
+    async def take(self, message: Extend | Reserve, at: float, call: str = "") -> AcquireResult:
+        """Send a message that adds blocks to the end of the table, as a change of its own (`call`)
+        or as a part of one that has begun."""
+        if call:
+            self.begin_change(call)
         try:
-            asked = self.begin_ask(message, at, has_effect=True)
-            granted: AcquireResult = await asked if isinstance(asked, CoroutineType) else asked
+            granted: Any = self.begin_ask(message, at, has_effect=True)
+            if isinstance(granted, CoroutineType):
+                granted = await granted
+                self.check_ended()
         except CANCELLED:
             self.withdraw()
             raise
-        self.check_ended()
-        return granted
+        finally:
+            if call:
+                self.changing = ""
+        return granted  # type: ignore[no-any-return]
 
     def withdraw(self) -> None:
         """A change is cancelled: blocks that it has collected go to the next in the queue."""
@@ -414,7 +421,7 @@ class Lease:
         extend_path(added, "tokens", tokens)
         extras, media = added_media(added.block_size, self.num_tokens, added.num_tokens, extra_keys)
         message = Extend(self._handle.id, self.num_tokens, added, extras)
-        granted = await self._grow("extend", message, at)
+        granted = await self._handle.take(message, at, "extend")
         return self._appended(added, media, granted.blocks)
 
     async def next_chunk(
@@ -438,7 +445,7 @@ class Lease:
         count = check_int("num_tokens", num_tokens, 1)
         upto = min(self.num_tokens, self.covered_tokens + count)
         message = Reserve(self._handle.id, self.num_tokens, upto)
-        return self._append_blocks((await self._grow("next_chunk", message, at)).blocks)
+        return self._append_blocks((await self._handle.take(message, at, "next_chunk")).blocks)
 
     async def reserve(self, num_tokens: int, *, deadline: float | None = None) -> tuple[int, ...]:
         """Take device blocks ahead of tokens, for speculation or asynchronous scheduling. A later
@@ -460,16 +467,7 @@ class Lease:
         at = self._handle.begin_call(deadline)
         count = check_int("num_tokens", num_tokens, 0, self._handle.context.part_tokens)
         message = Reserve(self._handle.id, self.num_tokens, self.num_tokens + count)
-        return self._append_blocks((await self._grow("reserve", message, at)).blocks)
-
-    async def _grow(self, call: str, message: Extend | Reserve, at: float) -> AcquireResult:
-        """Send a message that adds blocks to the end of the table, while no other call does."""
-        handle = self._handle
-        handle.begin_change(call)
-        try:
-            return await handle.take(message, at)
-        finally:
-            handle.changing = ""
+        return self._append_blocks((await self._handle.take(message, at, "reserve")).blocks)
 
     def _appended(
         self, added: Path, media: tuple[tuple[int, int], ...], blocks: Sequence[int]
