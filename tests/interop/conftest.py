@@ -75,10 +75,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _run_inside(item: pytest.Function, folder: Path, marker: str) -> None:
     limit = SUITES[marker].limit
-    base, test = (
-        item.funcargs["tmp_path"] / "inside",
-        f"{item.path.relative_to(ROOT)}::{item.nodeid.partition('::')[2]}",
-    )
+    folder_of_test: Any = item.funcargs["tmp_path"]
+    test = f"{item.path.relative_to(ROOT)}::{item.nodeid.partition('::')[2]}"
     command = [
         sys.executable,
         "-m",
@@ -88,7 +86,7 @@ def _run_inside(item: pytest.Function, folder: Path, marker: str) -> None:
         "-s",
         "-p",
         "no:cacheprovider",
-        f"--basetemp={base}",
+        f"--basetemp={folder_of_test / 'inside'}",
         f"--timeout={limit - 10}",
         "-m",
         marker,
@@ -99,7 +97,7 @@ def _run_inside(item: pytest.Function, folder: Path, marker: str) -> None:
         done = subprocess.run(
             isolated(command, own_proc=SUITES[marker].own_proc),
             cwd=ROOT,
-            env=os.environ | {INSIDE: "1", SHARED: str(item.funcargs["tmp_path"].parent)},
+            env=os.environ | {INSIDE: "1", SHARED: str(folder_of_test.parent)},
             capture_output=True,
             text=True,
             timeout=limit,

@@ -52,7 +52,7 @@ class Link:
                         for one in list(self._peers):
                             self._end(one)
                 elif key.fileobj in self._peers:
-                    self._forward(key.fileobj)  # type: ignore[arg-type]
+                    self._forward(key.fileobj)
         for one in (*self._peers, self._server, self._wake, self._woken):
             one.close()
         self._selector.close()

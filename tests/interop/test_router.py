@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -51,11 +52,15 @@ def routed_right(scene: Scene, router: Router, nodes: Sequence[Node], count: int
             )
 
 
-def two_nodes(scene: Scene, first: Workload, second: Workload, **sink: object) -> list[Node]:
+def two_nodes(scene: Scene, first: Workload, second: Workload, **sink: Any) -> list[Node]:
     """Two workers with their own prompts, with the settings that the router needs: it takes the
     answer to a replay request only if that begins with the number asked for, and drops a batch with
     an unknown field."""
-    settings = {"numbers": "from_zero", "maps_for": "vllm", "heartbeat_s": 0.5} | sink
+    settings: dict[str, Any] = {
+        "numbers": "from_zero",
+        "maps_for": "vllm",
+        "heartbeat_s": 0.5,
+    } | sink
     return [scene.node(first, worker=7, **settings), scene.node(second, worker=8, **settings)]
 
 

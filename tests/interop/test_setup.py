@@ -158,7 +158,7 @@ def test_the_origin_of_an_environment_is_readable(tmp_path: Path) -> None:
 
 
 def test_missing_debian_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making.shutil, "which", lambda _: None)
+    monkeypatch.setattr("shutil.which", lambda _: None)
     monkeypatch.setattr(making, "find_library", lambda name: name if name == "numa" else None)
     assert making.missing_packages() == [
         "util-linux",

@@ -150,7 +150,7 @@ async def main(answers: Any) -> None:
     config = json.loads(await reader.readline())
     async with kvactors.open(kvactors.Config.from_mapping(config)) as cache:
         worker = Worker(cache)
-        sink = cache.sinks["kv_events"]
+        sink: Any = cache.sinks["kv_events"]
         answer({"endpoint": sink.endpoint, "replay_endpoint": sink.replay_endpoint})
         while line := await reader.readline():
             message = json.loads(line)

@@ -93,7 +93,7 @@ class Served(NamedTuple):
     """
 
     tokens: list[list[int] | None]
-    cached: list[int | None]
+    cached: list[int]
     sources: list[dict[str, int]]
 
     @property

@@ -396,7 +396,7 @@ def test_two_engines_and_one_store(start_sglang: Start, tmp_path: Path) -> None:
 def conversations(count: int, turns: int, seed: int) -> list[list[Prompt]]:
     """Prompts of conversations: each turn is the one before with more tokens."""
     draw = random.Random(seed)
-    made = []
+    made: list[list[Prompt]] = []
     for _ in range(count):
         tokens: Prompt = []
         made.append([])

@@ -51,7 +51,7 @@ class Served(NamedTuple):
     """
 
     tokens: Tokens
-    cached: list[int | None]
+    cached: list[int]
     steps: int
 
     @property
