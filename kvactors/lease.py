@@ -162,7 +162,7 @@ class LeaseHandle(msgspec.Struct, eq=False):
         return LeaseEnded(f"lease of {self.request_id!r}: {error}")
 
     async def take(self, message: Extend | Reserve, at: float, call: str = "") -> AcquireResult:
-        """Send a message that adds blocks to the end of the table, as a change of its own (`call`)
+        """Send a message that adds blocks to the end of the table, as a separate change (`call`)
         or as a part of one that has begun."""
         if call:
             self.begin_change(call)
