@@ -143,13 +143,14 @@ def source_folder(folder: Path, requirement: str) -> Path:
 
 
 def clone_stamp() -> dict[str, str]:
-    """Identifies this clone and the sources of its native module. Python files need no new
-    installation."""
-    digest = hashlib.sha256()
+    """Identifies this clone, the sources of its native module and its modules by name: an editable
+    installation finds each at the path that it had then."""
+    modules = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "kvactors").rglob("*.py"))
+    digest = hashlib.sha256("\0".join(modules).encode())
     for file in sorted((ROOT / "native").rglob("*")):
         if file.is_file():
             digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
-    return {"clone": str(ROOT), "native": digest.hexdigest()}
+    return {"clone": str(ROOT), "sources": digest.hexdigest()}
 
 
 def made_from(folder: Path, stamp: str = STAMP) -> Any:
