@@ -143,7 +143,7 @@ def test_an_environment_with_another_clone_is_not_used(tmp_path: Path) -> None:
     environments = Environments(tmp_path / "there", path)
     with pytest.raises(InteropError, match="another clone"):
         environments.program("name")
-    (folder / CLONE_STAMP).write_text(json.dumps(clone_stamp() | {"native": "0" * 64}))
+    (folder / CLONE_STAMP).write_text(json.dumps(clone_stamp() | {"sources": "0" * 64}))
     with pytest.raises(InteropError, match=r"before native/ changed"):
         environments.program("name")
     (folder / CLONE_STAMP).write_text(json.dumps(clone_stamp()))
