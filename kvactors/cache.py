@@ -1191,7 +1191,6 @@ class SafeClock:
         self._last = seconds_of(clock())
 
     def __call__(self) -> float:
-        """Seconds."""
         try:
             self._last = seconds_of(self._clock())
         except Exception as error:

@@ -75,7 +75,6 @@ class CallContext:
         self._runner: Any = self.loop if hasattr(self.loop, "_thread_id") else _NoRunner
 
     def close(self) -> None:
-        """Accept no new calls."""
         self.system.is_open, self._runner = False, _NoRunner
 
     def check(self) -> None:
@@ -227,7 +226,6 @@ class CallContext:
             self.system.in_flight.end()
 
     def stop(self) -> None:
-        """The cache has ended: wait for no pass any more."""
         for task in self._giving_back:
             task.cancel()
 

@@ -41,12 +41,10 @@ class Histogram:
         self._array = np.array(bounds)
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def observe_all(self, values: NDArray[Any]) -> None:
-        """Count many values."""
         buckets = np.bincount(
             np.searchsorted(self._array, values, side="left"), minlength=len(self.counts)
         )
@@ -55,7 +53,6 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Values counted."""
         return sum(self.counts)
 
     def buckets(self) -> list[tuple[str, int]]:

@@ -268,7 +268,6 @@ class Lineage(msgspec.Struct, frozen=True, gc=False):
     __repr__ = redacted_repr
 
     def block_hash(self) -> bytes:
-        """The block hash computed from the lineage."""
         extra = self.extra_key
         return hashlib.sha256(
             self.parent + len(extra).to_bytes(4, "little") + extra + self.tokens

@@ -57,7 +57,6 @@ class Shutdown:
             self._timer = asyncio.get_running_loop().call_at(self.at(STOP), self.waits.abandon)
 
     def at(self, part: float) -> float:
-        """Loop time at which a fraction of the limit has passed."""
         if self._began is None:
             raise RuntimeError("the shutdown has not begun")
         return self._began + part * self.limit

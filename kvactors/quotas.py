@@ -108,12 +108,10 @@ class SaltCounts:
             self._unnamed -= 1
 
     def forget(self, salt: str) -> None:
-        """Drop the counters of a salt."""
         row = self.rows.pop(salt_id(salt), None)
         self._unnamed -= row is not None and not row.named
 
     def see(self, number: int, salt: str) -> None:
-        """A request has this salt."""
         if number not in self.rows and self._unnamed < UNNAMED_SALTS:
             self.rows[number] = SaltCount(salt, named=False)
             self._unnamed += 1
@@ -171,5 +169,4 @@ class Quotas:
             self.counts.forget(salt)
 
     def get(self, salt: str) -> Quota | None:
-        """The quota of a named salt."""
         return self._named.get(salt)

@@ -91,12 +91,10 @@ class NoReader(StorageWorker):
 
     @on(ProbeStore)
     def probe(self, message: ProbeStore) -> None:
-        """Answer that no key is found."""
         self.tell(self.evictor, Probed(message.op, 0))
 
     @on(Read)
     def read(self, message: Read) -> None:
-        """Answer that no object can be read."""
         outcomes = bytes([Outcome.UNAVAILABLE]) * len(message.slots)
         self.tell(self.evictor, ReadDone(message.op, outcomes))
 
@@ -107,7 +105,6 @@ class NoWriter(StoreOwner):
 
     @on(Write)
     def write(self, message: Write) -> None:
-        """Answer that no object can be written."""
         self.tell(self.evictor, unwritten(message, Outcome.UNAVAILABLE).answer)
 
     @on(ReportLost)
@@ -135,10 +132,8 @@ class NoDeviceStore(Actor):
 
     @on(FetchDevice)
     def fetch(self, message: FetchDevice) -> None:
-        """Answer that no block is found."""
         self.tell(self.evictor, DeviceFetched(message.op, 0))
 
     @on(SaveDevice)
     def save(self, message: SaveDevice) -> None:
-        """Answer that no block is saved."""
         self.tell(self.evictor, DeviceSaved(message.op, 0))

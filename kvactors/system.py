@@ -153,7 +153,6 @@ class ReplacedCounters:
         self._sums: dict[tuple[type[Any], str], tuple[float, ...]] = {}
 
     def replaced(self, actor: Actor) -> None:
-        """Add the counters of an incarnation that the supervisor has replaced."""
         self._add(actor.ref.name, actor.statistics())
         if isinstance(actor, PrefixIndex):
             self._add("", actor.core.statistics())
@@ -324,7 +323,6 @@ class System:
 
     @property
     def device(self) -> Any:
-        """The device blocks."""
         return self.plane.device
 
     @property
@@ -443,7 +441,6 @@ class System:
                 await self.notifier.ask(WaitFlushed(healthy=True), deadline=limit)
 
     def check_usable(self) -> None:
-        """Check that calls can be served."""
         if self.forked:
             raise CacheClosed(FORKED)
         if self.supervisor.failed is not None:
@@ -457,7 +454,6 @@ class System:
             ref.channel.refuse(lambda: CacheClosed(FORKED))
 
     def refs(self) -> tuple[ActorRef, ...]:
-        """The refs of every actor."""
         storage: tuple[ActorRef, ...] = (*self.readers, *self.writers, *self.device_stores)
         return (self.index, self.swapper, self.evictor, *storage, self.notifier)
 
@@ -599,22 +595,18 @@ class System:
 
     @property
     def index_actor(self) -> PrefixIndex:
-        """PrefixIndex's current incarnation."""
         return self.supervisor.actor(self.index.name)  # type: ignore[return-value]
 
     @property
     def evictor_actor(self) -> CpuEvictor:
-        """CpuEvictor's current incarnation."""
         return self.supervisor.actor(self.evictor.name)  # type: ignore[return-value]
 
     @property
     def swapper_actor(self) -> GpuSwapper:
-        """GpuSwapper's current incarnation."""
         return self.supervisor.actor(self.swapper.name)  # type: ignore[return-value]
 
     @property
     def notifier_actor(self) -> FlushNotifier:
-        """FlushNotifier's current incarnation."""
         return self.supervisor.actor(self.notifier.name)  # type: ignore[return-value]
 
 

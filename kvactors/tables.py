@@ -49,7 +49,6 @@ class ShardedSet(AbstractSet[bytes]):
         self.update(keys)
 
     def update(self, keys: Iterable[bytes]) -> None:
-        """Add keys."""
         shards, mask = self.shards, SHARDS - 1
         for key in keys:
             shards[hash(key) & mask].add(key)
@@ -97,7 +96,6 @@ class Unclaimed(Generic[T]):
         return len(self._connections)
 
     def add(self, connection: T) -> None:
-        """Add a connection that has just arrived."""
         while len(self._connections) >= self._most:
             oldest = next(iter(self._connections))
             del self._connections[oldest]
@@ -105,5 +103,4 @@ class Unclaimed(Generic[T]):
         self._connections[connection] = None
 
     def discard(self, connection: T) -> None:
-        """Forget a connection that is known now, or is lost."""
         self._connections.pop(connection, None)

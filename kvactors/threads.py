@@ -88,7 +88,6 @@ class Workers:
         wait(list(self._pending), limit)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Run a call when a thread is free."""
         while self._started < self.threads:
             threading.Thread(
                 target=self._work, name=f"{self.name}-{self._started}", daemon=True
@@ -137,7 +136,6 @@ class Workers:
             future.add_done_callback(lambda _: None if self._pending else call())
 
     def close(self) -> None:
-        """End the threads after the submitted calls."""
         for _ in range(self._started):
             self._calls.put(None)
         self._started = 0
@@ -165,7 +163,6 @@ class DaemonExecutor(Executor):
         self.name = name
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a call in a separate thread."""
         workers = Workers(1, self.name)
         future = workers.submit(partial(fn, *args, **kwargs))
         workers.close()

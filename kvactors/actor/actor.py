@@ -59,7 +59,6 @@ class AskMark(Generic[M_co]):
     def __call__(
         self: AskMark[X], method: Callable[[S, X, Envelope[Any]], None]
     ) -> Callable[[S, X, Envelope[Any]], None]:
-        """Mark a method."""
         raise NotImplementedError  # `on` returns a Mark: this class exists for the type checker
 
 
@@ -207,7 +206,6 @@ class Actor:
     # -- for the supervisor, and for inspection of a running system
 
     def run(self) -> Coroutine[Any, Any, None]:
-        """Take turns until stopped."""
         return self.mailbox.run()
 
     @property
@@ -217,7 +215,6 @@ class Actor:
 
     @property
     def state(self) -> State:
-        """The stage of this incarnation."""
         return self.context.state
 
     @property
@@ -226,7 +223,6 @@ class Actor:
         return self.mailbox.turns
 
     def statistics(self) -> ActorStatistics:
-        """A moment's picture."""
         context = self.context
         return ActorStatistics(
             self.ref.name,

@@ -190,7 +190,6 @@ class Channel(Generic[T]):
         return len(self._data) + len(self._control) + len(self._later)
 
     def statistics(self) -> ChannelStatistics:
-        """A moment's picture."""
         return ChannelStatistics(
             self.bound,
             len(self._data),

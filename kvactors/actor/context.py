@@ -61,7 +61,6 @@ class Jobs:
         failed: Callable[[Exception], Control],
         job: Job,
     ) -> None:
-        """Run `work` in a task."""
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._run(work, done, failed), name=self._name)
         self.running[task] = job
@@ -172,7 +171,6 @@ class Outbox:
         self._wake()
 
     def clear(self) -> None:
-        """Drop every message."""
         self._in_flight.end(len(self.waiting))
         self.waiting.clear()
         self._wake()

@@ -97,7 +97,6 @@ class Instruments:
         self.active = tuple(one for one in self.active if one is not instrument)
 
     def notify(self, event: str, *args: Any) -> None:
-        """Call one method of every instrument."""
         for instrument in self.active:
             try:
                 getattr(instrument, event)(*args)

@@ -45,7 +45,6 @@ class RateLimit:
         self._events: dict[tuple[object, ...], tuple[float, int]] = {}
 
     def reset(self) -> None:
-        """Begin anew."""
         self._events.clear()
 
     def admit(self, event: str, fields: dict[str, Any]) -> int | None:
@@ -78,7 +77,6 @@ class Logger:
         self._context = context
 
     def bind(self, **context: Any) -> Logger:
-        """The same with more fields."""
         return Logger(**{**self._context, **context})
 
     def debug(self, event: str, **fields: Any) -> None:

@@ -410,7 +410,6 @@ class MailboxLoop:
             self.handle(envelope)
 
     def handle(self, envelope: Envelope[Any]) -> None:
-        """Give a message to its handler."""
         message, context = envelope.message, self._context
         kind = type(message)
         self.turns += 1

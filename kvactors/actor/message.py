@@ -61,15 +61,12 @@ class InlineReply(msgspec.Struct, eq=False, gc=False):
     error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether there is an answer."""
         return self.is_done
 
     def set_result(self, value: Any) -> None:
-        """Answer."""
         self.value, self.is_done = value, True
 
     def set_exception(self, error: BaseException) -> None:
-        """Answer with an error."""
         self.error, self.is_done = error, True
 
     def raise_error(self) -> NoReturn:

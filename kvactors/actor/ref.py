@@ -36,7 +36,6 @@ class InFlight:
         self._waiters: list[asyncio.Future[None]] = []
 
     def begin(self, n: int = 1) -> None:
-        """Add `n` items of work in flight."""
         self.count += n
         self.begun += n
 
@@ -97,7 +96,6 @@ class OpenAsks(Generic[R]):
         self.timer: asyncio.TimerHandle | None = None
 
     def start_timer(self) -> None:
-        """Begin to sweep."""
         self.timer = asyncio.get_running_loop().call_later(SWEEP, self._sweep)
 
     def _sweep(self) -> None:
@@ -303,5 +301,4 @@ class ActorRef(Generic[M_contra]):
 
     @property
     def open_asks(self) -> int:
-        """Asks that wait for an answer."""
         return len(self._asks)

@@ -53,7 +53,6 @@ class Group(NamedTuple):
     members: tuple[ActorSpec | Group, ...]
 
     def specs(self) -> Iterator[ActorSpec]:
-        """Every actor below, in flow order."""
         for member in self.members:
             if isinstance(member, Group):
                 yield from member.specs()
@@ -159,7 +158,6 @@ class Switch:
         return record is not None and now() >= record.again_at
 
     def on(self) -> None:
-        """Let the actor itself run again."""
         if self._spec is not None:
             del self._switched_off[self._spec.ref.name]
             self._on_since = now()
@@ -217,7 +215,6 @@ class Supervisor:
         return self._actors[name]
 
     def actors(self) -> list[Actor]:
-        """All present incarnations, in flow order."""
         return list(self._actors.values())
 
     @asynccontextmanager
@@ -286,7 +283,6 @@ class Supervisor:
         return not scope.cancelled_caught
 
     def statistics(self) -> SupervisorStatistics:
-        """Failures and restarts so far."""
         return SupervisorStatistics(self._failures, self._restarts, self._last_failure)
 
     # -- running
