@@ -6,19 +6,8 @@ back as a message."""
 from __future__ import annotations
 
 import asyncio
-import types
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import (
-    Any,
-    ClassVar,
-    Generic,
-    NamedTuple,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    overload,
-)
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, overload
 
 from kvactors.actor.channel import ChannelStatistics
 from kvactors.actor.context import JOB_LIMIT, Context, Job, State
@@ -26,10 +15,8 @@ from kvactors.actor.log import get_logger
 from kvactors.actor.loop import MailboxLoop
 from kvactors.actor.message import Ask, Envelope, Message
 from kvactors.actor.ref import ActorRef
-from kvactors.errors import WiringError
 
-# -- handlers. mypy checks a handler where `@on` marks it. Class creation checks its annotation
-# again.
+# -- handlers, which mypy checks where `@on` marks them
 
 Handler = Callable[..., None]
 
@@ -72,53 +59,6 @@ def on(message: type[Any]) -> Any:
     return Mark(message)
 
 
-def table_of(kind: type) -> dict[type[Message], str]:
-    """The handlers that a class marks: message type to method name.
-
-    Raises:
-        WiringError: the annotation of a handler does not include the message it is marked for.
-    """
-    table: dict[type[Message], str] = {}
-    for name, member in vars(kind).items():
-        for message in getattr(member, "handles", ()):
-            check_annotation(f"{kind.__qualname__}.{name}", member, message)
-            table[message] = name
-    return table
-
-
-def check_annotation(name: str, method: Any, message: type[Message]) -> None:
-    """Raise WiringError unless the message parameter of a handler takes `message`. A handler
-    without an annotation takes any."""
-    parameter = method.__code__.co_varnames[1:2]
-    annotation = method.__annotations__.get(*parameter, Any) if parameter else Any
-    if isinstance(annotation, str):
-        try:
-            annotation = eval(annotation, method.__globals__)  # noqa: S307  (the class's own source)
-        except NameError:  # a class of a function, or a name that only type checkers import
-            if message.__name__ in annotation:
-                return
-            raise WiringError(_misfit(name, message, annotation)) from None
-    if not any(_takes(one, message) for one in members_of(annotation)):
-        raise WiringError(_misfit(name, message, annotation))
-
-
-def members_of(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the annotation alone."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return get_args(annotation)
-    return (annotation,)
-
-
-def _takes(annotation: Any, message: type[Message]) -> bool:
-    kind = get_origin(annotation) or annotation
-    return kind is Any or (isinstance(kind, type) and issubclass(message, kind))
-
-
-def _misfit(name: str, message: type[Message], annotation: Any) -> str:
-    shown = " | ".join(getattr(one, "__name__", str(one)) for one in members_of(annotation))
-    return f"{name} is marked as the handler of {message.__name__} and takes {shown}"
-
-
 class ActorStatistics(NamedTuple):
     """A moment's picture of an actor's present incarnation.
 
@@ -157,7 +97,12 @@ class Actor:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.HANDLERS = {**cls.HANDLERS, **table_of(cls)}
+        marked = {
+            message: name
+            for name, member in vars(cls).items()
+            for message in getattr(member, "handles", ())
+        }
+        cls.HANDLERS = {**cls.HANDLERS, **marked}
 
     def __init__(self, ref: ActorRef) -> None:
         self.ref = ref

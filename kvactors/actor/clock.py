@@ -16,12 +16,3 @@ def now() -> float:
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
     """The clock of a loop, by the shortest call: asyncio's own loops read the monotonic clock."""
     return time.monotonic if type(loop).time is asyncio.BaseEventLoop.time else loop.time
-
-
-def deadline_after(seconds: float) -> float:
-    """Absolute deadline `seconds` from now. ValueError unless the number is positive and finite."""
-    if not 0 < seconds < float("inf"):
-        raise ValueError(
-            f"a deadline must be a positive, finite number of seconds, not {seconds!r}"
-        )
-    return now() + seconds

@@ -233,7 +233,6 @@ class Context:
         self.unanswered: dict[Envelope[Any], None] = {}
         self.sent = self.late = 0
         self._role = role
-        self._instruments = ref.instruments
         self._allowed = {role: frozenset(types) for role, types in sends.items()}
 
     def tell(self, to: ActorRef[M], message: M) -> None:
@@ -263,13 +262,10 @@ class Context:
             reply.value, reply.is_done = value, True  # as `set_result`, which takes longer
             return True
         self.unanswered.pop(envelope, None)
-        if reply is None or reply.done():
-            self.late += 1
-            return False
-        reply.set_result(value)
-        if self._instruments.active:
-            self._instruments.notify("answered", self.ref, envelope, value, None)
-        return True
+        if self.ref.reply(envelope, value):
+            return True
+        self.late += 1
+        return False
 
     def refuse(self, envelope: Envelope[Any], error: Exception) -> bool:
         """Answer an ask with an error. False, and counted as late, if its asker no longer waits."""

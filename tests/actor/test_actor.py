@@ -20,8 +20,9 @@ from kvactors.actor import (
     Supervisor,
     on,
 )
-from kvactors.actor.clock import deadline_after, now
+from kvactors.actor.clock import now
 from kvactors.errors import ActorFailed, CacheFailed, DeadlineExceeded, WiringError
+from tests.support.deadline import deadline_after
 
 
 class Ping(Ask[int], frozen=True, eq=False):

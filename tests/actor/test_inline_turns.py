@@ -16,11 +16,11 @@ import pytest
 
 from kvactors.actor import ActorRef, InFlight, loop, on
 from kvactors.actor.channel import Channel
-from kvactors.actor.clock import deadline_after
 from kvactors.actor.instrument import Instrument
 from kvactors.errors import ActorFailed, ChannelClosed
 from kvactors.testing.loop import SimLoop, simulate
 from tests.actor.test_actor import Boom, Note, Park, Ping, Server, Slow, Wired, Worked
+from tests.support.deadline import deadline_after
 
 BAD = 1_000_000
 

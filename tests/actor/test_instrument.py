@@ -20,8 +20,8 @@ from kvactors.actor import (
     Supervisor,
     on,
 )
-from kvactors.actor.clock import deadline_after
 from kvactors.errors import ActorFailed
+from tests.support.deadline import deadline_after
 
 
 class Order(Ask[int], frozen=True, eq=False):

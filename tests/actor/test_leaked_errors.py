@@ -22,10 +22,10 @@ from kvactors.actor import (
     Supervisor,
     on,
 )
-from kvactors.actor.clock import deadline_after
 from kvactors.actor.uncancelled import ThreadWaits, uncancelled, wait_uncancelled
 from kvactors.errors import ActorFailed, LeakedError
 from kvactors.threads import Workers, in_thread
+from tests.support.deadline import deadline_after
 
 
 class Panic(BaseException):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvactors.actor import ActorRef, Ask, Channel, InFlight
-from kvactors.actor.clock import deadline_after
+from tests.support.deadline import deadline_after
 
 
 class Ping(Ask[int], frozen=True, eq=False):

@@ -12,11 +12,11 @@ import pytest
 
 from kvactors.actor import loop as actor_loop
 from kvactors.actor import on
-from kvactors.actor.clock import deadline_after
 from kvactors.errors import KVActorsError
 from kvactors.testing.loop import SimLoop
 from tests.actor.test_actor import Note, Ping, Server, Wired
 from tests.support.cache import opened, prompt, serve
+from tests.support.deadline import deadline_after
 
 
 @pytest.fixture(autouse=True)

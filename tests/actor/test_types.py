@@ -8,10 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from kvactors.actor import Actor, Ask, Control, Message, on
-from kvactors.errors import WiringError
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,43 +108,7 @@ class Question(Ask[int], frozen=True, eq=False):
     pass
 
 
-def test_a_handler_that_does_not_take_its_message_is_refused_when_its_class_is_created():
-    with pytest.raises(
-        WiringError,
-        match=r"Wrong\.handler is marked as the handler of Wanted and takes Other",
-    ):
-
-        class Wrong(Actor):
-            @on(Wanted)
-            def handler(self, message: Other) -> None:
-                pass
-
-
-def test_a_union_that_lacks_a_message_is_refused():
-    with pytest.raises(WiringError, match=r"handler of Question and takes Wanted \| Other"):
-
-        class Wrong(Actor):
-            @on(Wanted)
-            @on(Question)
-            def handler(self, message: Wanted | Other) -> None:
-                pass
-
-
-def test_a_name_imported_for_type_checkers_only_is_compared_as_text():
-    def made(annotation):
-        def handler(self, message):
-            pass
-
-        handler.__annotations__["message"] = annotation
-        on(Wanted)(handler)
-        return type("Made", (Actor,), {"handler": handler})
-
-    assert {Wanted: "handler"} == made("package.Wanted").HANDLERS
-    with pytest.raises(WiringError, match=r"takes package\.Unknown"):
-        made("package.Unknown")
-
-
-def test_handlers_that_take_more_than_their_message_are_accepted():
+def test_a_class_inherits_the_handlers_that_it_does_not_mark_itself():
     class Right(Actor):
         @on(Wanted)
         @on(Other)

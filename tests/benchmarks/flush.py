@@ -21,7 +21,6 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvactors.actor import ActorRef, ActorSpec, Group, InFlight, Supervisor
-from kvactors.actor.clock import deadline_after
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import (
@@ -42,6 +41,7 @@ from kvactors.settings.sinks import KvEventsSinkConfig, MemorySinkConfig
 from kvactors.signals import run_terminable
 from kvactors.types import Reason, Residency, Tier, split_hashes
 from tests.benchmarks.report import Row, bench_report, rate_row, time_row
+from tests.support.deadline import deadline_after
 
 BLOCK, DEPTH, PATHS = 64, 16, 500
 RATE = 10_000

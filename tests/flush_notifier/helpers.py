@@ -7,7 +7,6 @@ from collections import deque
 import numpy as np
 
 from kvactors.actor import ActorSpec, Group, InFlight, Supervisor
-from kvactors.actor.clock import deadline_after
 from kvactors.actor.sliced import finish
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.ledger import Ledger
@@ -20,6 +19,7 @@ from kvactors.settings import FlushConfig
 from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.testing.faults import FaultySink
 from kvactors.types import ALL_TIERS, HASH_BYTES, Reason, Tier, hash_at, join_hashes, split_hashes
+from tests.support.deadline import deadline_after
 
 BLOCK = 2
 ROOT = bytes(32)

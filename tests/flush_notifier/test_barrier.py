@@ -8,7 +8,6 @@ import asyncio
 import pytest
 
 import kvactors
-from kvactors.actor.clock import deadline_after
 from kvactors.errors import DeadlineExceeded
 from kvactors.flush_notifier.messages import BlocksRemoved, WaitFlushed
 from kvactors.flush_notifier.sinks import MemorySink
@@ -18,6 +17,7 @@ from kvactors.testing.faults import FaultySink
 from kvactors.testing.loop import simulate
 from kvactors.types import Reason, Tier
 from tests.flush_notifier.helpers import Wired, announced, faulty, names
+from tests.support.deadline import deadline_after
 
 CONFIG = Config.from_mapping(
     {

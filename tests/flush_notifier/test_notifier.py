@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from kvactors.actor.clock import deadline_after
 from kvactors.errors import ActorFailed, DeadlineExceeded
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
@@ -27,6 +26,7 @@ from tests.flush_notifier.helpers import (
     names,
     path,
 )
+from tests.support.deadline import deadline_after
 
 FAULTS = ("down", "hang", "fail_every", "lose_answers")
 NOTHING = {tier: set() for tier in Tier}

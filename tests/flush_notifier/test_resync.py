@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import kvactors
-from kvactors.actor.clock import deadline_after
 from kvactors.errors import ConfigError, DeadlineExceeded, SinkError
 from kvactors.flush_notifier.deliver import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, slice_pause
 from kvactors.flush_notifier.ledger import Ledger
@@ -40,6 +39,7 @@ from tests.flush_notifier.helpers import (
 )
 from tests.flush_notifier.kv_consumers import LlmD
 from tests.support import attentionstore_sdk as stand_in
+from tests.support.deadline import deadline_after
 
 CACHE = {
     "cache": {"model": "m", "block_size": 4},

@@ -12,10 +12,10 @@ import anyio
 import pytest
 
 from kvactors.actor import ActorRef, Ask, Channel, InFlight
-from kvactors.actor.clock import deadline_after
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import DeadlineExceeded
 from kvactors.testing import Deadlock, Livelock, SimLoop, loop_factory, simulate
+from tests.support.deadline import deadline_after
 
 
 async def racy_counter() -> int:

@@ -27,12 +27,12 @@ from kvactors.actor import (
     Supervisor,
     on,
 )
-from kvactors.actor.clock import deadline_after
 from kvactors.data_plane.base import Direction
 from kvactors.errors import ActorFailed, DeadlineExceeded
 from kvactors.gpu_swapper.messages import CopyFinished
 from kvactors.testing import Sim, Trace, minimal, render, simulate
 from kvactors.testing.trace import describe
+from tests.support.deadline import deadline_after
 from tests.support.probe import Probe
 
 BLOCK = 8

@@ -8,7 +8,6 @@ from typing import ClassVar
 import pytest
 
 from kvactors.actor import Actor, Ask, Control, Message, on
-from kvactors.actor.clock import deadline_after
 from kvactors.cpu_evictor.messages import Load, Loaded, Offload, Save
 from kvactors.errors import NoRoom, NotReady, WiringError
 from kvactors.flush_notifier.messages import PathCached
@@ -18,6 +17,7 @@ from kvactors.prefix_index.messages import Acquire, Commit, Finish, Ready
 from kvactors.prefix_index.settings import IndexSettings, Roots
 from kvactors.prefix_index.tree import BlockIndex
 from kvactors.testing import simulate
+from tests.support.deadline import deadline_after
 from tests.support.probe import Probe, Unexpected
 from tests.support.stepper import Stepper
 
